@@ -1,0 +1,36 @@
+"""The environment variables by which a launched process knows its place.
+
+The first group is torchrun's contract, which every framework understands. The second is ours;
+``paceline.train`` reads it when it is there and does without it when it is not.
+"""
+
+from __future__ import annotations
+
+RANK = "RANK"
+LOCAL_RANK = "LOCAL_RANK"
+WORLD_SIZE = "WORLD_SIZE"
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
+GROUP_RANK = "GROUP_RANK"  # rank of the node
+GROUP_WORLD_SIZE = "GROUP_WORLD_SIZE"  # number of nodes
+MASTER_ADDR = "MASTER_ADDR"
+MASTER_PORT = "MASTER_PORT"
+
+RUN_ID = "PACELINE_RUN_ID"
+ATTEMPT = "PACELINE_ATTEMPT"
+HOST = "PACELINE_HOST"  # the host's name in the description
+PLANNED_WORLD = "PACELINE_WORLD_SIZE"  # asserted by every rank after it has joined
+RUN_DIR = "PACELINE_RUN_DIR"
+"""Folder on this node for the run's files. What rank 0 leaves there is brought back to the
+launching machine when the job ends (nothing is copied where both are the same folder)."""
+EVENT_FD = "PACELINE_EVENT_FD"
+"""Number of an inherited file descriptor for JSON lines (UTF-8, one ``write`` of at most
+``PIPE_BUF`` bytes or a single-threaded writer). Every line is an object with ``kind``:
+
+``event``     ``{"kind": "event", "event": NAME, ...details}``, recorded in events.jsonl
+``metrics``   ``{"kind": "metrics", ...}``, appended to metrics.jsonl by the launcher
+``progress``  ``{"kind": "progress", "step": int, "steps": int, "epoch": int, "epochs": int,
+              "loss": float, "samples_per_s": float}``, drawn by the launcher as a live bar
+``say``       ``{"kind": "say", "text": str}``, one line for the user, shown without a label
+``heartbeat`` ``{"kind": "heartbeat", "step": int, "phase": str}``
+"""
+TOKEN = "PACELINE_JOB_TOKEN"  # noqa: S105 - the name of the variable; identifies our processes

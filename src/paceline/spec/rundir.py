@@ -1,0 +1,21 @@
+"""Every file that a run leaves: its name and its format.
+
+The run directory is the interface between launching, training, diagnosing and reporting.
+All JSON is UTF-8; ``*.jsonl`` files hold one object a line, appended.
+"""
+
+from __future__ import annotations
+
+PLAN = "plan.json"  # the plan as executed, with the source of every setting
+CONFIG = "config.json"  # the effective settings of the recipe
+HOSTS = "hosts.json"  # facts of every host
+EVENTS = "events.jsonl"  # time, host, rank, kind, details
+METRICS = "metrics.jsonl"  # one line per logged global step or epoch
+RESULT = "result.json"  # exit status, final metrics, first failure if any
+FINDINGS = "findings.json"  # what the checks found
+LOGS = "logs"  # logs/HOST/RANK.log: complete output of a rank; logs/HOST/agent.log
+MODEL = "model"  # the result: model.safetensors, config.json
+WEIGHTS = "model/model.safetensors"
+MODEL_CONFIG = "model/config.json"
+OWNER = "owner.json"  # who runs in this folder: launcher's host, pid, start time
+DEFAULT_PARENT = "runs"

@@ -1,0 +1,49 @@
+"""Settings that remember where they came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Source(IntEnum):
+    """Where a value came from; a higher source wins over a lower one."""
+
+    DEFAULT = 0
+    FOUND = 1  # found out from the machine or the scheduler
+    FILE = 2  # paceline.toml
+    ENVIRONMENT = 3
+    COMMAND_LINE = 4
+
+    @property
+    def label(self) -> str:
+        return self.name.lower().replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting(Generic[T]):
+    """A value and its source.
+
+    Attributes:
+        value: The effective value.
+        source: Which kind of source won.
+        detail: Which file, variable or rule exactly; may be empty.
+    """
+
+    value: T
+    source: Source = Source.DEFAULT
+    detail: str = ""
+
+    def describe(self) -> str:
+        """``value (source: detail)`` for people."""
+        where = f"{self.source.label}: {self.detail}" if self.detail else self.source.label
+        return f"{self.value} ({where})"
+
+
+def strongest(*settings: Setting[T] | None) -> Setting[T]:
+    """The setting with the highest source; of equals the first. At least one must be given."""
+    given = [setting for setting in settings if setting is not None]
+    return max(given, key=lambda setting: setting.source)

@@ -1,0 +1,24 @@
+"""Entry of the shipped agent: ``PYTHON FOLDER serve|forkserver|guard …``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import List, Optional
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Runs one of the agent's three processes; each imports only what it needs."""
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    role, *args = sys.argv[1:] if argv is None else argv
+    if role == "forkserver":
+        from . import forkserver
+
+        return forkserver.main(int(args[0]), int(args[1]), args[2:])
+    if role == "guard":
+        from . import guard
+
+        return guard.main(int(args[0]))
+    from . import server
+
+    return server.main(folder, chosen_python=args[0], temporary="--temporary" in args)

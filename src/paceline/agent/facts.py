@@ -1,0 +1,247 @@
+"""Facts about this machine: cheap ones, read from files and the kernel, no program started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import resource
+import shutil
+import site
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+from . import netlink
+
+Facts = Dict[str, Any]
+
+
+def python_facts() -> Facts:
+    """The interpreter that runs this, which is the job's unless the hello says otherwise."""
+    return {
+        "executable": sys.executable,
+        "version": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "prefix": sys.prefix,
+    }
+
+
+def library_folders() -> List[str]:
+    """Where packages of this interpreter lie, most important first."""
+    folders = [sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
+    with contextlib.suppress(Exception):
+        folders += site.getsitepackages()
+    with contextlib.suppress(Exception):
+        folders.append(site.getusersitepackages())
+    folders += [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return [folder for at, folder in enumerate(folders) if folder not in folders[:at]]
+
+
+def parse_torch_version(text: str) -> Facts:
+    """Reads ``torch/version.py``: version, CUDA, HIP and XPU it was built for."""
+    found: Facts = {}
+    for key in ("__version__", "cuda", "hip", "xpu", "git_version"):
+        match = re.search(r"^%s\b[^=]*=\s*['\"]([^'\"]*)['\"]" % key, text, re.MULTILINE)
+        found[key.strip("_")] = match.group(1) if match else None
+    return found
+
+
+def torch_facts() -> Optional[Facts]:
+    """The torch that ``import torch`` would find, from its files; ``None`` when there is none."""
+    for folder in library_folders():
+        path = Path(folder) / "torch" / "version.py"
+        with contextlib.suppress(OSError):
+            return dict(parse_torch_version(path.read_text()), path=str(path.parent))
+    return None
+
+
+def interface_facts() -> List[Facts]:
+    """Every interface: name, kind, state, MTU, speed in Mbit/s (-1 unknown), addresses."""
+    addresses = netlink.addresses()
+    return [
+        dict(_link(name), addresses=[a for a in addresses if a["interface"] == name])
+        for _, name in socket.if_nameindex()
+    ]
+
+
+def _link(name: str) -> Facts:
+    folder = Path("/sys/class/net") / name
+    return {
+        "name": name,
+        "kind": _link_kind(name, folder),
+        "state": _read(folder / "operstate") or "unknown",
+        "mtu": int(_read(folder / "mtu") or 0),
+        "speed": int(_read(folder / "speed") or -1),
+    }
+
+
+def _link_kind(name: str, folder: Path) -> str:
+    if name == "lo" or _read(folder / "type") == "772":
+        return "loopback"
+    if (folder / "bridge").exists():
+        return "bridge"
+    if (folder / "tun_flags").exists():
+        return "tun"
+    if (folder / "wireless").exists():
+        return "wireless"
+    if (folder / "device").exists():
+        return "hardware"
+    return "virtual"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def name_facts() -> Facts:
+    """The host name and what it resolves to here, with the line of /etc/hosts that says so."""
+    name = socket.gethostname()
+    hosts = _read(Path("/etc/hosts"))
+    return {
+        "hostname": name,
+        "resolves_to": resolve(name),
+        "hosts_lines": hosts_lines(hosts, name),
+    }
+
+
+def resolve(name: str, patience_s: float = 1.0) -> Optional[List[str]]:
+    """The addresses of a name; ``None`` when resolving takes longer than ``patience_s``."""
+    found: List[str] = []
+
+    def ask() -> None:
+        with contextlib.suppress(OSError):
+            entries = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
+            found.extend(sorted({str(entry[4][0]) for entry in entries}))
+
+    asking = threading.Thread(target=ask, daemon=True)  # a dead name server blocks for long
+    asking.start()
+    asking.join(patience_s)
+    return None if asking.is_alive() else found
+
+
+def hosts_lines(text: str, name: str) -> List[str]:
+    """The lines of a hosts file that name ``name``, with their numbers: ``"2: 127.0.1.1 n1"``."""
+    short = name.split(".")[0]
+    lines = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split("#")[0].split()
+        if name in words[1:] or short in words[1:]:
+            lines.append("%d: %s" % (number, line.strip()))
+    return lines
+
+
+def cpu_facts() -> Facts:
+    """CPUs this process may use, in order; the model's name."""
+    model = re.search(r"^model name\s*:\s*(.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return {
+        "available": sorted(os.sched_getaffinity(0)),
+        "model": model.group(1) if model else platform.machine(),
+        "machine": platform.machine(),
+    }
+
+
+def memory_facts() -> Facts:
+    """Total and available memory in bytes."""
+    text = _read(Path("/proc/meminfo"))
+
+    def amount(key: str) -> int:
+        match = re.search(r"^%s:\s*(\d+) kB" % key, text, re.MULTILINE)
+        return int(match.group(1)) * 1024 if match else 0
+
+    return {"total": amount("MemTotal"), "available": amount("MemAvailable")}
+
+
+def device_facts() -> Facts:
+    """Accelerators by their device files: no driver library is loaded."""
+    nvidia = [p.name for p in Path("/dev").glob("nvidia[0-9]*")]
+    render = [p.name for p in Path("/dev/dri").glob("renderD*")] if Path("/dev/dri").exists() else []
+    version = re.search(r"Kernel Module\D*([\d.]+)", _read(Path("/proc/driver/nvidia/version")))
+    return {
+        "nvidia": sorted(nvidia),
+        "nvidia_driver": version.group(1) if version else None,
+        "render": sorted(render),
+    }
+
+
+def limit_facts() -> Facts:
+    """Limits that jobs meet: open files, locked memory, size of /dev/shm in bytes."""
+
+    def soft(which: int) -> int:
+        value = resource.getrlimit(which)[0]
+        return -1 if value == resource.RLIM_INFINITY else value
+
+    return {
+        "nofile": soft(resource.RLIMIT_NOFILE),
+        "memlock": soft(resource.RLIMIT_MEMLOCK),
+        "shm": disk_facts("/dev/shm").get("total", 0),  # noqa: S108 - its size is the fact
+    }
+
+
+def disk_facts(path: str) -> Facts:
+    """Size and free space in bytes of the file system that holds ``path`` or its parents."""
+    folder = Path(path)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        usage = shutil.disk_usage(str(folder))
+    except OSError:
+        return {"path": str(folder)}
+    return {
+        "path": str(folder),
+        "total": usage.total,
+        "free": usage.free,
+        "writable": os.access(str(folder), os.W_OK),
+    }
+
+
+def ephemeral_ports() -> List[int]:
+    """First and last port that the kernel gives out by itself."""
+    words = _read(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
+    return [int(word) for word in words] if len(words) == 2 else [32768, 60999]
+
+
+def clock_facts() -> Facts:
+    """Wall clock in seconds since 1970, and the monotonic clock."""
+    return {"time": time.time(), "monotonic": time.monotonic()}
+
+
+def user_facts() -> Facts:
+    return {"uid": os.getuid(), "home": str(Path("~").expanduser()), "shell": os.environ.get("SHELL")}
+
+
+FACTS: Dict[str, Callable[[], Any]] = {
+    "python": python_facts,
+    "torch": torch_facts,
+    "interfaces": interface_facts,
+    "name": name_facts,
+    "cpu": cpu_facts,
+    "memory": memory_facts,
+    "devices": device_facts,
+    "limits": limit_facts,
+    "ephemeral_ports": ephemeral_ports,
+    "clock": clock_facts,
+    "user": user_facts,
+    "kernel": platform.release,
+    "boot_id": lambda: _read(Path("/proc/sys/kernel/random/boot_id")),
+}
+
+
+def gather() -> Facts:
+    """All facts; one that cannot be had is ``None`` and its reason stands under ``errors``."""
+    facts: Facts = {"errors": {}}
+    for name, read in FACTS.items():
+        try:
+            facts[name] = read()
+        except Exception as error:  # a fact that fails must not take the others with it
+            facts[name] = None
+            facts["errors"][name] = "%s: %s" % (type(error).__name__, error)
+    return facts

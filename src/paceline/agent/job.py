@@ -1,0 +1,341 @@
+"""The job's processes on this node: fork server, ranks, guard; their pipes and their ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+from . import procs
+
+Message = Dict[str, Any]
+Post = Callable[..., None]
+CHUNK = 1 << 16
+DRAIN_S = 1.0  # how long after a rank's end its pipes may stay open (grandchildren hold them)
+MAX_LINE = 1 << 20
+
+
+class Rank:
+    """One rank: its pipes, its identity, its end."""
+
+    def __init__(self, rank: int, local_rank: int) -> None:
+        self.rank = rank
+        self.local_rank = local_rank
+        self.process: Optional[procs.Process] = None
+        self.status: Optional[int] = None
+        self.ended_at = 0.0
+        self.told = False
+        self.fds: Dict[int, str] = {}  # read end -> "out" | "err" | "events"
+        self.partial = b""  # an unfinished line of the events pipe
+
+    @property
+    def over(self) -> bool:
+        """Ended, and everything it wrote was read (or waited for long enough)."""
+        if self.status is None:
+            return False
+        return not self.fds or time.monotonic() - self.ended_at > DRAIN_S
+
+    def end_message(self) -> Message:
+        status = self.status or 0
+        signaled = os.WIFSIGNALED(status)
+        return {
+            "event": "exit",
+            "rank": self.rank,
+            "code": None if signaled else os.WEXITSTATUS(status),
+            "signal": os.WTERMSIG(status) if signaled else None,
+            "time": self.ended_at,
+        }
+
+
+class NodeJob:
+    """What one agent runs for one job.
+
+    Its life: :meth:`prepare` (fork server imports), :meth:`start` (ranks of one attempt),
+    :meth:`stop` or the ranks' own end, possibly :meth:`start` again, :meth:`close`.
+    """
+
+    def __init__(self, post: Post, package: str) -> None:
+        self._post = post
+        self._package = package  # folder or archive that this agent runs from
+        self.token = ""
+        self.ranks: List[Rank] = []
+        self.running = False
+        self._server: Optional["subprocess.Popen[bytes]"] = None
+        self._channel: Optional[socket.socket] = None
+        self._received = b""
+        self._guard: Optional["subprocess.Popen[bytes]"] = None
+        self._guard_pipe = -1
+        self._guard_lines: List[str] = []
+        self._store: Optional[procs.Process] = None
+        self._kill_at: Optional[float] = None
+
+    # --- beginning ---------------------------------------------------------------------------
+
+    def prepare(self, request: Message) -> None:
+        """Starts guard and fork server; the fork server reports when its imports are done.
+
+        Args:
+            request: ``python`` (absolute path), ``preload`` (modules), ``env`` (to be added),
+                ``unset`` (names to be removed), ``token``.
+        """
+        self.token = request["token"]
+        self._start_guard()
+        ours, theirs = socket.socketpair()
+        env = environment(dict(os.environ), request)
+        try:
+            self._server = subprocess.Popen(
+                [request["python"], self._package, "forkserver", str(theirs.fileno())]
+                + [str(os.getpid()), *request["preload"]],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+                stderr=sys.stderr,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        self._channel = ours
+
+    def _start_guard(self) -> None:
+        read_end, self._guard_pipe = os.pipe()
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", self._package, "guard", str(read_end)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[read_end],
+            start_new_session=True,
+        )
+        os.close(read_end)
+        self._guard_lines = ["token " + self.token]
+        self._tell_guard(self._guard_lines)
+
+    def _tell_guard(self, lines: List[str]) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._guard_pipe, "".join(line + "\n" for line in lines).encode())
+
+    def start(self, request: Message, store_listener: Optional[socket.socket]) -> None:
+        """Starts the ranks of one attempt.
+
+        Args:
+            request: What :func:`rank.prepare` takes, and ``ranks``: a list of ``rank``,
+                ``local_rank``, ``env``, ``cpus``; ``store``: address and port, or null.
+            store_listener: The held socket of the store when it is to be on this node.
+        """
+        if self._channel is None:
+            raise RuntimeError("start before prepare")
+        self.ranks, self.running, self._kill_at = [], True, None
+        passed: List[int] = []
+        if store_listener is not None:
+            passed.append(store_listener.fileno())
+        ends: List[int] = []
+        for spec in request["ranks"]:
+            rank = Rank(spec["rank"], spec["local_rank"])
+            for name in ("out", "err", "events"):
+                read_end, write_end = os.pipe()
+                os.set_blocking(read_end, False)
+                rank.fds[read_end] = name
+                ends.append(write_end)
+            self.ranks.append(rank)
+        self._channel.setblocking(True)  # a request larger than the buffer must go out whole
+        data = json.dumps(request).encode() + b"\n"
+        sent = socket.send_fds(self._channel, [data], passed + ends)
+        self._channel.sendall(data[sent:])
+        self._channel.setblocking(False)
+        for fd in ends:
+            os.close(fd)
+
+    # --- what happens ------------------------------------------------------------------------
+
+    def readers(self, take_output: bool) -> List[int]:
+        """Descriptors to watch; without the ranks' output while nobody takes it."""
+        fds = [] if self._channel is None else [self._channel.fileno()]
+        for rank in self.ranks:
+            fds += [fd for fd, name in rank.fds.items() if take_output or name == "events"]
+        return fds
+
+    def readable(self, fd: int) -> None:
+        """Reads from one of :meth:`readers`."""
+        if self._channel is not None and fd == self._channel.fileno():
+            self._read_server()
+            return
+        for rank in self.ranks:
+            if fd in rank.fds:
+                self._read_rank(rank, fd)
+                return
+
+    def _read_server(self) -> None:
+        assert self._channel is not None
+        try:
+            data = self._channel.recv(CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._server_gone()
+            return
+        self._received += data
+        *lines, self._received = self._received.split(b"\n")
+        for line in lines:
+            self._from_server(json.loads(line))
+
+    def _from_server(self, message: Message) -> None:
+        if "ready" in message or "failed" in message:
+            self._post(dict(message, event="forkserver"))
+        elif "started" in message:
+            self._started(message)
+        elif "exited" in message and not message.get("store"):
+            rank = self._rank(message["local_rank"])
+            rank.status, rank.ended_at = message["status"], message["time"]
+
+    def _started(self, message: Message) -> None:
+        process = procs.Process(message["started"], message["start"])
+        self._guard_lines.append("session %d %d" % process)
+        self._tell_guard(self._guard_lines[-1:])
+        if message.get("store"):
+            self._store = process
+            return
+        rank = self._rank(message["local_rank"])
+        rank.process = process
+        self._post({"event": "started", "rank": rank.rank, "pid": process.pid})
+
+    def _rank(self, local_rank: int) -> Rank:
+        return next(rank for rank in self.ranks if rank.local_rank == local_rank)
+
+    def _server_gone(self) -> None:
+        """The fork server died: its ranks died with it."""
+        assert self._channel is not None
+        self._channel.close()
+        self._channel = None
+        status = self._server.wait() if self._server is not None else 0
+        self._post({"event": "forkserver", "died": status, "time": time.monotonic()})
+        for rank in self.ranks:
+            if rank.status is None:
+                rank.status, rank.ended_at = int(signal.SIGKILL), time.monotonic()
+
+    def _read_rank(self, rank: Rank, fd: int) -> None:
+        name = rank.fds[fd]
+        try:
+            data = os.read(fd, CHUNK)
+        except BlockingIOError:
+            return
+        if not data:
+            del rank.fds[fd]
+            os.close(fd)
+        elif name == "events":
+            self._rank_says(rank, data)
+        else:
+            self._post({"event": "output", "rank": rank.rank, "stream": name}, data)
+
+    def _rank_says(self, rank: Rank, data: bytes) -> None:
+        *lines, rank.partial = (rank.partial + data).split(b"\n")
+        if len(rank.partial) > MAX_LINE:
+            rank.partial = b""
+        for line in lines:
+            with contextlib.suppress(ValueError):  # the user's code may write there too
+                said = json.loads(line)
+                if isinstance(said, dict):
+                    self._post({"event": "said", "rank": rank.rank, "data": said})
+
+    # --- ending ------------------------------------------------------------------------------
+
+    def stop(self, signum: int, grace_s: float) -> None:
+        """Signals every rank; what lives after ``grace_s`` seconds is killed."""
+        for rank in self.ranks:
+            if rank.process is not None and rank.status is None:
+                self._signal_group(rank.process, signum)
+        deadline = time.monotonic() + grace_s
+        self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
+
+    def _signal_group(self, process: procs.Process, signum: int) -> None:
+        if procs.identify(process.pid) == process:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signum)
+                os.killpg(process.pid, signal.SIGCONT)  # a stopped process takes no signal
+
+    def tick(self) -> None:
+        """Regular work: kills after the grace, reports ends, mends the guard."""
+        now = time.monotonic()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            self.kill()
+        for rank in self.ranks:
+            if rank.over and not rank.told:
+                self._finish(rank)
+        if self.running and all(rank.told for rank in self.ranks):
+            self._end_attempt()
+        if self._guard is not None and self._guard.poll() is not None and self._channel:
+            lines = self._guard_lines
+            os.close(self._guard_pipe)
+            self._start_guard()
+            self._guard_lines = lines
+            self._tell_guard(lines[1:])
+
+    def _finish(self, rank: Rank) -> None:
+        for fd in list(rank.fds):
+            self._read_rank(rank, fd)
+        for fd in rank.fds:
+            os.close(fd)
+        rank.fds = {}
+        rank.told = True
+        self._post(rank.end_message())
+
+    def _end_attempt(self) -> None:
+        """All ranks are over: ends what they left behind, and the attempt's store."""
+        self.running, self._kill_at = False, None
+        leftover = self.kill()
+        if self._store is not None:
+            procs.send(self._store, signal.SIGKILL)
+            self._store = None
+        self._post({"event": "ended", "leftover": leftover, "time": time.monotonic()})
+
+    def kill(self) -> int:
+        """SIGKILLs every process of the job but fork server and store; returns how many."""
+        if self._server is None:
+            return 0
+        spare = [self._server.pid] + ([self._store.pid] if self._store else [])
+        # the store's process carries the token too, and outlives the ranks by a moment
+        return procs.kill_job(self.token, [self._server.pid], spare)
+
+    def close(self) -> None:
+        """Ends everything of the job on this node, fork server and guard included."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+            procs.kill_job(self.token, [], [])
+            self._server = None
+        if self._guard is not None:
+            self._tell_guard(["done"])
+            os.close(self._guard_pipe)
+            self._guard.wait()
+            self._guard = None
+
+
+def environment(base: Dict[str, str], request: Message) -> Dict[str, str]:
+    """The environment of fork server and ranks.
+
+    The interpreter's folder comes first in ``PATH``, as in an activated virtual environment, so
+    that programs the script calls by name are those of its own environment.
+    """
+    env = {name: value for name, value in base.items() if name not in request.get("unset", ())}
+    folder = str(Path(request["python"]).parent)
+    env["PATH"] = os.pathsep.join([folder, env.get("PATH", os.defpath)])
+    env.update(request["env"])
+    env["PACELINE_JOB_TOKEN"] = request["token"]
+    return env

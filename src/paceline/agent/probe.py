@@ -1,0 +1,200 @@
+"""Which address of a peer really answers: listeners and tried connections.
+
+A listener says its agent's identity to whoever connects. So an address that exists on two machines
+(a container bridge, say) is found out: the connection reaches the wrong one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import time
+from typing import Any, Dict, List, Optional, Tuple
+
+IDENTITY_BYTES = 16
+Result = Dict[str, Any]
+
+
+def family_of(address: str) -> int:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def listen(address: str, port: int = 0, backlog: int = 128) -> socket.socket:
+    """A listening socket on exactly that address. OSError when it cannot be had."""
+    listener = socket.socket(family_of(address), socket.SOCK_STREAM)
+    try:
+        if family_of(address) == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(backlog)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def listen_outside_ephemeral(address: str, ephemeral: List[int], tries: int = 64) -> socket.socket:
+    """A listener on a free port that the kernel does not give out by itself.
+
+    A port inside the ephemeral range can be taken by any outgoing connection between the moment
+    it is chosen and the moment it is used by a restarted job.
+    """
+    low, high = ephemeral
+    below, above = range(20000, min(low, 65000)), range(max(high + 1, 20000), 65000)
+    choices = [port for port in (*below, *above) if port not in range(low, high + 1)]
+    for _ in range(tries if choices else 0):
+        port = choices[int.from_bytes(os.urandom(4), "big") % len(choices)]
+        try:
+            return listen(address, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    return listen(address, 0)
+
+
+def answer(listener: socket.socket, identity: bytes) -> None:
+    """Accepts whoever waits at ``listener`` and tells our identity."""
+    try:
+        connection, _ = listener.accept()
+    except OSError:
+        return
+    with connection:
+        try:
+            connection.send(identity)
+        except OSError:
+            return
+
+
+class _Attempt:
+    """One connection being tried."""
+
+    def __init__(self, target: Result) -> None:
+        self.target = target
+        self.started = time.monotonic()
+        self.socket = socket.socket(family_of(target["address"]), socket.SOCK_STREAM)
+        self.socket.setblocking(False)
+        self.connected = False
+
+    def begin(self) -> Optional[Result]:
+        """Starts connecting; a result when that fails at once."""
+        code = self.socket.connect_ex((self.target["address"], self.target["port"]))
+        return None if code in (0, errno.EINPROGRESS) else self.failed(code)
+
+    def proceed(self) -> Optional[Result]:
+        """Goes on after the socket became ready; a result when the attempt is over."""
+        if not self.connected:
+            code = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                return self.failed(code)
+            self.connected = True
+            return None
+        try:
+            said = self.socket.recv(IDENTITY_BYTES)
+        except OSError as error:
+            return self.failed(error.errno or errno.EIO)
+        local = str(self.socket.getsockname()[0])
+        return self._result(
+            ok=said.hex() == self.target["identity"],
+            reached=said.hex(),
+            local_address=local,
+            rtt=time.monotonic() - self.started,
+        )
+
+    def failed(self, code: int) -> Result:
+        return self._result(ok=False, errno=code, error=os.strerror(code))
+
+    def _result(self, **found: Any) -> Result:
+        self.socket.close()
+        return dict(host=self.target["host"], address=self.target["address"], **found)
+
+
+def connect_all(targets: List[Result], timeout_s: float, settle_s: float) -> List[Result]:
+    """Tries every target at once; one result a target.
+
+    Args:
+        targets: ``{"host", "address", "port", "identity"}`` each.
+        timeout_s: When to give up on what has not answered.
+        settle_s: Once every host has answered on some address, how much longer to wait for its
+            other addresses.
+
+    Returns:
+        ``{"host", "address", "ok"}`` with ``local_address`` and ``rtt`` (seconds) when something
+        answered, ``errno`` and ``error`` when not. ``reached`` is the identity that answered.
+    """
+    results: List[Result] = []
+    selector = selectors.DefaultSelector()
+    for attempt in (_Attempt(target) for target in targets):
+        over = attempt.begin()
+        if over is None:
+            selector.register(attempt.socket, selectors.EVENT_WRITE, attempt)
+        else:
+            results.append(over)
+    deadline = time.monotonic() + timeout_s
+    while selector.get_map() and time.monotonic() < deadline:
+        for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+            over = _step(selector, key.data)
+            if over is not None:
+                results.append(over)
+        if _all_reached(targets, results):
+            deadline = min(deadline, time.monotonic() + settle_s)
+            settle_s = max(0.0, deadline - time.monotonic())
+    for key in list(selector.get_map().values()):
+        results.append(key.data.failed(errno.ETIMEDOUT))
+    selector.close()
+    return results
+
+
+def _step(selector: selectors.BaseSelector, attempt: _Attempt) -> Optional[Result]:
+    was_connected = attempt.connected
+    file = attempt.socket
+    over = attempt.proceed()
+    if over is not None:
+        # closed sockets report fileno -1, so the selector is asked by object
+        selector.unregister(file)
+    elif not was_connected:
+        selector.modify(file, selectors.EVENT_READ, attempt)
+    return over
+
+
+def _all_reached(targets: List[Result], results: List[Result]) -> bool:
+    return {t["host"] for t in targets} <= {r["host"] for r in results if r["ok"]}
+
+
+def who_listens(port: int) -> List[Tuple[int, str]]:
+    """Processes of ours that listen on a TCP port: (pid, command line)."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = open("/proc/net/" + table).read().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == port:
+                inodes.add("socket:[%s]" % fields[9])
+    return [(pid, _command_line(pid)) for pid in _holders(inodes)]
+
+
+def _holders(inodes: "set[str]") -> List[int]:
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        folder = "/proc/%s/fd" % name
+        try:
+            links = {os.readlink(os.path.join(folder, fd)) for fd in os.listdir(folder)}
+        except OSError:
+            continue
+        if links & inodes:
+            found.append(int(name))
+    return found
+
+
+def _command_line(pid: int) -> str:
+    try:
+        raw = open("/proc/%d/cmdline" % pid, "rb").read()
+    except OSError:
+        return ""
+    return raw.replace(b"\0", b" ").decode(errors="replace").strip()

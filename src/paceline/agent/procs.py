@@ -1,0 +1,170 @@
+"""Processes by recorded identity: never by name.
+
+A process is (pid, start time in clock ticks since boot); a pid alone may have been given to
+somebody else since. What belongs to a job carries the job's token in its environment, or descends
+from a process that does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Dict, Iterable, List, NamedTuple, Optional, Set
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Process(NamedTuple):
+    """Identity of a process on this machine."""
+
+    pid: int
+    start: int  # field 22 of /proc/PID/stat
+
+
+class Stat(NamedTuple):
+    pid: int
+    parent: int
+    session: int
+    state: str
+    start: int
+
+
+def parse_stat(text: str) -> Stat:
+    """Reads one ``/proc/PID/stat`` line; the command in parentheses may hold anything."""
+    pid, rest = text.split(" ", 1)
+    fields = rest[rest.rindex(")") + 2 :].split()
+    return Stat(
+        pid=int(pid),
+        state=fields[0],
+        parent=int(fields[1]),
+        session=int(fields[3]),
+        start=int(fields[19]),
+    )
+
+
+def read_stat(pid: int) -> Optional[Stat]:
+    """The state of a process; ``None`` when there is none."""
+    try:
+        return parse_stat(Path("/proc/%d/stat" % pid).read_text(errors="replace"))
+    except (OSError, ValueError):
+        return None
+
+
+def identify(pid: int) -> Optional[Process]:
+    """The identity of a running process; ``None`` when it is gone or a zombie."""
+    stat = read_stat(pid)
+    return None if stat is None or stat.state in "ZX" else Process(stat.pid, stat.start)
+
+
+def all_stats() -> Dict[int, Stat]:
+    """Every process that this process can see."""
+    stats = (read_stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return {stat.pid: stat for stat in stats if stat is not None}
+
+
+def descendants(roots: Iterable[int], stats: Dict[int, Stat]) -> Set[int]:
+    """The pids below ``roots`` (roots not included)."""
+    children: Dict[int, List[int]] = {}
+    for stat in stats.values():
+        children.setdefault(stat.parent, []).append(stat.pid)
+    found: Set[int] = set()
+    todo = list(roots)
+    while todo:
+        for child in children.get(todo.pop(), ()):
+            if child not in found:
+                found.add(child)
+                todo.append(child)
+    return found
+
+
+def with_token(token: str, stats: Dict[int, Stat]) -> Set[int]:
+    """The pids whose environment carries the job's token. Other users' are not readable."""
+    entry = ("PACELINE_JOB_TOKEN=" + token).encode()
+    found = set()
+    for pid in stats:
+        with contextlib.suppress(OSError):
+            if entry in Path("/proc/%d/environ" % pid).read_bytes().split(b"\0"):
+                found.add(pid)
+    return found
+
+
+def in_sessions(leaders: Iterable[Process]) -> List[Process]:
+    """The living processes of sessions, given by their leaders' identities.
+
+    The kernel gives a session's number to nobody else while a member lives, so a leader with
+    another start time means that the session is over.
+    """
+    stats = all_stats()
+    started = {
+        leader.pid
+        for leader in leaders
+        if leader.pid not in stats or stats[leader.pid].start == leader.start
+    }
+    return [
+        Process(stat.pid, stat.start)
+        for stat in stats.values()
+        if stat.session in started and stat.state not in "ZX"
+    ]
+
+
+def job_processes(token: str, roots: Iterable[int], spare: Iterable[int]) -> List[Process]:
+    """All living processes of a job: marked by its token or below ``roots``, but ``spare``."""
+    stats = all_stats()
+    marked = with_token(token, stats) if token else set()
+    below = descendants(set(roots) | marked, stats)
+    leave = set(spare) | {os.getpid()}
+    return [
+        Process(pid, stats[pid].start)
+        for pid in sorted((marked | below) - leave)
+        if stats[pid].state not in "ZX"
+    ]
+
+
+def send(process: Process, signum: int) -> bool:
+    """Signals exactly that process; False when it is gone or its pid belongs to another."""
+    if identify(process.pid) != process:
+        return False
+    try:
+        os.kill(process.pid, signum)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def kill_job(token: str, roots: Iterable[int], spare: Iterable[int], tries: int = 50) -> int:
+    """SIGKILLs every process of a job until none is left; returns how many were killed.
+
+    A stopped process dies of SIGKILL too. Repeats because a process may fork while we look.
+    """
+    roots, spare = list(roots), list(spare)
+    killed = 0
+    for _ in range(tries):
+        alive = job_processes(token, roots, spare)
+        if not alive:
+            break
+        killed += sum(send(process, signal.SIGKILL) for process in alive)
+        time.sleep(0.01)
+    return killed
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(%d)" % option)
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel for SIGKILL when the parent dies; ends at once if it already has."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of orphaned descendants, so that none gets away."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -1,0 +1,201 @@
+"""A rank: from a fork of the server to the user's script, as ``python script.py`` would run it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+import types
+import zipfile
+from typing import Any, Callable, Dict, List
+
+Message = Dict[str, Any]
+TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
+
+
+def prepare(request: Message, rank: Message, out: int, err: int, events: int) -> Callable[[], int]:
+    """Makes this fork the rank ``rank``; returns what is left to do.
+
+    Args:
+        request: ``entry`` ({"kind", "target", "args"}), ``workdir``, ``env`` of the node.
+        rank: ``local_rank``, ``env``, ``cpus`` (may be empty).
+        out, err, events: Write ends of the rank's pipes.
+    """
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _redirect(out, err)
+    os.set_inheritable(events, True)
+    os.environ.update(request["env"])
+    os.environ.update(rank["env"])
+    os.environ["PACELINE_EVENT_FD"] = str(events)
+    if rank.get("cpus"):
+        with contextlib.suppress(OSError):  # the CPUs may have been taken from us meanwhile
+            os.sched_setaffinity(0, rank["cpus"])
+    # the user's code sees an interpreter that never heard of the agent
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != own]
+    if not request.get("any_world"):
+        watch_world(events)
+    return lambda: run_entry(request["entry"], request["workdir"], events)
+
+
+def _redirect(out: int, err: int) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (out, 1), (err, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    for stream in (sys.stdout, sys.stderr):
+        # lines, not blocks: the output is followed live although it is a pipe
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def run_entry(entry: Message, workdir: str, events: int) -> int:
+    """Runs the script, module or program; returns the exit status or does not return."""
+    try:
+        os.chdir(workdir)
+        if entry["kind"] == "binary":
+            return _execute([entry["target"], *entry["args"]])
+        _run_python(entry)
+    except SystemExit as leaving:
+        _tell_exit(leaving, events)
+        raise
+    except KeyboardInterrupt:
+        # what Python itself does: die of the signal, so that the parent sees it
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise
+    except BaseException as error:
+        _tell_exception(error, events)
+        sys.excepthook(type(error), error, _trim(error).__traceback__)
+        return 1
+    return 0
+
+
+def _execute(argv: List[str]) -> int:
+    """Becomes the program; what it is told in ``os.environ`` goes along."""
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        sys.stderr.write("paceline: cannot run %s: %s\n" % (argv[0], error.strerror))
+        return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def _run_python(entry: Message) -> None:
+    target, args = entry["target"], entry["args"]
+    _forget_agent()
+    _fresh_randomness()
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=__builtins__, __spec__=None)
+    sys.modules["__main__"] = main
+    sys.argv = [target, *args]
+    if entry["kind"] == "module":
+        sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(target)  # type: ignore[attr-defined]
+    elif os.path.isdir(target) or zipfile.is_zipfile(target):
+        runpy.run_path(target, run_name="__main__")
+    else:
+        _run_file(os.path.abspath(target), main)
+
+
+def _run_file(path: str, main: types.ModuleType) -> None:
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    with open(path, "rb") as file:
+        source = file.read()
+    main.__file__ = path
+    # dont_inherit: the script must not get this module's __future__ imports
+    code = compile(source, path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)  # noqa: S102 - it is the user's script
+
+
+def _forget_agent() -> None:
+    package = __name__.rpartition(".")[0]
+    for name in [n for n in sys.modules if n == package or n.startswith(package + ".")]:
+        del sys.modules[name]
+
+
+def _fresh_randomness() -> None:
+    """What an interpreter sets up at import must not be the same in every fork."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()  # Python's own generator reseeds itself after a fork
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is not None:  # spawned children find a relative main script from here
+        processes.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+
+
+def watch_world(events: int) -> None:
+    """Makes ``init_process_group`` check that the world is the planned one, and say so."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available():
+        return
+    original = distributed.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        _assert_world(distributed, events)
+        return result
+
+    distributed.init_process_group = init_process_group
+    distributed.distributed_c10d.init_process_group = init_process_group
+
+
+def _assert_world(distributed: Any, events: int) -> None:
+    found = (distributed.get_rank(), distributed.get_world_size())
+    planned = (int(os.environ["RANK"]), int(os.environ["PACELINE_WORLD_SIZE"]))
+    if found != planned:
+        raise RuntimeError(
+            "the world is not the planned one: this process became rank %d of %d, "
+            "but the plan says rank %d of %d. The script passed its own rank or world size to "
+            "init_process_group; take them from RANK and WORLD_SIZE (or run with --any-world)."
+            % (*found, *planned)
+        )
+    joined = {"rank": found[0], "world_size": found[1], "backend": distributed.get_backend()}
+    _tell(events, dict(joined, kind="event", event="world joined"))
+
+
+def _trim(error: BaseException) -> BaseException:
+    """Takes our own frames, and runpy's, off the top of the traceback."""
+    step = error.__traceback__
+    while step is not None and _is_ours(step.tb_frame.f_code.co_filename):
+        step = step.tb_next
+    return error.with_traceback(step)
+
+
+def _is_ours(filename: str) -> bool:
+    return filename in (__file__, runpy.__file__) or filename.startswith("<frozen runpy")
+
+
+def _tell_exception(error: BaseException, events: int) -> None:
+    text = "".join(traceback.format_exception(type(error), error, _trim(error).__traceback__))
+    _tell(
+        events,
+        {
+            "kind": "exception",
+            "type": type(error).__name__,
+            "message": str(error)[:2000],
+            "traceback": text[-TRACEBACK_LIMIT:],
+            "time": time.monotonic(),
+        },
+    )
+
+
+def _tell_exit(leaving: SystemExit, events: int) -> None:
+    if leaving.code not in (None, 0):
+        _tell(events, {"kind": "leaving", "code": str(leaving.code), "time": time.monotonic()})
+
+
+def _tell(events: int, message: Message) -> None:
+    """One line to the agent. Small enough for the pipe's buffer, so it does not wait for long."""
+    line = json.dumps(message).encode() + b"\n"
+    with contextlib.suppress(OSError):
+        os.write(events, line)

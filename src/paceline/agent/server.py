@@ -1,0 +1,435 @@
+"""The agent's loop: takes the launcher's requests, tells what happens, ends with its launcher.
+
+Requests are ``{"op": NAME, "id": N, ...}``; every one is answered with ``{"re": N, ...}`` or
+``{"re": N, "error": TEXT}``. Events are ``{"event": NAME, ...}``. The names of the requests are
+the keys of ``OPERATIONS``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+from . import facts, procs, probe, snapshot
+from .frames import Decoder, Message
+from .job import NodeJob
+from .lease import Lease
+from .outbox import Outbox
+
+TICK_S = 0.05
+LAST_GRACE_S = 3.0  # between TERM and KILL when the launcher has gone
+CHUNK = 1 << 16
+
+
+class Agent:
+    """One agent: one launcher, at most one job.
+
+    Args:
+        input_fd, output_fd: The framed stream.
+        package: Folder that this agent's code lies in.
+    """
+
+    def __init__(self, input_fd: int, output_fd: int, package: str) -> None:
+        self.identity = os.urandom(probe.IDENTITY_BYTES)
+        self._input = input_fd
+        self._wake_read, wake_write = os.pipe()
+        for fd in (input_fd, output_fd, self._wake_read, wake_write):
+            os.set_blocking(fd, False)
+        self.outbox = Outbox(output_fd, wake_write)
+        self.job = NodeJob(self.outbox.post, package)
+        self.lease = Lease()
+        self.listeners: Dict[str, socket.socket] = {}
+        self.reserved: Optional[socket.socket] = None
+        self.folders: List[str] = []  # made for this job, removed with it
+        self.chosen_python = sys.executable
+        self._decoder = Decoder()
+        self._leaving_at: Optional[float] = None
+        self._why = ""
+
+    # --- the loop ----------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Serves until the launcher says bye, goes away, or lets the lease run out."""
+        self.in_thread(self._hello)
+        while not self._done():
+            self._wait_and_handle()
+            self.job.tick()
+            self._watch_launcher()
+        self._close()
+        return 0
+
+    def _hello(self) -> None:
+        about = {
+            "event": "hello",
+            "pid": os.getpid(),
+            "identity": self.identity.hex(),
+            "chosen_python": self.chosen_python,
+            "facts": facts.gather(),
+        }
+        self.outbox.post(about)
+
+    def _done(self) -> bool:
+        if self._leaving_at is None:
+            return False
+        gone = self.outbox.broken or not self.outbox.pending
+        late = time.monotonic() > self._leaving_at
+        return (not self.job.running and gone) or late
+
+    def _wait_and_handle(self) -> None:
+        """One round of select; poll() so that many descriptors are no problem."""
+        selector = selectors.PollSelector()
+        inputs = [self._input] if self._leaving_at is None else []
+        listening = {sock.fileno(): sock for sock in self.listeners.values()}
+        ranks = self.job.readers(take_output=not self.outbox.full)
+        for fd in [*inputs, self._wake_read, *listening, *ranks]:
+            selector.register(fd, selectors.EVENT_READ)
+        if self.outbox.pending:
+            selector.register(self.outbox.fd, selectors.EVENT_WRITE)
+        for key, _ in selector.select(TICK_S if self.job.running else 4 * TICK_S):
+            self._handle(key.fd, listening)
+
+    def _handle(self, fd: int, listening: Dict[int, socket.socket]) -> None:
+        if fd == self._input:
+            self._read_requests()
+        elif fd == self._wake_read:
+            with contextlib.suppress(BlockingIOError):
+                os.read(fd, CHUNK)
+        elif fd == self.outbox.fd:
+            self.outbox.flush()
+        elif fd in listening:
+            probe.answer(listening[fd], self.identity)
+        else:
+            self.job.readable(fd)
+
+    def _read_requests(self) -> None:
+        try:
+            data = os.read(self._input, CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.leave("the launcher went away")
+            return
+        for message, blob in self._decoder.feed(data):
+            self._dispatch(message, blob)
+
+    def _dispatch(self, message: Message, blob: bytes) -> None:
+        operation = OPERATIONS.get(message.get("op", ""))
+        if operation is None:
+            self.reply(message, error="unknown request %r" % message.get("op"))
+            return
+        try:
+            operation(self, message, blob)
+        except Exception as error:  # the launcher must hear of it, whatever it is
+            self.reply(message, error=describe(error))
+
+    def _watch_launcher(self) -> None:
+        if self._leaving_at is not None:
+            return
+        if self.outbox.broken:
+            self.leave("the connection to the launcher broke")
+        elif self.lease.expired(time.monotonic()):
+            self.leave("the lease of %.0f s ran out" % (self.lease.seconds or 0))
+
+    def leave(self, why: str) -> None:
+        """Begins the end: TERM for every rank, KILL a little later, then nothing is left."""
+        self._why = why
+        sys.stderr.write("paceline agent: leaving: %s\n" % why)
+        self._leaving_at = time.monotonic() + LAST_GRACE_S + 2.0
+        if self.job.running:
+            self.job.stop(signal.SIGTERM, LAST_GRACE_S)
+
+    def _close(self) -> None:
+        self.job.close()
+        for listener in self.listeners.values():
+            listener.close()
+        if self.reserved is not None:
+            self.reserved.close()
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # --- helpers of the operations -----------------------------------------------------------
+
+    def reply(self, request: Message, **answer: Any) -> None:
+        if "id" in request:
+            self.outbox.post(dict(answer, re=request["id"]))
+
+    def in_thread(self, work: Callable[[], None], request: Optional[Message] = None) -> None:
+        """Runs what may take long beside the loop; its failure is the request's answer."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:
+                self.reply(request or {}, error=describe(error))
+
+        threading.Thread(target=guarded, daemon=True).start()
+
+
+def describe(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = " (%s)" % error.filename if error.filename else ""
+        return error.strerror + where
+    return "%s: %s" % (type(error).__name__, error)
+
+
+# --- operations: what a launcher can ask --------------------------------------------------------
+
+
+def renew_lease(agent: Agent, request: Message, _: bytes) -> None:
+    """``seconds``; answers with this node's clocks, so that the launcher can compare them."""
+    agent.lease.renew(request["seconds"], time.monotonic())
+    agent.reply(request, monotonic=time.monotonic(), time=time.time())
+
+
+def prepare(agent: Agent, request: Message, _: bytes) -> None:
+    agent.job.prepare(request)
+    agent.reply(request)
+
+
+def listen(agent: Agent, request: Message, _: bytes) -> None:
+    """Listeners on ``addresses``; answers the ports by address, errors by address."""
+    ports, errors = {}, {}
+    for address in request["addresses"]:
+        try:
+            agent.listeners[address] = probe.listen(address)
+            ports[address] = agent.listeners[address].getsockname()[1]
+        except OSError as error:
+            errors[address] = describe(error)
+    agent.reply(request, ports=ports, errors=errors)
+
+
+def stop_listening(agent: Agent, request: Message, _: bytes) -> None:
+    for listener in agent.listeners.values():
+        listener.close()
+    agent.listeners = {}
+    agent.reply(request)
+
+
+def connect(agent: Agent, request: Message, _: bytes) -> None:
+    """Tries ``targets`` at once (see :func:`probe.connect_all`)."""
+
+    def work() -> None:
+        results = probe.connect_all(
+            request["targets"], request["timeout_s"], request.get("settle_s", 0.25)
+        )
+        agent.reply(request, results=results)
+
+    agent.in_thread(work, request)
+
+
+def reserve_port(agent: Agent, request: Message, _: bytes) -> None:
+    """Takes and holds a port on ``address``: ``port``, or a free one when that is 0."""
+    if agent.reserved is not None:
+        agent.reserved.close()
+        agent.reserved = None
+    port = request.get("port", 0)
+    try:
+        if port:
+            agent.reserved = probe.listen(request["address"], port)
+        else:
+            agent.reserved = probe.listen_outside_ephemeral(
+                request["address"], facts.ephemeral_ports()
+            )
+    except OSError as error:
+        holders = probe.who_listens(port) if port else []
+        agent.reply(request, error=describe(error), holders=holders)
+        return
+    agent.reply(request, port=agent.reserved.getsockname()[1])
+
+
+def start(agent: Agent, request: Message, _: bytes) -> None:
+    """Starts the ranks; the held port becomes the store's."""
+    listener, agent.reserved = agent.reserved, None
+    hosts_store = bool(request.get("store")) and listener is not None
+    try:
+        agent.job.start(request, listener if hosts_store else None)
+    finally:
+        if listener is not None:
+            listener.close()  # the fork server has its own copy
+    agent.reply(request)
+
+
+def stop(agent: Agent, request: Message, _: bytes) -> None:
+    """``signal`` for every rank, KILL after ``grace_s``."""
+    agent.job.stop(request["signal"], request["grace_s"])
+    agent.reply(request)
+
+
+def kill(agent: Agent, request: Message, _: bytes) -> None:
+    agent.reply(request, killed=agent.job.kill())
+
+
+def compare_tree(agent: Agent, request: Message, _: bytes) -> None:
+    agent.in_thread(
+        lambda: agent.reply(request, **snapshot.compare(request["root"], request["manifest"])),
+        request,
+    )
+
+
+def lacking_blobs(agent: Agent, request: Message, _: bytes) -> None:
+    agent.in_thread(
+        lambda: agent.reply(request, hashes=snapshot.lacking(request["manifest"])), request
+    )
+
+
+def put_blob(agent: Agent, request: Message, blob: bytes) -> None:
+    snapshot.put(request["sha256"], blob)
+    agent.reply(request)
+
+
+def build_tree(agent: Agent, request: Message, _: bytes) -> None:
+    """Builds ``manifest`` at ``root`` inside the run's folder; answers the folder."""
+    root = Path(job_folder(agent, request["run_id"])) / request["name"]
+
+    def work() -> None:
+        snapshot.materialise(str(root), request["manifest"])
+        agent.reply(request, root=str(root))
+
+    agent.in_thread(work, request)
+
+
+def run_folder(agent: Agent, request: Message, _: bytes) -> None:
+    """Where the run's files go on this node: the launcher's folder if it is seen here.
+
+    ``path`` and ``token``: the launcher wrote the token into ``path``/``token_file``; a node that
+    reads the same there sees the same folder.
+    """
+    shared = False
+    with contextlib.suppress(OSError):
+        shared = (Path(request["path"]) / request["token_file"]).read_text() == request["token"]
+    if not shared:
+        folder = Path(job_folder(agent, request["run_id"])) / "run"
+        folder.mkdir(parents=True, exist_ok=True)
+    agent.reply(request, shared=shared, folder=request["path"] if shared else str(folder))
+
+
+def job_folder(agent: Agent, run_id: str) -> str:
+    """A folder for this run on this node, removed when the agent ends."""
+    folder = str(snapshot.cache_folder() / "jobs" / run_id)
+    if folder not in agent.folders:
+        Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+        agent.folders.append(folder)
+    return folder
+
+
+def look(agent: Agent, request: Message, _: bytes) -> None:
+    """What is at ``paths`` here: exists, is a file, can be executed."""
+    agent.reply(
+        request,
+        paths=[
+            {
+                "path": path,
+                "exists": Path(path).exists(),
+                "file": Path(path).is_file(),
+                "executable": os.access(path, os.X_OK),
+            }
+            for path in request["paths"]
+        ],
+    )
+
+
+def which(agent: Agent, request: Message, _: bytes) -> None:
+    """Where ``program`` is on this node's PATH, seen from ``workdir``; null when nowhere."""
+    program = request["program"]
+    if "/" in program:
+        found = str(Path(request["workdir"]) / program)
+        agent.reply(request, path=found if os.access(found, os.X_OK) else None)
+        return
+    agent.reply(request, path=shutil.which(program, path=request.get("path")))
+
+
+def disk(agent: Agent, request: Message, _: bytes) -> None:
+    agent.reply(request, disks=[facts.disk_facts(path) for path in request["paths"]])
+
+
+def list_results(agent: Agent, request: Message, _: bytes) -> None:
+    """Files under ``root`` that are new or changed against ``manifest``."""
+    agent.in_thread(
+        lambda: agent.reply(
+            request, files=snapshot.changed_files(request["root"], request.get("manifest"))
+        ),
+        request,
+    )
+
+
+def fetch(agent: Agent, request: Message, _: bytes) -> None:
+    """Sends ``files`` (relative to ``root``) as ``file`` events, then the answer."""
+
+    def work() -> None:
+        for path in request["files"]:
+            for offset, data in snapshot.read_blocks(Path(request["root"]) / path):
+                about = {"event": "file", "fetch": request["id"], "path": path, "offset": offset}
+                agent.outbox.post_when_room(about, data)
+        agent.reply(request)
+
+    agent.in_thread(work, request)
+
+
+def job_processes(agent: Agent, request: Message, _: bytes) -> None:
+    """Every living process of this job here, for tests and for the curious."""
+    found = procs.job_processes(agent.job.token, [], [])
+    agent.reply(request, pids=[process.pid for process in found])
+
+
+def bye(agent: Agent, request: Message, _: bytes) -> None:
+    agent.reply(request)
+    agent.leave("the launcher said so")
+
+
+OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
+    "lease": renew_lease,
+    "prepare": prepare,
+    "listen": listen,
+    "stop_listening": stop_listening,
+    "connect": connect,
+    "reserve_port": reserve_port,
+    "start": start,
+    "stop": stop,
+    "kill": kill,
+    "compare_tree": compare_tree,
+    "lacking_blobs": lacking_blobs,
+    "put_blob": put_blob,
+    "build_tree": build_tree,
+    "run_folder": run_folder,
+    "look": look,
+    "which": which,
+    "disk": disk,
+    "list_results": list_results,
+    "fetch": fetch,
+    "job_processes": job_processes,
+    "bye": bye,
+}
+
+
+def main(package: str, chosen_python: str, temporary: bool) -> int:
+    """Serves on standard input and output. Noise on standard output goes elsewhere.
+
+    Args:
+        package: Folder that this code lies in.
+        chosen_python: The interpreter as the launcher named it.
+        temporary: Remove the folder at the end (it could not be kept in the cache).
+    """
+    for signum in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
+    procs.adopt_orphans()
+    input_fd, output_fd = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)  # a stray print must not break a frame
+    agent = Agent(input_fd, output_fd, package)
+    agent.chosen_python = chosen_python
+    if temporary:
+        agent.folders.append(package)
+    signal.signal(signal.SIGTERM, lambda *_: agent.leave("asked to end by SIGTERM"))
+    return agent.run()

@@ -1,0 +1,138 @@
+"""Code by content: is the same tree here already, and if not, build it from shipped blobs.
+
+A manifest is a list of ``[path, sha256, mode, size]``; paths are relative, ``/``-separated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+Entry = List[Any]
+Message = Dict[str, Any]
+BLOCK = 1 << 20
+RESULT_LIMIT = 4 << 30  # bytes brought back from one node
+
+
+def cache_folder() -> Path:
+    """Where the agent keeps what was shipped: ``$XDG_CACHE_HOME/paceline``."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    return Path(base) / "paceline"
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(BLOCK), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def compare(root: str, manifest: List[Entry]) -> Message:
+    """How the tree at ``root`` differs from the manifest: missing and different paths."""
+    missing, different = [], []
+    for path, sha256, _, size in manifest:
+        file = Path(root) / path
+        try:
+            same = file.stat().st_size == size and hash_file(file) == sha256
+        except OSError:
+            missing.append(path)
+            continue
+        if not same:
+            different.append(path)
+    return {"exists": Path(root).is_dir(), "missing": missing, "different": different}
+
+
+def _blob(sha256: str) -> Path:
+    return cache_folder() / "blobs" / sha256[:2] / sha256
+
+
+def lacking(manifest: List[Entry]) -> List[str]:
+    """Hashes of the manifest whose content is not in the cache, each once."""
+    wanted = {entry[1]: entry[3] for entry in manifest}
+    return sorted(h for h, size in wanted.items() if not _has(h, size))
+
+
+def _has(sha256: str, size: int) -> bool:
+    with contextlib.suppress(OSError):
+        return _blob(sha256).stat().st_size == size
+    return False
+
+
+def put(sha256: str, data: bytes) -> None:
+    """Stores one content under its hash; ValueError when it is not what it says."""
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise ValueError("content does not have the hash %s" % sha256)
+    write_atomically(_blob(sha256), data, 0o600)
+
+
+def write_atomically(path: Path, data: bytes, mode: int) -> None:
+    """Writes a file so that it is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fd, name = tempfile.mkstemp(dir=str(path.parent), prefix=".new-")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        os.chmod(name, mode)
+        os.replace(name, str(path))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def materialise(root: str, manifest: List[Entry]) -> None:
+    """Builds the tree at ``root`` (a folder of its own) from the cache; checks every hash."""
+    for path, sha256, mode, _ in manifest:
+        target = Path(root) / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(str(_blob(sha256)), str(target))
+        target.chmod(mode)
+        if hash_file(target) != sha256:
+            _blob(sha256).unlink()
+            raise ValueError("the cached content of %s was damaged; try again" % path)
+
+
+def changed_files(root: str, manifest: Optional[List[Entry]]) -> List[Message]:
+    """Files below ``root`` that the manifest does not have or has otherwise.
+
+    Args:
+        root: The folder; one that does not exist has no files.
+        manifest: What was there before; ``None`` when nothing was.
+    """
+    before = {entry[0]: entry for entry in manifest or []}
+    found = []
+    for path, size in _walk(Path(root)):
+        entry = before.get(path)
+        same = entry and entry[3] == size and hash_file(Path(root) / path) == entry[1]
+        if not same and "__pycache__" not in path.split("/"):
+            found.append({"path": path, "size": size})
+    return found
+
+
+def _walk(root: Path) -> Iterator[Tuple[str, int]]:
+    for folder, _, names in os.walk(str(root)):
+        for name in sorted(names):
+            path = Path(folder) / name
+            with contextlib.suppress(OSError):
+                if path.is_file() and not path.is_symlink():
+                    yield path.relative_to(root).as_posix(), path.stat().st_size
+
+
+def read_blocks(path: Path) -> Iterator[Tuple[int, bytes]]:
+    """Offset and content, block by block; an empty file gives one empty block."""
+    with path.open("rb") as file:
+        offset = 0
+        while True:
+            data = file.read(BLOCK)
+            if data or offset == 0:
+                yield offset, data
+            if not data:
+                return
+            offset += len(data)

@@ -1,0 +1,295 @@
+"""One connection to one agent: requests with answers, and a queue of events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.agent.frames import Decoder, encode
+from paceline.cluster.openssh import (
+    Refusal,
+    SshOptions,
+    agent_command,
+    classify,
+    newly_pinned,
+    pinned_key,
+    ssh_command,
+)
+from paceline.cluster.shipment import shipment
+from paceline.spec.errors import NodeError
+from paceline.spec.hosts import Host
+
+Message = dict[str, Any]
+_BOOT = b"\xf5PLboot "
+STDERR_KEPT = 64 * 1024
+HELLO_TIMEOUT_S = 30.0
+TRIES = 4
+LOGINS_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something an agent said without being asked."""
+
+    host: str
+    message: Message
+    blob: bytes = b""
+
+
+class LoginRefused(Exception):
+    """A login failed; sorted and reported together with the others by the caller."""
+
+    def __init__(self, host: Host, refusal: Refusal) -> None:
+        super().__init__(f"{host.name}: {refusal.cause}")
+        self.host = host
+        self.refusal = refusal
+
+
+class Channel:
+    """The connection to one host's agent.
+
+    Attributes:
+        host: Whom it leads to.
+        facts: What the agent said of its machine.
+        identity: The agent's random identity, hexadecimal.
+        noise: What stood outside frames (login banners), decoded.
+        fingerprint: The host key that this login pinned for the first time, if it did.
+        lost: Set when the connection has ended.
+    """
+
+    def __init__(self, host: Host, process: asyncio.subprocess.Process) -> None:
+        self.host = host
+        self.facts: Message = {}
+        self.identity = ""
+        self.chosen_python = ""
+        self.fingerprint: str | None = None
+        self.lost = asyncio.Event()
+        self.last_heard = 0.0
+        self.on_event: Callable[[Event], None] = lambda event: None
+        self._process = process
+        self._decoder = Decoder()
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._stderr = bytearray()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._hello: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    # --- opening -----------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Becomes a connection to a running agent. LoginRefused when it does not."""
+        self._tasks.append(asyncio.create_task(self._read_stderr()))
+        try:
+            await asyncio.wait_for(self._boot(), HELLO_TIMEOUT_S)
+            self._tasks.append(asyncio.create_task(self._read_frames()))
+            await asyncio.wait_for(asyncio.shield(self._hello), HELLO_TIMEOUT_S)
+        except (OSError, EOFError, asyncio.TimeoutError) as error:
+            timed_out = isinstance(error, asyncio.TimeoutError)
+            await self.close()
+            raise LoginRefused(self.host, self._refusal(timed_out)) from None
+        if newly_pinned(self.stderr):
+            self.fingerprint = pinned_key(self.stderr)
+
+    async def _boot(self) -> None:
+        ship = shipment()
+        await self._write(ship.first_line)
+        words = await self._boot_words()
+        if words[0] == "need":
+            await self._write(b"%010d" % len(ship.archive) + ship.archive)
+        elif words[0] == "old":
+            self._stderr += f"\npaceline-boot: no Python: {words[2]} is {words[1]}".encode()
+            raise EOFError
+        elif words[0] == "disk":
+            self._stderr += b"\npaceline-boot: " + " ".join(words).encode()
+            raise EOFError
+
+    async def _boot_words(self) -> list[str]:
+        assert self._process.stdout is not None
+        while True:
+            line = await self._process.stdout.readline()
+            if not line:
+                raise EOFError
+            at = line.find(_BOOT)
+            if at >= 0:
+                self._decoder.noise += line[:at]
+                return line[at + len(_BOOT) :].decode(errors="replace").split()
+            self._decoder.noise += line
+
+    def _refusal(self, timed_out: bool) -> Refusal:
+        if timed_out and not self.stderr.strip():
+            return Refusal(
+                "no answer",
+                f"connected, but no agent answered within {HELLO_TIMEOUT_S:.0f} s",
+                f"Look at the shell start-up files of that user on {self.host.name}: "
+                "one of them may wait for input",
+            )
+        return classify(self.stderr, self._process.returncode, self.host)
+
+    # --- talking -----------------------------------------------------------------------------
+
+    async def request(self, op: str, *, blob: bytes = b"", **fields: Any) -> Message:
+        """Asks and waits for the answer; NodeError when the agent says it cannot.
+
+        ConnectionError when the connection ends before the answer.
+        """
+        if self.lost.is_set():
+            raise ConnectionError(f"{self.host.name} is gone")
+        number = next(self._ids)
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        await self._write(encode({"op": op, "id": number, **fields}, blob))
+        message: Message = await answer
+        if "error" in message:
+            raise AgentRefusal(self.host, op, message)
+        return message
+
+    async def _write(self, data: bytes) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        with contextlib.suppress(ConnectionError):
+            stdin.write(data)
+            await stdin.drain()
+
+    async def _read_frames(self) -> None:
+        stdout = self._process.stdout
+        assert stdout is not None
+        loop = asyncio.get_running_loop()
+        while data := await stdout.read(1 << 18):
+            self.last_heard = loop.time()
+            for message, blob in self._decoder.feed(data):
+                self._take(message, blob)
+        self._end()
+
+    def _take(self, message: Message, blob: bytes) -> None:
+        if "re" in message:
+            waiting = self._waiting.pop(message["re"], None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message)
+        elif message.get("event") == "hello":
+            self.facts, self.identity = message["facts"], message["identity"]
+            self.chosen_python = message["chosen_python"]
+            if not self._hello.done():
+                self._hello.set_result(None)
+        else:
+            self.on_event(Event(self.host.name, message, blob))
+
+    def _end(self) -> None:
+        self.lost.set()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(ConnectionError(f"{self.host.name} is gone"))
+        self._waiting.clear()
+        if not self._hello.done():
+            self._hello.set_exception(EOFError())
+        self.on_event(Event(self.host.name, {"event": "lost", "stderr": self.stderr[-2000:]}))
+
+    async def _read_stderr(self) -> None:
+        stream = self._process.stderr
+        assert stream is not None
+        while data := await stream.read(1 << 16):
+            self._stderr += data
+            del self._stderr[:-STDERR_KEPT]
+
+    @property
+    def stderr(self) -> str:
+        """What ssh and the agent wrote on standard error (the last of it)."""
+        return self._stderr.decode(errors="replace")
+
+    @property
+    def noise(self) -> str:
+        return self._decoder.noise.decode(errors="replace")
+
+    async def close(self, patience_s: float = 0.0) -> None:
+        """Ends the connection; the agent ends what is left of the job there.
+
+        Args:
+            patience_s: How long the agent may take to end by itself.
+        """
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), patience_s or 0.001)
+        except asyncio.TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._process.wait(), 2.0)
+            if self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.shield(task), 0.5)
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not self.lost.is_set():
+            self._end()
+
+
+class AgentRefusal(NodeError):
+    """An agent could not do what it was asked; ``answer`` is all that it said."""
+
+    def __init__(self, host: Host, op: str, answer: Message) -> None:
+        super().__init__(f"{host.name}: {op} failed", found=str(answer["error"]))
+        self.host = host
+        self.answer = answer
+
+
+def command_for(host: Host, python: str, options: SshOptions) -> list[str]:
+    """The process that leads to the agent of ``host``."""
+    agent = agent_command(python)
+    return agent if host.local else ssh_command(host, options, agent)
+
+
+async def connect(host: Host, python: str, options: SshOptions) -> Channel:
+    """Opens one connection; retries what may pass. LoginRefused when it cannot be had."""
+    for attempt in itertools.count(1):
+        process = await asyncio.create_subprocess_exec(
+            *command_for(host, python, options),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the launcher, which ends the job in order
+            limit=1 << 20,
+        )
+        channel = Channel(host, process)
+        try:
+            await channel.open()
+        except LoginRefused as refused:
+            if not refused.refusal.passing or attempt == TRIES:
+                raise
+            await asyncio.sleep(random.uniform(0.2, 0.6) * 2**attempt)  # noqa: S311 - jitter
+        except asyncio.CancelledError:
+            await channel.close()
+            raise
+        else:
+            return channel
+    raise AssertionError("unreachable")
+
+
+async def show_host_key(host: Host, options: SshOptions) -> str | None:
+    """The fingerprint that a host shows, without trusting it; ``None`` when it shows none."""
+    argv = ssh_command(host, options, ["true"])
+    process = await asyncio.create_subprocess_exec(
+        argv[0],
+        "-v",
+        *argv[1:],
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        _, words = await asyncio.wait_for(process.communicate(), 15)
+    except asyncio.TimeoutError:
+        process.kill()
+        await process.wait()
+        return None
+    return pinned_key(words.decode(errors="replace"))
+

@@ -1,0 +1,73 @@
+"""Many hosts at once: bounded, all outcomes kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from paceline.cluster.channel import (
+    LOGINS_AT_ONCE,
+    Channel,
+    LoginRefused,
+    connect,
+    show_host_key,
+)
+from paceline.cluster.openssh import SshOptions
+from paceline.spec.errors import ConnectError
+from paceline.spec.hosts import Host
+
+
+async def connect_all(
+    hosts: Sequence[Host], pythons: Sequence[str], options: SshOptions
+) -> list[Channel]:
+    """Logs in everywhere at once; all refusals in one ConnectError, sorted by cause."""
+    gate = asyncio.Semaphore(LOGINS_AT_ONCE)
+
+    async def one(host: Host, python: str) -> Channel | LoginRefused:
+        async with gate:
+            try:
+                return await connect(host, python, options)
+            except LoginRefused as refused:
+                return refused
+
+    tasks = [
+        asyncio.create_task(one(host, python))
+        for host, python in zip(hosts, pythons, strict=True)
+    ]
+    try:
+        outcomes = await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Channel):
+                await outcome.close()
+        raise
+    channels = [outcome for outcome in outcomes if isinstance(outcome, Channel)]
+    refused = [outcome for outcome in outcomes if isinstance(outcome, LoginRefused)]
+    if refused:
+        await asyncio.gather(*(channel.close() for channel in channels))
+        raise await _report(refused, len(hosts), options)
+    return channels
+
+
+async def _report(refused: list[LoginRefused], total: int, options: SshOptions) -> ConnectError:
+    """One error for all refusals, grouped by cause, with one remedy a host."""
+    by_cause: dict[str, list[LoginRefused]] = {}
+    for one in refused:
+        by_cause.setdefault(one.refusal.cause, []).append(one)
+    found, remedies = [], []
+    for cause, group in sorted(by_cause.items()):
+        for one in group:
+            name, words = one.host.name, one.refusal.found
+            if cause == "host key not known" and (key := await show_host_key(one.host, options)):
+                words = f"{name} shows the key {key}, which is not pinned\n{words}"
+            found.append(f"{cause}: {name}: {words}")
+            remedies.append(f"{name}: {one.refusal.remedy}")
+    names = ", ".join(one.host.name for one in refused)
+    noun = "host" if total == 1 else "hosts"
+    return ConnectError(
+        f"cannot log in to {len(refused)} of {total} {noun}: {names}",
+        found="\n".join(found),
+        remedy="\n".join(remedies),
+    )

@@ -1,0 +1,222 @@
+"""OpenSSH as we call it: the command line, and what its refusals mean. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.spec.command import shell_text
+from paceline.spec.hosts import Host
+
+CONNECT_TIMEOUT_S = 10
+# One POSIX line without single quotes, exclamation marks or newlines: any login shell passes it on.
+_FIND_PYTHON = (
+    'for p in "$@"; do if command -v "$p" >/dev/null 2>&1; then '
+    'exec "$p" -I -c "import sys;exec(sys.stdin.buffer.raw.readline())" "$p"; fi; done; '
+    "echo paceline-boot: no Python: tried $* >&2; exit 127"
+)
+FALLBACK_PYTHONS = ("python3", "/usr/bin/python3", "/usr/local/bin/python3")
+
+
+def agent_command(python: str) -> list[str]:
+    """Starts the agent with ``python``, or with any Python there is, to say what is wrong."""
+    return ["/bin/sh", "-c", _FIND_PYTHON, "paceline", python, *FALLBACK_PYTHONS]
+
+
+@dataclass(frozen=True, slots=True)
+class SshOptions:
+    """How to call ssh.
+
+    Attributes:
+        config: ssh config file instead of the user's; ``None`` for the user's.
+        accept_new_host_keys: Pin the key of a host that is met for the first time.
+    """
+
+    config: Path | None = None
+    accept_new_host_keys: bool = False
+
+
+def ssh_command(host: Host, options: SshOptions, remote: list[str]) -> list[str]:
+    """The ssh call that runs ``remote`` on ``host``: no prompt, no forwarding, keys pinned."""
+    checking = "accept-new" if options.accept_new_host_keys else "yes"
+    settings = {
+        "BatchMode": "yes",
+        "StrictHostKeyChecking": checking,
+        "ConnectTimeout": str(CONNECT_TIMEOUT_S),
+        "ServerAliveInterval": "5",
+        "ServerAliveCountMax": "3",
+        "ForwardAgent": "no",
+        "ForwardX11": "no",
+        "PermitLocalCommand": "no",
+        "ClearAllForwardings": "yes",
+        "ControlMaster": "no",  # the agent's frames are the multiplexing: one login a host
+        "ControlPath": "none",
+        "RequestTTY": "no",
+    }
+    argv = ["ssh", *(["-F", str(options.config)] if options.config else [])]
+    for name, value in settings.items():
+        argv += ["-o", f"{name}={value}"]
+    if options.accept_new_host_keys:
+        argv += ["-v"]  # only then does ssh tell the fingerprint that it pins
+    argv += ["-l", host.user] if host.user else []
+    argv += ["-p", str(host.port)] if host.port else []
+    argv += ["-i", host.identity_file] if host.identity_file else []
+    return [*argv, "--", host.address, shell_text(remote)]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a login failed.
+
+    Attributes:
+        cause: One of the names in ``CAUSES``; the key by which refusals are sorted.
+        found: What ssh said, cleaned.
+        remedy: What to type; ``{host}`` is filled in.
+        passing: True when the same call may succeed a moment later.
+    """
+
+    cause: str
+    found: str
+    remedy: str
+    passing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    name: str
+    pattern: str
+    remedy: str
+    passing: bool = False
+
+
+CAUSES: tuple[_Cause, ...] = (
+    _Cause(
+        "host key changed",
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for .* has changed",
+        "If the machine was reinstalled, check its fingerprint there "
+        "(ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub), then: ssh-keygen -R {target}{file}",
+    ),
+    _Cause(
+        "host key not known",
+        r"Host key verification failed|No .* host key is known",
+        "Compare the fingerprint with the machine's own "
+        "(ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub there); if equal, add "
+        "--accept-new-host-keys to this command once",
+    ),
+    _Cause(
+        "name not found",
+        r"Could not resolve hostname|Name or service not known|nodename nor servname",
+        "Check the spelling, or give its address: in ~/.ssh/config, `Host {name}` and "
+        "`HostName ADDRESS`",
+    ),
+    _Cause(
+        "no route",
+        r"No route to host|Network is unreachable",
+        "The machine is off or not in this network: ping {name}; ip route get ADDRESS",
+    ),
+    _Cause(
+        "refused",
+        r"Connection refused",
+        "Nothing listens there: start sshd on {name} (sudo systemctl start ssh), or set its port "
+        "(`Port N` in ~/.ssh/config)",
+    ),
+    _Cause(
+        "no answer",
+        r"Connection timed out|Operation timed out|timed out during banner exchange",
+        "The machine is off, or a firewall drops TCP to its SSH port: nc -vz {name} 22",
+    ),
+    _Cause(
+        "too many logins at once",
+        r"kex_exchange_identification|banner exchange|Connection reset by|Connection closed by",
+        "sshd on {name} drops connections (MaxStartups): raise MaxStartups in its sshd_config",
+        passing=True,
+    ),
+    _Cause(
+        "private key is open to others",
+        r"UNPROTECTED PRIVATE KEY FILE|bad permissions",
+        "chmod 600 on the key file named above",
+    ),
+    _Cause(
+        "too many keys offered",
+        r"Too many authentication failures",
+        "Name the key: `IdentityFile KEY` and `IdentitiesOnly yes` for {name} in ~/.ssh/config",
+    ),
+    _Cause(
+        "login refused",
+        r"Permission denied",
+        "Put your public key there: ssh-copy-id {target} (and check the user's name)",
+    ),
+    _Cause(
+        "no Python",
+        r"paceline-boot: no Python",
+        "Install Python 3.9 or newer on {name}, or name one: "
+        "python = \"/path/to/python\" under [hosts.{name}] in paceline.toml",
+    ),
+    _Cause(
+        "login shell fails",
+        r"This account is currently not available|/sbin/nologin|No such file or directory",
+        "The login shell of that user does not run commands: chsh -s /bin/sh USER on {name}",
+    ),
+)
+
+
+def classify(stderr: str, status: int | None, host: Host) -> Refusal:
+    """What ssh's words mean.
+
+    Args:
+        stderr: Everything ssh wrote.
+        status: Its exit status, ``None`` while unknown.
+        host: Whom it was called for.
+    """
+    text = clean(stderr)
+    for cause in CAUSES:
+        if re.search(cause.pattern, text):
+            return Refusal(cause.name, _essence(text), _fill(cause.remedy, host, text), cause.passing)
+    return Refusal(
+        "ended without an answer",
+        text or f"ssh ended with status {status} and said nothing",
+        f"Try by hand: ssh -v {_target(host)} true",
+    )
+
+
+def clean(stderr: str) -> str:
+    """ssh's words without debug lines and decoration."""
+    lines = (line.strip() for line in stderr.replace("\r", "").splitlines())
+    kept = [line for line in lines if line and not line.startswith(("debug1:", "@"))]
+    kept = [line for line in kept if not re.match(r"OpenSSH_|Authenticated to|Transferred:", line)]
+    return "\n".join(kept)
+
+
+def _essence(text: str) -> str:
+    lines = text.splitlines()
+    return "\n".join(lines if len(lines) <= 12 else [*lines[:4], "…", *lines[-7:]])
+
+
+def _fill(remedy: str, host: Host, text: str) -> str:
+    offending = re.search(r"Offending \S+ key in (.+):\d+", text)
+    values = {
+        "name": host.name,
+        "target": _target(host),
+        "file": f" -f {offending.group(1)}" if offending else "",
+    }
+    return re.sub(r"\{(name|target|file)\}", lambda match: values[match.group(1)], remedy)
+
+
+def _target(host: Host) -> str:
+    user = f"{host.user}@" if host.user else ""
+    port = f"-p {host.port} " if host.port else ""
+    return f"{port}{user}{host.address}"
+
+
+def pinned_key(stderr: str) -> str | None:
+    """The fingerprint that ``ssh -v`` showed: ``ssh-ed25519 SHA256:…``."""
+    match = re.search(r"Server host key: (\S+ \S+)", stderr)
+    return match.group(1) if match else None
+
+
+def newly_pinned(stderr: str) -> bool:
+    """True when this call pinned the host's key for the first time."""
+    return "Permanently added" in stderr
+
+

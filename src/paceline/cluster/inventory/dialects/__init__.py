@@ -1,0 +1,1 @@
+"""The dialects, one module each; ``registry.py`` knows them by name."""

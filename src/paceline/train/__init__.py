@@ -1,1 +1,39 @@
-""""""
+"""The training library: plain PyTorch, on all the processes there are, with the same result.
+
+::
+
+    from paceline import train
+
+    with train.join(seed=0) as session:
+        network = session.place(Network())
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        model = session.prepare(network, optimizer)
+        loader = session.loader(dataset, global_batch=64)
+        for epoch in session.epochs(loader, 3):
+            for inputs, targets in loader:
+                session.step(F.cross_entropy(model(inputs), targets, reduction="none"))
+        session.save_model({"classes": 10})
+"""
+
+from __future__ import annotations
+
+from paceline.train.joining import join
+from paceline.train.loader import Batch, Batched, Draws, Loader
+from paceline.train.metrics import Means, Meter
+from paceline.train.session import Session
+from paceline.train.weights import load_config, load_weights
+from paceline.train.world import World
+
+__all__ = [
+    "Batch",
+    "Batched",
+    "Draws",
+    "Loader",
+    "Means",
+    "Meter",
+    "Session",
+    "World",
+    "join",
+    "load_config",
+    "load_weights",
+]

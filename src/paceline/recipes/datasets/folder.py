@@ -1,0 +1,200 @@
+"""A folder for each class, with or without train/val/test folders above them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from paceline.recipes.datasets.images import ImageData, Labels, Pixels, Request, Split, fingerprint
+from paceline.spec.errors import DataError
+from paceline.train.order import permutation
+
+SUFFIXES = frozenset(
+    (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+)
+DEFAULT_SIZE = 64
+_SPLITS = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation"),
+    "test": ("test", "testing"),
+}
+_KEEP_BYTES = 1 << 30  # decoded images are kept up to here, on every process
+_CHECKED_FILES = 20_000  # headers of more files than this are read during the training only
+
+
+class Files:
+    """Images that are decoded when they are asked for, and kept while they fit into memory.
+
+    Args:
+        paths: Image files.
+        labels: Class number of each.
+        size: Height and width to which they are brought.
+    """
+
+    def __init__(self, paths: Sequence[Path], labels: Labels, size: int) -> None:
+        self.paths, self.labels, self._size = paths, labels, size
+        fits = len(paths) * 3 * size * size <= _KEEP_BYTES
+        self._kept: dict[int, Pixels] | None = {} if fits else None
+
+    def pixels(self, ids: NDArray[np.int64]) -> Pixels:
+        return np.stack([self._one(number) for number in ids.tolist()])
+
+    def _one(self, number: int) -> Pixels:
+        if self._kept is None:
+            return decode(self.paths[number], 3, self._size, self._size)
+        if number not in self._kept:
+            self._kept[number] = decode(self.paths[number], 3, self._size, self._size)
+        return self._kept[number]
+
+
+def decode(path: Path, channels: int, height: int, width: int) -> Pixels:
+    """An image file as an array of shape ``[channels, height, width]``.
+
+    Raises:
+        DataError: The file is missing, damaged or no image.
+    """
+    try:
+        with Image.open(path) as image:
+            made = image.convert("L" if channels == 1 else "RGB")
+            if made.size != (width, height):
+                made = made.resize((width, height), Image.Resampling.BILINEAR)
+            pixels = np.array(made, dtype=np.uint8)
+    except Exception as error:  # a damaged image may raise anything
+        raise _unreadable(path, error) from None
+    return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def matches(folder: Path) -> bool:
+    """True for any folder: this format is tried last and says what it misses."""
+    return folder.is_dir()
+
+
+def read(folder: Path, request: Request) -> ImageData:
+    """Lists the files, checks their headers and splits them where they are not split yet.
+
+    Raises:
+        DataError: No class folders, a class without images, an unreadable image.
+    """
+    size = request.image_size or DEFAULT_SIZE
+    found = {name: path for name in _SPLITS if (path := _split_folder(folder, name))}
+    classes = _class_folders(found.get("train", folder))
+    if "train" in found:
+        listed = {name: _listed(path, classes) for name, path in found.items()}
+        how: dict[str, str | int | float] = {"method": "folders"}
+    else:
+        listed = _divided(folder, classes, request)
+        how = {"method": "seeded", "seed": request.seed, "test_fraction": request.test_fraction}
+    if len(listed) < 2:
+        raise DataError(
+            f"{folder} has a train folder but nothing held out",
+            remedy="add a folder test or val with the same classes",
+        )
+    _check_headers([path for paths, _ in listed.values() for path in paths])
+    splits: dict[str, Split] = {
+        name: Files(paths, labels, size) for name, (paths, labels) in listed.items()
+    }
+    marks = _fingerprint(folder, listed)
+    return ImageData(request.source, classes, (3, size, size), splits, marks, how)
+
+
+Listed = tuple[list[Path], Labels]
+
+
+def _split_folder(folder: Path, split: str) -> Path | None:
+    return next((folder / name for name in _SPLITS[split] if (folder / name).is_dir()), None)
+
+
+def _class_folders(folder: Path) -> tuple[str, ...]:
+    try:
+        names = sorted(
+            path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."
+        )
+    except OSError as error:
+        raise DataError(f"{folder} cannot be read", found=str(error)) from None
+    if len(names) < 2:
+        raise DataError(
+            f"{folder} holds no folders for at least two classes",
+            found=f"folders: {', '.join(names) or 'none'}",
+            remedy="one folder for each class, with its images inside",
+        )
+    return tuple(names)
+
+
+def _listed(folder: Path, classes: tuple[str, ...]) -> Listed:
+    paths: list[Path] = []
+    labels: list[int] = []
+    for name in _class_folders(folder):
+        if name not in classes:
+            raise DataError(f"{folder / name} is no class of the training folder")
+        images = _images(folder / name)
+        paths += images
+        labels += [classes.index(name)] * len(images)
+    return paths, np.array(labels, dtype=np.int64)
+
+
+def _images(folder: Path) -> list[Path]:
+    images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    if not images:
+        raise DataError(
+            f"the class folder {folder} holds no images",
+            found=f"{sum(1 for _ in folder.iterdir())} other entries",
+            remedy=f"add images ({', '.join(sorted(SUFFIXES))}) or remove the folder",
+        )
+    return images
+
+
+def _divided(folder: Path, classes: tuple[str, ...], request: Request) -> dict[str, Listed]:
+    """Train and test parts with the same share of every class, drawn from the seed alone."""
+    paths, labels = _listed(folder, classes)
+    rank_in_class = np.empty(len(paths), dtype=np.int64)
+    held_out = np.zeros(len(paths), dtype=bool)
+    for number in range(len(classes)):
+        members = np.flatnonzero(labels == number)
+        rank_in_class[members] = permutation(request.seed, number, len(members))
+        count = min(round(len(members) * request.test_fraction), len(members) - 1)
+        held_out[members] = rank_in_class[members] < count
+    if not held_out.any():
+        raise DataError(
+            f"{folder} has too few images to hold some out",
+            found=f"{len(paths)} images in {len(classes)} classes",
+            remedy="add images, or raise --test-fraction",
+        )
+    return {"train": _where(paths, labels, ~held_out), "test": _where(paths, labels, held_out)}
+
+
+def _where(paths: list[Path], labels: Labels, mask: NDArray[np.bool_]) -> Listed:
+    return [paths[number] for number in np.flatnonzero(mask)], labels[mask]
+
+
+def _check_headers(paths: Sequence[Path]) -> None:
+    if len(paths) > _CHECKED_FILES:
+        return
+    for path in paths:
+        try:
+            with Image.open(path):
+                pass
+        except Exception as error:  # a damaged image may raise anything
+            raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    size = f"{path.stat().st_size} bytes; " if path.exists() else ""
+    return DataError(
+        f"{path} is no readable image",
+        found=f"{size}{error or type(error).__name__}",
+        remedy="replace or remove the file",
+    )
+
+
+def _fingerprint(folder: Path, listed: dict[str, Listed]) -> str:
+    """Over names, sizes and parts: reading all pixels would take too long."""
+    lines = [
+        f"{split} {path.relative_to(folder)} {path.stat().st_size}"
+        for split, (paths, _) in sorted(listed.items())
+        for path in paths
+    ]
+    return fingerprint(["\n".join(lines).encode(errors="surrogateescape")])

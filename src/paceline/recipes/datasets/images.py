@@ -1,0 +1,141 @@
+"""What a data set of images is, whatever its files look like."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.spec.errors import DataError
+
+Pixels = NDArray[np.uint8]
+Labels = NDArray[np.int64]
+
+
+class Split(Protocol):
+    """A part of a data set.
+
+    Attributes:
+        labels: Class number of each image, shape ``[n]``.
+    """
+
+    @property
+    def labels(self) -> Labels: ...
+
+    def pixels(self, ids: NDArray[np.int64]) -> Pixels:
+        """Images, shape ``[len(ids), channels, height, width]``.
+
+        Raises:
+            DataError: An image cannot be read.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Images as one array, shape ``[n, channels, height, width]``."""
+
+    images: Pixels
+    labels: Labels
+
+    def pixels(self, ids: NDArray[np.int64]) -> Pixels:
+        return self.images[ids]
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """Images with class labels.
+
+    Attributes:
+        source: Name or path, as recorded with the model.
+        classes: Name of each class.
+        shape: (channels, height, width).
+        splits: Always ``train``; the held-out parts are ``val`` and ``test``, at least one.
+        fingerprint: Hash over content and split; equal exactly when both are.
+        split: How the parts came about, for the record.
+    """
+
+    source: str
+    classes: tuple[str, ...]
+    shape: tuple[int, int, int]
+    splits: dict[str, Split]
+    fingerprint: str
+    split: dict[str, str | int | float]
+
+    @property
+    def held_out(self) -> str:
+        """The part whose figures are reported at the end."""
+        return "test" if "test" in self.splits else "val"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a reader needs to know besides the files.
+
+    Attributes:
+        source: Name or path as given.
+        classes: Names for the classes, where the files hold none.
+        image_size: Height and width to which files of differing sizes are brought.
+        test_fraction: Held-out part where the files have no split of their own.
+        seed: Seed of that split.
+    """
+
+    source: str
+    classes: tuple[str, ...] = ()
+    image_size: int = 0
+    test_fraction: float = 0.2
+    seed: int = 0
+
+
+def check_labels(file: Path, labels: Labels, images: int, classes: int) -> None:
+    """Refuses labels that do not belong to these images or classes.
+
+    Raises:
+        DataError: Names the file and the first bad label.
+    """
+    if len(labels) != images:
+        raise DataError(
+            f"{file} does not fit its images", found=f"{len(labels)} labels, {images} images"
+        )
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        raise DataError(
+            f"{file} holds a label out of range",
+            found=f"label {labels[wrong[0]]} of image {wrong[0]}; there are {classes} classes,"
+            f" 0 to {classes - 1}",
+        )
+
+
+def fingerprint(parts: Sequence[bytes | Pixels | Labels]) -> str:
+    """A short hash over arrays and texts."""
+    digest = hashlib.sha256()
+    for one in parts:
+        content = one if isinstance(one, bytes) else np.ascontiguousarray(one).data
+        digest.update(content)
+    return digest.hexdigest()[:16]
+
+
+def in_memory(
+    request: Request, classes: tuple[str, ...], train: InMemory, test: InMemory
+) -> ImageData:
+    """A data set whose files hold a train and a test part."""
+    _, channels, height, width = train.images.shape
+    if train.images.shape[1:] != test.images.shape[1:]:
+        raise DataError(
+            f"{request.source}: images of the two parts differ in size",
+            found=f"train {train.images.shape[1:]}, test {test.images.shape[1:]}",
+        )
+    marks = fingerprint([train.images, train.labels, test.images, test.labels])
+    return ImageData(
+        request.source,
+        classes,
+        (channels, height, width),
+        {"train": train, "test": test},
+        marks,
+        {"method": "as in the files"},
+    )

@@ -1,0 +1,44 @@
+"""Settings of evaluation and prediction. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from paceline.recipes.options import Backend, Device
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Evaluate a trained model on its held-out data, or on others."""
+
+    run: str = ""
+    """Run directory that holds model/."""
+    split: str = ""
+    """train, val or test (default: the part that the training reported)."""
+    data: str = ""
+    """Other data than the model was trained on: a name or a folder."""
+    data_dir: str = ""
+    """Folder that holds the files of the named data set (default: the usual places)."""
+    device: Device = "auto"
+    """Where to compute."""
+    backend: Backend = "auto"
+    """Communication backend."""
+    json: str = ""
+    """File to which the figures are also written, as JSON."""
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """Tell the class of image files."""
+
+    images: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Image files."""
+    run: str = ""
+    """Run directory that holds model/."""
+    top_k: int = 3
+    """Classes shown for each image."""
+    device: Device = "auto"
+    """Where to compute."""

@@ -1,0 +1,89 @@
+"""Batches of images for training and evaluation: normalised, and augmented where asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.recipes.augment import augmented
+from paceline.recipes.datasets.images import InMemory, Split
+from paceline.train import Draws
+
+
+@dataclass(frozen=True, slots=True)
+class Normalisation:
+    """Brings pixels from 0…255 to mean 0 and deviation 1.
+
+    Attributes:
+        mean: Of each channel, in units of 255.
+        deviation: Of each channel, in units of 255.
+    """
+
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    def __call__(self, pixels: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
+        """Images of shape ``[n, channels, height, width]`` as a tensor of the same shape."""
+        deviation = torch.tensor(self.deviation, dtype=torch.float64)
+        scale = (1 / (255 * deviation))[:, None, None].to(dtype)
+        shift = (-torch.tensor(self.mean, dtype=torch.float64) / deviation)[:, None, None].to(dtype)
+        return torch.from_numpy(pixels).to(dtype).mul_(scale).add_(shift)
+
+    def to_json(self) -> dict[str, list[float]]:
+        return {name: list(value) for name, value in asdict(self).items()}
+
+
+def normalisation(split: Split, channels: int) -> Normalisation:
+    """Measured where all images are in memory, one half elsewhere.
+
+    Sums of whole numbers: the same bits on every machine.
+    """
+    if not isinstance(split, InMemory):
+        return Normalisation((0.5,) * channels, (0.25,) * channels)
+    counts = [np.bincount(split.images[:, c].ravel(), minlength=256) for c in range(channels)]
+    return Normalisation(*zip(*(_moments(count) for count in counts), strict=True))
+
+
+def _moments(count: NDArray[np.int64]) -> tuple[float, float]:
+    values = np.arange(256)
+    total = int(count.sum())
+    mean = int((count * values).sum()) / total
+    variance = int((count * values**2).sum()) / total - mean**2
+    return mean / 255, max(variance**0.5 / 255, 1e-3)
+
+
+class Pictures:
+    """A part of a data set as tensors.
+
+    Args:
+        split: Images and labels.
+        normalise: How pixels become numbers.
+        dtype: Format of these numbers.
+        augment: Names of augmentations; used only where the batch is for training.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        normalise: Normalisation,
+        dtype: torch.dtype,
+        augment: Sequence[str] = (),
+    ) -> None:
+        self._split, self._normalise, self._dtype = split, normalise, dtype
+        self._augment = tuple(augment)
+        self._labels = torch.from_numpy(split.labels)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def batch(self, ids: NDArray[np.int64], draws: Draws | None) -> tuple[Tensor, Tensor]:
+        """Images ``[n, channels, height, width]`` and labels ``[n]``."""
+        images = self._normalise(self._split.pixels(ids), self._dtype)
+        if draws is not None and self._augment:
+            images = augmented(images, self._augment, draws)
+        return images, self._labels[torch.from_numpy(ids)]

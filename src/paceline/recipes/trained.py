@@ -1,0 +1,81 @@
+"""A trained image model, from its run directory and without running code from there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from paceline.recipes.datasets.images import Request
+from paceline.recipes.image_options import MODELS as NAMES
+from paceline.recipes.models import MODELS
+from paceline.recipes.options import known
+from paceline.recipes.pictures import Normalisation
+from paceline.spec.errors import DataError, SettingError
+from paceline.train import load_config, load_weights
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model as described by ``model/config.json``.
+
+    Attributes:
+        folder: The run directory.
+        config: The whole description.
+        shape: (channels, height, width) of an image.
+        classes: Name of each class.
+        normalise: How pixels become numbers.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    shape: tuple[int, int, int]
+    classes: tuple[str, ...]
+    normalise: Normalisation
+
+    def network(self) -> nn.Module:
+        """A new network of this shape, with initial weights."""
+        return MODELS[self.config["model"]](self.shape, len(self.classes))
+
+    def load(self, network: nn.Module) -> None:
+        """Loads the trained weights into a network that is already in its place."""
+        load_weights(self.folder, network)
+
+    def request(self, data: str = "") -> Request:
+        """How to read the data set that it was trained on, or another one in the same way."""
+        recorded = self.config["data"]
+        split = recorded["split"]
+        return Request(
+            data or recorded["source"],
+            image_size=self.shape[1],
+            test_fraction=split.get("test_fraction", 0.2),
+            seed=split.get("seed", 0),
+        )
+
+
+def trained(run: str) -> Trained:
+    """The image model of a run.
+
+    Raises:
+        SettingError: No run was named.
+        DataError: There is no model, or none of an image recipe.
+    """
+    if not run:
+        raise SettingError("--run is missing", remedy="--run runs/image-…")
+    folder = Path(run)
+    config = load_config(folder)
+    try:
+        known("model", str(config["model"]), NAMES)
+        channels, height, width = config["shape"]
+        moments = config["normalisation"]
+        normalise = Normalisation(tuple(moments["mean"]), tuple(moments["deviation"]))
+        return Trained(
+            folder, config, (channels, height, width), tuple(config["classes"]), normalise
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{folder} holds no model of the image recipe",
+            found=f"model/config.json: {type(error).__name__} {error}",
+        ) from None

@@ -1,0 +1,101 @@
+"""Device and backend: what was asked for, what this machine has, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from paceline.spec.errors import SettingError
+
+KINDS = ("auto", "cpu", "cuda", "xpu")
+BACKENDS = ("auto", "gloo", "nccl", "xccl", "mpi")
+_BACKEND_OF = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
+_DEVICES_OF = {"gloo": ("cpu", "cuda", "xpu"), "nccl": ("cuda",), "xccl": ("xpu",), "mpi": ("cpu",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What this machine's torch offers.
+
+    Attributes:
+        devices: Number of devices of each accelerator kind.
+        backends: The communication backends built into this torch.
+    """
+
+    devices: dict[str, int]
+    backends: frozenset[str]
+
+
+def look() -> Found:
+    """Asks the torch that is running."""
+    available = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "xccl": dist.is_xccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    devices = {"cuda": torch.cuda.device_count(), "xpu": torch.xpu.device_count()}
+    return Found(devices, frozenset(name for name, there in available.items() if there))
+
+
+def choose_device(asked: str, found: Found, local_rank: int) -> torch.device:
+    """The device of this process: one accelerator for each local rank, or the CPU.
+
+    Raises:
+        SettingError: The device does not exist here, or there are fewer than local ranks.
+    """
+    if asked not in KINDS:
+        raise SettingError(f"--device {asked}: unknown", remedy=f"one of {', '.join(KINDS)}")
+    kind = _best(found) if asked == "auto" else asked
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = found.devices[kind]
+    if count == 0:
+        raise _no_device(kind)
+    if local_rank >= count:
+        raise SettingError(
+            f"--device {kind}: local rank {local_rank} needs a device of its own",
+            found=f"{count} {kind} device{'s' * (count > 1)} on this machine",
+            remedy=f"--nproc-per-node {count}, or --device cpu",
+        )
+    return torch.device(kind, local_rank)
+
+
+def choose_backend(asked: str, device: torch.device, found: Found) -> str:
+    """The collective backend for a device.
+
+    Raises:
+        SettingError: The backend cannot move this device's tensors or is not built in.
+    """
+    if asked not in BACKENDS:
+        raise SettingError(f"--backend {asked}: unknown", remedy=f"one of {', '.join(BACKENDS)}")
+    backend = _BACKEND_OF[device.type] if asked == "auto" else asked
+    if device.type not in _DEVICES_OF[backend]:
+        raise SettingError(
+            f"--backend {backend} cannot be used with --device {device.type}",
+            found=f"{backend} moves tensors of {' and '.join(_DEVICES_OF[backend])} devices only",
+            remedy=f"--backend {_BACKEND_OF[device.type]}",
+        )
+    if backend not in found.backends:
+        raise SettingError(
+            f"--backend {backend}: this torch is built without it",
+            found=f"torch {torch.__version__} has {', '.join(sorted(found.backends)) or 'none'}",
+            remedy="--backend gloo, or install a torch that has it",
+        )
+    return backend
+
+
+def _best(found: Found) -> str:
+    return next((kind for kind in ("cuda", "xpu") if found.devices[kind]), "cpu")
+
+
+def _no_device(kind: str) -> SettingError:
+    built = torch.version.cuda if kind == "cuda" else getattr(torch.version, "xpu", None)
+    why = "torch sees no device (driver?)" if built else f"this torch is built without {kind}"
+    return SettingError(
+        f"--device {kind}: no such device on this machine",
+        found=f"torch {torch.__version__}: {why}",
+        remedy="--device cpu, or install a driver and a torch build that match the device",
+    )

@@ -1,0 +1,88 @@
+"""Joining a job: from the environment to a session."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from paceline.spec import jobenv, rundir
+from paceline.train import device as devices
+from paceline.train import report, world
+from paceline.train.precision import precision
+from paceline.train.seeding import seed_all
+from paceline.train.session import Session
+
+
+def join(
+    name: str = "train",
+    *,
+    seed: int = 0,
+    device: str = "auto",
+    backend: str = "auto",
+    dtype: str = "float32",
+    run_dir: str | Path | None = None,
+    log_every: int = 0,
+    check_every: int = 100,
+    timeout: timedelta | None = None,
+    quiet: bool = False,
+) -> Session:
+    """Takes this process's place in the job and waits for the others.
+
+    Works under the launcher, torchrun and any other that sets its variables, and alone.
+
+    Args:
+        name: For the default run directory ``runs/NAME-DATE-TIME``.
+        seed: Of everything random: initial weights, order of the data, augmentation.
+        device: ``auto``, ``cpu``, ``cuda`` or ``xpu``.
+        backend: ``auto``, ``gloo``, ``nccl``, ``xccl`` or ``mpi``.
+        dtype: ``float32``, ``float64``, ``bf16`` or ``fp16`` (the last two by autocast).
+        run_dir: Where rank 0 leaves files; the launcher's choice wins.
+        log_every: Global steps between two records; 0 chooses by the length of an epoch.
+        check_every: Global steps between two proofs that all ranks are equal.
+        timeout: Longest wait in a collective; torch's default without.
+        quiet: Leaves no metrics and events behind; for evaluation and prediction.
+
+    Raises:
+        SettingError: A value is unknown or cannot be on this machine.
+        JobError: The world is not the planned one.
+    """
+    place = world.read(os.environ)
+    found = devices.look()
+    target = devices.choose_device(device, found, place.local_rank)
+    chosen = devices.choose_backend(backend, target, found)
+    numbers = precision(dtype)
+    _settle(target)
+    if place.joined:
+        _make_group(chosen, target, timeout)
+    world.check_planned(place, os.environ)
+    seed_all(seed)
+    folder = _folder(name, run_dir)
+    reporter = report.reporter(os.environ, place.rank, folder, quiet=quiet)
+    session = Session(place, target, numbers, folder, seed, log_every, check_every, reporter)
+    session.event("joined", world=place.size, device=str(target), backend=chosen)
+    return session
+
+
+def _make_group(backend: str, device: torch.device, timeout: timedelta | None) -> None:
+    bound = None if device.type == "cpu" else device
+    dist.init_process_group(backend, timeout=timeout, device_id=bound)
+
+
+def _settle(device: torch.device) -> None:
+    """Makes an accelerator this process's own, and its arithmetic repeatable."""
+    if device.type == "cpu":
+        return
+    torch.get_device_module(device).set_device(device)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.deterministic = True
+
+
+def _folder(name: str, asked: str | Path | None) -> Path:
+    given = os.environ.get(jobenv.RUN_DIR) or asked
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return Path(given) if given else Path(rundir.DEFAULT_PARENT) / f"{name}-{stamp}"

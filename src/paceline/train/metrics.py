@@ -1,0 +1,76 @@
+"""Exact means over samples that are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a float64 vector over all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Sample-weighted means.
+
+    Attributes:
+        count: Samples seen, over all ranks, each once.
+        sums: Sum of each value over these samples.
+    """
+
+    count: int
+    sums: dict[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.sums[name] / self.count
+
+    def values(self) -> dict[str, float]:
+        """The mean of every value; empty when no sample was seen."""
+        return {name: self[name] for name in self.sums} if self.count else {}
+
+
+class Meter:
+    """Collects per-sample values on this rank; :meth:`result` reduces them over all ranks.
+
+    Values are kept as they come and are summed in float64 at the end, so that a step costs
+    nothing and the sum does not depend on the number of ranks beyond float64 rounding.
+
+    Args:
+        reduce: Sums a float64 vector over all ranks; every rank must call :meth:`result`.
+        device: Where the sums are made.
+    """
+
+    def __init__(self, reduce: Reduce, device: torch.device) -> None:
+        self._reduce = reduce
+        self._device = device
+        self._kept: dict[str, list[Tensor]] = {}
+        self._count = 0
+
+    @property
+    def count(self) -> int:
+        """Samples on this rank since the last result."""
+        return self._count
+
+    def add(self, count: int, **values: Tensor) -> None:
+        """Takes the first ``count`` entries of each value, shape ``[n >= count]``."""
+        self._count += count
+        for name, value in values.items():
+            self._kept.setdefault(name, []).append(value.detach()[:count])
+
+    def result(self) -> Means:
+        """The means over all ranks since the last call, the same on every rank.
+
+        Every rank must have added the same names; one without samples adds with a count of 0.
+        """
+        order = sorted(self._kept)
+        sums = [self._sum(name) for name in order]
+        count = torch.tensor(float(self._count), dtype=torch.float64, device=self._device)
+        total = self._reduce(torch.stack([count, *sums])).tolist()
+        self._kept, self._count = {}, 0
+        return Means(round(total[0]), dict(zip(order, total[1:], strict=True)))
+
+    def _sum(self, name: str) -> Tensor:
+        return torch.cat(self._kept[name]).to(self._device, torch.float64).sum()

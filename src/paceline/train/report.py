@@ -1,0 +1,261 @@
+"""What a rank says: to the launcher where there is one, else to files and the terminal.
+
+With the launcher's event descriptor every message is one JSON line on it, and the launcher keeps
+``metrics.jsonl`` and ``events.jsonl``. Without it rank 0 keeps these files and draws the progress
+itself. A message that cannot be delivered never stops the training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.spec import jobenv, rundir
+
+HEARTBEAT_SECONDS = 1.0
+PROGRESS_SECONDS = 0.2
+LINE_SECONDS = 5.0
+
+
+class Reporter(Protocol):
+    """Where a rank's messages go."""
+
+    def progress(self, **details: Any) -> None: ...
+    def metrics(self, **details: Any) -> None: ...
+    def event(self, event: str, **details: Any) -> None: ...
+    def say(self, text: str) -> None: ...
+    def heartbeat(self, step: int, phase: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Silent:
+    """For the ranks other than 0 when nobody listens."""
+
+    def progress(self, **details: Any) -> None:
+        pass
+
+    def metrics(self, **details: Any) -> None:
+        pass
+
+    def event(self, event: str, **details: Any) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def heartbeat(self, step: int, phase: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class ToScreen(Silent):
+    """For rank 0 of something that leaves no run directory: text only."""
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class ToLauncher:
+    """JSON lines on the launcher's descriptor; rank 0 speaks for the job, all ranks for themselves.
+
+    Args:
+        descriptor: An open file descriptor.
+        speaks: True on the rank that reports progress, metrics and text (rank 0).
+    """
+
+    def __init__(self, descriptor: int, speaks: bool) -> None:
+        self._descriptor: int | None = descriptor
+        self._speaks = speaks
+        self._progress = _Every(PROGRESS_SECONDS)
+        self._heartbeat = _Every(HEARTBEAT_SECONDS)
+
+    def progress(self, **details: Any) -> None:
+        if self._speaks and self._progress.due(last=details["step"] == details["steps"]):
+            self._send(kind="progress", **details)
+
+    def metrics(self, **details: Any) -> None:
+        if self._speaks:
+            self._send(kind="metrics", **details)
+
+    def event(self, event: str, **details: Any) -> None:
+        self._send(kind="event", event=event, **details)
+
+    def say(self, text: str) -> None:
+        if self._speaks:
+            self._send(kind="say", text=text)
+
+    def heartbeat(self, step: int, phase: str) -> None:
+        if self._heartbeat.due():
+            self._send(kind="heartbeat", step=step, phase=phase)
+
+    def close(self) -> None:
+        self._descriptor = None
+
+    def _send(self, **message: Any) -> None:
+        if self._descriptor is None:
+            return
+        line = (json.dumps(message, default=str) + "\n").encode()
+        try:
+            while line:
+                line = line[os.write(self._descriptor, line) :]
+        except OSError:  # the launcher is gone; whoever ends the job is not this function
+            self._descriptor = None
+
+
+class ToFolder:
+    """Rank 0 without a launcher: files in the run directory, progress on the terminal.
+
+    Args:
+        folder: The run directory; made when it does not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._screen = _screen()
+
+    def progress(self, **details: Any) -> None:
+        self._screen.progress(**details)
+
+    def metrics(self, **details: Any) -> None:
+        self._append(rundir.METRICS, details)
+        self._screen.metrics(**details)
+
+    def event(self, event: str, **details: Any) -> None:
+        self._append(rundir.EVENTS, {"event": event, "rank": 0, **details})
+
+    def say(self, text: str) -> None:
+        self._screen.say(text)
+
+    def heartbeat(self, step: int, phase: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self._screen.close()
+
+    def _append(self, name: str, details: Mapping[str, Any]) -> None:
+        record = {"time": round(time.time(), 3), **details}
+        with (self._folder / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, default=str) + "\n")
+
+
+def reporter(
+    environ: Mapping[str, str], rank: int, folder: Path, *, quiet: bool = False
+) -> Reporter:
+    """The reporter for this process; a quiet one keeps no files."""
+    descriptor = environ.get(jobenv.EVENT_FD, "")
+    if descriptor.isdecimal():
+        return ToLauncher(int(descriptor), speaks=rank == 0)
+    if rank:
+        return Silent()
+    return ToScreen() if quiet else ToFolder(folder)
+
+
+class _Every:
+    """A gate that opens at most once in so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._next = 0.0
+
+    def due(self, last: bool = False) -> bool:
+        now = time.monotonic()
+        if not last and now < self._next:
+            return False
+        self._next = now + self._seconds
+        return True
+
+
+class Screen(Protocol):
+    """How rank 0 draws when it draws itself."""
+
+    def progress(self, **details: Any) -> None: ...
+    def metrics(self, **details: Any) -> None: ...
+    def say(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class PlainScreen:
+    """Lines: for pipes, files and batch systems. Training records are thinned out by time."""
+
+    def __init__(self) -> None:
+        self._gate = _Every(LINE_SECONDS)
+
+    def progress(self, **details: Any) -> None:
+        pass
+
+    def metrics(self, **details: Any) -> None:
+        if details.get("split") != "train" or self._gate.due():
+            print(plain(details), flush=True)
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class BarScreen:
+    """A live progress bar on a terminal."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
+            TimeRemainingColumn(),
+        )
+        self._task = self._bar.add_task("starting", total=None)
+        self._gate = _Every(PROGRESS_SECONDS)
+        self._bar.start()
+
+    def progress(self, **details: Any) -> None:
+        if self._gate.due(last=details["step"] == details["steps"]):
+            self._bar.update(
+                self._task,
+                completed=details["step"],
+                total=details["steps"],
+                description=_headline(details),
+            )
+
+    def metrics(self, **details: Any) -> None:
+        if details.get("split") != "train":
+            self._bar.console.print(plain(details), highlight=False)
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def plain(details: Mapping[str, Any]) -> str:
+    """A metrics record as one readable line."""
+    where = f"epoch {details.get('epoch', 0)} step {details.get('step', 0)}"
+    known = {"epoch", "step", "split", "samples"}
+    values = [f"{name} {_short(value)}" for name, value in details.items() if name not in known]
+    return f"{where} {details.get('split', '')}: {', '.join(values)}"
+
+
+def _headline(details: Mapping[str, Any]) -> str:
+    return (
+        f"epoch {details['epoch']}/{details['epochs']}"
+        f"  loss {_short(details['loss'])}  {_short(details['samples_per_s'])} samples/s"
+    )
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _screen() -> Screen:
+    return BarScreen() if sys.stdout.isatty() else PlainScreen()

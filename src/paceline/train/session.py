@@ -1,0 +1,317 @@
+"""The session: one object through which a training script takes part in a job."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.spec import rundir
+from paceline.train import files, insync, loader, weights, world
+from paceline.train.comms import Comms
+from paceline.train.loader import Batch, Data, Fetch, Loader, Progress
+from paceline.train.metrics import Meter
+from paceline.train.order import Order
+from paceline.train.precision import Precision
+from paceline.train.rate import Rate
+from paceline.train.report import Reporter
+from paceline.train.seeding import seed_all
+from paceline.train.update import Updater
+
+T = TypeVar("T")
+
+
+class Session:
+    """A process's part in a training job. Made by :func:`join`.
+
+    Attributes:
+        world: Place of this process.
+        device: Where the model and the batches live.
+        precision: Number formats.
+        folder: The run directory; only rank 0 writes to it.
+        progress: How far the training is.
+        comms: Collectives for small things.
+    """
+
+    def __init__(
+        self,
+        place: world.World,
+        device: torch.device,
+        numbers: Precision,
+        folder: Path,
+        seed: int,
+        log_every: int,
+        check_every: int,
+        reporter: Reporter,
+    ) -> None:
+        self.world, self.device, self.precision, self.folder = place, device, numbers, folder
+        self.progress = Progress()
+        self.comms = Comms(place, device)
+        self._seed, self._log_every, self._check_every = seed, log_every, check_every
+        self._reporter = reporter
+        self._train = self.meter()
+        self._module: nn.Module = nn.Module()
+        self._model: nn.Module = self._module
+        self._updater: Updater | None = None
+        self._batch: Batch | None = None
+        self._unsynced = ExitStack()
+        self._epochs, self._epoch_size = 0, 0
+        self._loss = float("nan")
+        self._rate = Rate()
+
+    # -- before the training -------------------------------------------------------------
+
+    def prepare(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        schedule: LRScheduler | None = None,
+        *,
+        clip_norm: float | None = None,
+    ) -> nn.Module:
+        """Makes the model train as one over all ranks and proves that all start equal.
+
+        Args:
+            module: Already on :attr:`device` (see :meth:`place`), with the optimizer over its
+                parameters.
+            optimizer: Stepped by :meth:`step`.
+            schedule: Advanced once for each global step.
+            clip_norm: Largest norm of the whole gradient.
+
+        Returns:
+            What to call in the training loop. Evaluate and save with ``module`` itself.
+        """
+        self._module = module
+        self._updater = Updater(
+            module, optimizer, schedule, self.precision.scaler(self.device), clip_norm
+        )
+        self._model = module if self.comms.alone else self._distributed(module)
+        self.verify()
+        seed_all(self._seed + 1 + self.world.rank)
+        self._reporter.event("prepared", parameters=sum(p.numel() for p in module.parameters()))
+        return self._model
+
+    def place(self, module: nn.Module) -> nn.Module:
+        """The module on this session's device and in its number format."""
+        return module.to(device=self.device, dtype=self.precision.parameters)
+
+    def _distributed(self, module: nn.Module) -> nn.Module:
+        index = None if self.device.type == "cpu" else [self.device]
+        # A false alarm of DDP for weights with one input channel, whose strides are ambiguous.
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
+        return DistributedDataParallel(module, device_ids=index, gradient_as_bucket_view=True)
+
+    def loader(
+        self, data: Data, global_batch: int, *, shuffle: bool = True, limit: int = 0
+    ) -> Loader:
+        """Batches for training: each rank's share of every global batch of ``global_batch``.
+
+        Args:
+            data: A data set that makes batches, a ``TensorDataset`` or any map-style data set.
+            global_batch: Samples of one optimizer step over all ranks.
+            shuffle: A new order for each epoch, from the seed.
+            limit: Most samples that one rank computes at once; gradients of more are
+                accumulated without communication.
+
+        Raises:
+            DataError: There are more ranks than samples.
+        """
+        order = Order(len(data), self._seed, shuffle)
+        fetch = Fetch(data, self.device)
+        return Loader(
+            fetch, order, self._place, global_batch, limit, self.progress, self._hand_over
+        )
+
+    def shard(self, data: Data, size: int = 512) -> Iterator[Batch]:
+        """This rank's share of every sample exactly once, for evaluation."""
+        return loader.shard(Fetch(data, self.device), len(data), self._place, size)
+
+    def meter(self) -> Meter:
+        """Collects per-sample values and reduces them exactly over all ranks."""
+        return Meter(self.comms.sum, self.device)
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self.world.rank, self.world.size
+
+    # -- the training --------------------------------------------------------------------
+
+    def epochs(self, loader: Loader, epochs: int = 1, steps: int = 0) -> Iterator[int]:
+        """Epoch numbers from where the training stands until its end.
+
+        Args:
+            loader: The training loader; iterate over it once in every epoch.
+            epochs: Passes over the data.
+            steps: Ends after so many global steps instead, in however many epochs.
+        """
+        self.progress.steps = steps or epochs * len(loader)
+        self._epochs = -(-self.progress.steps // len(loader))
+        self._log_every = self._log_every or _interval(len(loader))
+        self._epoch_size = loader.order.size
+        while not self.progress.finished:
+            self._rate.restart()
+            yield self.progress.epoch
+            if self.progress.offset >= loader.order.size:
+                self.progress.epoch, self.progress.offset = self.progress.epoch + 1, 0
+        self.verify()
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context for the forward pass and the loss."""
+        return self.precision.autocast(self.device)
+
+    def step(self, losses: Tensor, **values: Tensor) -> bool:
+        """Backward for the batch that the loader gave last; after its last part, the update.
+
+        The gradient is that of the mean over the global batch, whatever the sizes of the
+        ranks' shares.
+
+        Args:
+            losses: One loss for each sample (preferred), or the mean over the batch.
+            values: Further per-sample values to be averaged in the log, shape ``[n]``.
+
+        Returns:
+            True when the optimizer has stepped.
+        """
+        batch = self._taken()
+        per_sample = losses if losses.dim() else losses.expand(len(batch.ids))
+        scale = self.world.size / batch.total
+        loss = per_sample[: batch.count].sum() * scale if batch.count else per_sample.sum() * 0.0
+        updater = self._prepared()
+        updater.backward(loss)
+        self._unsynced.close()
+        self._train.add(batch.count, loss=per_sample, **values)
+        if not batch.last:
+            return False
+        updater.update()
+        self._advance(batch)
+        return True
+
+    def _hand_over(self, batch: Batch) -> None:
+        self._batch = batch
+        # Only the last part of a global batch exchanges gradients; DDP has to know this before
+        # the forward pass.
+        if not batch.last and isinstance(self._model, DistributedDataParallel):
+            self._unsynced.enter_context(self._model.no_sync())
+
+    def _taken(self) -> Batch:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise RuntimeError("session.step was called without a new batch from the loader")
+        return batch
+
+    def _prepared(self) -> Updater:
+        if self._updater is None:
+            raise RuntimeError("session.step needs session.prepare first")
+        return self._updater
+
+    def _advance(self, batch: Batch) -> None:
+        progress = self.progress
+        progress.step += 1
+        progress.offset = batch.stop
+        self._rate.add(batch.total)
+        ended = progress.finished or progress.offset == self._epoch_size
+        if ended or progress.step % self._log_every == 0:
+            self._flush()
+        if progress.step % self._check_every == 0:
+            self.verify()
+        self._reporter.heartbeat(progress.step, "train")
+        self._reporter.progress(
+            step=progress.step,
+            steps=progress.steps,
+            epoch=progress.epoch + 1,
+            epochs=self._epochs,
+            loss=self._loss,
+            samples_per_s=self._rate.value,
+        )
+
+    def _flush(self) -> None:
+        """Reduces and records what was collected since the last time, on every rank."""
+        means = self._train.result()
+        self._loss = means["loss"]
+        extra = {"lr": self._prepared().lr, "samples_per_s": round(self._rate.measure(), 1)}
+        self.log("train", samples=means.count, **means.values(), **extra)
+
+    # -- what is said and kept -----------------------------------------------------------
+
+    def log(self, split: str, **values: Any) -> None:
+        """Records values under the present step; printed and written once, by rank 0."""
+        done = self.progress
+        self._reporter.metrics(step=done.step, epoch=done.epoch + 1, split=split, **values)
+
+    def say(self, text: str) -> None:
+        """One line for the user, once."""
+        self._reporter.say(text)
+
+    def event(self, name: str, **details: Any) -> None:
+        """Records that something happened on this rank."""
+        self._reporter.event(name, **details)
+
+    def phase(self, name: str) -> None:
+        """Tells the launcher what this rank is doing now."""
+        self._reporter.heartbeat(self.progress.step, name)
+
+    def agree(self, what: str, value: str) -> None:
+        """Raises on every rank when ``value`` is not the same on all of them."""
+        self.comms.agree(what, value)
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Acts on every rank; what one rank raises, every rank raises."""
+        return self.comms.together(act)
+
+    def verify(self) -> None:
+        """Proves that the parameters are bit-identical on all ranks.
+
+        Raises:
+            JobError: Names rank, host and the first tensor that differs.
+        """
+        if self.comms.alone:
+            return
+        named = list(self._module.named_parameters())
+        sums = self.comms.rows(insync.checksums(tensor for _, tensor in named))
+        if not bool((sums == sums[0]).all()):
+            insync.compare([name for name, _ in named], sums, self.comms.texts(self.world.host))
+
+    def save_config(self, config: Mapping[str, Any]) -> None:
+        """Keeps the effective settings in the run directory."""
+        if self.world.rank == 0:
+            files.write_json(self.folder / rundir.CONFIG, dict(config))
+
+    def save_model(self, config: dict[str, Any]) -> None:
+        """Keeps the trained weights and their description in the run directory, once."""
+        self.verify()
+        if self.world.rank == 0:
+            weights.save_model(self.folder, self._module.state_dict(), config)
+        self.event("model saved", step=self.progress.step)
+
+    # -- the end -------------------------------------------------------------------------
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._reporter.event("failed", error=f"{type(error).__name__}: {error}")
+        self._reporter.close()
+        # After a failure the other ranks may be inside a collective; leaving tells them.
+        if error is None and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _interval(steps: int) -> int:
+    """Equal parts of an epoch of about 50 steps or less."""
+    return -(-steps // -(-steps // 50))

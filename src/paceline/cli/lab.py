@@ -1,0 +1,204 @@
+"""``paceline lab``: a virtual cluster on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import click
+
+from paceline.cluster.lab import Lab, LabOptions
+from paceline.cluster.lab.faults import FAULTS
+from paceline.cluster.lab.lab import names_up, wait
+from paceline.spec.errors import LabError
+
+_NAME = click.option(
+    "--name", default="default", envvar="PACELINE_LAB", show_default=True, help="Which lab."
+)
+_PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@click.group("lab")
+def command() -> None:
+    """A virtual cluster on this machine, to rehearse jobs and their failures.
+
+    Every host has its own network, host name, processes, /etc/hosts, /tmp, /dev/shm and HOME,
+    and a real sshd; the rest of the disk is this machine's. Nothing outside the lab can be
+    reached from it, and nothing of it is left when it is down.
+    """
+
+
+@command.command("up")
+@_NAME
+@click.option("--hosts", default=2, show_default=True, help="Number of hosts: n1, n2, …")
+@click.option("--foreground", is_flag=True, help="Stay; Ctrl-C takes the lab down.")
+@click.option("--rate", default="", metavar="RATE", help="Speed of every link, e.g. 100mbit.")
+@click.option("--latency", default="", metavar="TIME", help="One-way delay, e.g. 10ms.")
+@click.option("--subnet", default=LabOptions.subnet, show_default=True, help="The hosts' network.")
+@click.option("--ipv6-only", is_flag=True, help="The hosts have no IPv4 addresses.")
+@click.option("--debian-hosts", is_flag=True, help="/etc/hosts maps the own name to 127.0.1.1.")
+@click.option("--dead-interface", is_flag=True, help="A second interface that reaches nobody.")
+@click.option("--dead-name", is_flag=True, help="The own name means that dead interface.")
+@click.option("--bridge-address", is_flag=True, help="A docker0, 172.17.0.1 on every host.")
+@click.option("--interface-names", metavar="NAMES", help="Cycled, e.g. eth0,ens3,enp1s0.")
+@click.option("--python", "pythons", multiple=True, metavar="HOST=VENV", help="Another Python.")
+@click.option("--no-sshd", multiple=True, metavar="HOST", help="A host without sshd.")
+@click.option("--private", multiple=True, metavar="PATH[:SIZE]", help="Each host has its own.")
+@click.option("--hide", multiple=True, metavar="PATH", help="Empty on every host.")
+@click.option("--share", multiple=True, metavar="PATH", help="This machine's, below /tmp or /run.")
+def up(
+    foreground: bool, interface_names: str | None, pythons: tuple[str, ...], **options: Any
+) -> None:
+    """Bring a lab up."""
+    if interface_names is not None:
+        options["interface_names"] = tuple(interface_names.split(","))
+    lab = Lab(LabOptions(python=dict(map(_host_and_venv, pythons)), **options))
+    began = time.monotonic()
+    lab.up(detached=not foreground)
+    _introduce(lab, time.monotonic() - began)
+    if foreground:
+        _stay(lab)
+
+
+def _host_and_venv(text: str) -> tuple[str, str]:
+    host, equals, path = text.partition("=")
+    if not (host and equals and path):
+        raise LabError(f"--python {text!r} is not HOST=VENV", remedy="--python n2=/path/to/venv")
+    return host, path
+
+
+def _introduce(lab: Lab, seconds: float) -> None:
+    hosts = ", ".join(f"{name} {lab.address(name)}" for name in _some(lab.names))
+    click.echo(f"lab {lab.name!r}: {len(lab.names)} hosts up in {seconds:.1f} s: {hosts}")
+    click.echo(f"  host file   {lab.hostfile}")
+    click.echo(f"  ssh config  {lab.ssh_config}")
+    if lab.settings:
+        click.echo(f"  settings    {lab.settings}")
+    option = "" if lab.name == "default" else f" --name {lab.name}"
+    click.echo("try:")
+    click.echo(f"  paceline lab shell{option} {lab.names[0]}")
+    click.echo(f"  ssh -F {lab.ssh_config} {lab.names[0]}")
+    click.echo(f"  paceline run --hosts {lab.hostfile} --ssh-config {lab.ssh_config} SCRIPT")
+    click.echo(f"  paceline lab down{option}")
+
+
+def _some(names: tuple[str, ...]) -> tuple[str, ...]:
+    return names if len(names) <= 8 else names[:3]
+
+
+def _stay(lab: Lab) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+    try:
+        wait(lab)
+    except KeyboardInterrupt:
+        click.echo("taking the lab down")
+    finally:
+        lab.down()
+
+
+@command.command("down")
+@_NAME
+@click.option("--all", "everything", is_flag=True, help="Every lab of yours.")
+def down(name: str, everything: bool) -> None:
+    """Take a lab down. Can be repeated."""
+    chosen = names_up() if everything else [one for one in names_up() if one == name]
+    for one in chosen:
+        Lab.attach(one).down()
+        click.echo(f"lab {one!r} is down")
+    if not chosen:
+        click.echo("no lab is up" if everything else f"no lab called {name!r} is up")
+
+
+@command.command("status")
+@click.option("--name", envvar="PACELINE_LAB", help="One lab only.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, by lab.")
+def status(name: str | None, as_json: bool) -> None:
+    """Show hosts, processes and faults of the labs that are up."""
+    labs = [Lab.attach(one) for one in ([name] if name else names_up())]
+    found = {lab.name: {**lab.status(), **_files(lab)} for lab in labs}
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    for lab_name, one in found.items():
+        click.echo(f"lab {lab_name!r}  (ssh config {one['ssh_config']})")
+        click.echo("\n".join(_lines(one)))
+    if not found:
+        click.echo("no lab is up")
+
+
+def _files(lab: Lab) -> dict[str, str]:
+    return {"ssh_config": str(lab.ssh_config), "hostfile": str(lab.hostfile)}
+
+
+def _lines(one: dict[str, Any]) -> list[str]:
+    rows = [("HOST", "ADDRESS", "INTERFACE", "PID", "SSHD", "FAULTS")]
+    for host in one["hosts"]:
+        faults = [fault for fault in one["faults"] if fault["host"] == host["name"]]
+        shown = "; ".join(" ".join([fault["kind"], *fault["arguments"]]) for fault in faults)
+        state = ("yes" if host["sshd"] else "no") if host["up"] else "off"
+        pid = str(host["pid"] or "-")
+        rows.append((host["name"], host["address"], host["interface"], pid, state, shown or "-"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [_padded(row, widths) for row in rows]
+
+
+def _padded(row: tuple[str, ...], widths: list[int]) -> str:
+    cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+    return "  " + "  ".join(cells).rstrip()
+
+
+@command.command("shell", context_settings=_PASS_THROUGH)
+@_NAME
+@click.argument("host")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND…]")
+def shell(name: str, host: str, words: tuple[str, ...]) -> None:
+    """Open a shell on HOST, or run COMMAND there."""
+    lab = Lab.attach(name)
+    command = [word for at, word in enumerate(words) if not (at == 0 and word == "--")]
+    kept = {key: os.environ[key] for key in ("TERM", "LANG", "COLORTERM") if key in os.environ}
+    environment = {**lab.environment(host), **kept}
+    argv = lab.command(host, command or [environment["SHELL"]])
+    os.execvpe(argv[0], argv, environment)  # noqa: S606 - becomes the command, with its status
+
+
+command.add_command(shell, "exec")
+
+
+@command.command("fault", context_settings=_PASS_THROUGH)
+@_NAME
+@click.option("--undo", is_flag=True, help="End the fault instead.")
+@click.argument("kind")
+@click.argument("host")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def fault(name: str, undo: bool, kind: str, host: str, arguments: tuple[str, ...]) -> None:
+    lab = Lab.attach(name)
+    undo = undo or "--undo" in arguments
+    arguments = tuple(word for word in arguments if word != "--undo")
+    (lab.undo if undo else lab.fault)(kind, host, *arguments)
+    said = " ".join([kind, host, *arguments])
+    click.echo(f"ended: {said}" if undo else f"struck: {said}")
+
+
+def _fault_help() -> str:
+    wide = max(len(f"{one.name} HOST {one.usage}") for one in FAULTS.values())
+    rows = [f"{f'{one.name} HOST {one.usage}':<{wide}}  {one.summary}" for one in FAULTS.values()]
+    return "Do a fault to HOST (or, with --undo, end it).\n\n\b\n" + "\n".join(rows)
+
+
+fault.help = _fault_help()
+
+
+@command.command("heal")
+@_NAME
+@click.argument("host", required=False)
+def heal(name: str, host: str | None) -> None:
+    """End every fault of HOST, or of all; hosts that are off start again."""
+    Lab.attach(name).heal(host)
+    click.echo(f"healed: {host or 'all hosts'}")

@@ -1,0 +1,89 @@
+"""Whether a lab can be made on this machine, and why not."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from paceline.cluster.lab import kernel
+from paceline.spec.errors import LabError
+
+_SYSTEM_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
+_TOOLS = {  # program → Debian package
+    "sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "iptables": "iptables",
+}
+
+
+def missing_packages() -> list[str]:
+    """Debian packages of the programs that a lab needs and this machine lacks."""
+    lacking = {package for tool, package in _TOOLS.items() if not find(tool)}
+    return sorted(lacking)
+
+
+def find(tool: str) -> str | None:
+    """Where a system tool is; ordinary users have no sbin on their PATH."""
+    return shutil.which(tool, path=_SYSTEM_PATH)
+
+
+def require() -> None:
+    """Raises LabError when no lab can be made here."""
+    if not sys.platform.startswith("linux"):
+        raise LabError("a lab needs Linux", found=f"this is {sys.platform}")
+    if packages := missing_packages():
+        raise LabError(
+            "a lab needs programs that this machine lacks",
+            found=f"not installed: {', '.join(packages)}",
+            remedy=f"sudo apt-get install {' '.join(packages)}",
+        )
+    if refused := namespaces_refused():
+        raise LabError(
+            "this machine does not allow new namespaces",
+            found=refused,
+            remedy=_namespace_remedy(),
+        )
+
+
+@functools.cache
+def namespaces_refused() -> str:
+    """What the kernel says when a child asks for the lab's namespaces; empty when it agrees."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _try_namespaces(write)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def _try_namespaces(write: int) -> None:
+    status = 0
+    try:
+        if os.geteuid() != 0:
+            kernel.new_user_namespace()
+        flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWPID
+        kernel.unshare(flags | kernel.CLONE_NEWUTS | kernel.CLONE_NEWIPC)
+        kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+        kernel.mount("tmpfs", "/run", "tmpfs")
+    except OSError as error:
+        os.write(write, str(error).encode())
+        status = 1
+    os._exit(status)
+
+
+def _namespace_remedy() -> str:
+    if os.geteuid() == 0:
+        return "in a container: start it with --privileged (or --cap-add SYS_ADMIN,NET_ADMIN)"
+    switch = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
+    if switch.exists() and switch.read_text().strip() == "1":
+        return "run it with sudo, or: sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0"
+    return "run it with sudo"

@@ -1,0 +1,259 @@
+"""The hosts that are up and the faults that are in force: boots the ones, acts the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial, singledispatchmethod
+from typing import Any
+
+from paceline.cluster.lab import control, disk, faults, host, kernel, network, processes
+from paceline.cluster.lab.layout import Layout
+from paceline.cluster.lab.options import LabPlan
+from paceline.spec.errors import LabError
+
+_FREEZE_ROUNDS = 50
+
+
+@dataclass
+class Running:
+    """A host that is up: its first process, its sshd, its namespaces (as descriptors)."""
+
+    pid: int
+    sshd: int | None
+    namespaces: list[int]
+    pid_namespace: int
+
+
+@dataclass(frozen=True)
+class Active:
+    """A fault in force."""
+
+    kind: str
+    host: str
+    arguments: tuple[str, ...]
+
+
+class Engine:
+    """Owns the hosts of a lab. Runs in the lab's first process only."""
+
+    def __init__(self, plan: LabPlan, layout: Layout) -> None:
+        self._plan = plan
+        self._layout = layout
+        self._running: dict[str, Running] = {}
+        self._active: list[Active] = []
+
+    # --- hosts
+
+    def boot(self, names: Sequence[str]) -> None:
+        """Starts hosts side by side; raises OSError when one does not come up."""
+        plans = [self._plan.host(name) for name in names]
+        starting = {plan.name: host.start(self._plan, self._layout, plan) for plan in plans}
+        host.batch(network.ports_batch({starting[plan.name].pid: plan for plan in plans}))
+        for plan in plans:
+            for where, argv in network.shape(self._plan, plan):
+                if where == "switch":
+                    host.run(argv)
+        for started in starting.values():
+            host.let_go(started)
+        for name, started in starting.items():
+            self._running[name] = _running(started, host.finish(started))
+
+    def reap(self) -> None:
+        """Takes note of hosts and other children that have ended."""
+        with contextlib.suppress(ChildProcessError):
+            while pid := os.waitpid(-1, os.WNOHANG)[0]:
+                for name in [name for name, up in self._running.items() if up.pid == pid]:
+                    self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        for fd in self._running.pop(name).namespaces:
+            os.close(fd)
+
+    def namespaces(self, name: str) -> list[int]:
+        """Descriptors of a host's namespaces; raises LabError when it is off."""
+        return self._up(name).namespaces
+
+    def _up(self, name: str) -> Running:
+        self._plan.host(name)
+        self.reap()
+        if name not in self._running:
+            raise LabError(f"{name} is powered off", remedy=f"paceline lab heal {name}")
+        return self._running[name]
+
+    def status(self) -> dict[str, Any]:
+        """Hosts and active faults, ready for JSON. Process ids are the lab's own."""
+        self.reap()
+        hosts = [self._host_status(plan.name) for plan in self._plan.hosts]
+        return {"hosts": hosts, "faults": [asdict(active) for active in self._active]}
+
+    def _host_status(self, name: str) -> dict[str, Any]:
+        plan, up = self._plan.host(name), self._running.get(name)
+        return {
+            "name": name,
+            "address": plan.address,
+            "interface": plan.interface,
+            "up": up is not None,
+            "sshd": up is not None and any(p.inner == up.sshd for p in self._inside(up)),
+        }
+
+    def _inside(self, up: Running) -> list[processes.Process]:
+        return processes.of_host(processes.everything(), up.pid_namespace)
+
+    # --- faults
+
+    def strike(self, kind: str, name: str, arguments: Sequence[str]) -> dict[str, Any]:
+        """Does a fault to a host."""
+        target = faults.Target(self._plan, self._plan.host(name))
+        fault = faults.find(kind, arguments)
+        active = Active(kind, name, tuple(arguments))
+        if self._same(active, fault):
+            raise LabError(f"{kind} is in force on {name} already")
+        self._up(name)
+        self._act(name, fault.strike(target, arguments))
+        if kind == "power-off":
+            self._heal_the_dead(name)
+        if fault.undo:
+            self._active.append(active)
+        return self.status()
+
+    def _same(self, active: Active, fault: faults.Fault) -> list[Active]:
+        if fault.once:
+            return [a for a in self._active if (a.kind, a.host) == (active.kind, active.host)]
+        return [other for other in self._active if other == active]
+
+    def undo(self, kind: str, name: str, arguments: Sequence[str]) -> dict[str, Any]:
+        """Ends faults of a kind on a host: those with these arguments, all without arguments."""
+        self._plan.host(name)
+        chosen = [
+            active
+            for active in self._active
+            if (active.kind, active.host) == (kind, name)
+            and (not arguments or active.arguments == tuple(arguments))
+        ]
+        if not chosen:
+            raise LabError(f"{kind} is not in force on {name}")
+        return self._end(chosen)
+
+    def heal(self, name: str | None) -> dict[str, Any]:
+        """Ends every fault of a host, or of all; starts hosts that are off. Never too often."""
+        if name is not None:
+            self._plan.host(name)
+        self._end([active for active in self._active if name in (None, active.host)])
+        self.reap()
+        wanted = [plan.name for plan in self._plan.hosts if name in (None, plan.name)]
+        self.boot([name for name in wanted if name not in self._running])
+        return self.status()
+
+    def _end(self, chosen: Sequence[Active]) -> dict[str, Any]:
+        for active in reversed(chosen):
+            self._act(active.host, self._steps_back(active))
+            self._active.remove(active)
+        return self.status()
+
+    def _steps_back(self, active: Active) -> faults.Steps:
+        fault = faults.FAULTS[active.kind]
+        target = faults.Target(self._plan, self._plan.host(active.host))
+        return fault.undo(target, active.arguments) if fault.undo else ()
+
+    def _heal_the_dead(self, name: str) -> None:
+        """The host's other faults end with it; what they left on the switch goes."""
+        for active in [active for active in self._active if active.host == name]:
+            steps = self._steps_back(active)
+            for step in steps:
+                if isinstance(step, faults.OnSwitch):
+                    with contextlib.suppress(OSError):  # its port is gone already
+                        self._do(step, name)
+            self._active.remove(active)
+
+    def _act(self, name: str, steps: faults.Steps) -> None:
+        for step in steps:
+            self._do(step, name)
+
+    @singledispatchmethod
+    def _do(self, step: faults.Step, name: str) -> None:
+        raise NotImplementedError(step)
+
+    @_do.register
+    def _(self, step: faults.OnSwitch, name: str) -> None:
+        host.run(list(step.argv), step.text)
+
+    @_do.register
+    def _(self, step: faults.OnHost, name: str) -> None:
+        up = self._up(name)
+        kinds = {"net": kernel.CLONE_NEWNET, "mnt": kernel.CLONE_NEWNS}
+        host.run(list(step.argv), enter=partial(_enter, up.namespaces, kinds))
+
+    @_do.register
+    def _(self, step: faults.Halt, name: str) -> None:
+        up = self._up(name)
+        os.kill(up.pid, signal.SIGKILL)
+        os.waitpid(up.pid, 0)  # returns when every process of the host is gone
+        self._forget(name)
+
+    @_do.register
+    def _(self, step: faults.Boot, name: str) -> None:
+        self.boot([name])
+
+    @_do.register
+    def _(self, step: faults.Freeze, name: str) -> None:
+        """Repeated until nothing runs: a process may fork while the others are being stopped."""
+        up = self._up(name)
+        for _ in range(_FREEZE_ROUNDS):
+            moving = [process for process in self._inside(up) if process.state not in "Tt"]
+            if not moving:
+                return
+            _signal(moving, signal.SIGSTOP)
+            time.sleep(0.002)
+
+    @_do.register
+    def _(self, step: faults.Thaw, name: str) -> None:
+        _signal(self._inside(self._up(name)), signal.SIGCONT)
+
+    @_do.register
+    def _(self, step: faults.Kill, name: str) -> None:
+        up = self._up(name)
+        victims = [p for p in self._inside(up) if p.pid != up.pid and _matches(step.what, p)]
+        if not victims:
+            raise LabError(f"no process on {name} is called {step.what!r}")
+        _signal(victims, signal.SIGKILL)
+
+    @_do.register
+    def _(self, step: faults.Fill, name: str) -> None:
+        self._on_disk(name, partial(disk.fill, step.path, step.free))
+
+    @_do.register
+    def _(self, step: faults.Unfill, name: str) -> None:
+        self._on_disk(name, partial(disk.unfill, step.path))
+
+    def _on_disk(self, name: str, work: Callable[[], None]) -> None:
+        enter = partial(_enter, self._up(name).namespaces, {"mnt": kernel.CLONE_NEWNS})
+        disk.in_child(enter, work)
+
+
+def _running(started: host.Starting, sshd: int | None) -> Running:
+    namespaces = control.namespaces_of(started.pid)
+    inode = os.fstat(namespaces[control.NAMESPACES.index("pid")]).st_ino
+    return Running(started.pid, sshd, namespaces, inode)
+
+
+def _enter(fds: list[int], kinds: dict[str, int]) -> None:
+    for name, kind in kinds.items():
+        kernel.setns(fds[control.NAMESPACES.index(name)], kind)
+
+
+def _signal(victims: Sequence[processes.Process], number: signal.Signals) -> None:
+    for process in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+def _matches(what: str, process: processes.Process) -> bool:
+    if what.isdigit():
+        return process.inner == int(what)
+    return re.search(what, process.command) is not None

@@ -1,0 +1,97 @@
+"""Looking at processes and sockets through /proc."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_LISTEN = "0A"
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process.
+
+    Attributes:
+        pid: Its number for whoever reads /proc.
+        inner: Its number in its own PID namespace.
+        parent: Number of its parent for whoever reads /proc, 0 for one outside.
+        state: One letter, as in ``ps``.
+        command: Its command line, words joined by blanks.
+        namespace: Inode of its PID namespace.
+    """
+
+    pid: int
+    inner: int
+    parent: int
+    state: str
+    command: str
+    namespace: int
+
+
+def everything() -> list[Process]:
+    """All processes that can be seen (and looked into) from here."""
+    found = (_read(Path(entry.path)) for entry in os.scandir("/proc") if entry.name.isdigit())
+    return [process for process in found if process is not None]
+
+
+def of_host(processes: Iterable[Process], namespace: int) -> list[Process]:
+    """Those of a PID namespace, those of namespaces inside it included. Zombies are left out."""
+    everyone = list(processes)
+    inside = {process.pid for process in everyone if process.namespace == namespace}
+    size = -1
+    while size != len(inside):
+        size = len(inside)
+        inside |= {process.pid for process in everyone if process.parent in inside}
+    return [process for process in everyone if process.pid in inside and process.state != "Z"]
+
+
+def _read(folder: Path) -> Process | None:
+    try:
+        status = _fields((folder / "status").read_text())
+        command = (folder / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
+        namespace = (folder / "ns" / "pid").stat().st_ino
+    except (OSError, ValueError):  # it has ended, or is not ours to look at
+        return None
+    return Process(
+        pid=int(folder.name),
+        inner=int(status["NSpid"].split()[-1]),
+        parent=int(status["PPid"]),
+        state=status["State"][0],
+        command=command.decode(errors="replace") or f"[{status['Name']}]",
+        namespace=namespace,
+    )
+
+
+def _fields(text: str) -> dict[str, str]:
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {key: value.strip() for key, _, value in pairs}
+
+
+def listeners(pid: int) -> list[str]:
+    """Listening TCP sockets of a process's network, as ``address:port``, sorted."""
+    found: list[str] = []
+    for table in ("tcp", "tcp6"):
+        file = Path(f"/proc/{pid}/net/{table}")
+        if file.exists():
+            found += parse_listeners(file.read_text())
+    return sorted(found)
+
+
+def parse_listeners(table: str) -> list[str]:
+    """Listening sockets in the text of /proc/net/tcp or tcp6."""
+    rows = (line.split() for line in table.splitlines()[1:])
+    return [_address(row[1]) for row in rows if len(row) > 3 and row[3] == _LISTEN]
+
+
+def _address(text: str) -> str:
+    raw, _, port = text.partition(":")
+    # Groups of four bytes, each in the machine's own order.
+    groups = [bytes.fromhex(raw[at : at + 8])[::-1] for at in range(0, len(raw), 8)]
+    family = socket.AF_INET if len(groups) == 1 else socket.AF_INET6
+    address = socket.inet_ntop(family, b"".join(groups))
+    shown = address if family == socket.AF_INET else f"[{address}]"
+    return f"{shown}:{int(port, 16)}"

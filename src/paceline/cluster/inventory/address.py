@@ -53,7 +53,7 @@ def check_address(text: str) -> str:
 def check_user(user: str) -> str:
     """Returns the login name; raises UnreadableError."""
     if not _USER.fullmatch(user):
-        raise UnreadableError("a login name before the `@`")
+        raise UnreadableError("a login name of letters, digits, `.`, `-`, `_`")
     return user
 
 

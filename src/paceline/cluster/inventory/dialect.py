@@ -83,7 +83,8 @@ class Dialect:
         keeps: Fields of Host that survive writing and reading back.
         environment: True when it reads variables instead of text.
         colon: Meaning of ``host:n`` when the user names this dialect.
-        reads_back: False when what it writes does not name every host.
+        says: Fields of Host that it writes; those it ``keeps`` where left empty.
+        reads_back: False when what it writes names the first host only.
     """
 
     name: str
@@ -94,4 +95,8 @@ class Dialect:
     keeps: frozenset[str] = frozenset()
     environment: bool = False
     colon: Colon | None = None
+    says: frozenset[str] = frozenset()
     reads_back: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "says", self.says or self.keeps)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from paceline.cluster.inventory.address import canonical
 from paceline.spec.hosts import Cluster, Host
 
+_STANDARD = (None, 22)
 _LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 
 
@@ -16,7 +17,8 @@ def find_me(cluster: Cluster, names: Collection[str], addresses: Collection[str]
     Tried in this order: an address of this machine; one of its names, whole; its name without
     the domain, where only one of the two has a domain; a loopback address or name on the
     standard port (behind another port there may be a container or a tunnel). Loopback
-    addresses of this machine never identify it: every machine has them.
+    addresses of this machine never identify it: every machine has them. Of several hosts at
+    one address only the one on the standard port can be this machine.
 
     Args:
         cluster: The hosts as described.
@@ -25,25 +27,35 @@ def find_me(cluster: Cluster, names: Collection[str], addresses: Collection[str]
     """
     mine = {canonical(a) for a in addresses if not _is_loopback(a)}
     called = {canonical(name) for name in names if not _is_loopback(name)}
-    tests: list[Callable[[Host], bool]] = [
-        lambda host: bool(_spellings(host) & mine),
-        lambda host: bool(_spellings(host) & called),
-        lambda host: any(_same_but_domain(a, b) for a in _spellings(host) for b in called),
-        lambda host: _is_loopback(host.address) and host.port in (None, 22),
-    ]
-    matches = (host.name for test in tests for host in cluster.hosts if test(host))
-    return next(matches, None)
+    hosts = [host for host in cluster.hosts if not _behind_port(host, cluster)]
+    short = [host for host in hosts if _same_but_domain(host, called)]
+    tests = (
+        [host for host in hosts if _spellings(host) & mine],
+        [host for host in hosts if _spellings(host) & called],
+        short if len(short) == 1 else [],
+        [host for host in hosts if _is_loopback(host.address) and host.port in _STANDARD],
+    )
+    return next((matches[0].name for matches in tests if matches), None)
+
+
+def _behind_port(host: Host, cluster: Cluster) -> bool:
+    """Whether the host is one of several at an address, and not the one at the usual port."""
+    same = [h for h in cluster.hosts if canonical(h.address) == canonical(host.address)]
+    return len(same) > 1 and host.port not in _STANDARD
 
 
 def _spellings(host: Host) -> set[str]:
-    # A described address wins over the name: `[hosts.n1] address = …` may rename n2.
     said = (host.address, host.job_address or host.address)
     return {canonical(text) for text in said} | {canonical(host.name)}
 
 
-def _same_but_domain(one: str, other: str) -> bool:
+def _same_but_domain(host: Host, called: Collection[str]) -> bool:
+    return any(_differ_in_domain(a, b) for a in _spellings(host) for b in called)
+
+
+def _differ_in_domain(one: str, other: str) -> bool:
     short, long = sorted((one, other), key=len)
-    is_name = not short.replace(".", "").isdigit() and ":" not in short
+    is_name = not short.isdigit() and ":" not in long
     return is_name and "." not in short and long.split(".")[0] == short
 
 

@@ -25,9 +25,9 @@ def hosts_from_ends(
         HostsError: There are machines that nothing names.
     """
     if nodes == 1:
-        return (Host(here, slots=slots),)
+        return (Host(here, slots=slots, local=True),)
     if nodes == 2 and rank == 1 and first:
-        return (Host(_checked(label, first), slots=slots), Host(here, slots=slots))
+        return (Host(_checked(label, first), slots=slots), Host(here, slots=slots, local=True))
     unnamed = nodes - len({name for name in (first, here if rank else "") if name})
     raise HostsError(
         f"{label}: {unnamed} of {nodes} machines have no name in it",

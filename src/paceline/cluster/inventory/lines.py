@@ -89,6 +89,8 @@ def read_line(text: str) -> list[Mention]:
 
 def _located(label: str, number: int, line: str) -> list[Mention]:
     body = bare(line)
+    if not body.replace("\t", " ").isprintable():
+        raise bad_line(label, number, line, "no control characters")
     try:
         mentions = read_line(body) if body else []
     except UnreadableError as problem:

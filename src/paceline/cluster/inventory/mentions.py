@@ -125,7 +125,7 @@ def _is_port(number: int) -> bool:
 def _repeat_note(host: Host, group: list[Mention]) -> str:
     lines = sorted({mention.line for mention in group})
     where = f" (lines {', '.join(map(str, lines))})" if len(lines) > 1 else ""
-    return f"`{host.name}` stands there {len(group)} times{where}: its slots add up to {host.slots}"
+    return f"`{host.name}` is listed {len(group)} times{where}: its slots add up to {host.slots}"
 
 
 def _colon_notes(mentions: Sequence[Mention], meanings: Sequence[Colon | None]) -> list[str]:
@@ -141,24 +141,24 @@ def _colon_notes(mentions: Sequence[Mention], meanings: Sequence[Colon | None]) 
 def _colon_note(mention: Mention, meaning: str) -> str:
     written = f"`{with_number(mention.address, mention.number)}`"
     if meaning == "slots":
-        return f"{written} was read as {mention.number} slots (`--colon port`: SSH port)"
+        return f"{written} was read as {mention.number} slots; `--colon port` reads an SSH port"
     if meaning == "port":
-        return f"{written} was read as SSH port {mention.number} (`--colon slots`: slots)"
+        return f"{written} was read as SSH port {mention.number}; `--colon slots` reads slots"
     return (
-        f"{written} was read as rendezvous port {mention.number}, which is not needed here: "
-        "a free one is found (`--colon port`: SSH port)"
+        f"{written} was read as rendezvous port {mention.number}, not needed here: "
+        "a free one is found; `--colon port` reads an SSH port"
     )
 
 
 def _unused_notes(mentions: Sequence[Mention]) -> list[str]:
     keys = list(dict.fromkeys(key for mention in mentions for key in mention.unused))
-    return [f"`{key}=` was read over: Paceline has no use for it" for key in keys]
+    return [f"`{key}=` was ignored: Paceline has no use for it" for key in keys]
 
 
 def _and_more(count: int) -> str:
-    return f", and {count} more alike" if count else ""
+    return f" ({count} more alike)" if count else ""
 
 
 def _few(notes: list[str], most: int = 3) -> list[str]:
     left = len(notes) - most
-    return notes if left <= 0 else [*notes[:most], f"{left} more hosts stand there several times"]
+    return notes if left <= 0 else [*notes[:most], f"{left} more hosts are listed several times"]

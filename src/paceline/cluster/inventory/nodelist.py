@@ -1,4 +1,8 @@
-"""Slurm's node-list syntax, both ways: ``gpu-[01-03,07],login`` and ``2(x3),1``."""
+"""Slurm's node-list syntax, both ways: ``gpu-[01-03,07],login`` and ``2(x3),1``.
+
+Reading is one step more generous than Slurm: text may follow the last bracket, as pdsh has it.
+Writing gives what Slurm reads, so names that end in no number are not compressed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
 _SINGLE = re.compile(r"[0-9]{1,18}")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
-_NUMBERED = re.compile(r"([^:\[\]]*?)([0-9]{1,18})([^0-9:\[\]]*)")
+_NUMBERED = re.compile(r"([^:\[\]]*?)([0-9]{1,18})")
 
 
 def split_list(text: str) -> list[str]:
@@ -65,9 +69,8 @@ def expand_counts(text: str) -> list[int]:
 
 def compress(names: Iterable[str]) -> str:
     """The node list of the names, in their order, so that ``expand`` gives them back."""
-    keyed = [(_key(name), name) for name in names]
-    groups = itertools.groupby(keyed, key=lambda pair: pair[0])
-    return ",".join(part for key, group in groups for part in _join(key, [n for _, n in group]))
+    groups = itertools.groupby(names, key=_prefix)
+    return ",".join(part for prefix, group in groups for part in _join(prefix, list(group)))
 
 
 def _bracket(body: str) -> list[str]:
@@ -84,8 +87,8 @@ def _numbers(item: str) -> Sequence[str]:
     if not match:
         raise UnreadableError("numbers and ranges without steps in brackets: node[01-04,07]")
     low, high = match[1], match[2]
-    if int(high) < int(low) or (high.startswith("0") and len(high) > len(low)):
-        raise UnreadableError(f"a rising range with equal padding instead of `{item}`: [01-04]")
+    if int(high) < int(low):
+        raise UnreadableError(f"a rising range instead of `{item}`: [01-04]")
     if int(high) - int(low) >= MOST:
         raise _too_many()
     return [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
@@ -95,18 +98,17 @@ def _too_many() -> UnreadableError:
     return UnreadableError(f"at most {MOST} hosts")
 
 
-def _key(name: str) -> tuple[str, str] | str:
-    """What names must share to stand in one bracket; the name itself if it has no number."""
+def _prefix(name: str) -> str | None:
+    """What names must share to stand in one bracket; ``None`` if they end in no number."""
     match = _NUMBERED.fullmatch(name)
-    return (match[1], match[3]) if match else name
+    return match[1] if match else None
 
 
-def _join(key: tuple[str, str] | str, names: list[str]) -> list[str]:
-    if isinstance(key, str) or len(names) == 1:
+def _join(prefix: str | None, names: list[str]) -> list[str]:
+    if prefix is None or len(names) == 1:
         return names
-    prefix, suffix = key
-    numbers = [name[len(prefix) : len(name) - len(suffix)] for name in names]
-    return [f"{prefix}[{','.join(_ranges(numbers))}]{suffix}"]
+    numbers = [name.removeprefix(prefix) for name in names]
+    return [f"{prefix}[{','.join(_ranges(numbers))}]"]
 
 
 def _ranges(numbers: list[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,18 +48,20 @@ def _slips(cluster: Cluster, tables: Mapping[str, Any]) -> list[str]:
     known = {canonical(text) for host in cluster.hosts for text in (host.name, host.address)}
     strange = [name for name in tables if canonical(name) not in known]
     open_names = [host.name for host in cluster.hosts if host.name not in tables]
-    guesses = {name: nearest(name, open_names, cutoff=0.8) for name in strange}
+    guesses = {name: _meant(name, open_names) for name in strange}
     return [
         f"[hosts.{name}] in {TOML_NAME} belongs to no host here; is `{guess}` meant?"
         for name, guess in guesses.items()
-        if guess and not _differ_in_number(name, guess)
+        if guess
     ]
 
 
-def _differ_in_number(one: str, other: str) -> bool:
-    """Whether two names are those of neighbours (n1, n2) and not a misspelling."""
+def _meant(name: str, among: Collection[str]) -> str:
+    """The host of which the name is a misspelling; none if it is a neighbour (n1, n2)."""
     digits = str.maketrans("", "", "0123456789")
-    return one.translate(digits) == other.translate(digits)
+    if any(name.translate(digits) == other.translate(digits) for other in among):
+        return ""
+    return nearest(name, among, cutoff=0.8)
 
 
 def _error(problem: BadTableError) -> HostsError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +95,7 @@ def load_toml(path: Path) -> Mapping[str, Any]:
 
 def here() -> str:
     """This machine's name without its domain."""
-    return socket.gethostname().split(".")[0] or "localhost"
+    return os.uname().nodename.split(".")[0] or "localhost"
 
 
 def _described(source: str, context: _Context) -> Cluster:
@@ -165,8 +165,8 @@ def _reading(context: _Context, text: str, label: str, forced: Dialect | None) -
 
 
 def _detected(reading: Reading) -> Dialect:
-    readable = (DIALECTS[name] for name in DIALECTS)
-    return next(dialect for dialect in readable if dialect.detect(reading))
+    fits = (name for name in DIALECTS if DIALECTS[name].detect(reading))
+    return DIALECTS[next(fits, "plain")]
 
 
 def _typed(reading: Reading) -> Dialect:

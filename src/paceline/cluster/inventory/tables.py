@@ -75,11 +75,16 @@ def _check_table(name: str, table: Any) -> None:
         if key in FIELDS:
             _value(name, key, value)
         elif isinstance(value, Mapping):
-            raise BadTableError(
-                name, "", f'quotes around a name with dots: `[hosts."{name}.{key}"]`'
-            )
+            whole = _dotted_name(f"{name}.{key}", value)
+            raise BadTableError(name, "", f'quotes around a name with dots: `[hosts."{whole}"]`')
         else:
             raise BadTableError(name, key, did_you_mean(key, FIELDS))
+
+
+def _dotted_name(name: str, table: Mapping[str, Any]) -> str:
+    """The name that TOML took for nested tables because it stood without quotes."""
+    inner = [(key, value) for key, value in table.items() if isinstance(value, Mapping)]
+    return _dotted_name(f"{name}.{inner[0][0]}", inner[0][1]) if inner else name
 
 
 def _value(name: str, key: str, value: Any) -> str | int:

@@ -25,9 +25,11 @@ def write_hosts(cluster: Cluster, dialect: str) -> str:
 
 def lost_fields(cluster: Cluster, dialect: str) -> list[str]:
     """What the dialect cannot say, one sentence a field: ``port of n1, n2``."""
-    keeps = _writable(dialect)[0].keeps
-    names = [f.name for f in fields(Host) if f.name not in keeps | _IMPLIED]
-    return [_sentence(cluster, name) for name in names if _holders(cluster, name)]
+    chosen = _writable(dialect)[0]
+    names = [f.name for f in fields(Host) if f.name not in chosen.says | _IMPLIED]
+    lost = [_sentence(cluster, name) for name in names if _holders(cluster, name)]
+    others = len(cluster.hosts) > 1 and not chosen.reads_back
+    return ["the hosts after the first", *lost] if others else lost
 
 
 def writable_names() -> list[str]:

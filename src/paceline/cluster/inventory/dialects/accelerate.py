@@ -21,8 +21,9 @@ DEFAULT_PORT = 29500
 
 
 def detect(reading: Reading) -> bool:
-    """A key at the start of a line that only this file has."""
-    return bool(_MARK.search(reading.text))
+    """The ending of the file, or a key at the start of a line that only this file has."""
+    ending = reading.label.endswith((".yaml", ".yml"))
+    return bool(reading.text) and (ending or bool(_MARK.search(reading.text)))
 
 
 def parse(reading: Reading) -> Parsed:
@@ -31,6 +32,8 @@ def parse(reading: Reading) -> Parsed:
     hostfile = _deepspeed_hostfile(settings)
     if hostfile:
         return Parsed(notes=(f"host file named by {reading.label}",), follow=Follow(hostfile))
+    if "num_machines" not in settings:  # some other YAML; one machine would be a guess
+        raise bad_line(reading.label, 1, split_lines(reading.text)[0], "a key `num_machines`")
     machines = _whole(reading, settings, "num_machines", 1, least=1)
     processes = _whole(reading, settings, "num_processes", 0, least=0)
     hosts = hosts_from_ends(
@@ -66,7 +69,7 @@ def _settings(reading: Reading) -> Mapping[str, Any]:
 
     try:
         loaded = yaml.safe_load(reading.text)
-    except yaml.YAMLError as problem:
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:  # ValueError: a date 2026-99-99
         mark = getattr(problem, "problem_mark", None)
         number = mark.line + 1 if mark else 1
         lines = split_lines(reading.text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from paceline.cluster.inventory.address import with_number
 from paceline.cluster.inventory.dialect import Dialect, Reading
 from paceline.cluster.inventory.mentions import parse_lines
@@ -10,8 +12,9 @@ from paceline.spec.hosts import Cluster, Host
 
 
 def detect(reading: Reading) -> bool:
-    """Commas between the hosts."""
-    return "," in reading.text and bool(peek(reading))
+    """A line has several hosts."""
+    lines = Counter(mention.line for mention in peek(reading))
+    return max(lines.values(), default=0) > 1
 
 
 def write(cluster: Cluster) -> str:

@@ -39,7 +39,7 @@ def parse(reading: Reading) -> Parsed:
     size, local = _number(environ, SIZES), _number(environ, LOCAL_SIZES)
     if size is not None and size == local:
         note = f"all {size} processes of the MPI job are on this machine"
-        return Parsed((Host(reading.here, slots=size),), (note,))
+        return Parsed((Host(reading.here, slots=size, local=True),), (note,))
     raise _unknown_hosts(environ, size, local)
 
 

@@ -7,9 +7,9 @@ from paceline.cluster.inventory.mentions import parse_lines
 from paceline.spec.hosts import Cluster
 
 
-def detect(_reading: Reading) -> bool:
-    """Always: what no other dialect recognises is read as plain lines, or refused as such."""
-    return True
+def detect(reading: Reading) -> bool:
+    """Any text: what no other dialect recognises is read as plain lines, or refused as such."""
+    return bool(reading.text)
 
 
 def write(cluster: Cluster) -> str:

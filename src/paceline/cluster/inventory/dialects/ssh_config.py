@@ -82,5 +82,6 @@ DIALECT = Dialect(
     detect=detect,
     parse=parse,
     write=write,
-    keeps=frozenset({"name"}),
+    keeps=frozenset({"name"}),  # the rest is OpenSSH's to read
+    says=frozenset({"name", "address", "user", "port", "identity_file"}),
 )

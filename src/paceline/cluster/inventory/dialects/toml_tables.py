@@ -20,13 +20,15 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_TABLE = re.compile(r"^\s*\[\s*hosts\s*\.", re.M)
+_TABLE = re.compile(r"^\s*(\[\s*hosts\s*[.\]]|hosts\s*[.=])", re.M)
 _POSITION = re.compile(r"at line ([0-9]+)")
 
 
 def detect(reading: Reading) -> bool:
-    """A ``[hosts.…]`` header."""
-    return bool(_TABLE.search(reading.text))
+    """The ending of the file, or a ``[hosts.…]`` header."""
+    return bool(reading.text) and (
+        reading.label.endswith(".toml") or bool(_TABLE.search(reading.text))
+    )
 
 
 def parse(reading: Reading) -> Parsed:
@@ -48,6 +50,8 @@ def parse_document(text: str, label: str) -> Mapping[str, Any]:
     """The TOML document, its tables checked by nobody yet. Raises HostsError with the line."""
     try:
         return tomllib.loads(text)
+    except RecursionError:
+        raise bad_line(label, 1, text[:80], "TOML, not thousands of brackets") from None
     except tomllib.TOMLDecodeError as problem:
         lines = split_lines(text)
         match = _POSITION.search(str(problem))
@@ -69,7 +73,16 @@ def _line_number(lines: list[str], problem: BadTableError) -> int:
     start = next((n for n, line in enumerate(lines, start=1) if header.match(line)), 1)
     key = re.compile(rf"\s*([\"']?){re.escape(problem.key)}\1\s*=")
     inside = enumerate(lines[start:], start=start + 1)
-    return next((n for n, line in inside if problem.key and key.match(line)), start)
+    found = next((n for n, line in inside if problem.key and key.match(line)), start)
+    return found if problem.key and found > start else _dotted(lines, problem) or start
+
+
+def _dotted(lines: list[str], problem: BadTableError) -> int:
+    """The line of ``hosts.n1.slots = 2`` or ``n1 = { slots = 2 }``, or 0."""
+    word = re.compile(rf"\b{re.escape(problem.key or problem.host)}\b")
+    name = re.compile(rf"\b{re.escape(problem.host)}\b")
+    numbered = enumerate(lines, start=1)
+    return next((n for n, line in numbered if name.search(line) and word.search(line)), 0)
 
 
 def _table(host: Host) -> str:

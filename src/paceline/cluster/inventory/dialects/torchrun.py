@@ -30,7 +30,7 @@ def parse(reading: Reading) -> Parsed:
     first, rank = environ.get("MASTER_ADDR", ""), _number(environ, "GROUP_RANK")
     slots = _number(environ, "LOCAL_WORLD_SIZE") or None
     hosts = hosts_from_ends(LABEL, first, reading.here, rank, nodes, slots)
-    return Parsed(hosts, (f"{nodes} of {nodes} machines named by {LABEL}",))
+    return Parsed(hosts, ("node 0 from $MASTER_ADDR; node 1 is this machine",) if nodes > 1 else ())
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

@@ -1,0 +1,136 @@
+"""``paceline hosts``: shows the hosts that a description names, and writes other dialects."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.cluster.inventory import (
+    apply_overrides,
+    load_toml,
+    lost_fields,
+    read_hosts,
+    write_hosts,
+)
+from paceline.cluster.inventory.overrides import TOML_NAME
+from paceline.spec.hosts import Cluster, Host
+
+Rows = Sequence[Sequence[str]]
+
+_TITLES = {"identity_file": "key", "job_address": "job address", "local": "this machine"}
+_ALWAYS = ("name", "slots")
+
+
+@click.command("hosts")
+@click.argument("source", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--write", "target", metavar="DIALECT", help="Print the hosts in another dialect.")
+@click.option("--dialect", metavar="DIALECT", help="Read SOURCE as this dialect, undetected.")
+@click.option("--colon", metavar="MEANING", help="What `host:n` means: slots, port, rendezvous.")
+def command(
+    source: str | None, as_json: bool, target: str | None, dialect: str | None, colon: str | None
+) -> None:
+    """Show the hosts that SOURCE names, as paceline understands them.
+
+    SOURCE is a host file of any dialect; a list such as n1,n2:4,me@n3 or node[01-04]; slurm,
+    pbs, mpi, torchrun, kubernetes or auto for what the environment says; DIALECT:FILE, such as
+    accelerate:default_config.yaml or ssh-config:~/.ssh/config; or local for this machine, which
+    is also the default. [hosts.NAME] tables of ./paceline.toml win over it. The file is only
+    read.
+
+    Dialects: plain, slots (openmpi, deepspeed), colon (mpich, intel), port, tlt, list, slurm,
+    pbs, ssh-config, accelerate, toml; to read only: mpi, torchrun, kubernetes.
+    """
+    cwd = Path.cwd()
+    described = read_hosts(source, environ=os.environ, cwd=cwd, colon=colon, dialect=dialect)
+    cluster = apply_overrides(described, load_toml(cwd / TOML_NAME))
+    if target:
+        _write(cluster, target)
+    elif as_json:
+        click.echo(json.dumps(to_json(cluster), indent=2, ensure_ascii=False))
+    else:
+        _show(cluster)
+
+
+def to_json(cluster: Cluster) -> dict[str, Any]:
+    """The object of ``--json``: every field of every host, ``null`` where nothing is said."""
+    return {
+        "source": cluster.source,
+        "hosts": [asdict(host) for host in cluster.hosts],
+        "notes": list(cluster.notes),
+    }
+
+
+def columns(cluster: Cluster) -> list[str]:
+    """The fields worth a column: name and slots, and those in which some host says something."""
+    names = [field.name for field in fields(Host)]
+    return [n for n in names if n in _ALWAYS or any(_cell(host, n) for host in cluster.hosts)]
+
+
+def table(cluster: Cluster) -> tuple[list[str], list[list[str]]]:
+    """Titles and rows as text."""
+    names = columns(cluster)
+    titles = [_TITLES.get(name, name) for name in names]
+    return titles, [[_cell(host, name) or "-" for name in names] for host in cluster.hosts]
+
+
+def aligned(titles: Sequence[str], rows: Rows) -> list[str]:
+    """The table as lines of plain text, columns two blanks apart."""
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    return [_padded(row, widths) for row in (titles, *rows)]
+
+
+def _write(cluster: Cluster, target: str) -> None:
+    click.echo(write_hosts(cluster, target), nl=False)
+    for lost in lost_fields(cluster, target):
+        click.echo(f"paceline: {target} cannot say: {lost}", err=True)
+
+
+def _show(cluster: Cluster) -> None:
+    titles, rows = table(cluster)
+    if sys.stdout.isatty():
+        _draw(titles, rows)
+    else:
+        click.echo("\n".join(aligned(titles, rows)))
+    click.echo(f"\n{_count(cluster)} from {cluster.source}")
+    for note in cluster.notes:
+        click.echo(f"note: {note}")
+
+
+def _draw(titles: Sequence[str], rows: Rows) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(*titles, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        drawn.add_row(*map(Text, row))  # Text: square brackets in names are no markup
+    Console().print(drawn)
+
+
+def _count(cluster: Cluster) -> str:
+    count = len(cluster.hosts)
+    hosts = f"{count} host{'s' * (count != 1)}"
+    slots = [host.slots for host in cluster.hosts]
+    known = [number for number in slots if number is not None]
+    return f"{hosts}, {sum(known)} slots," if len(known) == count else hosts
+
+
+def _cell(host: Host, field: str) -> str:
+    value = getattr(host, field)
+    if field == "address" and value == host.name:
+        return ""
+    if value is None or value is False:
+        return ""
+    return "yes" if value is True else str(value)
+
+
+def _padded(row: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,0 +1,57 @@
+"""The recorded descriptions of hosts: what stands there, and what is to be understood.
+
+``fixtures/inventory/DIALECT/CASE.txt`` is a text, ``CASE.env`` a set of variables, one
+``KEY=VALUE`` a line; ``CASE.json`` beside it is what they must give.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.inventory.dialect import Parsed, Reading
+from paceline.spec.errors import HostsError
+from paceline.spec.hosts import Host
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "inventory"
+LABEL = "hosts.txt"
+HERE = "here"
+CASES = sorted([*FOLDER.glob("*/*.txt"), *FOLDER.glob("*/*.env")])
+
+
+def case_id(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+def reading_of(path: Path) -> Reading:
+    content = path.read_bytes().decode()
+    if path.suffix == ".txt":
+        return Reading(text=content, label=LABEL, here=HERE)
+    pairs = (line.split("=", 1) for line in content.splitlines())
+    return Reading(environ=dict(pairs), here=HERE)
+
+
+def expected_of(path: Path) -> Any:
+    return json.loads(path.with_suffix(path.suffix + ".json").read_text())
+
+
+def outcome(parsed: Parsed) -> dict[str, Any]:
+    """What was understood, as it stands in the expected JSON."""
+    found: dict[str, Any] = {"hosts": [said(host) for host in parsed.hosts]}
+    if parsed.notes:
+        found["notes"] = list(parsed.notes)
+    if parsed.follow:
+        found["follow"] = [parsed.follow.path, parsed.follow.dialect]
+    return found
+
+
+def refusal(error: HostsError) -> dict[str, Any]:
+    return {"error": error.message, "found": error.found, "remedy": error.remedy}
+
+
+def said(host: Host) -> dict[str, Any]:
+    """The fields in which the host says something."""
+    silent = {"address": host.name, "local": False}
+    return {k: v for k, v in asdict(host).items() if v is not None and silent.get(k) != v}

@@ -1,0 +1,108 @@
+"""What paceline.toml says about single hosts, and which host this machine is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.inventory import apply_overrides, find_me, load_toml
+from paceline.spec.errors import HostsError
+from paceline.spec.hosts import Cluster, Host
+
+TWO = Cluster((Host("n1", slots=1), Host("n2", slots=1, port=22)), notes=("a note",))
+
+
+def test_tables_win_over_the_description() -> None:
+    tables = {"n2": {"python": "/opt/py", "slots": 4, "key": "~/.ssh/n2"}, "n7": {"slots": 1}}
+    cluster = apply_overrides(TWO, {"hosts": tables, "run": {"nnodes": 2}})
+    assert cluster.hosts[0] == TWO.hosts[0]
+    assert cluster.hosts[1] == Host(
+        "n2", slots=4, port=22, python="/opt/py", identity_file="~/.ssh/n2"
+    )
+    assert cluster.notes == TWO.notes
+
+
+def test_a_table_may_be_called_by_the_address() -> None:
+    cluster = Cluster((Host("n1", address="FD00::1"),))
+    changed = apply_overrides(cluster, {"hosts": {"fd00::1": {"user": "ml"}}})
+    assert changed.hosts[0].user == "ml"
+
+
+def test_nothing_to_apply() -> None:
+    assert apply_overrides(TWO, {}) == TWO
+    assert apply_overrides(TWO, {"hosts": "hostfile"}) == TWO
+
+
+def test_a_slip_of_the_pen_is_noted() -> None:
+    cluster = Cluster((Host("worker-a"), Host("worker-1")))
+    tables = {"hosts": {"wroker-a": {"slots": 1}, "worker-2": {"slots": 1}}}
+    assert apply_overrides(cluster, tables).notes == (
+        "[hosts.wroker-a] in paceline.toml belongs to no host here; is `worker-a` meant?",
+    )
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"pyhton": "/x"}, "did you mean `python`"),
+        ({"slots": 0}, "slots as a whole number"),
+        ({"slots": True}, "slots as a whole number"),
+        ({"port": "22"}, "port as a whole number"),
+        ({"workdir": "here"}, "absolute path"),
+        ({"python": ""}, "text in quotes"),
+        ({"user": "-x"}, "login name"),
+        ({"address": "-oProxyCommand=x"}, "a host name or an IP address"),
+        ("n1", "a table"),
+    ],
+)
+def test_bad_tables(table: object, said: str) -> None:
+    with pytest.raises(HostsError, match=said) as caught:
+        apply_overrides(TWO, {"hosts": {"n1": table}})
+    assert "[hosts.n1]" in caught.value.message
+
+
+def test_loading(tmp_path: Path) -> None:
+    path = tmp_path / "paceline.toml"
+    assert load_toml(path) == {}
+    path.write_text("[run]\nnnodes = 2\n[hosts.n1]\nslots = 2\n")
+    assert load_toml(path) == {"run": {"nnodes": 2}, "hosts": {"n1": {"slots": 2}}}
+    path.write_text("[run]\nnnodes = 2\n[hosts.n1]\nslot = 2\n")
+    with pytest.raises(HostsError, match=r"paceline.toml, line 4"):
+        load_toml(path)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "me"),
+    [
+        ("n1 n2", "n2"),
+        ("n1 n2.example.org", "n2.example.org"),
+        ("n1 N2", "N2"),
+        ("n1 n22", None),
+        ("10.0.0.1 10.0.0.2", "10.0.0.2"),
+        ("10.0.0.1 fd00:0::2", "fd00:0::2"),
+        ("127.0.0.1 n9", "127.0.0.1"),
+        ("127.0.1.1 10.0.0.2", "10.0.0.2"),
+        ("localhost n2", "n2"),
+        ("n2.example.org n2.example.com", None),
+        ("a b", None),
+    ],
+)
+def test_who_am_i(hosts: str, me: str | None) -> None:
+    cluster = Cluster(tuple(map(Host, hosts.split())))
+    addresses = ["127.0.0.1", "127.0.1.1", "::1", "10.0.0.2", "fd00::2"]
+    assert find_me(cluster, ["n2", "localhost"], addresses) == me
+
+
+def test_who_am_i_by_full_name() -> None:
+    cluster = Cluster((Host("n2.example.com"), Host("n2.example.org")))
+    assert find_me(cluster, ["n2", "n2.example.org"], []) == "n2.example.org"
+    assert find_me(Cluster((Host("n1"), Host("n2"))), ["n2.example.org"], []) == "n2"
+
+
+def test_containers_behind_ports_are_not_me() -> None:
+    hosts = (Host("a", "localhost", port=2201), Host("b", "localhost", port=2202))
+    assert find_me(Cluster(hosts), ["n2"], ["10.0.0.2"]) is None
+    hosts = (Host("a", "10.0.0.2", port=2201), Host("b", "10.0.0.2", port=22))
+    assert find_me(Cluster(hosts), ["n2"], ["10.0.0.2"]) == "b"
+    assert find_me(Cluster((Host("a", "10.0.0.2", port=2201),)), [], ["10.0.0.2"]) == "a"

@@ -1,0 +1,231 @@
+"""What ``-H`` may be given, and what becomes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.inventory import read_hosts
+from paceline.spec.errors import HostsError, SettingError
+from paceline.spec.hosts import Cluster
+
+SLURM = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+EMPTY: Mapping[str, str] = {}
+
+
+def read(
+    source: str | None,
+    cwd: Path,
+    environ: Mapping[str, str] = EMPTY,
+    colon: str | None = None,
+    dialect: str | None = None,
+) -> Cluster:
+    return read_hosts(source, environ=environ, cwd=cwd, colon=colon, dialect=dialect)
+
+
+def slots(cluster: Cluster) -> dict[str, int | None]:
+    return {host.name: host.slots for host in cluster.hosts}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "hostfile").write_text("n1 slots=2\nn2 slots=2\n")
+    (tmp_path / "machines.txt").write_text("n1:2\nn2:50022\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("source", [None, "local", "auto"])
+def test_without_anything_it_is_this_machine(source: str | None, tmp_path: Path) -> None:
+    (host,) = read(source, tmp_path).hosts
+    assert host.local
+    assert host.name == os.uname().nodename.split(".")[0]
+
+
+def test_an_allocation_is_pointed_out_and_not_taken(tmp_path: Path) -> None:
+    cluster = read(None, tmp_path, SLURM)
+    assert cluster.hosts[0].local
+    assert "-H slurm" in cluster.notes[0]
+
+
+@pytest.mark.parametrize("source", ["slurm", "auto"])
+def test_an_allocation_by_name(source: str, tmp_path: Path) -> None:
+    assert slots(read(source, tmp_path, SLURM)) == {"n1": 2, "n2": 2}
+
+
+def test_a_dialect_of_variables_needs_no_source(tmp_path: Path) -> None:
+    assert slots(read(None, tmp_path, SLURM, dialect="slurm")) == {"n1": 2, "n2": 2}
+
+
+def test_a_keyword_wins_over_a_file(tmp_path: Path) -> None:
+    (tmp_path / "slurm").write_text("a\n")
+    assert slots(read("slurm", tmp_path, SLURM)) == {"n1": 2, "n2": 2}
+    assert slots(read("./slurm", tmp_path, SLURM)) == {"a": None}
+
+
+def test_a_host_may_be_called_like_a_dialect(tmp_path: Path) -> None:
+    assert slots(read("slurm,", tmp_path)) == {"slurm": None}
+    assert slots(read("slurm:4", tmp_path)) == {"slurm": 4}
+
+
+@pytest.mark.parametrize("source", ["hostfile", "./hostfile", "slots:hostfile", "openmpi:hostfile"])
+def test_files(source: str, folder: Path) -> None:
+    cluster = read(source, folder)
+    assert slots(cluster) == {"n1": 2, "n2": 2}
+    assert cluster.source.endswith("hostfile (host file of Open MPI or DeepSpeed)")
+
+
+def test_absolute_paths(folder: Path) -> None:
+    assert slots(read(str(folder / "hostfile"), Path("/"))) == {"n1": 2, "n2": 2}
+
+
+@pytest.mark.parametrize(
+    ("colon", "expected"),
+    [
+        (None, {"n1": (2, None), "n2": (None, 50022)}),
+        ("port", {"n1": (None, 2), "n2": (None, 50022)}),
+        ("rendezvous", {"n1": (None, None), "n2": (None, None)}),
+    ],
+)
+def test_the_colon(colon: str | None, expected: object, folder: Path) -> None:
+    cluster = read("machines.txt", folder, colon=colon)
+    assert {h.name: (h.slots, h.port) for h in cluster.hosts} == expected
+    assert bool(cluster.notes) is (colon is None)
+
+
+def test_slots_cannot_be_ports(folder: Path) -> None:
+    with pytest.raises(HostsError, match=r"machines.txt, line 2"):
+        read("machines.txt", folder, colon="slots")
+
+
+def test_a_named_dialect_fixes_the_colon(tmp_path: Path) -> None:
+    assert slots(read("a:22,b:22", tmp_path, dialect="mpich")) == {"a": 22, "b": 22}
+    assert read("a:2,b:2", tmp_path, dialect="port").hosts[0].port == 2
+    assert read("a:29500,b", tmp_path, dialect="tlt").hosts[0].port is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["hosts.txt", "hostfil", "hostfile2x/y", "./n1", "~/none", "machine.txt", "paceline.toml"],
+)
+def test_what_means_a_file_is_never_a_host(source: str, folder: Path) -> None:
+    with pytest.raises(HostsError, match="there is no host file"):
+        read(source, folder)
+
+
+def test_the_nearest_file_is_offered(folder: Path) -> None:
+    with pytest.raises(HostsError, match="did you mean `hostfile`"):
+        read("hostfil", folder)
+    with pytest.raises(HostsError, match=r"write `hosts\.txt,`"):
+        read("hosts.txt", folder)
+    assert slots(read("hosts.txt,", folder)) == {"hosts.txt": None}
+
+
+@pytest.mark.parametrize("source", ["n1", "node2", "host1", "n1.example.org", "gpu"])
+def test_a_single_host_is_said_to_be_one(source: str, folder: Path) -> None:
+    (folder / "node1").touch()
+    cluster = read(source, folder)
+    assert slots(cluster) == {source: None}
+    assert "was read as one host" in cluster.notes[0]
+
+
+def test_a_folder_is_no_host_file(tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    with pytest.raises(HostsError, match="cannot be read"):
+        read("cluster", tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "\n \n", "# nothing\n", "[hosts]\n", "Host *\n User a\n"])
+def test_a_file_without_hosts(content: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(content)
+    with pytest.raises(HostsError, match="no hosts in it"):
+        read("hosts", tmp_path, {"PBS_NODEFILE": "/nowhere"})
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [(b"n1\nn\xe9\n", 2), (b"n1\nn2\0\n", 2), (b"\x7fELF\x02\x01\0", 1)],
+)
+def test_a_binary_file(content: bytes, line: int, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(content)
+    with pytest.raises(HostsError, match=f"hosts, line {line}:"):
+        read("hosts", tmp_path)
+
+
+def test_utf16_from_a_windows_editor(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("n1\r\nn2\r\n", encoding="utf-16")
+    assert slots(read("hosts", tmp_path)) == {"n1": None, "n2": None}
+
+
+def test_a_huge_file(tmp_path: Path) -> None:
+    with (tmp_path / "hosts").open("wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(HostsError, match="not a host file"):
+        read("hosts", tmp_path)
+
+
+def test_pbs_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "17.server").write_text("n1\nn1\nn2\n")
+    environ = {"PBS_NODEFILE": str(tmp_path / "17.server")}
+    for source in ("pbs", "auto"):
+        assert slots(read(source, Path("/"), environ)) == {"n1": 2, "n2": 1}
+    with pytest.raises(HostsError, match="no host file"):
+        read("pbs", tmp_path, {"PBS_NODEFILE": "/nowhere/17"})
+
+
+def test_accelerate_names_a_host_file_beside_it(folder: Path) -> None:
+    text = "num_machines: 2\ndeepspeed_config:\n  deepspeed_hostfile: hostfile\n"
+    (folder / "acc").mkdir()
+    (folder / "acc" / "default_config.yaml").write_text(text)
+    (folder / "acc" / "hostfile").write_text("x slots=1\ny slots=1\n")
+    for source in ("acc/default_config.yaml", "accelerate:acc/default_config.yaml"):
+        cluster = read(source, folder)
+        assert slots(cluster) == {"x": 1, "y": 1}
+        assert "→ hostfile" in cluster.source
+
+
+def test_mpi_names_its_host_file(folder: Path) -> None:
+    environ = {"I_MPI_HYDRA_HOST_FILE": str(folder / "machines.txt")}
+    with pytest.raises(HostsError, match="line 2"):  # Intel MPI's meaning of `n2:50022`
+        read("mpi", folder, environ)
+
+
+def test_ssh_config_with_include(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "more").write_text("Host n2\n Port 22\nInclude more\n")
+    (tmp_path / "config").write_text("Include more nothing-*\nHost n1 *.org\n  Port 22\n")
+    for source in ("ssh-config:config", "ssh-config:~/config", "config"):
+        assert list(slots(read(source, tmp_path))) == ["n2", "n1"]
+
+
+def test_same_address_behind_several_ports(tmp_path: Path) -> None:
+    hosts = read("localhost:2201,localhost:2202,localhost", tmp_path).hosts
+    assert [host.name for host in hosts] == ["localhost:2201", "localhost:2202", "localhost"]
+    assert {host.address for host in hosts} == {"localhost"}
+
+
+def test_unknown_words_for_options(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="one of slots, port, rendezvous"):
+        read("a:2", tmp_path, colon="ports")
+    with pytest.raises(SettingError, match="did you mean `slurm`"):
+        read("a:2", tmp_path, dialect="slrum")
+
+
+@pytest.mark.parametrize("source", ["", " ", "n1 n2", "n1;n2", "-n1", "$(id)", "n1\nn2;", "n1:"])
+def test_hostile_lists(source: str, tmp_path: Path) -> None:
+    with pytest.raises(HostsError):
+        read(source, tmp_path)
+
+
+def test_what_was_read_is_unchanged(folder: Path) -> None:
+    path = folder / "tlt"
+    path.write_bytes(b"\xef\xbb\xbf10.0.0.1:29500\r\n10.0.0.2\r\n\r\n")
+    before = hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns
+    path.chmod(0o444)
+    assert [h.name for h in read("tlt:tlt", folder).hosts] == ["10.0.0.1", "10.0.0.2"]
+    assert (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) == before
+    assert sorted(p.name for p in folder.iterdir()) == ["hostfile", "machines.txt", "tlt"]

@@ -134,7 +134,7 @@ def test_a_single_host_is_said_to_be_one(source: str, folder: Path) -> None:
 
 def test_a_folder_is_no_host_file(tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
-    with pytest.raises(HostsError, match="cannot be read"):
+    with pytest.raises(HostsError, match="write `cluster,`"):
         read("cluster", tmp_path)
 
 

@@ -76,8 +76,10 @@ def _matches(pattern: str, folder: Path) -> list[Path]:
 
 
 def _unreadable(label: str, problem: OSError) -> HostsError:
+    folder = isinstance(problem, IsADirectoryError)
+    named = f"name a file; if a host is called that, write `{label},`"
     return HostsError(
         f"the host file {label} cannot be read",
         found=problem.strerror or str(problem),
-        remedy="check the path and its permissions: ls -l " + label,
+        remedy=named if folder else f"check the path and its permissions: ls -l {label}",
     )

@@ -9,6 +9,7 @@ dies with the fork server; the fork server dies with the agent.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -37,7 +38,11 @@ def main(fd: int, parent: int, preload: List[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=fd)
     server = ForkServer(channel)
-    server.report(_preload(preload))
+    gc.disable()  # an import makes many objects and hardly any garbage
+    report = _preload(preload)
+    gc.freeze()  # so that ranks neither scan nor copy the pages of what was imported
+    gc.enable()
+    server.report(report)
     work = server.serve()
     if work is None:
         return 0

@@ -228,6 +228,8 @@ class NodeJob:
 
     def _read_rank(self, rank: Rank, fd: int) -> None:
         name = rank.fds[fd]
+        if name == "err":
+            self._read_events_first(rank)
         try:
             data = os.read(fd, CHUNK)
         except BlockingIOError:
@@ -239,6 +241,12 @@ class NodeJob:
             self._rank_says(rank, data)
         else:
             self._post({"event": "output", "rank": rank.rank, "stream": name}, data)
+
+    def _read_events_first(self, rank: Rank) -> None:
+        """An exception is told before it is printed: so the launcher must hear of it first."""
+        for fd, name in list(rank.fds.items()):
+            if name == "events":
+                self._read_rank(rank, fd)
 
     def _rank_says(self, rank: Rank, data: bytes) -> None:
         *lines, rank.partial = (rank.partial + data).split(b"\n")

@@ -1,1 +1,1 @@
-""""""
+"""Job → plan → running job."""

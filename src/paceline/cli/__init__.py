@@ -1,0 +1,68 @@
+"""The command line: one verb a file, imported when it is called.
+
+A new verb is one module with a ``command`` and one line in ``VERBS``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+import paceline
+from paceline.spec.errors import PacelineError
+
+# verb → (module, one line for --help)
+VERBS: dict[str, tuple[str, str]] = {
+    "run": ("paceline.cli.run", "Run a script, module or program on every host."),
+    "train": ("paceline.cli.train", "Train a model with a built-in recipe."),
+    "evaluate": ("paceline.cli.evaluate", "Evaluate a trained model."),
+    "predict": ("paceline.cli.predict", "Classify images with a trained model."),
+    "hosts": ("paceline.cli.hosts", "Show the hosts that a host file or list names."),
+    "lab": ("paceline.cli.lab", "A virtual cluster on this machine, with faults on demand."),
+}
+
+
+class Verbs(click.Group):
+    """Knows every verb by name and one line; imports a verb's module when it is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command = importlib.import_module(VERBS[cmd_name][0]).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in VERBS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], VERBS, n=1)
+            hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(VERBS)}."
+            ctx.fail(f"There is no command {args[0]!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(paceline.__version__, prog_name="paceline")
+def program() -> None:
+    """Take a PyTorch training job from one machine to all the machines you have."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The program. Prints handled errors without traceback and exits with their status."""
+    try:
+        program.main(args=argv, prog_name="paceline")
+    except PacelineError as error:
+        sys.stderr.write(error.render() + "\n")
+        sys.exit(error.exit_code)

@@ -1,0 +1,168 @@
+"""What ``run`` and ``train`` share: options, hosts, and the call of the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from paceline.cli.settings import parse_env, read_settings_file, setting, use_file
+from paceline.cluster.inventory import apply_overrides, find_me, read_hosts
+from paceline.cluster.openssh import SshOptions
+from paceline.spec.hosts import Cluster
+from paceline.spec.job import Entry, Environment, Job
+from paceline.spec.rundir import DEFAULT_PARENT
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OPTIONS = [
+    click.option("-H", "--hosts", metavar="SOURCE", help="Host file, comma list, or slurm, pbs, …"
+                 " (see `paceline hosts --help`). Default: this machine."),
+    click.option("--ssh-config", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                 help="ssh config file to use instead of yours."),
+    click.option("--accept-new-host-keys", is_flag=True,
+                 help="Pin the keys of hosts met for the first time, and show them."),
+    click.option("--nnodes", type=int, help="Use the first N hosts. Default: all."),
+    click.option("-p", "--nproc-per-node", type=int,
+                 help="Processes a node. Default: its slots, else one an accelerator, else 1."),
+    click.option("--env", "env", multiple=True, metavar="NAME[=VALUE]",
+                 help="Set a variable for every rank; without value, forward mine unrecorded."),
+    click.option("--unset", multiple=True, metavar="NAME", help="Hide a variable from the ranks."),
+    click.option("--iface", metavar="NAME", help="Network interface for the job's traffic."
+                 " Default: found by trying, for each node by itself."),
+    click.option("--python", metavar="PATH", help="Interpreter. Default: the one paceline runs on."),
+    click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path),
+                 help="The run's folder. Default: runs/NAME-DATE-TIME."),
+    click.option("--name", help="Name of the run. Default: from the script."),
+    click.option("--master-port", type=click.IntRange(0, 65535), default=0,
+                 help="Port of the rendezvous store on the first host. Default: a free one, held."),
+    click.option("--backend", type=click.Choice(["gloo", "nccl", "xccl", "mpi"]),
+                 help="Refuse to start where torch lacks this backend."),
+    click.option("--ship", type=click.Choice(["auto", "always", "never"]), default="auto",
+                 help="Copy the code to hosts where it is missing or different."),
+    click.option("--bind", type=click.Choice(["auto", "none"]), default="auto",
+                 help="auto gives each rank of a CPU node its own share of the CPUs."),
+    click.option("--lease", type=click.FloatRange(2.0), default=10.0, metavar="SECONDS",
+                 help="A node that hears nothing of the launcher for this long ends the job."),
+    click.option("--grace", type=click.FloatRange(0.0), default=8.0, metavar="SECONDS",
+                 help="Time between TERM and KILL when you stop the job."),
+    click.option("--max-restarts", type=click.IntRange(0), default=0,
+                 help="After a failure start all nodes again, in step, up to N times."),
+    click.option("--show", type=click.Choice(["all", "rank0", "none"]), default="all",
+                 help="Whose output is shown live. The logs are complete in any case."),
+    click.option("--plan", "plan_only", is_flag=True,
+                 help="Print what would run where, and stop."),
+    click.option("--json", "as_json", is_flag=True, help="With --plan: print it as JSON."),
+]  # fmt: skip
+
+
+def launch_options(command: F) -> F:
+    """Adds the common options to a verb."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def read_cluster(source: str | None, toml: Mapping[str, Any], cwd: Path) -> Cluster:
+    """The hosts, with what paceline.toml says of them; this machine is marked."""
+    cluster = apply_overrides(read_hosts(source, environ=os.environ, cwd=cwd), toml)
+    return mark_me(cluster)
+
+
+def mark_me(cluster: Cluster) -> Cluster:
+    """Marks the host that is this very machine: no SSH to oneself."""
+    if any(host.local for host in cluster.hosts):
+        return cluster
+    me = find_me(cluster, own_names(), own_addresses())
+    hosts = tuple(replace(host, local=host.name == me) for host in cluster.hosts)
+    return replace(cluster, hosts=hosts)
+
+
+def own_names() -> set[str]:
+    name = socket.gethostname()
+    return {name, name.split(".")[0], "localhost"}
+
+
+def own_addresses() -> set[str]:
+    from paceline.agent import netlink
+
+    try:
+        return {str(entry["address"]) for entry in netlink.addresses()}
+    except OSError:  # no netlink: launching from macOS
+        return {"127.0.0.1", "::1"}
+
+
+def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
+    """The job that the options describe.
+
+    Args:
+        ctx: The verb's context, with the common options.
+        entry: What every rank runs.
+        name: The run's name unless the user gave one.
+        more: Fields of the job that only this verb sets.
+    """
+    public, forwarded = parse_env(ctx.params["env"])
+    return Job(
+        name=ctx.params["name"] or name,
+        entry=entry,
+        workdir=str(Path.cwd()),
+        python=ctx.params["python"] or sys.executable,
+        environment=Environment(public, forwarded, ctx.params["unset"]),
+        nproc_per_node=setting(ctx, "nproc_per_node"),
+        nnodes=setting(ctx, "nnodes"),
+        interface=setting(ctx, "iface"),
+        master_port=setting(ctx, "master_port"),
+        backend=ctx.params["backend"],
+        ship=setting(ctx, "ship"),
+        bind=setting(ctx, "bind"),
+        lease_s=setting(ctx, "lease"),
+        grace_s=setting(ctx, "grace"),
+        max_restarts=setting(ctx, "max_restarts"),
+        **more,
+    )
+
+
+def prepare(ctx: click.Context) -> tuple[Cluster, SshOptions]:
+    """Applies paceline.toml; reads the hosts and how to log in."""
+    cwd = Path.cwd()
+    toml = read_settings_file(cwd)
+    use_file(ctx, toml)
+    cluster = read_cluster(ctx.params["hosts"], toml, cwd)
+    options = SshOptions(ctx.params["ssh_config"], ctx.params["accept_new_host_keys"])
+    return cluster, options
+
+
+def launch(ctx: click.Context, job: Job, cluster: Cluster, ssh: SshOptions,
+           package: bool = False) -> int:  # fmt: skip
+    """Runs the job, or prints its plan; returns the exit status."""
+    if ctx.params["plan_only"]:
+        return show_plan(job, cluster, ssh, as_json=ctx.params["as_json"], package=package)
+    from paceline.launch.running import report_failure, run_job
+    from paceline.launch.screen import Screen
+
+    screen = Screen(ctx.params["show"])
+    outcome = run_job(job, cluster, ssh, screen, run_dir=ctx.params["run_dir"],
+                      parent=Path(DEFAULT_PARENT), package=package)  # fmt: skip
+    if text := report_failure(outcome):
+        click.echo(text, err=True)
+    return outcome.result.exit_code
+
+
+def show_plan(job: Job, cluster: Cluster, ssh: SshOptions, *, as_json: bool,
+              package: bool) -> int:  # fmt: skip
+    """Prints what would run where."""
+    from paceline.launch.running import make_plan
+    from paceline.launch.showing import describe
+
+    plan = make_plan(job, cluster, ssh, package)
+    click.echo(json.dumps(plan.to_json(), indent=2) if as_json else describe(plan))
+    return 0
+
+

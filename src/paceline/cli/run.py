@@ -1,0 +1,70 @@
+"""``paceline run``: any script, module or program, on every host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from paceline.cli.launching import job_of, launch, launch_options, prepare
+from paceline.spec.errors import SettingError
+from paceline.spec.job import Entry
+
+
+@click.command(
+    "run", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False}
+)
+@launch_options
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a Python module.")
+@click.option("--no-python", is_flag=True, help="SCRIPT is a program of any kind.")
+@click.option("--no-torch", is_flag=True, help="The script does not use torch.")
+@click.option("--any-world", is_flag=True, help="Accept a world other than the planned one.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(ctx: click.Context, script: str, args: tuple[str, ...], module: bool,
+            no_python: bool, no_torch: bool, any_world: bool, **_: object) -> None:  # fmt: skip
+    """Run SCRIPT with ARGS on every host, as torchrun would, with one command typed here.
+
+    Options for paceline stand before SCRIPT; all that follows it goes to the script untouched.
+    """
+    cluster, ssh = prepare(ctx)
+    entry = entry_of(script, args, module=module, no_python=no_python)
+    torch = not (no_torch or no_python)
+    job = job_of(
+        ctx,
+        entry,
+        name=Path(script).stem or "run",
+        preload=("torch",) if torch else (),
+        needs_torch=torch,
+        any_world=any_world,
+    )
+    ctx.exit(launch(ctx, job, cluster, ssh))
+
+
+def entry_of(script: str, args: tuple[str, ...], *, module: bool, no_python: bool) -> Entry:
+    """What every rank runs. SettingError when there is no such script."""
+    if module and no_python:
+        raise SettingError("--module and --no-python exclude each other")
+    if no_python:
+        return Entry("binary", script, args)
+    if module:
+        return Entry("module", script, args)
+    path = Path(script)
+    if not path.exists():
+        raise SettingError(
+            f"there is no script {script}",
+            found=f"nothing at {path.absolute()}",
+            remedy=_suggestion(path),
+        )
+    return Entry("script", script, args)
+
+
+def _suggestion(path: Path) -> str:
+    import difflib
+
+    beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    if near:
+        return f"Did you mean {path.parent / near[0]}?"
+    return "For a module add -m, for a program that is not Python --no-python"

@@ -1,0 +1,105 @@
+"""Where a setting comes from: command line before environment before file before default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from paceline.cluster.inventory import load_toml
+from paceline.cluster.inventory.overrides import TOML_NAME
+from paceline.spec.errors import SettingError
+from paceline.spec.settings import Setting, Source
+
+RUN_TABLE = "run"  # [run] in paceline.toml holds defaults for the options of run and train
+ENV_PREFIX = "PACELINE_OPT_"
+
+_SOURCES = {
+    ParameterSource.COMMANDLINE: Source.COMMAND_LINE,
+    ParameterSource.ENVIRONMENT: Source.ENVIRONMENT,
+    ParameterSource.DEFAULT_MAP: Source.FILE,
+}
+
+
+def read_settings_file(cwd: Path) -> dict[str, Any]:
+    """paceline.toml of the folder; empty when there is none."""
+    return dict(load_toml(cwd / TOML_NAME))
+
+
+def use_file(ctx: click.Context, toml: Mapping[str, Any]) -> None:
+    """Lets ``[run]`` stand in for options that were not typed. SettingError on an unknown key."""
+    table = toml.get(RUN_TABLE, {})
+    names = {name: option for option in ctx.command.params for name in _spellings(option)}
+    for key in table:
+        if key not in names:
+            raise _unknown_key(key, names)
+    for key, value in table.items():
+        option = names[key]
+        assert option.name is not None
+        if ctx.get_parameter_source(option.name) is ParameterSource.DEFAULT:
+            ctx.params[option.name] = _converted(ctx, option, key, value)
+            ctx.set_parameter_source(option.name, ParameterSource.DEFAULT_MAP)
+
+
+def _spellings(option: click.Parameter) -> list[str]:
+    if not isinstance(option, click.Option):
+        return []
+    longs = [spelling[2:] for spelling in option.opts if spelling.startswith("--")]
+    return [*longs, *(name.replace("-", "_") for name in longs)]
+
+
+def _converted(ctx: click.Context, option: click.Parameter, key: str, value: Any) -> Any:
+    try:
+        if option.multiple:
+            values = value if isinstance(value, list) else [value]
+            return tuple(option.type.convert(one, option, ctx) for one in values)
+        return option.type.convert(value, option, ctx)
+    except click.BadParameter as error:
+        raise SettingError(
+            f"{key} = {value!r} in [{RUN_TABLE}] of {TOML_NAME} cannot be used",
+            found=error.message,
+        ) from None
+
+
+def _unknown_key(key: str, names: Mapping[str, click.Parameter]) -> SettingError:
+    import difflib
+
+    legal = sorted(name for name in names if "_" not in name)
+    near = difflib.get_close_matches(key, list(names), n=1)
+    return SettingError(
+        f"{TOML_NAME} has an unknown key {key!r} in [{RUN_TABLE}]",
+        found=f"legal keys: {', '.join(legal)}",
+        remedy=f"Did you mean {near[0]}?" if near else "",
+    )
+
+
+def setting(ctx: click.Context, name: str) -> Setting[Any]:
+    """The value of an option, with its source."""
+    source = ctx.get_parameter_source(name)
+    found = _SOURCES.get(source, Source.DEFAULT) if source is not None else Source.DEFAULT
+    detail = TOML_NAME if found is Source.FILE else ""
+    return Setting(ctx.params[name], found, detail)
+
+
+def parse_env(given: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
+    """``--env``: ``NAME=VALUE`` pairs, and names to be forwarded with their values."""
+    public: dict[str, str] = {}
+    forwarded: dict[str, str] = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not name or "\0" in one:
+            raise SettingError(f"--env {one!r} names no variable", remedy="--env NAME=VALUE")
+        if equals:
+            public[name] = value
+        elif name in os.environ:
+            forwarded[name] = os.environ[name]
+        else:
+            raise SettingError(
+                f"--env {name}: there is no variable {name} to forward",
+                remedy=f"export {name}=…, or --env {name}=VALUE",
+            )
+    return public, forwarded

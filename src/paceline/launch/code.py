@@ -1,0 +1,125 @@
+"""Which files are the job's code, and where they lie on each node."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.agent.snapshot import hash_file
+from paceline.spec.errors import SettingError
+from paceline.spec.job import Entry, Job
+
+MAX_FILES = 5000
+MAX_BYTES = 256 * 1024 * 1024
+_SKIPPED = {"__pycache__", "node_modules", "runs", "wandb", "mlruns", "site-packages"}
+
+Manifest = list[list[object]]  # [path, sha256, mode, size], as the agent takes it
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A folder of the launching machine that the job needs.
+
+    Attributes:
+        root: Absolute path here.
+        manifest: Its files with their hashes, sorted by path.
+        digest: Hash of the manifest.
+    """
+
+    root: Path
+    manifest: Manifest
+    digest: str
+
+    @property
+    def size(self) -> int:
+        """Bytes in all files."""
+        return sum(int(str(entry[3])) for entry in self.manifest)
+
+
+def project_root(job: Job) -> Path:
+    """The folder that belongs to the job: the git work tree, else the script's or work folder."""
+    workdir = Path(job.workdir)
+    top = _git(workdir, "rev-parse", "--show-toplevel")
+    if top:
+        return Path(top.strip())
+    return workdir
+
+
+def _git(folder: Path, *args: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *args], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def read_tree(root: Path) -> Tree:
+    """Hashes the files of ``root``: what git tracks or would track, else everything plain.
+
+    SettingError when that is more than is sensibly shipped at every start.
+    """
+    manifest: Manifest = []
+    total = 0
+    for path in sorted(_files(root)):
+        file = root / path
+        stat = file.stat()
+        total += stat.st_size
+        if len(manifest) >= MAX_FILES or total > MAX_BYTES:
+            raise _too_large(root)
+        manifest.append([path, hash_file(file), stat.st_mode & 0o777, stat.st_size])
+    digest = hashlib.sha256(repr(manifest).encode()).hexdigest()
+    return Tree(root, manifest, digest)
+
+
+def _files(root: Path) -> Iterator[str]:
+    """Relative paths, ``/``-separated, of plain files."""
+    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if listed is not None:
+        for name in dict.fromkeys(filter(None, listed.split("\0"))):
+            if (root / name).is_file():
+                yield name
+        return
+    for folder, folders, names in os.walk(root):
+        here = Path(folder)
+        folders[:] = [name for name in folders if not _skip(here / name)]
+        for name in names:
+            if (here / name).is_file():
+                yield (here / name).relative_to(root).as_posix()
+
+
+def _skip(folder: Path) -> bool:
+    name = folder.name
+    return name.startswith(".") or name in _SKIPPED or (folder / "pyvenv.cfg").exists()
+
+
+def _too_large(root: Path) -> SettingError:
+    return SettingError(
+        f"the code in {root} is too large to ship at every start",
+        found=f"more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB (data or results among it?)",
+        remedy="Start from a folder that holds only the code, or keep data out by .gitignore, or "
+        "put the code at the same path on every host and add --ship never",
+    )
+
+
+def relocate(path: str, root: Path, target: str) -> str:
+    """``path`` of this machine as it is called where ``root`` lies at ``target``."""
+    absolute = Path(path)
+    try:
+        return str(Path(target) / absolute.relative_to(root))
+    except ValueError:
+        return path
+
+
+def entry_at(entry: Entry, workdir: str, root: Path, target: str) -> Entry:
+    """The entry for a node on which ``root`` lies at ``target``."""
+    if entry.kind != "script":
+        return entry
+    if not Path(entry.target).is_absolute():
+        return entry  # relative to the work folder, which is relocated itself
+    return Entry(entry.kind, relocate(entry.target, root, target), entry.args)

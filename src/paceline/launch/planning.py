@@ -1,0 +1,278 @@
+"""Job + cluster + facts → plan. Pure: the same input gives the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.launch.network import NodeNetwork
+from paceline.spec.errors import NodeError, SettingError
+from paceline.spec.hosts import Cluster, Host
+from paceline.spec.job import Entry, Job
+from paceline.spec.plan import NodePlan, Plan, RankPlan
+from paceline.spec.settings import Setting, Source
+
+Facts = Mapping[str, Any]
+MAX_RANKS_PER_NODE = 80  # a node's pipes travel in one message of at most 253 descriptors
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Where the job's code is on one node.
+
+    Attributes:
+        how: ``in place``, ``verified equal`` or ``shipped``.
+        workdir: Folder in which the ranks run there.
+        entry: The entry with that node's paths.
+    """
+
+    how: str
+    workdir: str
+    entry: Entry
+
+
+def choose_hosts(job: Job, cluster: Cluster) -> tuple[Host, ...]:
+    """The hosts the job runs on: never fewer than were asked for."""
+    wanted = job.nnodes.value
+    if wanted is None:
+        return cluster.hosts
+    if wanted < 1:
+        raise SettingError(f"--nnodes {wanted} makes no sense", remedy="Give a number from 1 on")
+    if wanted > len(cluster.hosts):
+        raise SettingError(
+            f"{wanted} nodes were asked for ({job.nnodes.source.label})",
+            found=f"{len(cluster.hosts)} in {cluster.source or 'the host list'}: "
+            + ", ".join(host.name for host in cluster.hosts),
+            remedy=f"Add hosts, or --nnodes {len(cluster.hosts)}",
+        )
+    return cluster.hosts[:wanted]
+
+
+def processes_on(job: Job, host: Host, facts: Facts) -> Setting[int]:
+    """How many ranks a host gets: as asked, else its slots, else its accelerators, else one."""
+    asked = job.nproc_per_node
+    if asked.value is not None:
+        return _asked_processes(asked.value, asked, host)
+    if host.slots is not None:
+        return Setting(host.slots, Source.FILE, "slots")
+    accelerators = len((facts.get("devices") or {}).get("nvidia", ()))
+    if accelerators:
+        return Setting(accelerators, Source.FOUND, "one an accelerator")
+    return Setting(1, Source.DEFAULT)
+
+
+def _asked_processes(count: int, asked: Setting[int | None], host: Host) -> Setting[int]:
+    if not 1 <= count <= MAX_RANKS_PER_NODE:
+        raise SettingError(
+            f"--nproc-per-node {count} cannot be",
+            remedy=f"Give a number from 1 to {MAX_RANKS_PER_NODE}",
+        )
+    if host.slots is not None and count > host.slots:
+        raise SettingError(
+            f"{count} processes a node were asked for ({asked.source.label})",
+            found=f"{host.name} has {host.slots} slots",
+            remedy=f"--nproc-per-node {host.slots}, or raise the slots of {host.name}",
+        )
+    return Setting(count, asked.source, asked.detail)
+
+
+def available_cpus(facts: Facts) -> list[int]:
+    return list((facts.get("cpu") or {}).get("available", ()))
+
+
+def bind_cpus(cpus: Sequence[int], processes: int) -> list[tuple[int, ...]]:
+    """Equal, neighbouring shares of the CPUs, one a rank; no binding when there are too few."""
+    share = len(cpus) // processes
+    if processes == 1 or share == 0:
+        return [()] * processes
+    return [tuple(cpus[at * share : (at + 1) * share]) for at in range(processes)]
+
+
+def node_env(
+    job: Job, facts: Facts, processes: int, network: NodeNetwork | None
+) -> dict[str, Setting[str]]:
+    """The variables that we set for a node's ranks; the user's own go before them.
+
+    Args:
+        job: For the user's variables.
+        facts: Of that node.
+        processes: Ranks on it.
+        network: Its address and interface; ``None`` leaves those variables out (they are not
+            needed yet when the fork server starts).
+    """
+    threads = max(1, len(available_cpus(facts)) // processes)
+    env = {
+        "OMP_NUM_THREADS": Setting(str(threads), Source.FOUND, "CPUs a rank"),
+        # torch's own launcher sets it: a failed NCCL collective ends the process
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": Setting("1", Source.DEFAULT),
+    }
+    if network is not None:
+        by_route = Setting(network.interface, Source.FOUND, network.reason)
+        env |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), by_route)
+        # "=" asks NCCL for exactly this name; alone it would be a prefix
+        exact = Setting("=" + network.interface, Source.FOUND, network.reason)
+        env["NCCL_SOCKET_IFNAME"] = exact
+    given = job.environment.all()
+    return {name: setting for name, setting in env.items() if name not in given}
+
+
+def make_plan(
+    job: Job,
+    run_id: str,
+    attempt: int,
+    hosts: Sequence[Host],
+    facts: Mapping[str, Facts],
+    networks: Mapping[str, NodeNetwork],
+    code: Mapping[str, Code],
+    master_port: Setting[int],
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Puts together what runs where.
+
+    Args:
+        job: What was asked for.
+        run_id: Names the run.
+        attempt: 0 for the first start.
+        hosts: The chosen hosts; rank 0 runs on the first.
+        facts, networks, code: By host name.
+        master_port: The port held on the first host.
+        notes: What was decided on the way.
+    """
+    nodes: list[NodePlan] = []
+    first_rank = 0
+    for node_rank, host in enumerate(hosts):
+        processes = processes_on(job, host, facts[host.name]).value
+        nodes.append(_node(job, node_rank, host, processes, first_rank,
+                           facts[host.name], networks[host.name], code[host.name]))
+        first_rank += processes
+    return Plan(
+        run_id=run_id,
+        attempt=attempt,
+        entry=job.entry,
+        world_size=first_rank,
+        master_addr=networks[hosts[0].name].address,
+        master_port=master_port.value,
+        agent_store=agent_holds_store(job, facts[hosts[0].name]),
+        nodes=tuple(nodes),
+        environment=job.environment.shown(),
+        settings=_settings(job, hosts, facts, master_port),
+        notes=tuple(notes),
+    )
+
+
+def agent_holds_store(job: Job, facts: Facts) -> bool:
+    """The store needs torch on the first node; without it rank 0 is left to hold its own."""
+    return job.needs_torch or facts.get("torch") is not None
+
+
+def _node(
+    job: Job, node_rank: int, host: Host, processes: int, first_rank: int,
+    facts: Facts, network: NodeNetwork, code: Code,
+) -> NodePlan:  # fmt: skip
+    binding: list[tuple[int, ...]] = [()] * processes
+    if job.bind.value == "auto" and not (facts.get("devices") or {}).get("nvidia"):
+        binding = bind_cpus(available_cpus(facts), processes)
+    return NodePlan(
+        host=host.name,
+        node_rank=node_rank,
+        login="this machine" if host.local else host.address,
+        address=network.address,
+        interface=network.interface,
+        python=python_of(job, host),
+        workdir=code.workdir,
+        code=code.how,
+        entry=code.entry,
+        env=node_env(job, facts, processes, network),
+        ranks=tuple(
+            RankPlan(first_rank + local, local, binding[local]) for local in range(processes)
+        ),
+    )
+
+
+def python_of(job: Job, host: Host) -> str:
+    """The interpreter for a host: its own setting, else the job's."""
+    return host.python or job.python
+
+
+def _settings(
+    job: Job, hosts: Sequence[Host], facts: Mapping[str, Facts], master_port: Setting[int]
+) -> dict[str, Setting[Any]]:
+    first = processes_on(job, hosts[0], facts[hosts[0].name])
+    return {
+        "nnodes": Setting(len(hosts), job.nnodes.source),
+        "nproc_per_node": first,
+        "iface": job.interface,
+        "master_port": master_port,
+        "ship": job.ship,
+        "bind": job.bind,
+        "lease_s": job.lease_s,
+        "grace_s": job.grace_s,
+        "max_restarts": job.max_restarts,
+    }
+
+
+def check_agreement(hosts: Sequence[Host], job: Job, facts: Mapping[str, Facts],
+                    chosen: Mapping[str, str]) -> list[str]:  # fmt: skip
+    """Refuses nodes that cannot train together; returns what merely differs.
+
+    Args:
+        hosts: In rank order.
+        job: What was asked for.
+        facts: By host.
+        chosen: By host, the interpreter that the agent really runs on.
+
+    Raises:
+        NodeError: An interpreter is missing, torch is missing, or torch differs.
+    """
+    for host in hosts:
+        wanted = python_of(job, host)
+        if chosen[host.name] != wanted:
+            raise _no_interpreter(host, wanted, chosen[host.name], facts[host.name])
+    if job.needs_torch:
+        _check_torch(hosts, facts)
+    pythons = {host.name: facts[host.name]["python"]["version"] for host in hosts}
+    return _differences("Python", pythons)
+
+
+def _no_interpreter(host: Host, wanted: str, found: str, facts: Facts) -> NodeError:
+    torch = facts.get("torch")
+    having = f"with torch {torch['version']}" if torch else "without torch"
+    python = facts["python"]
+    return NodeError(
+        f"{host.name} has no Python at {wanted}",
+        found=f"{python['executable']} (Python {python['version']}, {having})",
+        remedy=f'Set python = "/path/to/python" under [hosts.{host.name}] in paceline.toml, '
+        f"or --python PATH when it is the same on all hosts",
+    )
+
+
+def _check_torch(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> None:
+    versions = {host.name: (facts[host.name].get("torch") or {}).get("version") for host in hosts}
+    without = [name for name, version in versions.items() if version is None]
+    if without:
+        python = facts[without[0]]["python"]["executable"]
+        raise NodeError(
+            f"no torch on {', '.join(without)}",
+            found=f"{python} on {without[0]} has no torch package",
+            remedy=f"On {without[0]}: {python} -m pip install torch"
+            " (or --python PATH for another interpreter; --no-torch for a script without torch)",
+        )
+    if len(set(versions.values())) > 1:
+        raise NodeError(
+            "the nodes have different torch versions",
+            found="\n".join(f"{name}: torch {version}" for name, version in versions.items()),
+            remedy="Install the same version everywhere: "
+            f"python -m pip install torch=={_plain(versions[hosts[0].name])}",
+        )
+
+
+def _plain(version: str | None) -> str:
+    return (version or "").split("+")[0]
+
+
+def _differences(what: str, values: Mapping[str, str]) -> list[str]:
+    if len(set(values.values())) < 2:
+        return []
+    listed = ", ".join(f"{name} {value}" for name, value in values.items())
+    return [f"{what} differs between the nodes: {listed}"]

@@ -1,0 +1,151 @@
+"""The run directory on the launching machine: the only writer of its files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.agent import procs
+from paceline.spec import rundir as names
+from paceline.spec.errors import NodeError, SettingError
+
+
+class RunDirectory:
+    """One run's folder, owned by this process until :meth:`close`.
+
+    Attributes:
+        path: Absolute path.
+        token: A secret word in the owner file, by which a node finds out whether it sees this very
+            folder.
+    """
+
+    def __init__(self, path: Path, secrets: Sequence[str] = ()) -> None:
+        self.path = path.absolute()
+        self.token = os.urandom(16).hex()
+        self._secrets = [secret.encode() for secret in secrets]
+        self._files: dict[str, IO[bytes]] = {}
+        with self._explained():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._own()
+
+    @property
+    def probe_file(self) -> str:
+        return ".paceline-probe"
+
+    def _own(self) -> None:
+        """Marks the folder as ours; SettingError when another running job has it."""
+        owner = read_owner(self.path)
+        if owner is not None and owner_alive(owner):
+            raise SettingError(
+                f"the run directory {self.path} is in use",
+                found=f"by process {owner['pid']} on {owner['host']}, since {owner['since']}",
+                remedy="Wait for it, or give another --run-dir",
+            )
+        me = procs.identify(os.getpid())
+        mark = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "start": me.start if me else 0,
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        self.write_json(names.OWNER, mark)
+        (self.path / self.probe_file).write_text(self.token)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Writes a whole JSON file at once."""
+        with self._explained():
+            target = self.path / name
+            new = target.with_name(target.name + ".new")
+            new.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+            new.replace(target)
+
+    def append_line(self, name: str, value: dict[str, Any]) -> None:
+        """Adds one object to a ``.jsonl`` file."""
+        self.append_bytes(name, json.dumps(value).encode() + b"\n")
+
+    def event(self, kind: str, host: str | None = None, rank: int | None = None,
+              **details: Any) -> None:  # fmt: skip
+        """Adds to events.jsonl; ``time`` is seconds since 1970 on the launching machine."""
+        where = {"host": host} if host else {}
+        who = {"rank": rank} if rank is not None else {}
+        record = {"time": round(time.time(), 4), **where, **who, "event": kind, **details}
+        self.append_line(names.EVENTS, record)
+
+    def append_bytes(self, name: str, data: bytes) -> None:
+        """Adds to any file of the run; named secrets are blotted out."""
+        for secret in self._secrets:
+            data = data.replace(secret, b"[secret]")
+        with self._explained():
+            file = self._files.get(name)
+            if file is None:
+                target = self.path / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                file = self._files[name] = target.open("ab", buffering=0)
+            file.write(data)
+
+    def log_name(self, host: str, rank: int) -> str:
+        """Name of a rank's log inside the run directory."""
+        return f"{names.LOGS}/{safe(host)}/{rank}.log"
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            free = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise NodeError(
+                f"cannot write to the run directory {self.path} on this machine",
+                found=f"{error.strerror}" + (f" ({error.filename})" if error.filename else ""),
+                remedy="Free some space there, or give --run-dir on another disk"
+                if free
+                else "Give a --run-dir that you may write to",
+            ) from error
+
+    def close(self) -> None:
+        """Gives the folder up."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        for name in (names.OWNER, self.probe_file):
+            with contextlib.suppress(OSError):
+                (self.path / name).unlink()
+
+
+def safe(name: str) -> str:
+    """A host's name as a folder's name."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "_"
+
+
+def read_owner(path: Path) -> dict[str, Any] | None:
+    """Who says that the folder is theirs; ``None`` when nobody readable does."""
+    try:
+        owner = json.loads((path / names.OWNER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return owner if isinstance(owner, dict) and "pid" in owner else None
+
+
+def owner_alive(owner: dict[str, Any]) -> bool:
+    """False only when the owner is known to be gone; on another machine we cannot know."""
+    if owner.get("host") != socket.gethostname():
+        return True
+    found = procs.identify(int(owner["pid"]))
+    return found is not None and found.start == owner.get("start", found.start)
+
+
+def fresh_path(parent: Path, name: str) -> Path:
+    """``NAME-DATE-TIME`` below ``parent``, numbered when several start in the same second."""
+    base = f"{safe(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(1, 1000):
+        path = parent / (base if number == 1 else f"{base}-{number}")
+        if not path.exists():
+            return path
+    raise SettingError(f"{parent} holds too many runs of this second")

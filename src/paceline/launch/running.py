@@ -1,0 +1,163 @@
+"""The launcher as a function: run a job to its end and leave a result behind."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.openssh import SshOptions
+from paceline.launch import planning
+from paceline.launch.launcher import Launcher, Result, describe_failure
+from paceline.launch.outcome import Failure, describe_end, signal_name
+from paceline.launch.rundir import RunDirectory, fresh_path
+from paceline.launch.screen import Screen
+from paceline.spec import rundir as names
+from paceline.spec.errors import PacelineError
+from paceline.spec.hosts import Cluster
+from paceline.spec.job import Job
+from paceline.spec.plan import Plan
+
+LAST_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """What a finished run left.
+
+    Attributes:
+        path: The run directory.
+        result: How it ended.
+        metrics: The last value of every metric that was reported.
+        seconds: From the call to the end.
+    """
+
+    path: Path
+    result: Result
+    metrics: dict[str, Any]
+    seconds: float
+
+
+def make_plan(job: Job, cluster: Cluster, ssh: SshOptions, package: bool = False) -> Plan:
+    """What :func:`run_job` would do; nothing is started."""
+    hosts = planning.choose_hosts(job, cluster)
+    launcher = Launcher(job, hosts, ssh, new_run_id(), Screen(), None, package, cluster.notes)
+    return asyncio.run(launcher.plan())
+
+
+def run_job(job: Job, cluster: Cluster, ssh: SshOptions, screen: Screen, *,
+            run_dir: Path | None, parent: Path, package: bool = False) -> RunOutcome:  # fmt: skip
+    """Runs a job to its end.
+
+    Args:
+        job: What to run.
+        cluster: Where.
+        ssh: How to log in.
+        screen: What the user sees.
+        run_dir: The run directory; ``None`` makes a fresh one below ``parent``.
+        parent: Folder of run directories.
+        package: Ship this installation's ``paceline`` to the nodes.
+
+    Raises:
+        PacelineError: The job could not be started.
+    """
+    began = time.monotonic()
+    hosts = planning.choose_hosts(job, cluster)
+    path = run_dir or fresh_path(parent, job.name)
+    directory = RunDirectory(path, job.environment.secrets())
+    run_id = new_run_id()
+    try:
+        launcher = Launcher(job, hosts, ssh, run_id, screen, directory, package, cluster.notes)
+        try:
+            result = asyncio.run(launcher.run())
+        except PacelineError as error:
+            _write_result(directory, run_id, error.exit_code, began, {}, {"error": error.render()})
+            raise
+        screen.close()
+        failure = _failure_json(result.failure) if result.failure else None
+        _write_result(directory, run_id, result.exit_code, began, launcher.metrics,
+                      {"first_failure": failure, "interrupted": result.interrupted})  # fmt: skip
+    finally:
+        screen.close()
+        directory.close()
+    return RunOutcome(directory.path, result, launcher.metrics, time.monotonic() - began)
+
+
+def new_run_id() -> str:
+    return secrets.token_hex(6)
+
+
+def _write_result(directory: RunDirectory, run_id: str, exit_code: int, began: float,
+                  metrics: dict[str, Any], more: dict[str, Any]) -> None:  # fmt: skip
+    directory.write_json(
+        names.RESULT,
+        {
+            "run_id": run_id,
+            "exit_code": exit_code,
+            "seconds": round(time.monotonic() - began, 3),
+            "metrics": metrics,
+            **more,
+        },
+    )
+
+
+def _failure_json(failure: Failure) -> dict[str, Any]:
+    return {
+        "kind": failure.kind,
+        "host": failure.host,
+        "rank": failure.rank,
+        "code": failure.code,
+        "signal": failure.signal,
+        "headline": failure.headline,
+        "traceback": failure.traceback,
+    }
+
+
+def report_failure(outcome: RunOutcome) -> str:
+    """The last thing the user reads: who failed first, its traceback, where the rest is."""
+    result = outcome.result
+    if result.failure is None:
+        if result.interrupted is not None:
+            return f"paceline: stopped by {signal_name(result.interrupted)}: {_short(outcome.path)}"
+        return ""
+    failure = result.failure
+    lines = [f"paceline: failed first: {describe_failure(failure)}"]
+    if failure.kind == "exception":
+        lines[0] += f" ({describe_end(failure.code, failure.signal)})" if failure.code else ""
+        lines.append(_indent(failure.traceback))
+    elif failure.rank is not None:
+        log = outcome.path / names.LOGS / failure.host / f"{failure.rank}.log"
+        if last := last_lines(log):
+            lines += ["  its last lines:", _indent(last)]
+    if result.others:
+        noun = "rank" if result.others == 1 else "ranks"
+        lines.append(f"  {result.others} other {noun} failed after it")
+    lines.append(f"  logs: {_short(outcome.path / names.LOGS)}")
+    return "\n".join(lines)
+
+
+def last_lines(log: Path, count: int = LAST_LINES) -> str:
+    """The end of a log; empty when there is none."""
+    try:
+        data = log.read_bytes()[-16384:]
+    except OSError:
+        return ""
+    return "\n".join(data.decode(errors="replace").splitlines()[-count:])
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.rstrip().splitlines())
+
+
+def _short(path: Path) -> Path:
+    try:
+        return path.relative_to(Path.cwd())
+    except ValueError:
+        return path
+
+
+__all__: Sequence[str] = ["RunOutcome", "last_lines", "make_plan", "report_failure", "run_job"]

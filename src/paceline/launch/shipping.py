@@ -1,0 +1,163 @@
+"""Bringing code to the nodes, and new files back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from paceline.cluster.channel import Event
+from paceline.launch.code import Manifest, Tree, entry_at, relocate
+from paceline.launch.node import Node
+from paceline.launch.planning import Code
+from paceline.spec.errors import NodeError
+from paceline.spec.job import Entry, Job
+
+MAX_BLOB = 32 * 1024 * 1024
+RESULT_LIMIT = 8 << 30  # bytes brought back from one node
+
+
+async def ship_tree(node: Node, tree: Tree, name: str, run_id: str) -> str:
+    """Builds ``tree`` on the node out of what is cached there and what is sent; its folder."""
+    answer = await node.channel.request("lacking_blobs", manifest=tree.manifest)
+    where = {str(entry[1]): str(entry[0]) for entry in tree.manifest}
+    for digest in answer["hashes"]:
+        data = await asyncio.to_thread((tree.root / where[digest]).read_bytes)
+        if len(data) > MAX_BLOB:
+            raise NodeError(
+                f"{where[digest]} is too large to ship with the code",
+                found=f"{len(data) >> 20} MiB; the limit for one file is {MAX_BLOB >> 20} MiB",
+                remedy="Keep data out of the code's folder (.gitignore), or --ship never",
+            )
+        await node.channel.request("put_blob", sha256=digest, blob=data)
+    built = await node.channel.request(
+        "build_tree", manifest=tree.manifest, name=name, run_id=run_id
+    )
+    root = str(built["root"])
+    node.copies[name] = (root, tree.manifest)
+    return root
+
+
+async def place_code(node: Node, job: Job, tree: Tree | None, run_id: str) -> Code:
+    """Makes sure that the node has the launcher's code; says where.
+
+    Args:
+        node: The node.
+        job: For its folders and its wish whether to ship.
+        tree: The job's code here; ``None`` when nobody needs it compared.
+        run_id: Names the run.
+    """
+    workdir = node.host.workdir or job.workdir
+    if node.host.local or tree is None:
+        return Code("in place", workdir, job.entry)
+    here = node.host.workdir or str(tree.root)
+    if job.ship.value != "always":
+        answer = await node.channel.request("compare_tree", root=here, manifest=tree.manifest)
+        differing = [*answer["missing"], *answer["different"]]
+        if answer["exists"] and not differing:
+            return _at(job, tree, here, "verified equal", node)
+        if job.ship.value == "never":
+            raise _not_equal(node, here, answer, differing)
+    root = await ship_tree(node, tree, "code", run_id)
+    return _at(job, tree, root, "shipped", node)
+
+
+def _at(job: Job, tree: Tree, root: str, how: str, node: Node) -> Code:
+    workdir = relocate(job.workdir, tree.root, root)
+    return Code(how, workdir, entry_at(job.entry, job.workdir, tree.root, root))
+
+
+def _not_equal(node: Node, root: str, answer: dict[str, Any], differing: list[str]) -> NodeError:
+    if not answer["exists"]:
+        found = f"{node.name} has no folder {root}"
+    else:
+        shown = ", ".join(differing[:5]) + (" …" if len(differing) > 5 else "")
+        found = f"{len(differing)} files are missing or different there: {shown}"
+    return NodeError(
+        f"the code on {node.name} is not the code of this machine, and --ship never was given",
+        found=found,
+        remedy="Leave --ship out (what differs is shipped), or bring the folders into line",
+    )
+
+
+async def place_inputs(node: Node, inputs: dict[str, Tree], run_id: str) -> dict[str, str]:
+    """Ships further folders; by the path here, the path there."""
+    if node.host.local:
+        return {path: path for path in inputs}
+    return {
+        path: await ship_tree(node, tree, f"input{number}", run_id)
+        for number, (path, tree) in enumerate(inputs.items())
+    }
+
+
+def with_inputs(entry: Entry, places: dict[str, str]) -> Entry:
+    """The entry with the paths of shipped folders as they are on the node."""
+    return Entry(entry.kind, entry.target, tuple(places.get(arg, arg) for arg in entry.args))
+
+
+class Fetcher:
+    """Receives files from agents; hand it every ``file`` event."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], BinaryIO] = {}
+        self._targets: dict[str, Path] = {}
+
+    def take(self, event: Event) -> None:
+        """Writes one block at its place."""
+        target = self._targets.get(event.host)
+        if target is None:
+            return
+        path = target / event.message["path"]
+        key = (event.host, event.message["path"])
+        file = self._open.get(key)
+        if file is None:
+            self._close_of(event.host)  # files come one after the other
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = self._open[key] = path.with_name(path.name + ".part").open("wb")
+        file.seek(event.message["offset"])
+        file.write(event.blob)
+
+    def _close_of(self, host: str) -> None:
+        for key in [key for key in self._open if key[0] == host]:
+            file = self._open.pop(key)
+            file.close()
+            part = Path(file.name)
+            part.replace(part.with_name(part.name.removesuffix(".part")))
+
+    async def fetch(self, node: Node, root: str, manifest: Manifest | None, target: Path,
+                    leave: Iterable[str] = ()) -> list[str]:  # fmt: skip
+        """Brings the new and changed files below ``root`` of a node to ``target``.
+
+        Args:
+            node: From where.
+            root: Folder there.
+            manifest: What was there before the job; ``None`` when nothing was.
+            target: Folder here.
+            leave: First parts of paths that stay there.
+
+        Returns:
+            The paths that came, relative to ``target``.
+        """
+        answer = await node.channel.request("list_results", root=root, manifest=manifest)
+        skipped = set(leave)
+        files = [f for f in answer["files"] if f["path"].split("/")[0] not in skipped]
+        total = sum(f["size"] for f in files)
+        if total > RESULT_LIMIT:
+            raise NodeError(
+                f"the results on {node.name} are larger than what is brought back",
+                found=f"{total >> 20} MiB in {root}",
+                remedy=f"Copy them by hand: scp -r {node.host.address}:{root} .",
+            )
+        paths = [str(f["path"]) for f in files]
+        if not paths:
+            return []
+        self._targets[node.name] = target
+        try:
+            await node.channel.request("fetch", root=root, files=paths)
+        finally:
+            with contextlib.suppress(OSError):
+                self._close_of(node.name)
+            del self._targets[node.name]
+        return paths

@@ -1,0 +1,112 @@
+"""What the user asked for, before anything was found out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.spec.settings import Setting
+
+EntryKind = Literal["script", "module", "binary"]
+Ship = Literal["auto", "always", "never"]
+Bind = Literal["auto", "none"]
+Show = Literal["all", "rank0", "none"]
+
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What every rank runs.
+
+    Attributes:
+        kind: A Python script, a Python module (``-m``) or any program.
+        target: Path, module name or program name.
+        args: Its arguments, as typed.
+    """
+
+    kind: EntryKind
+    target: str
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Variables for every rank.
+
+    Attributes:
+        public: Given with their value; recorded in the plan.
+        forwarded: Given by name and taken from the launcher's environment; their values are
+            recorded nowhere.
+        unset: Names that the ranks must not have.
+    """
+
+    public: Mapping[str, str] = field(default_factory=dict)
+    forwarded: Mapping[str, str] = field(default_factory=dict, repr=False)
+    unset: tuple[str, ...] = ()
+
+    def all(self) -> dict[str, str]:
+        """Every variable with its value: for the wire only."""
+        return {**self.public, **self.forwarded}
+
+    def secrets(self) -> tuple[str, ...]:
+        """Values that no file of the run may show: those whose name says so."""
+        named = (value for name, value in self.all().items() if _SECRET_NAME.search(name))
+        return tuple(value for value in named if len(value) >= 6)
+
+    def shown(self) -> dict[str, str]:
+        """Every variable as the plan records it."""
+        public = {
+            name: "(not recorded)" if _SECRET_NAME.search(name) else value
+            for name, value in self.public.items()
+        }
+        return {**public, **dict.fromkeys(self.forwarded, "(forwarded, not recorded)")}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job as asked for.
+
+    Attributes:
+        name: Part of the run directory's name.
+        entry: What every rank runs.
+        workdir: Folder in which it runs, on the launching machine.
+        python: Interpreter on the launching machine, and on the others unless they name their own.
+        environment: Variables for the ranks.
+        nproc_per_node: Processes a node; ``None`` finds it out (slots, accelerators, else 1).
+        nnodes: How many of the hosts; ``None`` takes all.
+        interface: Network interface for the job's traffic, ``None`` finds it out.
+        master_port: Port of the rendezvous store; 0 takes a free one.
+        preload: Modules that a node imports once, before its ranks are forked.
+        needs_torch: Refuse nodes without torch.
+        backend: Communication backend that must be there, ``None`` for none in particular.
+        ship: Whether the code is copied to the nodes.
+        inputs: Further folders or files of the launching machine that the job reads.
+        bind: Whether ranks get CPUs of their own.
+        any_world: Accept a world other than the planned one.
+        lease_s: Seconds after which a node ends the job when it hears nothing of the launcher.
+        grace_s: Seconds between the polite signal and SIGKILL when a job is stopped.
+        max_restarts: How many times the whole job may be started again after a failure.
+    """
+
+    name: str
+    entry: Entry
+    workdir: str
+    python: str
+    environment: Environment = Environment()
+    nproc_per_node: Setting[int | None] = Setting(None)
+    nnodes: Setting[int | None] = Setting(None)
+    interface: Setting[str | None] = Setting(None)
+    master_port: Setting[int] = Setting(0)
+    preload: tuple[str, ...] = ("torch",)
+    needs_torch: bool = True
+    backend: str | None = None
+    ship: Setting[Ship] = Setting("auto")
+    inputs: tuple[str, ...] = ()
+    bind: Setting[Bind] = Setting("auto")
+    any_world: bool = False
+    lease_s: Setting[float] = Setting(10.0)
+    grace_s: Setting[float] = Setting(8.0)
+    max_restarts: Setting[int] = Setting(0)

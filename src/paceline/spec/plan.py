@@ -1,0 +1,167 @@
+"""The plan: what runs where, with which arguments, environment, address and rank.
+
+A plan is made by one pure function (``launch.planning``); ``--plan`` prints it and launching
+executes that same value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.spec import jobenv
+from paceline.spec.job import Entry
+from paceline.spec.settings import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One process.
+
+    Attributes:
+        rank: 0 … world size - 1, counted through the hosts in order.
+        local_rank: 0 … processes on its node - 1.
+        cpus: CPUs it is bound to; empty for no binding.
+    """
+
+    rank: int
+    local_rank: int
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """One host's part.
+
+    Attributes:
+        host: Name in the description.
+        node_rank: 0 for the host with rank 0.
+        login: What SSH connects to, or ``this machine``.
+        address: Address of this node that all others reach.
+        interface: The interface that holds it.
+        python: Absolute path of the interpreter.
+        workdir: Folder in which the ranks run, on that node.
+        code: How the code got there: ``in place``, ``verified equal`` or ``shipped``.
+        entry: What its ranks run, with paths of that node.
+        env: Variables of this node's ranks that we set, with their sources. Values of forwarded
+            variables do not stand here.
+        ranks: Its processes.
+    """
+
+    host: str
+    node_rank: int
+    login: str
+    address: str
+    interface: str
+    python: str
+    workdir: str
+    code: str
+    entry: Entry
+    env: Mapping[str, Setting[str]]
+    ranks: tuple[RankPlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One attempt of a job, decided.
+
+    Attributes:
+        run_id: Names the run.
+        attempt: 0 for the first start, 1 after the first restart of all nodes.
+        entry: What every rank runs, as typed.
+        world_size: Number of ranks.
+        master_addr: Address of the node with rank 0.
+        master_port: Port of the rendezvous store there.
+        agent_store: True when the agent of that node holds the store, on that address only; False
+            leaves it to rank 0 (which then listens on every interface).
+        nodes: In rank order.
+        environment: The user's variables as recorded (see ``Environment.shown``).
+        settings: Every setting that shaped the plan, with its source.
+        notes: What the user should know about the choices made.
+    """
+
+    run_id: str
+    attempt: int
+    entry: Entry
+    world_size: int
+    master_addr: str
+    master_port: int
+    agent_store: bool
+    nodes: tuple[NodePlan, ...]
+    environment: Mapping[str, str]
+    settings: Mapping[str, Setting[Any]]
+    notes: tuple[str, ...] = ()
+
+    def rank_env(self, node: NodePlan, rank: RankPlan) -> dict[str, str]:
+        """The variables by which one rank knows its place (torchrun's names and ours)."""
+        return {
+            jobenv.RANK: str(rank.rank),
+            jobenv.LOCAL_RANK: str(rank.local_rank),
+            jobenv.WORLD_SIZE: str(self.world_size),
+            jobenv.LOCAL_WORLD_SIZE: str(len(node.ranks)),
+            jobenv.GROUP_RANK: str(node.node_rank),
+            jobenv.GROUP_WORLD_SIZE: str(len(self.nodes)),
+            jobenv.MASTER_ADDR: self.master_addr,
+            jobenv.MASTER_PORT: str(self.master_port),
+            "ROLE_RANK": str(rank.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "ROLE_NAME": "default",
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.settings["max_restarts"].value),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.agent_store),
+            jobenv.PLANNED_WORLD: str(self.world_size),
+            jobenv.RUN_ID: self.run_id,
+            jobenv.ATTEMPT: str(self.attempt),
+            jobenv.HOST: node.host,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as ``plan.json`` holds it."""
+        return {
+            "run_id": self.run_id,
+            "attempt": self.attempt,
+            "entry": _entry_json(self.entry),
+            "world_size": self.world_size,
+            "master": {"address": self.master_addr, "port": self.master_port},
+            "store": "agent" if self.agent_store else "rank 0",
+            "nodes": [self._node_json(node) for node in self.nodes],
+            "environment": dict(self.environment),
+            "settings": {name: _setting_json(s) for name, s in self.settings.items()},
+            "notes": list(self.notes),
+        }
+
+    def _node_json(self, node: NodePlan) -> dict[str, Any]:
+        return {
+            "host": node.host,
+            "node_rank": node.node_rank,
+            "login": node.login,
+            "address": node.address,
+            "interface": node.interface,
+            "python": node.python,
+            "workdir": node.workdir,
+            "code": node.code,
+            "entry": _entry_json(node.entry),
+            "env": {name: _setting_json(setting) for name, setting in node.env.items()},
+            "ranks": [
+                {
+                    "rank": rank.rank,
+                    "local_rank": rank.local_rank,
+                    "cpus": list(rank.cpus),
+                    "env": self.rank_env(node, rank),
+                }
+                for rank in node.ranks
+            ],
+        }
+
+
+def _entry_json(entry: Entry) -> dict[str, Any]:
+    return {"kind": entry.kind, "target": entry.target, "args": list(entry.args)}
+
+
+def _setting_json(setting: Setting[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"value": setting.value, "source": setting.source.label}
+    if setting.detail:
+        found["detail"] = setting.detail
+    return found

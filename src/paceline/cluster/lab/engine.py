@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from functools import partial, singledispatchmethod
 from typing import Any
 
-from paceline.cluster.lab import control, disk, faults, host, kernel, network, processes
+from paceline.cluster.lab import control, delayline, disk, faults, host, kernel, network, processes
 from paceline.cluster.lab.layout import Layout
-from paceline.cluster.lab.options import LabPlan
+from paceline.cluster.lab.options import HostPlan, LabPlan
 from paceline.spec.errors import LabError
 
 _FREEZE_ROUNDS = 50
@@ -25,9 +25,13 @@ class Running:
     """A host that is up: its first process, its sshd, its namespaces (as descriptors)."""
 
     pid: int
-    sshd: int | None
     namespaces: list[int]
     pid_namespace: int
+    sshd: int | None = None
+    forwarder: int | None = None  # of its cable, when that is a delay line
+
+    def namespace(self, kind: str) -> int:
+        return self.namespaces[control.NAMESPACES.index(kind)]
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Engine:
         self._layout = layout
         self._running: dict[str, Running] = {}
         self._active: list[Active] = []
+        self._delay = network.delay(plan)
+        self._netem = self._delay > 0 and _kernel_has_netem()
 
     # --- hosts
 
@@ -54,15 +60,28 @@ class Engine:
         """Starts hosts side by side; raises OSError when one does not come up."""
         plans = [self._plan.host(name) for name in names]
         starting = {plan.name: host.start(self._plan, self._layout, plan) for plan in plans}
-        host.batch(network.ports_batch({starting[plan.name].pid: plan for plan in plans}))
         for plan in plans:
-            for where, argv in network.shape(self._plan, plan):
-                if where == "switch":
-                    host.run(argv)
+            self._running[plan.name] = _running(starting[plan.name].pid)
+        self._plug_in(plans)
         for started in starting.values():
             host.let_go(started)
         for name, started in starting.items():
-            self._running[name] = _running(started, host.finish(started))
+            self._running[name].sshd = host.finish(started)
+        for plan in plans:
+            self._act(plan.name, self._link_steps(plan))
+
+    def _plug_in(self, plans: Sequence[HostPlan]) -> None:
+        by_tap = self._delay > 0 and not self._netem
+        for plan in plans if by_tap else ():
+            up = self._running[plan.name]
+            net = up.namespace("net")
+            up.forwarder = delayline.lay(plan.name, plan.interface, net, self._delay)
+        pids = {self._running[plan.name].pid: plan for plan in plans}
+        host.batch(network.ports_batch(pids, cables=not by_tap))
+
+    def _link_steps(self, plan: HostPlan) -> faults.Steps:
+        delay = network.delay_by_netem(plan, self._delay) if self._netem else ()
+        return faults.placed((*delay, *network.shape(self._plan, plan, self._netem)))
 
     def reap(self) -> None:
         """Takes note of hosts and other children that have ended."""
@@ -72,8 +91,11 @@ class Engine:
                     self._forget(name)
 
     def _forget(self, name: str) -> None:
-        for fd in self._running.pop(name).namespaces:
+        up = self._running.pop(name)
+        for fd in up.namespaces:
             os.close(fd)
+        if up.forwarder is not None:  # it keeps the host's network alive
+            os.kill(up.forwarder, signal.SIGKILL)
 
     def namespaces(self, name: str) -> list[int]:
         """Descriptors of a host's namespaces; raises LabError when it is off."""
@@ -109,7 +131,7 @@ class Engine:
 
     def strike(self, kind: str, name: str, arguments: Sequence[str]) -> dict[str, Any]:
         """Does a fault to a host."""
-        target = faults.Target(self._plan, self._plan.host(name))
+        target = self._target(name)
         fault = faults.find(kind, arguments)
         active = Active(kind, name, tuple(arguments))
         if self._same(active, fault):
@@ -121,6 +143,9 @@ class Engine:
         if fault.undo:
             self._active.append(active)
         return self.status()
+
+    def _target(self, name: str) -> faults.Target:
+        return faults.Target(self._plan, self._plan.host(name), self._netem)
 
     def _same(self, active: Active, fault: faults.Fault) -> list[Active]:
         if fault.once:
@@ -158,7 +183,7 @@ class Engine:
 
     def _steps_back(self, active: Active) -> faults.Steps:
         fault = faults.FAULTS[active.kind]
-        target = faults.Target(self._plan, self._plan.host(active.host))
+        target = self._target(active.host)
         return fault.undo(target, active.arguments) if fault.undo else ()
 
     def _heal_the_dead(self, name: str) -> None:
@@ -187,7 +212,7 @@ class Engine:
     def _(self, step: faults.OnHost, name: str) -> None:
         up = self._up(name)
         kinds = {"net": kernel.CLONE_NEWNET, "mnt": kernel.CLONE_NEWNS}
-        host.run(list(step.argv), enter=partial(_enter, up.namespaces, kinds))
+        host.run(list(step.argv), enter=partial(_enter, up, kinds))
 
     @_do.register
     def _(self, step: faults.Halt, name: str) -> None:
@@ -232,19 +257,28 @@ class Engine:
         self._on_disk(name, partial(disk.unfill, step.path))
 
     def _on_disk(self, name: str, work: Callable[[], None]) -> None:
-        enter = partial(_enter, self._up(name).namespaces, {"mnt": kernel.CLONE_NEWNS})
+        enter = partial(_enter, self._up(name), {"mnt": kernel.CLONE_NEWNS})
         disk.in_child(enter, work)
 
 
-def _running(started: host.Starting, sshd: int | None) -> Running:
-    namespaces = control.namespaces_of(started.pid)
-    inode = os.fstat(namespaces[control.NAMESPACES.index("pid")]).st_ino
-    return Running(started.pid, sshd, namespaces, inode)
+def _running(pid: int) -> Running:
+    up = Running(pid, control.namespaces_of(pid), 0)
+    up.pid_namespace = os.fstat(up.namespace("pid")).st_ino
+    return up
 
 
-def _enter(fds: list[int], kinds: dict[str, int]) -> None:
+def _kernel_has_netem() -> bool:
+    try:
+        host.run(list(network.NETEM_PROBE))
+    except OSError:
+        return False
+    host.run(list(network.NETEM_PROBE_UNDO))
+    return True
+
+
+def _enter(up: Running, kinds: dict[str, int]) -> None:
     for name, kind in kinds.items():
-        kernel.setns(fds[control.NAMESPACES.index(name)], kind)
+        kernel.setns(up.namespace(name), kind)
 
 
 def _signal(victims: Sequence[processes.Process], number: signal.Signals) -> None:

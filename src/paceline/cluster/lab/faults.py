@@ -78,10 +78,11 @@ Steps = tuple[Step, ...]
 
 @dataclass(frozen=True)
 class Target:
-    """The host that a fault strikes, in its plan."""
+    """The host that a fault strikes, in its plan; ``netem``: its link is delayed by that."""
 
     plan: LabPlan
     host: HostPlan
+    netem: bool = False
 
 
 @dataclass(frozen=True)
@@ -253,19 +254,20 @@ def _hearing(target: Target, arguments: Sequence[str]) -> Steps:
     return _firewall(target, "-D", _deaf_rules(target, arguments))
 
 
-def _placed(commands: list[tuple[str, list[str]]]) -> Steps:
+def placed(commands: Sequence[network.Placed]) -> Steps:
+    """Commands as steps."""
     places = {"host": OnHost, "switch": OnSwitch}
-    return tuple(places[where](tuple(argv)) for where, argv in commands)
+    return tuple(places[where](argv) for where, argv in commands)
 
 
 def _slow(target: Target, arguments: Sequence[str]) -> Steps:
-    return _placed(network.shape(target.plan, target.host, rate=arguments[0]))
+    return placed(network.shape(target.plan, target.host, target.netem, rate=arguments[0]))
 
 
 def _fast(target: Target, _: Sequence[str]) -> Steps:
     if target.plan.options.rate:
-        return _placed(network.shape(target.plan, target.host))
-    return _placed(network.unshape(target.host))
+        return placed(network.shape(target.plan, target.host, target.netem))
+    return placed(network.unshape(target.host, target.netem))
 
 
 def _loss_table(target: Target) -> str:

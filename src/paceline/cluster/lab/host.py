@@ -145,9 +145,6 @@ def _forget_signals() -> None:
 
 def _bring_up_network(plan: LabPlan, host: HostPlan) -> None:
     batch(network.host_batch(plan, host))
-    for where, argv in network.shape(plan, host):
-        if where == "host":
-            run(argv)
     # Without root, sshd may not otherwise listen on 22.
     Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").write_text("0")
 

@@ -22,16 +22,22 @@ def switch_batch(plan: LabPlan) -> list[str]:
     ]
 
 
-def ports_batch(hosts: Mapping[int, HostPlan]) -> list[str]:
-    """``ip`` lines, run on the switch, that plug hosts in. Keys: process ids of the hosts' init."""
+def ports_batch(hosts: Mapping[int, HostPlan], cables: bool = True) -> list[str]:
+    """``ip`` lines, run on the switch, that plug hosts in.
+
+    Args:
+        hosts: Process id of a host's first process → its plan.
+        cables: Whether the cables are to be made, too (the dead ones always are).
+    """
     lines = []
     for pid, host in hosts.items():
         if host.dead_address:  # made first: it has the lowest index
             dead = dead_port(host)
             lines.append(f"link add name {dead} type veth peer name dead0 netns {pid}")
             lines.append(f"link set {dead} up")
-        peer = f"peer name {host.interface} address {host.mac} netns {pid}"
-        lines.append(f"link add name {host.name} type veth {peer}")
+        if cables:
+            peer = f"peer name {host.interface} netns {pid}"
+            lines.append(f"link add name {host.name} type veth {peer}")
         lines.append(f"link set {host.name} master {BRIDGE} up")
     return lines
 
@@ -47,7 +53,7 @@ def host_batch(plan: LabPlan, host: HostPlan) -> list[str]:
     if host.dead_address:
         lines += ["link set dead0 up", f"addr add {host.dead_address}/24 dev dead0"]
     lines += [
-        f"link set {host.interface} up",
+        f"link set {host.interface} address {host.mac} up",
         f"addr add {host.address}/{plan.prefix_length} dev {host.interface}"
         + _no_dad(host.address),
     ]
@@ -62,33 +68,53 @@ def host_batch(plan: LabPlan, host: HostPlan) -> list[str]:
     return lines
 
 
-def shape(plan: LabPlan, host: HostPlan, rate: str = "") -> list[tuple[str, list[str]]]:
-    """Commands that set the speed and delay of a host's link, each with where it runs.
+Placed = tuple[str, tuple[str, ...]]  # "host" or "switch", and a command to run there
+
+
+def shape(plan: LabPlan, host: HostPlan, netem: bool, rate: str = "") -> tuple[Placed, ...]:
+    """Commands that set the speed of a host's link in both directions.
 
     Args:
+        netem: The host's end has a netem queue already, under which this one goes.
         rate: Speed instead of the plan's.
-
-    Returns:
-        Pairs of ``"host"`` or ``"switch"`` and an argv. The old shape is replaced.
     """
     rate = rate or plan.options.rate
-    commands = [("switch", _queue(host.name, rate, "")), ("host", _queue(host.interface, rate, ""))]
-    return [(where, argv) for where, argv in commands if argv]
-
-
-def unshape(host: HostPlan) -> list[tuple[str, list[str]]]:
-    """Commands that make a link as fast as memory again."""
-    return [
-        ("switch", ["tc", "qdisc", "del", "dev", host.name, "root"]),
-        ("host", ["tc", "qdisc", "del", "dev", host.interface, "root"]),
-    ]
-
-
-def _queue(interface: str, rate: str, latency: str) -> list[str]:
     if not rate:
-        return []
-    argv = ["tc", "qdisc", "replace", "dev", interface, "root", "tbf", "rate", rate]
-    return [*argv, "burst", str(burst_bytes(rate)), "latency", "50ms"]
+        return ()
+    return (
+        ("switch", (*_replace(host.name, "root"), *_bucket(rate))),
+        ("host", (*_replace(host.interface, *_place(netem)), *_bucket(rate))),
+    )
+
+
+def unshape(host: HostPlan, netem: bool) -> tuple[Placed, ...]:
+    """Commands that make a link as fast as memory again."""
+    return (
+        ("switch", ("tc", "qdisc", "del", "dev", host.name, "root")),
+        ("host", ("tc", "qdisc", "del", "dev", host.interface, *_place(netem))),
+    )
+
+
+def delay_by_netem(host: HostPlan, seconds: float) -> tuple[Placed, ...]:
+    """Commands that delay what a host sends."""
+    delay = ("netem", "delay", f"{seconds * 1000:g}ms", "limit", "100000")
+    return (("host", (*_replace(host.interface, "root", "handle", "1:"), *delay)),)
+
+
+NETEM_PROBE = ("tc", "qdisc", "replace", "dev", "lo", "root", "netem", "delay", "0ms")
+NETEM_PROBE_UNDO = ("tc", "qdisc", "del", "dev", "lo", "root")
+
+
+def _place(netem: bool) -> tuple[str, ...]:
+    return ("parent", "1:1") if netem else ("root",)
+
+
+def _replace(interface: str, *place: str) -> tuple[str, ...]:
+    return ("tc", "qdisc", "replace", "dev", interface, *place)
+
+
+def _bucket(rate: str) -> tuple[str, ...]:
+    return ("tbf", "rate", rate, "burst", str(burst_bytes(rate)), "latency", "50ms")
 
 
 def burst_bytes(rate: str) -> int:

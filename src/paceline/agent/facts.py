@@ -163,7 +163,7 @@ def memory_facts() -> Facts:
 def device_facts() -> Facts:
     """Accelerators by their device files: no driver library is loaded."""
     nvidia = [p.name for p in Path("/dev").glob("nvidia[0-9]*")]
-    render = [p.name for p in Path("/dev/dri").glob("renderD*")] if Path("/dev/dri").exists() else []
+    render = [p.name for p in Path("/dev").glob("dri/renderD*")]
     version = re.search(r"Kernel Module\D*([\d.]+)", _read(Path("/proc/driver/nvidia/version")))
     return {
         "nvidia": sorted(nvidia),
@@ -215,7 +215,8 @@ def clock_facts() -> Facts:
 
 
 def user_facts() -> Facts:
-    return {"uid": os.getuid(), "home": str(Path("~").expanduser()), "shell": os.environ.get("SHELL")}
+    home = str(Path("~").expanduser())
+    return {"uid": os.getuid(), "home": home, "shell": os.environ.get("SHELL")}
 
 
 FACTS: Dict[str, Callable[[], Any]] = {

@@ -93,9 +93,10 @@ class ForkServer:
     def serve(self) -> Optional[Callable[[], int]]:
         """Loops; returns a rank's work in the forked child, ``None`` when the agent has gone."""
         while True:
-            ready, _, _ = select.select([self.channel, *self.pidfds], [], [], self._patience())
+            channel_fd = self.channel.fileno()
+            ready, _, _ = select.select([channel_fd, *self.pidfds], [], [], self._patience())
             self._reap()
-            if self.channel not in ready:
+            if channel_fd not in ready:
                 continue
             request, fds = self._receive()
             if request is None:
@@ -122,9 +123,8 @@ class ForkServer:
         given = iter(fds)
         store_fd = next(given) if request.get("store") else -1
         pipes = [(next(given), next(given), next(given)) for _ in request["ranks"]]
-        if request.get("store"):
-            if self._fork({"store": True}, fds, keep=(store_fd,)) == 0:
-                return lambda: serve_store(request["store"], store_fd)
+        if request.get("store") and self._fork({"store": True}, fds, (store_fd,)) == 0:
+            return lambda: serve_store(request["store"], store_fd)
         for rank, (out, err, events) in zip(request["ranks"], pipes):
             if self._fork({"local_rank": rank["local_rank"]}, fds, (out, err, events)) == 0:
                 from .rank import prepare  # here, so that the server stays small
@@ -173,15 +173,14 @@ def serve_store(where: Message, listen_fd: int) -> int:
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     select.select([listen_fd], [], [])
-    from torch.distributed import TCPStore
-
-    store = TCPStore(
+    distributed: Any = importlib.import_module("torch.distributed")
+    store = distributed.TCPStore(
         where["address"],
         where["port"],
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listen_fd,
     )
-    while store is not None:
+    while store is not None:  # its threads serve; the agent's SIGKILL ends it
         signal.pause()
-    return 0
+    return 1

@@ -134,7 +134,7 @@ def _fresh_randomness() -> None:
 
 def watch_world(events: int) -> None:
     """Makes ``init_process_group`` check that the world is the planned one, and say so."""
-    distributed = sys.modules.get("torch.distributed")
+    distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         return
     original = distributed.init_process_group

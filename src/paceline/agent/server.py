@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
-from . import facts, procs, probe, snapshot
+from . import facts, probe, procs, snapshot
 from .frames import Decoder, Message
 from .job import NodeJob
 from .lease import Lease

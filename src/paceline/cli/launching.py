@@ -37,7 +37,7 @@ _OPTIONS = [
     click.option("--unset", multiple=True, metavar="NAME", help="Hide a variable from the ranks."),
     click.option("--iface", metavar="NAME", help="Network interface for the job's traffic."
                  " Default: found by trying, for each node by itself."),
-    click.option("--python", metavar="PATH", help="Interpreter. Default: the one paceline runs on."),
+    click.option("--python", metavar="PATH", help="Interpreter. Default: paceline's own."),
     click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path),
                  help="The run's folder. Default: runs/NAME-DATE-TIME."),
     click.option("--name", help="Name of the run. Default: from the script."),
@@ -164,5 +164,3 @@ def show_plan(job: Job, cluster: Cluster, ssh: SshOptions, *, as_json: bool,
     plan = make_plan(job, cluster, ssh, package)
     click.echo(json.dumps(plan.to_json(), indent=2) if as_json else describe(plan))
     return 0
-
-

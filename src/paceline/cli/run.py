@@ -22,7 +22,7 @@ from paceline.spec.job import Entry
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def command(ctx: click.Context, script: str, args: tuple[str, ...], module: bool,
+def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: bool,
             no_python: bool, no_torch: bool, any_world: bool, **_: object) -> None:  # fmt: skip
     """Run SCRIPT with ARGS on every host, as torchrun would, with one command typed here.
 

@@ -292,4 +292,3 @@ async def show_host_key(host: Host, options: SshOptions) -> str | None:
         await process.wait()
         return None
     return pinned_key(words.decode(errors="replace"))
-

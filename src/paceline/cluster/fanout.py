@@ -31,8 +31,7 @@ async def connect_all(
                 return refused
 
     tasks = [
-        asyncio.create_task(one(host, python))
-        for host, python in zip(hosts, pythons, strict=True)
+        asyncio.create_task(one(host, python)) for host, python in zip(hosts, pythons, strict=True)
     ]
     try:
         outcomes = await asyncio.gather(*tasks)

@@ -151,7 +151,7 @@ CAUSES: tuple[_Cause, ...] = (
         "no Python",
         r"paceline-boot: no Python",
         "Install Python 3.9 or newer on {name}, or name one: "
-        "python = \"/path/to/python\" under [hosts.{name}] in paceline.toml",
+        'python = "/path/to/python" under [hosts.{name}] in paceline.toml',
     ),
     _Cause(
         "login shell fails",
@@ -172,7 +172,8 @@ def classify(stderr: str, status: int | None, host: Host) -> Refusal:
     text = clean(stderr)
     for cause in CAUSES:
         if re.search(cause.pattern, text):
-            return Refusal(cause.name, _essence(text), _fill(cause.remedy, host, text), cause.passing)
+            remedy = _fill(cause.remedy, host, text)
+            return Refusal(cause.name, _essence(text), remedy, cause.passing)
     return Refusal(
         "ended without an answer",
         text or f"ssh ended with status {status} and said nothing",
@@ -218,5 +219,3 @@ def pinned_key(stderr: str) -> str | None:
 def newly_pinned(stderr: str) -> bool:
     """True when this call pinned the host's key for the first time."""
     return "Permanently added" in stderr
-
-

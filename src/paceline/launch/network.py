@@ -67,8 +67,9 @@ def candidates(
     notes = []
     for address, times in count.items():
         if times > 1:
-            where = ", ".join(sorted({c.host for found in own.values() for c in found
-                                      if c.address == address}))
+            where = ", ".join(
+                sorted({c.host for found in own.values() for c in found if c.address == address})
+            )
             notes.append(f"{address} exists on {times} hosts ({where}): not used")
     kept = {}
     for host in hosts:
@@ -85,8 +86,15 @@ def _addresses(host: Host, facts: Facts) -> list[Candidate]:
         for a in link["addresses"]:
             if a["scope"] == "global" and a["usable"]:
                 found.append(
-                    Candidate(host.name, link["name"], a["address"], a["family"],
-                              link["kind"], link["speed"], a["prefix"])
+                    Candidate(
+                        host.name,
+                        link["name"],
+                        a["address"],
+                        a["family"],
+                        link["kind"],
+                        link["speed"],
+                        a["prefix"],
+                    )
                 )
     return found
 
@@ -112,7 +120,7 @@ def _restricted(
         raise SettingError(
             f"interface {wanted} was asked for, but {host.name} has no usable address on it",
             found=f"{host.name} has: {_listed(every)}",
-            remedy=f"--iface NAME, or interface = \"NAME\" under [hosts.{host.name}] in "
+            remedy=f'--iface NAME, or interface = "NAME" under [hosts.{host.name}] in '
             "paceline.toml for this host alone",
         )
     return fixed

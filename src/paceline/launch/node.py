@@ -62,3 +62,15 @@ class Node:
     def to_launcher_time(self, node_monotonic: float) -> float:
         """A moment of the node's monotonic clock on the launcher's."""
         return node_monotonic + self.offset
+
+    def take_fork_server(self, said: Mapping[str, Any]) -> None:
+        """The fork server is up, or could not import, or died."""
+        problem = ""
+        if "failed" in said:
+            problem = str(said["traceback"])
+        elif "died" in said:
+            problem = f"the fork server died (status {said['died']})"
+        else:
+            self.loaded = dict(said["loaded"])
+        if self.ready is not None and not self.ready.done():
+            self.ready.set_result(problem)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Kind = Literal["exception", "exit", "signal", "lost", "forkserver"]
+Kind = Literal["exception", "exit", "signal", "lost", "forkserver", "record"]
 
 # What a healthy rank says when another one has gone. Such a failure is the first one only if
 # there is no other.
@@ -50,6 +50,11 @@ class Failure:
     def echo(self) -> bool:
         """True when this looks like the consequence of somebody else's failure."""
         return self.kind in ("exception", "exit") and bool(_ECHO.search(self.headline))
+
+    def describe(self) -> str:
+        """``rank 1 on n2: ValueError: boom``."""
+        who = self.host if self.rank is None else f"rank {self.rank} on {self.host}"
+        return f"{who}: {self.headline}"
 
     @property
     def status(self) -> int:

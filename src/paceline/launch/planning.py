@@ -143,8 +143,18 @@ def make_plan(
     first_rank = 0
     for node_rank, host in enumerate(hosts):
         processes = processes_on(job, host, facts[host.name]).value
-        nodes.append(_node(job, node_rank, host, processes, first_rank,
-                           facts[host.name], networks[host.name], code[host.name]))
+        nodes.append(
+            _node(
+                job,
+                node_rank,
+                host,
+                processes,
+                first_rank,
+                facts[host.name],
+                networks[host.name],
+                code[host.name],
+            )
+        )
         first_rank += processes
     return Plan(
         run_id=run_id,

@@ -12,7 +12,8 @@ from typing import Any
 
 from paceline.cluster.openssh import SshOptions
 from paceline.launch import planning
-from paceline.launch.launcher import Launcher, Result, describe_failure
+from paceline.launch.attempt import Result
+from paceline.launch.launcher import Launcher, plan_only, short
 from paceline.launch.outcome import Failure, describe_end, signal_name
 from paceline.launch.rundir import RunDirectory, fresh_path
 from paceline.launch.screen import Screen
@@ -45,8 +46,7 @@ class RunOutcome:
 def make_plan(job: Job, cluster: Cluster, ssh: SshOptions, package: bool = False) -> Plan:
     """What :func:`run_job` would do; nothing is started."""
     hosts = planning.choose_hosts(job, cluster)
-    launcher = Launcher(job, hosts, ssh, new_run_id(), Screen(), None, package, cluster.notes)
-    return asyncio.run(launcher.plan())
+    return asyncio.run(plan_only(job, hosts, ssh, new_run_id(), package, cluster.notes))
 
 
 def run_job(job: Job, cluster: Cluster, ssh: SshOptions, screen: Screen, *,
@@ -79,12 +79,12 @@ def run_job(job: Job, cluster: Cluster, ssh: SshOptions, screen: Screen, *,
             raise
         screen.close()
         failure = _failure_json(result.failure) if result.failure else None
-        _write_result(directory, run_id, result.exit_code, began, launcher.metrics,
+        _write_result(directory, run_id, result.exit_code, began, launcher.recorder.metrics,
                       {"first_failure": failure, "interrupted": result.interrupted})  # fmt: skip
     finally:
         screen.close()
         directory.close()
-    return RunOutcome(directory.path, result, launcher.metrics, time.monotonic() - began)
+    return RunOutcome(directory.path, result, launcher.recorder.metrics, time.monotonic() - began)
 
 
 def new_run_id() -> str:
@@ -122,10 +122,10 @@ def report_failure(outcome: RunOutcome) -> str:
     result = outcome.result
     if result.failure is None:
         if result.interrupted is not None:
-            return f"paceline: stopped by {signal_name(result.interrupted)}: {_short(outcome.path)}"
+            return f"paceline: stopped by {signal_name(result.interrupted)}: {short(outcome.path)}"
         return ""
     failure = result.failure
-    lines = [f"paceline: failed first: {describe_failure(failure)}"]
+    lines = [f"paceline: failed first: {failure.describe()}"]
     if failure.kind == "exception":
         lines[0] += f" ({describe_end(failure.code, failure.signal)})" if failure.code else ""
         lines.append(_indent(failure.traceback))
@@ -136,7 +136,7 @@ def report_failure(outcome: RunOutcome) -> str:
     if result.others:
         noun = "rank" if result.others == 1 else "ranks"
         lines.append(f"  {result.others} other {noun} failed after it")
-    lines.append(f"  logs: {_short(outcome.path / names.LOGS)}")
+    lines.append(f"  logs: {short(outcome.path / names.LOGS)}")
     return "\n".join(lines)
 
 
@@ -151,13 +151,6 @@ def last_lines(log: Path, count: int = LAST_LINES) -> str:
 
 def _indent(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.rstrip().splitlines())
-
-
-def _short(path: Path) -> Path:
-    try:
-        return path.relative_to(Path.cwd())
-    except ValueError:
-        return path
 
 
 __all__: Sequence[str] = ["RunOutcome", "last_lines", "make_plan", "report_failure", "run_job"]

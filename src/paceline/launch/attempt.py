@@ -1,0 +1,221 @@
+"""One start of all nodes, watched to the end of its last rank."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.cluster.channel import Event
+from paceline.launch import outcome
+from paceline.launch.fleet import Fleet, first_of, together, within
+from paceline.launch.interrupts import Interrupts
+from paceline.launch.node import Node
+from paceline.launch.outcome import Failure
+from paceline.launch.recorder import Recorder
+from paceline.launch.screen import Screen
+from paceline.spec import jobenv
+from paceline.spec.job import Job
+from paceline.spec.plan import NodePlan, Plan
+
+FAILURE_GRACE_S = 3.0  # for the others, once one rank has failed
+END_PATIENCE_S = 3.0  # after SIGKILL, until a node that does not answer is given up
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a job ended.
+
+    Attributes:
+        exit_code: 0, the first failing rank's status, or 128 + n after signal n.
+        failure: The first failure, if any.
+        interrupted: Number of the signal that the user sent, if any.
+        others: Ranks and nodes that failed after the first.
+    """
+
+    exit_code: int
+    failure: Failure | None = None
+    interrupted: int | None = None
+    others: int = 0
+
+
+class Attempt:
+    """Starts the ranks of a plan and sees them to their end.
+
+    Args:
+        plan: What runs where.
+        job: For the values that the plan does not record.
+        fleet: The nodes, in the plan's order.
+        interrupts: The user's signals.
+        screen, recorder: Where things are shown and written down.
+    """
+
+    def __init__(self, plan: Plan, job: Job, fleet: Fleet, interrupts: Interrupts,
+                 screen: Screen, recorder: Recorder) -> None:  # fmt: skip
+        self.plan = plan
+        self.joined = 0
+        self._job = job
+        self._fleet = fleet
+        self._interrupts = interrupts
+        self._screen = screen
+        self._recorder = recorder
+        self._failures: list[Failure] = []
+        self._failed = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    async def run(self) -> Result:
+        """From the start of the ranks to the end of the last."""
+        parts = list(zip(self._fleet.nodes, self.plan.nodes, strict=True))
+        for node, _ in parts:
+            node.running = True
+        begun = time.monotonic()
+        await together([self._start(node, part) for node, part in parts])
+        self._recorder.event("started", attempt=self.plan.attempt, world_size=self.plan.world_size)
+        result = await self._watch()
+        self._screen.flush()
+        seconds = round(time.monotonic() - begun, 3)
+        self._recorder.event(
+            "ended", attempt=self.plan.attempt, exit_code=result.exit_code, seconds=seconds
+        )
+        return result
+
+    async def _start(self, node: Node, part: NodePlan) -> None:
+        env = {name: setting.value for name, setting in part.env.items()}
+        env[jobenv.RUN_DIR] = node.run_folder
+        entry = {
+            "kind": part.entry.kind,
+            "target": part.entry.target,
+            "args": list(part.entry.args),
+        }
+        ranks = [
+            {
+                "rank": rank.rank,
+                "local_rank": rank.local_rank,
+                "cpus": list(rank.cpus),
+                "env": self.plan.rank_env(part, rank),
+            }
+            for rank in part.ranks
+        ]
+        store = {"address": self.plan.master_addr, "port": self.plan.master_port}
+        await node.channel.request(
+            "start",
+            entry=entry,
+            workdir=part.workdir,
+            env={**env, **self._job.environment.all()},
+            any_world=self._job.any_world,
+            store=store if self.plan.agent_store and part.node_rank == 0 else None,
+            ranks=ranks,
+        )
+
+    # --- the end -----------------------------------------------------------------------------
+
+    async def _watch(self) -> Result:
+        """Until all ranks are over: by themselves, after a failure, or by the user's signal."""
+        await first_of(self._ended.wait(), self._failed.wait(), self._interrupts.wait())
+        if self._interrupts.received:
+            return await self._stop_for_user()
+        if self._failures:
+            return await self._stop_after_failure()
+        return Result(0)
+
+    async def _stop_after_failure(self) -> Result:
+        """Waits for an earlier failure that is still on its way, then ends the others."""
+        patience = asyncio.sleep(outcome.settle_time(self._failures))
+        await first_of(self._ended.wait(), self._interrupts.wait(), patience)
+        known = list(self._failures)
+        await self._stop_all(FAILURE_GRACE_S)
+        # what came after the stop may complete what was known, but is no failure of its own
+        complete = {(f.host, f.rank): f for f in outcome.merge(self._failures)}
+        first = outcome.first(known)
+        first = complete.get((first.host, first.rank), first)
+        return Result(first.status, first, others=len(outcome.merge(known)) - 1)
+
+    async def _stop_for_user(self) -> Result:
+        """Once: TERM, and KILL after the grace. Twice: KILL at once."""
+        signum = self._interrupts.received[0]
+        name = outcome.signal_name(signum)
+        self._screen.note(f"paceline: {name}: stopping (once more to stop at once)")
+        stopping = asyncio.ensure_future(self._stop_all(self._job.grace_s.value))
+        await first_of(asyncio.shield(stopping), self._interrupts.wait(2))
+        if not stopping.done():
+            self._screen.note("paceline: stopping at once")
+            await self._fleet.tell("kill")
+        await stopping
+        return Result(128 + signum, interrupted=signum)
+
+    async def _stop_all(self, grace_s: float) -> None:
+        """Returns when all nodes said that nothing is left, or none can be asked any more."""
+        await self._fleet.tell("stop", signal=int(signal.SIGTERM), grace_s=grace_s)
+        if not await within(self._ended.wait(), grace_s + END_PATIENCE_S):
+            await self._fleet.tell("kill")
+            await within(self._ended.wait(), END_PATIENCE_S)
+
+    # --- what happens ------------------------------------------------------------------------
+
+    def take(self, node: Node, event: Event) -> None:
+        """Hears an agent; only what bears on the attempt's end is of interest here."""
+        hear = _HEARD.get(event.message.get("event", ""))
+        if hear is not None:
+            hear(self, node, event.message)
+
+    def fail(self, failure: Failure) -> None:
+        self._failures.append(failure)
+        self._failed.set()
+
+    def node_lost(self, node: Node, why: str) -> None:
+        """A node went away while its ranks were running."""
+        if node.running:
+            self.fail(Failure("lost", node.name, None, time.monotonic(), headline=why))
+            node.running = False
+            self._check_ended()
+
+    def _check_ended(self) -> None:
+        if not self._fleet.running:
+            self._ended.set()
+
+    def _rank_ended(self, node: Node, said: dict[str, Any]) -> None:
+        code, signum = said["code"], said["signal"]
+        if code == 0:
+            return
+        kind: outcome.Kind = "exit" if signum is None else "signal"
+        when = node.to_launcher_time(said["time"])
+        headline = outcome.describe_end(code, signum)
+        self.fail(Failure(kind, node.name, said["rank"], when, code, signum, headline))
+
+    def _rank_said(self, node: Node, said: dict[str, Any]) -> None:
+        data, rank = said["data"], said["rank"]
+        if data.get("kind") == "exception":
+            self._screen.mute(node.name, rank)
+            when = node.to_launcher_time(data["time"])
+            self.fail(
+                Failure("exception", node.name, rank, when,
+                        headline=exception_headline(data), traceback=data["traceback"])
+            )  # fmt: skip
+        elif data.get("event") == "world joined":
+            self.joined += 1
+
+    def _node_ended(self, node: Node, said: dict[str, Any]) -> None:
+        node.running = False
+        self._check_ended()
+
+    def _fork_server(self, node: Node, said: dict[str, Any]) -> None:
+        if "died" in said and node.running:
+            when = node.to_launcher_time(said["time"])
+            headline = f"the fork server died (status {said['died']})"
+            self.fail(Failure("forkserver", node.name, None, when, headline=headline))
+
+
+_HEARD: dict[str, Callable[[Attempt, Node, dict[str, Any]], None]] = {
+    "exit": Attempt._rank_ended,
+    "said": Attempt._rank_said,
+    "ended": Attempt._node_ended,
+    "forkserver": Attempt._fork_server,
+}
+
+
+def exception_headline(data: dict[str, Any]) -> str:
+    """``ValueError: boom``."""
+    return f"{data['type']}: {data['message']}".strip().removesuffix(":")

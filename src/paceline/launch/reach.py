@@ -1,0 +1,86 @@
+"""Lets the nodes try each other and hold a port; what follows from it is decided in ``network``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.cluster.channel import AgentRefusal
+from paceline.launch import network
+from paceline.launch.fleet import Fleet, together
+from paceline.launch.node import Node
+from paceline.spec.errors import SettingError
+from paceline.spec.job import Job
+from paceline.spec.settings import Setting, Source
+
+PROBE_TIMEOUT_S = 3.0
+
+Found = Mapping[str, Sequence[network.Candidate]]
+Networks = dict[str, network.NodeNetwork]
+
+
+async def find_networks(fleet: Fleet, job: Job) -> tuple[Networks, list[str]]:
+    """Address and interface of every node, and what the user should know about the choice."""
+    only, interface = fleet.first, job.interface.value
+    fixed = interface or only.host.interface or only.host.job_address
+    if len(fleet.nodes) == 1 and not fixed:
+        return {only.name: network.LOOPBACK}, []
+    found, notes = network.candidates(fleet.hosts, fleet.facts(), interface)
+    if len(fleet.nodes) == 1:
+        return {only.name: network.only_choice(found[only.name])}, notes
+    networks, more = network.decide(fleet.hosts, found, await try_connections(fleet, found))
+    return networks, notes + more
+
+
+async def try_connections(fleet: Fleet, found: Found) -> dict[str, list[dict[str, Any]]]:
+    """By connecting host, the results of trying the other hosts' addresses."""
+
+    async def listen(node: Node) -> dict[str, int]:
+        addresses = [candidate.address for candidate in found[node.name]]
+        answer = await node.channel.request("listen", addresses=addresses)
+        return dict(answer["ports"])
+
+    nodes = {node.name: node for node in fleet.nodes}
+    ports = dict(zip(nodes, await fleet.each(listen), strict=True))
+
+    async def attempt(name: str, others: Sequence[str]) -> list[dict[str, Any]]:
+        targets = [
+            {"host": other, "address": address, "port": port,
+             "identity": nodes[other].channel.identity}
+            for other in others
+            for address, port in ports[other].items()
+        ]  # fmt: skip
+        channel = nodes[name].channel
+        answer = await channel.request("connect", targets=targets, timeout_s=PROBE_TIMEOUT_S)
+        return list(answer["results"])
+
+    pairs = network.pairs(list(nodes))
+    results = await together([attempt(name, others) for name, others in pairs.items()])
+    await fleet.each(lambda node: node.channel.request("stop_listening"))
+    return dict(zip(pairs, results, strict=True))
+
+
+async def hold_port(fleet: Fleet, networks: Networks, asked: Setting[int]) -> Setting[int]:
+    """A port for the store on the first node, held by its agent until the store takes it."""
+    first = fleet.first
+    address = networks[first.name].address
+    try:
+        answer = await first.channel.request("reserve_port", address=address, port=asked.value)
+    except AgentRefusal as refusal:
+        raise _port_taken(first.name, address, asked, refusal) from None
+    if asked.value:
+        return asked
+    return Setting(int(answer["port"]), Source.FOUND, f"free on {first.name}, held")
+
+
+def _port_taken(
+    name: str, address: str, asked: Setting[int], refusal: AgentRefusal
+) -> SettingError:
+    holders = refusal.answer.get("holders") or []
+    who = ", ".join(f"process {pid} ({command})" for pid, command in holders)
+    return SettingError(
+        f"port {asked.value} on {name} ({address}) was asked for ({asked.source.label})",
+        found=refusal.found + (f": held by {who}" if who else ""),
+        remedy="Leave --master-port out to get a free one, or end that process",
+        exit_code=1,
+    )

@@ -1,0 +1,113 @@
+"""Writes down and shows what the agents report."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from paceline.cluster.channel import Event
+from paceline.launch.node import Node
+from paceline.launch.rundir import RunDirectory, safe
+from paceline.launch.screen import Screen
+from paceline.spec import rundir as names
+from paceline.spec.errors import NodeError
+
+Said = dict[str, Any]
+
+
+class Recorder:
+    """From events to the run directory and the screen.
+
+    Attributes:
+        metrics: The last value of every metric that was reported.
+    """
+
+    def __init__(self, directory: RunDirectory, screen: Screen) -> None:
+        self.metrics: Said = {}
+        self._directory = directory
+        self._screen = screen
+
+    def event(self, kind: str, host: str | None = None, rank: int | None = None,
+              **details: Any) -> None:  # fmt: skip
+        """One line in events.jsonl."""
+        self._directory.event(kind, host, rank, **details)
+
+    def take(self, node: Node, event: Event) -> None:
+        """Writes what an agent said. NodeError when the run directory takes no more."""
+        write = _WRITERS.get(event.message.get("event", ""))
+        if write is not None:
+            write(self, node, event)
+
+    def agent_log(self, node: Node) -> None:
+        """What ssh and the agent had to say, beside the ranks' logs."""
+        words = node.channel.stderr
+        if words.strip():
+            with contextlib.suppress(NodeError):
+                log = f"{names.LOGS}/{safe(node.name)}/agent.log"
+                self._directory.append_bytes(log, words.encode())
+
+    def _output(self, node: Node, event: Event) -> None:
+        rank, stream = event.message["rank"], event.message["stream"]
+        self._screen.output(node.name, rank, stream, event.blob)
+        self._directory.append_bytes(self._directory.log_name(node.name, rank), event.blob)
+
+    def _rank_started(self, node: Node, event: Event) -> None:
+        self.event("rank started", node.name, event.message["rank"], pid=event.message["pid"])
+
+    def _rank_ended(self, node: Node, event: Event) -> None:
+        said = event.message
+        self.event("rank ended", node.name, said["rank"], code=said["code"], signal=said["signal"])
+
+    def _node_ended(self, node: Node, event: Event) -> None:
+        if count := event.message["leftover"]:
+            self.event("leftovers killed", node.name, count=count)
+
+    def _fork_server(self, node: Node, event: Event) -> None:
+        said = event.message
+        if "ready" in said:
+            seconds = round(said["import_s"], 3)
+            self.event("imported", node.name, seconds=seconds, **said["loaded"])
+
+    def _said(self, node: Node, event: Event) -> None:
+        data, rank = event.message["data"], event.message["rank"]
+        write = _SAYINGS.get(str(data.get("kind")))
+        if write is not None:
+            write(self, node, rank, data)
+
+    def _said_event(self, node: Node, rank: int, data: Said) -> None:
+        own = {"kind", "event", "rank", "host", "time"}
+        details = {key: value for key, value in data.items() if key not in own}
+        self.event(str(data.get("event", "event")), node.name, rank, **details)
+
+    def _said_exception(self, node: Node, rank: int, data: Said) -> None:
+        self.event("exception", node.name, rank, type=data["type"], message=data["message"])
+
+    def _said_metrics(self, node: Node, rank: int, data: Said) -> None:
+        record = {key: value for key, value in data.items() if key != "kind"}
+        self.metrics |= record
+        self._directory.append_line(names.METRICS, record)
+
+    def _said_progress(self, node: Node, rank: int, data: Said) -> None:
+        self._screen.progress(data)
+
+    def _said_line(self, node: Node, rank: int, data: Said) -> None:
+        self._screen.say(str(data.get("text", "")))
+
+
+_WRITERS: dict[str, Callable[[Recorder, Node, Event], None]] = {
+    "output": Recorder._output,
+    "said": Recorder._said,
+    "started": Recorder._rank_started,
+    "exit": Recorder._rank_ended,
+    "ended": Recorder._node_ended,
+    "forkserver": Recorder._fork_server,
+}
+
+_SAYINGS: dict[str, Callable[[Recorder, Node, int, Said], None]] = {
+    "event": Recorder._said_event,
+    "exception": Recorder._said_exception,
+    "metrics": Recorder._said_metrics,
+    "progress": Recorder._said_progress,
+    "say": Recorder._said_line,
+}

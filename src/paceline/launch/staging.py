@@ -1,0 +1,164 @@
+"""Everything a node needs before its ranks can start: folders, code, a warm fork server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.launch import planning
+from paceline.launch.code import Tree, project_root, read_tree
+from paceline.launch.fleet import Fleet, together
+from paceline.launch.node import Node
+from paceline.launch.rundir import RunDirectory
+from paceline.launch.shipping import place_code, place_inputs, ship_tree, with_inputs
+from paceline.spec.errors import NodeError
+from paceline.spec.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Supplies:
+    """What may have to be shipped, read and hashed on the launching machine.
+
+    Attributes:
+        code: The job's code; ``None`` when no node can need it.
+        package: This installation's ``paceline``; ``None`` unless the job needs it.
+        inputs: Further folders by their path here.
+    """
+
+    code: Tree | None
+    package: Tree | None
+    inputs: dict[str, Tree]
+
+
+def gather_supplies(job: Job, fleet: Fleet, package: bool) -> Supplies:
+    """Reads what the nodes may need. Blocking: call it in a thread."""
+    remote = any(not host.local for host in fleet.hosts)
+    program = job.entry.kind == "binary" and job.ship.value == "auto"
+    needs_code = remote and not program and not package
+    return Supplies(
+        code=read_tree(project_root(job)) if needs_code else None,
+        package=package_tree() if package else None,
+        inputs={path: read_tree(Path(path)) for path in job.inputs} if remote else {},
+    )
+
+
+def package_tree() -> Tree:
+    """This installation's package, for interpreters that do not have it."""
+    import paceline
+
+    folder = Path(paceline.__file__).parent
+    inner = read_tree(folder)
+    manifest = [[f"paceline/{entry[0]}", *entry[1:]] for entry in inner.manifest]
+    return Tree(folder.parent, manifest, inner.digest)
+
+
+async def stage(fleet: Fleet, job: Job, supplies: Supplies, directory: RunDirectory,
+                run_id: str, token: str) -> dict[str, planning.Code]:  # fmt: skip
+    """Readies every node; says where the code is on each."""
+    begun = [begin(node, job, supplies.package, directory, run_id, token) for node in fleet.nodes]
+    placed = [place(node, job, supplies, run_id) for node in fleet.nodes]
+    results = await together([*begun, *placed])
+    return dict(zip((node.name for node in fleet.nodes), results[len(begun) :], strict=True))
+
+
+async def begin(node: Node, job: Job, package: Tree | None, directory: RunDirectory,
+                run_id: str, token: str) -> None:  # fmt: skip
+    """Starts the node's fork server: its imports run beside all that is still to be found out."""
+    answer = await node.channel.request(
+        "run_folder",
+        run_id=run_id,
+        path=str(directory.path),
+        token_file=directory.probe_file,
+        token=directory.token,
+    )
+    node.run_folder, node.shared_run_dir = answer["folder"], answer["shared"]
+    python = planning.python_of(job, node.host)
+    env = {**early_env(job, node), **job.environment.all()}
+    if package is not None and not (node.host.local and python == sys.executable):
+        root = await ship_tree(node, package, "paceline", run_id)
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    node.ready = asyncio.get_running_loop().create_future()
+    await node.channel.request(
+        "prepare",
+        python=python,
+        preload=list(job.preload),
+        env=env,
+        unset=list(job.environment.unset),
+        token=token,
+    )
+
+
+def early_env(job: Job, node: Node) -> dict[str, str]:
+    """What libraries read when they are loaded; interface names follow with the ranks."""
+    processes = planning.processes_on(job, node.host, node.facts).value
+    settings = planning.node_env(job, node.facts, processes, None)
+    return {name: setting.value for name, setting in settings.items()}
+
+
+async def place(node: Node, job: Job, supplies: Supplies, run_id: str) -> planning.Code:
+    """Brings code and inputs to the node where they are not there already."""
+    code = await place_code(node, job, supplies.code, run_id)
+    places = await place_inputs(node, supplies.inputs, run_id)
+    workdir = code.workdir
+    if supplies.code is None and not node.host.local:
+        workdir = await _workdir_without_code(node, workdir)
+    return planning.Code(code.how, workdir, with_inputs(code.entry, places))
+
+
+async def _workdir_without_code(node: Node, wanted: str) -> str:
+    """Programs run in the same folder if it is there, else at home."""
+    answer = await node.channel.request("look", paths=[wanted])
+    if answer["paths"][0]["exists"]:
+        return wanted
+    if node.host.workdir:
+        raise NodeError(
+            f"{node.name} has no folder {wanted}",
+            remedy=f"Create it there, or change workdir under [hosts.{node.name}]",
+        )
+    return str(node.facts["user"]["home"])
+
+
+async def would_place(node: Node, job: Job, tree: Tree | None) -> planning.Code:
+    """Where the code would be: for ``--plan``, which ships nothing."""
+    workdir = node.host.workdir or job.workdir
+    if tree is None or node.host.local:
+        return planning.Code("in place", workdir, job.entry)
+    root = node.host.workdir or str(tree.root)
+    answer = await node.channel.request("compare_tree", root=root, manifest=tree.manifest)
+    equal = answer["exists"] and not (answer["missing"] or answer["different"])
+    if equal and job.ship.value != "always":
+        return planning.Code("verified equal", workdir, job.entry)
+    return planning.Code("shipped", f"(a copy of {tree.root})", job.entry)
+
+
+async def fork_servers_up(fleet: Fleet, job: Job) -> None:
+    """Waits for the imports everywhere; refuses nodes on which they failed or lack the backend."""
+    for node in fleet.nodes:
+        if node.ready is not None and (problem := await node.ready):
+            raise _import_failed(node, problem, job)
+    for node in fleet.nodes:
+        backends = node.loaded.get("backends")
+        if job.backend and backends is not None and job.backend not in backends:
+            raise _no_backend(node, job.backend, backends)
+
+
+def _import_failed(node: Node, problem: str, job: Job) -> NodeError:
+    modules = ", ".join(job.preload)
+    python = planning.python_of(job, node.host)
+    return NodeError(
+        f"{node.name} cannot import {modules}",
+        found="\n".join(problem.strip().splitlines()[-8:]),
+        remedy=f"Look there: {python} -c 'import {modules}'",
+    )
+
+
+def _no_backend(node: Node, wanted: str, backends: Sequence[str]) -> NodeError:
+    return NodeError(
+        f"backend {wanted} was asked for, but torch on {node.name} was built without it",
+        found=f"torch {node.loaded.get('torch')} there has: {', '.join(backends)}",
+        remedy=f"--backend {backends[0] if backends else 'gloo'}, or install a torch with {wanted}",
+    )

@@ -56,11 +56,10 @@ def up(
     if interface_names is not None:
         options["interface_names"] = tuple(interface_names.split(","))
     lab = Lab(LabOptions(python=dict(map(_host_and_venv, pythons)), **options))
-    began = time.monotonic()
-    lab.up(detached=not foreground)
-    _introduce(lab, time.monotonic() - began)
     if foreground:
         _stay(lab)
+    else:
+        _up_and_introduce(lab, detached=True)
 
 
 def _host_and_venv(text: str) -> tuple[str, str]:
@@ -68,6 +67,12 @@ def _host_and_venv(text: str) -> tuple[str, str]:
     if not (host and equals and path):
         raise LabError(f"--python {text!r} is not HOST=VENV", remedy="--python n2=/path/to/venv")
     return host, path
+
+
+def _up_and_introduce(lab: Lab, detached: bool) -> None:
+    began = time.monotonic()
+    lab.up(detached=detached)
+    _introduce(lab, time.monotonic() - began)
 
 
 def _introduce(lab: Lab, seconds: float) -> None:
@@ -90,12 +95,15 @@ def _some(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _stay(lab: Lab) -> None:
+    """Up until Ctrl-C, SIGTERM, a closed terminal or the end of the lab itself."""
+
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
     try:
+        _up_and_introduce(lab, detached=False)
         wait(lab)
     except KeyboardInterrupt:
         click.echo("taking the lab down")

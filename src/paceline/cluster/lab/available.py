@@ -22,6 +22,15 @@ _TOOLS = {  # program → Debian package
 }
 
 
+_TOOLS_OF_FAULTS = {"nft": "nftables"}
+
+
+def missing(tool: str) -> LabError:
+    """The error for a tool that is not installed."""
+    package = {**_TOOLS, **_TOOLS_OF_FAULTS}.get(tool, tool)
+    return LabError(f"{tool} is not installed", remedy=f"sudo apt-get install {package}")
+
+
 def missing_packages() -> list[str]:
     """Debian packages of the programs that a lab needs and this machine lacks."""
     lacking = {package for tool, package in _TOOLS.items() if not find(tool)}

@@ -14,13 +14,18 @@ _CHUNK = 1 << 20
 _TMPFS = "tmpfs"
 
 
-def fill(path: str, free: int) -> None:
-    """Writes a file that leaves ``free`` bytes; refuses what is not the host's own."""
+def fill(path: str, free: int, mountinfo: str) -> None:
+    """Writes a file that leaves ``free`` bytes; refuses what is not the host's own.
+
+    Args:
+        mountinfo: /proc/PID/mountinfo of the host.
+    """
     room = _room(path)
-    if _kind(path) != _TMPFS or room > _LIMIT:
+    kind = kind_of(os.stat(path).st_dev, mountinfo)  # noqa: PTH116
+    if kind != _TMPFS or room > _LIMIT:
         raise LabError(
             f"{path} is not a disk that can be filled",
-            found=f"{room >> 20} MiB are free there, on a file system of type {_kind(path)}",
+            found=f"{room >> 20} MiB are free there, on a file system of type {kind}",
             remedy=f"bring the lab up with a small disk there: --private {path}:64m",
         )
     _write(Path(path) / _BALLAST, max(0, room - free))
@@ -31,11 +36,10 @@ def _room(path: str) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def _kind(path: str) -> str:
-    """Type of the file system at ``path``, from this process's mounts."""
-    device = os.stat(path).st_dev  # noqa: PTH116
+def kind_of(device: int, mountinfo: str) -> str:
+    """Type of the file system on a device, according to the text of a mountinfo file."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in mountinfo.splitlines():
         if line.split()[2] == wanted:
             return line.partition(" - ")[2].split()[0]
     return "unknown"

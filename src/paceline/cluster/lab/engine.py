@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial, singledispatchmethod
+from pathlib import Path
 from typing import Any
 
 from paceline.cluster.lab import control, delayline, disk, faults, host, kernel, network, processes
@@ -96,6 +97,12 @@ class Engine:
             os.close(fd)
         if up.forwarder is not None:  # it keeps the host's network alive
             os.kill(up.forwarder, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(up.forwarder, 0)  # then its interfaces are gone, too
+
+        for port in (name, network.dead_port(self._plan.host(name))):
+            with contextlib.suppress(OSError):  # the kernel removes it too, but in its own time
+                host.run(["ip", "link", "del", port])
 
     def namespaces(self, name: str) -> list[int]:
         """Descriptors of a host's namespaces; raises LabError when it is off."""
@@ -250,7 +257,8 @@ class Engine:
 
     @_do.register
     def _(self, step: faults.Fill, name: str) -> None:
-        self._on_disk(name, partial(disk.fill, step.path, step.free))
+        mountinfo = Path(f"/proc/{self._up(name).pid}/mountinfo").read_text()
+        self._on_disk(name, partial(disk.fill, step.path, step.free, mountinfo))
 
     @_do.register
     def _(self, step: faults.Unfill, name: str) -> None:

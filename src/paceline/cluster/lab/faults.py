@@ -271,17 +271,17 @@ def _fast(target: Target, _: Sequence[str]) -> Steps:
 
 
 def _loss_table(target: Target) -> str:
-    return f"loss-{target.host.name}"
+    return f"loss_{target.host.name}"
 
 
 def _loss(target: Target, arguments: Sequence[str]) -> Steps:
     """Frames vanish on the switch, so that neither side is told."""
     percent = _percent(arguments[0])
     name, port = _loss_table(target), target.host.name
-    chance = f"numgen random mod 10000 < {round(percent * 100)} drop"
+    chance = f"numgen random mod 10000 <= {max(0, round(percent * 100) - 1)} drop"
     text = "\n".join(
         (
-            f'table bridge "{name}" {{',
+            f"table bridge {name} {{",
             f'  chain a {{ type filter hook prerouting priority 0; iifname "{port}" {chance}; }}',
             f'  chain b {{ type filter hook postrouting priority 0; oifname "{port}" {chance}; }}',
             "}\n",
@@ -291,7 +291,7 @@ def _loss(target: Target, arguments: Sequence[str]) -> Steps:
 
 
 def _no_loss(target: Target, _: Sequence[str]) -> Steps:
-    return (OnSwitch(("nft", "-f", "-"), f'delete table bridge "{_loss_table(target)}"\n'),)
+    return (OnSwitch(("nft", "-f", "-"), f"delete table bridge {_loss_table(target)}\n"),)
 
 
 def _percent(text: str) -> float:

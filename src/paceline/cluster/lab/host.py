@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.cluster.lab import kernel, mounts, network, processes, texts
+from paceline.cluster.lab.available import missing
 from paceline.cluster.lab.layout import Layout
 from paceline.cluster.lab.options import HostPlan, LabPlan
 
@@ -192,16 +193,19 @@ def batch(lines: list[str]) -> None:
 
 def run(argv: list[str], text: str = "", enter: Callable[[], None] | None = None) -> str:
     """Runs a system tool and returns its output; raises OSError with what it says on failure."""
-    done = subprocess.run(
-        argv,
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": texts.USUAL_PATH},
-        preexec_fn=enter,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            argv,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={"PATH": texts.USUAL_PATH},
+            preexec_fn=enter,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise missing(argv[0]) from None
     if done.returncode:
         raise OSError(f"{' '.join(argv)} failed: {(done.stderr or done.stdout).strip()}")
     return done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -79,7 +80,7 @@ def _below_own(path: str) -> bool:
 
 
 def _own_files(layout: Layout, host: HostPlan) -> Iterator[Mount]:
-    for name in ("hosts", "hostname", "machine-id", "passwd", "shadow", "resolv.conf"):
+    for name in ("hosts", "hostname", "machine-id", "passwd", "group", "shadow", "resolv.conf"):
         source = str(layout.etc(host.name) / name)
         yield Mount("bind", f"/etc/{name}", source, optional=True)
     boot_id = "/proc/sys/kernel/random/boot_id"
@@ -159,7 +160,16 @@ def _make_target(target: str, folder: bool) -> None:
 def _overlay(lower: str, step: Mount) -> None:
     for layer in ("upper", "work"):
         Path(step.data, layer).mkdir(parents=True, exist_ok=True)
+    _dress(lower, Path(step.data, "upper"))
     data = f"lowerdir={lower},upperdir={step.data}/upper,workdir={step.data}/work"
     if os.geteuid() != 0:  # without root the layer's marks live in user attributes
         data += ",userxattr"
     kernel.mount("overlay", step.target, "overlay", data=data)
+
+
+def _dress(lower: str, upper: Path) -> None:
+    """The folder itself takes its owner and rights from the upper layer."""
+    found = os.stat(lower)  # noqa: PTH116 - follows the handle
+    if os.geteuid() == 0:
+        os.chown(upper, found.st_uid, found.st_gid)
+    upper.chmod(stat.S_IMODE(found.st_mode))

@@ -6,6 +6,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
 from paceline.spec.errors import LabError
 
@@ -163,9 +164,14 @@ def _host(options: LabOptions, around: Surroundings, network: Network, index: in
         interface=options.interface_names[index % len(options.interface_names)],
         mac="02:4c:61:62:{:02x}:{:02x}".format(*divmod(index + 1, 256)),
         dead_address=str(_address(DEAD_SUBNET, index)) if options.dead_interface else "",
-        python=options.python.get(name, around.python),
+        python=_interpreter(options.python.get(name, around.python)),
         sshd=name not in options.no_sshd,
     )
+
+
+def _interpreter(path: str) -> str:
+    """The interpreter of a virtual environment; an interpreter is recognised by its name."""
+    return path if PurePosixPath(path).name.startswith("python") else f"{path}/bin/python"
 
 
 def _network(options: LabOptions) -> Network:

@@ -56,7 +56,7 @@ def parent_folder() -> Path:
 
 def surroundings(share: Sequence[str] = ()) -> Surroundings:
     """What the plan needs to know of this machine, process and user."""
-    user = pwd.getpwuid(os.geteuid())
+    user = _account(os.geteuid())
     package = str(Path(__file__).resolve().parents[3])
     shared = (sys.prefix, sys.base_prefix, str(Path.cwd()), package, *share)
     return Surroundings(
@@ -65,8 +65,25 @@ def surroundings(share: Sequence[str] = ()) -> Surroundings:
         uid=user.pw_uid,
         gid=user.pw_gid,
         user=user.pw_name,
-        shell=user.pw_shell if Path(user.pw_shell).exists() else "/bin/sh",
+        shell=_shell(user),
     )
+
+
+def _account(uid: int) -> pwd.struct_passwd:
+    try:
+        return pwd.getpwuid(uid)
+    except KeyError:
+        raise LabError(
+            "a lab needs a user that has an account",
+            found=f"user id {uid} is not in /etc/passwd, and OpenSSH does without nobody",
+        ) from None
+
+
+def _shell(account: pwd.struct_passwd) -> str:
+    """The account's shell, where that is one."""
+    shell = account.pw_shell
+    barred = shell.endswith(("/nologin", "/false")) or not Path(shell).is_file()
+    return "/bin/sh" if barred else shell
 
 
 @dataclass(frozen=True)
@@ -167,16 +184,20 @@ def write_files(plan: LabPlan, layout: Layout) -> None:
     _write(layout.hostfile, texts.hostfile(plan))
     _write(layout.settings, texts.settings(plan))
     _write(layout.ssh_config, texts.ssh_config(plan, layout, _dialer(layout)))
-    passwd = Path("/etc/passwd").read_text()
+    passwd, group = (Path(file).read_text() for file in ("/etc/passwd", "/etc/group"))
     for host in plan.hosts:
-        _write_host(plan, layout, host, passwd)
+        _write_etc(layout, host, texts.etc_files(plan, host, passwd, group))
+        _write_host(plan, layout, host)
 
 
-def _write_host(plan: LabPlan, layout: Layout, host: HostPlan, machine_passwd: str) -> None:
-    for name, text in texts.etc_files(plan, host, machine_passwd).items():
+def _write_etc(layout: Layout, host: HostPlan, files: dict[str, str]) -> None:
+    for name, text in files.items():
         _write(layout.etc(host.name) / name, text)
-    _write(layout.etc(host.name) / "boot_id", texts.boot_id(plan, host))
     (layout.etc(host.name) / "shadow").chmod(0o600)
+
+
+def _write_host(plan: LabPlan, layout: Layout, host: HostPlan) -> None:
+    _write(layout.etc(host.name) / "boot_id", texts.boot_id(plan, host))
     _write(layout.sshd_config(host.name), texts.sshd_config(plan, layout, host))
     ssh = layout.home(host.name) / ".ssh"
     _write(ssh / "authorized_keys", layout.identity.with_suffix(".pub").read_text())

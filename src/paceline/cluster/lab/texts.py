@@ -47,13 +47,16 @@ def settings(plan: LabPlan) -> str:
     return "\n".join(lines)
 
 
-def etc_files(plan: LabPlan, host: HostPlan, machine_passwd: str) -> dict[str, str]:
+def etc_files(
+    plan: LabPlan, host: HostPlan, machine_passwd: str, machine_group: str
+) -> dict[str, str]:
     """Path below /etc → content, as ``host`` sees them."""
     return {
         "hosts": hosts_file(plan, host),
         "hostname": f"{host.name}\n",
         "machine-id": _identity(plan, host)[:32] + "\n",
         "passwd": passwd(plan, machine_passwd),
+        "group": group(plan, machine_group),
         # "*": no password fits. With "!" sshd would call the account locked and refuse keys too.
         "shadow": f"{plan.around.user}:*:19000:0:99999:7:::\n",
         "resolv.conf": "# nothing outside the lab can be reached\n",
@@ -72,6 +75,16 @@ def passwd(plan: LabPlan, machine: str) -> str:
     if not any(line.startswith("sshd:") for line in others):
         others.append("sshd:x:105:65534::/run/sshd:/usr/sbin/nologin")
     return "\n".join([own, *others]) + "\n"
+
+
+def group(plan: LabPlan, machine: str) -> str:
+    """/etc/group: the machine's; without root there is no group ``tty`` to own terminals.
+
+    Its number has no meaning in the user namespace, and sshd gives up when it cannot use it.
+    """
+    if plan.around.uid == 0:
+        return machine
+    return "".join(f"{line}\n" for line in machine.splitlines() if not line.startswith("tty:"))
 
 
 def boot_id(plan: LabPlan, host: HostPlan) -> str:

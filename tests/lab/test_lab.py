@@ -1,0 +1,706 @@
+"""The lab itself, for real: namespaces, sshd, faults, and nothing left afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.lab import Lab, LabOptions, state
+from paceline.cluster.lab import processes as looking
+from paceline.spec.errors import LabError
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(60)]
+
+CONNECT = """
+import socket, sys
+try:
+    with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=float(sys.argv[3])) as s:
+        print(s.recv(100).decode().strip())
+except TimeoutError:
+    print("timeout")
+except OSError as error:
+    print(error.errno)
+"""
+
+SERVE = """
+import socket, sys
+with socket.create_server(("", int(sys.argv[1]))) as server:
+    print("ready", flush=True)
+    while True:
+        connection, _ = server.accept()
+        connection.sendall(b"hello")
+        connection.close()
+"""
+
+RECEIVE = """
+import socket
+with socket.create_server(("", 7000)) as server:
+    print("ready", flush=True)
+    while True:
+        connection, _ = server.accept()
+        size = int(connection.recv(16))
+        while size > 0:
+            size -= len(connection.recv(1 << 20))
+        connection.sendall(b"k")
+"""
+
+SEND = """
+import socket, sys, time
+host, size = sys.argv[1], int(sys.argv[2])
+with socket.create_connection((host, 7000)) as s:
+    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    began = time.perf_counter()
+    s.sendall(b"%16d" % size)
+    s.sendall(bytes(size))
+    s.recv(1)
+    print(time.perf_counter() - began)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _labs_can_be_made() -> None:
+    assert Lab.available() is None
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Lab]:
+    """Two hosts as Debian's installer leaves them, shared by tests that leave them as found."""
+    with Lab(LabOptions(hosts=2, debian_hosts=True)) as lab:
+        yield lab
+        assert [lab.processes(name) for name in lab.names] == [[], []]
+
+
+@pytest.fixture
+def healed(pair: Lab) -> Iterator[Lab]:
+    """The same two hosts, for faults."""
+    yield pair
+    pair.heal()
+
+
+def output(lab: Lab, host: str, *argv: str) -> str:
+    return lab.exec(host, argv, timeout=20, check=True).stdout.strip()
+
+
+def ssh(lab: Lab, host: str, *words: str, patience: int = 10) -> subprocess.CompletedProcess[str]:
+    options = ["-o", f"ConnectTimeout={patience}"]
+    argv = ["ssh", "-F", str(lab.ssh_config), *options, host, *words]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+
+
+def connect(lab: Lab, host: str, to: str, port: int, patience: float = 1.0) -> str:
+    return output(lab, host, sys.executable, "-c", CONNECT, to, str(port), str(patience))
+
+
+@contextlib.contextmanager
+def serving(lab: Lab, host: str, program: str, *arguments: str) -> Iterator[None]:
+    argv = [sys.executable, "-c", program, *arguments]
+    with lab.popen(host, argv, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        yield
+        server.kill()
+
+
+def seconds_to_send(lab: Lab, size: int) -> float:
+    return float(output(lab, "n1", sys.executable, "-c", SEND, lab.address("n2"), str(size)))
+
+
+def eventually(true: Callable[[], bool], patience: float = 5.0) -> bool:
+    deadline = time.monotonic() + patience
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+# --- what a host is
+
+
+def test_hosts_are_machines_of_their_own(pair: Lab) -> None:
+    assert pair.names == ("n1", "n2")
+    assert output(pair, "n1", "hostname") == "n1"
+    assert pair.address("n1") in output(pair, "n1", "ip", "-brief", "address")
+    assert output(pair, "n1", "getent", "hosts", "n1").split()[0] == "127.0.1.1"
+    assert output(pair, "n1", "getent", "hosts", "n2").split()[0] == pair.address("n2")
+    assert sorted(output(pair, "n1", "ls", "/sys/class/net").split()) == ["eth0", "lo"]
+
+
+@pytest.mark.parametrize("folder", ["/dev/shm", "/tmp", "/run", "~"])
+def test_hosts_have_folders_of_their_own(pair: Lab, folder: str) -> None:
+    pair.exec("n1", ["sh", "-c", f"touch {folder}/only-here"], check=True)
+    assert "only-here" not in output(pair, "n2", "sh", "-c", f"ls {folder}")
+    assert not Path(folder, "only-here").expanduser().exists()
+
+
+def test_identity_of_machine_and_boot_differ(pair: Lab) -> None:
+    for file in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
+        assert output(pair, "n1", "cat", file) != output(pair, "n2", "cat", file)
+
+
+def test_interpreter_and_project_are_shared(pair: Lab) -> None:
+    assert output(pair, "n1", "pwd") == str(Path.cwd())
+    assert output(pair, "n1", sys.executable, "-c", "import sys; print(sys.prefix)") == sys.prefix
+
+
+# --- ssh
+
+
+def test_ssh_from_outside(pair: Lab) -> None:
+    done = ssh(pair, "n2", "hostname; echo $HOME")
+    assert (done.returncode, done.stdout.split()) == (0, ["n2", pair.home_inside()])
+    assert ssh(pair, pair.address("n1"), "hostname").stdout == "n1\n"
+    assert "Accepted publickey" in pair.sshd_log("n2").read_text()
+
+
+def test_ssh_from_host_to_host_needs_no_option(pair: Lab) -> None:
+    assert output(pair, "n1", "ssh", "n2", "hostname") == "n2"
+    assert output(pair, "n1", "ssh", "-F", str(pair.ssh_config), "n2", "hostname") == "n2"
+
+
+def test_ssh_gives_a_terminal(pair: Lab) -> None:
+    done = ssh(pair, "n1", "-tt", "tty")
+    assert done.stdout.strip().startswith("/dev/pts/")
+
+
+def test_changed_host_key_is_refused(pair: Lab) -> None:
+    known = pair.layout.known_hosts
+    original = known.read_text()
+    lines = original.splitlines()
+    swapped = [lines[0].split()[0], *lines[1].split()[1:]]
+    known.write_text(" ".join(swapped) + "\n")
+    try:
+        done = ssh(pair, "n1", "true")
+    finally:
+        known.write_text(original)
+    assert done.returncode == 255
+    assert "REMOTE HOST IDENTIFICATION HAS CHANGED" in done.stderr
+
+
+def test_refused_connection_reads_as_ssh_says_it(pair: Lab) -> None:
+    done = ssh(pair, "n1", "-p", "23", "true")
+    assert done.returncode == 255
+    assert "port 23: Connection refused" in done.stderr
+
+
+# --- exec
+
+
+def test_arguments_and_environment_arrive_byte_for_byte(pair: Lab) -> None:
+    hostile = ["a b", ";", "$HOME", "*", "'\"", "\n", "", "ü€", "--", "-x"]
+    show = "import sys, os, json; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
+    argv = [sys.executable, "-I", "-X", "utf8", "-c", show, *hostile]
+    env = {"HOSTILE": "".join(hostile), "PYTHONCOERCECLOCALE": "0"}
+    arguments, environment = json.loads(pair.exec("n1", argv, env=env, check=True).stdout)
+    assert arguments == hostile
+    assert environment.pop("LC_CTYPE", "C.UTF-8") == "C.UTF-8"  # added by the child's own Python
+    assert environment == {**pair.environment("n1"), **env}
+
+
+def test_no_variable_is_added(pair: Lab) -> None:
+    names = {line.split("=")[0] for line in output(pair, "n1", "env").splitlines()}
+    assert names == set(pair.environment("n1"))
+
+
+def test_exit_status_signal_and_input(pair: Lab) -> None:
+    assert pair.exec("n1", ["sh", "-c", "exit 7"]).returncode == 7
+    assert pair.exec("n1", ["sh", "-c", "kill -TERM $$"]).returncode == -signal.SIGTERM
+    assert pair.exec("n1", ["sh", "-c", "kill -KILL $$"]).returncode == -signal.SIGKILL
+    assert pair.exec("n1", ["cat"], input="in\n").stdout == "in\n"
+    missing = pair.exec("n1", ["no-such-program"])
+    assert (missing.returncode, missing.stderr) == (
+        127,
+        "no-such-program: No such file or directory\n",
+    )
+
+
+def test_time_out_kills_on_the_host(pair: Lab) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        pair.exec("n1", ["sleep", "100"], timeout=0.3)
+    assert eventually(lambda: pair.processes("n1") == [])
+
+
+def test_signals_are_passed_on(pair: Lab) -> None:
+    trap = "trap 'echo got it; exit 5' TERM; echo ready; while :; do sleep 0.05; done"
+    with pair.popen("n1", ["sh", "-c", trap], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.terminate()
+        assert child.stdout.read() == "got it\n"
+    assert child.returncode == 5
+
+
+def test_processes_and_listeners_are_seen(pair: Lab) -> None:
+    with serving(pair, "n1", SERVE, "6000"):
+        ((pid, command),) = pair.processes("n1")
+        assert command.startswith(sys.executable)
+        assert Path(f"/proc/{pid}").exists()
+        assert pair.listeners("n1") == ["0.0.0.0:6000"]
+        assert pair.listeners("n2") == []
+        assert connect(pair, "n2", "n1", 6000) == "hello"
+    assert eventually(lambda: pair.processes("n1") == [])
+
+
+def test_unknown_host_is_named(pair: Lab) -> None:
+    with pytest.raises(LabError, match="no host 'n9'"):
+        pair.exec("n9", ["true"])
+
+
+# --- faults
+
+
+def test_power_off_and_on(healed: Lab) -> None:
+    healed.home("n2").joinpath("kept").write_text("")
+    with healed.popen("n2", ["sleep", "100"]) as child:
+        assert eventually(lambda: len(healed.processes("n2")) == 1)
+        healed.fault("power-off", "n2")
+        assert child.wait(5) == -signal.SIGKILL
+    refused = healed.exec("n2", ["true"])
+    assert (refused.returncode, refused.stderr) == (255, "paceline lab: n2 is powered off\n")
+    done = ssh(healed, "n2", "true", patience=1)
+    assert done.returncode == 255
+    assert "port 22: Connection timed out" in done.stderr
+    healed.heal("n2")
+    assert "kept" in ssh(healed, "n2", "ls").stdout
+
+
+def test_power_off_says_nothing_to_peers(healed: Lab) -> None:
+    with serving(healed, "n2", SERVE, "6000"):
+        assert connect(healed, "n1", "n2", 6000) == "hello"
+        healed.fault("power-off", "n2")
+    assert connect(healed, "n1", "n2", 6000) == "timeout"
+
+
+def test_freeze_and_thaw(healed: Lab) -> None:
+    with serving(healed, "n2", SERVE, "6000"):
+        healed.fault("freeze", "n2")
+        # The kernel still completes the handshake; nobody answers.
+        assert connect(healed, "n1", "n2", 6000, 0.3) == "timeout"
+        healed.undo("freeze", "n2")
+        assert connect(healed, "n1", "n2", 6000) == "hello"
+
+
+def test_unplug_and_plug(healed: Lab) -> None:
+    healed.fault("unplug", "n2")
+    assert connect(healed, "n1", "n2", 22, 0.3) == "timeout"
+    healed.undo("unplug", "n2")
+    assert connect(healed, "n1", "n2", 22).startswith("SSH-2.0")
+
+
+def test_drop_ports(healed: Lab) -> None:
+    with serving(healed, "n2", SERVE, "6000"):
+        healed.fault("drop", "n2", "5000,5999-6001")
+        assert connect(healed, "n1", "n2", 6000, 0.3) == "timeout"
+        assert connect(healed, "n1", "n2", 22).startswith("SSH-2.0")
+        healed.undo("drop", "n2", "5000,5999-6001")
+        assert connect(healed, "n1", "n2", 6000) == "hello"
+
+
+def test_reject_ports(healed: Lab) -> None:
+    with serving(healed, "n2", SERVE, "6000"):
+        healed.fault("reject", "n2", "6000")
+        assert connect(healed, "n1", "n2", 6000) == str(errno.ECONNREFUSED)
+
+
+@pytest.mark.parametrize("kind", ["drop", "reject"])
+def test_all_ephemeral_leaves_ssh(healed: Lab, kind: str) -> None:
+    with serving(healed, "n2", SERVE, "6000"), serving(healed, "n1", SERVE, "6000"):
+        healed.fault(kind, "n2", "all-ephemeral")
+        assert connect(healed, "n1", "n2", 6000, 0.3) != "hello"
+        assert connect(healed, "n2", "n1", 6000) == "hello"  # outwards all is open
+        assert connect(healed, "n2", "n2", 6000) == "hello"
+        assert ssh(healed, "n2", "hostname").stdout == "n2\n"
+
+
+@pytest.mark.parametrize("kind", ["drop", "reject"])
+def test_all_closes_everything(healed: Lab, kind: str) -> None:
+    healed.fault(kind, "n2", "all")
+    assert not connect(healed, "n1", "n2", 22, 0.3).startswith("SSH")
+    healed.undo(kind, "n2")
+    assert connect(healed, "n1", "n2", 22).startswith("SSH")
+
+
+def test_unreachable_is_no_route(healed: Lab) -> None:
+    healed.fault("unreachable", "n1", "n2")
+    assert connect(healed, "n1", "n2", 22) == str(errno.EHOSTUNREACH)
+
+
+def test_deaf_is_one_way(healed: Lab) -> None:
+    receive = "import socket; s = socket.create_server(('', 6001)); s.settimeout(1); s.accept()"
+    healed.fault("deaf", "n2", "n1")
+    assert connect(healed, "n1", "n2", 22, 0.3) == "timeout"
+    assert healed.exec("n2", [sys.executable, "-c", receive]).returncode != 0
+
+
+def test_slow_link_is_slow(healed: Lab) -> None:
+    with serving(healed, "n2", RECEIVE):
+        assert seconds_to_send(healed, 1_000_000) < 0.3
+        healed.fault("slow", "n2", "20mbit")
+        assert 0.3 < seconds_to_send(healed, 1_000_000) < 0.8  # 8 Mbit at 20 Mbit/s
+        healed.undo("slow", "n2")
+        assert seconds_to_send(healed, 1_000_000) < 0.3
+
+
+def test_loss_of_everything_and_of_some(healed: Lab) -> None:
+    healed.fault("loss", "n2", "100")
+    assert connect(healed, "n1", "n2", 22, 0.3) == "timeout"
+    healed.undo("loss", "n2")
+    healed.fault("loss", "n2", "5%")
+    with serving(healed, "n2", RECEIVE):
+        assert seconds_to_send(healed, 1_000_000) > 0
+    assert "statistic" not in output(healed, "n2", "true")
+
+
+def test_kill_by_number_and_by_name(healed: Lab) -> None:
+    with healed.popen("n2", ["sleep", "101"]) as child:
+        assert eventually(lambda: len(healed.processes("n2")) == 1)
+        healed.fault("kill", "n2", "sleep 10.")
+        assert child.wait(5) == -signal.SIGKILL
+    argv = ["sh", "-c", "echo $$; exec sleep 102"]
+    with healed.popen("n2", argv, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        healed.fault("kill", "n2", child.stdout.readline().strip())
+        assert child.wait(5) == -signal.SIGKILL
+    with pytest.raises(LabError, match="no process"):
+        healed.fault("kill", "n2", "sleep 10.")
+
+
+def test_faults_are_listed_and_refused_twice(healed: Lab) -> None:
+    healed.fault("unplug", "n2")
+    assert healed.status()["faults"] == [{"kind": "unplug", "host": "n2", "arguments": []}]
+    with pytest.raises(LabError, match="in force on n2 already"):
+        healed.fault("unplug", "n2")
+    healed.heal()
+    assert healed.status()["faults"] == []
+    with pytest.raises(LabError, match="not in force"):
+        healed.undo("unplug", "n2")
+
+
+def test_power_off_ends_other_faults(healed: Lab) -> None:
+    for kind, *arguments in (("loss", "50"), ("drop", "all"), ("freeze",), ("power-off",)):
+        healed.fault(kind, "n2", *arguments)
+    assert [fault["kind"] for fault in healed.status()["faults"]] == ["power-off"]
+    healed.heal("n2")
+    assert connect(healed, "n1", "n2", 22).startswith("SSH")
+
+
+# --- options
+
+
+def test_adversarial_network_all_at_once() -> None:
+    options = LabOptions(
+        hosts=2,
+        debian_hosts=True,
+        dead_interface=True,
+        bridge_address=True,
+        interface_names=("eth0", "ens3"),
+    )
+    with Lab(options) as lab:
+        names = {name: output(lab, name, "ls", "/sys/class/net").split() for name in lab.names}
+        assert names == {
+            "n1": ["dead0", "docker0", "eth0", "lo"],
+            "n2": ["dead0", "docker0", "ens3", "lo"],
+        }
+        assert output(lab, "n1", "hostname", "-I").split()[0] == "10.66.0.11"
+        assert connect(lab, "n1", "10.66.0.12", 22, 0.3) == "timeout"
+        assert connect(lab, "n1", "172.17.0.1", 22).startswith("SSH")  # it is n1 itself
+        assert output(lab, "n1", "ssh", "n2", "hostname") == "n2"
+
+
+def test_own_name_can_mean_the_dead_interface() -> None:
+    with Lab(LabOptions(hosts=1, dead_interface=True, dead_name=True)) as lab:
+        assert output(lab, "n1", "getent", "hosts", "n1").split()[0] == "10.66.0.11"
+
+
+def test_rate_and_latency() -> None:
+    with (
+        Lab(LabOptions(hosts=2, rate="50mbit", latency="10ms")) as lab,
+        serving(lab, "n2", RECEIVE),
+    ):
+        assert 0.02 < min(seconds_to_send(lab, 1) for _ in range(3)) < 0.035
+        assert 0.32 < seconds_to_send(lab, 2_000_000) < 0.8
+        lab.fault("power-off", "n2")
+        lab.heal("n2")
+        assert connect(lab, "n1", "n2", 22).startswith("SSH")
+
+
+def test_private_hidden_and_small_folders(tmp_path: Path) -> None:
+    for name in ("own", "hidden", "small"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("machine\n")
+    own, hidden, small = (str(tmp_path / name) for name in ("own", "hidden", "small"))
+    options = LabOptions(
+        hosts=2, private=(own, f"{small}:1m"), hide=(hidden,), share=(str(tmp_path),)
+    )
+    with Lab(options) as lab:
+        lab.exec("n1", ["sh", "-c", f"echo n1 >> {own}/file"], check=True)
+        assert output(lab, "n1", "cat", f"{own}/file") == "machine\nn1"
+        assert output(lab, "n2", "cat", f"{own}/file") == "machine"
+        assert output(lab, "n1", "ls", hidden) == ""
+        lab.fault("fill-disk", "n1", small, "100k")
+        write = f"head -c 50k /dev/zero > {small}/a && head -c 200k /dev/zero > {small}/b"
+        assert "No space left" in lab.exec("n1", ["sh", "-c", write]).stderr
+        lab.heal("n1")
+        lab.exec("n1", ["sh", "-c", write], check=True)
+        with pytest.raises(LabError, match="not a disk that can be filled"):
+            lab.fault("fill-disk", "n1", own)
+    assert (tmp_path / "own" / "file").read_text() == "machine\n"
+
+
+def test_another_python_and_a_host_without_sshd(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(sys.executable)
+    options = LabOptions(python={"n2": str(venv)}, no_sshd=("n1",), share=(str(venv),))
+    with Lab(options) as lab:
+        assert lab.settings is not None
+        assert lab.settings.read_text() == f'[hosts.n2]\npython = "{venv}/bin/python"\n'
+        assert ssh(lab, "n2", "command -v python").stdout.strip() == f"{venv}/bin/python"
+        assert output(lab, "n2", "which", "python") == f"{venv}/bin/python"
+        assert "Connection refused" in ssh(lab, "n1", "true").stderr
+        assert [host["sshd"] for host in lab.status()["hosts"]] == [False, True]
+
+
+def test_ipv6_only() -> None:
+    with Lab(LabOptions(hosts=2, ipv6_only=True)) as lab:
+        assert lab.address("n2") == "fd77::12"
+        assert output(lab, "n1", "ssh", "n2", "hostname") == "n2"
+        assert ssh(lab, "n2", "hostname").stdout == "n2\n"
+        assert "10.77" not in output(lab, "n1", "ip", "address")
+
+
+# --- the end
+
+
+def _mounts() -> list[str]:
+    return sorted(Path("/proc/self/mountinfo").read_text().splitlines())
+
+
+def _interfaces() -> list[str]:
+    return sorted(entry.name for entry in Path("/sys/class/net").iterdir())
+
+
+def _processes_in(namespaces: set[int]) -> list[str]:
+    """Processes that are in any of these namespaces, whichever kind."""
+    everyone = looking.everything()
+    running = (p for p in everyone if p.state != "Z")
+    return [p.command for p in running if namespaces & _namespaces_of(p.pid)]
+
+
+def _namespaces_of(pid: int) -> set[int]:
+    found = set()
+    for kind in ("pid", "net", "mnt", "uts", "ipc"):
+        with contextlib.suppress(OSError):
+            found.add(Path(f"/proc/{pid}/ns/{kind}").stat().st_ino)
+    return found
+
+
+def _namespaces_of_lab(lab: Lab) -> set[int]:
+    owner = state.read_owner(lab.layout)
+    assert owner is not None
+    pids = [owner.pid, *(host["pid"] for host in lab.status()["hosts"])]
+    own = set().union(*map(_namespaces_of, pids)) - _namespaces_of(os.getpid())
+    assert len(own) == 5 * len(pids)
+    assert len(_processes_in(own)) >= len(pids)
+    return own
+
+
+def _labs() -> list[str]:
+    return [layout.root.name for layout in state.labs()]
+
+
+HOLD = """
+import sys, time
+from paceline.cluster.lab import Lab, LabOptions
+lab = Lab(LabOptions(hosts=2, name=sys.argv[1], latency="1ms")).up()
+lab.popen("n1", ["sh", "-c", "sleep 1000 & sleep 1000"])
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("victim", ["owner", "caller"])
+def test_kill_9_leaves_nothing(victim: str) -> None:
+    before = (_mounts(), _interfaces())
+    name = f"test-{os.getpid()}"
+    argv = [sys.executable, "-c", HOLD, name]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdout is not None
+        assert caller.stdout.readline() == "ready\n"
+        namespaces = _namespaces_of_lab(Lab.attach(name))
+        owner = state.read_owner(Lab.attach(name).layout)
+        assert owner is not None
+        os.kill(owner.pid if victim == "owner" else caller.pid, signal.SIGKILL)
+        assert eventually(lambda: not owner.alive())
+        caller.kill()
+    assert eventually(lambda: _processes_in(namespaces) == [])
+    assert (_mounts(), _interfaces()) == before
+    with Lab(LabOptions(hosts=1)):  # the next one clears what a killed owner left on disk
+        assert name not in _labs()
+
+
+def test_down_leaves_nothing_and_can_be_repeated() -> None:
+    before = (_mounts(), _interfaces())
+    lab = Lab(LabOptions(hosts=2)).up()
+    namespaces = _namespaces_of_lab(lab)
+    folder = lab.layout.root
+    argv = ["ssh", "-F", str(lab.ssh_config), "n1", "sleep 100"]
+    with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as client:
+        assert eventually(lambda: any("sleep" in command for _, command in lab.processes("n1")))
+        lab.down()
+        assert client.wait(5) == 255  # it sees its connection end
+    lab.down()
+    assert not folder.exists()
+    assert _processes_in(namespaces) == []
+    assert (_mounts(), _interfaces()) == before
+
+
+def test_name_is_taken_while_up() -> None:
+    with Lab(LabOptions(hosts=1)) as lab, pytest.raises(LabError, match="is up already"):
+        Lab(LabOptions(hosts=1, name=lab.name)).up()
+
+
+def test_failed_start_leaves_nothing() -> None:
+    name = f"failing-{os.getpid()}"
+    with pytest.raises(LabError, match="not a folder here"):
+        Lab(LabOptions(hosts=1, name=name, hide=("/no/such/folder",))).up()
+    with pytest.raises(LabError, match="cannot do that") as caught:
+        Lab(LabOptions(hosts=2, name=name, hide=("/usr/sbin",))).up()
+    assert "sshd" in caught.value.found
+    assert name not in _labs()
+    assert not [p for p in looking.everything() if name in p.command]
+
+
+def test_many_hosts() -> None:
+    with Lab(LabOptions(hosts=16)) as lab:
+        assert connect(lab, "n1", "n16", 22).startswith("SSH")
+
+
+# --- surroundings
+
+
+def test_filtering_beside_it_does_not_reach_in() -> None:
+    """dockerd sets FORWARD to DROP and filters bridges; both are per network."""
+    script = (
+        "iptables -P FORWARD DROP && sysctl -qw net.ipv4.ip_forward=1;"
+        f" {sys.executable} - <<'END'\n"
+        "from paceline.cluster.lab import Lab, LabOptions\n"
+        "with Lab(LabOptions(hosts=2)) as lab:\n"
+        "    print(lab.exec('n1', ['ssh', 'n2', 'hostname'], timeout=10).stdout)\n"
+        "END\n"
+    )
+    argv = ["unshare", "--net", "sh", "-c", script]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=40, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("n2", 0), done.stderr
+
+
+ROOTLESS = """
+from paceline.cluster.lab import Lab, LabOptions
+with Lab(LabOptions(hosts=2, rate="100mbit", private=("/opt",))) as lab:
+    print(lab.exec("n1", ["ssh", "n2", "hostname; id -u"], timeout=10, check=True).stdout)
+    print(lab.exec("n1", ["touch", "/opt/x"]).stderr)
+    print(lab.exec("n1", ["ssh", "-tt", "n2", "tty"], timeout=10).stdout)
+    lab.fault("drop", "n2", "all")
+    lab.fault("loss", "n2", "5")
+    lab.heal()
+    lab.fault("power-off", "n2")
+    lab.heal()
+    print(lab.exec("n1", ["ssh", "n2", "hostname"], timeout=10, check=True).stdout)
+    print(lab.processes("n2"), lab.listeners("n2"))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without root already")
+def test_rootless() -> None:
+    user = pwd.getpwnam("daemon")  # every machine has it, and nobody uses it
+    uid = user.pw_uid
+    pythons = [sys.executable, shutil.which("python3", path="/usr/bin:/usr/local/bin")]
+    usable = [python for python in pythons if python and _runs_for(uid, python)]
+    assert usable, "no Python that other users may run"
+    done = _as_user(uid, [usable[0], "-c", ROOTLESS])
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split()
+    assert words[:2] == ["n2", str(uid)]
+    assert words[-3:] == ["n2", "[]", "[]"]
+    assert "/dev/pts/" in done.stdout
+    shutil.rmtree(f"/tmp/paceline-lab-{uid}", ignore_errors=True)
+
+
+def _runs_for(uid: int, python: str) -> bool:
+    check = "import sys, paceline; sys.exit(sys.version_info < (3, 10))"
+    try:
+        return _as_user(uid, [python, "-c", check]).returncode == 0
+    except OSError:
+        return False
+
+
+def _as_user(uid: int, argv: list[str]) -> subprocess.CompletedProcess[str]:
+    source = str(Path(state.__file__).parents[3])
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": source, "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        argv,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env=env,
+        cwd="/",
+        user=uid,
+        group=uid,
+        extra_groups=[],
+    )
+
+
+# --- the commands
+
+CLI = "from paceline.cli.lab import command; command()"
+
+
+def paceline_lab(*words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-c", CLI, *words]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_commands_from_up_to_down() -> None:
+    name = f"cli-{os.getpid()}"
+    try:
+        up = paceline_lab("up", "--name", name, "--hosts", "2")
+        config = f"{state.parent_folder()}/{name}/ssh_config"
+        assert up.returncode == 0, up.stderr
+        assert config in up.stdout
+        assert ssh(Lab.attach(name), "n2", "hostname").stdout == "n2\n"
+        inside = paceline_lab("shell", "--name", name, "n2", "--", "sh", "-c", "hostname; exit 3")
+        assert (inside.stdout, inside.returncode) == ("n2\n", 3)
+        assert paceline_lab("fault", "--name", name, "slow", "n1", "1mbit").returncode == 0
+        status = json.loads(paceline_lab("status", "--name", name, "--json").stdout)[name]
+        assert status["faults"] == [{"kind": "slow", "host": "n1", "arguments": ["1mbit"]}]
+        assert [host["up"] for host in status["hosts"]] == [True, True]
+        assert "slow 1mbit" in paceline_lab("status").stdout
+        assert paceline_lab("fault", "--name", name, "slow", "n1", "--undo").returncode == 0
+        assert paceline_lab("heal", "--name", name).returncode == 0
+    finally:
+        downs = [paceline_lab("down", "--name", name) for _ in range(2)]
+    assert [down.returncode for down in downs] == [0, 0]
+    assert "no lab called" in downs[1].stdout
+
+
+def test_foreground_ends_with_sigterm() -> None:
+    argv = [sys.executable, "-u", "-c", CLI, "up", "--foreground", "--hosts", "1", "--name", "fg"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as up:
+        assert up.stdout is not None
+        assert "1 hosts up" in up.stdout.readline()
+        up.terminate()
+        assert up.wait(10) == 0
+    assert "fg" not in _labs()

@@ -8,6 +8,7 @@ itself. A message that cannot be delivered never stops the training.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -101,7 +102,7 @@ class ToLauncher:
     def _send(self, **message: Any) -> None:
         if self._descriptor is None:
             return
-        line = (json.dumps(message, default=str) + "\n").encode()
+        line = _line(message)
         try:
             while line:
                 line = line[os.write(self._descriptor, line) :]
@@ -142,8 +143,8 @@ class ToFolder:
 
     def _append(self, name: str, details: Mapping[str, Any]) -> None:
         record = {"time": round(time.time(), 3), **details}
-        with (self._folder / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, default=str) + "\n")
+        with (self._folder / name).open("ab") as file:
+            file.write(_line(record))
 
 
 def reporter(
@@ -156,6 +157,15 @@ def reporter(
     if rank:
         return Silent()
     return ToScreen() if quiet else ToFolder(folder)
+
+
+def _line(message: Mapping[str, Any]) -> bytes:
+    """One JSON line; numbers that JSON does not know (a diverged loss) become null."""
+    known = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in message.items()
+    }
+    return (json.dumps(known, default=str) + "\n").encode()
 
 
 class _Every:

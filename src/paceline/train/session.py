@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -19,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.spec import rundir
 from paceline.train import files, insync, loader, weights, world
 from paceline.train.comms import Comms
+from paceline.train.leaving import leave
 from paceline.train.loader import Batch, Data, Fetch, Loader, Progress
 from paceline.train.metrics import Meter
 from paceline.train.order import Order
@@ -308,8 +308,8 @@ class Session:
             self._reporter.event("failed", error=f"{type(error).__name__}: {error}")
         self._reporter.close()
         # After a failure the other ranks may be inside a collective; leaving tells them.
-        if error is None and dist.is_initialized():
-            dist.destroy_process_group()
+        if error is None:
+            leave()
 
 
 def _interval(steps: int) -> int:

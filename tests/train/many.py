@@ -1,0 +1,92 @@
+"""Run on every rank by the tests: what only several processes can show."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+from paceline import train
+from paceline.spec.errors import DataError, JobError
+
+
+def main(folder: Path) -> None:
+    with train.join(run_dir=folder / "run", dtype="float64", seed=5, check_every=1) as session:
+        found = {
+            "sums": sums(session),
+            "agree": refused(lambda: session.agree("it", str(session.world.rank // 2))),
+            "together": refused(lambda: session.together(lambda: fail_on_last(session))),
+            "few": refused(lambda: session.loader(numbers(1), 4)) if session.world.size > 1 else "",
+            "odd": odd_sizes(session),
+            "trained": trained(session, limit=0),
+            "accumulated": trained(session, limit=2),
+            "diverged": refused(lambda: diverge(session)) if session.world.size > 1 else "",
+        }
+    (folder / f"{session.world.rank}.json").write_text(json.dumps(found))
+
+
+def refused(act) -> str:
+    try:
+        act()
+    except (JobError, DataError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def fail_on_last(session: train.Session) -> None:
+    if session.world.rank == session.world.size - 1:
+        raise DataError("this rank cannot read it", found="0 bytes", remedy="copy it")
+
+
+def sums(session: train.Session) -> list[float]:
+    return session.comms.rows(torch.tensor([session.world.rank])).flatten().tolist()
+
+
+def numbers(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 3, dtype=torch.float64, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True) ** 2)
+
+
+def odd_sizes(session: train.Session) -> list[tuple[int, float]]:
+    """Means over data sets that do not divide, some smaller than the number of ranks."""
+    means = []
+    for count in (1, 2, 3, 7, 11):
+        meter = session.meter()
+        for batch in session.shard(numbers(count), size=2):
+            meter.add(batch.count, value=batch.data[0].sum(1))
+        result = meter.result()
+        means.append((result.count, result["value"]))
+    return means
+
+
+def trained(session: train.Session, limit: int) -> list[float]:
+    """Two epochs over 11 samples in batches of 4; the last batch has 3."""
+    session.progress.step = session.progress.epoch = session.progress.offset = 0
+    torch.manual_seed(3)
+    network = session.place(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+    model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    loader = session.loader(numbers(11), 4, limit=limit)
+    for _ in session.epochs(loader, 2):
+        for inputs, targets in loader:
+            losses = mse_loss(model(inputs), targets, reduction="none").mean(1)
+            session.step(losses)
+    return torch.cat([one.detach().flatten() for one in network.parameters()]).tolist()
+
+
+def diverge(session: train.Session) -> None:
+    network = session.place(nn.Linear(3, 1))
+    session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    if session.world.rank == 1:
+        with torch.no_grad():
+            network.bias += 1e-12
+    session.verify()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

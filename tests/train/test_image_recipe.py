@@ -1,0 +1,164 @@
+"""The image recipe from flags to predictions, without our launcher."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from paceline.recipes import evaluate, image, predict
+from paceline.recipes.datasets.find import load
+from paceline.recipes.datasets.images import Request
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+
+EXACT = ["--dtype=float64", "--steps=20", "--augment", "flip", "crop", "rotate", "zoom"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(folder: Path, *flags: str) -> int:
+    return image.main([f"--run-dir={folder}", "--device=cpu", *flags])
+
+
+def parameters(folder: Path) -> torch.Tensor:
+    state = load_file(folder / "model/model.safetensors")
+    assert not any(name.startswith("module.") for name in state)
+    return torch.cat([state[name].flatten() for name in sorted(state)])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the default settings, on two ranks."""
+    folder = tmp_path_factory.mktemp("image") / "run"
+    ended = ranks.run_ok(
+        2, ["-m", "paceline.recipes.image", f"--run-dir={folder}"], folder.parent / "logs"
+    )
+    (folder / "said").write_text(ended[0].out)
+    assert ended[1].out == ""
+    return folder
+
+
+def test_default_run_reaches_its_accuracy(trained: Path) -> None:
+    last = (trained / "said").read_text().splitlines()[-1]
+    word, value, *rest = last.split()
+    assert (word, " ".join(rest)[-20:]) == ("accuracy", "450 held-out images)")
+    assert float(value) >= 0.97
+
+
+def test_run_directory(trained: Path) -> None:
+    config = json.loads((trained / "model/config.json").read_text())
+    assert config["classes"] == list("0123456789")
+    assert config["metrics"]["test"]["samples"] == 450
+    assert json.loads((trained / "config.json").read_text())["options"]["data"] == "digits"
+    records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert len({(one["split"], one["step"]) for one in records}) == len(records)
+    assert {one["split"] for one in records} == {"train", "test"}
+    seen = sum(one["samples"] for one in records if one["split"] == "train")
+    assert seen == 15 * 1347
+
+
+def test_evaluation_gives_the_reported_figure(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.json"
+    assert evaluate.main([f"--run={trained}", f"--json={report}"]) == 0
+    found = json.loads(report.read_text())
+    config = json.loads((trained / "model/config.json").read_text())
+    assert found["accuracy"] == config["metrics"]["test"]["accuracy"]
+    assert capsys.readouterr().out.startswith(f"accuracy {found['accuracy']:.4f} (")
+    assert sorted(path.name for path in trained.iterdir()) == [
+        "config.json", "events.jsonl", "metrics.jsonl", "model", "said",
+    ]  # fmt: skip
+
+
+def test_prediction(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    test = load("", Request("digits")).splits["test"]
+    files = []
+    for number in range(0, 450, 45):
+        path = tmp_path / f"{number}.png"
+        Image.fromarray(test.pixels(torch.tensor([number]).numpy())[0, 0]).save(path)
+        files.append(str(path))
+    status = predict.main([f"--run={trained}", files[0], str(tmp_path / "no.png"), *files[1:]])
+    said = capsys.readouterr()
+    assert status == 1
+    assert "no.png is no readable image" in said.err
+    guessed = [int(line.split(": ")[1][0]) for line in said.out.splitlines()]
+    right = [label == guess for label, guess in zip(test.labels[::45], guessed, strict=True)]
+    assert sum(right) >= 9
+
+
+def test_a_damaged_model_is_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_bytes((trained / "model" / name).read_bytes())
+    with (tmp_path / "model/model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    assert evaluate.main([f"--run={tmp_path}"]) == 1
+    assert "hash differs" in capsys.readouterr().err
+
+
+def test_parameters_at_every_world_size(tmp_path: Path) -> None:
+    assert train(tmp_path / "1", *EXACT) == 0
+    for size in (2, 4):
+        folder = tmp_path / str(size)
+        argv = ["-m", "paceline.recipes.image", f"--run-dir={folder}", *EXACT]
+        ranks.run_ok(size, argv, tmp_path / f"logs{size}")
+        difference = (parameters(folder) - parameters(tmp_path / "1")).abs().max()
+        assert difference < 1e-10
+
+
+def test_same_seed_same_bits(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert train(tmp_path / name, "--steps=10", f"--seed={seed}", "--augment", "crop") == 0
+    assert torch.equal(parameters(tmp_path / "a"), parameters(tmp_path / "b"))
+    assert not torch.equal(parameters(tmp_path / "a"), parameters(tmp_path / "c"))
+
+
+def test_bf16_trains(tmp_path: Path) -> None:
+    assert train(tmp_path, "--steps=30", "--dtype=bf16") == 0
+    assert parameters(tmp_path).dtype == torch.float32
+
+
+def test_refusals_end_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path / "run", "--backend=nccl") == 2
+    assert "nccl moves tensors of cuda devices only" in capsys.readouterr().err
+    assert train(tmp_path / "run", f"--data={tmp_path}/nope") == 1
+    assert "no such folder" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_launcher_is_told(tmp_path: Path) -> None:
+    """With the launcher's descriptor the session writes no records itself."""
+    folder = tmp_path / "run"
+    code = (
+        "import os, sys; from paceline.recipes.image import main\n"
+        "os.environ['PACELINE_EVENT_FD'] = str(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT))\n"
+        "sys.exit(main(['--steps', '5']))"
+    )
+    lines = tmp_path / "lines"
+    ended = ranks.run_ok(
+        1, ["-c", code, str(lines)], tmp_path / "logs", extra={"PACELINE_RUN_DIR": str(folder)}
+    )
+    assert ended[0].out == ""
+    messages = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert {one["kind"] for one in messages} == {
+        "event", "metrics", "progress", "say", "heartbeat",
+    }  # fmt: skip
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model"]

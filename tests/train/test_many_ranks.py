@@ -1,0 +1,72 @@
+"""The same numbers at any world size."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+
+SCRIPT = str(Path(__file__).with_name("many.py"))
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What every rank of worlds of 1, 2 and 3 found."""
+    found = {}
+    for size in (1, 2, 3):
+        folder = tmp_path_factory.mktemp(f"world{size}")
+        ranks.run_ok(size, [SCRIPT, str(folder)], folder)
+        found[size] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+    return found
+
+
+@pytest.mark.parametrize("limit", ["trained", "accumulated"])
+def test_parameters_do_not_depend_on_the_world(worlds: Any, limit: str) -> None:
+    alone = np.array(worlds[1][0]["trained"])
+    for size, found in worlds.items():
+        for one in found:
+            assert np.abs(np.array(one[limit]) - alone).max() < 1e-12, size
+
+
+def test_metrics_count_every_sample_once(worlds: Any) -> None:
+    expected = worlds[1][0]["odd"]
+    assert [count for count, _ in expected] == [1, 2, 3, 7, 11]
+    for found in worlds.values():
+        for one in found:
+            assert [count for count, _ in one["odd"]] == [1, 2, 3, 7, 11]
+            means = [mean for _, mean in one["odd"]]
+            assert np.allclose(means, [mean for _, mean in expected], rtol=0, atol=1e-12)
+
+
+def test_every_rank_gets_every_row(worlds: Any) -> None:
+    assert worlds[3][1]["sums"] == [0, 1, 2]
+
+
+def test_disagreement_is_said_on_every_rank(worlds: Any) -> None:
+    assert all(one["agree"] == "" for one in worlds[2])
+    assert all("rank 2 on" in one["agree"] for one in worlds[3])
+
+
+def test_one_rank_fails_all_know(worlds: Any) -> None:
+    for size, found in worlds.items():
+        for one in found:
+            assert one["together"].startswith("DataError: this rank cannot read it")
+            assert f"(rank {size - 1} on" in one["together"]
+
+
+def test_more_ranks_than_samples(worlds: Any) -> None:
+    assert all("1 samples, 3 ranks" in one["few"] for one in worlds[3])
+
+
+def test_divergence_is_named(worlds: Any) -> None:
+    for one in worlds[3]:
+        assert "first differing tensor: bias; rank 1 on" in one["diverged"]
+    for one in worlds[2]:
+        assert "first differing tensor: bias; no majority" in one["diverged"]

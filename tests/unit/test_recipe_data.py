@@ -1,0 +1,273 @@
+"""Readers of image data sets, on files made here in the original formats."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.recipes.datasets.find import load
+from paceline.recipes.datasets.images import ImageData, Request
+from paceline.recipes.pictures import normalisation
+from paceline.spec.errors import DataError
+
+RANDOM = np.random.default_rng(0)
+
+
+def idx(array: np.ndarray[Any, Any]) -> bytes:
+    header = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+    return header + array.astype(np.uint8).tobytes()
+
+
+def write_idx(folder: Path, *, packed: bool = True, label: int = 1) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, count in (("train", 6), ("t10k", 4)):
+        labels = np.arange(count) % 2 * label
+        files = {
+            f"{part}-images-idx3-ubyte": idx(RANDOM.integers(0, 256, (count, 9, 8))),
+            f"{part}-labels-idx1-ubyte": idx(labels),
+        }
+        for name, content in files.items():
+            if packed:
+                (folder / f"{name}.gz").write_bytes(gzip.compress(content))
+            else:
+                (folder / name).write_bytes(content)
+
+
+def write_cifar(folder: Path, *, binary: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
+        rows = np.arange(2 * 3072, dtype=np.uint32).astype(np.uint8).reshape(2, 3072)
+        labels = [3, 9]
+        if binary:
+            records = b"".join(
+                bytes([k]) + row.tobytes() for k, row in zip(labels, rows, strict=True)
+            )
+            (folder / f"{name}.bin").write_bytes(records)
+        else:
+            content = {b"data": rows, b"labels": labels, b"batch_label": b"x"}
+            (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+
+
+def write_folder(folder: Path, classes: dict[str, int], size: int = 10) -> None:
+    for name, count in classes.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pixels = RANDOM.integers(0, 256, (size, size + 2, 3)).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+
+
+def read(source: Path | str, data_dir: Path | str = "", **wanted: Any) -> ImageData:
+    return load(str(data_dir), Request(str(source), **wanted))
+
+
+def test_bundled_digits() -> None:
+    data = read("digits")
+    assert data.shape == (1, 8, 8)
+    assert len(data.classes) == 10
+    assert {name: len(split.labels) for name, split in data.splits.items()} == {
+        "train": 1347,
+        "test": 450,
+    }
+    assert data.fingerprint == "7ff010b5b8d7d00d"
+    assert min(np.bincount(data.splits["test"].labels)) >= 40
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("place", ["", "mnist", "MNIST/raw"])
+def test_idx_files(tmp_path: Path, packed: bool, place: str) -> None:
+    write_idx(tmp_path / place, packed=packed)
+    data = read("mnist", tmp_path)
+    assert data.shape == (1, 9, 8)
+    assert data.splits["train"].pixels(np.array([5, 0])).shape == (2, 1, 9, 8)
+
+
+def test_idx_files_by_path(tmp_path: Path) -> None:
+    write_idx(tmp_path, label=4)
+    assert read(tmp_path).classes == ("0", "1", "2", "3", "4")
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_cifar_files(tmp_path: Path, binary: bool) -> None:
+    write_cifar(tmp_path / "cifar10", binary=binary)
+    data = read("cifar10", tmp_path)
+    assert data.shape == (3, 32, 32)
+    assert data.splits["train"].labels.tolist() == [3, 9] * 5
+    assert data.splits["test"].pixels(np.array([0]))[0, 0, 0].tolist() == list(range(32))
+    assert data.classes[3] == "cat"
+
+
+def test_both_cifar_versions_are_one_data_set(tmp_path: Path) -> None:
+    write_cifar(tmp_path / "a", binary=True)
+    write_cifar(tmp_path / "b", binary=False)
+    assert read(tmp_path / "a").fingerprint == read(tmp_path / "b").fingerprint
+
+
+def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
+    write_cifar(tmp_path, binary=False)
+    target = tmp_path / "ran"
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (target,))
+
+    (tmp_path / "data_batch_2").write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(DataError, match="no image batch needs"):
+        read(tmp_path)
+    assert not target.exists()
+
+
+def test_folders_with_parts(tmp_path: Path) -> None:
+    write_folder(tmp_path / "train", {"cat": 3, "dog": 2})
+    write_folder(tmp_path / "valid", {"cat": 1, "dog": 1})
+    data = read(tmp_path, image_size=16)
+    assert (data.classes, data.shape, data.held_out) == (("cat", "dog"), (3, 16, 16), "val")
+    assert data.splits["train"].labels.tolist() == [0, 0, 0, 1, 1]
+    assert data.splits["val"].pixels(np.array([1])).shape == (1, 3, 16, 16)
+
+
+def test_folders_without_parts(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"a": 10, "b": 5, "c": 1})
+    first, again = read(tmp_path, seed=3), read(tmp_path, seed=3)
+    assert first.fingerprint == again.fingerprint
+    assert read(tmp_path, seed=4).fingerprint != first.fingerprint
+    assert np.bincount(first.splits["train"].labels).tolist() == [8, 4, 1]
+    assert np.bincount(first.splits["test"].labels).tolist() == [2, 1]
+
+
+def test_normalisation_is_measured() -> None:
+    data = read("digits")
+    images = data.splits["train"].pixels(np.arange(1347)) / 255
+    found = normalisation(data.splits["train"], 1)
+    assert found.mean[0] == pytest.approx(images.mean(), abs=1e-12)
+    assert found.deviation[0] == pytest.approx(images.std(), abs=1e-9)
+
+
+def cut(path: Path, by: int) -> None:
+    content = gzip.decompress(path.read_bytes())
+    path.write_bytes(gzip.compress(content[:-by]))
+
+
+def test_truncated_idx_names_bytes(tmp_path: Path) -> None:
+    write_idx(tmp_path)
+    cut(tmp_path / "train-images-idx3-ubyte.gz", 10)
+    with pytest.raises(DataError, match="expected 448 bytes of content, found 438"):
+        read(tmp_path)
+
+
+def test_truncated_gzip_names_bytes(tmp_path: Path) -> None:
+    write_idx(tmp_path)
+    path = tmp_path / "t10k-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:-60])
+    with pytest.raises(DataError, match="expected 304 bytes of content, found 2"):
+        read(tmp_path)
+
+
+def bad_label(folder: Path) -> None:
+    write_idx(folder, label=40)
+
+
+def no_labels(folder: Path) -> None:
+    write_idx(folder)
+    (folder / "train-labels-idx1-ubyte.gz").unlink()
+
+
+def not_gzip(folder: Path) -> None:
+    write_idx(folder)
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(b"<html>not found</html>")
+
+
+def not_idx(folder: Path) -> None:
+    write_idx(folder)
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"hello"))
+
+
+def labels_too_short(folder: Path) -> None:
+    write_idx(folder)
+    (folder / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(np.zeros(5))))
+
+
+def cifar_cut(folder: Path) -> None:
+    write_cifar(folder, binary=True)
+    (folder / "data_batch_3.bin").write_bytes(b"\0" * 3072)
+
+
+def cifar_pickle_cut(folder: Path) -> None:
+    write_cifar(folder, binary=False)
+    path = folder / "data_batch_3"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def empty_class(folder: Path) -> None:
+    write_folder(folder, {"a": 2, "b": 2, "c": 0})
+
+
+def no_classes(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+
+
+def torn_image(folder: Path) -> None:
+    write_folder(folder, {"a": 5, "b": 5})
+    (folder / "b" / "1.png").write_bytes(b"\x89PNG nonsense")
+
+
+def foreign_class(folder: Path) -> None:
+    write_folder(folder / "train", {"a": 2, "b": 2})
+    write_folder(folder / "test", {"a": 2, "z": 2})
+
+
+def nothing_held_out(folder: Path) -> None:
+    write_folder(folder / "train", {"a": 2, "b": 2})
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "told"),
+    [
+        (bad_label, "mnist", "label 40 of image 1; there are 10 classes"),
+        (no_labels, "mnist", "no train-labels-idx1-ubyte"),
+        (not_gzip, "mnist", "22 bytes that are no valid gzip data"),
+        (not_idx, "mnist", "5 bytes that begin with 68 65 6c 6c"),
+        (labels_too_short, "mnist", "5 labels, 6 images"),
+        (cifar_cut, "cifar10", "data_batch_3.bin is truncated or damaged"),
+        (cifar_cut, "cifar10", "expected 3073 bytes (a multiple of 3073), found 3072"),
+        (cifar_pickle_cut, "cifar10", "bytes: pickle data was truncated"),
+        (empty_class, "", "holds no images"),
+        (no_classes, "", "holds no folders for at least two classes"),
+        (torn_image, "", "1.png is no readable image"),
+        (foreign_class, "", "test/z is no class of the training folder"),
+        (nothing_held_out, "", "nothing held out"),
+    ],
+)
+def test_unfit_data(tmp_path: Path, make: Any, name: str, told: str) -> None:
+    make(tmp_path)
+    with pytest.raises(DataError) as caught:
+        read(name or tmp_path, tmp_path if name else "")
+    assert told in caught.value.render()
+    assert str(tmp_path) in caught.value.render()
+
+
+def test_torn_pixels_are_named_when_read(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"a": 5, "b": 5})
+    path = tmp_path / "a" / "0.png"
+    path.write_bytes(path.read_bytes()[:200])
+    data = read(tmp_path)
+    with pytest.raises(DataError, match=r"0.png is no readable image"):
+        read_all(data)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="files of mnist were not found"):
+        read("mnist", tmp_path)
+    with pytest.raises(DataError, match="no such folder"):
+        read(tmp_path / "nope")
+
+
+def read_all(data: ImageData) -> None:
+    for split in data.splits.values():
+        split.pixels(np.arange(len(split.labels)))

@@ -1,0 +1,99 @@
+"""Options: flags there and back, and refusals before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
+from paceline.recipes.datasets import NAMED
+from paceline.recipes.image_options import AUGMENTATIONS, MODELS, ImageOptions
+from paceline.spec.errors import PacelineError, SettingError
+
+
+@given(
+    st.builds(
+        ImageOptions,
+        data=st.sampled_from([*NAMED, "./a b", "/x/--y", "~/ü;$HOME"]),
+        epochs=st.integers(1, 10**6),
+        lr=st.floats(1e-12, 1e3),
+        seed=st.integers(0, 2**63),
+        augment=st.lists(st.sampled_from(AUGMENTATIONS), unique=True).map(tuple),
+        run_dir=st.sampled_from(["", "-x", "a b"]),
+        dtype=st.sampled_from(["float32", "bf16"]),
+    )
+)
+def test_options_survive_the_command_line(options: ImageOptions) -> None:
+    assert parse_options("image", options_to_argv(options)) == options
+
+
+def test_defaults_need_no_flags() -> None:
+    assert options_to_argv(ImageOptions()) == []
+    assert parse_options("image", []) == ImageOptions()
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--epoch", "3"], "--epochs"),
+        (["--epochs", "x"], "--epochs"),
+        (["--dtype", "float33"], "float32"),
+        (["--data", "fashon-mnist"], "did you mean --data fashion-mnist?"),
+        (["--model", "cmn"], "did you mean --model cnn?"),
+        (["--augment", "flop"], "did you mean --augment flip?"),
+        (["--global-batch", "0"], "at least 1"),
+        (["--lr", "-1"], "greater than 0"),
+        (["--lr", "nan"], "greater than 0"),
+        (["--test-fraction", "1"], "between 0 and 1"),
+        (["--image-size", "32"], "one size already"),
+        (["surplus"], "surplus"),
+    ],
+)
+def test_refusals(argv: list[str], told: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        parse_options("image", argv)
+    assert told in caught.value.render()
+    assert caught.value.exit_code == 2
+
+
+def test_unknown_recipe() -> None:
+    with pytest.raises(SettingError, match="did you mean recipe image"):
+        recipe("imgae")
+
+
+def test_registry_names_what_exists() -> None:
+    for one in RECIPES.values():
+        assert one.options_class()().validate() is None
+        assert one.summary
+
+
+def test_torch_free_names_match_the_models() -> None:
+    from paceline.recipes.models import MODELS as BUILT
+
+    assert tuple(BUILT) == MODELS
+
+
+def test_options_need_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys; from paceline.recipes import parse_options;"
+        "parse_options('image', ['--epochs', '2']);"
+        "import paceline.recipes.evaluate_options;"
+        "print([name for name in ('torch', 'numpy', 'PIL') if name in sys.modules])"
+    )
+    source = Path(__file__).parents[2] / "src"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_error_is_handled() -> None:
+    assert issubclass(SettingError, PacelineError)

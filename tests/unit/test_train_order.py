@@ -1,0 +1,66 @@
+"""The data order is a pure function and its shares are exact."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.spec.errors import DataError, SettingError
+from paceline.train.loader import check_batch, shares
+from paceline.train.order import Order, part, permutation, uniforms
+
+
+def test_permutation_never_changes() -> None:
+    """Recorded values: another numpy or platform must give the same order."""
+    assert permutation(7, 3, 10).tolist() == [2, 5, 9, 7, 3, 0, 6, 8, 4, 1]
+
+
+@given(st.integers(0, 2**63), st.integers(0, 1000), st.integers(1, 300))
+def test_permutation_holds_everything_once(seed: int, epoch: int, size: int) -> None:
+    assert sorted(permutation(seed, epoch, size).tolist()) == list(range(size))
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = {tuple(permutation(seed, epoch, 50)) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+
+
+def test_order_without_shuffle() -> None:
+    assert Order(5, 1, shuffle=False).epoch(4).tolist() == [0, 1, 2, 3, 4]
+
+
+@given(st.integers(0, 100), st.integers(0, 200), st.integers(1, 17))
+def test_parts_are_disjoint_and_complete(start: int, count: int, size: int) -> None:
+    parts = [part(start, start + count, rank, size) for rank in range(size)]
+    covered = [position for first, end in parts for position in range(first, end)]
+    assert covered == list(range(start, start + count))
+    lengths = [end - first for first, end in parts]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(0, 100), st.integers(1, 200), st.integers(1, 9), st.integers(0, 20))
+def test_shares_have_equal_numbers_of_pieces(start: int, count: int, size: int, limit: int) -> None:
+    by_rank = [shares(start, start + count, rank, size, limit) for rank in range(size)]
+    assert len({len(pieces) for pieces in by_rank}) == 1
+    covered = [p for pieces in by_rank for first, end in pieces for p in range(first, end)]
+    assert covered == list(range(start, start + count))
+    assert not limit or max(end - first for pieces in by_rank for first, end in pieces) <= limit
+
+
+def test_uniforms_belong_to_positions() -> None:
+    whole = uniforms(1, 2, np.arange(100), 3)
+    assert np.array_equal(whole[37:41], uniforms(1, 2, np.arange(37, 41), 3))
+    assert 0 <= whole.min() < 0.05
+    assert 0.95 < whole.max() < 1
+    assert abs(whole.mean() - 0.5) < 0.05
+    assert len(np.unique(whole)) == 300
+    assert not np.array_equal(whole, uniforms(1, 3, np.arange(100), 3))
+
+
+def test_more_ranks_than_samples() -> None:
+    with pytest.raises(DataError, match="3 samples, 4 ranks"):
+        check_batch(8, 3, 4)
+    with pytest.raises(SettingError, match="--global-batch 0"):
+        check_batch(0, 3, 1)

@@ -1,0 +1,192 @@
+"""Place, device, metrics, checksums, reporting, weights: each piece of the library alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.spec.errors import DataError, JobError, SettingError
+from paceline.train import insync, weights, world
+from paceline.train.comms import Comms
+from paceline.train.device import Found, choose_backend, choose_device, look
+from paceline.train.metrics import Meter
+from paceline.train.precision import precision
+from paceline.train.report import ToFolder, ToLauncher, plain
+
+CPU = torch.device("cpu")
+BARE = Found({"cuda": 0, "xpu": 0}, frozenset({"gloo"}))
+TWO_GPUS = Found({"cuda": 2, "xpu": 0}, frozenset({"gloo", "nccl"}))
+
+
+def test_alone_without_variables() -> None:
+    place = world.read({})
+    assert (place.rank, place.size, place.joined) == (0, 1, False)
+
+
+def test_place_from_torchrun() -> None:
+    place = world.read({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "PACELINE_HOST": "n2"})
+    assert (place.rank, place.size, place.local_rank, place.host) == (3, 4, 1, "n2")
+
+
+@pytest.mark.parametrize(
+    "environ", [{"RANK": "1"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}]
+)
+def test_place_that_cannot_be(environ: dict[str, str]) -> None:
+    with pytest.raises(SettingError):
+        world.read(environ)
+
+
+def test_planned_world_is_asserted() -> None:
+    with pytest.raises(JobError, match="plan has 4 processes"):
+        world.check_planned(world.World(size=1), {"PACELINE_WORLD_SIZE": "4"})
+    world.check_planned(world.World(size=4), {"PACELINE_WORLD_SIZE": "4"})
+
+
+def test_device_choice() -> None:
+    assert choose_device("auto", BARE, 0).type == "cpu"
+    assert choose_device("auto", TWO_GPUS, 1) == torch.device("cuda", 1)
+    with pytest.raises(SettingError, match="no such device"):
+        choose_device("cuda", BARE, 0)
+    with pytest.raises(SettingError, match="nproc-per-node 2"):
+        choose_device("cuda", TWO_GPUS, 2)
+
+
+def test_backend_choice() -> None:
+    assert choose_backend("auto", CPU, BARE) == "gloo"
+    assert choose_backend("auto", torch.device("cuda", 0), TWO_GPUS) == "nccl"
+    with pytest.raises(SettingError, match="cuda devices only"):
+        choose_backend("nccl", CPU, TWO_GPUS)
+    with pytest.raises(SettingError, match="built without it"):
+        choose_backend("mpi", CPU, BARE)
+
+
+def test_looking_at_this_machine() -> None:
+    assert "gloo" in look().backends
+
+
+def test_meter_counts_only_what_counts() -> None:
+    meter = Meter(lambda vector: vector, CPU)
+    meter.add(2, loss=torch.tensor([1.0, 2.0]), hit=torch.tensor([True, False]))
+    meter.add(0, loss=torch.tensor([100.0]), hit=torch.tensor([True]))
+    meter.add(1, loss=torch.tensor([6.0]), hit=torch.tensor([True]))
+    means = meter.result()
+    assert (means.count, means["loss"], means.sums["hit"]) == (3, 3.0, 2.0)
+    assert meter.count == 0
+
+
+def test_checksum_sees_every_bit() -> None:
+    tensor = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    before = insync.checksums([tensor])
+    words = tensor.view(torch.int64).view(-1)
+    for place in range(words.numel()):
+        for bit in (0, 1, 31, 62):
+            words[place] ^= 1 << bit
+            assert insync.checksums([tensor]) != before
+            words[place] ^= 1 << bit
+    assert insync.checksums([tensor]) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_checksum_of_any_format(dtype: torch.dtype) -> None:
+    tensor = torch.ones(3, 2).to(dtype)
+    assert insync.checksums([tensor, tensor.t()]).shape == (2,)
+
+
+def test_divergence_is_named() -> None:
+    sums = torch.tensor([[1, 2, 3], [1, 5, 4], [1, 2, 3]])
+    with pytest.raises(JobError) as caught:
+        insync.compare(["a", "b", "c"], sums, ["n1", "n2", "n3"])
+    assert "first differing tensor: b; rank 1 on n2" in caught.value.found
+    with pytest.raises(JobError, match="no majority among rank 0 on n1, rank 1 on n2"):
+        insync.compare(["a", "b", "c"], sums[:2], ["n1", "n2"])
+
+
+def test_alone_needs_no_group() -> None:
+    comms = Comms(world.World(), CPU)
+    assert comms.texts("häh") == ["häh"]
+    comms.agree("it", "x")
+    assert comms.together(lambda: 3) == 3
+    with pytest.raises(DataError, match="rank 0"):
+        comms.together(_bad_data)
+
+
+def _bad_data() -> None:
+    raise DataError("bad")
+
+
+def test_launcher_gets_lines() -> None:
+    read, write = os.pipe()
+    speaker, other = ToLauncher(write, speaks=True), ToLauncher(write, speaks=False)
+    speaker.metrics(step=1, loss=float("nan"))
+    other.metrics(step=1, loss=2.0)
+    other.event("joined", world=2)
+    speaker.say("done")
+    os.close(write)
+    lines = os.read(read, 10_000).splitlines()
+    os.close(read)
+    assert [json.loads(line)["kind"] for line in lines] == ["metrics", "event", "say"]
+
+
+def test_a_lost_launcher_stops_nothing() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    reporter = ToLauncher(write, speaks=True)
+    reporter.say("anybody?")
+    reporter.say("nobody")
+    os.close(write)
+
+
+def test_folder_gets_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = ToFolder(tmp_path / "run")
+    reporter.metrics(step=1, epoch=1, split="test", loss=0.5)
+    reporter.event("joined")
+    reporter.say("accuracy 1.0")
+    record = json.loads((tmp_path / "run/metrics.jsonl").read_text())
+    assert record["loss"] == 0.5
+    assert "joined" in (tmp_path / "run/events.jsonl").read_text()
+    assert capsys.readouterr().out == "epoch 1 step 1 test: loss 0.5\naccuracy 1.0\n"
+
+
+def test_plain_line() -> None:
+    line = plain({"step": 2, "epoch": 1, "split": "train", "loss": 0.123456, "samples": 9})
+    assert line == "epoch 1 step 2 train: loss 0.1235"
+
+
+def test_weights_come_back(tmp_path: Path) -> None:
+    module = nn.Linear(3, 2)
+    weights.save_model(tmp_path, module.state_dict(), {"model": "linear"})
+    other = nn.Linear(3, 2)
+    weights.load_weights(tmp_path, other)
+    assert torch.equal(module.weight, other.weight)
+    assert weights.load_config(tmp_path)["model"] == "linear"
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    weights.save_model(tmp_path, nn.Linear(3, 2).state_dict(), {})
+    path = tmp_path / "model/model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="hash differs"):
+        weights.load_weights(tmp_path, nn.Linear(3, 2))
+
+
+def test_no_model(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no trained model"):
+        weights.load_config(tmp_path)
+
+
+def test_precision_names() -> None:
+    assert precision("bf16").compute is torch.bfloat16
+    assert precision("float64").scaler(CPU) is None
+    with pytest.raises(SettingError, match="float16"):
+        precision("float16")

@@ -284,7 +284,7 @@ def lacking_blobs(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def put_blob(agent: Agent, request: Message, blob: bytes) -> None:
-    snapshot.put(request["sha256"], blob)
+    snapshot.put(request["sha256"], request["offset"], blob, request["last"])
     agent.reply(request)
 
 

@@ -9,14 +9,12 @@ import contextlib
 import hashlib
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 Entry = List[Any]
 Message = Dict[str, Any]
 BLOCK = 1 << 20
-RESULT_LIMIT = 4 << 30  # bytes brought back from one node
 
 
 def cache_folder() -> Path:
@@ -65,25 +63,25 @@ def _has(sha256: str, size: int) -> bool:
     return False
 
 
-def put(sha256: str, data: bytes) -> None:
-    """Stores one content under its hash; ValueError when it is not what it says."""
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise ValueError("content does not have the hash %s" % sha256)
-    write_atomically(_blob(sha256), data, 0o600)
+def put(sha256: str, offset: int, data: bytes, last: bool) -> None:
+    """Stores a block of one content; it counts once the last block has come and the hash fits.
 
-
-def write_atomically(path: Path, data: bytes, mode: int) -> None:
-    """Writes a file so that it is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    fd, name = tempfile.mkstemp(dir=str(path.parent), prefix=".new-")
+    Blocks come in order. ValueError when the whole is not what its name says.
+    """
+    target = _blob(sha256)
+    part = target.with_name("%s.%d.part" % (sha256, os.getpid()))
+    part.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
-        with os.fdopen(fd, "wb") as file:
+        with part.open("r+b" if offset else "wb") as file:
+            file.seek(offset)
             file.write(data)
-        os.chmod(name, mode)
-        os.replace(name, str(path))
+        if last:
+            if hash_file(part) != sha256:
+                raise ValueError("content does not have the hash %s" % sha256)
+            part.replace(target)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(name)
+            part.unlink()
         raise
 
 

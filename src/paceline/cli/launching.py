@@ -139,19 +139,42 @@ def prepare(ctx: click.Context) -> tuple[Cluster, SshOptions]:
     return cluster, options
 
 
-def launch(ctx: click.Context, job: Job, cluster: Cluster, ssh: SshOptions,
-           package: bool = False) -> int:  # fmt: skip
-    """Runs the job, or prints its plan; returns the exit status."""
+def launch(
+    ctx: click.Context,
+    job: Job,
+    cluster: Cluster,
+    ssh: SshOptions,
+    package: bool = False,
+    parent: Path = Path(DEFAULT_PARENT),
+    after: Callable[[Path], None] | None = None,
+) -> int:
+    """Runs the job, or prints its plan; returns the exit status.
+
+    Args:
+        ctx: The verb's context, with the common options.
+        job, cluster, ssh: What, where, and how to log in.
+        package: Ship this installation's ``paceline`` to the nodes.
+        parent: Folder of run directories when the user named none.
+        after: Called with the run directory once the job has ended well.
+    """
     if ctx.params["plan_only"]:
         return show_plan(job, cluster, ssh, as_json=ctx.params["as_json"], package=package)
     from paceline.launch.running import report_failure, run_job
     from paceline.launch.screen import Screen
 
-    screen = Screen(ctx.params["show"])
-    outcome = run_job(job, cluster, ssh, screen, run_dir=ctx.params["run_dir"],
-                      parent=Path(DEFAULT_PARENT), package=package)  # fmt: skip
+    outcome = run_job(
+        job,
+        cluster,
+        ssh,
+        Screen(ctx.params["show"]),
+        run_dir=ctx.params["run_dir"],
+        parent=parent,
+        package=package,
+    )
     if text := report_failure(outcome):
         click.echo(text, err=True)
+    elif after is not None:
+        after(outcome.shown)
     return outcome.result.exit_code
 
 

@@ -78,6 +78,8 @@ class Channel:
         self._stderr = bytearray()
         self._tasks: list[asyncio.Task[None]] = []
         self._hello: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # nobody may be waiting for it when the connection ends: that is no error of its own
+        self._hello.add_done_callback(lambda hello: hello.cancelled() or hello.exception())
 
     # --- opening -----------------------------------------------------------------------------
 

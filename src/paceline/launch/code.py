@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,21 +60,28 @@ def _git(folder: Path, *args: str) -> str | None:
 
 
 def read_tree(root: Path) -> Tree:
-    """Hashes the files of ``root``: what git tracks or would track, else everything plain.
+    """Hashes the code in ``root``: what git tracks or would track, else everything plain.
 
     SettingError when that is more than is sensibly shipped at every start.
     """
+    files = sorted(_files(root))
+    if len(files) > MAX_FILES or sum((root / path).stat().st_size for path in files) > MAX_BYTES:
+        raise _too_large(root)
+    return _hashed(root, files)
+
+
+def read_parts(root: Path, parts: Sequence[str]) -> Tree:
+    """Hashes the files below ``root`` whose path begins with one of ``parts`` (all if none)."""
+    paths = (path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file())
+    return _hashed(root, [p.as_posix() for p in paths if not parts or p.parts[0] in parts])
+
+
+def _hashed(root: Path, files: Sequence[str]) -> Tree:
     manifest: Manifest = []
-    total = 0
-    for path in sorted(_files(root)):
-        file = root / path
-        stat = file.stat()
-        total += stat.st_size
-        if len(manifest) >= MAX_FILES or total > MAX_BYTES:
-            raise _too_large(root)
-        manifest.append([path, hash_file(file), stat.st_mode & 0o777, stat.st_size])
-    digest = hashlib.sha256(repr(manifest).encode()).hexdigest()
-    return Tree(root, manifest, digest)
+    for path in files:
+        stat = (root / path).stat()
+        manifest.append([path, hash_file(root / path), stat.st_mode & 0o777, stat.st_size])
+    return Tree(root, manifest, hashlib.sha256(repr(manifest).encode()).hexdigest())
 
 
 def _files(root: Path) -> Iterator[str]:

@@ -42,6 +42,11 @@ class RunOutcome:
     metrics: dict[str, Any]
     seconds: float
 
+    @property
+    def shown(self) -> Path:
+        """The run directory as people type it from here."""
+        return Path(short(self.path))
+
 
 def make_plan(job: Job, cluster: Cluster, ssh: SshOptions, package: bool = False) -> Plan:
     """What :func:`run_job` would do; nothing is started."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from paceline.agent.snapshot import read_blocks
 from paceline.cluster.channel import Event
 from paceline.launch.code import Manifest, Tree, entry_at, relocate
 from paceline.launch.node import Node
@@ -15,7 +15,6 @@ from paceline.launch.planning import Code
 from paceline.spec.errors import NodeError
 from paceline.spec.job import Entry, Job
 
-MAX_BLOB = 32 * 1024 * 1024
 RESULT_LIMIT = 8 << 30  # bytes brought back from one node
 
 
@@ -24,20 +23,24 @@ async def ship_tree(node: Node, tree: Tree, name: str, run_id: str) -> str:
     answer = await node.channel.request("lacking_blobs", manifest=tree.manifest)
     where = {str(entry[1]): str(entry[0]) for entry in tree.manifest}
     for digest in answer["hashes"]:
-        data = await asyncio.to_thread((tree.root / where[digest]).read_bytes)
-        if len(data) > MAX_BLOB:
-            raise NodeError(
-                f"{where[digest]} is too large to ship with the code",
-                found=f"{len(data) >> 20} MiB; the limit for one file is {MAX_BLOB >> 20} MiB",
-                remedy="Keep data out of the code's folder (.gitignore), or --ship never",
-            )
-        await node.channel.request("put_blob", sha256=digest, blob=data)
+        await send_file(node, digest, tree.root / where[digest])
     built = await node.channel.request(
         "build_tree", manifest=tree.manifest, name=name, run_id=run_id
     )
     root = str(built["root"])
     node.copies[name] = (root, tree.manifest)
     return root
+
+
+async def send_file(node: Node, digest: str, path: Path) -> None:
+    """Puts one file into the node's cache, in blocks, each answered before the next."""
+    size = path.stat().st_size
+    for offset, data in read_blocks(path):
+        last = offset + len(data) >= size
+        if data or not size:
+            await node.channel.request(
+                "put_blob", sha256=digest, offset=offset, last=last, blob=data
+            )
 
 
 async def place_code(node: Node, job: Job, tree: Tree | None, run_id: str) -> Code:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.launch import planning
-from paceline.launch.code import Tree, project_root, read_tree
+from paceline.launch.code import Tree, project_root, read_parts, read_tree
 from paceline.launch.fleet import Fleet, together
 from paceline.launch.node import Node
 from paceline.launch.rundir import RunDirectory
@@ -42,7 +42,7 @@ def gather_supplies(job: Job, fleet: Fleet, package: bool) -> Supplies:
     return Supplies(
         code=read_tree(project_root(job)) if needs_code else None,
         package=package_tree() if package else None,
-        inputs={path: read_tree(Path(path)) for path in job.inputs} if remote else {},
+        inputs={i.path: read_parts(Path(i.path), i.parts) for i in job.inputs} if remote else {},
     )
 
 

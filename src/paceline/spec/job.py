@@ -66,6 +66,19 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True)
+class Input:
+    """A folder of the launching machine that the job reads.
+
+    Attributes:
+        path: The folder; arguments that are equal to it become its path on the node.
+        parts: First parts of the paths inside it that are needed; empty for all.
+    """
+
+    path: str
+    parts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A job as asked for.
 
@@ -83,7 +96,7 @@ class Job:
         needs_torch: Refuse nodes without torch.
         backend: Communication backend that must be there, ``None`` for none in particular.
         ship: Whether the code is copied to the nodes.
-        inputs: Further folders or files of the launching machine that the job reads.
+        inputs: Further folders that are shipped to nodes other than this machine.
         bind: Whether ranks get CPUs of their own.
         any_world: Accept a world other than the planned one.
         lease_s: Seconds after which a node ends the job when it hears nothing of the launcher.
@@ -104,7 +117,7 @@ class Job:
     needs_torch: bool = True
     backend: str | None = None
     ship: Setting[Ship] = Setting("auto")
-    inputs: tuple[str, ...] = ()
+    inputs: tuple[Input, ...] = ()
     bind: Setting[Bind] = Setting("auto")
     any_world: bool = False
     lease_s: Setting[float] = Setting(10.0)

@@ -1,0 +1,63 @@
+"""``paceline evaluate``: a trained model's figures, in a fresh process or on every host."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from paceline.cli.launching import job_of, launch, launch_options, prepare
+from paceline.cli.train import RECIPE_MODULES, quiet_torch
+from paceline.recipes.evaluate_options import EvaluateOptions
+from paceline.recipes.options import parse
+from paceline.spec.errors import SettingError
+from paceline.spec.job import Entry, Input
+from paceline.spec.rundir import CONFIG, MODEL, MODEL_CONFIG
+
+MODULE = "paceline.recipes.evaluate"
+
+
+@click.command("evaluate", context_settings={"ignore_unknown_options": True})
+@launch_options
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: object) -> None:
+    """Evaluate the model of RUN; the same figure as its training reported, to the digit.
+
+    OPTIONS: --split NAME, --data NAME|PATH, --data-dir PATH, --device NAME.
+    """
+    parse(EvaluateOptions, options, "paceline evaluate")
+    folder = run_folder(run)
+    if ctx.params["hosts"] is None and ctx.params["nproc_per_node"] in (None, 1):
+        run_here(MODULE, ["--run", str(folder), *options])
+    cluster, ssh = prepare(ctx)
+    job = job_of(
+        ctx,
+        Entry("module", MODULE, ("--run", str(folder), *options)),
+        name="evaluate",
+        preload=RECIPE_MODULES,
+        inputs=(Input(str(folder), (MODEL, CONFIG)),),
+    )
+    parent = folder / "evaluations"
+    ctx.exit(launch(ctx, quiet_torch(job), cluster, ssh, package=True, parent=parent))
+
+
+def run_folder(run: Path) -> Path:
+    """The run directory; SettingError when it holds no model."""
+    folder = run.absolute()
+    if not (folder / MODEL_CONFIG).is_file():
+        raise SettingError(
+            f"{run} holds no trained model",
+            found=f"no {folder / MODEL_CONFIG}",
+            remedy="Name the run directory that `paceline train` printed",
+        )
+    return folder
+
+
+def run_here(module: str, argv: list[str]) -> None:
+    """Becomes a fresh Python process that runs ``module``."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *argv])  # noqa: S606 - a list

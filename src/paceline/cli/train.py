@@ -1,0 +1,77 @@
+"""``paceline train``: a built-in recipe, here or on every host."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import click
+
+from paceline.cli.launching import job_of, launch, launch_options, prepare
+from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
+from paceline.recipes.options import Options
+from paceline.spec.job import Entry, Job
+
+
+@click.command(
+    "train",
+    context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]},
+    add_help_option=False,
+)
+@launch_options
+@click.option("-h", "--help", "wants_help", is_flag=True, help="Show this, or a recipe's options.")
+@click.argument("chosen", metavar="RECIPE", required=False)
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(ctx: click.Context, /, chosen: str | None, options: tuple[str, ...],
+            wants_help: bool, **_: object) -> None:  # fmt: skip
+    """Train RECIPE; its own OPTIONS may stand among those below.
+
+    `paceline train RECIPE --help` lists the recipe's options.
+    """
+    if chosen is None:
+        click.echo(ctx.get_help())
+        listed = "\n".join(f"  {r.name:<12} {r.summary}" for r in RECIPES.values())
+        click.echo(f"\nRecipes:\n{listed}")
+        ctx.exit(0 if wants_help else 2)
+    if wants_help:
+        parse_options(chosen, ["--help"])
+    ctx.exit(train(ctx, chosen, options))
+
+
+def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
+    """Checks the recipe's options here, then runs it on every host."""
+    shared = ["--backend", ctx.params["backend"]] if ctx.params["backend"] else []
+    options = parse_options(name, [*shared, *argv])
+    cluster, ssh = prepare(ctx)
+    job = recipe_job(ctx, name, options)
+    return launch(ctx, job, cluster, ssh, package=True, after=_where)
+
+
+def recipe_job(ctx: click.Context, name: str, options: Options) -> Job:
+    """The job that runs a recipe with these options."""
+    here = dataclasses.replace(options, run_dir="")  # told by the launcher, node by node
+    entry = Entry("module", recipe(name).module, tuple(options_to_argv(here)))
+    job = job_of(ctx, entry, name=name, preload=RECIPE_MODULES)
+    return quiet_torch(job)
+
+
+RECIPE_MODULES = ("torch", "tyro", "paceline.train")
+
+
+def quiet_torch(job: Job) -> Job:
+    """Keeps torch's C++ warnings (failed reverse name look-ups, say) out of a recipe's output."""
+    if "TORCH_CPP_LOG_LEVEL" in os.environ or "TORCH_CPP_LOG_LEVEL" in job.environment.all():
+        return job
+    public = {**job.environment.public, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return dataclasses.replace(job, environment=dataclasses.replace(job.environment, public=public))
+
+
+def _where(path: Path) -> None:
+    """Says where things are, once a training has ended well."""
+    for label, name in (("model", "model"), ("metrics", "metrics.jsonl"), ("logs", "logs")):
+        if (path / name).exists():
+            click.echo(f"{label:<8} {path / name}", err=True)
+
+

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import sys
@@ -11,6 +10,13 @@ from pathlib import Path
 from paceline.cluster.lab import kernel
 from paceline.spec.errors import LabError
 
+LAB_NAMESPACES = (
+    kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUTS
+)
 _SYSTEM_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
 _TOOLS = {  # program → Debian package
     "sshd": "openssh-server",
@@ -43,7 +49,7 @@ def find(tool: str) -> str | None:
 
 
 def require() -> None:
-    """Raises LabError when no lab can be made here."""
+    """Raises LabError when this machine lacks what a lab needs; rights are not looked at."""
     if not sys.platform.startswith("linux"):
         raise LabError("a lab needs Linux", found=f"this is {sys.platform}")
     if packages := missing_packages():
@@ -52,41 +58,26 @@ def require() -> None:
             found=f"not installed: {', '.join(packages)}",
             remedy=f"sudo apt-get install {' '.join(packages)}",
         )
-    if refused := namespaces_refused():
-        raise LabError(
-            "this machine does not allow new namespaces",
-            found=refused,
-            remedy=_namespace_remedy(),
-        )
 
 
-@functools.cache
-def namespaces_refused() -> str:
-    """What the kernel says when a child asks for the lab's namespaces; empty when it agrees."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _try_namespaces(write)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        said = pipe.read()
-    os.waitpid(child, 0)
-    return said
+def refused(error: OSError) -> LabError:
+    """The error for namespaces that the kernel does not give."""
+    return LabError(
+        "this machine does not allow new namespaces", found=str(error), remedy=_namespace_remedy()
+    )
 
 
-def _try_namespaces(write: int) -> None:
-    status = 0
+def main(_: list[str]) -> int:
+    """Tries, in a process of its own, what a lab begins with; prints why it cannot be."""
     try:
         if os.geteuid() != 0:
             kernel.new_user_namespace()
-        flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWPID
-        kernel.unshare(flags | kernel.CLONE_NEWUTS | kernel.CLONE_NEWIPC)
+        kernel.unshare(LAB_NAMESPACES)
         kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
         kernel.mount("tmpfs", "/run", "tmpfs")
     except OSError as error:
-        os.write(write, str(error).encode())
-        status = 1
-    os._exit(status)
+        print(refused(error))
+    return 0
 
 
 def _namespace_remedy() -> str:

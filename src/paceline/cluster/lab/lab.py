@@ -51,7 +51,7 @@ class Lab:
             available.require()
         except LabError as error:
             return str(error)
-        return None
+        return _output(state.program("available"), subprocess.DEVNULL).strip() or None
 
     @classmethod
     def attach(cls, name: str) -> Lab:

@@ -179,7 +179,7 @@ def write_files(plan: LabPlan, layout: Layout) -> None:
     """Fills a claimed folder with everything the lab reads."""
     if len(str(layout.control)) > 100:
         raise LabError(f"the path {layout.root} is too long for a socket", remedy="shorter --name")
-    _write(layout.plan, json.dumps(asdict(plan)))
+    write_plan(plan, layout)
     _make_keys(plan, layout)
     _write(layout.hostfile, texts.hostfile(plan))
     _write(layout.settings, texts.settings(plan))
@@ -239,8 +239,12 @@ def _write(file: Path, text: str) -> None:
     file.write_text(text)
 
 
+def write_plan(plan: LabPlan, layout: Layout) -> None:
+    _write(layout.plan, json.dumps(asdict(plan)))
+
+
 def read_plan(layout: Layout) -> LabPlan:
-    """The plan that :func:`write_files` left."""
+    """The plan that :func:`write_plan` left."""
     raw = json.loads(layout.plan.read_text())
     options = {key: _frozen(value) for key, value in raw["options"].items()}
     return LabPlan(

@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.cluster.lab import kernel, mounts, network, state
+from paceline.cluster.lab import available, kernel, mounts, network, state
 from paceline.cluster.lab.control import answer
 from paceline.cluster.lab.engine import Engine
 from paceline.cluster.lab.host import batch
@@ -26,23 +26,17 @@ from paceline.cluster.lab.layout import Layout
 from paceline.cluster.lab.options import LabPlan
 from paceline.spec.errors import LabError, PacelineError
 
-_NAMESPACES = (
-    kernel.CLONE_NEWPID
-    | kernel.CLONE_NEWNS
-    | kernel.CLONE_NEWNET
-    | kernel.CLONE_NEWIPC
-    | kernel.CLONE_NEWUTS
-)
 _FAREWELL = 0.5  # seconds that the hosts' processes have to close their connections
 
 
 def main(argv: list[str]) -> int:
     """Starts the owner and returns when the lab is up; prints ``{}`` or an error as JSON."""
     layout = Layout(Path(argv[0]))
-    if os.geteuid() != 0:
-        kernel.new_user_namespace()
-        kernel.keep_capabilities_over_exec()
-    kernel.unshare(_NAMESPACES)
+    try:
+        _leave_the_machine()
+    except OSError as error:
+        print(json.dumps({"error": _described(available.refused(error))}))
+        return 0
     ready, ready_write = os.pipe()
     owner = os.fork()
     if owner == 0:
@@ -54,6 +48,14 @@ def main(argv: list[str]) -> int:
         said = report.read()
     print(said or json.dumps({"error": {"message": "the lab's owner ended while starting"}}))
     return 0
+
+
+def _leave_the_machine() -> None:
+    if os.geteuid() != 0:
+        kernel.new_user_namespace()
+        kernel.keep_capabilities_over_exec()
+    kernel.unshare(available.LAB_NAMESPACES)
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
 
 
 def _own(layout: Layout, ready: int, held: bool) -> NoReturn:

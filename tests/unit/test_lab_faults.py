@@ -1,0 +1,133 @@
+"""Every fault of the registry: its steps and the steps back."""
+
+from __future__ import annotations
+
+import pytest
+from lab_plans import plan
+
+from paceline.cluster.lab.faults import (
+    FAULTS,
+    Boot,
+    Fault,
+    Fill,
+    Freeze,
+    Halt,
+    Kill,
+    OnHost,
+    OnSwitch,
+    Target,
+    Thaw,
+    Unfill,
+    find,
+    size_bytes,
+)
+from paceline.spec.errors import LabError
+
+EXAMPLES: dict[str, list[tuple[str, ...]]] = {
+    "power-off": [()],
+    "freeze": [()],
+    "unplug": [()],
+    "drop": [("all",), ("all-ephemeral",), ("29500,30000-40000",)],
+    "reject": [("all",), ("all-ephemeral",), ("29500",)],
+    "unreachable": [("n2",)],
+    "deaf": [("n2",)],
+    "slow": [("10mbit",)],
+    "loss": [("5",), ("0.1%",), ("100",)],
+    "fill-disk": [("/data",), ("/data", "10m")],
+    "kill": [("42",), ("train.*py",)],
+}
+CASES = [(fault, given) for fault in FAULTS.values() for given in EXAMPLES[fault.name]]
+WRONG = [
+    ("drop", "ssh"),
+    ("drop", "0"),
+    ("reject", "1-2-3"),
+    ("unreachable", "n9"),
+    ("slow", "fast"),
+    ("loss", "101"),
+    ("loss", "none"),
+    ("kill", "("),
+]
+
+
+@pytest.fixture
+def target() -> Target:
+    made = plan(hosts=3)
+    return Target(made, made.host("n1"))
+
+
+@pytest.mark.parametrize(("fault", "given"), CASES)
+def test_every_fault_acts_and_can_be_undone(
+    target: Target, fault: Fault, given: tuple[str, ...]
+) -> None:
+    assert find(fault.name, given) is fault
+    assert fault.strike(target, given)
+    assert fault.summary
+    if fault.name != "kill":
+        assert fault.undo is not None
+        assert fault.undo(target, given)
+
+
+@pytest.mark.parametrize(("fault", "given"), CASES)
+def test_what_the_firewall_takes_it_gives_back(
+    target: Target, fault: Fault, given: tuple[str, ...]
+) -> None:
+    def rules(steps: object, action: str) -> set[tuple[str, ...]]:
+        assert isinstance(steps, tuple)
+        tables = [s.argv for s in steps if isinstance(s, OnHost) and s.argv[0] == "iptables"]
+        assert all(argv[2] == action for argv in tables)
+        return {argv[3:] for argv in tables}
+
+    back = fault.undo(target, given) if fault.undo else ()
+    assert rules(fault.strike(target, given), "-I") == rules(back, "-D")
+
+
+@pytest.mark.parametrize(("name", "argument"), WRONG)
+def test_wrong_arguments_are_refused(target: Target, name: str, argument: str) -> None:
+    with pytest.raises(LabError):
+        FAULTS[name].strike(target, (argument,))
+
+
+def test_unknown_fault_and_wrong_number_of_arguments() -> None:
+    with pytest.raises(LabError, match="no fault 'melt'"):
+        find("melt", ())
+    with pytest.raises(LabError, match="usage: paceline lab fault drop HOST PORTS"):
+        find("drop", ())
+
+
+def test_a_dying_host_is_unplugged_before_it_can_say_goodbye(target: Target) -> None:
+    unplug = OnSwitch(("ip", "link", "set", "n1", "down"))
+    assert FAULTS["power-off"].strike(target, ()) == (unplug, Halt())
+    assert FAULTS["power-off"].undo is not None
+    assert FAULTS["power-off"].undo(target, ()) == (Boot(),)
+
+
+def test_plain_steps(target: Target) -> None:
+    freeze, fill = FAULTS["freeze"], FAULTS["fill-disk"]
+    assert freeze.undo is not None
+    assert fill.undo is not None
+    assert (freeze.strike(target, ()), freeze.undo(target, ())) == ((Freeze(),), (Thaw(),))
+    assert fill.strike(target, ("/d", "1k")) == (Fill("/d", 1024),)
+    assert fill.undo(target, ("/d", "1k")) == (Unfill("/d"),)
+    assert FAULTS["kill"].strike(target, ("python",)) == (Kill("python"),)
+
+
+def test_a_slowed_link_gets_the_labs_rate_back() -> None:
+    made = plan(rate="1gbit")
+    target = Target(made, made.host("n1"))
+    slow = FAULTS["slow"]
+    assert slow.undo is not None
+    back = slow.undo(target, ("1mbit",))
+    assert all("1gbit" in step.argv for step in back if isinstance(step, OnHost | OnSwitch))
+
+
+def test_ipv6_labs_use_ip6tables() -> None:
+    made = plan(ipv6_only=True)
+    (step, *_) = FAULTS["drop"].strike(Target(made, made.host("n1")), ("80",))
+    assert isinstance(step, OnHost)
+    assert step.argv[0] == "ip6tables"
+
+
+def test_sizes() -> None:
+    assert [size_bytes(text) for text in ("7", "1k", "2M", "1g")] == [7, 1024, 2 << 20, 1 << 30]
+    with pytest.raises(LabError):
+        size_bytes("much")

@@ -214,6 +214,12 @@ def test_no_variable_is_added(pair: Lab) -> None:
     assert names == set(pair.environment("n1"))
 
 
+def test_environment_of_the_caller_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTSIDE", "secret")
+    with Lab(LabOptions(hosts=1)) as lab:
+        assert "secret" not in output(lab, "n1", "cat", "/proc/1/environ", "/proc/self/environ")
+
+
 def test_exit_status_signal_and_input(pair: Lab) -> None:
     assert pair.exec("n1", ["sh", "-c", "exit 7"]).returncode == 7
     assert pair.exec("n1", ["sh", "-c", "kill -TERM $$"]).returncode == -signal.SIGTERM

@@ -17,10 +17,10 @@ from paceline.spec.errors import ConnectError
 from paceline.spec.hosts import Host
 
 
-async def connect_all(
+async def reach_all(
     hosts: Sequence[Host], pythons: Sequence[str], options: SshOptions
-) -> list[Channel]:
-    """Logs in everywhere at once; all refusals in one ConnectError, sorted by cause."""
+) -> list[Channel | LoginRefused]:
+    """Logs in everywhere at once; one outcome a host, in order. No refusal hides another."""
     gate = asyncio.Semaphore(LOGINS_AT_ONCE)
 
     async def one(host: Host, python: str) -> Channel | LoginRefused:
@@ -34,7 +34,7 @@ async def connect_all(
         asyncio.create_task(one(host, python)) for host, python in zip(hosts, pythons, strict=True)
     ]
     try:
-        outcomes = await asyncio.gather(*tasks)
+        return list(await asyncio.gather(*tasks))
     except BaseException:
         for task in tasks:
             task.cancel()
@@ -42,6 +42,13 @@ async def connect_all(
             if isinstance(outcome, Channel):
                 await outcome.close()
         raise
+
+
+async def connect_all(
+    hosts: Sequence[Host], pythons: Sequence[str], options: SshOptions
+) -> list[Channel]:
+    """Logs in everywhere at once; all refusals in one ConnectError, sorted by cause."""
+    outcomes = await reach_all(hosts, pythons, options)
     channels = [outcome for outcome in outcomes if isinstance(outcome, Channel)]
     refused = [outcome for outcome in outcomes if isinstance(outcome, LoginRefused)]
     if refused:

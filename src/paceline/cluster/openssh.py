@@ -122,8 +122,14 @@ CAUSES: tuple[_Cause, ...] = (
         "(`Port N` in ~/.ssh/config)",
     ),
     _Cause(
+        "sshd does not speak",
+        r"timed out during banner exchange",
+        "The machine's kernel answers but its sshd does not: it is frozen, out of memory or badly "
+        "overloaded. Look at its console (uptime, free -h), or restart {name}",
+    ),
+    _Cause(
         "no answer",
-        r"Connection timed out|Operation timed out|timed out during banner exchange",
+        r"Connection timed out|Operation timed out",
         "The machine is off, or a firewall drops TCP to its SSH port: nc -vz {name} 22",
     ),
     _Cause(

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.launch.network import NodeNetwork
-from paceline.spec.errors import NodeError, SettingError
+from paceline.cluster import agreement
+from paceline.cluster.network import NodeNetwork
+from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
 from paceline.spec.plan import NodePlan, Plan, RankPlan
@@ -236,53 +237,12 @@ def check_agreement(hosts: Sequence[Host], job: Job, facts: Mapping[str, Facts],
         NodeError: An interpreter is missing, torch is missing, or torch differs.
     """
     for host in hosts:
-        wanted = python_of(job, host)
-        if chosen[host.name] != wanted:
-            raise _no_interpreter(host, wanted, chosen[host.name], facts[host.name])
-    if job.needs_torch:
-        _check_torch(hosts, facts)
+        problem = agreement.interpreter_problem(
+            host, python_of(job, host), chosen[host.name], facts[host.name]
+        )
+        if problem is not None:
+            raise problem
+    if job.needs_torch and (problem := agreement.torch_problem(hosts, facts)) is not None:
+        raise problem
     pythons = {host.name: facts[host.name]["python"]["version"] for host in hosts}
-    return _differences("Python", pythons)
-
-
-def _no_interpreter(host: Host, wanted: str, found: str, facts: Facts) -> NodeError:
-    torch = facts.get("torch")
-    having = f"with torch {torch['version']}" if torch else "without torch"
-    python = facts["python"]
-    return NodeError(
-        f"{host.name} has no Python at {wanted}",
-        found=f"{python['executable']} (Python {python['version']}, {having})",
-        remedy=f'Set python = "/path/to/python" under [hosts.{host.name}] in paceline.toml, '
-        f"or --python PATH when it is the same on all hosts",
-    )
-
-
-def _check_torch(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> None:
-    versions = {host.name: (facts[host.name].get("torch") or {}).get("version") for host in hosts}
-    without = [name for name, version in versions.items() if version is None]
-    if without:
-        python = facts[without[0]]["python"]["executable"]
-        raise NodeError(
-            f"no torch on {', '.join(without)}",
-            found=f"{python} on {without[0]} has no torch package",
-            remedy=f"On {without[0]}: {python} -m pip install torch"
-            " (or --python PATH for another interpreter; --no-torch for a script without torch)",
-        )
-    if len(set(versions.values())) > 1:
-        raise NodeError(
-            "the nodes have different torch versions",
-            found="\n".join(f"{name}: torch {version}" for name, version in versions.items()),
-            remedy="Install the same version everywhere: "
-            f"python -m pip install torch=={_plain(versions[hosts[0].name])}",
-        )
-
-
-def _plain(version: str | None) -> str:
-    return (version or "").split("+")[0]
-
-
-def _differences(what: str, values: Mapping[str, str]) -> list[str]:
-    if len(set(values.values())) < 2:
-        return []
-    listed = ", ".join(f"{name} {value}" for name, value in values.items())
-    return [f"{what} differs between the nodes: {listed}"]
+    return agreement.differences("Python", pythons)

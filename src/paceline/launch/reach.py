@@ -1,19 +1,16 @@
-"""Lets the nodes try each other and hold a port; what follows from it is decided in ``network``."""
+"""Lets the nodes try each other and hold a port; ``cluster.network`` decides what follows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.cluster import network, trying
 from paceline.cluster.channel import AgentRefusal
-from paceline.launch import network
 from paceline.launch.fleet import Fleet, together
-from paceline.launch.node import Node
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Job
 from paceline.spec.settings import Setting, Source
-
-PROBE_TIMEOUT_S = 3.0
 
 Found = Mapping[str, Sequence[network.Candidate]]
 Networks = dict[str, network.NodeNetwork]
@@ -34,30 +31,7 @@ async def find_networks(fleet: Fleet, job: Job) -> tuple[Networks, list[str]]:
 
 async def try_connections(fleet: Fleet, found: Found) -> dict[str, list[dict[str, Any]]]:
     """By connecting host, the results of trying the other hosts' addresses."""
-
-    async def listen(node: Node) -> dict[str, int]:
-        addresses = [candidate.address for candidate in found[node.name]]
-        answer = await node.channel.request("listen", addresses=addresses)
-        return dict(answer["ports"])
-
-    nodes = {node.name: node for node in fleet.nodes}
-    ports = dict(zip(nodes, await fleet.each(listen), strict=True))
-
-    async def attempt(name: str, others: Sequence[str]) -> list[dict[str, Any]]:
-        targets = [
-            {"host": other, "address": address, "port": port,
-             "identity": nodes[other].channel.identity}
-            for other in others
-            for address, port in ports[other].items()
-        ]  # fmt: skip
-        channel = nodes[name].channel
-        answer = await channel.request("connect", targets=targets, timeout_s=PROBE_TIMEOUT_S)
-        return list(answer["results"])
-
-    pairs = network.pairs(list(nodes))
-    results = await together([attempt(name, others) for name, others in pairs.items()])
-    await fleet.each(lambda node: node.channel.request("stop_listening"))
-    return dict(zip(pairs, results, strict=True))
+    return await trying.try_addresses([node.channel for node in fleet.nodes], found, together)
 
 
 async def hold_port(fleet: Fleet, networks: Networks, asked: Setting[int]) -> Setting[int]:

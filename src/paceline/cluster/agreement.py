@@ -1,0 +1,67 @@
+"""What all nodes must have alike before they can train together. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.spec.errors import NodeError
+from paceline.spec.hosts import Host
+
+Facts = Mapping[str, Any]
+
+
+def interpreter_problem(host: Host, wanted: str, chosen: str, facts: Facts) -> NodeError | None:
+    """The wanted interpreter is not there, so the agent runs on another.
+
+    Args:
+        host: Where.
+        wanted: Path that the job was to use.
+        chosen: The interpreter that the agent really found.
+        facts: Of that host, for what it has instead.
+    """
+    if chosen == wanted:
+        return None
+    torch = facts.get("torch")
+    having = f"with torch {torch['version']}" if torch else "without torch"
+    python = facts["python"]
+    return NodeError(
+        f"{host.name} has no Python at {wanted}",
+        found=f"{python['executable']} (Python {python['version']}, {having})",
+        remedy=f'Set python = "/path/to/python" under [hosts.{host.name}] in paceline.toml, '
+        f"or --python PATH when it is the same on all hosts",
+    )
+
+
+def torch_problem(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> NodeError | None:
+    """Torch is missing on a node, or is not the same version on all."""
+    versions = {host.name: (facts[host.name].get("torch") or {}).get("version") for host in hosts}
+    without = [name for name, version in versions.items() if version is None]
+    if without:
+        python = facts[without[0]]["python"]["executable"]
+        return NodeError(
+            f"no torch on {', '.join(without)}",
+            found=f"{python} on {without[0]} has no torch package",
+            remedy=f"On {without[0]}: {python} -m pip install torch"
+            " (or --python PATH for another interpreter; --no-torch for a script without torch)",
+        )
+    if len(set(versions.values())) > 1:
+        return NodeError(
+            "the nodes have different torch versions",
+            found="\n".join(f"{name}: torch {version}" for name, version in versions.items()),
+            remedy="Install the same version everywhere: "
+            f"python -m pip install torch=={_plain(versions[hosts[0].name])}",
+        )
+    return None
+
+
+def _plain(version: str | None) -> str:
+    return (version or "").split("+")[0]
+
+
+def differences(what: str, values: Mapping[str, str]) -> list[str]:
+    """One sentence when the nodes' values are not all the same; none when they are."""
+    if len(set(values.values())) < 2:
+        return []
+    listed = ", ".join(f"{name} {value}" for name, value in values.items())
+    return [f"{what} differs between the nodes: {listed}"]

@@ -1,0 +1,44 @@
+# Two commands set everything up on a fresh machine: `make demo` and `make test`.
+.PHONY: help demo test lint format env system clean
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+help:
+	@echo "make demo   environment, then train the bundled digits on a two-host virtual cluster"
+	@echo "make test   environment and system parts, then all tests"
+	@echo "make lint   ruff, mypy, import-linter"
+	@echo "make clean  remove the environment and caches"
+
+# the environment is remade when what it is made from has changed
+env: $(VENV)/.made
+
+$(VENV)/.made: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[recipes,trackers,dev]'
+	touch $@
+
+system:
+	@tools/system-parts.sh $(PARTS)
+
+demo: PARTS = lab
+demo: env system
+	@$(BIN)/python tools/demo.py
+
+test: PARTS = all
+test: env system
+	$(BIN)/python -m pytest
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -41,12 +41,22 @@ class Tree:
 
 
 def project_root(job: Job) -> Path:
-    """The folder that belongs to the job: the git work tree, else the script's or work folder."""
-    workdir = Path(job.workdir)
-    top = _git(workdir, "rev-parse", "--show-toplevel")
-    if top:
-        return Path(top.strip())
-    return workdir
+    """The folder that belongs to the job.
+
+    The git work tree that holds the work folder, else the work folder itself; for a script that
+    lies elsewhere, the same of the script's folder.
+    """
+    root = _root_of(Path(job.workdir))
+    if job.entry.kind == "script":
+        script = Path(job.workdir, job.entry.target)
+        if not script.is_relative_to(root):
+            return _root_of(script.parent)
+    return root
+
+
+def _root_of(folder: Path) -> Path:
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    return Path(top.strip()) if top else folder
 
 
 def _git(folder: Path, *args: str) -> str | None:
@@ -124,9 +134,15 @@ def relocate(path: str, root: Path, target: str) -> str:
 
 
 def entry_at(entry: Entry, workdir: str, root: Path, target: str) -> Entry:
-    """The entry for a node on which ``root`` lies at ``target``."""
+    """The entry for a node on which ``root`` lies at ``target``.
+
+    A script named relative to a work folder inside ``root`` stays as it was typed, for the work
+    folder moves along.
+    """
     if entry.kind != "script":
         return entry
-    if not Path(entry.target).is_absolute():
-        return entry  # relative to the work folder, which is relocated itself
-    return Entry(entry.kind, relocate(entry.target, root, target), entry.args)
+    moves_along = Path(workdir).is_relative_to(root) and not Path(entry.target).is_absolute()
+    if moves_along:
+        return entry
+    script = str(Path(workdir, entry.target))
+    return Entry(entry.kind, relocate(script, root, target), entry.args)

@@ -104,7 +104,9 @@ async def place(node: Node, job: Job, supplies: Supplies, run_id: str) -> planni
     code = await place_code(node, job, supplies.code, run_id)
     places = await place_inputs(node, supplies.inputs, run_id)
     workdir = code.workdir
-    if supplies.code is None and not node.host.local:
+    tree = supplies.code
+    travels = tree is not None and Path(job.workdir).is_relative_to(tree.root)
+    if not travels and not node.host.local:
         workdir = await _workdir_without_code(node, workdir)
     return planning.Code(code.how, workdir, with_inputs(code.entry, places))
 

@@ -48,10 +48,15 @@ def project_root(job: Job) -> Path:
     """
     root = _root_of(Path(job.workdir))
     if job.entry.kind == "script":
-        script = Path(job.workdir, job.entry.target)
+        script = script_path(job.entry, job.workdir)
         if not script.is_relative_to(root):
             return _root_of(script.parent)
     return root
+
+
+def script_path(entry: Entry, workdir: str) -> Path:
+    """Absolute path of the script on this machine, without ``..``; links are left alone."""
+    return Path(os.path.normpath(Path(workdir, entry.target)))
 
 
 def _root_of(folder: Path) -> Path:
@@ -141,8 +146,8 @@ def entry_at(entry: Entry, workdir: str, root: Path, target: str) -> Entry:
     """
     if entry.kind != "script":
         return entry
-    moves_along = Path(workdir).is_relative_to(root) and not Path(entry.target).is_absolute()
-    if moves_along:
+    script = script_path(entry, workdir)
+    inside = Path(workdir).is_relative_to(root) and script.is_relative_to(root)
+    if inside and not Path(entry.target).is_absolute():
         return entry
-    script = str(Path(workdir, entry.target))
-    return Entry(entry.kind, relocate(script, root, target), entry.args)
+    return Entry(entry.kind, relocate(str(script), root, target), entry.args)

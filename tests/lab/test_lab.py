@@ -693,7 +693,11 @@ def test_commands_from_up_to_down() -> None:
         status = json.loads(paceline_lab("status", "--name", name, "--json").stdout)[name]
         assert status["faults"] == [{"kind": "slow", "host": "n1", "arguments": ["1mbit"]}]
         assert [host["up"] for host in status["hosts"]] == [True, True]
-        assert "slow 1mbit" in paceline_lab("status").stdout
+        assert "slow 1mbit" in paceline_lab("status", "--name", name).stdout
+        argv = [sys.executable, "-c", CLI, "status", "--name", name]
+        source = {"PYTHONPATH": str(Path(state.__file__).parents[3])}
+        from_a_host = Lab.attach(name).exec("n1", argv, env=source, check=True)
+        assert "slow 1mbit" in from_a_host.stdout
         assert paceline_lab("fault", "--name", name, "slow", "n1", "--undo").returncode == 0
         assert paceline_lab("heal", "--name", name).returncode == 0
     finally:

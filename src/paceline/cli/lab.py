@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -129,8 +130,7 @@ def down(name: str, everything: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, by lab.")
 def status(name: str | None, as_json: bool) -> None:
     """Show hosts, processes and faults of the labs that are up."""
-    labs = [Lab.attach(one) for one in ([name] if name else names_up())]
-    found = {lab.name: {**lab.status(), **_files(lab)} for lab in labs}
+    found = {name: _status(name)} if name else _all_statuses()
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
@@ -141,8 +141,18 @@ def status(name: str | None, as_json: bool) -> None:
         click.echo("no lab is up")
 
 
-def _files(lab: Lab) -> dict[str, str]:
-    return {"ssh_config": str(lab.ssh_config), "hostfile": str(lab.hostfile)}
+def _status(name: str) -> dict[str, Any]:
+    lab = Lab.attach(name)
+    files = {"ssh_config": str(lab.ssh_config), "hostfile": str(lab.hostfile)}
+    return {**lab.status(), **files}
+
+
+def _all_statuses() -> dict[str, dict[str, Any]]:
+    found = {}
+    for name in names_up():
+        with contextlib.suppress(LabError):  # it went down just now
+            found[name] = _status(name)
+    return found
 
 
 def _lines(one: dict[str, Any]) -> list[str]:

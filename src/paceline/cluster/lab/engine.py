@@ -60,7 +60,7 @@ class Engine:
     def boot(self, names: Sequence[str]) -> None:
         """Starts hosts side by side; raises OSError when one does not come up."""
         plans = [self._plan.host(name) for name in names]
-        starting = {plan.name: host.start(self._plan, self._layout, plan) for plan in plans}
+        starting = {plan.name: self._start(plan) for plan in plans}
         for plan in plans:
             self._running[plan.name] = _running(starting[plan.name].pid)
         self._plug_in(plans)
@@ -68,8 +68,10 @@ class Engine:
             host.let_go(started)
         for name, started in starting.items():
             self._running[name].sshd = host.finish(started)
-        for plan in plans:
-            self._act(plan.name, self._link_steps(plan))
+
+    def _start(self, plan: HostPlan) -> host.Starting:
+        here = [argv for where, argv in self._link_commands(plan) if where == "host"]
+        return host.start(self._plan, self._layout, plan, here)
 
     def _plug_in(self, plans: Sequence[HostPlan]) -> None:
         by_tap = self._delay > 0 and not self._netem
@@ -79,10 +81,13 @@ class Engine:
             up.forwarder = delayline.lay(plan.name, plan.interface, net, self._delay)
         pids = {self._running[plan.name].pid: plan for plan in plans}
         host.batch(network.ports_batch(pids, cables=not by_tap))
+        commands = [command for plan in plans for command in self._link_commands(plan)]
+        host.batch([" ".join(argv[1:]) for where, argv in commands if where == "switch"], "tc")
 
-    def _link_steps(self, plan: HostPlan) -> faults.Steps:
+    def _link_commands(self, plan: HostPlan) -> tuple[network.Placed, ...]:
+        """What gives a host's link its speed and delay; all of it for ``tc``."""
         delay = network.delay_by_netem(plan, self._delay) if self._netem else ()
-        return faults.placed((*delay, *network.shape(self._plan, plan, self._netem)))
+        return (*delay, *network.shape(self._plan, plan, self._netem))
 
     def reap(self) -> None:
         """Takes note of hosts and other children that have ended."""
@@ -116,19 +121,24 @@ class Engine:
         return self._running[name]
 
     def status(self) -> dict[str, Any]:
-        """Hosts and active faults, ready for JSON. Process ids are the lab's own."""
+        """Hosts and active faults, ready for JSON.
+
+        ``namespace`` is a host's PID namespace: process ids mean nothing outside the lab.
+        """
         self.reap()
-        hosts = [self._host_status(plan.name) for plan in self._plan.hosts]
+        running = {(p.namespace, p.inner) for p in processes.everything()}
+        hosts = [self._host_status(plan.name, running) for plan in self._plan.hosts]
         return {"hosts": hosts, "faults": [asdict(active) for active in self._active]}
 
-    def _host_status(self, name: str) -> dict[str, Any]:
+    def _host_status(self, name: str, running: set[tuple[int, int]]) -> dict[str, Any]:
         plan, up = self._plan.host(name), self._running.get(name)
         return {
             "name": name,
             "address": plan.address,
             "interface": plan.interface,
             "up": up is not None,
-            "sshd": up is not None and any(p.inner == up.sshd for p in self._inside(up)),
+            "sshd": up is not None and (up.pid_namespace, up.sshd) in running,
+            "namespace": up.pid_namespace if up else 0,
         }
 
     def _inside(self, up: Running) -> list[processes.Process]:

@@ -254,20 +254,19 @@ def _hearing(target: Target, arguments: Sequence[str]) -> Steps:
     return _firewall(target, "-D", _deaf_rules(target, arguments))
 
 
-def placed(commands: Sequence[network.Placed]) -> Steps:
-    """Commands as steps."""
+def _placed(commands: Sequence[network.Placed]) -> Steps:
     places = {"host": OnHost, "switch": OnSwitch}
     return tuple(places[where](argv) for where, argv in commands)
 
 
 def _slow(target: Target, arguments: Sequence[str]) -> Steps:
-    return placed(network.shape(target.plan, target.host, target.netem, rate=arguments[0]))
+    return _placed(network.shape(target.plan, target.host, target.netem, rate=arguments[0]))
 
 
 def _fast(target: Target, _: Sequence[str]) -> Steps:
     if target.plan.options.rate:
-        return placed(network.shape(target.plan, target.host, target.netem))
-    return placed(network.unshape(target.host, target.netem))
+        return _placed(network.shape(target.plan, target.host, target.netem))
+    return _placed(network.unshape(target.host, target.netem))
 
 
 def _loss_table(target: Target) -> str:

@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,13 +44,21 @@ class Starting:
     report: int
 
 
-def start(plan: LabPlan, layout: Layout, host: HostPlan) -> Starting:
-    """Forks a host. The caller plugs it in, then calls :func:`let_go` and :func:`finish`."""
+Commands = Sequence[Sequence[str]]
+
+
+def start(plan: LabPlan, layout: Layout, host: HostPlan, commands: Commands) -> Starting:
+    """Forks a host. The caller plugs it in, then calls :func:`let_go` and :func:`finish`.
+
+    Args:
+        commands: What is to be run on the host when its network is up.
+    """
     go_read, go = os.pipe()
     report, report_write = os.pipe()
     middle = os.fork()
     if middle == 0:
-        _guarded(lambda: _fork_first(plan, layout, host, go_read, report_write), report_write)
+        begin = partial(_first_process, plan, layout, host, commands, go_read, report_write)
+        _guarded(lambda: _fork_first(begin, report_write), report_write)
     os.close(go_read)
     os.close(report_write)
     os.waitpid(middle, 0)
@@ -106,16 +115,18 @@ def _say(fd: int, message: dict[str, Any]) -> None:
     os.write(fd, json.dumps(message).encode() + b"\n")
 
 
-def _fork_first(plan: LabPlan, layout: Layout, host: HostPlan, go: int, report: int) -> None:
+def _fork_first(begin: Callable[[], None], report: int) -> None:
     kernel.unshare(_NAMESPACES)  # a PID namespace begins with the next child
     first = os.fork()
     if first:
         _say(report, {"pid": first})
     else:
-        _guarded(lambda: _first_process(plan, layout, host, go, report), report)
+        _guarded(begin, report)
 
 
-def _first_process(plan: LabPlan, layout: Layout, host: HostPlan, go: int, report: int) -> None:
+def _first_process(
+    plan: LabPlan, layout: Layout, host: HostPlan, commands: Commands, go: int, report: int
+) -> None:
     _close_all_but(go, report)
     _forget_signals()
     os.setsid()
@@ -125,6 +136,8 @@ def _first_process(plan: LabPlan, layout: Layout, host: HostPlan, go: int, repor
     if not os.read(go, 1):
         os._exit(1)
     _bring_up_network(plan, host)
+    for argv in commands:
+        run(list(argv))
     _say(report, {"sshd": _start_sshd(layout, host) if host.sshd else None})
     os.close(go)
     os.close(report)
@@ -186,9 +199,10 @@ def _reap_for_ever() -> NoReturn:
             signal.sigwait({signal.SIGCHLD})
 
 
-def batch(lines: list[str]) -> None:
-    """Runs ``ip`` over all lines at once; raises OSError with what it says."""
-    run(["ip", "-batch", "-"], "\n".join(lines) + "\n")
+def batch(lines: list[str], tool: str = "ip") -> None:
+    """Runs ``ip`` (or ``tc``) over all lines at once; raises OSError with what it says."""
+    if lines:
+        run([tool, "-batch", "-"], "\n".join(lines) + "\n")
 
 
 def run(argv: list[str], text: str = "", enter: Callable[[], None] | None = None) -> str:

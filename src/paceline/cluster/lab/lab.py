@@ -176,11 +176,12 @@ class Lab:
     def status(self) -> dict[str, Any]:
         """``{"hosts": [{"name", "address", "interface", "up", "sshd", "pid"}], "faults": […]}``.
 
-        Process ids are the machine's; None for a host that is off.
+        Process ids are the machine's; None for a host that is off (or seen from a host).
         """
         status: dict[str, Any] = self._ask({"do": "status"})
+        first = {p.namespace: p.pid for p in looking.everything() if p.inner == 1}
         for host in status["hosts"]:
-            host["pid"] = self._first_process(host["name"]) if host["up"] else None
+            host["pid"] = first.get(host.pop("namespace", 0))
         return status
 
     # --- running things

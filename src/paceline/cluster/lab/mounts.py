@@ -32,7 +32,8 @@ class Mount:
 
     Attributes:
         kind: ``fresh`` mounts a new file system of type ``source``; ``folder`` makes a folder
-            and ``file`` a file holding ``source``, both on a file system made here; ``bind``
+            (with the rights ``data``) and ``file`` a file holding ``source``, both on a file
+            system made here; ``bind``
             shows the folder or file ``source``; ``overlay`` gives ``source`` a private upper
             layer in ``data``.
         target: Where.
@@ -60,6 +61,7 @@ def host_mounts(plan: LabPlan, layout: Layout, host: HostPlan) -> tuple[Mount, .
         Mount("file", MARKER, plan.options.name),
         Mount("folder", home_inside(plan)),
         Mount("bind", home_inside(plan), str(layout.home(host.name))),
+        Mount("folder", str(layout.root.parent), data="700"),
         *shared_again([str(layout.root), *plan.shared]),
         *_own_files(layout, host),
         *_private_folders(plan, layout, host),
@@ -125,6 +127,7 @@ def _open_sources(steps: Iterable[Mount]) -> dict[str, int]:
 def _do(step: Mount, sources: dict[str, int]) -> None:
     if step.kind == "folder":
         Path(step.target).mkdir(parents=True, exist_ok=True)
+        Path(step.target).chmod(int(step.data or "755", 8))
     elif step.kind == "file":
         Path(step.target).write_text(step.source)
     elif step.kind == "fresh":

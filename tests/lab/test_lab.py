@@ -710,7 +710,7 @@ def test_foreground_ends_with_sigterm() -> None:
     argv = [sys.executable, "-u", "-c", CLI, "up", "--foreground", "--hosts", "1", "--name", "fg"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as up:
         assert up.stdout is not None
-        assert "1 hosts up" in up.stdout.readline()
+        assert "1 host up" in up.stdout.readline()
         up.terminate()
         assert up.wait(10) == 0
     assert "fg" not in _labs()

@@ -77,8 +77,10 @@ def _up_and_introduce(lab: Lab, detached: bool) -> None:
 
 
 def _introduce(lab: Lab, seconds: float) -> None:
-    hosts = ", ".join(f"{name} {lab.address(name)}" for name in _some(lab.names))
-    click.echo(f"lab {lab.name!r}: {len(lab.names)} hosts up in {seconds:.1f} s: {hosts}")
+    shown = [f"{name} {lab.address(name)}" for name in lab.names]
+    hosts = ", ".join(shown if len(shown) <= 8 else [*shown[:3], "…", shown[-1]])
+    count = f"{len(shown)} host{'s' * (len(shown) != 1)}"
+    click.echo(f"lab {lab.name!r}: {count} up in {seconds:.1f} s: {hosts}")
     click.echo(f"  host file   {lab.hostfile}")
     click.echo(f"  ssh config  {lab.ssh_config}")
     if lab.settings:
@@ -89,10 +91,6 @@ def _introduce(lab: Lab, seconds: float) -> None:
     click.echo(f"  ssh -F {lab.ssh_config} {lab.names[0]}")
     click.echo(f"  paceline run --hosts {lab.hostfile} --ssh-config {lab.ssh_config} SCRIPT")
     click.echo(f"  paceline lab down{option}")
-
-
-def _some(names: tuple[str, ...]) -> tuple[str, ...]:
-    return names if len(names) <= 8 else names[:3]
 
 
 def _stay(lab: Lab) -> None:

@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from paceline import train
+from paceline.train import wrapping
 from paceline.spec.errors import DataError, JobError
 
 
@@ -25,6 +26,9 @@ def main(folder: Path) -> None:
             "odd": odd_sizes(session),
             "trained": trained(session, limit=0),
             "accumulated": trained(session, limit=2),
+            "sharded": trained(session, limit=0, shard=True),
+            "sharded and accumulated": trained(session, limit=1, shard=True, clip_norm=0.5),
+            "clipped": trained(session, limit=0, clip_norm=0.5),
             "diverged": refused(lambda: diverge(session)) if session.world.size > 1 else "",
         }
     (folder / f"{session.world.rank}.json").write_text(json.dumps(found))
@@ -65,18 +69,22 @@ def odd_sizes(session: train.Session) -> list[tuple[int, float]]:
     return means
 
 
-def trained(session: train.Session, limit: int) -> list[float]:
+def trained(
+    session: train.Session, limit: int, shard: bool = False, clip_norm: float | None = None
+) -> list[float]:
     """Two epochs over 11 samples in batches of 4; the last batch has 3."""
     session.progress.step = session.progress.epoch = session.progress.offset = 0
     torch.manual_seed(3)
-    network = session.place(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
-    model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    network = session.place(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), shard=shard)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    model = session.prepare(network, optimizer, clip_norm=clip_norm)
     loader = session.loader(numbers(11), 4, limit=limit)
     for _ in session.epochs(loader, 2):
         for inputs, targets in loader:
             losses = mse_loss(model(inputs), targets, reduction="none").mean(1)
             session.step(losses)
-    return torch.cat([one.detach().flatten() for one in network.parameters()]).tolist()
+    state = wrapping.whole_state(network)
+    return torch.cat([one.flatten() for one in state.values()]).tolist() if state else []
 
 
 def diverge(session: train.Session) -> None:

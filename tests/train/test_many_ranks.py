@@ -27,12 +27,23 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str,
     return found
 
 
-@pytest.mark.parametrize("limit", ["trained", "accumulated"])
-def test_parameters_do_not_depend_on_the_world(worlds: Any, limit: str) -> None:
-    alone = np.array(worlds[1][0]["trained"])
-    for size, found in worlds.items():
+@pytest.mark.parametrize("way", ["trained", "accumulated", "sharded"])
+def test_parameters_do_not_depend_on_the_world(worlds: Any, way: str) -> None:
+    check_equal(worlds, way, worlds[1][0]["trained"])
+
+
+@pytest.mark.parametrize("way", ["clipped", "sharded and accumulated"])
+def test_clipping_sees_the_whole_gradient(worlds: Any, way: str) -> None:
+    check_equal(worlds, way, worlds[1][0]["clipped"])
+    assert worlds[1][0]["clipped"] != worlds[1][0]["trained"]
+
+
+def check_equal(worlds: Any, way: str, alone: list[float]) -> None:
+    for found in worlds.values():
         for one in found:
-            assert np.abs(np.array(one[limit]) - alone).max() < 1e-12, size
+            if one[way]:  # of a sharded model only rank 0 gets the whole state
+                assert np.abs(np.array(one[way]) - np.array(alone)).max() < 1e-12
+        assert found[0][way]
 
 
 def test_metrics_count_every_sample_once(worlds: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.spec.errors import DataError, JobError, SettingError
-from paceline.train import insync, weights, world
+from paceline.train import insync, launched, weights, world
 from paceline.train.comms import Comms
 from paceline.train.device import Found, choose_backend, choose_device, look
 from paceline.train.metrics import Meter
@@ -190,3 +190,70 @@ def test_precision_names() -> None:
     assert precision("float64").scaler(CPU) is None
     with pytest.raises(SettingError, match="float16"):
         precision("float16")
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            ("1", "2", "1", "2", "127.0.0.1"),
+        ),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+            ("0", "2", "0", "2", "127.0.0.1"),
+        ),
+        (
+            {
+                "SLURM_PROCID": "4",
+                "SLURM_STEP_NUM_TASKS": "5",
+                "SLURM_LOCALID": "0",
+                "SLURM_NODEID": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+                "SLURM_STEP_NODELIST": "gpu[07-08],big1",
+                "SLURM_JOB_ID": "12",
+                "SLURM_STEP_ID": "0",
+            },
+            ("4", "5", "0", "1", "gpu07"),
+        ),
+    ],
+)
+def test_other_launchers(environ: dict[str, str], place: tuple[str, ...]) -> None:
+    said = launched.translated(environ, 77)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    assert tuple(said[name] for name in names) == place
+    assert 20_000 <= int(said["MASTER_PORT"]) < 30_000
+    assert launched.translated(environ, 77) == said
+
+
+def test_nobody_launched() -> None:
+    assert launched.translated({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, 1) == {}
+
+
+def test_ranks_that_cannot_meet() -> None:
+    environ = {
+        "PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2",
+    }  # fmt: skip
+    with pytest.raises(SettingError, match="MASTER_ADDR and MASTER_PORT not set"):
+        launched.translated(environ, 1)
+    said = launched.translated({**environ, "MASTER_ADDR": "n1", "MASTER_PORT": "5"}, 1)
+    assert (said["MASTER_ADDR"], said["MASTER_PORT"]) == ("n1", "5")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("a[03-07,9],b", "a03"),
+        ("r[1,3]-x,y", "r1-x"),
+        ("c[5]", "c5"),
+    ],
+)
+def test_first_node(nodes: str, first: str) -> None:
+    assert launched.first_node(nodes) == first

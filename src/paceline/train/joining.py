@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from paceline.spec import jobenv, rundir
 from paceline.train import device as devices
-from paceline.train import report, world
+from paceline.train import launched, report, world
 from paceline.train.precision import precision
 from paceline.train.seeding import seed_all
 from paceline.train.session import Session
@@ -33,7 +33,8 @@ def join(
 ) -> Session:
     """Takes this process's place in the job and waits for the others.
 
-    Works under the launcher, torchrun and any other that sets its variables, and alone.
+    Works under the launcher, torchrun, mpirun, mpiexec and srun, and alone. What another launcher
+    says is written into this process's environment in torchrun's terms.
 
     Args:
         name: For the default run directory ``runs/NAME-DATE-TIME``.
@@ -51,6 +52,7 @@ def join(
         SettingError: A value is unknown or cannot be on this machine.
         JobError: The world is not the planned one.
     """
+    os.environ.update(launched.translated(os.environ, os.getppid()))
     place = world.read(os.environ)
     found = devices.look()
     target = devices.choose_device(device, found, place.local_rank)

@@ -232,10 +232,9 @@ def shard(fetch: Fetch, samples: int, place: tuple[int, int], size: int) -> Iter
         size: Most samples in a batch.
 
     Yields:
-        Batches without augmentation; at least one, of count 0, where the share is empty.
+        Batches without augmentation, the same number on every rank (so that the model may
+        communicate); where a share is used up, one of count 0.
     """
-    first, end = part(0, samples, *place)
-    for start in range(first, max(end, first + 1), size):
-        stop = min(start + size, end)
-        ids = np.arange(start, stop) if stop > start else np.array([0])
-        yield Batch(fetch(ids, None), max(stop - start, 0), samples, ids, stop)
+    for first, end in shares(0, samples, *place, size):
+        ids = np.arange(first, end) if end > first else np.array([0])
+        yield Batch(fetch(ids, None), end - first, samples, ids, end)

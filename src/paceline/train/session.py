@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import rundir
-from paceline.train import files, insync, loader, weights, world
+from paceline.train import files, insync, loader, weights, world, wrapping
 from paceline.train.comms import Comms
 from paceline.train.leaving import leave
 from paceline.train.loader import Batch, Data, Fetch, Loader, Progress
@@ -78,6 +76,7 @@ class Session:
         schedule: LRScheduler | None = None,
         *,
         clip_norm: float | None = None,
+        compile: bool = False,
     ) -> nn.Module:
         """Makes the model train as one over all ranks and proves that all start equal.
 
@@ -87,6 +86,7 @@ class Session:
             optimizer: Stepped by :meth:`step`.
             schedule: Advanced once for each global step.
             clip_norm: Largest norm of the whole gradient.
+            compile: Compiles what is returned with ``torch.compile``.
 
         Returns:
             What to call in the training loop. Evaluate and save with ``module`` itself.
@@ -95,21 +95,23 @@ class Session:
         self._updater = Updater(
             module, optimizer, schedule, self.precision.scaler(self.device), clip_norm
         )
-        self._model = module if self.comms.alone else self._distributed(module)
+        replicate = not self.comms.alone and not wrapping.is_sharded(module)
+        self._model = wrapping.replicated(module, self.device) if replicate else module
         self.verify()
         seed_all(self._seed + 1 + self.world.rank)
         self._reporter.event("prepared", parameters=sum(p.numel() for p in module.parameters()))
-        return self._model
+        return torch.compile(self._model) if compile else self._model  # type: ignore[return-value]
 
-    def place(self, module: nn.Module) -> nn.Module:
-        """The module on this session's device and in its number format."""
-        return module.to(device=self.device, dtype=self.precision.parameters)
+    def place(self, module: nn.Module, *, shard: bool = False) -> nn.Module:
+        """The module on this session's device and in its number format.
 
-    def _distributed(self, module: nn.Module) -> nn.Module:
-        index = None if self.device.type == "cpu" else [self.device]
-        # A false alarm of DDP for weights with one input channel, whose strides are ambiguous.
-        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
-        return DistributedDataParallel(module, device_ids=index, gradient_as_bucket_view=True)
+        Args:
+            module: Changed in place.
+            shard: Spreads parameters, gradients and optimizer state over the ranks (FSDP2). Make
+                the optimizer afterwards.
+        """
+        placed = module.to(device=self.device, dtype=self.precision.parameters)
+        return wrapping.sharded(placed) if shard and not self.comms.alone else placed
 
     def loader(
         self, data: Data, global_batch: int, *, shuffle: bool = True, limit: int = 0
@@ -198,10 +200,8 @@ class Session:
 
     def _hand_over(self, batch: Batch) -> None:
         self._batch = batch
-        # Only the last part of a global batch exchanges gradients; DDP has to know this before
-        # the forward pass.
-        if not batch.last and isinstance(self._model, DistributedDataParallel):
-            self._unsynced.enter_context(self._model.no_sync())
+        if not batch.last:  # only the last part of a global batch exchanges gradients
+            self._unsynced.enter_context(wrapping.unsynced(self._model))
 
     def _taken(self) -> Batch:
         batch, self._batch = self._batch, None
@@ -276,7 +276,7 @@ class Session:
         """
         if self.comms.alone:
             return
-        named = list(self._module.named_parameters())
+        named = [] if wrapping.is_sharded(self._module) else [*self._module.named_parameters()]
         sums = self.comms.rows(insync.checksums(tensor for _, tensor in named))
         if not bool((sums == sums[0]).all()):
             insync.compare([name for name, _ in named], sums, self.comms.texts(self.world.host))
@@ -289,8 +289,9 @@ class Session:
     def save_model(self, config: dict[str, Any]) -> None:
         """Keeps the trained weights and their description in the run directory, once."""
         self.verify()
+        state = wrapping.whole_state(self._module)
         if self.world.rank == 0:
-            weights.save_model(self.folder, self._module.state_dict(), config)
+            weights.save_model(self.folder, state, config)
         self.event("model saved", step=self.progress.step)
 
     # -- the end -------------------------------------------------------------------------

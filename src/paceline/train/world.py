@@ -33,7 +33,10 @@ class World:
 
 
 def read(environ: Mapping[str, str]) -> World:
-    """The place of this process according to torchrun's variables; alone without them.
+    """The place of this process according to its launcher's variables; alone without them.
+
+    Args:
+        environ: The environment, in torchrun's terms (see ``launched.translated``).
 
     Raises:
         SettingError: A variable is missing or is no number in its range.

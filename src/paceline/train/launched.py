@@ -1,0 +1,148 @@
+"""Translations of other launchers' variables into torchrun's: mpirun, mpiexec, srun.
+
+Pure: from an environment to the place and to the address at which the ranks meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.spec import jobenv
+from paceline.spec.errors import SettingError
+
+_LOWEST_PORT, _PORTS = 20_000, 10_000  # below Linux's ephemeral range, which begins at 32768
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The variables by which a launcher tells a process its place.
+
+    Attributes:
+        name: Of the launcher, for people.
+        rank, size, local_rank, local_size: Names of variables; the local ones may be empty.
+        job: Variables whose values together tell this job from others on the machine.
+    """
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    job: tuple[str, ...]
+
+
+DIALECTS = (
+    Dialect("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ()),
+    Dialect(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    Dialect(
+        "MVAPICH2",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+        ("MPISPAWN_ID", "SLURM_JOB_ID"),
+    ),
+    # A step of Slurm: inside a batch script but outside srun these are not set.
+    Dialect(
+        "srun",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "",
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+    Dialect(
+        "MPICH or Intel MPI",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        ("HYDRA_LAUNCHER_JOBID", "PMI_ID_SPACE"),
+    ),
+)
+
+
+def translated(environ: Mapping[str, str], parent: int) -> dict[str, str]:
+    """torchrun's variables for this process; empty when nobody launched it.
+
+    Args:
+        environ: The process's environment.
+        parent: Id of the parent process, which tells jobs of one machine apart where the
+            launcher's variables do not.
+
+    Raises:
+        SettingError: The ranks span machines and no variable says where they could meet.
+    """
+    dialect = next((one for one in DIALECTS if one.rank in environ and one.size in environ), None)
+    if dialect is None:
+        return {}
+    return {**_place(environ, dialect), **_meeting(environ, dialect, parent)}
+
+
+def _place(environ: Mapping[str, str], dialect: Dialect) -> dict[str, str]:
+    sizes = environ.get(dialect.local_size) or _tasks_here(environ)
+    return {
+        jobenv.RANK: environ[dialect.rank],
+        jobenv.WORLD_SIZE: environ[dialect.size],
+        jobenv.LOCAL_RANK: environ.get(dialect.local_rank, "0"),
+        jobenv.LOCAL_WORLD_SIZE: sizes,
+    }
+
+
+def _tasks_here(environ: Mapping[str, str]) -> str:
+    """Tasks on this node of a Slurm step: entry SLURM_NODEID of a list such as ``2(x3),1``."""
+    counts: list[str] = []
+    for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        count, _, times = entry.partition("(x")
+        counts += [count] * int(times.rstrip(")") or 1)
+    node = int(environ.get("SLURM_NODEID", "0"))
+    return counts[min(node, len(counts) - 1)]
+
+
+def _meeting(environ: Mapping[str, str], dialect: Dialect, parent: int) -> dict[str, str]:
+    place = _place(environ, dialect)
+    here = place[jobenv.WORLD_SIZE] == place[jobenv.LOCAL_WORLD_SIZE]
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    address = "127.0.0.1" if here else first_node(nodes)
+    marks = [environ[name] for name in dialect.job if name in environ]
+    port = _port(marks or [str(parent)]) if marks or here else ""
+    meeting = {
+        jobenv.MASTER_ADDR: environ.get(jobenv.MASTER_ADDR) or address,
+        jobenv.MASTER_PORT: environ.get(jobenv.MASTER_PORT) or port,
+    }
+    missing = [name for name, value in meeting.items() if not value]
+    if missing:
+        raise _nowhere(dialect, missing)
+    return meeting
+
+
+def _nowhere(dialect: Dialect, missing: list[str]) -> SettingError:
+    return SettingError(
+        f"{dialect.name} started these ranks on several machines, but not where they can meet",
+        found=f"{' and '.join(missing)} not set",
+        remedy="mpirun -x MASTER_ADDR=ADDRESS_OF_RANK_0 -x MASTER_PORT=29500 … (Open MPI), or"
+        " mpiexec -genv MASTER_ADDR ADDRESS_OF_RANK_0 -genv MASTER_PORT 29500 …",
+    )
+
+
+def _port(marks: list[str]) -> str:
+    """The same on every rank without talking: from what identifies the job."""
+    digest = hashlib.sha256("\0".join(marks).encode()).digest()
+    return str(_LOWEST_PORT + int.from_bytes(digest[:4], "big") % _PORTS)
+
+
+def first_node(nodes: str) -> str:
+    """First host of a Slurm node list: ``a[03-07,9],b`` gives ``a03``."""
+    matched = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    prefix, number, suffix = matched.groups("") if matched else ("", "", "")
+    return prefix + number + suffix

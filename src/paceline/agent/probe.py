@@ -14,6 +14,7 @@ import time
 from typing import Any, Dict, List, Optional, Tuple
 
 IDENTITY_BYTES = 16
+BUSY_S = 10.0  # how long a peer that took the connection may take to say who it is
 Result = Dict[str, Any]
 
 
@@ -104,12 +105,17 @@ class _Attempt:
             rtt=time.monotonic() - self.started,
         )
 
+    def given_up(self) -> Result:
+        """The time is over."""
+        return self.failed(errno.EBUSY if self.connected else errno.ETIMEDOUT)
+
     def failed(self, code: int) -> Result:
         return self._result(ok=False, errno=code, error=os.strerror(code))
 
     def _result(self, **found: Any) -> Result:
         self.socket.close()
-        return dict(host=self.target["host"], address=self.target["address"], **found)
+        where = {name: self.target[name] for name in ("host", "address", "port")}
+        return dict(where, **found)
 
 
 def connect_all(targets: List[Result], timeout_s: float, settle_s: float) -> List[Result]:
@@ -142,9 +148,26 @@ def connect_all(targets: List[Result], timeout_s: float, settle_s: float) -> Lis
         if _all_reached(targets, results):
             deadline = min(deadline, time.monotonic() + settle_s)
             settle_s = max(0.0, deadline - time.monotonic())
+    results += _wait_for_identities(selector, 0.0 if _all_reached(targets, results) else BUSY_S)
     for key in list(selector.get_map().values()):
-        results.append(key.data.failed(errno.ETIMEDOUT))
+        results.append(key.data.given_up())
     selector.close()
+    return results
+
+
+def _wait_for_identities(selector: selectors.BaseSelector, patience_s: float) -> List[Result]:
+    """What connected in time may still answer: its machine is there, but its agent is busy."""
+    results: List[Result] = []
+    for key in list(selector.get_map().values()):
+        if not key.data.connected:
+            results.append(key.data.given_up())
+            selector.unregister(key.fileobj)
+    deadline = time.monotonic() + patience_s
+    while selector.get_map() and time.monotonic() < deadline:
+        for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+            over = _step(selector, key.data)
+            if over is not None:
+                results.append(over)
     return results
 
 

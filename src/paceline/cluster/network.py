@@ -231,23 +231,39 @@ def _route_notes(chosen: Mapping[str, Candidate], results: Results) -> list[str]
 def _unreachable(
     hosts: Sequence[Host], found: Mapping[str, Sequence[Candidate]], results: Results
 ) -> NodeError:
-    """Which host cannot be reached from where, on which address, and why."""
-    lines, advice = [], []
+    """Which host cannot be reached from where, on which address, and why; alike ones together."""
+    lines: list[str] = []
+    advice: list[str] = []
     for host in hosts:
         if not found[host.name]:
             lines.append(f"{host.name} has no address of its own but loopback")
             advice.append(f"Bring up a network interface on {host.name}")
         for candidate in found[host.name]:
+            alike: dict[str, list[str]] = {}
             for source, outcome in results.get(candidate.address, {}).items():
                 if not outcome["ok"]:
-                    where = f"{host.name} at {candidate.address} ({candidate.interface})"
-                    lines.append(f"{source} → {where}: {explain_failure(outcome)}")
+                    alike.setdefault(explain_failure(outcome), []).append(source)
                     advice.append(remedy_for(outcome, host.name, source))
+            where = f"{host.name} at {candidate.address} ({candidate.interface})"
+            lines += [f"{_some(sources)} → {where}: {why}" for why, sources in alike.items()]
     return NodeError(
         "the nodes cannot reach each other over TCP",
-        found="\n".join(lines),
-        remedy="\n".join(dict.fromkeys(advice)),
+        found="\n".join(_first_of(lines)),
+        remedy="\n".join(_first_of(list(dict.fromkeys(advice)))),
     )
+
+
+SHOWN = 8  # lines of an error, and names in a line
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _first_of(lines: Sequence[str]) -> list[str]:
+    more = [f"… and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return [*lines[:SHOWN], *more]
 
 
 def explain_failure(outcome: Mapping[str, Any]) -> str:
@@ -257,6 +273,8 @@ def explain_failure(outcome: Mapping[str, Any]) -> str:
     code = outcome.get("errno")
     if code == errno.ETIMEDOUT:
         return "no answer: packets are dropped (firewall) or the address is not routed"
+    if code == errno.EBUSY:
+        return "the connection was taken, but no agent answered: that machine is overloaded"
     if code == errno.ECONNREFUSED:
         return "refused: a firewall rejects it"
     return f"{outcome.get('error', 'failed')} (errno {code})"
@@ -265,6 +283,8 @@ def explain_failure(outcome: Mapping[str, Any]) -> str:
 def remedy_for(outcome: Mapping[str, Any], host: str, source: str) -> str:
     """What to do about one tried connection that failed."""
     code = outcome.get("errno")
+    if code == errno.EBUSY:
+        return f"Look at the load of {host}, and try again"
     if code in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         return f"Give {source} a route to {host}: ip route get {outcome['address']} on {source}"
     if "reached" in outcome:

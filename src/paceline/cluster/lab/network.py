@@ -65,7 +65,26 @@ def host_batch(plan: LabPlan, host: HostPlan) -> list[str]:
         ]
     # Like every real host; what lies beyond the switch answers "network unreachable" at once.
     lines.append(f"route add default via {plan.gateway} dev {host.interface}")
-    return lines
+    return lines + known_neighbours(plan, host)
+
+
+MANY_HOSTS = 16
+
+
+def known_neighbours(plan: LabPlan, host: HostPlan) -> list[str]:
+    """``ip`` lines that save a host of a large lab from asking who has which address.
+
+    The kernel has one table of learnt neighbours (1024 by default) for all network namespaces
+    together; 64 hosts that all meet overflow it, and then connections hang. Entries made by hand
+    do not count.
+    """
+    if len(plan.hosts) <= MANY_HOSTS:
+        return []
+    return [
+        f"neigh replace {other.address} lladdr {other.mac} dev {host.interface} nud permanent"
+        for other in plan.hosts
+        if other is not host
+    ]
 
 
 Placed = tuple[str, tuple[str, ...]]  # "host" or "switch", and a command to run there

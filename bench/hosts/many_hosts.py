@@ -1,0 +1,101 @@
+"""Time and memory of a small job on 1, 2, 16 and 64 hosts of a virtual cluster.
+
+`paceline run --no-python hostname`: log in, find addresses, start one process a host, gather its
+line, leave. Memory is the launcher's own and that of all its ssh clients together.
+
+    python bench/hosts/many_hosts.py [--counts 1 2 16 64] [--runs 3] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from paceline.cluster.lab import Lab, LabOptions
+
+TIMEOUT_S = 300
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 16, 64])
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    lines = [
+        f"# Many hosts, {datetime.date.today().isoformat()}",
+        "",
+        f"{platform.machine()}, {os.cpu_count()} CPUs for the launcher and all hosts together; "
+        f"median of {options.runs} runs after one that ships the agent.",
+        "",
+        "| hosts | seconds | seconds a host | launcher MiB | its ssh clients MiB |",
+        "|---|---|---|---|---|",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        lines += [row(count, options.runs) for count in options.counts]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if options.out:
+        options.out.write_text(text)
+
+
+def row(count: int, runs: int) -> str:
+    with Lab(LabOptions(hosts=count)) as lab:
+        measure(lab, count)
+        figures = [measure(lab, count) for _ in range(runs)]
+    seconds, own, clients = (statistics.median(column) for column in zip(*figures, strict=True))
+    return f"| {count} | {seconds:.2f} | {seconds / count:.3f} | {own:.0f} | {clients:.0f} |"
+
+
+def measure(lab: Lab, count: int) -> tuple[float, float, float]:
+    """Runs once: seconds, peak memory of the launcher and of its ssh clients in MiB."""
+    command = [sys.executable, "-m", "paceline", "run", "--hosts", str(lab.hostfile),
+               "--ssh-config", str(lab.ssh_config), "--no-python", "hostname"]  # fmt: skip
+    begun = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    peaks = [0.0, 0.0]
+    watching = threading.Thread(target=watch, args=(process, peaks))
+    watching.start()
+    output, errors = process.communicate(timeout=TIMEOUT_S)
+    seconds = time.monotonic() - begun
+    watching.join()
+    assert process.returncode == 0, errors
+    assert sorted(line.split()[-1] for line in output.splitlines()) == sorted(lab.names), output
+    return seconds, peaks[0], peaks[1]
+
+
+def watch(process: subprocess.Popen[str], peaks: list[float]) -> None:
+    """Keeps the highest proportional memory (PSS) seen."""
+    while process.poll() is None:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        try:
+            clients = children.read_text().split()
+        except OSError:
+            return
+        peaks[0] = max(peaks[0], pss(process.pid))
+        peaks[1] = max(peaks[1], sum(pss(int(pid)) for pid in clients))
+        time.sleep(0.1)
+
+
+def pss(pid: int) -> float:
+    """Proportional set size in MiB; 0 when the process is gone."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0.0
+    kib = next((line.split()[1] for line in text.splitlines() if line.startswith("Pss:")), "0")
+    return int(kib) / 1024
+
+
+if __name__ == "__main__":
+    main()

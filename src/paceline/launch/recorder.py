@@ -53,7 +53,9 @@ class Recorder:
         self._directory.append_bytes(self._directory.log_name(node.name, rank), event.blob)
 
     def _rank_started(self, node: Node, event: Event) -> None:
-        self.event("rank started", node.name, event.message["rank"], pid=event.message["pid"])
+        rank = event.message["rank"]
+        self._directory.append_bytes(self._directory.log_name(node.name, rank), b"")
+        self.event("rank started", node.name, rank, pid=event.message["pid"])
 
     def _rank_ended(self, node: Node, event: Event) -> None:
         said = event.message

@@ -12,8 +12,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from paceline import train
-from paceline.train import wrapping
 from paceline.spec.errors import DataError, JobError
+from paceline.train import wrapping
 
 
 def main(folder: Path) -> None:
@@ -23,6 +23,7 @@ def main(folder: Path) -> None:
             "agree": refused(lambda: session.agree("it", str(session.world.rank // 2))),
             "together": refused(lambda: session.together(lambda: fail_on_last(session))),
             "few": refused(lambda: session.loader(numbers(1), 4)) if session.world.size > 1 else "",
+            "once": made_once(session, folder),
             "odd": odd_sizes(session),
             "trained": trained(session, limit=0),
             "accumulated": trained(session, limit=2),
@@ -49,6 +50,21 @@ def fail_on_last(session: train.Session) -> None:
 
 def sums(session: train.Session) -> list[float]:
     return session.comms.rows(torch.tensor([session.world.rank])).flatten().tolist()
+
+
+def made_once(session: train.Session, folder: Path) -> int:
+    """How often something was made: all ranks share this disk."""
+    with_makers = folder / "makers"
+    with_makers.mkdir(exist_ok=True)
+    for _ in range(2):
+        session.once(folder / "made", lambda to: make(to, with_makers / str(session.world.rank)))
+    assert (folder / "made/file").read_text() == "whole"
+    return len(list(with_makers.iterdir()))
+
+
+def make(to: Path, maker: Path) -> None:
+    maker.touch()
+    (to / "file").write_text("whole")
 
 
 def numbers(count: int) -> TensorDataset:

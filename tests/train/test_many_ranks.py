@@ -72,6 +72,10 @@ def test_one_rank_fails_all_know(worlds: Any) -> None:
             assert f"(rank {size - 1} on" in one["together"]
 
 
+def test_made_once_on_a_shared_disk(worlds: Any) -> None:
+    assert all(one["once"] == 1 for found in worlds.values() for one in found)
+
+
 def test_more_ranks_than_samples(worlds: Any) -> None:
     assert all("1 samples, 3 ranks" in one["few"] for one in worlds[3])
 

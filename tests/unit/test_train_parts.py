@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.spec.errors import DataError, JobError, SettingError
-from paceline.train import insync, launched, weights, world
+from paceline.train import insync, launched, once, weights, world
 from paceline.train.comms import Comms
 from paceline.train.device import Found, choose_backend, choose_device, look
 from paceline.train.metrics import Meter
@@ -257,3 +257,15 @@ def test_ranks_that_cannot_meet() -> None:
 )
 def test_first_node(nodes: str, first: str) -> None:
     assert launched.first_node(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("seen", "makers"),
+    [
+        ([[1, 0, 1, 0], [0] * 4, [1, 0, 1, 0], [0] * 4], {0}),  # a shared disk, two ranks a node
+        ([[1, 0, 0, 0], [0] * 4, [0, 0, 1, 0], [0] * 4], {0, 2}),  # private disks
+        ([[1, 1, 0], [1, 1, 0], [0, 0, 1]], {0, 2}),  # two nodes share, one does not
+    ],
+)
+def test_one_maker_for_each_storage(seen: list[list[int]], makers: set[int]) -> None:
+    assert once.lowest(seen) == makers

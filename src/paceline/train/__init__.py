@@ -17,8 +17,9 @@
 
 from __future__ import annotations
 
+from paceline.train.fetching import Batched, Draws
 from paceline.train.joining import join
-from paceline.train.loader import Batch, Batched, Draws, Loader
+from paceline.train.loader import Batch, Loader
 from paceline.train.metrics import Means, Meter
 from paceline.train.session import Session
 from paceline.train.weights import load_config, load_weights

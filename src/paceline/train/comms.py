@@ -24,10 +24,12 @@ class Comms:
     Attributes:
         world: Place of this process.
         device: Device whose tensors the backend moves.
+        group: Process group; ``None`` is that of the whole job.
     """
 
     world: World
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
     @property
     def alone(self) -> bool:
@@ -36,7 +38,7 @@ class Comms:
     def sum(self, vector: Tensor) -> Tensor:
         """The element-wise sum over all ranks; the same bits on every rank."""
         if not self.alone:
-            dist.all_reduce(vector)
+            dist.all_reduce(vector, group=self.group)
         return vector
 
     def rows(self, vector: Tensor) -> Tensor:
@@ -45,7 +47,7 @@ class Comms:
             return vector.cpu()[None]
         mine = vector.to(self.device)
         all_rows = [torch.empty_like(mine) for _ in range(self.world.size)]
-        dist.all_gather(all_rows, mine)
+        dist.all_gather(all_rows, mine, group=self.group)
         return torch.stack(all_rows).cpu()
 
     def texts(self, text: str) -> list[str]:

@@ -2,61 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
 
 from paceline.spec.errors import DataError, SettingError
-from paceline.train.order import Ids, Order, part, uniforms
-
-
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """Random numbers for the samples of a batch, the same whichever rank gets them.
-
-    Attributes:
-        seed: Seed of the run.
-        epoch: Epoch number.
-        positions: Position of each sample in the epoch, shape ``[n]``.
-    """
-
-    seed: int
-    epoch: int
-    positions: Ids
-
-    def uniform(self, count: int) -> NDArray[np.float64]:
-        """``count`` numbers in [0, 1) for each sample, shape ``[n, count]``."""
-        return uniforms(self.seed, self.epoch, self.positions, count)
-
-
-@runtime_checkable
-class Batched(Protocol):
-    """A data set that makes whole batches (faster than one sample at a time)."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, ids: Ids, draws: Draws | None) -> tuple[Tensor, ...]:
-        """The samples ``ids`` as tensors whose first dimension is the sample.
-
-        ``draws`` holds the randomness for augmentation; ``None`` asks for the plain samples.
-        """
-        ...
-
-
-class Mapped(Protocol):
-    """Any of torch's map-style data sets."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-Data = Batched | Mapped
+from paceline.train.fetching import Draws, Fetch, Wanted
+from paceline.train.order import Ids, Order, part
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +39,10 @@ class Batch:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.data)
+
+    def counted(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors without stand-ins: for metrics that take whole batches."""
+        return tuple(tensor[: self.count] for tensor in tensors)
 
 
 def shares(
@@ -109,43 +70,6 @@ def check_batch(global_batch: int, samples: int, ranks: int) -> None:
         raise SettingError(f"--global-batch {global_batch} must be at least 1")
 
 
-class Fetch:
-    """Turns sample ids into tensors on a device.
-
-    Args:
-        data: A data set that makes batches, a ``TensorDataset``, or any map-style data set.
-        device: Where the tensors go.
-    """
-
-    def __init__(self, data: Data, device: torch.device) -> None:
-        self._make = _maker(data)
-        self._device = device
-
-    def __call__(self, ids: Ids, draws: Draws | None) -> tuple[Any, ...]:
-        made = self._make(ids, draws)
-        if self._device.type == "cpu":
-            return made
-        return tuple(_moved(one, self._device) for one in made)
-
-
-def _maker(data: Data) -> Callable[[Ids, Draws | None], tuple[Any, ...]]:
-    if isinstance(data, Batched):
-        return data.batch
-    if isinstance(data, TensorDataset):
-        tensors = data.tensors
-        return lambda ids, _: tuple(one[torch.from_numpy(ids)] for one in tensors)
-    return lambda ids, _: _collated([data[int(index)] for index in ids])
-
-
-def _collated(samples: list[Any]) -> tuple[Any, ...]:
-    made = default_collate(samples)
-    return tuple(made) if isinstance(made, (list, tuple)) else (made,)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-
-
 @dataclass
 class Progress:
     """How far the training is: the whole position in the data.
@@ -155,12 +79,14 @@ class Progress:
         epoch: The running epoch, from 0.
         offset: Samples of the running epoch that are done.
         steps: Global steps of the whole training; 0 while unknown.
+        waited: Seconds spent waiting for data.
     """
 
     step: int = 0
     epoch: int = 0
     offset: int = 0
     steps: int = 0
+    waited: float = 0.0
 
     @property
     def finished(self) -> bool:
@@ -202,24 +128,37 @@ class Loader:
         return -(-self.order.size // self.global_batch)
 
     def __iter__(self) -> Iterator[Batch]:
+        """The batches from where the epoch stands to its end, or to the training's."""
         progress = self._progress
-        while progress.offset < self.order.size and not progress.finished:
-            start = progress.offset
-            for batch in self._step(progress.epoch, start):
-                self._hand_over(batch)
-                yield batch
-            if progress.offset == start:
-                raise RuntimeError("a batch was not given to session.step")
+        wanted = self._wanted(progress.epoch, progress.offset)
+        with closing(self._fetch(wanted)) as batches:
+            while progress.offset < self.order.size and not progress.finished:
+                yield from self._step(batches)
 
-    def _step(self, epoch: int, start: int) -> Iterator[Batch]:
-        stop = min(start + self.global_batch, self.order.size)
-        pieces = shares(start, stop, *self._place, self._limit)
-        for number, (first, end) in enumerate(pieces, 1):
-            # An empty share computes the batch's first sample with weight zero.
-            positions = np.arange(first, end) if end > first else np.array([start])
-            ids = self.order.epoch(epoch)[positions]
-            data = self._fetch(ids, Draws(self.order.seed, epoch, positions))
-            yield Batch(data, end - first, stop - start, ids, stop, number == len(pieces))
+    def _step(self, batches: Iterator[tuple[Batch, tuple[Any, ...]]]) -> Iterator[Batch]:
+        """All pieces of one global batch."""
+        start, last = self._progress.offset, False
+        while not last:
+            before = time.perf_counter()
+            empty, data = next(batches)
+            self._progress.waited += time.perf_counter() - before
+            batch, last = replace(empty, data=data), empty.last
+            self._hand_over(batch)
+            yield batch
+        if self._progress.offset == start:
+            raise RuntimeError("a batch was not given to session.step")
+
+    def _wanted(self, epoch: int, offset: int) -> Iterator[Wanted[Batch]]:
+        order, size = self.order.epoch(epoch), self.order.size
+        for start in range(offset, size, self.global_batch):
+            stop = min(start + self.global_batch, size)
+            pieces = shares(start, stop, *self._place, self._limit)
+            for number, (first, end) in enumerate(pieces, 1):
+                # An empty share computes the batch's first sample with weight zero.
+                positions = np.arange(first, end) if end > first else np.array([start])
+                ids = order[positions]
+                tag = Batch((), end - first, stop - start, ids, stop, number == len(pieces))
+                yield Wanted(ids, Draws(self.order.seed, epoch, positions), tag)
 
 
 def shard(fetch: Fetch, samples: int, place: tuple[int, int], size: int) -> Iterator[Batch]:
@@ -235,6 +174,12 @@ def shard(fetch: Fetch, samples: int, place: tuple[int, int], size: int) -> Iter
         Batches without augmentation, the same number on every rank (so that the model may
         communicate); where a share is used up, one of count 0.
     """
+    with closing(fetch(_evaluated(samples, place, size))) as made:
+        for empty, data in made:
+            yield replace(empty, data=data)
+
+
+def _evaluated(samples: int, place: tuple[int, int], size: int) -> Iterator[Wanted[Batch]]:
     for first, end in shares(0, samples, *place, size):
         ids = np.arange(first, end) if end > first else np.array([0])
-        yield Batch(fetch(ids, None), end - first, samples, ids, end)
+        yield Wanted(ids, None, Batch((), end - first, samples, ids, end))

@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import rundir
-from paceline.train import files, insync, loader, weights, world, wrapping
+from paceline.train import files, insync, loader, once, weights, world, wrapping
 from paceline.train.comms import Comms
+from paceline.train.cpus import allowed, loader_workers
+from paceline.train.fetching import Data, Fetch
 from paceline.train.leaving import leave
-from paceline.train.loader import Batch, Data, Fetch, Loader, Progress
+from paceline.train.loader import Batch, Loader, Progress
 from paceline.train.metrics import Meter
 from paceline.train.order import Order
 from paceline.train.precision import Precision
@@ -114,7 +116,13 @@ class Session:
         return wrapping.sharded(placed) if shard and not self.comms.alone else placed
 
     def loader(
-        self, data: Data, global_batch: int, *, shuffle: bool = True, limit: int = 0
+        self,
+        data: Data,
+        global_batch: int,
+        *,
+        shuffle: bool = True,
+        limit: int = 0,
+        workers: int | None = None,
     ) -> Loader:
         """Batches for training: each rank's share of every global batch of ``global_batch``.
 
@@ -124,12 +132,16 @@ class Session:
             shuffle: A new order for each epoch, from the seed.
             limit: Most samples that one rank computes at once; gradients of more are
                 accumulated without communication.
+            workers: Processes that make samples of a map-style data set; found out from the CPUs
+                that are really free for it.
 
         Raises:
             DataError: There are more ranks than samples.
         """
         order = Order(len(data), self._seed, shuffle)
-        fetch = Fetch(data, self.device)
+        if workers is None:
+            workers = loader_workers(allowed(), self.world.local_size)
+        fetch = Fetch(data, self.device, workers)
         return Loader(
             fetch, order, self._place, global_batch, limit, self.progress, self._hand_over
         )
@@ -267,6 +279,15 @@ class Session:
     def together(self, act: Callable[[], T]) -> T:
         """Acts on every rank; what one rank raises, every rank raises."""
         return self.comms.together(act)
+
+    def once(self, folder: Path, make: Callable[[Path], None]) -> None:
+        """Makes ``folder`` where it is missing: once for each disk, while the others wait.
+
+        Args:
+            folder: What is to exist afterwards, on every rank.
+            make: Fills the empty folder that it is given.
+        """
+        once.once(self.comms, folder, make)
 
     def verify(self) -> None:
         """Proves that the parameters are bit-identical on all ranks.

@@ -1,0 +1,230 @@
+"""From sample ids to tensors: in this process, ahead of time, or in worker processes."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from paceline.train.order import Ids, uniforms
+
+T = TypeVar("T")
+Made = Generator[tuple[T, tuple[Any, ...]], None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Random numbers for the samples of a batch, the same whichever rank gets them.
+
+    Attributes:
+        seed: Seed of the run.
+        epoch: Epoch number.
+        positions: Position of each sample in the epoch, shape ``[n]``.
+    """
+
+    seed: int
+    epoch: int
+    positions: Ids
+
+    def uniform(self, count: int) -> NDArray[np.float64]:
+        """``count`` numbers in [0, 1) for each sample, shape ``[n, count]``."""
+        return uniforms(self.seed, self.epoch, self.positions, count)
+
+    def seeds(self) -> list[int]:
+        """A 32-bit seed for each sample."""
+        return [int(number * 2**32) for number in self.uniform(1)[:, 0]]
+
+
+@runtime_checkable
+class Batched(Protocol):
+    """A data set that makes whole batches (faster than one sample at a time).
+
+    One that reads files sets ``slow = True``: its batches are then made ahead, in a thread.
+    """
+
+    def __len__(self) -> int: ...
+
+    def batch(self, ids: Ids, draws: Draws | None) -> tuple[Tensor, ...]:
+        """The samples ``ids`` as tensors whose first dimension is the sample.
+
+        ``draws`` holds the randomness for augmentation; ``None`` asks for the plain samples.
+        """
+        ...
+
+
+class Mapped(Protocol):
+    """Any of torch's map-style data sets."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+Data = Batched | Mapped
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted(Generic[T]):
+    """An order for a batch.
+
+    Attributes:
+        ids: Sample ids, shape ``[n]``.
+        draws: Randomness of the samples; ``None`` outside training.
+        tag: Comes back with the batch.
+    """
+
+    ids: Ids
+    draws: Draws | None
+    tag: T
+
+
+class Fetch:
+    """Makes the batches of a data set, in the order in which they are wanted.
+
+    Args:
+        data: A data set that makes batches, a ``TensorDataset``, or any map-style data set. A
+            sample of the last kind that draws from Python's, numpy's or torch's generators gets
+            the same numbers on whichever rank it is made.
+        device: Where the tensors go.
+        workers: Processes for map-style data sets; 0 makes everything in this one.
+    """
+
+    def __init__(self, data: Data, device: torch.device, workers: int = 0) -> None:
+        self._data, self._device, self._workers = data, device, workers
+        self._make = _maker(data)
+        self._orders = _Orders()
+        self._loader: DataLoader[Any] | None = None
+
+    def __call__(self, wanted: Iterable[Wanted[T]]) -> Made[T]:
+        """Each order's tag with its tensors. Close it when it is not used up."""
+        with closing(self._made(wanted)) as made:
+            for tag, tensors in made:
+                if self._device.type == "cpu":
+                    yield tag, tensors
+                else:
+                    yield tag, tuple(_moved(one, self._device) for one in tensors)
+
+    def _made(self, wanted: Iterable[Wanted[T]]) -> Made[T]:
+        mapped = not isinstance(self._data, (Batched, TensorDataset))
+        if mapped and self._workers:
+            return self._from_workers(wanted)
+        made = ((one.tag, self._make(one.ids, one.draws)) for one in wanted)
+        return ahead(made) if getattr(self._data, "slow", False) else made
+
+    def _from_workers(self, wanted: Iterable[Wanted[T]]) -> Made[T]:
+        if self._loader is None:
+            self._loader = DataLoader(
+                _Seeded(self._data),  # type: ignore[arg-type]
+                batch_sampler=self._orders,
+                num_workers=self._workers,
+                collate_fn=_collated,
+                persistent_workers=True,
+            )
+        self._orders.wanted, self._orders.tags = wanted, queue.SimpleQueue()
+        return ((self._orders.tags.get(), made) for made in self._loader)
+
+
+def ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
+    """The same items, made in a thread up to ``depth`` in advance."""
+    ready: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
+    unwanted = threading.Event()
+
+    def work() -> None:
+        try:
+            for item in items:
+                if not _put(ready, ("item", item), unwanted):
+                    return
+            _put(ready, ("end", None), unwanted)
+        except BaseException as error:  # raised again where the item is wanted
+            _put(ready, ("error", error), unwanted)
+
+    thread = threading.Thread(target=work, name="paceline-fetch", daemon=True)
+    thread.start()
+    try:
+        while (message := ready.get())[0] == "item":
+            yield message[1]
+        if message[0] == "error":
+            raise message[1]
+    finally:
+        unwanted.set()
+        thread.join()
+
+
+def _put(ready: queue.Queue[T], item: T, unwanted: threading.Event) -> bool:
+    while not unwanted.is_set():
+        try:
+            ready.put(item, timeout=0.1)
+        except queue.Full:
+            continue
+        return True
+    return False
+
+
+def _maker(data: Data) -> Callable[[Ids, Draws | None], tuple[Any, ...]]:
+    if isinstance(data, Batched):
+        return data.batch
+    if isinstance(data, TensorDataset):
+        tensors = data.tensors
+        return lambda ids, _: tuple(one[torch.from_numpy(ids)] for one in tensors)
+    return lambda ids, draws: _one_by_one(data, ids, draws)
+
+
+def _one_by_one(data: Mapped, ids: Ids, draws: Draws | None) -> tuple[Any, ...]:
+    """In this process the generators go on afterwards as if nothing had been drawn."""
+    if draws is None:
+        return _collated([data[index] for index in ids.tolist()])
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        keys = zip(ids.tolist(), draws.seeds(), strict=True)
+        return _collated([_Seeded(data)[key] for key in keys])
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+class _Seeded(Dataset[Any]):
+    """A map-style data set whose samples' randomness depends on their place in the order only."""
+
+    def __init__(self, data: Mapped) -> None:
+        self._data = data
+
+    def __getitem__(self, key: tuple[int, int | None]) -> Any:
+        index, seed = key
+        if seed is not None:
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.default_generator.manual_seed(seed)
+        return self._data[index]
+
+
+class _Orders:
+    """The orders as a batch sampler; their tags are kept for the batches to come."""
+
+    def __init__(self) -> None:
+        self.wanted: Iterable[Wanted[Any]] = ()
+        self.tags: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def __iter__(self) -> Iterator[list[tuple[int, int | None]]]:
+        for one in self.wanted:
+            self.tags.put(one.tag)
+            seeds = [None] * len(one.ids) if one.draws is None else one.draws.seeds()
+            yield list(zip(one.ids.tolist(), seeds, strict=True))
+
+
+def _collated(samples: list[Any]) -> tuple[Any, ...]:
+    made = default_collate(samples)
+    return tuple(made) if isinstance(made, (list, tuple)) else (made,)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value

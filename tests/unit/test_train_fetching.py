@@ -1,0 +1,113 @@
+"""Batches come in order, with the same randomness wherever they are made."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from paceline.train.cpus import allowed, loader_workers
+from paceline.train.fetching import Draws, Fetch, Wanted, ahead
+
+CPU = torch.device("cpu")
+
+
+class Noisy(Dataset[Any]):
+    """Samples that draw from every generator, and that know which process made them."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        noise = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        return torch.tensor([index, *noise], dtype=torch.float64), os.getpid()
+
+
+def wanted(start: int, stop: int, train: bool = True) -> Wanted[int]:
+    positions = np.arange(start, stop)
+    return Wanted(positions[::-1].copy(), Draws(3, 1, positions) if train else None, start)
+
+
+def test_randomness_belongs_to_the_sample() -> None:
+    fetch = Fetch(Noisy(), CPU)
+    whole = next(fetch([wanted(0, 8)]))[1][0]
+    halves = [data[0] for _, data in fetch([wanted(0, 4), wanted(4, 8)])]
+    assert torch.equal(whole[:, 1:], torch.cat(halves)[:, 1:])
+    assert len(whole[:, 1:].unique()) == 24
+
+
+def test_the_process_draws_on_as_before() -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(())
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    next(Fetch(Noisy(), CPU)([wanted(0, 4)]))
+    assert (random.random(), np.random.rand(), torch.rand(())) == expected
+
+
+def test_workers_make_the_same_samples() -> None:
+    orders = [wanted(start, start + 4) for start in range(0, 20, 4)]
+    here = list(Fetch(Noisy(), CPU)(orders))
+    fetch = Fetch(Noisy(), CPU, workers=1)
+    for _ in range(2):  # the worker stays for the next epoch
+        there = list(fetch(orders))
+        assert [tag for tag, _ in there] == [0, 4, 8, 12, 16]
+        for (_, mine), (_, theirs) in zip(here, there, strict=True):
+            assert torch.equal(mine[0], theirs[0])
+            assert os.getpid() not in theirs[1]
+    del fetch
+
+
+def test_tensor_data_sets_are_indexed_at_once() -> None:
+    data = TensorDataset(torch.arange(20), torch.arange(20) * 2)
+    ((_, (inputs, targets)),) = Fetch(data, CPU)([wanted(4, 7)])
+    assert (inputs.tolist(), targets.tolist()) == ([6, 5, 4], [12, 10, 8])
+
+
+class Slow:
+    """A data set whose batches are made ahead."""
+
+    slow = True
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+
+    def __len__(self) -> int:
+        return 20
+
+    def batch(self, ids: Any, draws: Any) -> tuple[torch.Tensor, ...]:
+        self.made.append(int(ids[0]))
+        if ids[0] == 13:
+            raise OSError("torn")
+        return (torch.from_numpy(ids),)
+
+
+def test_slow_batches_are_made_ahead_and_errors_come_through() -> None:
+    data = Slow()
+    batches = Fetch(data, CPU)(wanted(start, start + 2) for start in range(0, 20, 2))
+    assert next(batches)[0] == 0
+    with pytest.raises(OSError, match="torn"):
+        list(batches)
+    assert data.made == [1, 3, 5, 7, 9, 11, 13]
+
+
+def test_leaving_early_ends_the_thread() -> None:
+    items = ahead(iter(range(1000)))
+    assert next(items) == 0
+    items.close()
+
+
+def test_cpus(tmp_path: Path) -> None:
+    quota = tmp_path / "cpu.max"
+    quota.write_text("100000 100000\n")
+    assert allowed(quota) == 1
+    quota.write_text("max 100000\n")
+    assert allowed(quota) == len(os.sched_getaffinity(0))
+    assert [loader_workers(cpus, ranks) for cpus, ranks in ((1, 1), (2, 2), (16, 4), (64, 1))] == [
+        0, 0, 3, 8,
+    ]  # fmt: skip

@@ -33,7 +33,7 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
     folder = run_folder(run)
     if ctx.params["hosts"] is None and ctx.params["nproc_per_node"] in (None, 1):
         run_here(MODULE, ["--run", str(folder), *options])
-    cluster, ssh = prepare(ctx)
+    cluster, way = prepare(ctx)
     job = job_of(
         ctx,
         Entry("module", MODULE, ("--run", str(folder), *options)),
@@ -42,7 +42,7 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
         inputs=(Input(str(folder), (MODEL, CONFIG)),),
     )
     parent = folder / "evaluations"
-    ctx.exit(launch(ctx, quiet_torch(job), cluster, ssh, package=True, parent=parent))
+    ctx.exit(launch(ctx, quiet_torch(job), cluster, way, package=True, parent=parent))
 
 
 def run_folder(run: Path) -> Path:

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 import click
 
 from paceline.cli.settings import parse_env, read_settings_file, setting, use_file
+from paceline.cli.via import VIA_OPTIONS, Way, hosts_source, way_of
 from paceline.cluster.inventory import apply_overrides, find_me, read_hosts
-from paceline.cluster.openssh import SshOptions
-from paceline.spec.hosts import Cluster
+from paceline.launch.transport import Transport
+from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Job
 from paceline.spec.rundir import DEFAULT_PARENT
 
@@ -65,7 +66,7 @@ _OPTIONS = [
 
 def launch_options(command: F) -> F:
     """Adds the common options to a verb."""
-    for option in reversed(_OPTIONS):
+    for option in reversed([*_OPTIONS, *VIA_OPTIONS]):
         command = option(command)
     return command
 
@@ -129,21 +130,28 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
     )
 
 
-def prepare(ctx: click.Context) -> tuple[Cluster, SshOptions]:
-    """Applies paceline.toml; reads the hosts and how to log in."""
+def prepare(ctx: click.Context) -> tuple[Cluster, Way]:
+    """Applies paceline.toml; reads the hosts and how they are started."""
     cwd = Path.cwd()
     toml = read_settings_file(cwd)
     use_file(ctx, toml)
-    cluster = read_cluster(ctx.params["hosts"], toml, cwd)
-    options = SshOptions(ctx.params["ssh_config"], ctx.params["accept_new_host_keys"])
-    return cluster, options
+    way = way_of(ctx.params)
+    if way.name == "hand":
+        return meeting_cluster(ctx.params["nnodes"]), way
+    source = hosts_source(ctx.params, os.environ)
+    return read_cluster(source if way.kind == "run" else None, toml, cwd), way
+
+
+def meeting_cluster(nodes: int) -> Cluster:
+    """Places for nodes that are not known before they come."""
+    return Cluster(tuple(Host(f"node{place}") for place in range(nodes)), "--rdzv")
 
 
 def launch(
     ctx: click.Context,
     job: Job,
     cluster: Cluster,
-    ssh: SshOptions,
+    way: Way,
     package: bool = False,
     parent: Path = Path(DEFAULT_PARENT),
     after: Callable[[Path], None] | None = None,
@@ -152,20 +160,32 @@ def launch(
 
     Args:
         ctx: The verb's context, with the common options.
-        job, cluster, ssh: What, where, and how to log in.
+        job, cluster, way: What, where, and how the nodes are started.
         package: Ship this installation's ``paceline`` to the nodes.
         parent: Folder of run directories when the user named none.
         after: Called with the run directory once the job has ended well.
     """
+    if way.kind == "submit":
+        from paceline.cli.batch import submit
+
+        return submit(ctx, job, parent)
+    if way.kind == "join":
+        from paceline.cli.joining import join
+
+        return join(ctx, job)
+    assert way.transport is not None
+    way.agree_on(job)
     if ctx.params["plan_only"]:
-        return show_plan(job, cluster, ssh, as_json=ctx.params["as_json"], package=package)
+        return show_plan(
+            job, cluster, way.transport, as_json=ctx.params["as_json"], package=package
+        )
     from paceline.launch.running import report_failure, run_job
     from paceline.launch.screen import Screen
 
     outcome = run_job(
         job,
         cluster,
-        ssh,
+        way.transport,
         Screen(ctx.params["show"]),
         run_dir=ctx.params["run_dir"],
         parent=parent,
@@ -178,12 +198,12 @@ def launch(
     return outcome.result.exit_code
 
 
-def show_plan(job: Job, cluster: Cluster, ssh: SshOptions, *, as_json: bool,
+def show_plan(job: Job, cluster: Cluster, transport: Transport, *, as_json: bool,
               package: bool) -> int:  # fmt: skip
     """Prints what would run where."""
     from paceline.launch.running import make_plan
     from paceline.launch.showing import describe
 
-    plan = make_plan(job, cluster, ssh, package)
+    plan = make_plan(job, cluster, transport, package)
     click.echo(json.dumps(plan.to_json(), indent=2) if as_json else describe(plan))
     return 0

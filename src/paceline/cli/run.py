@@ -28,7 +28,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
 
     Options for paceline stand before SCRIPT; all that follows it goes to the script untouched.
     """
-    cluster, ssh = prepare(ctx)
+    cluster, way = prepare(ctx)
     entry = entry_of(script, args, module=module, no_python=no_python)
     torch = not (no_torch or no_python)
     job = job_of(
@@ -39,7 +39,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         needs_torch=torch,
         any_world=any_world,
     )
-    ctx.exit(launch(ctx, job, cluster, ssh))
+    ctx.exit(launch(ctx, job, cluster, way))
 
 
 def entry_of(script: str, args: tuple[str, ...], *, module: bool, no_python: bool) -> Entry:

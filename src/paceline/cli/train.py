@@ -44,9 +44,9 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
     """Checks the recipe's options here, then runs it on every host."""
     shared = ["--backend", ctx.params["backend"]] if ctx.params["backend"] else []
     options = parse_options(name, [*shared, *argv])
-    cluster, ssh = prepare(ctx)
+    cluster, way = prepare(ctx)
     job = recipe_job(ctx, name, options)
-    return launch(ctx, job, cluster, ssh, package=True, after=_where)
+    return launch(ctx, job, cluster, way, package=True, after=_where)
 
 
 def recipe_job(ctx: click.Context, name: str, options: Options) -> Job:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.agent.frames import Decoder, encode
+from paceline.cluster.link import Link, ProcessLink
 from paceline.cluster.openssh import (
     Refusal,
     SshOptions,
@@ -62,7 +63,7 @@ class Channel:
         lost: Set when the connection has ended.
     """
 
-    def __init__(self, host: Host, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, host: Host, link: Link) -> None:
         self.host = host
         self.facts: Message = {}
         self.identity = ""
@@ -71,7 +72,7 @@ class Channel:
         self.lost = asyncio.Event()
         self.last_heard = 0.0
         self.on_event: Callable[[Event], None] = lambda event: None
-        self._process = process
+        self._link = link
         self._decoder = Decoder()
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Message]] = {}
@@ -111,9 +112,8 @@ class Channel:
             raise EOFError
 
     async def _boot_words(self) -> list[str]:
-        assert self._process.stdout is not None
         while True:
-            line = await self._process.stdout.readline()
+            line = await self._link.reader.readline()
             if not line:
                 raise EOFError
             at = line.find(_BOOT)
@@ -130,7 +130,7 @@ class Channel:
                 f"Look at the shell start-up files of that user on {self.host.name}: "
                 "one of them may wait for input",
             )
-        return classify(self.stderr, self._process.returncode, self.host)
+        return classify(self.stderr, self._link.status, self.host)
 
     # --- talking -----------------------------------------------------------------------------
 
@@ -151,20 +151,17 @@ class Channel:
         return message
 
     async def _write(self, data: bytes) -> None:
-        stdin = self._process.stdin
-        assert stdin is not None
         with contextlib.suppress(ConnectionError):
-            stdin.write(data)
-            await stdin.drain()
+            self._link.writer.write(data)
+            await self._link.writer.drain()
 
     async def _read_frames(self) -> None:
-        stdout = self._process.stdout
-        assert stdout is not None
         loop = asyncio.get_running_loop()
-        while data := await stdout.read(1 << 18):
-            self.last_heard = loop.time()
-            for message, blob in self._decoder.feed(data):
-                self._take(message, blob)
+        with contextlib.suppress(ConnectionError):
+            while data := await self._link.reader.read(1 << 18):
+                self.last_heard = loop.time()
+                for message, blob in self._decoder.feed(data):
+                    self._take(message, blob)
         self._end()
 
     def _take(self, message: Message, blob: bytes) -> None:
@@ -191,11 +188,10 @@ class Channel:
         self.on_event(Event(self.host.name, {"event": "lost", "stderr": self.stderr[-2000:]}))
 
     async def _read_stderr(self) -> None:
-        stream = self._process.stderr
-        assert stream is not None
-        while data := await stream.read(1 << 16):
-            self._stderr += data
-            del self._stderr[:-STDERR_KEPT]
+        with contextlib.suppress(ConnectionError):
+            while data := await self._link.errors.read(1 << 16):
+                self._stderr += data
+                del self._stderr[:-STDERR_KEPT]
 
     @property
     def stderr(self) -> str:
@@ -212,19 +208,7 @@ class Channel:
         Args:
             patience_s: How long the agent may take to end by itself.
         """
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), patience_s or 0.001)
-        except asyncio.TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._process.wait(), 2.0)
-            if self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
-                await self._process.wait()
+        await self._link.end(patience_s)
         for task in self._tasks:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(asyncio.shield(task), 0.5)
@@ -243,24 +227,39 @@ class AgentRefusal(NodeError):
         self.answer = answer
 
 
-def command_for(host: Host, python: str, options: SshOptions) -> list[str]:
+Wrap = Callable[[Host, list[str]], list[str]]
+
+
+def unwrapped(host: Host, agent: list[str]) -> list[str]:
+    """The agent runs on the host itself, not in a container there."""
+    return agent
+
+
+def command_for(host: Host, python: str, options: SshOptions, wrap: Wrap = unwrapped) -> list[str]:
     """The process that leads to the agent of ``host``."""
-    agent = agent_command(python)
+    agent = wrap(host, agent_command(python))
     return agent if host.local else ssh_command(host, options, agent)
 
 
-async def connect(host: Host, python: str, options: SshOptions) -> Channel:
-    """Opens one connection; retries what may pass. LoginRefused when it cannot be had."""
+async def connect(host: Host, python: str, options: SshOptions, wrap: Wrap = unwrapped) -> Channel:
+    """Opens one connection; retries what may pass. LoginRefused when it cannot be had.
+
+    Args:
+        host: Whom to connect to.
+        python: Interpreter for the agent there.
+        options: How to log in.
+        wrap: Puts the agent's command into another, such as a container engine's.
+    """
     for attempt in itertools.count(1):
         process = await asyncio.create_subprocess_exec(
-            *command_for(host, python, options),
+            *command_for(host, python, options, wrap),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the launcher, which ends the job in order
             limit=1 << 20,
         )
-        channel = Channel(host, process)
+        channel = Channel(host, ProcessLink(process))
         try:
             await channel.open()
         except LoginRefused as refused:

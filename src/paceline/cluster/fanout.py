@@ -9,8 +9,10 @@ from paceline.cluster.channel import (
     LOGINS_AT_ONCE,
     Channel,
     LoginRefused,
+    Wrap,
     connect,
     show_host_key,
+    unwrapped,
 )
 from paceline.cluster.openssh import SshOptions
 from paceline.spec.errors import ConnectError
@@ -18,7 +20,10 @@ from paceline.spec.hosts import Host
 
 
 async def reach_all(
-    hosts: Sequence[Host], pythons: Sequence[str], options: SshOptions
+    hosts: Sequence[Host],
+    pythons: Sequence[str],
+    options: SshOptions,
+    wrap: Wrap = unwrapped,
 ) -> list[Channel | LoginRefused]:
     """Logs in everywhere at once; one outcome a host, in order. No refusal hides another."""
     gate = asyncio.Semaphore(LOGINS_AT_ONCE)
@@ -26,7 +31,7 @@ async def reach_all(
     async def one(host: Host, python: str) -> Channel | LoginRefused:
         async with gate:
             try:
-                return await connect(host, python, options)
+                return await connect(host, python, options, wrap)
             except LoginRefused as refused:
                 return refused
 
@@ -45,10 +50,13 @@ async def reach_all(
 
 
 async def connect_all(
-    hosts: Sequence[Host], pythons: Sequence[str], options: SshOptions
+    hosts: Sequence[Host],
+    pythons: Sequence[str],
+    options: SshOptions,
+    wrap: Wrap = unwrapped,
 ) -> list[Channel]:
     """Logs in everywhere at once; all refusals in one ConnectError, sorted by cause."""
-    outcomes = await reach_all(hosts, pythons, options)
+    outcomes = await reach_all(hosts, pythons, options, wrap)
     channels = [outcome for outcome in outcomes if isinstance(outcome, Channel)]
     refused = [outcome for outcome in outcomes if isinstance(outcome, LoginRefused)]
     if refused:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.channel import Event
-from paceline.cluster.fanout import connect_all
-from paceline.cluster.openssh import SshOptions
 from paceline.launch import planning, staging
 from paceline.launch.attempt import Attempt, Result
 from paceline.launch.fleet import Fleet
@@ -23,6 +21,7 @@ from paceline.launch.recorder import Recorder
 from paceline.launch.rundir import RunDirectory, safe
 from paceline.launch.screen import Screen
 from paceline.launch.shipping import Fetcher
+from paceline.launch.transport import Transport
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.hosts import Host
@@ -40,7 +39,7 @@ class Launcher:
     Args:
         job: What to run.
         hosts: Where; rank 0 on the first.
-        ssh: How to log in.
+        transport: How the agents are started and spoken to.
         run_id: Names the run.
         screen: What the user sees.
         directory: The run directory.
@@ -48,12 +47,12 @@ class Launcher:
         notes: What was decided before and the user should know.
     """
 
-    def __init__(self, job: Job, hosts: Sequence[Host], ssh: SshOptions, run_id: str,
+    def __init__(self, job: Job, hosts: Sequence[Host], transport: Transport, run_id: str,
                  screen: Screen, directory: RunDirectory, package: bool = False,
                  notes: Sequence[str] = ()) -> None:  # fmt: skip
         self._job = job
         self._hosts = tuple(hosts)
-        self._ssh = ssh
+        self._transport = transport
         self._run_id = run_id
         self._screen = screen
         self._directory = directory
@@ -69,8 +68,11 @@ class Launcher:
         task = asyncio.current_task()
         assert task is not None
         with Interrupts(lambda: self._interrupted(task)) as interrupts:
+            status = 1
             try:
-                return await self._run(interrupts)
+                result = await self._run(interrupts)
+                status = result.exit_code
+                return result
             except asyncio.CancelledError:
                 if not interrupts.received:
                     raise
@@ -80,6 +82,8 @@ class Launcher:
                 raise NodeError(
                     "a host went away before the job was started", found=str(error)
                 ) from None
+            finally:
+                await self._transport.close(status)
 
     async def _run(self, interrupts: Interrupts) -> Result:
         fleet = await self._connect()
@@ -99,7 +103,9 @@ class Launcher:
             task.cancel()
 
     async def _connect(self) -> Fleet:
-        fleet = await connect(self._job, self._hosts, self._ssh, self._on_event, self._on_lost)
+        fleet = await connect(
+            self._job, self._hosts, self._transport, self._on_event, self._on_lost
+        )
         for node in fleet.nodes:
             if node.channel.fingerprint:
                 self._screen.note(f"paceline: pinned {node.name}: {node.channel.fingerprint}")
@@ -143,7 +149,7 @@ class Launcher:
                          code: dict[str, planning.Code]) -> Plan:  # fmt: skip
         port = await hold_port(fleet, networks, self._job.master_port)
         plan = planning.make_plan(
-            self._job, self._run_id, number, self._hosts, fleet.facts(), networks, code, port,
+            self._job, self._run_id, number, fleet.hosts, fleet.facts(), networks, code, port,
             self._notes,
         )  # fmt: skip
         self._directory.write_json(names.PLAN, plan.to_json())
@@ -230,11 +236,11 @@ class Launcher:
                 self._screen.note(f"paceline: {count} of {node.name}: {short(folder)}")
 
 
-async def connect(job: Job, hosts: Sequence[Host], ssh: SshOptions,
+async def connect(job: Job, hosts: Sequence[Host], transport: Transport,
                   on_event: Any, on_lost: Any) -> Fleet:  # fmt: skip
-    """Logs in to every host."""
+    """Has an agent started on every host."""
     pythons = [planning.python_of(job, host) for host in hosts]
-    channels = await connect_all(hosts, pythons, ssh)
+    channels = await transport.open(hosts, pythons)
     return Fleet(channels, job.lease_s.value, on_event, on_lost)
 
 
@@ -246,10 +252,10 @@ def check_nodes(fleet: Fleet, job: Job) -> list[str]:
     return notes + [f"the shell start-up files of {name} print text: ignored" for name in noisy]
 
 
-async def plan_only(job: Job, hosts: Sequence[Host], ssh: SshOptions, run_id: str,
+async def plan_only(job: Job, hosts: Sequence[Host], transport: Transport, run_id: str,
                     package: bool, notes: Sequence[str]) -> Plan:  # fmt: skip
     """Everything up to the plan, which is then let go: nothing is shipped or started."""
-    fleet = await connect(job, hosts, ssh, lambda node, event: None, lambda node, why: None)
+    fleet = await connect(job, hosts, transport, lambda node, event: None, lambda node, why: None)
     try:
         agreed = check_nodes(fleet, job)
         networks, found = await find_networks(fleet, job)
@@ -258,10 +264,12 @@ async def plan_only(job: Job, hosts: Sequence[Host], ssh: SshOptions, run_id: st
         code = dict(zip((node.name for node in fleet.nodes), places, strict=True))
         port = await hold_port(fleet, networks, job.master_port)
         return planning.make_plan(
-            job, run_id, 0, hosts, fleet.facts(), networks, code, port, [*notes, *agreed, *found]
-        )
+            job, run_id, 0, fleet.hosts, fleet.facts(), networks, code, port,
+            [*notes, *agreed, *found],
+        )  # fmt: skip
     finally:
         await fleet.close()
+        await transport.close(0)
 
 
 def short(path: Path) -> str:

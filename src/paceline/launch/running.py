@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.openssh import SshOptions
 from paceline.launch import planning
 from paceline.launch.attempt import Result
 from paceline.launch.launcher import Launcher, plan_only, short
 from paceline.launch.outcome import Failure, describe_end, signal_name
 from paceline.launch.rundir import RunDirectory, fresh_path
 from paceline.launch.screen import Screen
+from paceline.launch.transport import Transport
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
 from paceline.spec.hosts import Cluster
@@ -48,20 +48,20 @@ class RunOutcome:
         return Path(short(self.path))
 
 
-def make_plan(job: Job, cluster: Cluster, ssh: SshOptions, package: bool = False) -> Plan:
+def make_plan(job: Job, cluster: Cluster, transport: Transport, package: bool = False) -> Plan:
     """What :func:`run_job` would do; nothing is started."""
     hosts = planning.choose_hosts(job, cluster)
-    return asyncio.run(plan_only(job, hosts, ssh, new_run_id(), package, cluster.notes))
+    return asyncio.run(plan_only(job, hosts, transport, new_run_id(), package, cluster.notes))
 
 
-def run_job(job: Job, cluster: Cluster, ssh: SshOptions, screen: Screen, *,
+def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
             run_dir: Path | None, parent: Path, package: bool = False) -> RunOutcome:  # fmt: skip
     """Runs a job to its end.
 
     Args:
         job: What to run.
         cluster: Where.
-        ssh: How to log in.
+        transport: How the agents are started and spoken to.
         screen: What the user sees.
         run_dir: The run directory; ``None`` makes a fresh one below ``parent``.
         parent: Folder of run directories.
@@ -76,7 +76,9 @@ def run_job(job: Job, cluster: Cluster, ssh: SshOptions, screen: Screen, *,
     directory = RunDirectory(path, job.environment.secrets())
     run_id = new_run_id()
     try:
-        launcher = Launcher(job, hosts, ssh, run_id, screen, directory, package, cluster.notes)
+        launcher = Launcher(
+            job, hosts, transport, run_id, screen, directory, package, cluster.notes
+        )
         try:
             result = asyncio.run(launcher.run())
         except PacelineError as error:

@@ -1,0 +1,159 @@
+"""How the nodes are started: the options for it, and what they amount to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import click
+
+from paceline.cluster.openssh import SshOptions
+from paceline.launch.schedulers import WAYS, ContainerOptions, Options
+from paceline.launch.schedulers.slurm import allocation
+from paceline.launch.transport import Transport
+from paceline.spec.errors import SettingError
+from paceline.spec.job import Job
+
+Kind = Literal["run", "submit", "join"]
+CONTAINERS = ("docker", "podman", "apptainer")
+
+VIA_OPTIONS = [
+    click.option("--via", type=click.Choice(list(WAYS)),
+                 help="What starts the nodes. Default: srun inside a Slurm allocation, else ssh."),
+    click.option("--via-arg", multiple=True, metavar="FLAG",
+                 help="One more word for mpiexec, srun or the container engine, passed through."),
+    click.option("--mpiexec", metavar="PATH", help="Which mpiexec. Default: the one on PATH."),
+    click.option("--image", metavar="IMAGE",
+                 help="Container image; the same content is required on every host."),
+    click.option("--mount", multiple=True, metavar="SOURCE:TARGET[:ro]",
+                 help="Folder of the host to be seen in the container."),
+    click.option("--shm-size", default="8g", metavar="SIZE",
+                 help="Size of /dev/shm in the container."),
+    click.option("--rdzv", metavar="HOST:PORT",
+                 help="Type the same command on each node; they meet at this address."),
+    click.option("--rdzv-id", envvar="PACELINE_RDZV_ID", metavar="WORD",
+                 help="Secret word of the meeting, the same on each node."),
+    click.option("--node-rank", type=click.IntRange(0), metavar="K",
+                 help="With --rdzv: this node's place. Default: 0 where HOST is this machine, "
+                 "else in order of arrival."),
+    click.option("--rdzv-timeout", type=click.FloatRange(1.0), default=300.0, metavar="SECONDS",
+                 help="How long to wait for the other nodes."),
+    click.option("--time", "time_limit", metavar="H:MM:SS", help="Slurm: time limit."),
+    click.option("--partition", metavar="NAME", help="Slurm: partition."),
+    click.option("--account", metavar="NAME", help="Slurm: account."),
+    click.option("--cpus-per-task", type=click.IntRange(1), metavar="N",
+                 help="Slurm: CPUs for each process."),
+    click.option("--mem", metavar="SIZE", help="Slurm: memory a node."),
+    click.option("--gres", metavar="LIST", help="Slurm: accelerators a node, as gpu:2."),
+    click.option("--sbatch-arg", multiple=True, metavar="FLAG",
+                 help="Slurm: any other flag of sbatch, passed through."),
+    click.option("--setup-command", multiple=True, metavar="COMMAND",
+                 help="Slurm: line of the batch script before the job (module load …)."),
+    click.option("--requeue/--no-requeue", default=False,
+                 help="Slurm: before the time limit, stop with a checkpoint and go on again."),
+    click.option("--array", metavar="RANGE", help="Slurm: job array, one run for each index."),
+    click.option("--detach", is_flag=True, help="Slurm: submit and leave; do not follow."),
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a command is to be carried out.
+
+    Attributes:
+        kind: ``run`` here with ``transport``; ``submit`` a batch; ``join`` somebody else's run.
+        name: Of the way.
+        transport: For ``run``.
+    """
+
+    kind: Kind
+    name: str
+    transport: Transport | None = None
+
+    def agree_on(self, job: Job) -> None:
+        """Nodes that meet by hand have to be there for the same thing."""
+        from paceline.launch.schedulers.hand import HandTransport
+
+        if isinstance(self.transport, HandTransport):
+            self.transport.agree_on(job)
+
+
+def name_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+    """The way that the options mean; inside an allocation srun, unless hosts are named."""
+    if params["via"]:
+        return str(params["via"])
+    if params["image"]:
+        return "docker"
+    if allocation(environ) and params["hosts"] in (None, "slurm") and not params["rdzv"]:
+        return "slurm"
+    return "ssh"
+
+
+def hosts_source(params: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
+    """Where the hosts are described: in an allocation, the allocation."""
+    source: str | None = params["hosts"]
+    inside = name_of(params, environ) == "slurm" and allocation(environ)
+    return "slurm" if inside and source is None else source
+
+
+def way_of(params: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Way:
+    """What is to be done. SettingError where options contradict each other."""
+    environ = os.environ if environ is None else environ
+    name = name_of(params, environ)
+    check_options(params, name)
+    if params["rdzv"]:
+        return _by_hand(params)
+    if name == "slurm" and not allocation(environ):
+        return Way("submit", name)
+    from paceline.launch.schedulers import transport
+
+    return Way("run", name, transport(name, options_of(params)))
+
+
+def _by_hand(params: Mapping[str, Any]) -> Way:
+    from paceline.launch.schedulers.hand import HandTransport, meeting
+
+    place = meeting(params["rdzv"], params["rdzv_id"], params["node_rank"], params["nnodes"],
+                    params["rdzv_timeout"])  # fmt: skip
+    if place.first:
+        return Way("run", "hand", HandTransport(place))
+    return Way("join", "hand")
+
+
+def options_of(params: Mapping[str, Any]) -> Options:
+    """The options that transports understand."""
+    return Options(
+        ssh=SshOptions(params["ssh_config"], params["accept_new_host_keys"]),
+        interface=params["iface"],
+        arguments=tuple(params["via_arg"]),
+        mpiexec=params["mpiexec"],
+        container=ContainerOptions(
+            image=params["image"] or "",
+            mounts=tuple(params["mount"]),
+            shm_size=params["shm_size"],
+            arguments=tuple(params["via_arg"]),
+        ),
+    )
+
+
+def check_options(params: Mapping[str, Any], name: str) -> None:
+    """Refuses options that the chosen way does not know."""
+    if name in CONTAINERS and not params["image"]:
+        raise SettingError(f"--via {name} needs an image", remedy="--image IMAGE")
+    if params["image"] and name not in CONTAINERS:
+        raise SettingError(
+            f"--image does not go with --via {name}",
+            remedy=f"--via {'|'.join(CONTAINERS)}, or leave --image out",
+        )
+    if params["mpiexec"] and name != "mpi":
+        raise SettingError(f"--mpiexec does not go with --via {name}", remedy="--via mpi")
+    if params["rdzv"] and (params["hosts"] or params["via"] not in (None, "ssh", "local")):
+        raise SettingError(
+            "--rdzv means that the command is typed on each node",
+            found="-H or --via says that something else starts the nodes",
+            remedy="Leave out --rdzv, or leave out the other",
+        )
+    if params["rdzv"] is None and params["node_rank"] is not None:
+        raise SettingError("--node-rank goes with --rdzv", remedy="--rdzv HOST:PORT")

@@ -1,0 +1,35 @@
+"""Ways to start one agent a node: one module each, imported when it is used.
+
+A module has ``transport(options) -> Transport``. A new one is one file and one line in ``WAYS``.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from paceline.launch.schedulers.options import ContainerOptions, Options
+from paceline.launch.transport import Transport
+from paceline.spec.errors import SettingError
+
+# name → (module, one line for people)
+WAYS: dict[str, tuple[str, str]] = {
+    "ssh": ("paceline.launch.schedulers.ssh", "one OpenSSH login a host"),
+    "local": ("paceline.launch.schedulers.local", "this machine, no network"),
+    "mpi": ("paceline.launch.schedulers.mpi", "mpiexec of Intel MPI, MPICH or Open MPI"),
+    "slurm": ("paceline.launch.schedulers.slurm", "srun inside a Slurm allocation"),
+    "docker": ("paceline.launch.schedulers.docker", "Docker containers, over SSH"),
+    "podman": ("paceline.launch.schedulers.podman", "Podman containers, over SSH"),
+    "apptainer": ("paceline.launch.schedulers.apptainer", "Apptainer containers, over SSH"),
+}
+
+
+def transport(name: str, options: Options) -> Transport:
+    """The transport called ``name``. SettingError when there is none."""
+    if name not in WAYS:
+        raise SettingError(f"there is no way `{name}` to start nodes", found=", ".join(WAYS))
+    module = importlib.import_module(WAYS[name][0])
+    made: Transport = module.transport(options)
+    return made
+
+
+__all__ = ["WAYS", "ContainerOptions", "Options", "Transport", "transport"]

@@ -1,0 +1,292 @@
+"""Transports whose agents call back: what MPI and Slurm have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from paceline.agent import caller, netlink
+from paceline.cluster.callback import (
+    Call,
+    CallLink,
+    Switchboard,
+    caller_command,
+    caller_config,
+)
+from paceline.cluster.channel import Channel, LoginRefused
+from paceline.launch.schedulers.options import Options
+from paceline.spec.errors import ConnectError, PacelineError, SettingError
+from paceline.spec.hosts import Host
+
+WORDS_KEPT = 16 * 1024
+END_PATIENCE_S = 5.0
+STRAGGLERS_S = 2.0  # for those whose call is on its way when the scheduler gives up
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a scheduler starts one process on each host.
+
+    Attributes:
+        argv: The scheduler's command; the node's command is appended to it.
+        env: Variables on top of the launcher's; ``None`` removes one.
+        places: Variables by which a started process knows its place among the hosts.
+        strip: Regular expression of variables that the agents must not inherit: ranks would
+            take themselves for ranks of the scheduler's job.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str | None]
+    places: tuple[str, ...]
+    strip: str
+
+
+class Scheduler(Protocol):
+    """What differs between the schedulers; :class:`CallingTransport` does the rest."""
+
+    def start(self, hosts: Sequence[Host]) -> Start:
+        """How to start one process on each host. PacelineError when that cannot be."""
+
+    async def explain(self, hosts: Sequence[Host], missing: Sequence[Host], status: int | None,
+                      words: str) -> PacelineError:  # fmt: skip
+        """The error for hosts that did not call.
+
+        Args:
+            hosts: All of them.
+            missing: Those that did not call.
+            status: Exit status of the scheduler's command, ``None`` while it runs.
+            words: What it wrote, the end of it.
+        """
+
+    async def tell_of(self, host: Host) -> str:
+        """What the scheduler knows of a host that was lost; empty when nothing."""
+
+    def end(self) -> None:
+        """Gives up what :meth:`start` has made. Called once, at the end."""
+
+
+@dataclass
+class Gathering:
+    """Puts calls in their places until every host has both of its streams."""
+
+    hosts: Sequence[Host]
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    _frames: dict[int, Call] = field(default_factory=dict)
+    _errors: dict[int, Call] = field(default_factory=dict)
+
+    def take(self, call: Call) -> None:
+        """Accepts a call or refuses it."""
+        place = self._place(call)
+        stream = self._frames if call.about.get("stream") == "frames" else self._errors
+        if place is None or not 0 <= place < len(self.hosts):
+            call.refuse(f"place {place} among {len(self.hosts)} nodes cannot be")
+        elif place in stream:
+            call.refuse(f"two processes were started as node {place}: one a node is needed")
+        elif stream is self._errors and not self._pairs(place, call):
+            call.refuse("no first connection belongs to this one")
+        else:
+            stream[place] = call
+            call.accept()
+            self._check_done()
+
+    def _place(self, call: Call) -> int | None:
+        """By the scheduler's name for the node, else by the place that it was given."""
+        node = call.about.get("node")
+        for at, host in enumerate(self.hosts):
+            if node and node in (host.name, host.address):
+                return at
+        place = call.about.get("index")
+        return place if isinstance(place, int) else None
+
+    def _pairs(self, place: int, call: Call) -> bool:
+        first = self._frames.get(place)
+        return first is not None and first.about.get("session") == call.about.get("session")
+
+    def _check_done(self) -> None:
+        if len(self._errors) == len(self.hosts):
+            self.done.set()
+
+    def missing(self) -> list[Host]:
+        return [host for at, host in enumerate(self.hosts) if at not in self._errors]
+
+    def channels(self) -> list[Channel]:
+        """One channel a host, not opened yet. Only when nobody is missing."""
+        return [
+            Channel(host, CallLink(self._frames[at], self._errors[at]))
+            for at, host in enumerate(self.hosts)
+        ]
+
+    def names(self) -> list[str]:
+        """What the callers say they are called, in the order of their places."""
+        return [str(self._frames[at].about.get("name")) for at in sorted(self._frames)]
+
+    def hang_up(self) -> None:
+        for call in [*self._frames.values(), *self._errors.values()]:
+            call.writer.close()
+
+
+class CallingTransport:
+    """Has a scheduler start the agents, and takes their calls.
+
+    Args:
+        scheduler: The scheduler.
+        options: For the interface to listen on and the time to wait.
+    """
+
+    def __init__(self, scheduler: Scheduler, options: Options) -> None:
+        self._scheduler = scheduler
+        self._options = options
+        self._process: asyncio.subprocess.Process | None = None
+        self._words = bytearray()
+        self._readers: list[asyncio.Task[None]] = []
+
+    async def open(self, hosts: Sequence[Host], pythons: Sequence[str]) -> list[Channel]:
+        """ConnectError names the hosts that did not call, and what the scheduler said."""
+        gathering = Gathering(hosts)
+        board = Switchboard(secrets.token_bytes(32), gathering.take)
+        start = self._scheduler.start(hosts)
+        try:
+            await board.open(own_addresses(self._options.interface, hosts))
+            await self._start(start, board, pythons)
+            await self._wait(gathering)
+            if missing := gathering.missing():
+                raise await self._failed(hosts, missing)
+            return await open_channels(gathering.channels())
+        except BaseException:
+            gathering.hang_up()
+            await self._end(0.0)
+            raise
+        finally:
+            await board.close()
+
+    async def _start(self, start: Start, board: Switchboard, pythons: Sequence[str]) -> None:
+        config = caller_config(
+            board.addresses, pythons, start.places, start.strip, self._options.connect_s
+        )
+        env = {**os.environ, **start.env, caller.KEY: board.key.hex()}
+        self._process = await asyncio.create_subprocess_exec(
+            *start.argv,
+            *caller_command(config),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={name: value for name, value in env.items() if value is not None},
+            start_new_session=True,  # Ctrl-C is for the launcher, which ends the job in order
+        )
+        self._readers = [asyncio.create_task(self._read_words())]
+
+    async def _read_words(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        while data := await self._process.stdout.read(1 << 16):
+            self._words += data
+            del self._words[:-WORDS_KEPT]
+
+    async def _wait(self, gathering: Gathering) -> None:
+        assert self._process is not None
+        done = asyncio.ensure_future(gathering.done.wait())
+        over = asyncio.ensure_future(self._process.wait())
+        try:
+            await asyncio.wait({done, over}, timeout=self._options.connect_s,
+                               return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+            if over.done() and not done.done():
+                await asyncio.wait({done}, timeout=STRAGGLERS_S)
+        finally:
+            done.cancel()
+            over.cancel()
+            await asyncio.gather(done, over, return_exceptions=True)
+
+    async def _failed(self, hosts: Sequence[Host], missing: Sequence[Host]) -> PacelineError:
+        assert self._process is not None
+        status = self._process.returncode
+        await self._end(0.0)
+        return await self._scheduler.explain(hosts, missing, status, self.words)
+
+    @property
+    def words(self) -> str:
+        """What the scheduler's command wrote, the end of it."""
+        return self._words.decode(errors="replace").strip()
+
+    async def close(self, exit_code: int) -> None:
+        """The agents have gone, so the scheduler's command ends by itself, or is ended."""
+        await self._end(END_PATIENCE_S)
+        self._scheduler.end()
+
+    async def tell_of(self, host: Host) -> str:
+        """The scheduler's own word on a lost host."""
+        return await self._scheduler.tell_of(host)
+
+    async def _end(self, patience_s: float) -> None:
+        process = self._process
+        if process is None:
+            return
+        for attempt in (None, process.terminate, process.kill):
+            if attempt is not None:
+                patience_s = 3.0
+                with contextlib.suppress(ProcessLookupError):
+                    attempt()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(process.wait(), patience_s or 0.01)
+                break
+        await asyncio.wait(self._readers, timeout=0.5)
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+
+
+async def open_channels(channels: Sequence[Channel]) -> list[Channel]:
+    """Makes agents of them all; ConnectError names those that do not become one."""
+    results = await asyncio.gather(
+        *(channel.open() for channel in channels), return_exceptions=True
+    )
+    refused = [result for result in results if isinstance(result, LoginRefused)]
+    others = [
+        r for r in results if isinstance(r, BaseException) and not isinstance(r, LoginRefused)
+    ]
+    if refused or others:
+        await asyncio.gather(*(channel.close() for channel in channels))
+    if others:
+        raise others[0]
+    if refused:
+        raise ConnectError(
+            f"no agent on {', '.join(one.host.name for one in refused)}",
+            found="\n".join(f"{one.host.name}: {one.refusal.found}" for one in refused),
+            remedy="\n".join(f"{one.host.name}: {one.refusal.remedy}" for one in refused),
+        )
+    return list(channels)
+
+
+def own_addresses(interface: str | None, hosts: Sequence[Host]) -> list[str]:
+    """Where agents can call this machine: loopback when they are all here.
+
+    Raises:
+        SettingError: The interface that was asked for has no usable address.
+    """
+    if all(host.local for host in hosts) and interface is None:
+        return ["127.0.0.1"]
+    found = usable_addresses()
+    wanted = [a for a in found if interface is None or a["interface"] == interface]
+    if not wanted:
+        listed = ", ".join(f"{a['interface']} {a['address']}" for a in found)
+        raise SettingError(
+            f"interface {interface} was asked for, but this machine has no usable address on it"
+            if interface
+            else "this machine has no address that other hosts could call",
+            found=listed or "loopback only",
+            remedy="--iface NAME with one of these" if listed else "Bring up a network interface",
+        )
+    return [str(a["address"]) for a in wanted]
+
+
+def usable_addresses() -> list[dict[str, Any]]:
+    """Addresses of this machine that others may reach."""
+    return [
+        entry
+        for entry in netlink.addresses()
+        if entry["scope"] == "global" and entry["usable"] and entry["interface"] != "lo"
+    ]

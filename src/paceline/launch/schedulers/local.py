@@ -1,0 +1,38 @@
+"""This machine alone: the agent is a child of the launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.cluster.channel import Channel
+from paceline.cluster.fanout import connect_all
+from paceline.cluster.openssh import SshOptions
+from paceline.launch.schedulers.options import Options
+from paceline.launch.transport import Transport
+from paceline.spec.errors import SettingError
+from paceline.spec.hosts import Host
+
+
+class LocalTransport:
+    """Refuses every host but this one."""
+
+    async def open(self, hosts: Sequence[Host], pythons: Sequence[str]) -> list[Channel]:
+        """SettingError when a host is another machine."""
+        others = [host.name for host in hosts if not host.local]
+        if others:
+            raise SettingError(
+                "--via local runs on this machine only",
+                found=f"other hosts: {', '.join(others)}",
+                remedy="Leave -H out, or --via ssh",
+            )
+        return await connect_all(hosts, pythons, SshOptions())
+
+    async def close(self, exit_code: int) -> None:
+        """The agent has ended with its channel."""
+
+    async def tell_of(self, host: Host) -> str:
+        return ""
+
+
+def transport(options: Options) -> Transport:
+    return LocalTransport()

@@ -1,0 +1,363 @@
+"""Agents started by mpiexec: Intel MPI, MPICH and Open MPI, found and told apart by themselves.
+
+MPI starts exactly one process a host, the agent; the ranks are the agent's, as everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.agent.caller import KEY
+from paceline.cluster.openssh import SshOptions
+from paceline.launch.schedulers.calling import CallingTransport, Start
+from paceline.launch.schedulers.options import Options
+from paceline.launch.transport import Transport
+from paceline.spec.errors import ConnectError, PacelineError, SettingError
+from paceline.spec.hosts import Host
+
+NAMES = ("mpiexec", "mpirun", "mpiexec.hydra")  # the first on PATH that can be told counts
+PLACES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+STRIP = r"PMI|PMIX_|OMPI_|OPAL_|ORTE_|PRTE_|HYD|MPIR_|MPI_LOCAL|MPIEXEC_|MV2_COMM|I_MPI_(HYDRA|PMI)"
+PROBE_S = 15.0
+PROBES_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Mpi:
+    """An MPI that was found.
+
+    Attributes:
+        flavour: ``intel``, ``mpich`` or ``openmpi``.
+        version: As it says itself.
+        path: Its mpiexec.
+    """
+
+    flavour: str
+    version: str
+    path: str
+
+    @property
+    def title(self) -> str:
+        return f"{_TITLES[self.flavour]} {self.version}"
+
+
+_TITLES = {"intel": "Intel MPI", "mpich": "MPICH", "openmpi": "Open MPI"}
+_VERSIONS = (
+    ("intel", r"Intel\(R\) MPI Library.*?Version ([\d.]+)"),
+    ("openmpi", r"\((?:OpenRTE|Open MPI|PRRTE)\) ([\w.]+)"),
+    ("mpich", r"HYDRA build details:\s+Version:\s+(\S+)"),
+)
+
+
+def parse_version(text: str) -> tuple[str, str] | None:
+    """Flavour and version from what ``mpiexec --version`` says; ``None`` for something else."""
+    for flavour, pattern in _VERSIONS:
+        if match := re.search(pattern, text, re.DOTALL):
+            return flavour, match.group(1)
+    return None
+
+
+def find(chosen: str | None, path: str | None = None) -> Mpi:
+    """The MPI to use.
+
+    Args:
+        chosen: What the user named; ``None`` looks on ``PATH``.
+        path: Instead of ``PATH``.
+
+    Raises:
+        SettingError: There is none, or two different ones are mixed.
+    """
+    if chosen is not None:
+        named = _ask(shutil.which(chosen, path=path) or chosen)
+        if named is None:
+            raise SettingError(
+                f"--mpiexec {chosen} is no mpiexec that we know",
+                found="it does not say that it belongs to Intel MPI, MPICH or Open MPI",
+                remedy=f"Try: {chosen} --version",
+            )
+        return named
+    found = [m for name in NAMES if (where := shutil.which(name, path=path)) and (m := _ask(where))]
+    if not found:
+        raise _none_found()
+    # mpiexec.hydra may well stand beside another MPI's mpiexec; mpiexec and mpirun belong together
+    pair = [m for m in found if Path(m.path).name in ("mpiexec", "mpirun")]
+    if len({m.flavour for m in pair}) > 1:
+        raise _mixed(pair)
+    return found[0]
+
+
+def _ask(path: str) -> Mpi | None:
+    try:
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    parsed = parse_version(done.stdout + done.stderr)
+    return Mpi(*parsed, path) if parsed else None
+
+
+def _none_found() -> SettingError:
+    return SettingError(
+        "--via mpi needs an MPI, and there is none",
+        found=f"none of {', '.join(NAMES)} on PATH",
+        remedy="Load its module, or source its vars.sh, or name it: --mpiexec PATH; or install "
+        "one: python -m pip install impi-rt, or sudo apt-get install mpich",
+    )
+
+
+def _mixed(pair: Sequence[Mpi]) -> SettingError:
+    return SettingError(
+        "two MPIs are mixed on PATH",
+        found="\n".join(f"{m.path}: {m.title}" for m in pair),
+        remedy=f"Name the one you mean: --mpiexec {pair[0].path}",
+    )
+
+
+# --- rendering: pure ----------------------------------------------------------------------------
+
+
+def command(mpi: Mpi, hosts: Sequence[Host], options: Options, ssh_config: str) -> list[str]:
+    """The mpiexec call that starts one process on each host; the command follows it."""
+    return [mpi.path, *_RENDERERS[mpi.flavour](hosts, options, ssh_config), *options.arguments]
+
+
+def _hydra(launcher: str) -> Callable[[Sequence[Host], Options, str], list[str]]:
+    def render(hosts: Sequence[Host], options: Options, ssh_config: str) -> list[str]:
+        names = ",".join(host.address for host in hosts)
+        iface = ["-iface", options.interface] if options.interface else []
+        return [launcher, "ssh", *iface, "-hosts", names, "-ppn", "1", "-n", str(len(hosts))]
+
+    return render
+
+
+def _openmpi(hosts: Sequence[Host], options: Options, ssh_config: str) -> list[str]:
+    names = ",".join(f"{host.address}:1" for host in hosts)
+    mca = {"plm_rsh_agent": "ssh", "plm_rsh_args": f"-F {ssh_config}"}
+    if options.interface:
+        mca |= {"oob_tcp_if_include": options.interface, "btl_tcp_if_include": options.interface}
+    settings = [word for name, value in mca.items() for word in ("--mca", name, value)]
+    placing = ["--map-by", "ppr:1:node", "--bind-to", "none"]
+    return [*settings, "--host", names, "-np", str(len(hosts)), *placing, "-x", KEY]
+
+
+_RENDERERS: dict[str, Callable[[Sequence[Host], Options, str], list[str]]] = {
+    "intel": _hydra("-bootstrap"),
+    "mpich": _hydra("-launcher"),
+    "openmpi": _openmpi,
+}
+
+
+def environment(mpi: Mpi, ssh_config: str, root: bool) -> dict[str, str | None]:
+    """Variables for mpiexec itself."""
+    arguments = f"-F {ssh_config}"
+    if mpi.flavour == "openmpi":
+        allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        return {**allow} if root else {}
+    return {
+        "HYDRA_LAUNCHER_EXTRA_ARGS": arguments,
+        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": arguments,
+        "I_MPI_HYDRA_HOST_FILE": None,
+        "HYDRA_HOST_FILE": None,
+    }
+
+
+def ssh_config(hosts: Sequence[Host], ssh: SshOptions) -> str:
+    """An ssh config for MPI's own logins: the hosts' settings, no prompts, then the user's file."""
+    lines = []
+    for host in hosts:
+        own = {"User": host.user, "Port": host.port, "IdentityFile": host.identity_file}
+        given = [f"    {name} {value}" for name, value in own.items() if value]
+        lines += [f"Host {host.address}", *given] if given else []
+    checking = "accept-new" if ssh.accept_new_host_keys else "yes"
+    common = [
+        "Host *",
+        "    BatchMode yes",
+        f"    StrictHostKeyChecking {checking}",
+        "    ConnectTimeout 10",
+    ]
+    config = ssh.config.absolute() if ssh.config else "~/.ssh/config"
+    return "\n".join([*lines, *common, f"    Include {_quoted(str(config))}"]) + "\n"
+
+
+def _quoted(path: str) -> str:
+    return f'"{path}"' if " " in path else path
+
+
+# --- what went wrong: pure ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    pattern: str
+    message: str
+    remedy: str
+
+
+_CAUSES = (
+    _Cause(
+        r"hydra_(pmi|bstrap)_proxy: (not found|No such file|command not found)|"
+        r"(hydra_\w+_proxy|orted|prted).{0,40}(not found|No such file)",
+        "MPI is not installed there, or at another place",
+        "Install the same MPI at the same path on {names}, or take one that every host has: "
+        "--mpiexec PATH",
+    ),
+    _Cause(
+        r"Host key verification failed",
+        "the host key is not known",
+        "Compare and pin it: ssh {first} true (or --accept-new-host-keys once)",
+    ),
+    _Cause(r"Permission denied", "the login is refused", "Put your key there: ssh-copy-id {first}"),
+    _Cause(
+        r"Could not resolve hostname|Name or service not known|getaddrinfo",
+        "the name is not found",
+        "Check the spelling of {names} in the host file",
+    ),
+    _Cause(
+        r"No route to host|Network is unreachable|Connection timed out|Operation timed out",
+        "no answer: the machine is off or not in this network",
+        "Switch {names} on, or take it out of the host file",
+    ),
+    _Cause(
+        r"Connection refused",
+        "nothing listens on its SSH port",
+        "Start sshd on {names}",
+    ),
+    _Cause(
+        r"paceline-boot: no Python",
+        "no Python",
+        "Install Python 3.9 or newer on {names}",
+    ),
+    _Cause(
+        r"paceline-call: \S+: .* port \d+",
+        "MPI started the agent, but it could not call back",
+        "Let {names} connect to this machine (firewall?), or --iface for another network",
+    ),
+)
+
+
+def cause_of(words: str, names: Sequence[str]) -> tuple[str, str]:
+    """Cause and remedy for what MPI said about some hosts."""
+    listed = ", ".join(names)
+    for cause in _CAUSES:
+        if re.search(cause.pattern, words):
+            return cause.message, cause.remedy.format(names=listed, first=names[0])
+    return "MPI did not start the agent", f"Try by hand what MPI says about {listed}"
+
+
+def tail(words: str, lines: int = 6) -> str:
+    """The end of what MPI said, without its decoration."""
+    kept = [line.strip() for line in words.splitlines() if line.strip(" -=\t|:")]
+    return "\n".join(kept[-lines:])
+
+
+# --- the scheduler --------------------------------------------------------------------------------
+
+
+class MpiScheduler:
+    """One mpiexec for all hosts. Its ssh config lives in a folder of its own until the end."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._mpi = find(options.mpiexec)
+        self._folder = tempfile.TemporaryDirectory(prefix="paceline-mpi-")
+        self._config = str(Path(self._folder.name) / "ssh_config")
+
+    def start(self, hosts: Sequence[Host]) -> Start:
+        """The mpiexec call."""
+        Path(self._config).write_text(ssh_config(hosts, self._options.ssh), encoding="utf-8")
+        argv = command(self._mpi, hosts, self._options, self._config)
+        return Start(tuple(argv), self._environment(), PLACES, STRIP)
+
+    def _environment(self) -> Mapping[str, str | None]:
+        return environment(self._mpi, self._config, root=os.geteuid() == 0)
+
+    def end(self) -> None:
+        """Removes the ssh config."""
+        self._folder.cleanup()
+
+    async def tell_of(self, host: Host) -> str:
+        """MPI knows nothing of hosts."""
+        return ""
+
+    async def explain(self, hosts: Sequence[Host], missing: Sequence[Host], status: int | None,
+                      words: str) -> PacelineError:  # fmt: skip
+        """mpiexec gives up as a whole; asking it for every host alone tells which ones are dead."""
+        said = await self._ask_each(hosts)
+        dead = [host for host in hosts if said[host.name] is not None]
+        if not dead:
+            return self._none_dead(missing, status, words)
+        return dead_hosts(self._mpi, hosts, {host.name: said[host.name] or "" for host in dead})
+
+    async def _ask_each(self, hosts: Sequence[Host]) -> dict[str, str | None]:
+        gate = asyncio.Semaphore(PROBES_AT_ONCE)
+
+        async def ask(host: Host) -> str | None:
+            async with gate:
+                return await self._ask_one(host)
+
+        answers = await asyncio.gather(*(ask(host) for host in hosts))
+        return dict(zip((host.name for host in hosts), answers, strict=True))
+
+    async def _ask_one(self, host: Host) -> str | None:
+        """What ``mpiexec … hostname`` says when it fails on this host alone; ``None`` when not."""
+        own: dict[str, str | None] = {**os.environ, KEY: "", **self._environment()}
+        process = await asyncio.create_subprocess_exec(
+            *command(self._mpi, [host], self._options, self._config),
+            "hostname",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={name: value for name, value in own.items() if value is not None},
+            start_new_session=True,
+        )
+        try:
+            words, _ = await asyncio.wait_for(process.communicate(), PROBE_S)
+        except asyncio.TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            return f"Operation timed out: no answer within {PROBE_S:.0f} s"
+        return words.decode(errors="replace") or "no word" if process.returncode else None
+
+    def _none_dead(self, missing: Sequence[Host], status: int | None, words: str) -> PacelineError:
+        names = [host.name for host in missing]
+        cause, remedy = cause_of(words, names)
+        ended = "is still running" if status is None else f"ended with status {status}"
+        return ConnectError(
+            f"{self._mpi.title} runs programs on all hosts, but no agent called from "
+            f"{', '.join(names)}: {cause}",
+            found=f"mpiexec {ended}\n{tail(words)}".strip(),
+            remedy=remedy,
+        )
+
+
+def dead_hosts(mpi: Mpi, hosts: Sequence[Host], dead: Mapping[str, str]) -> ConnectError:
+    """The error for hosts on which MPI cannot start anything; the others are named too."""
+    alive = [host.name for host in hosts if host.name not in dead]
+    found, remedies = [], []
+    for name, words in dead.items():
+        cause, remedy = cause_of(words, [name])
+        found.append(f"{name}: {cause}\n{tail(words, 3)}")
+        remedies.append(f"{name}: {remedy}")
+    found.append(f"answered: {', '.join(alive) or 'nobody'}")
+    noun = "host" if len(hosts) == 1 else "hosts"
+    return ConnectError(
+        f"{mpi.title} cannot start anything on {len(dead)} of {len(hosts)} {noun}: "
+        + ", ".join(dead),
+        found="\n".join(found),
+        remedy="\n".join(dict.fromkeys(remedies)),
+    )
+
+
+def transport(options: Options) -> Transport:
+    return CallingTransport(MpiScheduler(options), options)

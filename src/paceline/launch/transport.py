@@ -1,0 +1,34 @@
+"""How a run reaches its nodes: something starts one agent a node, the rest is always the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from paceline.cluster.channel import Channel
+from paceline.spec.hosts import Host
+
+
+class Transport(Protocol):
+    """Starts the agents of one run and ends with it. Used once: open, then close."""
+
+    async def open(self, hosts: Sequence[Host], pythons: Sequence[str]) -> list[Channel]:
+        """One agent on each host, in the order of the hosts; leaves nothing when it fails.
+
+        Args:
+            hosts: In rank order.
+            pythons: The interpreter for each.
+
+        Raises:
+            PacelineError: Some host has no agent; all such hosts are named.
+        """
+
+    async def close(self, exit_code: int) -> None:
+        """Called once, when all channels are closed or :meth:`open` failed.
+
+        Args:
+            exit_code: How the job ended, for those who wait for it elsewhere.
+        """
+
+    async def tell_of(self, host: Host) -> str:
+        """The scheduler's own words on a host whose agent was lost; empty when it has none."""

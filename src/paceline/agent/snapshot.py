@@ -87,6 +87,7 @@ def put(sha256: str, offset: int, data: bytes, last: bool) -> None:
 
 def materialise(root: str, manifest: List[Entry]) -> None:
     """Builds the tree at ``root`` (a folder of its own) from the cache; checks every hash."""
+    Path(root).mkdir(parents=True, exist_ok=True)
     for path, sha256, mode, _ in manifest:
         target = Path(root) / path
         target.parent.mkdir(parents=True, exist_ok=True)

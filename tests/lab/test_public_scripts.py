@@ -1,0 +1,37 @@
+"""Scripts that nobody here wrote, unmodified, over two hosts: Accelerate's own distributed tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.lab import Lab, LabOptions
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("accelerate.test_utils.scripts.test_ops", "testing reduce_sum"),
+        ("accelerate.test_utils.scripts.test_sync", "**Test Distributed `no_sync` context manager**"),
+    ],
+)
+def test_runs_over_two_hosts(module: str, words: str, tmp_path: Path) -> None:
+    reason = Lab.available()
+    if reason is not None:
+        pytest.skip(reason)
+    with Lab(LabOptions(hosts=2, debian_hosts=True)) as lab:
+        where = ["--hosts", str(lab.hostfile), "--ssh-config", str(lab.ssh_config)]
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline", "run", *where, "--run-dir", "run",
+             "--env", "ACCELERATE_USE_CPU=true", "-m", module],
+            cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"[n1/0] {words}" in done.stdout
+    events = (tmp_path / "run" / "events.jsonl").read_text()
+    assert events.count('"event": "world joined", "world_size": 2, "backend": "gloo"') == 2

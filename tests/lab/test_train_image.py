@@ -1,0 +1,119 @@
+"""`paceline train image` on lab hosts: accuracy, equality at any layout, using the model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.lab import Lab, LabOptions
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    reason = Lab.available()
+    if reason is not None:
+        pytest.skip(reason)
+    with Lab(LabOptions(hosts=2)) as lab:
+        yield lab
+
+
+def paceline(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline", *args]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+
+
+def on(lab: Lab) -> list[str]:
+    return ["--hosts", str(lab.hostfile), "--ssh-config", str(lab.ssh_config)]
+
+
+def test_trains_evaluates_and_predicts(two_hosts: Lab, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained = paceline("train", "image", *on(two_hosts), "--run-dir", str(run), cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    said = re.search(r"^accuracy (0\.\d+) \((\d+) of (\d+)", trained.stdout, re.MULTILINE)
+    assert said, trained.stdout
+    assert float(said[1]) >= 0.96
+    assert int(said[3]) >= 300
+
+    plan = json.loads((run / "plan.json").read_text())
+    assert [node["host"] for node in plan["nodes"]] == list(two_hosts.names)
+    result = json.loads((run / "result.json").read_text())
+    assert result["exit_code"] == 0
+    assert f"{result['metrics']['accuracy']:.4f}" == said[1]
+    for rank, name in enumerate(two_hosts.names):
+        assert (run / "logs" / name / f"{rank}.log").exists()
+
+    alone = paceline("evaluate", str(run), cwd=tmp_path)
+    assert alone.stdout.startswith(f"accuracy {said[1]} ({said[2]} of {said[3]}"), alone.stderr
+    spread = paceline("evaluate", str(run), *on(two_hosts), "-p", "2", cwd=tmp_path)
+    assert spread.stdout.startswith(f"accuracy {said[1]} ({said[2]} of {said[3]}"), spread.stderr
+
+    image = tmp_path / "eight.png"
+    write_image(image)
+    told = paceline("predict", str(run), str(image), "/no/such.png", cwd=tmp_path)
+    assert told.returncode != 0
+    assert re.match(rf"{re.escape(str(image))}: \d (0|1)\.\d{{4}}  ", told.stdout)
+    assert "/no/such.png" in told.stderr
+
+
+def write_image(path: Path) -> None:
+    from PIL import Image
+
+    Image.linear_gradient("L").resize((8, 8)).save(path)
+
+
+def test_same_parameters_at_every_layout(two_hosts: Lab, tmp_path: Path) -> None:
+    """float64, one global batch: 1, 1×2, 2×1 and 2×2 processes differ by rounding only."""
+    from safetensors.torch import load_file
+
+    layouts = {
+        "1": ["-p", "1"],
+        "1x2": ["-p", "2"],
+        "2x1": [*on(two_hosts), "-p", "1"],
+        "2x2": [*on(two_hosts), "-p", "2"],
+    }
+    weights = {}
+    for name, where in layouts.items():
+        run = tmp_path / name
+        done = paceline(
+            "train", "image", *where, "--run-dir", str(run), "--steps", "20", "--dtype", "float64",
+            "--augment", "flip", cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        weights[name] = load_file(run / "model" / "model.safetensors")
+    for name, tensors in weights.items():
+        assert tensors.keys() == weights["1"].keys()
+        assert not any(key.startswith("module.") for key in tensors)
+        apart = max(
+            float((tensors[key].double() - weights["1"][key].double()).abs().max())
+            for key in tensors
+        )
+        assert apart < 1e-10, f"{name}: {apart}"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--model", "cnm"], ["cnm", "cnn"]),
+        (["--data", "fashion"], ["fashion", "fashion-mnist"]),
+        (["--augment", "flop"], ["flop", "flip"]),
+        (["--epohcs", "3"], ["--epohcs", "--epochs"]),
+        (["--global-batch", "0"], ["--global-batch"]),
+    ],
+)
+def test_bad_options_are_refused_before_anything_starts(
+    args: list[str], words: list[str], tmp_path: Path
+) -> None:
+    done = paceline("train", "image", *args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -141,6 +141,25 @@ def test_folders_without_parts(tmp_path: Path) -> None:
     assert np.bincount(first.splits["test"].labels).tolist() == [2, 1]
 
 
+def test_validation_part_is_taken_out_of_training() -> None:
+    data = read("digits", val_fraction=0.1, seed=1)
+    sizes = {name: len(split.labels) for name, split in data.splits.items()}
+    assert sizes["train"] + sizes["val"] == 1347
+    assert sizes["test"] == 450
+    train, val = (data.splits[name].pixels(np.arange(sizes[name])) for name in ("train", "val"))
+    assert not {image.tobytes() for image in val} & {image.tobytes() for image in train}
+    assert (data.watched, data.held_out) == ("val", "test")
+    assert data.fingerprint != read("digits", val_fraction=0.1, seed=2).fingerprint
+
+
+def test_validation_part_of_folders(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"a": 20, "b": 10})
+    data = read(tmp_path, val_fraction=0.25)
+    counts = {name: np.bincount(split.labels).tolist() for name, split in data.splits.items()}
+    assert counts == {"train": [12, 6], "val": [4, 2], "test": [4, 2]}
+    assert len(data.splits["val"].pixels(np.arange(6))) == 6
+
+
 def test_normalisation_is_measured() -> None:
     data = read("digits")
     images = data.splits["train"].pixels(np.arange(1347)) / 255

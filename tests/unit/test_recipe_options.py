@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +54,8 @@ def test_defaults_need_no_flags() -> None:
         (["--test-fraction", "1"], "between 0 and 1"),
         (["--image-size", "32"], "one size already"),
         (["surplus"], "surplus"),
+        (["--scale-lr", "linear"], "--batch-per-process"),
+        (["--warm-up", "1"], "less than 1"),
     ],
 )
 def test_refusals(argv: list[str], told: str) -> None:
@@ -59,6 +63,22 @@ def test_refusals(argv: list[str], told: str) -> None:
         parse_options("image", argv)
     assert told in caught.value.render()
     assert caught.value.exit_code == 2
+
+
+def test_an_earlier_run_can_be_repeated(tmp_path: Path) -> None:
+    first = parse_options("image", ["--augment", "flip", "--lr", "0.1", "--run-dir", "x"])
+    (tmp_path / "config.json").write_text(json.dumps({"options": dataclasses.asdict(first)}))
+    again = parse_options("image", ["--epochs", "2", "--like", str(tmp_path)])
+    assert again == dataclasses.replace(first, epochs=2, run_dir="")
+    assert parse_options("image", [f"--like={tmp_path}/config.json"]).lr == 0.1
+
+
+def test_a_record_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"options": {"beam": 3}}')
+    with pytest.raises(SettingError, match="unknown options: beam"):
+        parse_options("image", ["--like", str(tmp_path)])
+    with pytest.raises(SettingError, match="no options of an earlier run"):
+        parse_options("image", ["--like", str(tmp_path / "nope")])
 
 
 def test_unknown_recipe() -> None:

@@ -23,7 +23,10 @@ from paceline.recipes.image_options import ImageOptions
 from paceline.recipes.models import MODELS
 from paceline.recipes.pictures import Normalisation, Pictures, normalisation
 from paceline.recipes.running import guarded
-from paceline.recipes.schedules import warm_up_and_cosine
+from paceline.train.batching import batching
+from paceline.train.optimizers import optimizer as make_optimizer
+from paceline.train.schedules import Curve, scheduled
+from paceline.train.stopping import Best
 
 
 def train_image(options: ImageOptions) -> None:
@@ -45,24 +48,55 @@ def train_image(options: ImageOptions) -> None:
         normalise = normalisation(data.splits["train"], data.shape[0])
         numbers = session.precision.parameters
         training = Pictures(data.splits["train"], normalise, numbers, options.augment)
+        watched = Pictures(data.splits[data.watched], normalise, numbers)
         held_out = Pictures(data.splits[data.held_out], normalise, numbers)
-        loader = session.loader(training, options.global_batch)
+        batch = batching(
+            session.world.size,
+            global_batch=options.global_batch,
+            lr=options.lr,
+            per_rank=options.batch_per_process,
+            limit=options.micro_batch,
+            rule=options.scale_lr,
+        )
+        session.say(batch.describe())
+        loader = session.loader(training, batch.global_batch, limit=batch.limit)
 
-        network = session.place(MODELS[options.model](data.shape, len(data.classes)))
-        optimizer = make_optimizer(network, options)
+        network = MODELS[options.model](data.shape, len(data.classes))
+        network = session.place(network, shard=options.shard)
+        optimizer = make_optimizer(
+            options.optimizer,
+            network,
+            batch.lr,
+            momentum=options.momentum,
+            weight_decay=options.weight_decay,
+        )
         steps = options.steps or options.epochs * len(loader)
-        schedule = warm_up_and_cosine(optimizer, steps)
-        model = session.prepare(network, optimizer, schedule)
+        curve = Curve(options.schedule, steps, options.warm_up)
+        model = session.prepare(
+            network,
+            optimizer,
+            scheduled(optimizer, curve),
+            clip_norm=options.clip_norm or None,
+            compile=options.compile,
+        )
 
+        best = Best(patience=options.patience)
         for _ in session.epochs(loader, options.epochs, options.steps):
             for images, labels in loader:
                 with session.autocast():
                     outputs = model(images)
-                    losses = cross_entropy(outputs, labels, reduction="none")
+                    losses = cross_entropy(
+                        outputs, labels, reduction="none", label_smoothing=options.label_smoothing
+                    )
                 session.step(losses, accuracy=outputs.argmax(1) == labels)
-            result = evaluate(session, network, held_out)
-            session.log(data.held_out, samples=result.count, **result.values())
+            result = evaluate(session, network, watched)
+            session.log(data.watched, samples=result.count, **result.values())
+            best.update(result["accuracy"], session.progress.step)
+            curve.report(result["loss"])
+            if best.stop:
+                session.stop(f"no better {data.watched} accuracy in {best.stale} evaluations")
 
+        result = evaluate(session, network, held_out)
         session.save_model(describe(options, data, normalise, result))
         hits = round(result.sums["accuracy"])
         session.say(f"accuracy {result['accuracy']:.4f} ({hits} of {result.count} held-out images)")
@@ -79,7 +113,8 @@ def evaluate(session: train.Session, network: nn.Module, pictures: Pictures) -> 
         with session.autocast():
             outputs = network(images)
         losses = cross_entropy(outputs, labels, reduction="none")
-        meter.add(batch.count, loss=losses, accuracy=outputs.argmax(1) == labels)
+        top5 = (outputs.topk(min(5, outputs.shape[1])).indices == labels[:, None]).any(1)
+        meter.add(batch.count, loss=losses, accuracy=outputs.argmax(1) == labels, top5=top5)
     network.train()
     return meter.result()
 
@@ -90,17 +125,10 @@ def load_data(options: ImageOptions) -> ImageData:
         options.data,
         image_size=options.image_size,
         test_fraction=options.test_fraction,
+        val_fraction=options.val_fraction,
         seed=options.seed,
     )
     return load(options.data_dir, request)
-
-
-def make_optimizer(network: nn.Module, options: ImageOptions) -> torch.optim.Optimizer:
-    """The optimizer that the options name."""
-    parameters, lr, decay = network.parameters(), options.lr, options.weight_decay
-    if options.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr, momentum=0.9, nesterov=True, weight_decay=decay)
-    return torch.optim.AdamW(parameters, lr, weight_decay=decay)
 
 
 def describe(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from paceline.recipes.datasets import NAMED
-from paceline.recipes.options import Options, at_least, known
+from paceline.recipes.options import Options, at_least, below_one, known
 from paceline.spec.errors import SettingError
 
 MODELS = ("cnn",)
@@ -27,16 +26,16 @@ class ImageOptions(Options):
     """Samples of one step over all processes together; the same at any number of them."""
     lr: float = 4e-3
     """Highest learning rate of the schedule."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer; sgd is with Nesterov momentum 0.9."""
-    weight_decay: float = 1e-2
-    """Weight decay."""
+    label_smoothing: float = 0.0
+    """Part of the target that is spread over all classes."""
     augment: tuple[str, ...] = ()
     """Augmentations of the training images: flip, crop, rotate, zoom."""
     image_size: int = 0
     """Height and width to which images of a folder are brought (0: 64)."""
     test_fraction: float = 0.2
     """Part of every class that is held out, where the data have no split of their own."""
+    val_fraction: float = 0.0
+    """Part of the training images taken out for validation, where the data have no such part."""
 
     def validate(self) -> None:
         super().validate()
@@ -45,7 +44,8 @@ class ImageOptions(Options):
             known("--augment", name, AUGMENTATIONS)
         if not _is_path(self.data):
             known("--data", self.data, NAMED)
-        at_least("--weight-decay", self.weight_decay, 0)
+        below_one("--label-smoothing", self.label_smoothing)
+        below_one("--val-fraction", self.val_fraction)
         self._validate_images()
 
     def _validate_images(self) -> None:

@@ -9,11 +9,14 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from paceline.spec import rundir
 from paceline.spec.errors import SettingError
 
 Dtype = Literal["float32", "float64", "bf16", "fp16"]
@@ -37,8 +40,33 @@ class Options:
     """End after so many global steps instead of --epochs (0: not)."""
     global_batch: int = 64
     """Samples of one step over all processes together; the same at any number of them."""
+    batch_per_process: int = 0
+    """Samples of each process instead: the global batch grows with their number, and
+    --global-batch is only the one that --lr is for (0: not)."""
+    micro_batch: int = 0
+    """Most samples that one process computes at once; more are accumulated (0: no limit)."""
     lr: float = 1e-3
     """Highest learning rate of the schedule."""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """How --lr follows a batch that --batch-per-process made grow."""
+    schedule: Literal["cosine", "linear", "inverse-sqrt", "constant", "step", "plateau"] = "cosine"
+    """Course of the learning rate over all global steps."""
+    warm_up: float = 0.05
+    """Part of all steps over which the learning rate rises."""
+    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    """Optimizer; sgd is Nesterov's unless --momentum is 0."""
+    momentum: float = 0.9
+    """Momentum of sgd, first moment of the others."""
+    weight_decay: float = 1e-2
+    """Weight decay."""
+    clip_norm: float = 0.0
+    """Largest norm of the whole gradient (0: no limit)."""
+    patience: int = 0
+    """End after so many evaluations without a better one (0: never)."""
+    shard: bool = False
+    """Spread parameters and optimizer state over the processes (FSDP2) instead of copies (DDP)."""
+    compile: bool = False
+    """Compile the network with torch.compile."""
     seed: int = 0
     """Seed of initial weights, data order, split and augmentation."""
     dtype: Dtype = "float32"
@@ -66,8 +94,21 @@ class Options:
         at_least("--seed", self.seed, 0)
         at_least("--log-every", self.log_every, 0)
         at_least("--check-every", self.check_every, 1)
+        at_least("--batch-per-process", self.batch_per_process, 0)
+        at_least("--micro-batch", self.micro_batch, 0)
+        at_least("--weight-decay", self.weight_decay, 0)
+        at_least("--clip-norm", self.clip_norm, 0)
+        at_least("--patience", self.patience, 0)
         if not 0 < self.lr < float("inf"):
             raise SettingError(f"--lr {self.lr} must be greater than 0", remedy="--lr 0.001")
+        below_one("--warm-up", self.warm_up)
+        below_one("--momentum", self.momentum)
+        if self.scale_lr != "none" and not self.batch_per_process:
+            raise SettingError(
+                f"--scale-lr {self.scale_lr} has nothing to scale by",
+                found="the global batch is the same at any number of processes",
+                remedy="--batch-per-process N lets the batch grow, or leave --scale-lr out",
+            )
 
 
 O = TypeVar("O")  # noqa: E741
@@ -77,6 +118,12 @@ def at_least(flag: str, value: float, least: float) -> None:
     """Raises SettingError when a number is too small."""
     if not value >= least:
         raise SettingError(f"{flag} {value} must be at least {least}", remedy=f"{flag} {least}")
+
+
+def below_one(flag: str, value: float) -> None:
+    """Raises SettingError when a number is not in [0, 1)."""
+    if not 0 <= value < 1:
+        raise SettingError(f"{flag} {value} must be at least 0 and less than 1")
 
 
 def known(flag: str, value: str, names: Iterable[str]) -> None:
@@ -97,7 +144,7 @@ def parse(kind: type[O], argv: Sequence[str], prog: str) -> O:
 
     Args:
         kind: The recipe's options class.
-        argv: Flags as typed.
+        argv: Flags as typed; ``--like RUN`` stands for all options of that run.
         prog: Name of the command, for the help.
 
     Raises:
@@ -106,15 +153,54 @@ def parse(kind: type[O], argv: Sequence[str], prog: str) -> O:
     """
     import tyro
 
+    rest, default = _from_record(kind, list(argv))
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(kind, args=list(argv), prog=prog)
+            return tyro.cli(kind, args=rest, prog=prog, default=default)
     except SystemExit as stop:
         if not stop.code:
             raise
         message, remedy = _said(complaint.getvalue())
         raise SettingError(message, remedy=remedy or f"{prog} --help lists all options") from None
+
+
+def _from_record(kind: type[O], argv: list[str]) -> tuple[list[str], O | None]:
+    """Takes ``--like RUN`` out of the flags: the others change what that run had."""
+    joined = next((arg for arg in argv if arg.startswith("--like=")), None)
+    if joined is not None:
+        argv.remove(joined)
+        return argv, recorded(kind, Path(joined.partition("=")[2]))
+    if "--like" not in argv[:-1]:
+        return argv, None
+    place = argv.index("--like")
+    return argv[:place] + argv[place + 2 :], recorded(kind, Path(argv[place + 1]))
+
+
+def recorded(kind: type[O], path: Path) -> O:
+    """The options of an earlier run, from its config.json or its directory.
+
+    Raises:
+        SettingError: The file cannot be read or holds other options.
+    """
+    file = path / rundir.CONFIG if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))["options"]
+        values.pop("run_dir", None)  # a repetition is a run of its own
+        known_names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        if unknown := sorted(set(values) - known_names):
+            raise ValueError(f"unknown options: {', '.join(unknown)}")
+        return kind(**{name: _frozen(value) for name, value in values.items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SettingError(
+            f"--like {path}: no options of an earlier run",
+            found=f"{type(error).__name__}: {error}",
+            remedy="name the directory of a run of the same recipe",
+        ) from None
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _said(box: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.recipes.augment import augmented
-from paceline.recipes.datasets.images import InMemory, Split
+from paceline.recipes.datasets.images import InMemory, Part, Split
 from paceline.train import Draws
 
 
@@ -43,10 +43,19 @@ def normalisation(split: Split, channels: int) -> Normalisation:
 
     Sums of whole numbers: the same bits on every machine.
     """
-    if not isinstance(split, InMemory):
+    images = in_memory(split)
+    if images is None:
         return Normalisation((0.5,) * channels, (0.25,) * channels)
-    counts = [np.bincount(split.images[:, c].ravel(), minlength=256) for c in range(channels)]
+    counts = [np.bincount(images[:, c].ravel(), minlength=256) for c in range(channels)]
     return Normalisation(*zip(*(_moments(count) for count in counts), strict=True))
+
+
+def in_memory(split: Split) -> NDArray[np.uint8] | None:
+    """All images of a split where they are in memory already."""
+    if isinstance(split, Part):
+        whole = in_memory(split.whole)
+        return None if whole is None else whole[split.ids]
+    return split.images if isinstance(split, InMemory) else None
 
 
 def _moments(count: NDArray[np.int64]) -> tuple[float, float]:
@@ -77,6 +86,7 @@ class Pictures:
         self._split, self._normalise, self._dtype = split, normalise, dtype
         self._augment = tuple(augment)
         self._labels = torch.from_numpy(split.labels)
+        self.slow = in_memory(split) is None
 
     def __len__(self) -> int:
         return len(self._labels)

@@ -51,6 +51,7 @@ class Trained:
             data or recorded["source"],
             image_size=self.shape[1],
             test_fraction=split.get("test_fraction", 0.2),
+            val_fraction=split.get("val_fraction", 0.0),
             seed=split.get("seed", 0),
         )
 

@@ -179,6 +179,12 @@ class Session:
                 self.progress.epoch, self.progress.offset = self.progress.epoch + 1, 0
         self.verify()
 
+    def stop(self, why: str) -> None:
+        """Ends the training after this step; every rank must say so in the same step."""
+        self.progress.steps = self.progress.step
+        self.say(f"stopped after step {self.progress.step}: {why}")
+        self.event("stopped early", step=self.progress.step, why=why)
+
     def autocast(self) -> AbstractContextManager[object]:
         """The context for the forward pass and the loss."""
         return self.precision.autocast(self.device)

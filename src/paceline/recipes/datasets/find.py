@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.recipes.datasets import NAMED, PLACES, READERS, Named
-from paceline.recipes.datasets.images import ImageData, Request
+from paceline.recipes.datasets.images import ImageData, Request, with_validation
 from paceline.spec.errors import DataError
 
 
@@ -61,7 +61,7 @@ def _candidates(named: Named, data_dir: str) -> list[Path]:
 
 def _read(reader: str, folder: Path, request: Request) -> ImageData:
     data: ImageData = _module(reader).read(folder, request)
-    return data
+    return with_validation(data, request)
 
 
 def _module(reader: str):  # type: ignore[no-untyped-def]

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from paceline.recipes.datasets.images import ImageData, Labels, Pixels, Request, Split, fingerprint
+from paceline.recipes.datasets.images import (
+    ImageData,
+    Labels,
+    Pixels,
+    Request,
+    Split,
+    fingerprint,
+    taken_out,
+)
 from paceline.spec.errors import DataError
-from paceline.train.order import permutation
+from paceline.train.cpus import allowed
 
 SUFFIXES = frozenset(
     (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -23,6 +32,7 @@ _SPLITS = {
     "test": ("test", "testing"),
 }
 _KEEP_BYTES = 1 << 30  # decoded images are kept up to here, on every process
+_WORTH_THREADS = 8
 _CHECKED_FILES = 20_000  # headers of more files than this are read during the training only
 
 
@@ -41,14 +51,22 @@ class Files:
         self._kept: dict[int, Pixels] | None = {} if fits else None
 
     def pixels(self, ids: NDArray[np.int64]) -> Pixels:
-        return np.stack([self._one(number) for number in ids.tolist()])
+        kept = self._kept or {}
+        missing = [number for number in ids.tolist() if number not in kept]
+        made = dict(zip(missing, self._decoded(missing), strict=True))
+        if self._kept is not None:
+            self._kept |= made
+        return np.stack(
+            [made[number] if number in made else kept[number] for number in ids.tolist()]
+        )
 
-    def _one(self, number: int) -> Pixels:
-        if self._kept is None:
-            return decode(self.paths[number], 3, self._size, self._size)
-        if number not in self._kept:
-            self._kept[number] = decode(self.paths[number], 3, self._size, self._size)
-        return self._kept[number]
+    def _decoded(self, numbers: list[int]) -> list[Pixels]:
+        paths = [self.paths[number] for number in numbers]
+        size = self._size
+        if len(paths) < _WORTH_THREADS or allowed() == 1:
+            return [decode(path, 3, size, size) for path in paths]
+        with ThreadPoolExecutor(allowed()) as pool:  # decoding lets other threads run
+            return list(pool.map(lambda path: decode(path, 3, size, size), paths))
 
 
 def decode(path: Path, channels: int, height: int, width: int) -> Pixels:
@@ -150,13 +168,7 @@ def _images(folder: Path) -> list[Path]:
 def _divided(folder: Path, classes: tuple[str, ...], request: Request) -> dict[str, Listed]:
     """Train and test parts with the same share of every class, drawn from the seed alone."""
     paths, labels = _listed(folder, classes)
-    rank_in_class = np.empty(len(paths), dtype=np.int64)
-    held_out = np.zeros(len(paths), dtype=bool)
-    for number in range(len(classes)):
-        members = np.flatnonzero(labels == number)
-        rank_in_class[members] = permutation(request.seed, number, len(members))
-        count = min(round(len(members) * request.test_fraction), len(members) - 1)
-        held_out[members] = rank_in_class[members] < count
+    held_out = taken_out(labels, request.test_fraction, request.seed)
     if not held_out.any():
         raise DataError(
             f"{folder} has too few images to hold some out",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.spec.errors import DataError
+from paceline.train.order import permutation
 
 Pixels = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -48,6 +49,21 @@ class InMemory:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Some images of a split, in this order."""
+
+    whole: Split
+    ids: NDArray[np.int64]
+
+    @property
+    def labels(self) -> Labels:
+        return self.whole.labels[self.ids]
+
+    def pixels(self, ids: NDArray[np.int64]) -> Pixels:
+        return self.whole.pixels(self.ids[ids])
+
+
+@dataclass(frozen=True)
 class ImageData:
     """Images with class labels.
 
@@ -72,6 +88,11 @@ class ImageData:
         """The part whose figures are reported at the end."""
         return "test" if "test" in self.splits else "val"
 
+    @property
+    def watched(self) -> str:
+        """The part that is looked at during the training, and may steer it."""
+        return "val" if "val" in self.splits else "test"
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -82,14 +103,53 @@ class Request:
         classes: Names for the classes, where the files hold none.
         image_size: Height and width to which files of differing sizes are brought.
         test_fraction: Held-out part where the files have no split of their own.
-        seed: Seed of that split.
+        val_fraction: Part of the training images for validation where the files have none.
+        seed: Seed of these splits.
     """
 
     source: str
     classes: tuple[str, ...] = ()
     image_size: int = 0
     test_fraction: float = 0.2
+    val_fraction: float = 0.0
     seed: int = 0
+
+
+def taken_out(labels: Labels, fraction: float, seed: int) -> NDArray[np.bool_]:
+    """Which samples are held out: the same part of every class, drawn from the seed alone.
+
+    Every class keeps at least one sample that is not.
+    """
+    out = np.zeros(len(labels), dtype=bool)
+    for number in range(int(labels.max(initial=-1)) + 1):
+        members = np.flatnonzero(labels == number)
+        count = max(0, min(round(len(members) * fraction), len(members) - 1))
+        out[members] = permutation(seed, number, len(members)) < count
+    return out
+
+
+def with_validation(data: ImageData, request: Request) -> ImageData:
+    """The data with a validation part, taken out of the training part where they have none."""
+    if not request.val_fraction or "val" in data.splits:
+        return data
+    whole = data.splits["train"]
+    # Another seed than that of a test part, which would choose the same places in each class.
+    out = taken_out(whole.labels, request.val_fraction, request.seed + 1_000_003)
+    if not out.any():
+        raise DataError(
+            f"{data.source} has too few training images to take some out for validation",
+            remedy="raise --val-fraction, or leave it out",
+        )
+    parts: dict[str, Split] = {
+        "train": Part(whole, np.flatnonzero(~out)),
+        "val": Part(whole, np.flatnonzero(out)),
+    }
+    return replace(
+        data,
+        splits={**data.splits, **parts},
+        fingerprint=fingerprint([data.fingerprint.encode(), np.flatnonzero(out)]),
+        split={**data.split, "val_fraction": request.val_fraction, "seed": request.seed},
+    )
 
 
 def check_labels(file: Path, labels: Labels, images: int, classes: int) -> None:

@@ -1,0 +1,63 @@
+"""Learning rates over the global steps of a training, as a factor of the highest one."""
+
+from __future__ import annotations
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from paceline.spec.errors import SettingError
+
+NAMES = ("cosine", "linear", "inverse-sqrt", "constant", "step", "plateau")
+_MILESTONES = (0.5, 0.75)  # of the training, where ``step`` divides by ten
+_DIVIDE = 0.1
+
+
+class Curve:
+    """A learning rate's course. Its attributes are its state, and are saved with the schedule.
+
+    Args:
+        name: One of :data:`NAMES`.
+        steps: Global steps of the training.
+        warm_up: Part of them over which the rate rises from zero.
+        patience: Evaluations without a better value after which ``plateau`` divides by ten.
+    """
+
+    def __init__(self, name: str, steps: int, warm_up: float, patience: int = 3) -> None:
+        if name not in NAMES:
+            raise SettingError(f"--schedule {name}: unknown", remedy=f"one of {', '.join(NAMES)}")
+        self.name, self.steps, self.patience = name, steps, patience
+        self.warm = round(steps * warm_up)
+        self.scale, self.best, self.stale = 1.0, math.inf, 0
+
+    def __call__(self, step: int) -> float:
+        """Factor of the global step ``step``."""
+        if step < self.warm:
+            return (step + 1) / self.warm
+        if self.name == "inverse-sqrt":
+            return math.sqrt(max(self.warm, 1) / (step + 1))
+        done = min(1.0, (step - self.warm) / max(1, self.steps - self.warm))
+        return self._falling(done)
+
+    def _falling(self, done: float) -> float:
+        if self.name == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * done))
+        if self.name == "linear":
+            return 1 - done
+        if self.name == "step":
+            return float(_DIVIDE ** sum(done >= milestone for milestone in _MILESTONES))
+        return self.scale
+
+    def report(self, loss: float) -> None:
+        """Takes the loss of an evaluation; only ``plateau`` minds."""
+        if self.name != "plateau":
+            return
+        self.best, self.stale = (loss, 0) if loss < self.best else (self.best, self.stale + 1)
+        if self.stale >= self.patience:
+            self.scale, self.stale = self.scale * _DIVIDE, 0
+
+
+def scheduled(optimizer: Optimizer, curve: Curve) -> LambdaLR:
+    """The schedule that follows a curve, to be advanced once for each global step."""
+    return LambdaLR(optimizer, curve)

@@ -1,0 +1,110 @@
+"""Batch, learning rate, early stopping: decided purely."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch._dynamo  # sets an environment variable when it is first imported
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from paceline.spec.errors import SettingError
+from paceline.train import schedules
+from paceline.train.batching import batching
+from paceline.train.optimizers import NAMES as OPTIMIZERS
+from paceline.train.optimizers import optimizer
+from paceline.train.schedules import Curve, scheduled
+from paceline.train.stopping import Best
+
+
+def test_the_global_batch_stays() -> None:
+    for ranks in (1, 2, 3, 16):
+        chosen = batching(ranks, global_batch=64, lr=0.1)
+        assert (chosen.global_batch, chosen.lr) == (64, 0.1)
+    assert batching(3, global_batch=64, lr=0.1).describe() == (
+        "batch 64 = 3 processes × at most 22, learning rate 0.1"
+    )
+
+
+def test_memory_asks_for_pieces() -> None:
+    chosen = batching(2, global_batch=64, lr=0.1, limit=10)
+    assert (chosen.share, chosen.pieces) == (32, 4)
+    assert "2 processes × 32 in 4 pieces" in chosen.describe()
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 2), ("sqrt", math.sqrt(2))])
+def test_the_learning_rate_may_follow(rule: str, factor: float) -> None:
+    chosen = batching(4, global_batch=64, lr=0.1, per_rank=32, rule=rule)
+    assert chosen.global_batch == 128
+    assert chosen.lr == pytest.approx(0.1 * factor)
+    assert ("scaled" in chosen.describe()) == (rule != "none")
+
+
+def test_a_rule_needs_something_to_scale_by() -> None:
+    with pytest.raises(SettingError, match="batch-per-process"):
+        batching(2, global_batch=64, lr=0.1, rule="linear")
+    with pytest.raises(SettingError, match="unknown"):
+        batching(2, global_batch=64, lr=0.1, rule="cubic")
+
+
+@given(st.sampled_from(schedules.NAMES), st.integers(1, 500), st.floats(0, 0.9))
+def test_curves_stay_between_zero_and_one(name: str, steps: int, warm_up: float) -> None:
+    curve = Curve(name, steps, warm_up)
+    factors = [curve(step) for step in range(steps + 1)]
+    assert all(0 <= factor <= 1 for factor in factors)
+    assert max(factors[: max(1, curve.warm)]) == 1 or curve.warm == 0
+    if name in ("cosine", "linear") and curve.warm < steps:
+        assert factors[-1] == pytest.approx(0, abs=1e-12)
+
+
+def test_plateau_divides_when_nothing_gets_better() -> None:
+    curve = Curve("plateau", 100, 0.0, patience=2)
+    for loss in (1.0, 0.5, 0.6, 0.6):
+        curve.report(loss)
+    assert curve(50) == pytest.approx(0.1)
+
+
+def test_a_schedule_goes_on_from_its_state() -> None:
+    def made() -> tuple[Curve, torch.optim.lr_scheduler.LambdaLR]:
+        module = nn.Linear(1, 1)
+        curve = Curve("plateau", 100, 0.1)
+        return curve, scheduled(optimizer("sgd", module, 0.1), curve)
+
+    curve, schedule = made()
+    curve.scale, curve.best = 0.01, 0.3
+    other, again = made()
+    again.load_state_dict(schedule.state_dict())
+    assert (other.scale, other.best) == (0.01, 0.3)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_frozen_parameters_stay_out(name: str) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    module[0].requires_grad_(False)
+    made = optimizer(name, module, 0.1, weight_decay=0.1)
+    assert sum(len(group["params"]) for group in made.param_groups) == 2
+
+
+def test_best_and_patience() -> None:
+    best = Best(patience=2)
+    values = [0.1, 0.3, 0.2, 0.3, 0.4]
+    assert [best.update(value, step) for step, value in enumerate(values[:4], 1)] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    assert best.stop
+    assert (best.value, best.step) == (0.3, 2)
+    other = Best(patience=5)
+    other.load(best.state())
+    assert not other.stop
+    assert other.update(values[4], 5)
+
+
+def test_lower_may_be_better() -> None:
+    best = Best(higher=False)
+    assert [best.update(value, step) for step, value in enumerate((2.0, 3.0, 1.0))] == [
+        True, False, True,
+    ]  # fmt: skip
+    assert not best.stop

@@ -219,6 +219,21 @@ def user_facts() -> Facts:
     return {"uid": os.getuid(), "home": home, "shell": os.environ.get("SHELL")}
 
 
+_TOLD = re.compile(r"(NCCL|GLOO|TP|UCX|FI|I_MPI|OMP|TORCH)_[A-Z_]+|CUDA_VISIBLE_DEVICES")
+
+
+def environment_facts() -> Facts:
+    """Variables of the login that change how jobs communicate; no others are told."""
+    return {name: value for name, value in os.environ.items() if _TOLD.fullmatch(name)}
+
+
+def disks_facts() -> Facts:
+    """The disks that every job writes to: the agent's cache, /tmp and /dev/shm."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    shm, temporary = "/dev/shm", "/tmp"  # noqa: S108 - their room is the fact
+    return {"cache": disk_facts(cache), "tmp": disk_facts(temporary), "shm": disk_facts(shm)}
+
+
 FACTS: Dict[str, Callable[[], Any]] = {
     "python": python_facts,
     "torch": torch_facts,
@@ -231,6 +246,8 @@ FACTS: Dict[str, Callable[[], Any]] = {
     "ephemeral_ports": ephemeral_ports,
     "clock": clock_facts,
     "user": user_facts,
+    "environment": environment_facts,
+    "disks": disks_facts,
     "kernel": platform.release,
     "boot_id": lambda: _read(Path("/proc/sys/kernel/random/boot_id")),
 }

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
-from . import facts, probe, procs, snapshot
+from . import facts, probe, procs, snapshot, survey
 from .frames import Decoder, Message
 from .job import NodeJob
 from .lease import Lease
@@ -48,6 +48,7 @@ class Agent:
         self.job = NodeJob(self.outbox.post, package)
         self.lease = Lease()
         self.listeners: Dict[str, socket.socket] = {}
+        self.sinks: List[socket.socket] = []  # swallow what a bandwidth test sends
         self.reserved: Optional[socket.socket] = None
         self.folders: List[str] = []  # made for this job, removed with it
         self.chosen_python = sys.executable
@@ -409,6 +410,7 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     "fetch": fetch,
     "job_processes": job_processes,
     "bye": bye,
+    **survey.OPERATIONS,
 }
 
 

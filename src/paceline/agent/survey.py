@@ -1,0 +1,397 @@
+"""What a check asks of a node beyond its facts: names, ports, bandwidth, folders, left-overs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+
+from . import facts, probe, procs, snapshot
+
+Message = Dict[str, Any]
+BLOCK = 1 << 18
+SEND_BUFFER = 1 << 20  # bytes; small, so that what was sent was also received soon after
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+SYN_RECV = "03"
+SO_MAX_PACING_RATE = 47
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def resolve_all(names: List[str]) -> Dict[str, Optional[List[str]]]:
+    """Addresses by name, all asked at once; ``None`` for a name server that does not answer."""
+    found: Dict[str, Optional[List[str]]] = {}
+    threads = [
+        threading.Thread(target=lambda n=name: found.update({n: facts.resolve(n)}), daemon=True)
+        for name in names
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+# --- who knocked ------------------------------------------------------------------------------
+
+
+def half_open() -> List[List[Any]]:
+    """Connections of which the peer's first packet arrived but nothing after: [port, peer].
+
+    When a peer knocks without success and it is not in this list, its packets do not arrive; when
+    it is, ours do not reach it.
+    """
+    found = []
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in open("/proc/net/" + table).read().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == SYN_RECV:
+                    port = int(fields[1].rsplit(":", 1)[1], 16)
+                    found.append([port, parse_address(fields[2].rsplit(":", 1)[0])])
+    return found
+
+
+def parse_address(text: str) -> str:
+    """An address of /proc/net/tcp: words in the machine's byte order, in hexadecimal."""
+    words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
+    raw = b"".join(struct.pack("=I", word) for word in words)
+    return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
+
+
+def reject_routes() -> List[str]:
+    """IPv4 destinations that the routing table refuses (``ip route add unreachable …``)."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in open("/proc/net/route").read().splitlines()[1:]:
+            fields = line.split()
+            if int(fields[3], 16) & 0x200:
+                found.append(parse_address(fields[1]))
+    return found
+
+
+# --- bandwidth --------------------------------------------------------------------------------
+
+
+def sink(listener: socket.socket) -> None:
+    """Swallows what every connection sends and answers the count (8 bytes), until closed."""
+    listener.setblocking(True)
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        threading.Thread(target=_swallow, args=(connection,), daemon=True).start()
+
+
+def _swallow(connection: socket.socket) -> None:
+    room = bytearray(BLOCK)
+    count = 0
+    with connection, contextlib.suppress(OSError):
+        while True:
+            got = connection.recv_into(room)
+            if not got:
+                break
+            count += got
+        connection.sendall(struct.pack("!Q", count))
+
+
+def transfer(request: Message) -> Message:
+    """Sends to a sink for ``seconds`` and says how much arrived in how long.
+
+    Args:
+        request: ``address``, ``port``, ``seconds``, ``timeout_s``, and ``pace`` (bytes a second, 0
+            for as fast as it goes).
+    """
+    family = probe.family_of(request["address"])
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.settimeout(request["timeout_s"])
+        buffer = SEND_BUFFER // 8 if request.get("pace") else SEND_BUFFER
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
+        if request.get("pace"):
+            pace = min(int(request["pace"]), (1 << 32) - 1)
+            sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", pace))
+        sock.connect((request["address"], request["port"]))
+        begun = time.monotonic()
+        sent = _send_for(sock, begun + request["seconds"])
+        sock.shutdown(socket.SHUT_WR)
+        arrived = struct.unpack("!Q", _exactly(sock, 8))[0]
+        seconds = time.monotonic() - begun
+        return dict(tcp_info(sock), bytes=arrived, seconds=seconds, sent=sent)
+
+
+def _send_for(sock: socket.socket, until: float) -> int:
+    block, sent = bytes(BLOCK), 0
+    while time.monotonic() < until:
+        sent += sock.send(block)
+    return sent
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = sock.recv(count - len(data))
+        if not more:
+            raise OSError("the receiver went away")
+        data += more
+    return data
+
+
+def tcp_info(sock: socket.socket) -> Message:
+    """Retransmitted and sent segments, path MTU and round trip (seconds), from the kernel."""
+    try:
+        raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)
+    except (AttributeError, OSError):
+        return {}
+    found = {
+        "pmtu": struct.unpack_from("=I", raw, 60)[0],
+        "rtt": struct.unpack_from("=I", raw, 68)[0] / 1e6,
+        "retransmitted": struct.unpack_from("=I", raw, 100)[0],
+    }
+    if len(raw) >= 140:
+        found["segments"] = struct.unpack_from("=I", raw, 136)[0]
+    return found
+
+
+def counters() -> Dict[str, List[int]]:
+    """Bytes received and sent by interface."""
+    found = {}
+    for _, name in socket.if_nameindex():
+        folder = Path("/sys/class/net") / name / "statistics"
+        with contextlib.suppress(OSError, ValueError):
+            found[name] = [int((folder / n).read_text()) for n in ("rx_bytes", "tx_bytes")]
+    return found
+
+
+# --- folders ----------------------------------------------------------------------------------
+
+
+def leave_token(folder: str, name: str, content: str) -> Message:
+    """Writes a file there by rename, as a checkpoint is written; says what did not work."""
+    path, new = Path(folder) / name, Path(folder) / (name + ".new")
+    step = "write"
+    try:
+        new.write_text(content)
+        step = "rename"
+        os.replace(str(new), str(path))
+    except OSError as error:
+        return {"ok": False, "step": step, "error": error.strerror, "errno": error.errno}
+    return {"ok": True}
+
+
+def see_tokens(folder: str, names: List[str]) -> Message:
+    """Which of the other nodes' files are seen here, and the folder's file system."""
+    os.listdir(folder) if os.path.isdir(folder) else []  # network file systems look again
+    seen = {}
+    for name in names:
+        with contextlib.suppress(OSError):
+            seen[name] = (Path(folder) / name).read_text()
+    return {"exists": os.path.isdir(folder), "seen": seen, "type": file_system(folder)}
+
+
+def take_token(folder: str, name: str) -> Message:
+    """Removes what :func:`leave_token` wrote."""
+    for path in (Path(folder) / name, Path(folder) / (name + ".new")):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return {}
+
+
+def file_system(path: str) -> str:
+    """Type of the file system that holds ``path``: ``ext4``, ``nfs4``, ``cifs`` …"""
+    best, kind = "", ""
+    with contextlib.suppress(OSError):
+        for line in open("/proc/self/mounts").read().splitlines():
+            _, point, found = line.split()[:3]
+            point = point.replace("\\040", " ")
+            inside = path == point or path.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best):
+                best, kind = point, found
+    return kind
+
+
+def digest_tree(path: str, hashed: int = 64, largest: int = 1 << 20) -> Message:
+    """Names and sizes below ``path``, and the content of some small files, as one hash.
+
+    Args:
+        path: A folder or a file.
+        hashed: How many files' content is looked at, spread over the tree.
+        largest: Bytes above which a file's content is not.
+    """
+    root = Path(path)
+    if not root.exists():
+        return {"exists": False}
+    entries = sorted(_entries(root))
+    digest = hashlib.sha256()
+    every = max(1, len(entries) // hashed)
+    for at, (name, size) in enumerate(entries):
+        digest.update(("%s\0%d\n" % (name, size)).encode("utf-8", "surrogateescape"))
+        if at % every == 0 and size <= largest:
+            with contextlib.suppress(OSError):
+                digest.update(snapshot.hash_file(root / name if name else root).encode())
+    total = sum(size for _, size in entries)
+    return {"exists": True, "files": len(entries), "bytes": total, "digest": digest.hexdigest()}
+
+
+def _entries(root: Path) -> Iterator[Tuple[str, int]]:
+    if root.is_file():
+        yield "", root.stat().st_size
+        return
+    for folder, _, names in os.walk(str(root)):
+        for name in names:
+            file = Path(folder) / name
+            with contextlib.suppress(OSError):
+                yield file.relative_to(root).as_posix(), file.stat().st_size
+
+
+# --- processes --------------------------------------------------------------------------------
+
+
+def token_processes() -> List[Message]:
+    """Processes of any job of ours that this user can see, and whether somebody owns them.
+
+    ``owned`` is False for a process none of whose ancestors is an agent: its job's supervisor is
+    gone. ``age`` is in seconds.
+    """
+    stats = procs.all_stats()
+    uptime = float(open("/proc/uptime").read().split()[0])
+    found = []
+    for pid, stat in stats.items():
+        run = _token_of(pid)
+        if run is None or stat.state in "ZX":
+            continue
+        found.append(
+            {
+                "pid": pid,
+                "run": run,
+                "owned": _has_agent(stat, stats),
+                "age": max(0.0, uptime - stat.start / CLOCK_TICKS),
+                "command": probe._command_line(pid)[:200],
+            }
+        )
+    return found
+
+
+def _token_of(pid: int) -> Optional[str]:
+    """The run id in the environment of a process of ours; ``None`` when it is none of ours."""
+    with contextlib.suppress(OSError):
+        words = Path("/proc/%d/environ" % pid).read_bytes().split(b"\0")
+        if any(word.startswith(b"PACELINE_JOB_TOKEN=") for word in words):
+            prefix = b"PACELINE_RUN_ID="
+            runs = [word[len(prefix) :] for word in words if word.startswith(prefix)]
+            return runs[0].decode(errors="replace") if runs else ""
+    return None
+
+
+def _has_agent(stat: procs.Stat, stats: Dict[int, procs.Stat]) -> bool:
+    """True when some ancestor was started by our bootstrap line."""
+    parent = stat.parent
+    while parent > 1 and parent in stats:
+        line = probe._command_line(parent)
+        if "sys.stdin.buffer.raw.readline" in line:
+            return True
+        parent = stats[parent].parent
+    return False
+
+
+# --- devices and packages -----------------------------------------------------------------------
+
+GPU_FIELDS = (
+    "index,name,driver_version,memory.total,memory.used,utilization.gpu,temperature.gpu,"
+    "ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
+)
+
+
+def gpus(timeout_s: float = 10.0) -> Message:
+    """What nvidia-smi says, as text; ``missing`` when there is no such program."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {"missing": True}
+    query = [tool, "--query-gpu=" + GPU_FIELDS, "--format=csv,noheader,nounits"]
+    apps = [tool, "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              timeout=timeout_s)  # fmt: skip
+        busy = subprocess.run(apps, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              timeout=timeout_s)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"error": "nvidia-smi did not answer within %g s" % timeout_s}
+    if done.returncode:
+        return {"error": done.stdout.decode(errors="replace").strip()}
+    return {"gpus": done.stdout.decode(errors="replace"), "apps": busy.stdout.decode()}
+
+
+def packages() -> Dict[str, str]:
+    """Installed distributions and versions, read from the folders' names."""
+    found: Dict[str, str] = {}
+    for folder in facts.library_folders():
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                match = re.match(r"(.+)-([^-]+)\.dist-info$", name)
+                if match:
+                    found.setdefault(match.group(1).lower().replace("_", "-"), match.group(2))
+    return found
+
+
+# --- operations: the first argument is the agent ------------------------------------------------
+
+
+def _answering(work: Callable[[Message], Message]) -> Callable[[Any, Message, bytes], None]:
+    """An operation that may take long: done in a thread, answered when done."""
+
+    def operation(agent: Any, request: Message, _: bytes) -> None:
+        agent.in_thread(lambda: agent.reply(request, **work(request)), request)
+
+    return operation
+
+
+def open_ports(agent: Any, request: Message, _: bytes) -> None:
+    """Listeners on ``ports`` of ``address``: those that could be had; who holds the others."""
+    address, opened, taken = request["address"], [], {}
+    for port in request["ports"]:
+        try:
+            agent.listeners["%s %d" % (address, port)] = probe.listen(address, port)
+            opened.append(port)
+        except OSError as error:
+            taken[str(port)] = {"error": error.strerror, "holders": probe.who_listens(port)}
+    agent.reply(request, opened=opened, taken=taken)
+
+
+def open_sink(agent: Any, request: Message, _: bytes) -> None:
+    """A sink on ``address``; answers its port. It lives as long as the agent."""
+    listener = probe.listen(request["address"])
+    agent.sinks.append(listener)
+    threading.Thread(target=sink, args=(listener,), daemon=True).start()
+    agent.reply(request, port=listener.getsockname()[1])
+
+
+OPERATIONS: Dict[str, Callable[[Any, Message, bytes], None]] = {
+    "clock": lambda agent, request, _: agent.reply(request, **facts.clock_facts()),
+    "resolve": _answering(lambda request: {"names": resolve_all(request["names"])}),
+    "open_ports": open_ports,
+    "half_open": lambda agent, request, _: agent.reply(
+        request, peers=half_open(), rejects=reject_routes()
+    ),
+    "sink": open_sink,
+    "transfer": _answering(transfer),
+    "counters": lambda agent, request, _: agent.reply(request, bytes=counters()),
+    "leave_token": _answering(
+        lambda request: leave_token(request["folder"], request["file"], request["content"])
+    ),
+    "see_tokens": _answering(lambda request: see_tokens(request["folder"], request["names"])),
+    "take_token": _answering(lambda request: take_token(request["folder"], request["file"])),
+    "digest_tree": _answering(lambda request: digest_tree(request["path"])),
+    "token_processes": _answering(lambda request: {"processes": token_processes()}),
+    "gpus": _answering(lambda request: gpus()),
+    "packages": _answering(lambda request: {"packages": packages()}),
+}

@@ -1,0 +1,82 @@
+"""Is there room where a job writes?
+
+Looks at: the work folder, the home folder's cache, /tmp and /dev/shm of every host.
+Fails when: one of them has less than 50 MiB or cannot be written to. Warns below 1 GiB (64 MiB
+for /dev/shm).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.checks.check import Check, failed, passed, size, warned
+from paceline.checks.probing import Probing, every
+from paceline.checks.scene import Scene
+from paceline.spec.finding import Finding
+
+NOTHING = 50 << 20
+LITTLE = 1 << 30
+LABELS = {"cache": "cache", "tmp": "temporary files", "shm": "shared memory"}
+
+
+async def probe(probing: Probing) -> dict[str, Any]:
+    """The work folders; the other places came with the login."""
+    names = list(probing.channels)
+    paths = [[probing.scene.wishes.workdirs[name], *probing.scene.wishes.data] for name in names]
+    answers = await every(
+        [probing.ask(name, "disk", paths=own) for name, own in zip(names, paths, strict=True)]
+    )
+    return {name: answer["disks"] for name, answer in zip(names, answers, strict=True)}
+
+
+def judge(scene: Scene) -> list[Finding]:
+    found = []
+    for name in scene.names:
+        for path, disk in _places(scene, name).items():
+            found += _place(name, path, disk)
+    return found or [passed("disk", scene.names, "room in work folder, cache and /tmp")]
+
+
+def _places(scene: Scene, name: str) -> dict[str, Mapping[str, Any]]:
+    """By path, each once. The cache's path is that of its first folder that exists."""
+    known = scene.facts[name].get("disks") or {}
+    asked = (scene.evidence.get("disk") or {}).get(name, [])
+    return {disk["path"]: disk for disk in [*asked, *known.values()] if "free" in disk}
+
+
+def _place(name: str, path: str, disk: Mapping[str, Any]) -> list[Finding]:
+    free, total = disk["free"], disk["total"]
+    remedy = f"On {name}: free some space (du -xsh {path}/* | sort -h), or work on another disk"
+    if not disk["writable"]:
+        return [
+            failed(
+                "disk",
+                [name],
+                f"{path} on {name} cannot be written to",
+                f"On {name}: sudo chown $USER {path} (or remount it: "
+                f"sudo mount -o remount,rw {path})",
+            )
+        ]
+    if free < NOTHING:
+        return [
+            failed(
+                "disk",
+                [name],
+                f"the disk at {path} on {name} is full: {size(free)} of {size(total)} free",
+                remedy,
+            )
+        ]
+    if free < min(LITTLE, total // 10) and not path.startswith("/dev/shm"):  # noqa: S108
+        return [
+            warned(
+                "disk",
+                [name],
+                f"the disk at {path} on {name} is nearly full: {size(free)} of {size(total)} free",
+                remedy,
+            )
+        ]
+    return []
+
+
+check = Check("disk", "Disk", "facts", judge, probe)

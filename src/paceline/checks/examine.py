@@ -1,0 +1,137 @@
+"""Runs the checks: log in, ask, judge. The asking decides nothing, the judging does no I/O."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paceline.checks import load_all
+from paceline.checks.check import LEVELS, Check, Level, unknown
+from paceline.checks.probing import Probing
+from paceline.checks.scene import Scene, Wishes
+from paceline.cluster.channel import Channel
+from paceline.cluster.fanout import reach_all
+from paceline.cluster.network import LOOPBACK
+from paceline.cluster.openssh import SshOptions
+from paceline.spec.errors import PacelineError
+from paceline.spec.finding import Finding
+from paceline.spec.hosts import Host
+
+GOODBYE_S = 2.0
+
+Progress = Callable[[str], None]
+
+
+def due(checks: Sequence[Check], level: Level) -> list[Check]:
+    """The checks that belong to a level: its own and those of cheaper ones."""
+    return [check for check in checks if LEVELS.index(check.level) <= LEVELS.index(level)]
+
+
+async def examine(hosts: Sequence[Host], ssh: SshOptions, wishes: Wishes, level: Level,
+                  progress: Progress = lambda text: None) -> Scene:  # fmt: skip
+    """Logs in to all hosts and asks those that let us in.
+
+    Args:
+        hosts: In rank order.
+        ssh: How to log in.
+        wishes: What the job would need.
+        level: How much to ask.
+        progress: Told what is being looked at.
+    """
+    progress(f"logging in to {len(hosts)} host{'s' * (len(hosts) > 1)}")
+    pythons = [wishes.pythons[host.name] for host in hosts]
+    outcomes = await reach_all(hosts, pythons, ssh)
+    channels = {o.host.name: o for o in outcomes if isinstance(o, Channel)}
+    refusals = {
+        o.host.name: {
+            "cause": o.refusal.cause,
+            "found": o.refusal.found,
+            "remedy": o.refusal.remedy,
+        }
+        for o in outcomes
+        if not isinstance(o, Channel)
+    }
+    scene = Scene(
+        hosts=tuple(hosts),
+        refusals=refusals,
+        facts={name: channel.facts for name, channel in channels.items()},
+        chosen={name: channel.chosen_python for name, channel in channels.items()},
+        noise={name: channel.noise for name, channel in channels.items()},
+        wishes=wishes,
+    )
+    try:
+        return await ask(channels, scene, level, progress)
+    finally:
+        await asyncio.gather(*(channel.close(GOODBYE_S) for channel in channels.values()))
+
+
+async def ask(channels: Mapping[str, Channel], scene: Scene, level: Level,
+              progress: Progress = lambda text: None) -> Scene:  # fmt: skip
+    """The scene with the evidence of every probe that is due."""
+    if not channels or level == "facts":
+        return scene
+    probing = Probing(channels, scene)
+    if len(channels) == 1:
+        probing.networks = dict.fromkeys(channels, LOOPBACK)
+    for check in due(load_all(), level):
+        if check.probe is not None and applies(check, scene):
+            progress(check.title.lower())
+            await _ask_one(probing, check)
+    return probing.scene
+
+
+def applies(check: Check, scene: Scene) -> bool:
+    """Whether the check makes sense for these hosts and this job."""
+    if check.several and len(scene.names) < 2:
+        return False
+    return scene.wishes.needs_torch or not check.torch
+
+
+async def _ask_one(probing: Probing, check: Check) -> None:
+    assert check.probe is not None
+    try:
+        found = await check.probe(probing)
+    except (PacelineError, ConnectionError, asyncio.TimeoutError, OSError) as error:
+        failures = {**probing.scene.failures, check.id: _words(error)}
+        probing.scene = replace(probing.scene, failures=failures)
+        return
+    scene = probing.scene.with_evidence(check.id, _plain(found))
+    probing.scene = replace(scene, networks=dict(probing.networks))
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, PacelineError):
+        return f"{error.message}: {error.found}" if error.found else error.message
+    return str(error) or "no answer in time"
+
+
+def _plain(found: Any) -> Any:
+    """Without the numbers of the requests."""
+    if isinstance(found, dict):
+        return {key: _plain(value) for key, value in found.items() if key != "re"}
+    return [_plain(value) for value in found] if isinstance(found, list) else found
+
+
+def judge(scene: Scene, level: Level) -> list[Finding]:
+    """Every finding, in the order of the registry. Pure."""
+    found: list[Finding] = []
+    for check in due(load_all(), level):
+        if check.id == "login" or (scene.names and applies(check, scene)):
+            found += _judge_one(check, scene, level)
+    return found
+
+
+def _judge_one(check: Check, scene: Scene, level: Level) -> list[Finding]:
+    if check.id in scene.failures:
+        return [
+            unknown(
+                check.id,
+                scene.names,
+                f"{check.title.lower()} could not be checked: {scene.failures[check.id]}",
+            )
+        ]
+    if check.probe is not None and check.id not in scene.evidence and level != "facts":
+        return []
+    return check.judge(scene)

@@ -1,0 +1,133 @@
+"""Are the GPUs well and idle, and the same everywhere?
+
+Looks at: nvidia-smi, where there is one.
+Fails when: nvidia-smi does, or a GPU has uncorrected memory errors. Warns when GPUs are in use,
+are throttled by the hardware, or differ in kind or number between hosts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.checks.check import Check, failed, passed, unknown, warned
+from paceline.checks.probing import Probing
+from paceline.checks.scene import Scene
+from paceline.spec.finding import Finding
+
+BUSY_MIB = 500
+
+
+async def probe(probing: Probing) -> dict[str, Any]:
+    """By host, what nvidia-smi said."""
+    return await probing.each("gpus")
+
+
+def parse(text: str) -> list[dict[str, str]]:
+    """The lines of ``nvidia-smi --query-gpu``, by name of the field."""
+    names = ("index", "name", "driver", "total", "used", "load", "temperature", "ecc", "throttled")
+    rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines() if line)
+    return [dict(zip(names, row, strict=False)) for row in rows]
+
+
+def judge(scene: Scene) -> list[Finding]:
+    found: list[Finding] = []
+    kinds: dict[str, str] = {}
+    for name, said in scene.evidence["gpu"].items():
+        if said.get("missing"):
+            found += _without_tool(scene, name)
+            kinds[name] = "none"
+        elif "error" in said:
+            found.append(
+                failed(
+                    "gpu",
+                    [name],
+                    f"nvidia-smi on {name} fails: {said['error']}",
+                    f"On {name}: sudo dmesg | grep -i nvrm; reboot, or reinstall the "
+                    "driver that matches the kernel module",
+                )
+            )
+        else:
+            cards = parse(said["gpus"])
+            kinds[name] = f"{len(cards)} × {', '.join(sorted({c['name'] for c in cards}))}"
+            found += [f for card in cards for f in _card(name, card)]
+            found += _used(name, cards, said["apps"])
+    if len(set(kinds.values())) > 1:
+        told = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+        found.append(
+            warned(
+                "gpu",
+                tuple(kinds),
+                f"the GPUs differ: {told}",
+                "Every step waits for the slowest; give slots per host, or leave the odd one out",
+            )
+        )
+    if not found:
+        found = [
+            passed(
+                "gpu",
+                scene.names,
+                "no GPUs"
+                if set(kinds.values()) == {"none"}
+                else f"healthy and idle: {next(iter(kinds.values()))}",
+            )
+        ]
+    return found
+
+
+def _without_tool(scene: Scene, name: str) -> list[Finding]:
+    devices = (scene.facts[name].get("devices") or {}).get("nvidia") or []
+    if not devices:
+        return []
+    return [
+        unknown(
+            "gpu",
+            [name],
+            f"{name} has NVIDIA devices but no nvidia-smi: their health is not known",
+            "Install the driver's tools",
+        )
+    ]
+
+
+def _card(name: str, card: dict[str, str]) -> list[Finding]:
+    label = f"GPU {card['index']} of {name}"
+    if card.get("ecc", "0").isdigit() and int(card["ecc"]) > 0:
+        return [
+            failed(
+                "gpu",
+                [name],
+                f"{label} has {card['ecc']} uncorrected memory errors",
+                f"On {name}: sudo nvidia-smi -r -i {card['index']} while it is idle; if they "
+                "come back, leave it out: --env CUDA_VISIBLE_DEVICES=…",
+            )
+        ]
+    if card.get("throttled", "").lower() == "active":
+        return [
+            warned(
+                "gpu",
+                [name],
+                f"{label} is slowed down by the hardware ({card['temperature']} °C)",
+                f"Look at cooling and power of {name}: nvidia-smi -q -d PERFORMANCE",
+            )
+        ]
+    return []
+
+
+def _used(name: str, cards: list[dict[str, str]], apps: str) -> list[Finding]:
+    busy = [card for card in cards if card["used"].isdigit() and int(card["used"]) > BUSY_MIB]
+    if not busy:
+        return []
+    pids = [line.split(",")[1].strip() for line in apps.splitlines() if line.count(",") >= 2]
+    told = ", ".join(f"{card['index']}: {card['used']} MiB" for card in busy)
+    who = f" by process {', '.join(pids)}" if pids else ""
+    return [
+        warned(
+            "gpu",
+            [name],
+            f"GPUs of {name} are in use{who} ({told})",
+            f"On {name}: ps -fp {','.join(pids) or 'PID'}; wait for them, or choose others: "
+            "--env CUDA_VISIBLE_DEVICES=…",
+        )
+    ]
+
+
+check = Check("gpu", "GPUs", "full", judge, probe)

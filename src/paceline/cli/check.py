@@ -1,0 +1,219 @@
+"""``paceline check``: what would go wrong, before it does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from paceline.checks import verdict
+from paceline.checks.check import Level, rate
+from paceline.checks.examine import examine, judge
+from paceline.checks.link import bits
+from paceline.checks.scene import Scene, Wishes
+from paceline.cli.launching import read_cluster
+from paceline.cli.settings import read_settings_file
+from paceline.cluster.openssh import SshOptions
+from paceline.launch import planning
+from paceline.report import findings as report
+from paceline.spec.finding import Finding
+from paceline.spec.hosts import Host
+from paceline.spec.job import Entry, Job
+from paceline.spec.settings import Setting, Source
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OPTIONS = [
+    click.option(
+        "-H",
+        "--hosts",
+        metavar="SOURCE",
+        help="Host file, comma list, or slurm, pbs, …"
+        " (see `paceline hosts --help`). Default: this machine.",
+    ),
+    click.option(
+        "--ssh-config",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="ssh config file to use instead of yours.",
+    ),
+    click.option(
+        "--accept-new-host-keys", is_flag=True, help="Pin the keys of hosts met for the first time."
+    ),
+    click.option("--quick", is_flag=True, help="Only what takes well under a second a host."),
+    click.option("--nnodes", type=int, help="Check the first N hosts. Default: all."),
+    click.option("-p", "--nproc-per-node", type=int, help="Processes a node, as for run."),
+    click.option("--python", metavar="PATH", help="Interpreter. Default: paceline's own."),
+    click.option("--iface", metavar="NAME", help="Network interface for the job's traffic."),
+    click.option(
+        "--master-port",
+        type=click.IntRange(0, 65535),
+        default=0,
+        help="Rendezvous port that the job will ask for.",
+    ),
+    click.option("--no-torch", is_flag=True, help="The job does not use torch."),
+    click.option("--data", multiple=True, metavar="PATH", help="Must be equal on all hosts."),
+    click.option(
+        "--shared",
+        multiple=True,
+        metavar="PATH",
+        help="Must be one and the same folder on all hosts.",
+    ),
+]
+
+
+def check_options(command: F) -> F:
+    """Adds the options that say what is checked."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command("check")
+@check_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option("--plain", is_flag=True, help="No colours, no live line: for logs.")
+@click.option(
+    "--bundle",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also write all that was found, for support: no secrets, one .tar.gz.",
+)
+@click.pass_context
+def command(ctx: click.Context, /, as_json: bool, plain: bool, bundle: Path | None,
+            **_: object) -> None:  # fmt: skip
+    """Find what would go wrong on these hosts, and each node's settings.
+
+    Exit status: 0 all is well (there may be warnings), 1 something will fail, 2 something could
+    not be checked.
+    """
+    level: Level = "quick" if ctx.params["quick"] else "full"
+    hosts, job, ssh = subject(ctx)
+    wishes = wishes_of(ctx, job, hosts)
+    with progress(quiet=as_json or plain) as say:
+        scene = asyncio.run(examine(hosts, ssh, wishes, level, say))
+    findings = judge(scene, level)
+    environment = environment_of(job, scene)
+    if bundle is not None:
+        write_bundle(bundle, scene, findings, environment)
+    if as_json:
+        click.echo(json.dumps(to_json(findings, environment), indent=2, ensure_ascii=False))
+    else:
+        show(scene, findings, environment, plain)
+    ctx.exit(verdict.exit_status(findings))
+
+
+def subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions]:
+    """The hosts, a job that stands for those to come, and how to log in."""
+    cwd, given = Path.cwd(), ctx.params
+    cluster = read_cluster(given["hosts"], read_settings_file(cwd), cwd)
+    job = Job(
+        name="check",
+        entry=Entry("module", "paceline"),
+        workdir=str(cwd),
+        python=given["python"] or sys.executable,
+        nnodes=Setting(given["nnodes"], Source.COMMAND_LINE),
+        nproc_per_node=Setting(given["nproc_per_node"], Source.COMMAND_LINE),
+        interface=Setting(given["iface"], Source.COMMAND_LINE),
+        master_port=Setting(given["master_port"], Source.COMMAND_LINE),
+        needs_torch=not given["no_torch"],
+    )
+    ssh = SshOptions(given["ssh_config"], given["accept_new_host_keys"])
+    return planning.choose_hosts(job, cluster), job, ssh
+
+
+def wishes_of(ctx: click.Context, job: Job, hosts: Sequence[Host]) -> Wishes:
+    """What the checks need to know of that job."""
+    return Wishes(
+        pythons={host.name: planning.python_of(job, host) for host in hosts},
+        workdirs={host.name: host.workdir or job.workdir for host in hosts},
+        needs_torch=job.needs_torch,
+        interface=job.interface.value,
+        master_port=job.master_port.value,
+        data=ctx.params["data"],
+        shared=ctx.params["shared"],
+    )
+
+
+def environment_of(job: Job, scene: Scene) -> dict[str, dict[str, str]]:
+    """By host, what ``run`` sets there: the same function makes the plan."""
+    if not scene.networks:
+        return {}
+    head = scene.networks[scene.names[0]].address
+    found = {}
+    for host in scene.present:
+        facts, network = scene.facts[host.name], scene.networks[host.name]
+        processes = planning.processes_on(job, host, facts).value
+        variables = planning.node_env(job, facts, processes, network)
+        found[host.name] = {name: setting.value for name, setting in variables.items()}
+        found[host.name] |= {"MASTER_ADDR": head, "PACELINE_ADDRESS": network.address}
+        if job.master_port.value:
+            found[host.name]["MASTER_PORT"] = str(job.master_port.value)
+    return found
+
+
+def to_json(findings: Sequence[Finding],
+            environment: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:  # fmt: skip
+    """The object of ``--json``."""
+    return {"findings": [finding.to_json() for finding in findings], "environment": environment}
+
+
+def show(scene: Scene, findings: Sequence[Finding], environment: Mapping[str, Mapping[str, str]],
+         plain: bool) -> None:  # fmt: skip
+    """Conclusion, what to do, hosts × checks, the matrix of pairs, the environment."""
+    text = report.lines(verdict.conclusion(findings), findings, everything=plain)
+    names = [host.name for host in scene.hosts]
+    tables = [report.grid(names, findings), *_rates(scene)]
+    after = report.environment_lines(environment)
+    if plain:
+        blocks = [text, *(report.aligned(*table) for table in tables), after]
+        click.echo("\n\n".join("\n".join(block) for block in blocks if block))
+    else:
+        report.draw(text, tables, after, sys.stdout)
+
+
+def _rates(scene: Scene) -> list[tuple[list[str], list[list[str]]]]:
+    pairs = (scene.evidence.get("link") or {}).get("pairs", [])
+    rates = {
+        (pair["source"], pair["target"]): rate(bits(pair)) if "bytes" in pair else "nothing"
+        for pair in pairs
+    }
+    return [report.matrix(scene.names, rates, "from \\ to")] if rates else []
+
+
+def write_bundle(path: Path, scene: Scene, findings: Sequence[Finding],
+                 environment: Mapping[str, Mapping[str, str]]) -> None:  # fmt: skip
+    """Everything that support needs, as JSON files in one archive. Facts hold no secrets."""
+    from paceline.report.bundle import write
+
+    contents = {
+        "findings.json": to_json(findings, environment),
+        "scene.json": scene.to_json(),
+    }
+    write(path, contents)
+    click.echo(f"paceline: wrote {path}", err=True)
+
+
+class progress:  # noqa: N801 - used as a function
+    """A live line on a terminal that says what is being looked at; nothing elsewhere."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._status: Any = None
+        if not quiet and sys.stderr.isatty():
+            from rich.console import Console
+
+            self._status = Console(stderr=True).status("…")
+
+    def __enter__(self) -> Callable[[str], None]:
+        if self._status is None:
+            return lambda text: None
+        self._status.start()
+        return lambda text: self._status.update(text)
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()

@@ -1,0 +1,1 @@
+"""What people look at: tables, matrices, one line of conclusion."""

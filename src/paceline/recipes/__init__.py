@@ -44,6 +44,12 @@ RECIPES: dict[str, Recipe] = {
             "paceline.recipes.image_options:ImageOptions",
             "classify images: bundled digits, MNIST-like, CIFAR-10, or a folder for each class",
         ),
+        Recipe(
+            "translation",
+            "paceline.recipes.translation",
+            "paceline.recipes.translation_options:TranslationOptions",
+            "translate: an encoder-decoder transformer from scratch on a parallel corpus",
+        ),
     )
 }
 

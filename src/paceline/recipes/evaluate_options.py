@@ -42,3 +42,19 @@ class PredictOptions:
     """Classes shown for each image."""
     device: Device = "auto"
     """Where to compute."""
+
+
+@dataclass(frozen=True)
+class TranslateOptions:
+    """Translate sentences; without any, the lines of standard input."""
+
+    sentences: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Sentences."""
+    run: str = ""
+    """Run directory that holds model/."""
+    beam: int = 0
+    """Beams of the search (0: as in the training; 1: greedy)."""
+    attention: str = ""
+    """File for a picture of the first sentence's attention (PNG)."""
+    device: Device = "auto"
+    """Where to compute."""

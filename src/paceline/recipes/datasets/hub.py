@@ -1,0 +1,152 @@
+"""Hugging Face data sets by id or folder: fetched once on each disk, explained when refused."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.recipes import optional
+from paceline.recipes.datasets.parts import SPLIT_NAMES
+from paceline.recipes.sources import HubSource
+from paceline.spec.errors import DataError
+
+T = TypeVar("T")
+WAITS = (2.0, 8.0, 30.0)
+"""Seconds before each further try of a request that was refused for the moment."""
+
+
+def is_saved(folder: Path) -> bool:
+    """True for a data set that ``datasets`` has written with ``save_to_disk``."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
+
+
+def load_rows(source: HubSource) -> dict[str, Any]:
+    """Rows of each part: ``train`` always, ``val`` and ``test`` where there are such.
+
+    Raises:
+        DataError: Not found, refused, or without a train part.
+        SettingError: The library is not installed.
+    """
+    prepare_environment(source.offline)
+    datasets = optional.library("datasets", f"--data {source.name} is read")
+    path = Path(source.name).expanduser()
+    if is_saved(path):
+        found = datasets.load_from_disk(str(path))
+    else:
+        where = str(path) if path.is_dir() else source.name
+        found = fetched(
+            f"--data {source.name}", lambda: datasets.load_dataset(where, source.config or None)
+        )
+    parts = dict(found) if isinstance(found, Mapping) else {"train": found}
+    return _named(source.name, parts)
+
+
+def _named(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+    found = {
+        split: parts[spelling]
+        for split, spellings in SPLIT_NAMES.items()
+        for spelling in spellings
+        if spelling in parts
+    }
+    if "train" not in found:
+        raise DataError(
+            f"--data {name} has no part to train on", found=f"it has {', '.join(parts) or 'none'}"
+        )
+    return found
+
+
+def prepare_environment(offline: bool) -> None:
+    """Set before the libraries are imported, which read it once."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if offline:
+        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            os.environ[name] = "1"
+
+
+def fetched(what: str, get: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
+    """Gets something through the hub's cache, one process of a disk at a time.
+
+    The first process downloads; those that waited find the files in the cache. A refusal for the
+    moment (HTTP 429 or 5xx, a connection cut) is tried again after a while.
+
+    Raises:
+        DataError: Says why not, and what to do.
+    """
+    with _one_at_a_time():
+        for wait in (*WAITS, None):
+            try:
+                return get()
+            except Exception as error:  # several libraries, each with its own exceptions
+                if wait is None or not _for_the_moment(error):
+                    raise explained(what, error) from error
+                sleep(wait)
+    raise AssertionError("unreachable")
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    home = os.environ.get("HF_HOME", str(Path("~/.cache/huggingface").expanduser()))
+    path = Path(home) / "paceline.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise DataError(
+            f"the cache {home} cannot be written",
+            found=str(error),
+            remedy="HF_HOME=FOLDER names another one",
+        ) from None
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _status(error: BaseException) -> int:
+    response = getattr(error, "response", None)
+    return int(getattr(response, "status_code", 0) or 0)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+def _for_the_moment(error: Exception) -> bool:
+    statuses = [_status(one) for one in _chain(error)]
+    names = {type(one).__name__ for one in _chain(error)}
+    cut = {"ConnectTimeout", "ReadTimeout", "RemoteProtocolError", "ReadError"}
+    return any(status == 429 or status >= 500 for status in statuses) or bool(names & cut)
+
+
+def explained(what: str, error: Exception) -> DataError:
+    """What the hub's error means, and what to do."""
+    status = next((found for one in _chain(error) if (found := _status(one))), 0)
+    names = {type(one).__name__ for one in _chain(error)}
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return DataError(f"{what} could not be loaded", found=said, remedy=_remedy(status, names))
+
+
+def _remedy(status: int, names: set[str]) -> str:
+    if status == 429:
+        return "the hub limits how often one may ask: wait some minutes, or log in (HF_TOKEN)"
+    if status in (401, 403):
+        return "log in with an account that may read it: HF_TOKEN=…, and accept its terms"
+    if status == 404 or names & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
+        return "check the id, or give a local folder"
+    if status == 407 or "ProxyError" in names:
+        return "the proxy refuses: set HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT"
+    if "OfflineModeIsEnabled" in names or "LocalEntryNotFoundError" in names:
+        return "it is not in the cache and --offline forbids fetching it; fetch it once without"
+    if names & {"ConnectError", "ConnectionError", "ConnectTimeout", "NewConnectionError"}:
+        return "no route to the hub: HTTPS_PROXY=…, or copy the files here and give their folder"
+    if "OSError" in names and status == 0:
+        return "check the space in the cache (HF_HOME=FOLDER names another one) and the id"
+    return "check the id, the configuration (--data-config NAME) and the network"

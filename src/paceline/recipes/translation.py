@@ -1,0 +1,280 @@
+"""Train a translation transformer: ``paceline train translation``,
+``torchrun -m paceline.recipes.translation``, or alone.
+
+The whole training is in :func:`train_translation`, from top to bottom.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from paceline import train
+from paceline.recipes import parse_options
+from paceline.recipes.datasets.pairs import Pair, PairData, PairRequest, load_pairs
+from paceline.recipes.decoding import Search, decode
+from paceline.recipes.grouping import by_length, spread
+from paceline.recipes.running import guarded
+from paceline.recipes.scores import scores
+from paceline.recipes.sentences import Sentences, Sources, sentences, source_rows
+from paceline.recipes.tokenizing import END_ID, PAD_ID, START_ID, Tokenizer, from_json
+from paceline.recipes.tokenizing import train as train_tokenizer
+from paceline.recipes.transformer import Shape, Transformer
+from paceline.recipes.translated import SOURCE_TOKENIZER, TARGET_TOKENIZER, write_outputs
+from paceline.recipes.translation_options import TranslationOptions
+from paceline.spec import rundir
+from paceline.train import files
+from paceline.train.batching import batching
+from paceline.train.optimizers import optimizer as make_optimizer
+from paceline.train.schedules import Curve, scheduled
+from paceline.train.stopping import Best
+
+
+def train_translation(options: TranslationOptions) -> None:
+    """One training, on every rank."""
+    data = load_data(options)
+    with train.join(
+        "translation",
+        seed=options.seed,
+        device=options.device,
+        backend=options.backend,
+        dtype=options.dtype,
+        run_dir=options.run_dir,
+        log_every=options.log_every,
+        check_every=options.check_every,
+    ) as session:
+        session.agree("the corpus", data.fingerprint)
+        session.save_config({"recipe": "translation", "options": asdict(options)})
+
+        tokenizers = make_tokenizers(session, data, options)
+        limit = options.seq_len
+        training = sentences(data.splits["train"], tokenizers, limit, options.too_long)
+        watched = data.splits[data.held_out]
+        held_out = sentences(watched, tokenizers, limit, "cut")
+        session.say(describe_data(data, training, held_out, tokenizers))
+
+        batch = batching(
+            session.world.size,
+            global_batch=options.global_batch,
+            lr=options.lr,
+            per_rank=options.batch_per_process,
+            limit=options.micro_batch,
+            rule=options.scale_lr,
+        )
+        session.say(batch.describe())
+        loader = session.loader(training, batch.global_batch, limit=batch.limit)
+        loader.order = by_length(loader.order, training.lengths(), batch.global_batch)
+
+        shape = network_shape(options, tokenizers)
+        network = session.place(Transformer(shape), shard=options.shard)
+        optimizer = make_optimizer(
+            options.optimizer,
+            network,
+            batch.lr,
+            momentum=options.momentum,
+            weight_decay=options.weight_decay,
+        )
+        steps = options.steps or options.epochs * len(loader)
+        curve = Curve(options.schedule, steps, options.warm_up)
+        model = session.prepare(
+            network,
+            optimizer,
+            scheduled(optimizer, curve),
+            clip_norm=options.clip_norm or None,
+            compile=options.compile,
+        )
+
+        # Losses are divided by the mean length, which no rank and no batch changes: every token
+        # weighs the same, and ranks need not tell each other how many they have.
+        mean_length = sum(len(row) + 1 for row in training.target) / len(training)
+        search = Search(START_ID, END_ID, limit, options.beam)
+        last = -(-steps // len(loader)) - 1
+        best = Best(patience=options.patience)
+        figures: dict[str, float] = {}
+        for epoch in session.epochs(loader, options.epochs, options.steps):
+            for source, target, expected in loader:
+                with session.autocast():
+                    outputs = model(source, target)
+                    losses = token_losses(outputs, expected, options.label_smoothing)
+                session.step(losses.sum(1) / mean_length)
+
+            figures = evaluate(session, network, held_out)
+            if epoch == last or epoch % options.score_every == options.score_every - 1:
+                rows = source_rows(tokenizers[0], [source for source, _ in watched], limit)
+                outputs_text = translate(session, network, rows, tokenizers[1], search)
+                figures |= scores(outputs_text, [target for _, target in watched])
+                show(session, watched, outputs_text, options.samples)
+                best.update(figures["bleu"], session.progress.step)
+            session.log(data.held_out, samples=len(watched), **figures)
+            curve.report(figures["loss"])
+            if best.stop:
+                session.stop(f"no better BLEU in {best.stale} evaluations")
+
+        session.save_model(describe(options, data, shape, figures))
+        session.say(
+            f"bleu {figures['bleu']:.2f}  chrf {figures['chrf']:.2f}  cer {figures['cer']:.4f}"
+            f"  wer {figures['wer']:.4f}  exact {figures['exact']:.4f}"
+            f"  ({len(watched)} {data.held_out} sentences)"
+        )
+
+
+def token_losses(outputs: Tensor, expected: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Loss of each token, shape ``[n, t]``; 0 for padding."""
+    if outputs.dtype in (torch.bfloat16, torch.float16):
+        outputs = outputs.float()
+    losses = cross_entropy(
+        outputs.flatten(0, 1),
+        expected.flatten(),
+        ignore_index=PAD_ID,
+        reduction="none",
+        label_smoothing=smoothing,
+    )
+    return losses.view_as(expected)
+
+
+@torch.inference_mode()
+def evaluate(
+    session: train.Session, network: Transformer | torch.nn.Module, held_out: Sentences
+) -> dict[str, float]:
+    """Loss of a token and perplexity over every sentence exactly once, the same on every rank."""
+    session.phase("evaluate")
+    network.eval()
+    meter = session.meter()
+    for batch in session.shard(held_out, 128):
+        source, target, expected = batch
+        with session.autocast():
+            losses = token_losses(network(source, target), expected)
+        meter.add(batch.count, loss=losses.sum(1), tokens=(expected != PAD_ID).sum(1))
+    network.train()
+    sums = meter.result().sums
+    loss = sums["loss"] / sums["tokens"]
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+
+
+def translate(
+    session: train.Session,
+    network: torch.nn.Module,
+    rows: list[list[int]],
+    tokenizer: Tokenizer,
+    search: Search,
+) -> list[str]:
+    """Translations of all rows, each made by one rank, on every rank."""
+    session.phase("translate")
+    network.eval()
+    order = spread([len(row) for row in rows], session.world.size)
+    mine: list[tuple[int, str]] = []
+    for batch in session.shard(Sources(rows, order), 64):
+        with session.autocast():
+            found = decode(cast(Transformer, network), batch.data[0], search)[: batch.count]
+        numbers = [order[place] for place in batch.ids.tolist()[: batch.count]]
+        mine += zip(numbers, tokenizer.decode(found), strict=True)
+    network.train()
+    parts = session.comms.texts(json.dumps(mine))
+    everything = dict(pair for part in parts for pair in json.loads(part))
+    return [everything[number] for number in range(len(rows))]
+
+
+def show(
+    session: train.Session, pairs: Sequence[Pair], outputs: Sequence[str], samples: int
+) -> None:
+    """Keeps all translations with the run, and shows some."""
+    if session.world.rank == 0:
+        write_outputs(session.folder, pairs, outputs)
+    for (source, target), output in list(zip(pairs, outputs, strict=True))[:samples]:
+        session.say(f"  source     {source}\n  expected   {target}\n  translated {output}")
+
+
+def load_data(options: TranslationOptions) -> PairData:
+    """The corpus that the options name."""
+    languages = (options.source_lang, options.target_lang)
+    return load_pairs(
+        PairRequest(options.hub(), options.target, languages, options.val_fraction, options.seed)
+    )
+
+
+def make_tokenizers(
+    session: train.Session, data: PairData, options: TranslationOptions
+) -> tuple[Tokenizer, Tokenizer]:
+    """Trained once, by rank 0, kept with the run and given to all."""
+
+    def make() -> str:
+        if session.world.rank:
+            return ""
+        sides = zip(*data.splits["train"], strict=True)
+        size, least = options.vocab_size, options.min_frequency
+        made = [train_tokenizer(options.tokenizer, side, size, least).to_json() for side in sides]
+        for name, content in zip((SOURCE_TOKENIZER, TARGET_TOKENIZER), made, strict=True):
+            files.write_bytes(session.folder / rundir.MODEL / name, content.encode())
+        return json.dumps(made)
+
+    source, target = json.loads(session.comms.texts(session.together(make))[0])
+    return from_json(source), from_json(target)
+
+
+def network_shape(options: TranslationOptions, tokenizers: tuple[Tokenizer, Tokenizer]) -> Shape:
+    """The network that the options describe."""
+    width, layers, heads, ff = options.dimensions()
+    pre_norm = options.norm == "pre"
+    sizes = len(tokenizers[0]), len(tokenizers[1])
+    return Shape(*sizes, width, layers, heads, ff, pre_norm, options.dropout)
+
+
+def describe_data(
+    data: PairData, training: Sentences, held_out: Sentences, both: tuple[Tokenizer, Tokenizer]
+) -> str:
+    """One line for people: sizes, and what was left out."""
+    left_out = [f"{training.left_out} too long"] if training.left_out else []
+    left_out += [f"{data.skipped} with an empty side"] if data.skipped else []
+    return (
+        f"{len(training)} pairs to train on, {len(held_out)} to validate"
+        f"{', left out: ' + ', '.join(left_out) if left_out else ''};"
+        f" vocabularies of {len(both[0])} and {len(both[1])} tokens"
+    )
+
+
+def describe(
+    options: TranslationOptions, data: PairData, shape: Shape, figures: dict[str, float]
+) -> dict[str, Any]:
+    """Everything that is needed to use the model, and where it came from."""
+    return {
+        "format": 1,
+        "task": "translation",
+        "shape": asdict(shape),
+        "tokenizer": options.tokenizer,
+        "languages": [options.source_lang, options.target_lang],
+        "seq_len": options.seq_len,
+        "beam": options.beam,
+        "data": {
+            "source": data.source,
+            "target": options.target,
+            "config": options.data_config,
+            "fingerprint": data.fingerprint,
+            "split": data.split,
+            "sizes": {name: len(pairs) for name, pairs in data.splits.items()},
+        },
+        "metrics": {data.held_out: {"samples": len(data.splits[data.held_out]), **figures}},
+        "seed": options.seed,
+        "dtype": options.dtype,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the recipe in this process; returns the exit status."""
+    flags = sys.argv[1:] if argv is None else argv
+
+    def run() -> None:
+        train_translation(cast(TranslationOptions, parse_options("translation", flags)))
+
+    return guarded(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

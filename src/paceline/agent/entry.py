@@ -8,7 +8,7 @@ from typing import List, Optional
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Runs one of the agent's three processes; each imports only what it needs."""
+    """Runs one of the agent's processes; each imports only what it needs."""
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     role, *args = sys.argv[1:] if argv is None else argv
     if role == "forkserver":

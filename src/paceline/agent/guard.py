@@ -1,40 +1,55 @@
-"""The guard: ends the job's processes when the agent dies without a word.
+"""The guard: the agent's parent. Whatever becomes of the agent, nothing of the job outlives it.
 
-It holds the read end of a pipe whose write end only the agent has. Lines tell it what belongs to
-the job; ``done`` lets it go; an end without ``done`` means that the agent was killed.
+The kernel hands orphans to their nearest ancestor that asked for them: to the agent while it lives,
+then to the guard. So no process of the job gets away from both, whatever session, environment or
+parent it chose. When the guard itself is killed, the agent notices and ends the job.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import List
 
 from . import procs
 
 
-def main(fd: int) -> int:
-    """Waits for the agent's end. Started in a session of its own."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+def fork_agent(package: str) -> None:
+    """Splits this process in two: returns in the agent, while the guard goes its own way.
+
+    Args:
+        package: Folder that this code lies in; the guard is a fresh interpreter of it.
+    """
+    procs.adopt_orphans()  # kept over exec, not handed to the child
+    agent = os.fork()
+    if agent == 0:
+        return
+    argv = [sys.executable, "-I", "-S", package, "guard", str(agent)]
+    os.execv(argv[0], argv)
+
+
+def main(agent: int) -> int:
+    """Waits for the agent's end; ends what it left; ends as it did."""
+    for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    token = ""
-    sessions: List[procs.Process] = []
-    with os.fdopen(fd, "r") as lines:
-        for line in lines:
-            word, _, value = line.strip().partition(" ")
-            if word == "token":
-                token = value
-            elif word == "session":
-                pid, start = value.split()
-                sessions.append(procs.Process(int(pid), int(start)))
-            elif word == "done":
-                return 0
-    end_job(token, sessions)
-    return 0
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
+    _let_go([0, 1])
+    status = _wait_for(agent)
+    procs.kill_job("", roots=[os.getpid()], spare=[])
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
-def end_job(token: str, sessions: List[procs.Process]) -> int:
-    """Kills what runs in one of the job's sessions or carries the token; returns how many."""
-    members = procs.in_sessions(sessions)
-    killed = sum(procs.send(process, signal.SIGKILL) for process in members)
-    return killed + procs.kill_job(token, roots=[], spare=[])
+def _let_go(fds: List[int]) -> None:
+    """The stream to the launcher is the agent's: it must end when the agent ends."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in fds:
+        os.dup2(nothing, fd)
+    os.close(nothing)
+
+
+def _wait_for(agent: int) -> int:
+    while True:
+        pid, status = os.wait()  # whoever else ends is an orphan that was handed to us
+        if pid == agent:
+            return status

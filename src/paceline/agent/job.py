@@ -1,4 +1,4 @@
-"""The job's processes on this node: fork server, ranks, guard; their pipes and their ends."""
+"""The job's processes on this node: fork server, ranks, store; their pipes and their ends."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ Post = Callable[..., None]
 CHUNK = 1 << 16
 DRAIN_S = 1.0  # how long after a rank's end its pipes may stay open (grandchildren hold them)
 MAX_LINE = 1 << 20
+STORE_END_S = 1.0
 
 
 class Rank:
@@ -70,23 +71,19 @@ class NodeJob:
         self._server: Optional["subprocess.Popen[bytes]"] = None
         self._channel: Optional[socket.socket] = None
         self._received = b""
-        self._guard: Optional["subprocess.Popen[bytes]"] = None
-        self._guard_pipe = -1
-        self._guard_lines: List[str] = []
         self._store: Optional[procs.Process] = None
         self._kill_at: Optional[float] = None
 
     # --- beginning ---------------------------------------------------------------------------
 
     def prepare(self, request: Message) -> None:
-        """Starts guard and fork server; the fork server reports when its imports are done.
+        """Starts the fork server, which reports when its imports are done.
 
         Args:
             request: ``python`` (absolute path), ``preload`` (modules), ``env`` (to be added),
                 ``unset`` (names to be removed), ``token``.
         """
         self.token = request["token"]
-        self._start_guard()
         ours, theirs = socket.socketpair()
         env = environment(dict(os.environ), request)
         try:
@@ -107,24 +104,6 @@ class NodeJob:
             theirs.close()
         ours.setblocking(False)
         self._channel = ours
-
-    def _start_guard(self) -> None:
-        read_end, self._guard_pipe = os.pipe()
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", self._package, "guard", str(read_end)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[read_end],
-            start_new_session=True,
-        )
-        os.close(read_end)
-        self._guard_lines = ["token " + self.token]
-        self._tell_guard(self._guard_lines)
-
-    def _tell_guard(self, lines: List[str]) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._guard_pipe, "".join(line + "\n" for line in lines).encode())
 
     def start(self, request: Message, store_listener: Optional[socket.socket]) -> None:
         """Starts the ranks of one attempt.
@@ -203,8 +182,6 @@ class NodeJob:
 
     def _started(self, message: Message) -> None:
         process = procs.Process(message["started"], message["start"])
-        self._guard_lines.append("session %d %d" % process)
-        self._tell_guard(self._guard_lines[-1:])
         if message.get("store"):
             self._store = process
             return
@@ -275,7 +252,7 @@ class NodeJob:
                 os.killpg(process.pid, signal.SIGCONT)  # a stopped process takes no signal
 
     def tick(self) -> None:
-        """Regular work: kills after the grace, reports ends, mends the guard."""
+        """Regular work: kills after the grace, reports ends."""
         now = time.monotonic()
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
@@ -285,12 +262,6 @@ class NodeJob:
                 self._finish(rank)
         if self.running and all(rank.told for rank in self.ranks):
             self._end_attempt()
-        if self._guard is not None and self._guard.poll() is not None and self._channel:
-            lines = self._guard_lines
-            os.close(self._guard_pipe)
-            self._start_guard()
-            self._guard_lines = lines
-            self._tell_guard(lines[1:])
 
     def _finish(self, rank: Rank) -> None:
         for fd in list(rank.fds):
@@ -302,12 +273,12 @@ class NodeJob:
         self._post(rank.end_message())
 
     def _end_attempt(self) -> None:
-        """All ranks are over: ends what they left behind, and the attempt's store."""
+        """All ranks here are over: ends what they left behind.
+
+        The store stays: ranks of other nodes may still need it.
+        """
         self.running, self._kill_at = False, None
         leftover = self.kill()
-        if self._store is not None:
-            procs.send(self._store, signal.SIGKILL)
-            self._store = None
         self._post({"event": "ended", "leftover": leftover, "time": time.monotonic()})
 
     def kill(self) -> int:
@@ -315,24 +286,26 @@ class NodeJob:
         if self._server is None:
             return 0
         spare = [self._server.pid] + ([self._store.pid] if self._store else [])
-        # the store's process carries the token too, and outlives the ranks by a moment
-        return procs.kill_job(self.token, [self._server.pid], spare)
+        # orphans of the job became children of this process
+        return procs.kill_job(self.token, [os.getpid()], spare)
+
+    def end_store(self) -> None:
+        """Ends the store of the last attempt and waits until its port is free."""
+        if self._store is not None:
+            procs.send(self._store, signal.SIGKILL)
+            procs.await_end(self._store, STORE_END_S)
+            self._store = None
 
     def close(self) -> None:
-        """Ends everything of the job on this node, fork server and guard included."""
+        """Ends everything of the job on this node, the fork server included."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
         if self._server is not None:
             self._server.kill()
             self._server.wait()
-            procs.kill_job(self.token, [], [])
+            procs.kill_job(self.token, [os.getpid()], [])
             self._server = None
-        if self._guard is not None:
-            self._tell_guard(["done"])
-            os.close(self._guard_pipe)
-            self._guard.wait()
-            self._guard = None
 
 
 def environment(base: Dict[str, str], request: Message) -> Dict[str, str]:

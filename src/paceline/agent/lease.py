@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Optional
 
+LAST_PART = 0.3  # of the lease: what is left for the ranks' own end
+
 
 class Lease:
     """Renewed by the launcher; once it has run out, no process of the job may be left.
@@ -20,6 +22,14 @@ class Lease:
         self.seconds = seconds
         self._renewed = now
 
-    def expired(self, now: float) -> bool:
-        """True once the lease has run out; never before it was first renewed."""
-        return self.seconds is not None and now - self._renewed > self.seconds
+    @property
+    def last_part(self) -> float:
+        """Seconds that ranks have for their own end before the lease is over."""
+        return float("inf") if self.seconds is None else LAST_PART * self.seconds
+
+    def ending(self, now: float) -> bool:
+        """True once the last part has begun: what is to be over by the end must be ended now.
+
+        Never before the lease was first renewed.
+        """
+        return self.seconds is not None and now - self._renewed > self.seconds - self.last_part

@@ -93,25 +93,6 @@ def with_token(token: str, stats: Dict[int, Stat]) -> Set[int]:
     return found
 
 
-def in_sessions(leaders: Iterable[Process]) -> List[Process]:
-    """The living processes of sessions, given by their leaders' identities.
-
-    The kernel gives a session's number to nobody else while a member lives, so a leader with
-    another start time means that the session is over.
-    """
-    stats = all_stats()
-    started = {
-        leader.pid
-        for leader in leaders
-        if leader.pid not in stats or stats[leader.pid].start == leader.start
-    }
-    return [
-        Process(stat.pid, stat.start)
-        for stat in stats.values()
-        if stat.session in started and stat.state not in "ZX"
-    ]
-
-
 def job_processes(token: str, roots: Iterable[int], spare: Iterable[int]) -> List[Process]:
     """All living processes of a job: marked by its token or below ``roots``, but ``spare``."""
     stats = all_stats()
@@ -133,6 +114,16 @@ def send(process: Process, signum: int) -> bool:
         os.kill(process.pid, signum)
     except (ProcessLookupError, PermissionError):
         return False
+    return True
+
+
+def await_end(process: Process, seconds: float) -> bool:
+    """Waits until a process is gone; False when it still runs after that time."""
+    deadline = time.monotonic() + seconds
+    while identify(process.pid) == process:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
     return True
 
 

@@ -19,14 +19,19 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
+<<<<<<< Updated upstream
 from . import facts, probe, procs, snapshot, survey
+=======
+from . import facts, guard, probe, procs, snapshot
+>>>>>>> Stashed changes
 from .frames import Decoder, Message
 from .job import NodeJob
 from .lease import Lease
 from .outbox import Outbox
 
 TICK_S = 0.05
-LAST_GRACE_S = 3.0  # between TERM and KILL when the launcher has gone
+CLOSING_S = 0.6  # from KILL to the end of the agent itself
+LAST_GRACE_S = 3.0  # at most, between TERM and KILL when the launcher has gone
 CHUNK = 1 << 16
 
 
@@ -55,6 +60,7 @@ class Agent:
         self._decoder = Decoder()
         self._leaving_at: Optional[float] = None
         self._why = ""
+        self._parent = os.getppid()  # the guard
 
     # --- the loop ----------------------------------------------------------------------------
 
@@ -139,16 +145,19 @@ class Agent:
             return
         if self.outbox.broken:
             self.leave("the connection to the launcher broke")
-        elif self.lease.expired(time.monotonic()):
+        elif self.lease.ending(time.monotonic()):
             self.leave("the lease of %.0f s ran out" % (self.lease.seconds or 0))
+        elif os.getppid() != self._parent:
+            self.leave("the guard was killed")
 
     def leave(self, why: str) -> None:
         """Begins the end: TERM for every rank, KILL a little later, then nothing is left."""
         self._why = why
         sys.stderr.write("paceline agent: leaving: %s\n" % why)
-        self._leaving_at = time.monotonic() + LAST_GRACE_S + 2.0
+        grace = min(LAST_GRACE_S, max(0.1, self.lease.last_part - CLOSING_S))
+        self._leaving_at = time.monotonic() + grace + CLOSING_S / 2
         if self.job.running:
-            self.job.stop(signal.SIGTERM, LAST_GRACE_S)
+            self.job.stop(signal.SIGTERM, grace)
 
     def _close(self) -> None:
         self.job.close()
@@ -234,6 +243,7 @@ def reserve_port(agent: Agent, request: Message, _: bytes) -> None:
     if agent.reserved is not None:
         agent.reserved.close()
         agent.reserved = None
+    agent.job.end_store()  # an earlier attempt's, which may hold that very port
     port = request.get("port", 0)
     try:
         if port:
@@ -424,6 +434,7 @@ def main(package: str, chosen_python: str, temporary: bool) -> int:
     """
     for signum in (signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
+    guard.fork_agent(package)  # returns in the agent only
     procs.adopt_orphans()
     input_fd, output_fd = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import Any
 
 import click
 
@@ -41,6 +42,13 @@ class Verbs(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in VERBS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Ctrl-C gives the status that a shell knows, 128 + SIGINT."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(130)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from typing import Protocol
+
+LAST_WORDS_S = 0.5  # after the child's end
 
 
 class Link(Protocol):
@@ -29,7 +33,11 @@ class Link(Protocol):
 
 
 class ProcessLink:
-    """A link through a child process: ssh, a container engine, or the agent itself."""
+    """A link through a child process: ssh, a container engine, or the agent itself.
+
+    Args:
+        process: With its three pipes, and leader of a process group of its own.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
@@ -49,13 +57,29 @@ class ProcessLink:
             await asyncio.wait_for(self._process.wait(), patience_s or 0.001)
         except asyncio.TimeoutError:
             await self._insist()
+        await self._let_go()
 
     async def _insist(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+        self._signal(signal.SIGTERM)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._process.wait(), 2.0)
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self._signal(signal.SIGKILL)
             await self._process.wait()
+
+    async def _let_go(self) -> None:
+        """Closes the pipes, which a grandchild may hold open, before the event loop goes."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._last_words(), LAST_WORDS_S)
+        transport = getattr(self._process, "_transport", None)  # asyncio offers no other way
+        if transport is not None:
+            transport.close()
+
+    async def _last_words(self) -> None:
+        while not (self.reader.at_eof() and self.errors.at_eof()):
+            await asyncio.sleep(0.005)  # the channel's own tasks do the reading
+
+    def _signal(self, signum: int) -> None:
+        """To the child's whole group: a ProxyCommand would go on, with our pipes in its hands."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signum)

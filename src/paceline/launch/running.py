@@ -84,7 +84,6 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         except PacelineError as error:
             _write_result(directory, run_id, error.exit_code, began, {}, {"error": error.render()})
             raise
-        screen.close()
         failure = _failure_json(result.failure) if result.failure else None
         _write_result(directory, run_id, result.exit_code, began, launcher.recorder.metrics,
                       {"first_failure": failure, "interrupted": result.interrupted})  # fmt: skip

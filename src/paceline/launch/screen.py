@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from paceline.launch.outlet import Outlet
 from paceline.spec.job import Show
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class Screen:
     def __init__(self, show: Show = "all", out: TextIO | None = None,
                  err: TextIO | None = None) -> None:  # fmt: skip
         self._show = show
-        self._out = out or sys.stdout
-        self._err = err or sys.stderr
+        self._out = Outlet(out or sys.stdout)
+        self._err = Outlet(err or sys.stderr)
         self._colour = self._out.isatty()
         self._lines: dict[tuple[str, int, str], Lines] = {}
         self._muted: set[tuple[str, int]] = set()
@@ -90,7 +91,6 @@ class Screen:
         for (host, rank, stream), lines in self._lines.items():
             for line in lines.rest():
                 self._labelled(host, rank, stream, line)
-        self._out.flush()
 
     def _labelled(self, host: str, rank: int, stream: str, line: bytes) -> None:
         if stream == "err" and (host, rank) in self._muted:
@@ -110,13 +110,11 @@ class Screen:
         """A line of ours, on standard error."""
         self._write(self._err, text)
 
-    def _write(self, target: TextIO, text: str) -> None:
+    def _write(self, target: Outlet, text: str) -> None:
         if self._progress is not None and target.isatty():
             self._progress.console.out(text, highlight=False)
             return
-        encoding = target.encoding or "utf-8"
-        target.write(text.encode(encoding, "replace").decode(encoding) + "\n")
-        target.flush()
+        target.write(text + "\n")
 
     # --- progress ----------------------------------------------------------------------------
 
@@ -158,18 +156,20 @@ class Screen:
             MofNCompleteColumn(),
             TextColumn("ETA"),
             TimeRemainingColumn(),
-            console=Console(file=self._err),
+            console=Console(file=cast(TextIO, self._err)),
             transient=True,
         )
         self._task = self._progress.add_task("")
         self._progress.start()
 
     def close(self) -> None:
-        """Takes the bar away and shows what is unfinished."""
+        """Takes the bar away, shows what is unfinished and waits until it was taken."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
         self.flush()
+        self._out.close()
+        self._err.close()
 
 
 def describe_progress(said: dict[str, Any], short: bool = False) -> str:

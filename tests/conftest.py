@@ -1,0 +1,168 @@
+"""What every test shares: nothing may be left behind, and labs that skip with their own reason."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from paceline.cluster.lab import Lab, LabOptions
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MARK = "PACELINE_TEST_SESSION"  # carried by every process that a test starts, and its children
+PATIENCE_S = 3.0  # for what is on its way out when the test returns
+
+_OWN_FILES = {"__pycache__", "build", "dist", ".git"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _marked_session() -> Iterator[None]:
+    os.environ[MARK] = f"{os.getpid()}"
+    yield
+    del os.environ[MARK]
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What this process has; a test must leave it as it was."""
+
+    environment: frozenset[tuple[str, str]]
+    folder: str
+    threads: frozenset[str]
+    processes: frozenset[str]
+    descriptors: frozenset[str]
+    files: frozenset[str]
+    mounts: frozenset[str]
+    interfaces: frozenset[str]
+    namespaces: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Belongings:
+        return cls(
+            environment=frozenset(_variables()),
+            folder=str(Path.cwd()),
+            threads=frozenset(f"{t.name} ({t.ident})" for t in threading.enumerate()),
+            processes=frozenset(_processes()),
+            descriptors=frozenset(_descriptors()),
+            files=frozenset(_files()),
+            mounts=frozenset(_lines("/proc/self/mountinfo")),
+            interfaces=frozenset(name for _, name in socket.if_nameindex()),
+            namespaces=frozenset(_names("/run/netns")),
+        )
+
+    def leaked_since(self, before: Belongings) -> list[str]:
+        """What is here now and was not before, in words."""
+        found = []
+        for field in fields(self):
+            was, now = getattr(before, field.name), getattr(self, field.name)
+            if isinstance(now, frozenset):
+                found += [f"{field.name}: {item}" for item in sorted(map(str, now - was))]
+            elif was != now:
+                found.append(f"{field.name}: {was} became {now}")
+        return found
+
+
+def _variables() -> Iterator[tuple[str, str]]:
+    # pytest's own, and what a library's first import sets for good
+    ignored = ("PYTEST_", "KMP_", "COLUMNS", "LINES", "PYTHONHASHSEED")
+    return ((k, v) for k, v in os.environ.items() if not k.startswith(ignored))
+
+
+def _processes() -> Iterator[str]:
+    """Processes that carry our mark, this one left out: orphans of a test too."""
+    entry = f"{MARK}={os.getpid()}".encode()
+    for name in filter(str.isdigit, _names("/proc")):
+        with contextlib.suppress(OSError):
+            folder = Path("/proc") / name
+            if int(name) != os.getpid() and entry in (folder / "environ").read_bytes().split(b"\0"):
+                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                if words:  # a zombie has none
+                    yield f"{name} {words.decode(errors='replace').strip()}"
+
+
+def _descriptors() -> Iterator[str]:
+    for name in _names("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = str(Path(f"/proc/self/fd/{name}").readlink())
+            if not target.startswith(("/proc/", "/dev/", "anon_inode:")):
+                yield f"{name} → {target}"
+
+
+def _files() -> Iterator[str]:
+    """Plain files and folders at the top of the repository and of the working folder."""
+    for folder in {REPOSITORY, Path.cwd()}:
+        for entry in os.scandir(folder):
+            if entry.name not in _OWN_FILES and not entry.name.startswith("."):
+                yield entry.path
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return [entry.name for entry in Path(folder).iterdir()]
+    except OSError:
+        return []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Fails a test that leaves a variable, thread, process, descriptor, file, mount or network."""
+    before = Belongings.now()
+    yield
+    deadline = time.monotonic() + PATIENCE_S
+    while leaked := Belongings.now().leaked_since(before):
+        if time.monotonic() > deadline:
+            pytest.fail("the test left behind:\n  " + "\n  ".join(leaked), pytrace=False)
+        time.sleep(0.05)
+
+
+class LabFactory(Protocol):
+    """Brings a lab up that lives as long as the module's tests."""
+
+    def __call__(self, **options: Any) -> Lab: ...
+
+
+def require_lab(reason: str | None) -> None:
+    """Skips without a lab; where CI runs, a missing lab is a failure."""
+    if reason is None:
+        return
+    if os.environ.get("CI"):
+        pytest.fail(f"no lab here: {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def new_lab() -> Iterator[LabFactory]:
+    """``new_lab(hosts=2, …)`` takes the fields of LabOptions."""
+    require_lab(Lab.available())
+    with contextlib.ExitStack() as stack:
+        yield lambda **options: stack.enter_context(Lab(LabOptions(**options)))
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool], float], bool]:
+    """``eventually(condition, seconds)``: whether it came true in time."""
+
+    def wait(true: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not true():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+    return wait

@@ -1,0 +1,22 @@
+"""Says as JSON what reached it: arguments and variables as hexadecimal bytes, and its place."""
+
+import json
+import os
+import sys
+
+PLACE = ("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT "
+         "PACELINE_ATTEMPT PACELINE_HOST OMP_NUM_THREADS").split()  # fmt: skip
+print(
+    json.dumps(
+        {
+            "argv": [os.fsencode(word).hex() for word in sys.argv[1:]],
+            "env": {k: os.fsencode(v).hex() for k, v in os.environ.items() if k.startswith("T_")},
+            "place": {name: os.environ.get(name) for name in PLACE},
+            "cwd": os.getcwd(),
+            "file": __file__,
+            "name": __name__,
+            "path0": sys.path[0],
+            "cpus": sorted(os.sched_getaffinity(0)),
+        }
+    )
+)

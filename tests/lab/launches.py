@@ -1,0 +1,191 @@
+"""How the lab's tests call ``paceline run``, and how they look at what is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.lab import Lab
+
+JOBS = Path(__file__).with_name("jobs")
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+TEST_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A launch that is over."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    directory: Path
+
+    def lines(self, rank: int) -> list[str]:
+        """What a rank wrote on standard output, as it was shown, without the label."""
+        mark = f"/{rank}] "
+        return [line.split(mark, 1)[1] for line in self.out.splitlines() if mark in line]
+
+    def said(self, rank: int) -> Any:
+        """The one line of JSON that a rank wrote."""
+        (line,) = [line for line in self.lines(rank) if line.startswith("{")]
+        return json.loads(line)
+
+    def json(self, name: str) -> Any:
+        return json.loads((self.directory / name).read_text())
+
+    def events(self, kind: str) -> list[Any]:
+        lines = (self.directory / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+@dataclass
+class Site:
+    """A lab, and a project folder with the jobs, seen by all its hosts or by the launcher only."""
+
+    lab: Lab
+    project: Path
+    runs: int = 0
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def argv(self, *words: str, hosts: str | None = None, inside: str | None = None,
+             verb: str = "run") -> list[str]:  # fmt: skip
+        """A command line; ``inside`` names the host that it is typed on."""
+        source = ["-H", hosts or str(self.lab.hostfile)]
+        config = [] if inside else ["--ssh-config", str(self.lab.ssh_config)]
+        return [sys.executable, "-m", "paceline", verb, *source, *config, *words]
+
+    def fresh(self) -> Path:
+        """A run directory that nobody had yet."""
+        self.runs += 1
+        return self.project.parent / "runs" / str(self.runs)
+
+    def run(self, *words: str | bytes, hosts: str | None = None, inside: str | None = None,
+            env: Mapping[str, str | bytes] | None = None, timeout: float = TEST_LIMIT_S,
+            cwd: Path | None = None) -> Ended:  # fmt: skip
+        """Runs to the end; ``words`` follow ``paceline run -H …``."""
+        directory = self.fresh()
+        options = ["--run-dir", str(directory)]
+        argv = [*self.argv(*options, hosts=hosts, inside=inside), *words]
+        began = time.monotonic()
+        with self._popen(argv, inside, env, cwd) as child:
+            try:
+                out, err = child.communicate(timeout=timeout)
+            except BaseException:
+                child.kill()
+                raise
+        text = (out.decode(errors="surrogateescape"), err.decode(errors="surrogateescape"))
+        return Ended(child.returncode, *text, time.monotonic() - began, directory)
+
+    def _popen(self, argv: Sequence[str | bytes], inside: str | None,
+               env: Mapping[str, str | bytes] | None, cwd: Path | None) -> subprocess.Popen[bytes]:  # fmt: skip
+        mine: dict[str, Any] = {"PYTHONPATH": str(SOURCE), **(env or {})}
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE,
+                                 "stderr": subprocess.PIPE}  # fmt: skip
+        folder = cwd or self.project
+        if inside:
+            return self.lab.popen(inside, argv, env=mine, cwd=folder, **pipes)  # type: ignore[arg-type]
+        return subprocess.Popen(argv, env={**os.environ, **mine}, cwd=folder, **pipes)
+
+    def start(self, *words: str, **how: Any) -> Launch:
+        """Starts and returns at once; use it as a context manager."""
+        directory = self.fresh()
+        return Launch(self, self.argv("--run-dir", str(directory), *words, **how), directory)
+
+    def processes(self) -> dict[str, list[str]]:
+        """By host, the command lines of all that runs there (hosts that are off: nothing)."""
+        up = [host["name"] for host in self.lab.status()["hosts"] if host["up"]]
+        return {name: [line for _, line in self.lab.processes(name)] for name in up}
+
+    def clean(self, but: Sequence[str] = ()) -> bool:
+        """Nothing runs and nothing listens on any host that is up."""
+        found = self.processes()
+        running = any(found[name] for name in found if name not in but)
+        return not running and not any(self.lab.listeners(n) for n in found if n not in but)
+
+    def leftovers(self, patience: float = 3.0, but: Sequence[str] = ()) -> str:
+        """What still runs or listens after a while, in words; empty when all is clean."""
+        if eventually(lambda: self.clean(but), patience):
+            return ""
+        up = self.processes()
+        listening = {name: self.lab.listeners(name) for name in up}
+        return f"{up} {listening}"
+
+
+class Launch:
+    """A launch under way; leaving the ``with`` ends it, whatever happened."""
+
+    def __init__(self, site: Site, argv: list[str], directory: Path) -> None:
+        self.directory = directory
+        self._site = site
+        folder = directory.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        self._out, self._err = folder / f"{directory.name}.out", folder / f"{directory.name}.err"
+        env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                argv, env=env, cwd=site.project, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                start_new_session=True,
+            )  # fmt: skip
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text(errors="replace")
+
+    def wait_for(self, text: str, times: int = 1, patience: float = 20.0) -> None:
+        """Until ``text`` was written so many times on standard output."""
+        ready = lambda: self.out.count(text) >= times or self.process.poll() is not None  # noqa: E731
+        assert eventually(ready, patience), f"no {text!r} in\n{self.out}\n{self.err}"
+        assert self.out.count(text) >= times, f"ended without {text!r}:\n{self.out}\n{self.err}"
+
+    def signal(self, signum: int) -> None:
+        self.process.send_signal(signum)
+
+    def end(self, patience: float = 20.0) -> Ended:
+        """Waits for its end."""
+        began = time.monotonic()
+        self.process.wait(patience)
+        seconds = time.monotonic() - began
+        return Ended(self.process.returncode, self.out, self.err, seconds, self.directory)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+def eventually(true: Callable[[], bool], patience: float) -> bool:
+    """Whether it came true in time."""
+    deadline = time.monotonic() + patience
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.03)
+    return True
+
+
+def project_at(folder: Path) -> Path:
+    """A project folder of its own with the jobs in it."""
+    return Path(shutil.copytree(JOBS, folder, ignore=shutil.ignore_patterns("__pycache__")))

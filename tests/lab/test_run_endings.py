@@ -1,0 +1,346 @@
+"""Every way in which a job can end; afterwards the hosts are as they were before."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from launches import SOURCE, Launch, Site, eventually, project_at
+
+pytestmark = pytest.mark.lab
+
+LEASE_S = 4.0
+OPTIONS = ("--no-torch", "--lease", str(LEASE_S))
+
+
+@pytest.fixture(scope="module")
+def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("endings")
+    project = project_at(folder / "project")
+    yield Site(new_lab(hosts=2, share=(str(project),)), project)
+
+
+@pytest.fixture
+def site(shared: Site) -> Iterator[Site]:
+    """Nothing may run or listen after a test; faults are healed."""
+    yield shared
+    shared.lab.heal()
+    found = shared.leftovers()
+    if found:  # the next test shall not pay for this one
+        for name in shared.lab.names:
+            shared.lab.fault("kill", name, "sleep|paceline|end.py")
+    assert found == ""
+
+
+def waiting(site: Site, *words: str, ranks: int = 2) -> Launch:
+    """A launch whose ranks have all begun to wait."""
+    launch = site.start(*OPTIONS, "end.py", *words)
+    try:
+        launch.wait_for("waiting", times=ranks)
+    except BaseException:
+        launch.__exit__()
+        raise
+    return launch
+
+
+# --- the job's own end
+
+
+def test_a_normal_end(site: Site) -> None:
+    ended = site.run(*OPTIONS, "end.py", "both")
+    assert ended.code == 0
+    assert site.leftovers(0.5) == ""
+
+
+@pytest.mark.parametrize("bound", [(), ("-p", "2")])
+def test_a_rank_raises(site: Site, bound: tuple[str, ...]) -> None:
+    ended = site.run(*OPTIONS, *bound, "end.py", "raise", "1")
+    assert ended.code == 1
+    assert (ended.out + ended.err).count("Traceback") == 1
+    assert "ValueError: boom on 1" in ended.err
+    last = ended.err[ended.err.index("failed first") :]
+    assert re.search(r"failed first: rank 1 on n[12]: ValueError: boom on 1", last)
+    assert "end.py" in last
+    assert "paceline_agent" not in last
+    assert "Traceback" in (ended.directory / f"logs/{'n1' if bound else 'n2'}/1.log").read_text()
+    assert ended.json("result.json")["first_failure"]["rank"] == 1
+
+
+def test_a_rank_exits_with_a_status(site: Site) -> None:
+    ended = site.run(*OPTIONS, "end.py", "exit", "1")
+    assert ended.code == 7
+    assert "rank 1 on n2: exit status 7" in ended.err
+
+
+@pytest.mark.parametrize(("way", "name"), [("kill", "SIGKILL"), ("segv", "SIGSEGV")])
+def test_a_rank_dies_of_a_signal(site: Site, way: str, name: str) -> None:
+    ended = site.run(*OPTIONS, "end.py", way, "0")
+    assert ended.code == 128 + getattr(signal, name)
+    assert f"rank 0 on n1: killed by {name}" in ended.err
+
+
+def test_the_first_failure_is_named_not_its_echoes(site: Site) -> None:
+    ended = site.run("--lease", "5", "fail_in_step.py", "1")
+    assert ended.code == 1
+    assert "failed first: rank 1 on n2: ZeroDivisionError" in ended.err
+    assert ended.err.rstrip().count("Traceback") == 1
+
+
+def test_what_ranks_leave_behind_is_ended(site: Site) -> None:
+    ended = site.run(*OPTIONS, "end.py", "leave")
+    assert ended.code == 0
+    assert site.leftovers(1.0) == ""
+
+
+# --- the user's wish
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_lets_ranks_save(site: Site, signum: int, code: int) -> None:
+    with waiting(site, "save") as launch:
+        launch.signal(signum)
+        ended = launch.end()
+    assert ended.code == code
+    assert ended.out.count("saved") == 2
+    assert ended.seconds < 5
+
+
+def test_twice_means_now(site: Site) -> None:
+    with waiting(site, "ignore") as launch:
+        launch.signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert launch.process.poll() is None
+        launch.signal(signal.SIGINT)
+        began = time.monotonic()
+        ended = launch.end()
+        assert site.leftovers(max(0.0, 2 - (time.monotonic() - began))) == ""
+    assert ended.code == 130
+    assert ended.seconds < 2
+
+
+def test_a_rank_that_ignores_the_wish_is_killed_after_the_grace(site: Site) -> None:
+    with site.start(*OPTIONS, "--grace", "0.5", "end.py", "ignore") as launch:
+        launch.wait_for("waiting", times=2)
+        launch.signal(signal.SIGINT)
+        ended = launch.end()
+    assert ended.code == 130
+    assert ended.seconds < 4
+
+
+def test_a_stopped_rank_is_ended_too(site: Site) -> None:
+    with waiting(site, "stopped") as launch:
+        launch.signal(signal.SIGTERM)
+        ended = launch.end()
+    assert ended.code == 143
+
+
+def test_grandchildren_are_ended(site: Site) -> None:
+    with waiting(site, "children") as launch:
+        assert eventually(lambda: _count(site, "n1", "sleep 611") == 3, 3)
+        launch.signal(signal.SIGTERM)
+        launch.end()
+    assert site.leftovers(1.0) == ""
+
+
+def test_strangers_are_left_alone(site: Site) -> None:
+    """Neither another's process nor one that is called like ours."""
+    script = str(site.project / "end.py")
+    twin = [sys.executable, script, "echo"]
+    with (
+        site.lab.popen("n1", ["sleep", "612"]) as stranger,
+        site.lab.popen("n1", twin, env={"RANK": "0"}, stdout=subprocess.DEVNULL) as double,
+    ):
+        try:
+            with waiting(site, "echo") as launch:
+                launch.signal(signal.SIGINT)
+                launch.end()
+            time.sleep(0.3)
+            assert stranger.poll() is None
+            assert double.poll() is None
+        finally:
+            stranger.terminate()
+            double.terminate()
+
+
+def test_interrupted_while_connecting(site: Site) -> None:
+    site.lab.fault("unplug", "n2")
+    with site.start(*OPTIONS, "end.py", "echo") as launch:
+        time.sleep(0.8)
+        launch.signal(signal.SIGINT)
+        ended = launch.end()
+    assert ended.code == 130
+    assert ended.seconds < 4
+    assert "Traceback" not in ended.err
+
+
+def test_interrupted_at_once(site: Site) -> None:
+    with site.start(*OPTIONS, "end.py", "echo") as launch:
+        time.sleep(0.15)
+        launch.signal(signal.SIGINT)
+        ended = launch.end()
+    assert ended.code in (130, -signal.SIGINT)
+
+
+def test_interrupted_during_the_import(site: Site) -> None:
+    with site.start("train.py") as launch:
+        assert eventually(lambda: _count(site, "n2", "forkserver") > 0, 10)
+        launch.signal(signal.SIGINT)
+        ended = launch.end()
+    assert ended.code == 130
+    assert ended.seconds < 6
+    assert "Traceback" not in ended.err
+
+
+def test_the_terminal_is_closed(site: Site) -> None:
+    """SIGHUP comes, and nothing can be written any more."""
+    directory = site.fresh()
+    argv = site.argv("--run-dir", str(directory), *OPTIONS, "end.py", "echo")
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(site.project)
+        os.environ["PYTHONPATH"] = str(SOURCE)
+        os.execv(argv[0], argv)
+    said = b""
+    while said.count(b"waiting") < 2:
+        said += os.read(terminal, 4096)
+    os.close(terminal)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 129
+    assert site.leftovers(1.0) == ""
+
+
+def test_nobody_reads_the_output(site: Site) -> None:
+    """As with a pager that was not scrolled: the job goes on."""
+    argv = site.argv("--run-dir", str(site.fresh()), *OPTIONS, "end.py", "flood")
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    with subprocess.Popen(argv, cwd=site.project, env=env, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as launch:  # fmt: skip
+        result = site.project.parent / "runs" / str(site.runs) / "result.json"
+        assert eventually(result.exists, 40)
+        assert launch.stdout is not None
+        launch.stdout.read()
+        assert launch.wait(20) == 0
+        assert launch.stderr is not None
+        launch.stderr.read()
+
+
+def test_the_output_is_closed(site: Site) -> None:
+    """As with ``| head``: the job goes on, and its logs are complete."""
+    argv = site.argv("--run-dir", str(site.fresh()), *OPTIONS, "end.py", "both")
+    with subprocess.Popen(argv, cwd=site.project, env={**os.environ, "PYTHONPATH": str(SOURCE)},
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launch:  # fmt: skip
+        assert launch.stdout is not None
+        launch.stdout.close()
+        _, err = launch.communicate(timeout=20)
+    assert launch.returncode == 0, err
+    assert b"Traceback" not in err
+
+
+# --- what dies without a word
+
+
+def _count(site: Site, host: str, pattern: str) -> int:
+    return sum(bool(re.search(pattern, line)) for _, line in site.lab.processes(host))
+
+
+def _ours(site: Site, host: str) -> list[str]:
+    return [line for _, line in site.lab.processes(host) if not line.startswith("sshd")]
+
+
+def test_the_launcher_is_killed(site: Site) -> None:
+    with waiting(site, "children") as launch:
+        launch.kill()
+    assert site.leftovers(10.0) == ""
+
+
+@pytest.mark.parametrize("what", [r"import sys;exec", "forkserver"])
+def test_the_agent_or_its_fork_server_is_killed(site: Site, what: str) -> None:
+    with waiting(site, "children") as launch:
+        time.sleep(1.2)
+        site.lab.fault("kill", "n2", what)
+        ended = launch.end()
+    assert ended.code != 0
+    assert ended.seconds < 10
+    assert "n2" in ended.err
+    assert site.leftovers(1.0) == ""
+
+
+def test_the_guard_is_killed(site: Site) -> None:
+    with waiting(site, "children") as launch:
+        site.lab.fault("kill", "n2", " guard ")
+        ended = launch.end()
+    assert ended.code != 0
+    assert "n2" in ended.err
+    assert site.leftovers(2.0) == ""
+
+
+def test_ssh_is_killed(site: Site) -> None:
+    with waiting(site, "echo") as launch:
+        site.lab.fault("kill", "n2", "sshd: .*notty")
+        ended = launch.end()
+    assert ended.code != 0
+    assert ended.seconds < 8
+    assert "connection to n2 ended" in ended.err
+    assert site.leftovers(4.0) == ""
+
+
+@pytest.mark.parametrize("fault", ["power-off", "unplug", "freeze"])
+def test_a_host_goes_away(site: Site, fault: str) -> None:
+    with waiting(site, "children") as launch:
+        site.lab.fault(fault, "n2")
+        began = time.monotonic()
+        ended = launch.end()
+        assert time.monotonic() - began < 10
+        assert eventually(lambda: not site.processes()["n1"], 2)
+        if fault == "unplug":  # it cannot be told, and ends the job by itself; sshd waits on
+            assert eventually(lambda: not _ours(site, "n2"), LEASE_S + 0.5 - ended.seconds)
+    assert ended.code != 0
+    assert "n2" in ended.err
+    site.lab.heal()
+    assert site.leftovers(2.0) == ""
+
+
+def test_the_first_host_goes_away(site: Site) -> None:
+    with waiting(site, "echo") as launch:
+        site.lab.fault("power-off", "n1")
+        ended = launch.end()
+    assert ended.code != 0
+    assert ended.seconds < 10
+    assert "n1" in ended.err
+
+
+# --- beside each other
+
+
+def test_two_jobs_at_once_on_the_same_hosts(site: Site) -> None:
+    with site.start("train.py", "0.5") as one, site.start("train.py", "0.5") as two:
+        ends = [one.end(30), two.end(30)]
+    assert [ended.code for ended in ends] == [0, 0], ends
+    assert all(ended.out.count("sum 3") == 2 for ended in ends)
+    ports = {ended.json("plan.json")["master"]["port"] for ended in ends}
+    assert len(ports) == 2
+
+
+def test_one_job_ends_and_the_other_does_not_notice(site: Site) -> None:
+    with waiting(site, "echo") as one:
+        assert site.run(*OPTIONS, "end.py", "raise", "1").code == 1
+        time.sleep(0.3)
+        assert one.process.poll() is None
+        one.signal(signal.SIGINT)
+        assert one.end().code == 130
+
+
+def test_a_rank_may_outlive_rank_zero(site: Site) -> None:
+    """The store belongs to the attempt, not to the first node's ranks."""
+    ended = site.run("late.py")
+    assert ended.code == 0, ended.err

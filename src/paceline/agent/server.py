@@ -19,11 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
-<<<<<<< Updated upstream
-from . import facts, probe, procs, snapshot, survey
-=======
-from . import facts, guard, probe, procs, snapshot
->>>>>>> Stashed changes
+from . import facts, guard, probe, procs, snapshot, survey
 from .frames import Decoder, Message
 from .job import NodeJob
 from .lease import Lease

@@ -163,9 +163,18 @@ class Launcher:
             result = await attempt.run()
         finally:
             self._attempt = None
+        if result.failure is not None and result.failure.kind == "lost":
+            await self._tell_of(result.failure.host, fleet)
         if result.exit_code == 0 and plan.world_size > 1 and not attempt.joined:
             self._warn_never_joined(plan)
         return result
+
+    async def _tell_of(self, name: str, fleet: Fleet) -> None:
+        """What the scheduler knows of a lost node, in its own words."""
+        for host in fleet.hosts:
+            if host.name == name and (words := await self._transport.tell_of(host)):
+                self._screen.note(f"paceline: {words}")
+                self.recorder.event("scheduler", name, words=words)
 
     def _announce(self, plan: Plan) -> None:
         ranks, hosts = plan.world_size, len(plan.nodes)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ from paceline.spec.hosts import Host
 
 WORDS_KEPT = 16 * 1024
 END_PATIENCE_S = 5.0
+TERM_PATIENCE_S = 3.0
+LOOK_EVERY_S = 0.25
 STRAGGLERS_S = 2.0  # for those whose call is on its way when the scheduler gives up
 
 
@@ -62,6 +65,9 @@ class Scheduler(Protocol):
             status: Exit status of the scheduler's command, ``None`` while it runs.
             words: What it wrote, the end of it.
         """
+
+    def hopeless(self, words: str) -> bool:
+        """Whether the scheduler's words so far mean that it will not start all hosts."""
 
     async def tell_of(self, host: Host) -> str:
         """What the scheduler knows of a host that was lost; empty when nothing."""
@@ -188,18 +194,15 @@ class CallingTransport:
             del self._words[:-WORDS_KEPT]
 
     async def _wait(self, gathering: Gathering) -> None:
+        """Until all have called, or nobody else will."""
         assert self._process is not None
-        done = asyncio.ensure_future(gathering.done.wait())
-        over = asyncio.ensure_future(self._process.wait())
-        try:
-            await asyncio.wait({done, over}, timeout=self._options.connect_s,
-                               return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
-            if over.done() and not done.done():
-                await asyncio.wait({done}, timeout=STRAGGLERS_S)
-        finally:
-            done.cancel()
-            over.cancel()
-            await asyncio.gather(done, over, return_exceptions=True)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._options.connect_s
+        while not gathering.done.is_set() and loop.time() < deadline:
+            if self._process.returncode is not None or self._scheduler.hopeless(self.words):
+                deadline = min(deadline, loop.time() + STRAGGLERS_S)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(gathering.done.wait(), LOOK_EVERY_S)
 
     async def _failed(self, hosts: Sequence[Host], missing: Sequence[Host]) -> PacelineError:
         assert self._process is not None
@@ -222,21 +225,29 @@ class CallingTransport:
         return await self._scheduler.tell_of(host)
 
     async def _end(self, patience_s: float) -> None:
-        process = self._process
-        if process is None:
+        if self._process is None:
             return
-        for attempt in (None, process.terminate, process.kill):
-            if attempt is not None:
-                patience_s = 3.0
-                with contextlib.suppress(ProcessLookupError):
-                    attempt()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(process.wait(), patience_s or 0.01)
-                break
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._process.wait(), patience_s or 0.01)
+        await end_group(self._process)
         await asyncio.wait(self._readers, timeout=0.5)
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
+
+
+async def end_group(process: asyncio.subprocess.Process) -> None:
+    """Ends a command that leads a process group: politely, then with all that it has started."""
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(process.wait(), TERM_PATIENCE_S)
+    if process.returncode is None:  # so the group is still its own
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 async def open_channels(channels: Sequence[Channel]) -> list[Channel]:

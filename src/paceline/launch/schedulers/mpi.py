@@ -6,7 +6,6 @@ MPI starts exactly one process a host, the agent; the ranks are the agent's, as 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import shutil
@@ -17,17 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.agent.caller import KEY
-from paceline.cluster.openssh import SshOptions
-from paceline.launch.schedulers.calling import CallingTransport, Start
+from paceline.cluster.openssh import Refusal, SshOptions, classify
+from paceline.launch.schedulers.calling import CallingTransport, Start, end_group
 from paceline.launch.schedulers.options import Options
 from paceline.launch.transport import Transport
+from paceline.spec.command import shell_text
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.hosts import Host
 
 NAMES = ("mpiexec", "mpirun", "mpiexec.hydra")  # the first on PATH that can be told counts
 PLACES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 STRIP = r"PMI|PMIX_|OMPI_|OPAL_|ORTE_|PRTE_|HYD|MPIR_|MPI_LOCAL|MPIEXEC_|MV2_COMM|I_MPI_(HYDRA|PMI)"
-PROBE_S = 15.0
+PROBE_S = 8.0
+SSH_FAILED = 255
 PROBES_AT_ONCE = 8
 
 
@@ -183,7 +184,7 @@ def ssh_config(hosts: Sequence[Host], ssh: SshOptions) -> str:
         "Host *",
         "    BatchMode yes",
         f"    StrictHostKeyChecking {checking}",
-        "    ConnectTimeout 10",
+        "    ConnectTimeout 5",
     ]
     config = ssh.config.absolute() if ssh.config else "~/.ssh/config"
     return "\n".join([*lines, *common, f"    Include {_quoted(str(config))}"]) + "\n"
@@ -195,69 +196,36 @@ def _quoted(path: str) -> str:
 
 # --- what went wrong: pure ------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True)
-class _Cause:
-    pattern: str
-    message: str
-    remedy: str
-
-
-_CAUSES = (
-    _Cause(
-        r"hydra_(pmi|bstrap)_proxy: (not found|No such file|command not found)|"
-        r"(hydra_\w+_proxy|orted|prted).{0,40}(not found|No such file)",
-        "MPI is not installed there, or at another place",
-        "Install the same MPI at the same path on {names}, or take one that every host has: "
-        "--mpiexec PATH",
-    ),
-    _Cause(
-        r"Host key verification failed",
-        "the host key is not known",
-        "Compare and pin it: ssh {first} true (or --accept-new-host-keys once)",
-    ),
-    _Cause(r"Permission denied", "the login is refused", "Put your key there: ssh-copy-id {first}"),
-    _Cause(
-        r"Could not resolve hostname|Name or service not known|getaddrinfo",
-        "the name is not found",
-        "Check the spelling of {names} in the host file",
-    ),
-    _Cause(
-        r"No route to host|Network is unreachable|Connection timed out|Operation timed out",
-        "no answer: the machine is off or not in this network",
-        "Switch {names} on, or take it out of the host file",
-    ),
-    _Cause(
-        r"Connection refused",
-        "nothing listens on its SSH port",
-        "Start sshd on {names}",
-    ),
-    _Cause(
-        r"paceline-boot: no Python",
-        "no Python",
-        "Install Python 3.9 or newer on {names}",
-    ),
-    _Cause(
-        r"paceline-call: \S+: .* port \d+",
-        "MPI started the agent, but it could not call back",
-        "Let {names} connect to this machine (firewall?), or --iface for another network",
-    ),
+# ssh's own words among mpiexec's: some mpiexec wait for ever for a host that ssh cannot reach
+_HOPELESS = re.compile(
+    r"ssh: connect to host|ssh: Could not resolve|Permission denied \(|"
+    r"Host key verification failed|ORTE was unable|Unable to run bstrap_proxy|"
+    r"proxy: (not found|No such file)"
 )
-
-
-def cause_of(words: str, names: Sequence[str]) -> tuple[str, str]:
-    """Cause and remedy for what MPI said about some hosts."""
-    listed = ", ".join(names)
-    for cause in _CAUSES:
-        if re.search(cause.pattern, words):
-            return cause.message, cause.remedy.format(names=listed, first=names[0])
-    return "MPI did not start the agent", f"Try by hand what MPI says about {listed}"
 
 
 def tail(words: str, lines: int = 6) -> str:
     """The end of what MPI said, without its decoration."""
     kept = [line.strip() for line in words.splitlines() if line.strip(" -=\t|:")]
     return "\n".join(kept[-lines:])
+
+
+def lacks_mpi(mpi: Mpi, host: Host) -> Refusal:
+    """A host that can be logged in to but has no MPI at that path."""
+    return Refusal(
+        "MPI is not installed there, or at another place",
+        f"there is no {mpi.path} on {host.name}",
+        f"Install {mpi.title} there, or take one that every host has: --mpiexec PATH",
+    )
+
+
+def unexplained(words: str) -> Refusal:
+    """A host on which MPI fails though ssh and MPI's own files are there."""
+    return Refusal(
+        "MPI did not start a program there",
+        tail(words),
+        "Let the hosts connect to each other on all TCP ports, or --iface for another network",
+    )
 
 
 # --- the scheduler --------------------------------------------------------------------------------
@@ -281,6 +249,10 @@ class MpiScheduler:
     def _environment(self) -> Mapping[str, str | None]:
         return environment(self._mpi, self._config, root=os.geteuid() == 0)
 
+    def hopeless(self, words: str) -> bool:
+        """Some host cannot be reached, so mpiexec will not do it."""
+        return bool(_HOPELESS.search(words))
+
     def end(self) -> None:
         """Removes the ssh config."""
         self._folder.cleanup()
@@ -291,71 +263,80 @@ class MpiScheduler:
 
     async def explain(self, hosts: Sequence[Host], missing: Sequence[Host], status: int | None,
                       words: str) -> PacelineError:  # fmt: skip
-        """mpiexec gives up as a whole; asking it for every host alone tells which ones are dead."""
-        said = await self._ask_each(hosts)
-        dead = [host for host in hosts if said[host.name] is not None]
-        if not dead:
-            return self._none_dead(missing, status, words)
-        return dead_hosts(self._mpi, hosts, {host.name: said[host.name] or "" for host in dead})
-
-    async def _ask_each(self, hosts: Sequence[Host]) -> dict[str, str | None]:
+        """mpiexec gives up as a whole; asking for every host alone tells which ones are dead."""
         gate = asyncio.Semaphore(PROBES_AT_ONCE)
 
-        async def ask(host: Host) -> str | None:
+        async def look(host: Host) -> Refusal | None:
             async with gate:
-                return await self._ask_one(host)
+                return await self._look_at(host)
 
-        answers = await asyncio.gather(*(ask(host) for host in hosts))
-        return dict(zip((host.name for host in hosts), answers, strict=True))
+        answers = await asyncio.gather(*(look(host) for host in missing))
+        dead = {h.name: a for h, a in zip(missing, answers, strict=True) if a is not None}
+        if not dead:
+            return no_call(self._mpi, missing, status, words)
+        return dead_hosts(self._mpi, hosts, dead)
 
-    async def _ask_one(self, host: Host) -> str | None:
-        """What ``mpiexec … hostname`` says when it fails on this host alone; ``None`` when not."""
-        own: dict[str, str | None] = {**os.environ, KEY: "", **self._environment()}
-        process = await asyncio.create_subprocess_exec(
-            *command(self._mpi, [host], self._options, self._config),
-            "hostname",
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={name: value for name, value in own.items() if value is not None},
-            start_new_session=True,
-        )
-        try:
-            words, _ = await asyncio.wait_for(process.communicate(), PROBE_S)
-        except asyncio.TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-            return f"Operation timed out: no answer within {PROBE_S:.0f} s"
-        return words.decode(errors="replace") or "no word" if process.returncode else None
-
-    def _none_dead(self, missing: Sequence[Host], status: int | None, words: str) -> PacelineError:
-        names = [host.name for host in missing]
-        cause, remedy = cause_of(words, names)
-        ended = "is still running" if status is None else f"ended with status {status}"
-        return ConnectError(
-            f"{self._mpi.title} runs programs on all hosts, but no agent called from "
-            f"{', '.join(names)}: {cause}",
-            found=f"mpiexec {ended}\n{tail(words)}".strip(),
-            remedy=remedy,
-        )
+    async def _look_at(self, host: Host) -> Refusal | None:
+        """Why MPI can start nothing on a host; ``None`` when it can."""
+        if not host.local:
+            look = [
+                "ssh",
+                "-F",
+                self._config,
+                "--",
+                host.address,
+                shell_text(["ls", self._mpi.path]),
+            ]
+            status, words = await said_by(look, {})
+            if status == SSH_FAILED or status is None:
+                return classify(words, status, host)
+            if status:
+                return lacks_mpi(self._mpi, host)
+        argv = [*command(self._mpi, [host], self._options, self._config), "hostname"]
+        status, words = await said_by(argv, {KEY: "", **self._environment()})
+        return unexplained(words) if status != 0 else None
 
 
-def dead_hosts(mpi: Mpi, hosts: Sequence[Host], dead: Mapping[str, str]) -> ConnectError:
+async def said_by(argv: Sequence[str], env: Mapping[str, str | None]) -> tuple[int | None, str]:
+    """Exit status (``None`` when it took too long) and words of a command."""
+    own: dict[str, str | None] = {**os.environ, **env}
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={name: value for name, value in own.items() if value is not None},
+        start_new_session=True,
+    )
+    try:
+        words, _ = await asyncio.wait_for(process.communicate(), PROBE_S)
+    except asyncio.TimeoutError:
+        await end_group(process)
+        return None, f"Operation timed out: no answer within {PROBE_S:.0f} s"
+    return process.returncode, words.decode(errors="replace")
+
+
+def dead_hosts(mpi: Mpi, hosts: Sequence[Host], dead: Mapping[str, Refusal]) -> ConnectError:
     """The error for hosts on which MPI cannot start anything; the others are named too."""
     alive = [host.name for host in hosts if host.name not in dead]
-    found, remedies = [], []
-    for name, words in dead.items():
-        cause, remedy = cause_of(words, [name])
-        found.append(f"{name}: {cause}\n{tail(words, 3)}")
-        remedies.append(f"{name}: {remedy}")
-    found.append(f"answered: {', '.join(alive) or 'nobody'}")
+    found = [f"{name}: {refusal.cause}: {refusal.found}" for name, refusal in dead.items()]
     noun = "host" if len(hosts) == 1 else "hosts"
     return ConnectError(
         f"{mpi.title} cannot start anything on {len(dead)} of {len(hosts)} {noun}: "
         + ", ".join(dead),
-        found="\n".join(found),
-        remedy="\n".join(dict.fromkeys(remedies)),
+        found="\n".join([*found, f"answered: {', '.join(alive) or 'nobody'}"]),
+        remedy="\n".join(f"{name}: {refusal.remedy}" for name, refusal in dead.items()),
+    )
+
+
+def no_call(mpi: Mpi, missing: Sequence[Host], status: int | None, words: str) -> ConnectError:
+    """The error for hosts that MPI reaches and that do not reach us."""
+    names = ", ".join(host.name for host in missing)
+    ended = "is still running" if status is None else f"ended with status {status}"
+    return ConnectError(
+        f"{mpi.title} runs programs on all hosts, but no agent called from {names}",
+        found=f"mpiexec {ended}\n{tail(words)}".strip(),
+        remedy=f"Let {names} connect to this machine (firewall?), or --iface for another network",
     )
 
 

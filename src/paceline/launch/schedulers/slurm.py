@@ -165,6 +165,10 @@ class SlurmScheduler:
         state = parse_node(await ask("scontrol", "show", "node", "-o", host.address))
         return f"Slurm says that {host.name} is {state}" if state else ""
 
+    def hopeless(self, words: str) -> bool:
+        """srun ends by itself when it cannot start the step."""
+        return False
+
     def end(self) -> None:
         """Nothing was made: the step ends with its agents."""
 

@@ -1,0 +1,129 @@
+"""Nodes started by three real MPIs: the same run as over SSH, the same ends, clear errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launches import Site
+from ways import Way, largest_difference, mpiexec, reference, site_in
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+
+FLAVOURS = ("intel", "mpich", "openmpi")
+
+
+@pytest.fixture(scope="module")
+def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return site_in(new_lab, tmp_path_factory.mktemp("mpi"), hosts=3)
+
+
+@pytest.fixture
+def site(shared: Site) -> Iterator[Site]:
+    """Nothing may run or listen after a test."""
+    yield shared
+    shared.lab.heal()
+    assert shared.leftovers() == ""
+
+
+@pytest.fixture(params=FLAVOURS)
+def way(request: pytest.FixtureRequest, site: Site) -> Way:
+    options = ("-H", "n1,n2", "--via", "mpi", "--mpiexec", mpiexec(request.param))
+    return Way(site, options)
+
+
+def test_ranks_know_their_place(way: Way) -> None:
+    way.reports_its_place()
+
+
+def test_a_rank_raises(way: Way) -> None:
+    way.names_a_rank_that_raises()
+
+
+def test_a_rank_is_killed(way: Way) -> None:
+    way.names_a_rank_that_is_killed()
+
+
+def test_interrupted(way: Way) -> None:
+    way.stops_on(signal.SIGINT)
+
+
+def test_same_parameters_as_over_ssh(way: Way) -> None:
+    found = way.trains(way.site.project)
+    assert largest_difference(found, reference(way.site)) < 1e-10
+
+
+def test_the_key_is_in_no_command_line(way: Way) -> None:
+    with way.started("--no-torch", "end.py", "wait") as (_, directory):
+        assert way.waits(directory, 2)
+        pids = [pid for name in ("n1", "n2") for pid, _ in way.site.lab.processes(name)]
+        keys = {_environment(pid).get("PACELINE_CALL_KEY") for pid in pids} - {None}
+        lines = [_read(f"/proc/{pid}/cmdline") for pid in pids]
+    assert keys
+    assert not [line for line in lines for key in keys if key and key.encode() in line]
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def _environment(pid: int) -> dict[str, str]:
+    entries = _read(f"/proc/{pid}/environ").decode(errors="replace").split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def test_dead_hosts_are_named_and_the_others_answer(way: Way) -> None:
+    """What `mpiexec -ppn 1 -f hostfile hostname` is used for."""
+    way.site.lab.fault("power-off", "n2")
+    options = ("-H", "n1,n2,n3", *way.options[2:])
+    ended = Way(way.site, options).run("--no-python", "hostname")
+    assert ended.code == 1, ended.err
+    assert "cannot start anything on 1 of 3 hosts: n2" in ended.err
+    assert "answered: n1, n3" in ended.err
+    assert "no answer" in ended.err
+
+
+def test_host_names_through_mpi(way: Way) -> None:
+    options = ("-H", "n1,n2,n3", *way.options[2:])
+    ended = Way(way.site, options).run("--no-python", "hostname")
+    assert ended.code == 0, ended.err
+    assert [ended.lines(rank) for rank in range(3)] == [["n1"], ["n2"], ["n3"]]
+
+
+def test_an_mpi_that_one_host_lacks(site: Site) -> None:
+    """Intel MPI at a path that only the first host has."""
+    source = Path(mpiexec("intel")).parents[1]
+    own = "/var/tmp/own-mpi"
+    copy = ["sh", "-c", f"mkdir -p {own} && cp -r {source}/bin {source}/lib {own}/"]
+    site.lab.exec("n1", copy, timeout=60, check=True)
+    options = ("-H", "n1,n2", "--via", "mpi", "--mpiexec", f"{own}/bin/mpiexec.hydra")
+    ended = Way(site, options).run("--no-python", "hostname")
+    assert ended.code == 1
+    assert "cannot start anything on 1 of 2 hosts: n2" in ended.err, ended.err
+    assert "MPI is not installed there" in ended.err
+
+
+def test_no_mpi(site: Site) -> None:
+    way = Way(site, ("-H", "n1,n2", "--via", "mpi"), env={"PATH": "/nowhere"})
+    ended = way.run("--no-python", "hostname")
+    assert ended.code == 2
+    assert "--via mpi needs an MPI, and there is none" in ended.err
+
+
+def test_two_mpis_mixed(site: Site) -> None:
+    folder = site.project.parent / "mixed"
+    folder.mkdir(exist_ok=True)
+    for name, flavour in (("mpiexec", "mpich"), ("mpirun", "openmpi")):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(mpiexec(flavour))
+    path = f"{folder}:{os.environ['PATH']}"
+    ended = Way(site, ("-H", "n1,n2", "--via", "mpi"), env={"PATH": path}).run("tell.py")
+    assert ended.code == 2
+    assert "two MPIs are mixed on PATH" in ended.err

@@ -7,8 +7,11 @@ port, host key, key, user, permissions, login shell, Python.
 
 from __future__ import annotations
 
+import re
+
 from paceline.checks.check import Check, failed, listed, passed
 from paceline.checks.scene import Scene
+from paceline.cluster.openssh import CAUSES
 from paceline.spec.finding import Finding
 
 
@@ -17,7 +20,7 @@ def judge(scene: Scene) -> list[Finding]:
         failed(
             "login",
             [host.name],
-            f"cannot log in to {host.name}: {said['cause']}: {_line(said['found'])}",
+            f"cannot log in to {host.name}: {said['cause']}: {_line(said['cause'], said['found'])}",
             said["remedy"],
         )
         for host in scene.hosts
@@ -28,10 +31,11 @@ def judge(scene: Scene) -> list[Finding]:
     return found
 
 
-def _line(text: str) -> str:
-    """The line of ssh's words that says most: the last one that is not a farewell."""
+def _line(cause: str, text: str) -> str:
+    """The line of ssh's words by which the cause was known, else the last."""
+    pattern = next((known.pattern for known in CAUSES if known.name == cause), "$^")
     lines = [line for line in text.splitlines() if line.strip()]
-    telling = [line for line in lines if not line.startswith(("Host key verification", "Please"))]
+    telling = [line for line in lines if re.search(pattern, line)]
     return (telling or lines or ["no word"])[-1]
 
 

@@ -1,0 +1,151 @@
+"""What every check must do, over the registry and recorded cases.
+
+``fixtures/checks/healthy.json`` is the recorded scene of three well hosts. A case
+``fixtures/checks/CHECK/OUTCOME_NAME.json`` says what is changed in it (``path.to.value``; a
+``-`` in front removes) and what the check must find: outcome, hosts, words of the message and of
+the remedy.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.checks import CHECKS, load, verdict
+from paceline.checks.check import LEVELS
+from paceline.checks.examine import applies, judge
+from paceline.checks.scene import Scene
+from paceline.spec.finding import Finding
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "checks"
+SOURCE = Path(__file__).parents[2] / "src" / "paceline" / "checks"
+CASES = sorted(FOLDER.glob("*/*.json"))
+NOT_CHECKS = {"__init__", "check", "scene", "probing", "examine", "verdict", "blame"}
+
+
+def healthy() -> dict[str, Any]:
+    scene: dict[str, Any] = json.loads((FOLDER / "healthy.json").read_text())
+    return scene
+
+
+def changed(scene: dict[str, Any], change: dict[str, Any]) -> Scene:
+    for path, value in change.items():
+        *parents, last = path.removeprefix("-").split(".")
+        place = scene
+        for name in parents:
+            place = place[name]
+        if path.startswith("-"):
+            del place[last]
+        else:
+            place[last] = value
+    return Scene.from_json(scene)
+
+
+def case_id(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+@pytest.mark.parametrize("path", CASES, ids=case_id)
+def test_judges_as_recorded(path: Path) -> None:
+    case = json.loads(path.read_text())
+    check = load(path.parent.name)
+    found = check.judge(changed(healthy(), case["change"]))
+    assert [(f.outcome, list(f.hosts)) for f in found] == [
+        (one["outcome"], one["hosts"]) for one in case["expect"]
+    ], found
+    for finding, wanted in zip(found, case["expect"], strict=True):
+        for words in wanted["says"]:
+            assert words in finding.message
+        for words in wanted["remedy"]:
+            assert words in finding.remedy
+
+
+@pytest.mark.parametrize("path", CASES, ids=case_id)
+def test_the_conclusion_is_that_of_the_case(path: Path) -> None:
+    """Nothing else in the registry blames somebody for what the case changed."""
+    case = json.loads(path.read_text())
+    scene = changed(healthy(), case["change"])
+    if case["expect"][0]["outcome"] in ("pass", "unknown"):
+        return
+    first = verdict.ranked(judge(scene, "full"))[0]
+    assert first.check == path.parent.name, first
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_has_recorded_cases(name: str) -> None:
+    outcomes = {path.stem.split("_")[0] for path in CASES if path.parent.name == name}
+    assert "pass" in outcomes
+    assert outcomes & {"fail", "warn"}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_is_what_it_is_called(name: str) -> None:
+    check = load(name)
+    assert check.id == name
+    assert check.title
+    assert check.level in LEVELS
+    text = __import__(CHECKS[name], fromlist=["check"]).__doc__ or ""
+    assert "?" in text.splitlines()[0]
+    assert "Fails when:" in text or "Warns when:" in text
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_says_unknown_when_its_probe_fails(name: str) -> None:
+    if load(name).probe is None:
+        return
+    scene = replace(changed(healthy(), {}), failures={name: "no answer in time"})
+    (found,) = [finding for finding in judge(scene, "full") if finding.check == name]
+    assert found.outcome == "unknown"
+    assert "no answer in time" in found.message
+
+
+def test_every_file_is_registered() -> None:
+    files = {path.stem for path in SOURCE.glob("*.py")} - NOT_CHECKS
+    assert files == set(CHECKS)
+
+
+def test_healthy_hosts_are_called_healthy() -> None:
+    found = judge(changed(healthy(), {}), "full")
+    assert {finding.outcome for finding in found} == {"pass"}
+    assert verdict.exit_status(found) == 0
+    assert verdict.conclusion(found).startswith("all is well")
+
+
+def test_a_lone_host_needs_no_network() -> None:
+    scene = changed(healthy(), {})
+    alone = replace(
+        scene, hosts=scene.hosts[:1], facts={"n1": scene.facts["n1"]}, evidence={}, networks={}
+    )
+    assert {f.outcome for f in judge(alone, "facts")} == {"pass"}
+    assert not applies(load("ports"), alone)
+
+
+def test_refused_hosts_do_not_silence_the_others() -> None:
+    change = {"refusals": {"n2": {"cause": "refused", "found": "x", "remedy": "y"}}}
+    found = judge(changed(healthy(), {**change, "-facts.n2": None, "evidence": {}}), "facts")
+    assert found[0].outcome == "fail"
+    assert [f for f in found if f.check == "torch" and f.outcome == "pass"]
+
+
+def test_a_scene_survives_json() -> None:
+    scene = changed(healthy(), {})
+    assert Scene.from_json(json.loads(json.dumps(scene.to_json()))) == scene
+
+
+def test_a_failure_needs_a_remedy() -> None:
+    with pytest.raises(ValueError, match="without a remedy"):
+        Finding("x", "fail", (), "bad")
+
+
+@pytest.mark.parametrize("path", CASES, ids=case_id)
+def test_remedies_that_are_commands_can_be_read_by_a_shell(path: Path) -> None:
+    case = json.loads(path.read_text())
+    for finding in load(path.parent.name).judge(changed(healthy(), case["change"])):
+        for line in finding.remedy.splitlines():
+            if ": sudo " in line or ": sed " in line:
+                shlex.split(line.partition(": ")[2])

@@ -1,0 +1,182 @@
+"""``paceline check`` against faults made for real: the first line names the culprit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cluster.lab import Lab, LabOptions
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(90)]
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+
+def check(lab: Lab, *words: str, cwd: Path | None = None) -> tuple[int, dict[str, Any]]:
+    """Exit status and the object of ``paceline check --json``."""
+    argv = [sys.executable, "-m", "paceline", "check", "-H", str(lab.hostfile)]
+    argv += ["--ssh-config", str(lab.ssh_config), "--json", *words]
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=60, cwd=cwd)
+    assert done.stdout.startswith("{"), done.stderr
+    assert not done.stderr, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def worst(said: dict[str, Any]) -> dict[str, Any]:
+    """The finding that the conclusion is made of."""
+    order = ("fail", "unknown", "warn", "pass")
+    found: dict[str, Any] = min(said["findings"], key=lambda f: order.index(f["outcome"]))
+    return found
+
+
+def apply(lab: Lab, remedy: str) -> None:
+    """Types the first line of a remedy on the host that it names."""
+    for line in remedy.splitlines():
+        where, _, command = line.partition(": ")
+        if not where.startswith("On n"):
+            continue
+        lab.exec(where.removeprefix("On "), ["sh", "-c", command.replace("sudo ", "")], check=True)
+
+
+@pytest.fixture(scope="module")
+def three(new_lab: Any) -> Lab:
+    lab: Lab = new_lab(hosts=3, interface_names=("eth0", "ens3"), private=("/srv:64m",))
+    return lab
+
+
+def test_healthy_hosts_get_an_environment_and_no_warning(three: Lab) -> None:
+    code, said = check(three)
+    assert code == 0
+    assert {finding["outcome"] for finding in said["findings"]} == {"pass"}, said
+    assert set(said["findings"][0]) == {"check", "outcome", "hosts", "message", "remedy"}
+    interfaces = {host: env["GLOO_SOCKET_IFNAME"] for host, env in said["environment"].items()}
+    assert interfaces == {"n1": "eth0", "n2": "ens3", "n3": "eth0"}
+    assert said["environment"]["n2"]["MASTER_ADDR"] == three.address("n1")
+
+
+FAULTS = [
+    (("drop", "n2", "all-ephemeral"), "fail", "n2 drops TCP from n1 and n3", "ens3 10.77.0.12"),
+    (("drop", "n2", "32768-45000"), "fail", "n2 drops TCP from n1 and n3", "of the ports tried"),
+    (("reject", "n3", "all-ephemeral"), "fail", "n3 refuses TCP from n1 and n2", "eth0"),
+    (("unreachable", "n1", "n2"), "fail", "n1 has no route to n2 (10.77.0.12)", "errno 113"),
+    (("deaf", "n2", "n1"), "fail", "n2 drops TCP from n1", "ens3"),
+    (("slow", "n2", "100mbit"), "warn", "the link of n2 (ens3) is slow", "Mbit/s"),
+    (("loss", "n3", "3"), "warn", "the link of n3 (eth0) loses packets", "%"),
+    (("kill", "n2", "sshd.*listener"), "fail", "cannot log in to n2: refused", "port 22"),
+]
+
+
+@pytest.mark.parametrize(("fault", "outcome", "who", "where"), FAULTS, ids=lambda v: str(v)[:40])
+def test_names_the_culprit(three: Lab, fault: Any, outcome: str, who: str, where: str) -> None:
+    three.fault(*fault)
+    try:
+        code, said = check(three, *(["--quick"] if outcome == "fail" else []))
+        found = worst(said)
+        assert (found["outcome"], code) == (outcome, int(outcome == "fail"))
+        assert who in found["message"]
+        assert where in found["message"]
+        assert found["remedy"]
+        apply(three, found["remedy"]) if "iptables" in found["remedy"] else None
+        if "iptables" in found["remedy"] or "ip route del" in found["remedy"]:
+            apply(three, found["remedy"]) if "ip route del" in found["remedy"] else None
+            assert check(three, "--quick")[0] == 0
+    finally:
+        mend(three, fault)
+
+
+def mend(lab: Lab, fault: tuple[str, ...]) -> None:
+    """Undoes the fault and what a remedy added."""
+    lab.exec(fault[1], ["sh", "-c", "iptables -F INPUT; ip route flush type unreachable || true"])
+    if fault[0] in ("slow", "loss"):
+        lab.undo(*fault)
+    if fault[0] == "kill":
+        lab.fault("power-off", fault[1])
+        lab.heal(fault[1])
+
+
+def test_a_full_disk_is_named_with_its_path(three: Lab) -> None:
+    three.fault("fill-disk", "n2", "/srv")
+    try:
+        code, said = check(three, "--quick", "--data", "/srv")
+    finally:
+        three.undo("fill-disk", "n2", "/srv")
+    assert code == 1
+    assert "the disk at /srv on n2 is full" in worst(said)["message"]
+    assert worst(said)["hosts"] == ["n2"]
+
+
+def test_a_private_folder_is_not_a_shared_one(three: Lab) -> None:
+    code, said = check(three, "--shared", "/srv")
+    assert code == 1
+    assert "/srv on" in worst(said)["message"]
+    assert worst(said)["check"] == "folders"
+
+
+def test_a_missing_interpreter_is_named(three: Lab, tmp_path: Path) -> None:
+    (tmp_path / "paceline.toml").write_text('[hosts.n3]\npython = "/no/such/python"\n')
+    code, said = check(three, "--quick", cwd=tmp_path)
+    assert code == 1
+    assert "n3 has no Python at /no/such/python" in worst(said)["message"]
+
+
+def test_a_taken_port_is_named_with_its_holder(three: Lab) -> None:
+    hold = "import socket,time\ns=socket.create_server(('',29511)); print(1,flush=True)\ntime.sleep(60)"
+    with three.popen("n1", [sys.executable, "-c", hold], stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        code, said = check(three, "--quick", "--master-port", "29511")
+        holder.kill()
+    assert code == 1
+    assert "port 29511 on n1 is taken by process" in worst(said)["message"]
+
+
+def test_a_bundle_holds_the_scene_and_no_secret(three: Lab, tmp_path: Path) -> None:
+    target = tmp_path / "b.tar.gz"
+    argv = [sys.executable, "-m", "paceline", "check", "-H", str(three.hostfile), "--ssh-config"]
+    argv += [str(three.ssh_config), "--quick", "--plain", "--bundle", str(target)]
+    env = {**os.environ, "PYTHONPATH": str(SOURCE), "MY_TOKEN": "s3cr3t-value"}
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("all is well")
+    listed = subprocess.run(["tar", "xzOf", target], capture_output=True, text=True).stdout
+    assert '"findings"' in listed
+    assert "s3cr3t-value" not in listed + done.stdout
+    assert target.stat().st_mode & 0o77 == 0
+
+
+def test_debian_names_and_odd_interfaces_are_told_apart() -> None:
+    options = LabOptions(hosts=2, debian_hosts=True, dead_interface=True, bridge_address=True)
+    with Lab(options) as lab:
+        code, said = check(lab, "--quick")
+        apply(lab, worst(said)["remedy"])
+        assert {f["outcome"] for f in check(lab, "--quick")[1]["findings"]} == {"pass"}
+    found = worst(said)
+    assert code == 0
+    assert found["check"] == "names"
+    assert "127.0.1.1" in found["message"]
+    assert found["hosts"] == ["n1", "n2"]
+    assert {env["GLOO_SOCKET_IFNAME"] for env in said["environment"].values()} == {"eth0"}
+
+
+def test_dead_hosts_do_not_hide_each_other() -> None:
+    with Lab(LabOptions(hosts=3)) as lab:
+        lab.fault("unplug", "n2")
+        lab.fault("freeze", "n3")
+        code, said = check(lab, "--quick")
+    told = {f["hosts"][0]: f["message"] for f in said["findings"] if f["outcome"] == "fail"}
+    assert code == 1
+    assert "no answer" in told["n2"] or "no route" in told["n2"]
+    assert "sshd does not speak" in told["n3"]
+
+
+def test_one_host_and_ipv6_only_are_well() -> None:
+    for options in (LabOptions(hosts=1), LabOptions(hosts=2, ipv6_only=True)):
+        with Lab(options) as lab:
+            code, said = check(lab)
+        assert (code, {f["outcome"] for f in said["findings"]}) == (0, {"pass"}), said

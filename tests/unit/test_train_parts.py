@@ -76,7 +76,7 @@ def test_meter_counts_only_what_counts() -> None:
     meter.add(1, loss=torch.tensor([6.0]), hit=torch.tensor([True]))
     means = meter.result()
     assert (means.count, means["loss"], means.sums["hit"]) == (3, 3.0, 2.0)
-    assert meter.count == 0
+    assert meter.empty
 
 
 def test_checksum_sees_every_bit() -> None:

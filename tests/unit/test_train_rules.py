@@ -97,7 +97,7 @@ def test_best_and_patience() -> None:
     assert best.stop
     assert (best.value, best.step) == (0.3, 2)
     other = Best(patience=5)
-    other.load(best.state())
+    other.load_state_dict(best.state_dict())
     assert not other.stop
     assert other.update(values[4], 5)
 

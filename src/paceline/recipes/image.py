@@ -81,6 +81,19 @@ def train_image(options: ImageOptions) -> None:
         )
 
         best = Best(patience=options.patience)
+        session.checkpoints(
+            every=options.checkpoint_every,
+            keep=options.keep,
+            resume=options.resume,
+            best=best,
+            identity={
+                "model": options.model,
+                "data": data.fingerprint,
+                "seed": options.seed,
+                "dtype": options.dtype,
+            },
+            stop_when_full=options.when_full == "stop",
+        )
         for _ in session.epochs(loader, options.epochs, options.steps):
             for images, labels in loader:
                 with session.autocast():

@@ -22,6 +22,8 @@ from paceline.spec.errors import SettingError
 Dtype = Literal["float32", "float64", "bf16", "fp16"]
 Device = Literal["auto", "cpu", "cuda", "xpu"]
 Backend = Literal["auto", "gloo", "nccl", "xccl", "mpi"]
+_ONE = r"(?:[1-9]\d*|\d+(?:\.\d+)?[smh]|epoch)"
+_CADENCE = re.compile(rf"never|{_ONE}(?:,{_ONE})*")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,16 @@ class Options:
     """Communication backend."""
     run_dir: str = ""
     """Folder for the run's files (default: runs/NAME-DATE-TIME)."""
+    checkpoint_every: str = "epoch,10m"
+    """When to keep the state: 500 (steps), 10m (minutes), epoch, several with commas, or never;
+    the best state is kept anyway."""
+    keep: int = 3
+    """How many of the newest checkpoints stay (0: all); the best one stays anyway."""
+    resume: str = "auto"
+    """Go on from: auto (the newest in --run-dir, if there is one), never, latest, best, a step, or
+    the folder of a run or a checkpoint."""
+    when_full: Literal["continue", "stop"] = "continue"
+    """What to do when a checkpoint cannot be written."""
     log_every: int = 0
     """Global steps between two log records (0: by the length of an epoch)."""
     check_every: int = 100
@@ -94,6 +106,12 @@ class Options:
         at_least("--seed", self.seed, 0)
         at_least("--log-every", self.log_every, 0)
         at_least("--check-every", self.check_every, 1)
+        at_least("--keep", self.keep, 0)
+        if not _CADENCE.fullmatch(self.checkpoint_every):
+            raise SettingError(
+                f"--checkpoint-every {self.checkpoint_every}: cannot be understood",
+                remedy="500 (steps), 10m (minutes), epoch, never, or several: epoch,10m",
+            )
         at_least("--batch-per-process", self.batch_per_process, 0)
         at_least("--micro-batch", self.micro_batch, 0)
         at_least("--weight-decay", self.weight_decay, 0)

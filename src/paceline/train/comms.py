@@ -41,6 +41,14 @@ class Comms:
             dist.all_reduce(vector, group=self.group)
         return vector
 
+    def most(self, vector: Tensor) -> list[float]:
+        """The element-wise maximum over all ranks."""
+        if self.alone:
+            return [float(one) for one in vector]
+        mine = vector.to(self.device)
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.group)
+        return [float(one) for one in mine.cpu()]
+
     def rows(self, vector: Tensor) -> Tensor:
         """Every rank's vector, on the CPU, shape ``[ranks, n]``."""
         if self.alone:

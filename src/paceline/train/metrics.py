@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,14 @@ class Means:
 
     def __getitem__(self, name: str) -> float:
         return self.sums[name] / self.count
+
+    def __add__(self, other: Means) -> Means:
+        """Over the samples of both; a name that only one has is lost."""
+        if not self.count or not other.count:
+            return self if self.count else other
+        names = self.sums.keys() & other.sums.keys()
+        sums = {name: self.sums[name] + other.sums[name] for name in sorted(names)}
+        return Means(self.count + other.count, sums)
 
     def values(self) -> dict[str, float]:
         """The mean of every value; empty when no sample was seen."""
@@ -50,9 +59,9 @@ class Meter:
         self._count = 0
 
     @property
-    def count(self) -> int:
-        """Samples on this rank since the last result."""
-        return self._count
+    def empty(self) -> bool:
+        """True when nothing was added since the last result; the same on every rank."""
+        return not self._kept
 
     def add(self, count: int, **values: Tensor) -> None:
         """Takes the first ``count`` entries of each value, shape ``[n >= count]``."""
@@ -74,3 +83,24 @@ class Meter:
 
     def _sum(self, name: str) -> Tensor:
         return torch.cat(self._kept[name]).to(self._device, torch.float64).sum()
+
+
+class Carried:
+    """Means that are reduced but not recorded yet; part of a checkpoint.
+
+    So a record covers the same samples whether or not the run was interrupted before it.
+    """
+
+    def __init__(self) -> None:
+        self.means = Means(0, {})
+
+    def take(self) -> Means:
+        """What was collected; from now on it is empty."""
+        means, self.means = self.means, Means(0, {})
+        return means
+
+    def state_dict(self) -> dict[str, object]:
+        return {"count": self.means.count, "sums": dict(self.means.sums)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.means = Means(state["count"], state["sums"])

@@ -7,8 +7,6 @@ itself. A message that cannot be delivered never stops the training.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
 import time
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.spec import jobenv, rundir
+from paceline.train import records
 
 HEARTBEAT_SECONDS = 1.0
 PROGRESS_SECONDS = 0.2
@@ -31,6 +30,7 @@ class Reporter(Protocol):
     def event(self, event: str, **details: Any) -> None: ...
     def say(self, text: str) -> None: ...
     def heartbeat(self, step: int, phase: str) -> None: ...
+    def begin(self, resumed: bool) -> None: ...
     def close(self) -> None: ...
 
 
@@ -50,6 +50,9 @@ class Silent:
         pass
 
     def heartbeat(self, step: int, phase: str) -> None:
+        pass
+
+    def begin(self, resumed: bool) -> None:
         pass
 
     def close(self) -> None:
@@ -96,13 +99,16 @@ class ToLauncher:
         if self._heartbeat.due():
             self._send(kind="heartbeat", step=step, phase=phase)
 
+    def begin(self, resumed: bool) -> None:
+        pass
+
     def close(self) -> None:
         self._descriptor = None
 
     def _send(self, **message: Any) -> None:
         if self._descriptor is None:
             return
-        line = _line(message)
+        line = records.line(message)
         try:
             while line:
                 line = line[os.write(self._descriptor, line) :]
@@ -119,18 +125,24 @@ class ToFolder:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self._metrics = records.Records(folder / rundir.METRICS)
+        self._events = records.Records(folder / rundir.EVENTS)
         self._screen = _screen()
+
+    def begin(self, resumed: bool) -> None:
+        if not resumed:
+            self._metrics.set_aside()
+        self._metrics.skip_known()
 
     def progress(self, **details: Any) -> None:
         self._screen.progress(**details)
 
     def metrics(self, **details: Any) -> None:
-        self._append(rundir.METRICS, details)
+        self._metrics.append(details)
         self._screen.metrics(**details)
 
     def event(self, event: str, **details: Any) -> None:
-        self._append(rundir.EVENTS, {"event": event, "rank": 0, **details})
+        self._events.append({"event": event, "rank": 0, **details})
 
     def say(self, text: str) -> None:
         self._screen.say(text)
@@ -140,11 +152,6 @@ class ToFolder:
 
     def close(self) -> None:
         self._screen.close()
-
-    def _append(self, name: str, details: Mapping[str, Any]) -> None:
-        record = {"time": round(time.time(), 3), **details}
-        with (self._folder / name).open("ab") as file:
-            file.write(_line(record))
 
 
 def reporter(
@@ -157,15 +164,6 @@ def reporter(
     if rank:
         return Silent()
     return ToScreen() if quiet else ToFolder(folder)
-
-
-def _line(message: Mapping[str, Any]) -> bytes:
-    """One JSON line; numbers that JSON does not know (a diverged loss) become null."""
-    known = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in message.items()
-    }
-    return (json.dumps(known, default=str) + "\n").encode()
 
 
 class _Every:

@@ -15,7 +15,10 @@ _DIVIDE = 0.1
 
 
 class Curve:
-    """A learning rate's course. Its attributes are its state, and are saved with the schedule.
+    """A learning rate's course.
+
+    What it learned on the way is in its ``__dict__``, which torch saves with the schedule; what
+    it was made with is in slots, so that a resumed run may have more steps.
 
     Args:
         name: One of :data:`NAMES`.
@@ -23,6 +26,8 @@ class Curve:
         warm_up: Part of them over which the rate rises from zero.
         patience: Evaluations without a better value after which ``plateau`` divides by ten.
     """
+
+    __slots__ = ("__dict__", "name", "patience", "steps", "warm")
 
     def __init__(self, name: str, steps: int, warm_up: float, patience: int = 3) -> None:
         if name not in NAMES:

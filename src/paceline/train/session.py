@@ -15,17 +15,21 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import rundir
 from paceline.train import files, insync, loader, once, weights, world, wrapping
+from paceline.train.checkpoints.keeper import Keeper, Stateful, Stopped, Training
+from paceline.train.checkpoints.policy import policy
+from paceline.train.checkpoints.shelf import FOLDER, Shelf
 from paceline.train.comms import Comms
 from paceline.train.cpus import allowed, loader_workers
 from paceline.train.fetching import Data, Fetch
 from paceline.train.leaving import leave
 from paceline.train.loader import Batch, Loader, Progress
-from paceline.train.metrics import Meter
+from paceline.train.metrics import Carried, Meter
 from paceline.train.order import Order
 from paceline.train.precision import Precision
 from paceline.train.rate import Rate
 from paceline.train.report import Reporter
 from paceline.train.seeding import seed_all
+from paceline.train.stopping import Best
 from paceline.train.update import Updater
 
 T = TypeVar("T")
@@ -65,6 +69,9 @@ class Session:
         self._updater: Updater | None = None
         self._batch: Batch | None = None
         self._unsynced = ExitStack()
+        self._keeper: Keeper | None = None
+        self._best: Best | None = None
+        self._carried = Carried()
         self._epochs, self._epoch_size = 0, 0
         self._loss = float("nan")
         self._rate = Rate()
@@ -148,7 +155,11 @@ class Session:
 
     def shard(self, data: Data, size: int = 512) -> Iterator[Batch]:
         """This rank's share of every sample exactly once, for evaluation."""
-        return loader.shard(Fetch(data, self.device), len(data), self._place, size)
+        for batch in loader.shard(Fetch(data, self.device), len(data), self._place, size):
+            self._reporter.heartbeat(self.progress.step, "evaluate")
+            if self._keeper is not None:
+                self._keeper.look_up()
+            yield batch
 
     def meter(self) -> Meter:
         """Collects per-sample values and reduces them exactly over all ranks."""
@@ -157,6 +168,73 @@ class Session:
     @property
     def _place(self) -> tuple[int, int]:
         return self.world.rank, self.world.size
+
+    def checkpoints(
+        self,
+        *,
+        every: str = "epoch,10m",
+        keep: int = 3,
+        resume: str = "auto",
+        best: Best | None = None,
+        extras: Mapping[str, Stateful] | None = None,
+        identity: Mapping[str, object] | None = None,
+        stop_when_full: bool = False,
+    ) -> bool:
+        """Keeps the training's state from now on, and goes on from an earlier one.
+
+        To be called after :meth:`prepare`. From then on SIGTERM and SIGUSR1 save and stop,
+        SIGUSR2 saves and goes on.
+
+        Args:
+            every: ``500`` steps, ``10m``, ``epoch``, several with commas, or ``never``.
+            keep: How many of the newest stay; 0 keeps all. The best stays anyway.
+            resume: ``auto`` (the newest, if there is one), ``never``, ``latest``, ``best``, a
+                step, or the folder of a run or a checkpoint.
+            best: Updated by the script in each epoch; a checkpoint is made of every best state.
+            extras: Further states to keep, by name.
+            identity: What must be the same for a run to go on, by name.
+            stop_when_full: Stops cleanly when a checkpoint cannot be written; otherwise the
+                training goes on with a warning.
+
+        Returns:
+            True when the training goes on from a checkpoint.
+
+        Raises:
+            SettingError: Another job writes to the run directory, or this is another training.
+            DataError: The checkpoint that was asked for is not there or not intact.
+        """
+        kept = {**(extras or {}), "metrics": self._carried, **({"best": best} if best else {})}
+        same = {name: str(value) for name, value in (identity or {}).items()}
+        training = Training(self._prepared(), self.progress, self._seed, kept, same)
+        keeper = Keeper(
+            training,
+            self.comms,
+            Shelf(self.folder / FOLDER),
+            policy(every),
+            keep,
+            self._tell,
+            self._before_save,
+            stop_when_full=stop_when_full,
+        )
+        loaded = keeper.open(resume)
+        self._keeper, self._best = keeper, best
+        self._reporter.begin(resumed=loaded is not None)
+        if loaded is not None:
+            self.verify()
+            self.say(f"going on after step {loaded.step} from {loaded.source}")
+            self.event("resumed", step=loaded.step, source=loaded.source)
+        return loaded is not None
+
+    def _before_save(self) -> None:
+        """A checkpoint holds what was measured, and never a model that ranks disagree on."""
+        self._collect()
+        self.verify()
+
+    def _tell(self, name: str, **details: Any) -> None:
+        """What the keeper has to say; warnings are shown as well as recorded."""
+        self.event(name, **details)
+        if "warning" in details:
+            self.say(f"warning: {name}: {details['warning']}")
 
     # -- the training --------------------------------------------------------------------
 
@@ -177,7 +255,13 @@ class Session:
             yield self.progress.epoch
             if self.progress.offset >= loader.order.size:
                 self.progress.epoch, self.progress.offset = self.progress.epoch + 1, 0
+            self._end_epoch()
         self.verify()
+
+    def _end_epoch(self) -> None:
+        if self._keeper is not None:
+            best = self._best is not None and self._best.step == self.progress.step
+            self._keeper.after_epoch(best)
 
     def stop(self, why: str) -> None:
         """Ends the training after this step; every rank must say so in the same step."""
@@ -251,10 +335,18 @@ class Session:
             loss=self._loss,
             samples_per_s=self._rate.value,
         )
+        if self._keeper is not None:
+            self._keeper.after_step()
+
+    def _collect(self) -> None:
+        """Reduces what was measured since the last time, without recording it yet."""
+        if not self._train.empty:
+            self._carried.means += self._train.result()
 
     def _flush(self) -> None:
-        """Reduces and records what was collected since the last time, on every rank."""
-        means = self._train.result()
+        """Records what was measured since the last record, on every rank."""
+        self._collect()
+        means = self._carried.take()
         self._loss = means["loss"]
         extra = {"lr": self._prepared().lr, "samples_per_s": round(self._rate.measure(), 1)}
         self.log("train", samples=means.count, **means.values(), **extra)
@@ -332,11 +424,14 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
+        if self._keeper is not None:
+            self._keeper.close()
+        agreed = error is None or isinstance(error, Stopped)  # then all ranks end together
+        if not agreed:
             self._reporter.event("failed", error=f"{type(error).__name__}: {error}")
         self._reporter.close()
         # After a failure the other ranks may be inside a collective; leaving tells them.
-        if error is None:
+        if agreed:
             leave()
 
 

@@ -42,9 +42,9 @@ class Best:
         """True when patience has run out."""
         return 0 < self.patience <= self.stale
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from an earlier state; the present patience stays."""
         self.value, self.step, self.stale = state["value"], state["step"], state["stale"]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.train import wrapping
+
 
 class Updater:
     """What happens between a loss and new parameters.
+
+    Attributes:
+        before_step: Called right before the optimizer changes parameters.
 
     Args:
         module: Its parameters' gradients are clipped.
@@ -27,8 +35,9 @@ class Updater:
         scaler: torch.amp.GradScaler | None,
         clip_norm: float | None,
     ) -> None:
-        self._module, self.optimizer, self.schedule = module, optimizer, schedule
+        self.module, self.optimizer, self.schedule = module, optimizer, schedule
         self.scaler, self._clip = scaler, clip_norm
+        self.before_step: Callable[[], None] | None = None
 
     @property
     def lr(self) -> float:
@@ -44,6 +53,8 @@ class Updater:
         """Steps and clears the gradient."""
         if self._clip is not None:
             self._clip_gradient(self._clip)
+        if self.before_step is not None:
+            self.before_step()
         if self.scaler:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -56,4 +67,20 @@ class Updater:
     def _clip_gradient(self, norm: float) -> None:
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self._module.parameters(), norm)
+        nn.utils.clip_grad_norm_(self.module.parameters(), norm)
+
+    def state(self) -> dict[str, Any]:
+        """States of optimizer, schedule and scaler; a collective where parameters are sharded."""
+        return {
+            "optimizer": wrapping.optimizer_state(self.module, self.optimizer),
+            "schedule": self.schedule.state_dict() if self.schedule else None,
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on from a state of :meth:`state`."""
+        wrapping.load_optimizer_state(self.module, self.optimizer, state["optimizer"])
+        if self.schedule and state["schedule"]:
+            self.schedule.load_state_dict(state["schedule"])
+        if self.scaler and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 
 def sharded(module: nn.Module) -> nn.Module:
@@ -71,3 +72,34 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return cast(dict[str, Tensor], get_model_state_dict(module, options=options))
+
+
+def load_whole_state(module: nn.Module, state: dict[str, Tensor]) -> None:
+    """Loads what :func:`whole_state` gave; every rank must hold the whole state."""
+    if not is_sharded(module):
+        module.load_state_dict(state)
+        return
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(module, dict(state), options=StateDictOptions(full_state_dict=True))
+
+
+def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's whole state; with shards a collective, and on the CPU of rank 0."""
+    if not is_sharded(module):
+        return optimizer.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return dict(get_optimizer_state_dict(module, optimizer, options=options))
+
+
+def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Loads what :func:`optimizer_state` gave; every rank must hold the whole state."""
+    if not is_sharded(module):
+        optimizer.load_state_dict(state)
+        return
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    options = StateDictOptions(full_state_dict=True)
+    set_optimizer_state_dict(module, optimizer, state, options=options)

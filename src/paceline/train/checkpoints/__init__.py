@@ -1,0 +1,15 @@
+"""Checkpoints that are whole or not there, and are found again at any world size.
+
+A checkpoint is a folder ``checkpoints/STEP`` with
+
+=====================  ==================================================================
+weights.safetensors    the model's state by name
+optimizer.safetensors  tensors of the optimizer, the schedule and the scaler
+random.safetensors     states of every rank's random generators
+state.json             position in the data, schedule, everything else that is no tensor
+manifest.json          size and hash of each of these files, and of itself
+=====================  ==================================================================
+
+Nothing in it is executed when it is read. It is written under a temporary name, flushed to the
+disk, and renamed when it is complete.
+"""

@@ -1,0 +1,198 @@
+"""Finding the checkpoint to go on from, wherever it lies, and giving it to every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.spec.errors import DataError, SettingError
+from paceline.train.checkpoints import manifest
+from paceline.train.checkpoints.manifest import Damaged
+from paceline.train.checkpoints.shelf import BEST, Found, Shelf
+from paceline.train.checkpoints.staging import Files
+from paceline.train.checkpoints.writer import STATE
+from paceline.train.comms import Comms
+
+WANTS = ("auto", "never", "latest", "best")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint in memory, the same on every rank.
+
+    Attributes:
+        step: Global steps done.
+        state: Content of ``state.json``.
+        tensors: By file and name, on the CPU.
+        source: Where it was read, for people.
+    """
+
+    step: int
+    state: dict[str, Any]
+    tensors: Files
+    source: str
+
+
+def wanted(want: str, shelf: Shelf) -> tuple[list[Found], list[str]]:
+    """What this rank's disk offers, best choice first, and what it had to pass over.
+
+    Args:
+        want: ``auto`` or ``latest``, ``best``, a step, or the folder of a checkpoint or a run.
+        shelf: This run's checkpoints.
+    """
+    if _is_path(want):
+        return _at(Path(want).expanduser())
+    found, bad = shelf.found()
+    if want == "best":
+        best = shelf.pointed(BEST)
+        return [one for one in found if one.step == best], bad
+    if want.isdecimal():
+        return [one for one in found if one.step == int(want)], bad
+    return found, bad
+
+
+def _is_path(want: str) -> bool:
+    return want not in WANTS and not want.isdecimal()
+
+
+def _at(path: Path) -> tuple[list[Found], list[str]]:
+    for root in (path / "checkpoints", path):
+        found, bad = Shelf(root).found()
+        if found or bad:
+            return found, bad
+    try:
+        return [Found(path, manifest.read(path))], []
+    except Damaged as problem:
+        return [], [f"{path}: {problem}"]
+
+
+def load(comms: Comms, want: str, shelf: Shelf, warn: Callable[[str], None]) -> Loaded | None:
+    """The wanted checkpoint on every rank, from whichever rank's disk has it.
+
+    Damaged ones are passed over with a warning.
+
+    Args:
+        comms: All ranks must call this.
+        want: See :func:`wanted`.
+        shelf: This run's checkpoints.
+        warn: Called on rank 0 with each thing passed over.
+
+    Returns:
+        ``None`` when there is none and ``want`` is ``auto``, or ``want`` is ``never``.
+
+    Raises:
+        DataError: There is none, or none that is intact.
+    """
+    if want == "never":
+        return None
+    offers, bad = wanted(want, shelf)
+    _tell(comms, bad, warn)
+    while True:
+        newest = comms.rows(torch.tensor([offers[0].step if offers else -1]))[:, 0]
+        owner = int(newest.argmax())  # of equals the lowest rank
+        if int(newest[owner]) < 0:
+            _refuse(want, shelf)
+            return None
+        loaded, problem = _read(comms, owner, offers)
+        if loaded is not None:
+            return loaded
+        _tell(comms, [problem] if comms.world.rank == owner else [], warn)
+        offers = offers[1:] if comms.world.rank == owner else offers
+
+
+def _tell(comms: Comms, problems: list[str], warn: Callable[[str], None]) -> None:
+    """Every rank's problems once each, by rank 0."""
+    told = dict.fromkeys(
+        line for text in comms.texts("\n".join(problems)) for line in text.split("\n")
+    )
+    if comms.world.rank == 0:
+        for line in filter(None, told):
+            warn(line)
+
+
+def _refuse(want: str, shelf: Shelf) -> None:
+    if want == "auto":
+        return
+    if want.isdecimal() or want in WANTS:
+        steps = ", ".join(str(one.step) for one in shelf.found()[0]) or "none"
+        raise DataError(
+            f"--resume {want}: no such checkpoint that is intact",
+            found=f"in {shelf.root}: {steps}",
+            remedy="--resume latest, a step that is there, or --resume never to begin anew",
+        )
+    raise SettingError(
+        f"--resume {want}: no checkpoint is there",
+        remedy="name the folder of a run or of a checkpoint, a step, latest, best, or never",
+    )
+
+
+def _read(comms: Comms, owner: int, offers: list[Found]) -> tuple[Loaded | None, str]:
+    """One rank reads and checks; the others get it from that rank."""
+    problem, source = "", ""
+    state: dict[str, Any] = {}
+    tensors: Files = {}
+    if comms.world.rank == owner:
+        source = str(offers[0].path)
+        try:
+            state, tensors = _from_disk(offers[0])
+        except Damaged as damage:
+            problem = f"{offers[0].path}: {damage}"
+    said = {"problem": problem, "state": state, "source": source, "host": comms.world.host}
+    head = json.loads(comms.texts(json.dumps(said) if comms.world.rank == owner else "")[owner])
+    if head["problem"]:
+        return None, problem
+    shared = _share(comms, owner, tensors)
+    where = f"{head['source']} on {head['host']}"
+    return Loaded(head["state"]["progress"]["step"], head["state"], shared, where), ""
+
+
+def _from_disk(found: Found) -> tuple[dict[str, Any], Files]:
+    found.manifest.verify(found.path)
+    try:
+        state = json.loads((found.path / STATE).read_text(encoding="utf-8"))
+        names = [name for name in found.manifest.files if name.endswith(".safetensors")]
+        return state, {name: load_file(found.path / name) for name in names}
+    except (OSError, ValueError, RuntimeError) as error:
+        raise Damaged(f"cannot be read: {error}") from None
+
+
+def _share(comms: Comms, owner: int, tensors: Files) -> Files:
+    """The owner's tensors on every rank: shapes as text, then one broadcast for each."""
+    if comms.alone:
+        return tensors
+    shapes = {
+        file: {
+            name: [str(one.dtype).removeprefix("torch."), list(one.shape)]
+            for name, one in content.items()
+        }
+        for file, content in tensors.items()
+    }
+    head = json.loads(comms.texts(json.dumps(shapes))[owner])
+    return {
+        file: {
+            name: _broadcast(comms, owner, dtype, shape, tensors.get(file, {}).get(name))
+            for name, (dtype, shape) in content.items()
+        }
+        for file, content in head.items()
+    }
+
+
+def _broadcast(
+    comms: Comms, owner: int, dtype: str, shape: list[int], mine: Tensor | None
+) -> Tensor:
+    if comms.world.rank != owner or mine is None:
+        mine = torch.empty(shape, dtype=getattr(torch, dtype))
+    if not mine.numel():
+        return mine
+    # As bytes: backends do not know every number format.
+    raw = mine.contiguous().reshape(-1).view(torch.uint8).to(comms.device)
+    dist.broadcast(raw, owner, group=comms.group)
+    return raw.cpu().view(mine.dtype).reshape(shape)

@@ -1,0 +1,114 @@
+"""One writer for each folder: a lock that says whose it is."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.spec.errors import SettingError
+
+NAME = "writer.json"
+STALE_SECONDS = 60.0  # without a sign of life from another machine
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who writes into a folder."""
+
+    host: str
+    pid: int
+    since: str
+    run: str
+
+    def describe(self) -> str:
+        """For people."""
+        run = f", run {self.run}" if self.run else ""
+        return f"process {self.pid} on {self.host}, since {self.since}{run}"
+
+
+class Lock:
+    """Held while the process lives: the kernel's lock where it reaches, a sign of life elsewhere.
+
+    Args:
+        folder: The folder to be written to.
+        run: Identity of the job; a later attempt of the same job takes the lock over.
+    """
+
+    def __init__(self, folder: Path, run: str = "") -> None:
+        self._path = folder / NAME
+        self._run = run
+        self._descriptor: int | None = None
+        self._refresh_at = 0.0
+
+    def take(self) -> None:
+        """Takes the lock.
+
+        Raises:
+            SettingError: Another job writes there; says which.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._alive_elsewhere(descriptor):
+                raise BlockingIOError
+        except BlockingIOError:
+            owner = _read(descriptor)
+            os.close(descriptor)
+            raise self._refused(owner) from None
+        self._descriptor = descriptor
+        self._write(descriptor)
+
+    def _alive_elsewhere(self, descriptor: int) -> bool:
+        """A holder on a machine that the kernel's lock does not reach."""
+        owner = _read(descriptor)
+        if (
+            owner is None
+            or owner.host == socket.gethostname()
+            or (owner.run and owner.run == self._run)
+        ):
+            return False
+        return time.time() - os.fstat(descriptor).st_mtime < STALE_SECONDS
+
+    def _refused(self, owner: Owner | None) -> SettingError:
+        return SettingError(
+            f"another job writes to {self._path.parent}",
+            found=owner.describe() if owner else "its owner could not be read",
+            remedy="give this job a --run-dir of its own, or wait until the other has ended",
+        )
+
+    def _write(self, descriptor: int) -> None:
+        mine = Owner(socket.gethostname(), os.getpid(), time.strftime("%F %T"), self._run)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(asdict(mine)).encode(), 0)
+
+    def refresh(self) -> None:
+        """The sign of life; cheap enough for every step."""
+        now = time.monotonic()
+        if self._descriptor is not None and now >= self._refresh_at:
+            self._refresh_at = now + STALE_SECONDS / 6
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+
+    def release(self) -> None:
+        """Gives the folder free."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _read(descriptor: int) -> Owner | None:
+    try:
+        said: Any = json.loads(os.pread(descriptor, 4096, 0))
+        return Owner(**said)
+    except (ValueError, TypeError):
+        return None

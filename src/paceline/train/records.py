@@ -1,0 +1,72 @@
+"""Files of JSON lines that survive being killed and being resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def line(message: Mapping[str, Any]) -> bytes:
+    """One JSON line; numbers that JSON does not know (a diverged loss) become null."""
+    known = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in message.items()
+    }
+    return (json.dumps(known, default=str) + "\n").encode()
+
+
+class Records:
+    """One file of records, appended to.
+
+    A resumed run repeats the steps after its checkpoint with the same results; records of steps
+    that are in the file already are not written again.
+
+    Args:
+        path: The file; need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[str, int] = {}
+        _end_with_a_whole_line(path)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Adds a record with the present time."""
+        if record.get("step", 0) > self._known.get(str(record.get("split", "")), -1):
+            with self.path.open("ab") as file:
+                file.write(line({"time": round(time.time(), 3), **record}))
+
+    def skip_known(self) -> None:
+        """From now on leaves out records of steps, of the same split, that are in the file."""
+        self._known = last_steps(self.path)
+
+    def set_aside(self) -> None:
+        """Keeps the records of an earlier run under another name and begins a new file."""
+        if self.path.exists():
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            self.path.rename(self.path.with_name(f"{self.path.stem}-before-{stamp}.jsonl"))
+
+
+def last_steps(path: Path) -> dict[str, int]:
+    """The last recorded step of each split."""
+    last: dict[str, int] = {}
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for text in file:
+            with contextlib.suppress(ValueError):
+                record = json.loads(text)
+                split = str(record.get("split", ""))
+                last[split] = max(last.get(split, -1), record.get("step", -1))
+    return last
+
+
+def _end_with_a_whole_line(path: Path) -> None:
+    """Cuts off what a killed process had begun to write."""
+    with contextlib.suppress(OSError), path.open("rb+") as file:
+        content = file.read()
+        if content and not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)

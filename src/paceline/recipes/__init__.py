@@ -45,6 +45,12 @@ RECIPES: dict[str, Recipe] = {
             "classify images: bundled digits, MNIST-like, CIFAR-10, or a folder for each class",
         ),
         Recipe(
+            "text",
+            "paceline.recipes.text",
+            "paceline.recipes.text_options:TextOptions",
+            "classify texts: csv, jsonl or Hugging Face data; small models or pretrained ones",
+        ),
+        Recipe(
             "translation",
             "paceline.recipes.translation",
             "paceline.recipes.translation_options:TranslationOptions",

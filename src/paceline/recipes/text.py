@@ -1,0 +1,279 @@
+"""Train or fine-tune a text classifier: ``paceline train text``,
+``torchrun -m paceline.recipes.text``, or alone.
+
+The whole training is in :func:`train_text`, from top to bottom.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, cast
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, one_hot
+
+from paceline import train
+from paceline.recipes import hub_models, parse_options
+from paceline.recipes.datasets.texts import TextData, TextRequest, load_texts
+from paceline.recipes.finetune import Freezing, load_backbone
+from paceline.recipes.grouping import by_length
+from paceline.recipes.running import guarded
+from paceline.recipes.text_models import (
+    Encoding,
+    HubClassifier,
+    HubEncoding,
+    OwnEncoding,
+    TextClassifier,
+    padded_ids,
+)
+from paceline.recipes.text_options import MODELS, TextOptions
+from paceline.recipes.tokenizing import from_json
+from paceline.recipes.tokenizing import train as train_tokenizer
+from paceline.spec import rundir
+from paceline.train import Draws
+from paceline.train.batching import batching
+from paceline.train.optimizers import optimizer as make_optimizer
+from paceline.train.schedules import Curve
+from paceline.train.stopping import Best
+
+
+def train_text(options: TextOptions) -> None:
+    """One training, on every rank."""
+    data = load_data(options)
+    with train.join(
+        "text",
+        seed=options.seed,
+        device=options.device,
+        backend=options.backend,
+        dtype=options.dtype,
+        run_dir=options.run_dir,
+        log_every=options.log_every,
+        check_every=options.check_every,
+    ) as session:
+        session.agree("the data set", data.fingerprint)
+        session.save_config({"recipe": "text", "options": asdict(options)})
+
+        encoding = make_encoding(session, data, options)
+        training = Texts(*data.splits["train"], encoding, options.max_length)
+        held_out = Texts(*data.splits[data.held_out], encoding, options.max_length)
+        batch = batching(
+            session.world.size,
+            global_batch=options.global_batch,
+            lr=options.lr,
+            per_rank=options.batch_per_process,
+            limit=options.micro_batch,
+            rule=options.scale_lr,
+        )
+        session.say(batch.describe())
+        loader = session.loader(training, batch.global_batch, limit=batch.limit)
+        loader.order = by_length(loader.order, training.lengths(), batch.global_batch)
+
+        network = make_network(session, data, options, encoding)
+        freezing = Freezing(network.backbone, options.freeze, options.unfreeze_every)
+        placed = session.place(network, shard=options.shard)
+        optimizer = make_optimizer(
+            options.optimizer,
+            placed,
+            batch.lr,
+            momentum=options.momentum,
+            weight_decay=options.weight_decay,
+        )
+        steps = options.steps or options.epochs * len(loader)
+        curve = Curve(options.schedule, steps, options.warm_up)
+        model = session.prepare(
+            placed,
+            optimizer,
+            freezing.schedule(optimizer, curve, len(loader)),
+            clip_norm=options.clip_norm or None,
+            compile=options.compile,
+        )
+
+        best = Best(patience=options.patience)
+        figures: dict[str, float] = {}
+        for epoch in session.epochs(loader, options.epochs, options.steps):
+            freezing.begin(epoch)
+            for ids, mask, labels in loader:
+                with session.autocast():
+                    outputs = model(ids, mask)
+                    losses = cross_entropy(
+                        outputs, labels, reduction="none", label_smoothing=options.label_smoothing
+                    )
+                session.step(losses, accuracy=outputs.argmax(1) == labels)
+            figures = evaluate(session, placed, held_out, len(data.classes))
+            session.log(data.held_out, samples=len(held_out), **figures)
+            best.update(figures["accuracy"], session.progress.step)
+            curve.report(figures["loss"])
+            if best.stop:
+                session.stop(f"no better {data.held_out} accuracy in {best.stale} evaluations")
+
+        session.save_model(describe(options, data, network, figures))
+        session.say(
+            f"accuracy {figures['accuracy']:.4f}  f1 {figures['f1']:.4f}"
+            f"  ({len(held_out)} held-out texts)"
+        )
+
+
+class Texts:
+    """A part of a data set as tensors, padded to the longest text of each batch.
+
+    Args:
+        texts: As read.
+        labels: Class number of each.
+        encoding: Makes token ids.
+        limit: Most tokens of a text.
+    """
+
+    def __init__(
+        self, texts: Sequence[str], labels: Sequence[int], encoding: Encoding, limit: int
+    ) -> None:
+        self._rows, self._pad = encoding.rows(texts, limit), encoding.pad
+        self._labels = torch.tensor(labels)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def lengths(self) -> list[int]:
+        """Tokens of each text."""
+        return [len(row) for row in self._rows]
+
+    def batch(self, ids: NDArray[Any], draws: Draws | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids ``[n, t]``, where they are no padding, and labels ``[n]``."""
+        tokens, mask = padded_ids([self._rows[i] for i in ids.tolist()], self._pad)
+        return tokens, mask, self._labels[torch.from_numpy(ids)]
+
+
+@torch.inference_mode()
+def evaluate(
+    session: train.Session, network: nn.Module, held_out: Texts, classes: int
+) -> dict[str, float]:
+    """Figures over every text exactly once, the same on every rank."""
+    session.phase("evaluate")
+    network.eval()
+    meter = session.meter()
+    # Rows are the true classes, columns the guessed ones.
+    confusion = torch.zeros(classes, classes, dtype=torch.float64, device=session.device)
+    for batch in session.shard(held_out, 128):
+        ids, mask, labels = batch
+        with session.autocast():
+            outputs = network(ids, mask)
+        losses, guesses = cross_entropy(outputs, labels, reduction="none"), outputs.argmax(1)
+        meter.add(batch.count, loss=losses, accuracy=guesses == labels)
+        true, guessed = (one_hot(t, classes).double() for t in batch.counted(labels, guesses))
+        confusion += true.T @ guessed
+    network.train()
+    table = session.comms.sum(confusion.flatten()).view_as(confusion)
+    return {**meter.result().values(), "f1": macro_f1(table)}
+
+
+def macro_f1(confusion: Tensor) -> float:
+    """Mean F1 over the classes that occur, from counts (rows true, columns guessed)."""
+    hits, both = confusion.diag(), confusion.sum(0) + confusion.sum(1)
+    occurs = both > 0
+    return float((2 * hits[occurs] / both[occurs]).mean())
+
+
+def load_data(options: TextOptions) -> TextData:
+    """The data set that the options name."""
+    return load_texts(
+        TextRequest(
+            options.hub(),
+            options.test_data,
+            (options.label_column, options.text_column),
+            options.delimiter,
+            options.class_names,
+            fraction=options.test_fraction,
+            seed=options.seed,
+        )
+    )
+
+
+def make_encoding(session: train.Session, data: TextData, options: TextOptions) -> Encoding:
+    """The model's tokenizer, or one that rank 0 trains and gives to all; kept with the run."""
+    encoding: Encoding
+    if options.model not in MODELS:
+        wanted = hub_models.HubModel("text", options.model, options.offline)
+        encoding = HubEncoding(session.together(lambda: hub_models.load_tokenizer(wanted)))
+    else:
+
+        def make() -> str:
+            if session.world.rank:
+                return ""
+            kind, texts = options.tokenizer, data.splits["train"][0]
+            return train_tokenizer(kind, texts, options.vocab_size).to_json()
+
+        encoding = OwnEncoding(from_json(session.comms.texts(session.together(make))[0]))
+    if session.world.rank == 0:
+        encoding.save(session.folder / rundir.MODEL)
+    return encoding
+
+
+def make_network(
+    session: train.Session, data: TextData, options: TextOptions, encoding: Encoding
+) -> TextClassifier | HubClassifier:
+    """The network that the options name, with the weights from which it starts."""
+    if options.model not in MODELS:
+        wanted = hub_models.HubModel("text", options.model, options.offline, options.from_scratch)
+        loaded = session.together(lambda: hub_models.load_model(wanted, data.classes))
+        return HubClassifier(loaded)
+    assert isinstance(encoding, OwnEncoding)
+    tokens, classes = len(encoding.tokenizer), len(data.classes)
+    network = TextClassifier(options.model, tokens, classes, options.dropout)
+    if options.weights:
+        count, fresh = session.together(lambda: load_backbone(network, options.weights))
+        session.say(f"{count} tensors from {options.weights}; new: {', '.join(fresh) or 'none'}")
+    return network
+
+
+def describe(
+    options: TextOptions,
+    data: TextData,
+    network: TextClassifier | HubClassifier,
+    figures: dict[str, float],
+) -> dict[str, Any]:
+    """Everything that is needed to use the model, and where it came from."""
+    return {
+        "format": 1,
+        "task": "text",
+        "model": options.model,
+        "network": describe_network(options, network),
+        "classes": list(data.classes),
+        "labels": list(data.labels),
+        "max_length": options.max_length,
+        "data": {
+            "source": data.source,
+            "test": options.test_data,
+            "config": options.data_config,
+            "columns": [options.label_column, options.text_column],
+            "delimiter": options.delimiter,
+            "fingerprint": data.fingerprint,
+            "split": data.split,
+            "sizes": {name: len(labels) for name, (_, labels) in data.splits.items()},
+        },
+        "metrics": {data.held_out: {"samples": len(data.splits[data.held_out][1]), **figures}},
+        "seed": options.seed,
+        "dtype": options.dtype,
+    }
+
+
+def describe_network(
+    options: TextOptions, network: TextClassifier | HubClassifier
+) -> dict[str, Any]:
+    """What makes the same network again."""
+    if isinstance(network, HubClassifier):
+        return {"kind": "hub", "config": hub_models.description(network.model)}
+    tokens = next(network.backbone.parameters()).shape[0]
+    return {"kind": options.model, "tokens": tokens, "dropout": options.dropout}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the recipe in this process; returns the exit status."""
+    flags = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: train_text(cast(TextOptions, parse_options("text", flags))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

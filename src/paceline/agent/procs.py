@@ -118,9 +118,12 @@ def send(process: Process, signum: int) -> bool:
 
 
 def await_end(process: Process, seconds: float) -> bool:
-    """Waits until a process is gone; False when it still runs after that time."""
+    """Waits until a process is gone and waited for; False when it is not after that time.
+
+    A zombie may be one thread of several: the others still hold its sockets.
+    """
     deadline = time.monotonic() + seconds
-    while identify(process.pid) == process:
+    while (stat := read_stat(process.pid)) is not None and stat.start == process.start:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.002)

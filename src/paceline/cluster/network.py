@@ -123,6 +123,13 @@ def _restricted(
             remedy=f'--iface NAME, or interface = "NAME" under [hosts.{host.name}] in '
             "paceline.toml for this host alone",
         )
+    if not any(c in unique for c in fixed):
+        raise SettingError(
+            f"interface {wanted} was asked for, but it cannot tell {host.name} from other hosts",
+            found=f"its address {fixed[0].address} exists on several of them (a bridge?); "
+            f"{host.name} has: {_listed(every)}",
+            remedy="Leave --iface out, or name another",
+        )
     return fixed
 
 

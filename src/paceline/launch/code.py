@@ -61,17 +61,16 @@ def script_path(entry: Entry, workdir: str) -> Path:
 
 def _root_of(folder: Path) -> Path:
     top = _git(folder, "rev-parse", "--show-toplevel")
-    return Path(top.strip()) if top else folder
+    return Path(top.removesuffix("\n")) if top else folder
 
 
 def _git(folder: Path, *args: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *args], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(["git", "-C", str(folder), *args], capture_output=True, check=False)
     except OSError:
         return None
-    return done.stdout if done.returncode == 0 else None
+    # file names are bytes, and need not be text
+    return os.fsdecode(done.stdout) if done.returncode == 0 else None
 
 
 def read_tree(root: Path) -> Tree:

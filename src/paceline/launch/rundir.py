@@ -30,7 +30,7 @@ class RunDirectory:
     def __init__(self, path: Path, secrets: Sequence[str] = ()) -> None:
         self.path = path.absolute()
         self.token = os.urandom(16).hex()
-        self._secrets = [secret.encode() for secret in secrets]
+        self._secrets = [os.fsencode(secret) for secret in secrets]
         self._files: dict[str, IO[bytes]] = {}
         with self._explained():
             self.path.mkdir(parents=True, exist_ok=True)

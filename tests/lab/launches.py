@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,6 @@ class Site:
     lab: Lab
     project: Path
     runs: int = 0
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def argv(self, *words: str, hosts: str | None = None, inside: str | None = None,
              verb: str = "run") -> list[str]:  # fmt: skip
@@ -88,7 +87,8 @@ class Site:
         return Ended(child.returncode, *text, time.monotonic() - began, directory)
 
     def _popen(self, argv: Sequence[str | bytes], inside: str | None,
-               env: Mapping[str, str | bytes] | None, cwd: Path | None) -> subprocess.Popen[bytes]:  # fmt: skip
+               env: Mapping[str, str | bytes] | None,
+               cwd: Path | None) -> subprocess.Popen[bytes]:  # fmt: skip
         mine: dict[str, Any] = {"PYTHONPATH": str(SOURCE), **(env or {})}
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE,
                                  "stderr": subprocess.PIPE}  # fmt: skip

@@ -22,10 +22,10 @@ OPTIONS = ("--no-torch", "--lease", str(LEASE_S))
 
 
 @pytest.fixture(scope="module")
-def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
     folder = tmp_path_factory.mktemp("endings")
     project = project_at(folder / "project")
-    yield Site(new_lab(hosts=2, share=(str(project),)), project)
+    return Site(new_lab(hosts=2, share=(str(project),)), project)
 
 
 @pytest.fixture

@@ -1,0 +1,12 @@
+"""Joins, fails in the first attempt, and gets through in the second."""
+
+import os
+import sys
+
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.barrier()
+if os.environ["PACELINE_ATTEMPT"] == "0":
+    sys.exit(4)
+dist.destroy_process_group()

@@ -1,0 +1,176 @@
+"""Networks as people really have them: ``paceline run`` trains, or says what is in the way."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from launches import Site, project_at
+
+from paceline.cluster.lab import Lab, LabOptions
+from paceline.spec.errors import LabError
+
+pytestmark = pytest.mark.lab
+
+
+@pytest.fixture(scope="module")
+def nasty(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Everything that is known to go wrong, at once."""
+    folder = tmp_path_factory.mktemp("network")
+    project = project_at(folder / "project")
+    lab = new_lab(
+        hosts=2,
+        debian_hosts=True,
+        dead_interface=True,
+        bridge_address=True,
+        interface_names=("eth0", "ens3"),
+        share=(str(project),),
+    )
+    site = Site(lab, project)
+    yield site
+    assert site.leftovers() == ""
+
+
+@pytest.fixture
+def healed(nasty: Site) -> Iterator[Site]:
+    yield nasty
+    nasty.lab.heal()
+
+
+def test_it_trains_all_the_same(nasty: Site) -> None:
+    ended = nasty.run("train.py")
+    assert ended.code == 0, ended.err
+    assert ended.out.count("sum 3") == 2
+    nodes = ended.json("plan.json")["nodes"]
+    assert [node["interface"] for node in nodes] == ["eth0", "ens3"]
+    assert [node["address"] for node in nodes] == [nasty.lab.address(n) for n in ("n1", "n2")]
+    assert [n["env"]["GLOO_SOCKET_IFNAME"]["value"] for n in nodes] == ["eth0", "ens3"]
+
+
+def test_from_inside_too(nasty: Site) -> None:
+    ended = nasty.run("train.py", inside="n2")
+    assert ended.code == 0, ended.err
+    assert ended.out.count("sum 3") == 2
+
+
+def test_plain_torchrun_does_not(nasty: Site) -> None:
+    """The comparison: the same interpreter and script, started by hand on both hosts."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
+               "--rdzv-backend=c10d", "--rdzv-endpoint=n1:29533", "--rdzv-id=x",
+               "train.py"]  # fmt: skip
+    started = [
+        nasty.lab.popen(name, command, cwd=nasty.project, stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL, start_new_session=True)
+        for name in nasty.lab.names
+    ]  # fmt: skip
+    deadline = time.monotonic() + 12
+    try:
+        while any(one.poll() is None for one in started) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert [one.poll() for one in started] != [0, 0]
+    finally:
+        for one in started:
+            one.terminate()
+        for name in nasty.lab.names:
+            with contextlib.suppress(LabError):  # when they are gone already
+                nasty.lab.fault("kill", name, "torch.distributed|train.py")
+        for one in started:
+            one.wait(10)
+
+
+def test_a_name_that_leads_nowhere(nasty: Site) -> None:
+    options = LabOptions(dead_interface=True, dead_name=True, share=(str(nasty.project),))
+    with Lab(options) as lab:
+        ended = Site(lab, nasty.project, runs=100).run("--no-torch", "tell.py")
+        assert ended.code == 0, ended.err
+        assert ended.said(1)["place"]["MASTER_ADDR"] == lab.address("n1")
+
+
+def test_ipv6_alone(nasty: Site) -> None:
+    with Lab(LabOptions(ipv6_only=True, share=(str(nasty.project),))) as lab:
+        ended = Site(lab, nasty.project, runs=200).run("train.py")
+    assert ended.code == 0, ended.err
+    assert ended.out.count("sum 3") == 2
+
+
+def test_an_interface_of_ones_own_choice(nasty: Site) -> None:
+    ended = nasty.run("--no-torch", "--iface", "docker0", "tell.py")
+    assert ended.code == 2
+    assert "docker0" in ended.err
+    assert "172.17.0.1" in ended.err
+
+
+def test_an_interface_that_is_not_there(nasty: Site) -> None:
+    ended = nasty.run("--no-torch", "--iface", "ib0", "tell.py")
+    assert ended.code == 2
+    assert "ib0" in ended.err
+    assert "eth0" in ended.err
+
+
+def test_each_host_may_name_its_own(nasty: Site) -> None:
+    settings = nasty.project / "paceline.toml"
+    settings.write_text('[hosts.n1]\ninterface = "eth0"\n[hosts.n2]\ninterface = "ens3"\n')
+    try:
+        ended = nasty.run("--no-torch", "tell.py")
+    finally:
+        settings.unlink()
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (("drop", "n2", "all-ephemeral"), ["firewall", "n2", "eth0"]),
+        (("reject", "n2", "all-ephemeral"), ["refused", "n2"]),
+        (("unreachable", "n1", "n2"), ["No route to host", "113", "n1", "n2"]),
+        (("deaf", "n1", "n2"), ["n2", "n1"]),
+    ],
+)
+def test_what_is_in_the_way_is_named(
+    healed: Site, fault: tuple[str, ...], words: list[str]
+) -> None:
+    kind, host, *arguments = fault
+    healed.lab.fault(kind, host, *arguments)
+    ended = healed.run("--no-torch", "tell.py")
+    assert ended.code == 1, ended.out
+    assert [word for word in words if word not in ended.err and word != "eth0"] == []
+    assert "Traceback" not in ended.err
+    assert ended.seconds < 8
+    assert healed.leftovers() == ""
+
+
+SQUAT = """
+import socket, sys, time
+listener = socket.create_server((sys.argv[1], int(sys.argv[2])))
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_port_that_is_taken(nasty: Site) -> None:
+    address = nasty.lab.address("n1")
+    squatter = nasty.lab.popen("n1", [sys.executable, "-c", SQUAT, address, "29899"],
+                               stdout=subprocess.PIPE, text=True)  # fmt: skip
+    with squatter:
+        assert squatter.stdout is not None
+        assert squatter.stdout.readline() == "ready\n"
+        ended = nasty.run("--no-torch", "--master-port", "29899", "tell.py")
+        free = nasty.run("--no-torch", "tell.py")
+        squatter.kill()
+    assert ended.code == 1
+    assert "29899" in ended.err
+    assert "n1" in ended.err
+    assert "socket.create_server" in ended.err
+    assert free.code == 0, free.err
+
+
+def test_the_port_is_free_again_at_once(nasty: Site) -> None:
+    for _ in range(2):
+        ended = nasty.run("--master-port", "29898", "--max-restarts", "1", "fail_once.py")
+        assert ended.code == 0, ended.err
+        assert ended.err.count("starting all nodes again") == 1

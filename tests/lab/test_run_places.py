@@ -1,0 +1,252 @@
+"""Where a job runs: code in place, shipped or refused; launchers among the hosts or outside."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launches import Site, project_at
+
+pytestmark = pytest.mark.lab
+
+
+@pytest.fixture(scope="module")
+def apart(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """The hosts do not see the project."""
+    folder = tmp_path_factory.mktemp("apart")
+    site = Site(new_lab(hosts=2), project_at(folder / "project"))
+    yield site
+    assert site.leftovers() == ""
+
+
+@pytest.fixture(scope="module")
+def together(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """The hosts have the project, each its own copy."""
+    folder = tmp_path_factory.mktemp("together")
+    project = project_at(folder / "project")
+    site = Site(new_lab(hosts=2, private=(str(project),)), project)
+    yield site
+    assert site.leftovers() == ""
+
+
+# --- code
+
+
+def test_code_that_is_not_there_is_shipped(apart: Site) -> None:
+    ended = apart.run("--no-torch", "tell.py")
+    assert ended.code == 0, ended.err
+    assert {node["code"] for node in ended.json("plan.json")["nodes"]} == {"shipped"}
+    for rank in range(2):
+        said = ended.said(rank)
+        assert said["cwd"] == said["path0"] != str(apart.project)
+        assert said["file"] == f"{said['cwd']}/tell.py"
+
+
+def test_a_module_in_a_package_is_shipped(apart: Site) -> None:
+    package = apart.project / "pack" / "inner"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("WORD = 'deep'\n")
+    (package / "say.py").write_text("from pack.inner import WORD\nprint(WORD)\n")
+    ended = apart.run("--no-torch", "-m", "pack.inner.say")
+    assert ended.code == 0, ended.err
+    assert ended.lines(1) == ["deep"]
+
+
+def test_a_script_in_a_subfolder_is_shipped(apart: Site) -> None:
+    below = apart.project / "below"
+    below.mkdir()
+    (below / "helper.py").write_text("WORD = 'beside'\n")
+    (below / "main.py").write_text("from helper import WORD\nprint(WORD)\n")
+    ended = apart.run("--no-torch", "below/main.py")
+    assert ended.code == 0, ended.err
+    assert ended.lines(0) == ["beside"]
+
+
+def test_names_of_any_bytes_are_shipped(apart: Site, tmp_path: Path) -> None:
+    project = tmp_path / "odd"
+    project.mkdir()
+    odd = b"d\xe9j\xe0 'vu' \n.txt"
+    with open(bytes(project) + b"/" + odd, "wb") as file:  # noqa: PTH123
+        file.write(b"here")
+    (project / "ü b.py").write_text("import os\nprint(sorted(map(ascii, os.listdir('.'))))\n")
+    for init in ([], ["git", "init", "-q"]):
+        if init:
+            subprocess.run(init, cwd=project, check=True)
+        ended = apart.run("--no-torch", "ü b.py", cwd=project)
+        assert ended.code == 0, ended.err
+        assert ended.lines(1)[0].count("vu") == 1
+
+
+def test_what_git_ignores_stays_here(apart: Site, tmp_path: Path) -> None:
+    project = tmp_path / "tracked"
+    project.mkdir()
+    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+    (project / ".gitignore").write_text("data/\n")
+    (project / "data").mkdir()
+    (project / "data" / "huge.bin").write_text("x")
+    (project / "look.py").write_text("import os\nprint(sorted(os.listdir('.')))\n")
+    ended = apart.run("--no-torch", "look.py", cwd=project)
+    assert ended.code == 0, ended.err
+    assert "look.py" in ended.lines(1)[0]
+    assert "huge" not in ended.lines(1)[0]
+    assert "data" not in ended.lines(1)[0]
+
+
+def test_shipping_can_be_forbidden(apart: Site) -> None:
+    ended = apart.run("--no-torch", "--ship", "never", "tell.py")
+    assert ended.code == 1
+    assert "n1" in ended.err or "n2" in ended.err
+    assert str(apart.project) in ended.err
+    assert "--ship" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_new_files_come_back(apart: Site) -> None:
+    ended = apart.run("--no-torch", "end.py", "write")
+    assert ended.code == 0, ended.err
+    for rank, host in enumerate(apart.lab.names):
+        files = ended.directory / "files" / host
+        assert (files / f"result-{rank}.txt").read_text() == f"of {rank}\n"
+        assert (files / "out/deep.bin").read_bytes() == bytes(range(256))
+        assert not (files / "end.py").exists()
+    assert (ended.directory / "kept-0.txt").read_text() == "kept\n"
+
+
+def test_nothing_of_the_run_stays_on_the_hosts(apart: Site) -> None:
+    apart.run("--no-torch", "end.py", "write")
+    for host in apart.lab.names:
+        jobs = apart.lab.home(host) / ".cache/paceline/jobs"
+        assert not jobs.exists() or not list(jobs.iterdir())
+
+
+def test_equal_code_is_used_in_place(together: Site) -> None:
+    ended = together.run("--no-torch", "tell.py")
+    assert ended.code == 0, ended.err
+    assert {n["code"] for n in ended.json("plan.json")["nodes"]} == {"verified equal"}
+    assert ended.said(1)["cwd"] == str(together.project)
+
+
+@pytest.fixture
+def stale(together: Site) -> Iterator[str]:
+    """n2 has another version of one file."""
+    name = "stale.py"
+    (together.project / name).write_text("print('new')\n")
+    path = str(together.project / name)
+    together.lab.exec("n2", ["sh", "-c", f"echo 'print(\"old\")' > {path}"], check=True)
+    yield name
+    together.lab.exec("n2", ["rm", path], check=True)
+    (together.project / name).unlink()
+
+
+def test_different_code_is_shipped(together: Site, stale: str) -> None:
+    ended = together.run("--no-torch", stale)
+    assert ended.code == 0, ended.err
+    assert ended.lines(0) == ended.lines(1) == ["new"]
+    code = {n["host"]: n["code"] for n in ended.json("plan.json")["nodes"]}
+    assert code["n2"] == "shipped"
+
+
+def test_different_code_is_named_when_nothing_may_be_shipped(together: Site, stale: str) -> None:
+    ended = together.run("--no-torch", "--ship", "never", stale)
+    assert ended.code == 1
+    assert "n2" in ended.err
+    assert stale in ended.err
+    assert "old" not in ended.out
+
+
+# --- launchers
+
+
+def logins(site: Site, host: str) -> int:
+    return site.lab.sshd_log(host).read_text().count("Accepted publickey")
+
+
+@pytest.mark.parametrize("inside", ["n1", "n2"])
+def test_the_launcher_is_one_of_the_hosts(together: Site, inside: str) -> None:
+    before = {name: logins(together, name) for name in together.lab.names}
+    ended = together.run("--no-torch", "tell.py", inside=inside)
+    assert ended.code == 0, ended.err
+    for rank, host in enumerate(together.lab.names):
+        place = ended.said(rank)["place"]
+        assert (place["PACELINE_HOST"], place["MASTER_ADDR"]) == (host, together.lab.address("n1"))
+    more = {name: logins(together, name) - before[name] for name in together.lab.names}
+    assert more == {name: int(name != inside) for name in together.lab.names}
+
+
+def test_from_inside_and_outside_the_same_is_planned(together: Site) -> None:
+    def essence(plan: Any) -> Any:
+        keys = ("host", "address", "interface", "workdir", "python")
+        nodes = [{key: node[key] for key in keys} for node in plan["nodes"]]
+        return plan["world_size"], plan["master"]["address"], nodes
+
+    plans = [together.run("--plan", "--json", "tell.py", inside=i) for i in (None, "n1")]
+
+    assert plans[0].code == 0, plans[0].err
+    assert essence(json.loads(plans[0].out)) == essence(json.loads(plans[1].out))
+
+
+def test_training_from_inside(together: Site) -> None:
+    ended = together.run("train.py", inside="n1")
+    assert ended.code == 0, ended.err
+    assert ended.out.count("sum 3") == 2
+
+
+def test_this_machine_alone_needs_no_network(together: Site) -> None:
+    ended = together.run("--no-torch", "-p", "2", "tell.py", hosts="localhost", inside="n1")
+    assert ended.code == 0, ended.err
+    assert ended.said(1)["place"]["MASTER_ADDR"] == "127.0.0.1"
+
+
+# --- shells that talk
+
+
+NOISES = {
+    "prints": "echo 'Welcome to n2!'; echo noise >&2\n",
+    "returns": "echo before; return; echo never\n",
+    "binary": "printf '\\365PL1\\000\\000garbage \\365PL1'\n",
+    "endless line": "head -c 300000 /dev/zero | tr '\\0' x\n",
+}
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_noisy_start_up_files_do_no_harm(together: Site, noise: str) -> None:
+    start_up = together.lab.home("n2") / ".bashrc"
+    start_up.write_text(NOISES[noise])
+    try:
+        ended = together.run("--no-torch", "tell.py", "x")
+    finally:
+        start_up.unlink()
+    assert ended.code == 0, ended.err
+    assert ended.said(1)["argv"] == [b"x".hex()]
+    assert "start-up files of n2" in ended.err
+
+
+def test_a_start_up_file_that_ends_the_shell_is_named(together: Site) -> None:
+    start_up = together.lab.home("n2") / ".bashrc"
+    start_up.write_text("exit 3\n")
+    try:
+        ended = together.run("--no-torch", "tell.py")
+    finally:
+        start_up.unlink()
+    assert ended.code == 1
+    assert "n2" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_other_login_shells() -> None:
+    """The one line that travels is read by any shell."""
+    from paceline.cluster.openssh import agent_command
+    from paceline.spec.command import shell_text
+
+    line = shell_text(agent_command("/usr/bin/python3"))
+    for shell in ("bash", "dash", "csh", "tcsh", "fish", "zsh", "ksh"):
+        found = subprocess.run(["sh", "-c", f"command -v {shell}"], capture_output=True)
+        if found.returncode == 0:
+            done = subprocess.run([shell, "-c", line], input=b"print('agent')\n",
+                                  capture_output=True, timeout=10)  # fmt: skip
+            assert done.stdout == b"agent\n", (shell, done.stderr)

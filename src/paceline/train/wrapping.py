@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -30,7 +32,20 @@ def sharded(module: nn.Module) -> nn.Module:
 
 def is_sharded(module: nn.Module) -> bool:
     """True when the parameters are spread over the ranks."""
-    return any(type(one).__name__ == "DTensor" for one in module.parameters())
+    if "torch.distributed.fsdp" not in sys.modules:  # importing it only to say no takes long
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def _put_back(module: nn.Module) -> None:
+    """After an evaluation FSDP still holds whole parameters, which are not the optimizer's."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for one in module.modules():
+        if isinstance(one, FSDPModule):
+            one.reshard()
 
 
 def replicated(module: nn.Module, device: torch.device) -> nn.Module:
@@ -70,6 +85,7 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
         return module.state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+    _put_back(module)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return cast(dict[str, Tensor], get_model_state_dict(module, options=options))
 
@@ -81,15 +97,20 @@ def load_whole_state(module: nn.Module, state: dict[str, Tensor]) -> None:
         return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+    _put_back(module)
     set_model_state_dict(module, dict(state), options=StateDictOptions(full_state_dict=True))
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's whole state; with shards a collective, and on the CPU of rank 0."""
+    """The optimizer's whole state, with parameters by name instead of by number.
+
+    With shards a collective, and on the CPU of rank 0; the form is the same.
+    """
     if not is_sharded(module):
-        return optimizer.state_dict()
+        return renamed(optimizer.state_dict(), dict(enumerate(_names(module, optimizer))))
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
+    _put_back(module)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return dict(get_optimizer_state_dict(module, optimizer, options=options))
 
@@ -97,9 +118,28 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Loads what :func:`optimizer_state` gave; every rank must hold the whole state."""
     if not is_sharded(module):
-        optimizer.load_state_dict(state)
+        numbers = {name: number for number, name in enumerate(_names(module, optimizer))}
+        optimizer.load_state_dict(renamed(state, numbers))
         return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
+    _put_back(module)
     options = StateDictOptions(full_state_dict=True)
     set_optimizer_state_dict(module, optimizer, state, options=options)
+
+
+def _names(module: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Names of the optimizer's parameters, in its order."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    return [names.get(id(one), f"#{number}") for number, one in enumerate(parameters)]
+
+
+def renamed(state: dict[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with every parameter's key replaced."""
+    groups = [
+        {**group, "params": [names[key] for key in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    kept = {names[key]: value for key, value in state["state"].items()}
+    return {**state, "state": kept, "param_groups": groups}

@@ -1,0 +1,70 @@
+"""Worlds of forked processes: torch is imported once for many runs.
+
+Only for scripts of the tests that have started no thread and no computation before.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+
+Body = Callable[[], object]
+
+
+def start(size: int, body: Body, extra: Mapping[str, str] | None = None) -> list[int]:
+    """Forks a world of ``size`` ranks; each runs ``body`` and leaves. Returns process ids."""
+    port = ranks.free_port()
+    return [_forked(ranks.environment(rank, size, port, extra), body) for rank in range(size)]
+
+
+def _forked(environ: Mapping[str, str], body: Body) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        os.environ.update(environ)
+        body()
+        status = 0
+    except SystemExit as leaving:
+        status = int(leaving.code or 0)
+    except BaseException as error:
+        traceback.print_exc()
+        status = int(getattr(error, "exit_code", 1))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def finish(pids: list[int], timeout: float = 60) -> list[int]:
+    """Exit statuses, negative for signals; what is late is killed."""
+    deadline = time.monotonic() + timeout
+    statuses = {}
+    while len(statuses) < len(pids):
+        for pid in pids:
+            if pid not in statuses and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                statuses[pid] = os.waitstatus_to_exitcode(ended[1])
+            if time.monotonic() > deadline and pid not in statuses:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+    return [statuses[pid] for pid in pids]
+
+
+def run(size: int, body: Body, extra: Mapping[str, str] | None = None) -> list[int]:
+    """Runs ``body`` in a world of ``size`` ranks to its end."""
+    return finish(start(size, body, extra))
+
+
+def run_ok(size: int, body: Body, extra: Mapping[str, str] | None = None) -> None:
+    """Like :func:`run`; every rank must succeed."""
+    statuses = run(size, body, extra)
+    assert not any(statuses), statuses

@@ -1,0 +1,297 @@
+"""Run by the tests in one process that forks: interrupted trainings against whole ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import forking
+import torch
+import torch._dynamo
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from paceline import train
+from paceline.train import wrapping
+from paceline.train.checkpoints.shelf import Shelf
+from paceline.train.optimizers import optimizer
+from paceline.train.schedules import Curve, scheduled
+from paceline.train.stopping import Best
+
+SAMPLES, BATCH, EPOCHS = 37, 8, 3
+STEPS = EPOCHS * -(-SAMPLES // BATCH)
+
+
+class Shaken:
+    """Samples with noise that must depend on the sample's place in the order only."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.inputs = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def batch(self, ids: Any, draws: train.Draws | None) -> tuple[torch.Tensor, ...]:
+        inputs = self.inputs[torch.from_numpy(ids)]
+        targets = (inputs[:, 0] > inputs[:, 1]).long()
+        noise = torch.from_numpy(draws.uniform(6)) if draws is not None else 0
+        return inputs + 0.1 * noise, targets
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.two(self.dropout(torch.tanh(self.one(inputs))))
+
+
+def training(
+    folder: Path,
+    *,
+    every: str = "3",
+    resume: str = "auto",
+    dropout: float = 0.0,
+    shard: bool = False,
+    at_step: Callable[[int], None] = lambda step: None,
+    stop_when_full: bool = False,
+) -> None:
+    """The whole training of these tests; leaves its parameters in ``folder/params.pt``."""
+    torch.set_num_threads(1)
+    with train.join(run_dir=folder, dtype="float64", seed=4, log_every=4) as session:
+        network = session.place(Net(dropout), shard=shard)
+        made = optimizer("adamw", network, 0.01)
+        model = session.prepare(network, made, scheduled(made, Curve("cosine", STEPS, 0.1)))
+        data = Shaken()
+        loader = session.loader(data, BATCH)
+        best = Best()
+        session.checkpoints(
+            every=every, resume=resume, best=best, identity={"size": 8}, keep=2,
+            stop_when_full=stop_when_full,
+        )  # fmt: skip
+        for _ in session.epochs(loader, EPOCHS):
+            for batch in loader:
+                inputs, targets = batch
+                note_ids(folder, session, batch)
+                session.step(cross_entropy(model(inputs), targets, reduction="none"))
+                at_step(session.progress.step)
+            best.update(evaluated(session, network, data), session.progress.step)
+        state = wrapping.whole_state(network)
+        if session.world.rank == 0:
+            torch.save(state, folder / "params.pt")
+
+
+def note_ids(folder: Path, session: train.Session, batch: train.Batch) -> None:
+    with (folder / f"ids.{session.world.rank}").open("a") as file:
+        ids = batch.ids[: batch.count].tolist()
+        file.write(json.dumps([session.progress.step, session.world.size, ids]) + "\n")
+
+
+def evaluated(session: train.Session, network: nn.Module, data: Shaken) -> float:
+    meter = session.meter()
+    network.eval()
+    with torch.inference_mode():
+        for batch in session.shard(data, 4):
+            inputs, targets = batch
+            meter.add(batch.count, hit=network(inputs).argmax(1) == targets)
+    network.train()
+    return meter.result()["hit"]
+
+
+def made(name: str) -> Path:
+    folder = Path(sys.argv[1]) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def ids_by_step(folder: Path) -> dict[int, list[int]]:
+    """Sample ids of each global step over all ranks; of repeated steps the last."""
+    noted: dict[tuple[int, int, int], list[int]] = {}
+    sizes: dict[int, int] = {}
+    for path in folder.glob("ids.*"):
+        rank = int(path.suffix[1:])
+        for line in path.read_text().splitlines():
+            step, size, ids = json.loads(line)
+            noted[step, size, rank] = ids
+            sizes[step] = size if rank == 0 else sizes.get(step, size)
+    return {
+        step: [number for rank in range(size) for number in noted[step, size, rank]]
+        for step, size in sizes.items()
+    }
+
+
+def difference(one: Path, other: Path) -> float:
+    """Largest parameter difference; 0.0 only when all bits are equal."""
+    ours, theirs = torch.load(one / "params.pt"), torch.load(other / "params.pt")
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+def killer(step: int, number: int) -> Callable[[int], None]:
+    """Ends the process by itself, right after a step."""
+
+    def act(done: int) -> None:
+        if done == step:
+            os.kill(os.getpid(), number)
+
+    return act
+
+
+def at_other_worlds() -> dict[str, Any]:
+    """Uninterrupted at 1, 2 and 4 ranks."""
+    found = {}
+    for size in (1, 2, 4):
+        forking.run_ok(size, lambda size=size: training(made(f"whole{size}"), every="never"))
+        found[str(size)] = [
+            difference(made(f"whole{size}"), made("whole1")),
+            ids_by_step(made(f"whole{size}")) == ids_by_step(made("whole1")),
+        ]
+    return found
+
+
+def killed_and_resumed() -> list[float]:
+    """kill -9 at ten random points, and resumed: differences from the whole run."""
+    draw = random.Random(int(sys.argv[2]))
+    differences = []
+    for number in range(10):
+        folder, step = made(f"killed{number}"), draw.randrange(1, STEPS)
+        every = str(draw.randrange(1, 6))
+        statuses = forking.run(
+            1,
+            lambda f=folder, s=step, e=every: training(
+                f, every=e, at_step=killer(s, signal.SIGKILL)
+            ),
+        )
+        assert statuses == [-signal.SIGKILL]
+        forking.run_ok(1, lambda f=folder, e=every: training(f, every=e))
+        differences.append(difference(folder, made("whole1")))
+        assert ids_by_step(folder) == ids_by_step(made("whole1"))
+    return differences
+
+
+def terminated_and_resumed() -> dict[str, Any]:
+    """SIGTERM on one of two ranks, with dropout; then SIGUSR1 during the rest."""
+    forking.run_ok(2, lambda: training(made("dropped"), every="never", dropout=0.3))
+    folder = made("terminated")
+
+    def act(step: int) -> None:
+        if os.environ["RANK"] == "1":
+            killer(6, signal.SIGTERM)(step)
+        time.sleep(0.02)
+
+    slow = forking.run(2, lambda: training(folder, every="never", dropout=0.3, at_step=act))
+    steps = [one.step for one in Shelf(folder / "checkpoints").found()[0]]
+    forking.run_ok(2, lambda: training(folder, every="never", dropout=0.3))
+    return {
+        "statuses": slow,
+        "steps": steps,
+        "difference": difference(folder, made("dropped")),
+        "ids": ids_by_step(folder) == ids_by_step(made("dropped")),
+    }
+
+
+def through_worlds() -> dict[str, Any]:
+    """4, then 2, then 1, then 4 ranks, each killed but the last."""
+    folder = made("worlds")
+    for size, step in ((4, 3), (2, 6), (1, 11)):
+        forking.run(
+            size, lambda s=step: training(folder, every="1", at_step=killer(s, signal.SIGKILL))
+        )
+    forking.run_ok(4, lambda: training(folder, every="1"))
+    sizes = {json.loads(line)[1] for line in (folder / "ids.0").read_text().splitlines()}
+    return {
+        "difference": difference(folder, made("whole1")),
+        "ids": ids_by_step(folder) == ids_by_step(made("whole1")),
+        "sizes": sorted(sizes),
+    }
+
+
+def private_disks() -> dict[str, Any]:
+    """Every rank has a folder of its own; the checkpoint moves from rank 0 to rank 1."""
+    folder = made("private")
+
+    def own() -> Path:
+        return made(f"private/{os.environ['RANK']}")
+
+    forking.run(2, lambda: training(own(), every="2", at_step=killer(7, signal.SIGKILL)))
+    (folder / "0/checkpoints").rename(folder / "1/checkpoints")
+    forking.run_ok(2, lambda: training(own(), every="never"))
+    said = (folder / "0/events.jsonl").read_text()
+    return {
+        "difference": difference(folder / "0", made("whole1")),
+        "resumed": [json.loads(line)["step"] for line in said.splitlines() if '"resumed"' in line],
+    }
+
+
+def sharded() -> dict[str, Any]:
+    """FSDP2 on two ranks, resumed with DDP on one and the other way round."""
+    folder = made("sharded")
+    forking.run(
+        2, lambda: training(folder, every="3", shard=True, at_step=killer(7, signal.SIGKILL))
+    )
+    again = forking.run(1, lambda: training(folder, every="3", at_step=killer(10, signal.SIGKILL)))
+    assert again == [-signal.SIGKILL]
+    forking.run_ok(2, lambda: training(folder, every="3", shard=True))
+    return {"difference": difference(folder, made("whole1"))}
+
+
+def records() -> dict[str, Any]:
+    """The log of a run that was killed twice: every step once, the same values."""
+    folder = made("logged")
+    for step in (7, 12):
+        forking.run(
+            1, lambda s=step: training(folder, every="5", at_step=killer(s, signal.SIGKILL))
+        )
+    forking.run_ok(1, lambda: training(folder, every="5"))
+    return {"killed": logged(folder), "whole": logged(made("whole1"))}
+
+
+def logged(folder: Path) -> list[Any]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    said = [json.loads(line) for line in lines]
+    return [[one["split"], one["step"], one["samples"], one["loss"]] for one in said]
+
+
+def other_choices() -> dict[str, Any]:
+    """never, a step, a path, another identity, a folder in use."""
+    folder = made("choices")
+    forking.run(1, lambda: training(folder, every="2", at_step=killer(9, signal.SIGKILL)))
+    with_path = made("by path")
+    forking.run_ok(1, lambda: training(with_path, every="never", resume=str(folder)))
+    forking.run_ok(1, lambda: training(folder, every="never", resume="6"))
+    found = {
+        "path": difference(with_path, made("whole1")),
+        "step": difference(folder, made("whole1")),
+        "missing": forking.run(1, lambda: training(folder, resume="5")),
+    }
+    holder = forking.start(
+        1, lambda: training(made("held"), every="1", at_step=lambda step: time.sleep(0.4))
+    )
+    while not list(made("held").glob("checkpoints/*/manifest.json")):
+        time.sleep(0.01)
+    found["held"] = forking.run(1, lambda: training(made("held")))
+    os.kill(holder[0], signal.SIGKILL)
+    forking.finish(holder)
+    forking.run_ok(1, lambda: training(made("held"), resume="never"))
+    found["anew"] = difference(made("held"), made("whole1"))
+    found["aside"] = len(list(made("held").glob("checkpoints-before-*")))
+    return found
+
+
+def main() -> None:
+    scenarios = [globals()[name] for name in sys.argv[3:]]
+    found = {scenario.__name__: scenario() for scenario in scenarios}
+    (Path(sys.argv[1]) / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Interrupted and resumed: the same training as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+
+SCRIPT = str(Path(__file__).with_name("resuming.py"))
+SEED = "11"
+SCENARIOS = (
+    "at_other_worlds",
+    "killed_and_resumed",
+    "terminated_and_resumed",
+    "through_worlds",
+    "private_disks",
+    "sharded",
+    "records",
+    "other_choices",
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What all scenarios found, in one process that forks."""
+    folder = tmp_path_factory.mktemp("resume")
+    ended = ranks.run_ok(1, [SCRIPT, str(folder), SEED, *SCENARIOS], folder, timeout=100)
+    print(ended[0].err)
+    return dict(json.loads((folder / "found.json").read_text()))
+
+
+def test_one_epoch_or_many_at_any_world_size(found: Any) -> None:
+    for difference, same_ids in found["at_other_worlds"].values():
+        assert difference < 1e-10
+        assert same_ids
+
+
+def test_killed_at_ten_points_bit_equal(found: Any) -> None:
+    assert found["killed_and_resumed"] == [0.0] * 10
+
+
+def test_terminated_saves_and_goes_on_bit_equal(found: Any) -> None:
+    said = found["terminated_and_resumed"]
+    assert said["statuses"] == [143, 143]
+    assert said["steps"][0] >= 6
+    assert said["difference"] == 0.0
+    assert said["ids"]
+
+
+def test_through_four_two_one_four_ranks(found: Any) -> None:
+    said = found["through_worlds"]
+    assert said["difference"] < 1e-10
+    assert said["ids"]
+    assert said["sizes"] == [1, 2, 4]
+
+
+def test_only_another_rank_has_the_checkpoint(found: Any) -> None:
+    said = found["private_disks"]
+    assert said["difference"] < 1e-10
+    assert said["resumed"][0] in (5, 6)  # the last save may not have been complete
+
+
+def test_sharded_and_replicated_understand_each_other(found: Any) -> None:
+    assert found["sharded"]["difference"] < 1e-10
+
+
+def test_every_step_is_recorded_once(found: Any) -> None:
+    killed, whole = found["records"]["killed"], found["records"]["whole"]
+    assert [one[:3] for one in killed] == [one[:3] for one in whole]
+    for ours, theirs in zip(killed, whole, strict=True):
+        assert ours[3] == pytest.approx(theirs[3], rel=1e-12)
+
+
+def test_other_choices_of_a_checkpoint(found: Any) -> None:
+    said = found["other_choices"]
+    assert said["path"] == 0.0
+    assert said["step"] == 0.0
+    assert said["missing"] == [1]
+    assert said["held"] == [2]
+    assert said["anew"] == 0.0
+    assert said["aside"] == 1

@@ -155,10 +155,12 @@ class ForkServer:
 
     def _reap(self) -> None:
         for pid in list(self.children):
-            done, status = os.waitpid(pid, os.WNOHANG)
+            done, status, usage = os.wait4(pid, os.WNOHANG)
             if done:
                 about = self.children.pop(pid)
-                self.report(dict(about, exited=pid, status=status, time=time.monotonic()))
+                peak = usage.ru_maxrss * 1024
+                ended = dict(about, exited=pid, status=status, peak=peak)
+                self.report(dict(ended, time=time.monotonic()))
         for fd, pid in list(self.pidfds.items()):
             if pid not in self.children:
                 del self.pidfds[fd]

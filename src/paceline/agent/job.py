@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
-from . import procs
+from . import memory, procs
 
 Message = Dict[str, Any]
 Post = Callable[..., None]
@@ -35,6 +35,7 @@ class Rank:
         self.told = False
         self.fds: Dict[int, str] = {}  # read end -> "out" | "err" | "events"
         self.partial = b""  # an unfinished line of the events pipe
+        self.peak = 0  # bytes of memory, at most
 
     @property
     def over(self) -> bool:
@@ -52,6 +53,7 @@ class Rank:
             "code": None if signaled else os.WEXITSTATUS(status),
             "signal": os.WTERMSIG(status) if signaled else None,
             "time": self.ended_at,
+            "peak_bytes": self.peak,
         }
 
 
@@ -73,6 +75,7 @@ class NodeJob:
         self._received = b""
         self._store: Optional[procs.Process] = None
         self._kill_at: Optional[float] = None
+        self._kills_before: Optional[int] = None
 
     # --- beginning ---------------------------------------------------------------------------
 
@@ -116,6 +119,7 @@ class NodeJob:
         if self._channel is None:
             raise RuntimeError("start before prepare")
         self.ranks, self.running, self._kill_at = [], True, None
+        self._kills_before = memory.kills()
         passed: List[int] = []
         if store_listener is not None:
             passed.append(store_listener.fileno())
@@ -179,6 +183,7 @@ class NodeJob:
         elif "exited" in message and not message.get("store"):
             rank = self._rank(message["local_rank"])
             rank.status, rank.ended_at = message["status"], message["time"]
+            rank.peak = message["peak"]
 
     def _started(self, message: Message) -> None:
         process = procs.Process(message["started"], message["start"])
@@ -270,7 +275,10 @@ class NodeJob:
             os.close(fd)
         rank.fds = {}
         rank.told = True
-        self._post(rank.end_message())
+        ended = rank.end_message()
+        if ended["signal"] == signal.SIGKILL:  # by us, by somebody, or by the kernel for memory
+            ended["memory"] = memory.evidence(self._kills_before)
+        self._post(ended)
 
     def _end_attempt(self) -> None:
         """All ranks here are over: ends what they left behind.

@@ -59,7 +59,9 @@ class Recorder:
 
     def _rank_ended(self, node: Node, event: Event) -> None:
         said = event.message
-        self.event("rank ended", node.name, said["rank"], code=said["code"], signal=said["signal"])
+        kept = ("code", "signal", "peak_bytes", "memory")
+        details = {name: said[name] for name in kept if name in said}
+        self.event("rank ended", node.name, said["rank"], **details)
 
     def _node_ended(self, node: Node, event: Event) -> None:
         if count := event.message["leftover"]:

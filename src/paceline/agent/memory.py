@@ -1,0 +1,115 @@
+"""Who killed a rank: the traces that the kernel's memory killer leaves.
+
+Limits and counters of this process's control group (version 1 and 2) and of its parents, and the
+kernel log where it may be read. Formats: cgroups(7), kernel's admin-guide/cgroup-v2, printk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional
+
+ROOT = Path("/sys/fs/cgroup")
+NO_LIMIT = 1 << 60
+RECENT_S = 10.0
+KILLED = re.compile(r"Killed process (\d+) \(([^)]*)\)|oom-kill:|oom_reaper")
+
+
+def group_folders(text: Optional[str] = None, root: Path = ROOT) -> Iterator[Path]:
+    """The memory group's folder and its parents', nearest first."""
+    text = _read(Path("/proc/self/cgroup")) if text is None else text
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            base = root / "memory"
+        elif not controllers and (root / "cgroup.controllers").exists():
+            base = root
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        while folder == base or base in folder.parents:
+            if folder.is_dir():
+                yield folder
+            folder = folder.parent
+
+
+def kills(root: Path = ROOT) -> Optional[int]:
+    """How many processes of this group (and those above) were killed for memory; None unknown."""
+    counts = []
+    for folder in group_folders(root=root):
+        for name in ("memory.events", "memory.oom_control"):
+            match = re.search(r"^oom_kill (\d+)", _read(folder / name), re.MULTILINE)
+            if match:
+                counts.append(int(match.group(1)))
+    return sum(counts) if counts else None
+
+
+def limit(root: Path = ROOT) -> Optional[Dict[str, Any]]:
+    """The tightest limit that holds here: ``bytes``, ``peak`` (bytes or None), ``group``."""
+    found = []
+    for folder in group_folders(root=root):
+        top = _number(folder, "memory.max", "memory.limit_in_bytes")
+        if top is not None and top < NO_LIMIT:
+            peak = _number(folder, "memory.peak", "memory.max_usage_in_bytes")
+            found.append({"bytes": top, "peak": peak, "group": str(folder)})
+    return min(found, key=lambda one: int(one["bytes"] or 0), default=None)
+
+
+def _number(folder: Path, *names: str) -> Optional[int]:
+    for name in names:
+        text = _read(folder / name).strip()
+        if text.isdigit():
+            return int(text)
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def kernel_lines(since: float, now: Optional[float] = None) -> List[str]:
+    """Lines of the kernel log about killed processes, later than ``since`` (seconds since boot).
+
+    Empty where the log may not be read.
+    """
+    found: List[str] = []
+    with contextlib.suppress(OSError):
+        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while True:
+                record = os.read(fd, 8192).decode(errors="replace")
+                found += _about_memory(record, since)
+        except (BlockingIOError, BrokenPipeError):
+            pass
+        finally:
+            os.close(fd)
+    return found[-5:]
+
+
+def _about_memory(record: str, since: float) -> List[str]:
+    """``6,1234,5678901,-;text``: priority, number, microseconds since boot."""
+    head, _, text = record.partition(";")
+    fields = head.split(",")
+    if len(fields) < 3 or not fields[2].isdigit() or int(fields[2]) / 1e6 < since:
+        return []
+    line = text.splitlines()[0] if text else ""
+    return [line] if KILLED.search(line) else []
+
+
+def evidence(kills_before: Optional[int]) -> Dict[str, Any]:
+    """What is known just after a rank was killed.
+
+    Args:
+        kills_before: :func:`kills` at the start of the attempt.
+    """
+    after = kills()
+    boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+    grown = None if after is None or kills_before is None else after - kills_before
+    return {"kills": grown, "limit": limit(), "kernel": kernel_lines(boot - RECENT_S)}

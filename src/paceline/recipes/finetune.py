@@ -80,9 +80,10 @@ def let_go(module: nn.Module) -> None:
     vars(module).pop("train", None)
 
 
-def stages_of(backbone: nn.Module) -> list[nn.Module]:
-    """The backbone in parts from input to output; lists of layers are taken apart."""
-    parts = [part for child in backbone.children() for part in _layers(child)]
+def stages_of(backbone: Sequence[nn.Module]) -> list[nn.Module]:
+    """The backbone in stages from input to output; lists of layers are taken apart."""
+    children = list(backbone[0].children()) if len(backbone) == 1 else backbone
+    parts = [part for child in children for part in _layers(child)]
     return [part for part in parts if next(part.parameters(), None) is not None]
 
 
@@ -138,7 +139,7 @@ class Freezing:
     """What stays as it was loaded, and until when.
 
     Args:
-        backbone: The network without its head.
+        backbone: The parts of the network without its head.
         frozen: False changes nothing.
         every: Epochs after which one more stage trains; 0 for never.
 
@@ -146,13 +147,13 @@ class Freezing:
         SettingError: The backbone has no stages to unfreeze.
     """
 
-    def __init__(self, backbone: nn.Module, frozen: bool, every: int) -> None:
+    def __init__(self, backbone: Sequence[nn.Module], frozen: bool, every: int) -> None:
         self._every = every if frozen else 0
         self._stages = stages_of(backbone) if self._every else []
         if self._every and not self._stages:
             raise SettingError(f"--unfreeze-every {every}: this model has no stages to unfreeze")
         if frozen:
-            freeze([backbone])
+            freeze(backbone)
         for stage in self._stages:
             stage.requires_grad_(True)
             hold(stage)

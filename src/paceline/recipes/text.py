@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from paceline import train
-from paceline.recipes import hub_models, parse_options
+from paceline.recipes import hub_models, parse_options, setup
 from paceline.recipes.datasets.texts import TextData, TextRequest, load_texts
 from paceline.recipes.finetune import Freezing, load_backbone
 from paceline.recipes.grouping import by_length
@@ -35,8 +34,6 @@ from paceline.recipes.tokenizing import from_json
 from paceline.recipes.tokenizing import train as train_tokenizer
 from paceline.spec import rundir
 from paceline.train import Draws
-from paceline.train.batching import batching
-from paceline.train.optimizers import optimizer as make_optimizer
 from paceline.train.schedules import Curve
 from paceline.train.stopping import Best
 
@@ -44,55 +41,26 @@ from paceline.train.stopping import Best
 def train_text(options: TextOptions) -> None:
     """One training, on every rank."""
     data = load_data(options)
-    with train.join(
-        "text",
-        seed=options.seed,
-        device=options.device,
-        backend=options.backend,
-        dtype=options.dtype,
-        run_dir=options.run_dir,
-        log_every=options.log_every,
-        check_every=options.check_every,
-    ) as session:
+    with setup.join("text", options) as session:
         session.agree("the data set", data.fingerprint)
-        session.save_config({"recipe": "text", "options": asdict(options)})
-
         encoding = make_encoding(session, data, options)
         training = Texts(*data.splits["train"], encoding, options.max_length)
         held_out = Texts(*data.splits[data.held_out], encoding, options.max_length)
-        batch = batching(
-            session.world.size,
-            global_batch=options.global_batch,
-            lr=options.lr,
-            per_rank=options.batch_per_process,
-            limit=options.micro_batch,
-            rule=options.scale_lr,
-        )
-        session.say(batch.describe())
+        batch = setup.batch_of(session, options)
         loader = session.loader(training, batch.global_batch, limit=batch.limit)
         loader.order = by_length(loader.order, training.lengths(), batch.global_batch)
 
         network = make_network(session, data, options, encoding)
-        freezing = Freezing(network.backbone, options.freeze, options.unfreeze_every)
+        freezing = Freezing([network.backbone], options.freeze, options.unfreeze_every)
         placed = session.place(network, shard=options.shard)
-        optimizer = make_optimizer(
-            options.optimizer,
-            placed,
-            batch.lr,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-        )
+        optimizer = setup.optimizer_of(options, placed, batch.lr)
         steps = options.steps or options.epochs * len(loader)
         curve = Curve(options.schedule, steps, options.warm_up)
-        model = session.prepare(
-            placed,
-            optimizer,
-            freezing.schedule(optimizer, curve, len(loader)),
-            clip_norm=options.clip_norm or None,
-            compile=options.compile,
-        )
+        schedule = freezing.schedule(optimizer, curve, len(loader))
+        model = setup.prepare(session, options, placed, optimizer, schedule)
 
         best = Best(patience=options.patience)
+        setup.keep_checkpoints(session, options, best, data.fingerprint)
         figures: dict[str, float] = {}
         for epoch in session.epochs(loader, options.epochs, options.steps):
             freezing.begin(epoch)
@@ -110,6 +78,8 @@ def train_text(options: TextOptions) -> None:
             if best.stop:
                 session.stop(f"no better {data.held_out} accuracy in {best.stale} evaluations")
 
+        # Nothing was evaluated where a finished training was gone on with.
+        figures = figures or evaluate(session, placed, held_out, len(data.classes))
         session.save_model(describe(options, data, network, figures))
         session.say(
             f"accuracy {figures['accuracy']:.4f}  f1 {figures['f1']:.4f}"

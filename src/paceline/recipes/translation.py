@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from paceline import train
-from paceline.recipes import parse_options
+from paceline.recipes import parse_options, setup
 from paceline.recipes.datasets.pairs import Pair, PairData, PairRequest, load_pairs
 from paceline.recipes.decoding import Search, decode
 from paceline.recipes.grouping import by_length, spread
@@ -32,8 +32,6 @@ from paceline.recipes.translated import SOURCE_TOKENIZER, TARGET_TOKENIZER, writ
 from paceline.recipes.translation_options import TranslationOptions
 from paceline.spec import rundir
 from paceline.train import files
-from paceline.train.batching import batching
-from paceline.train.optimizers import optimizer as make_optimizer
 from paceline.train.schedules import Curve, scheduled
 from paceline.train.stopping import Best
 
@@ -41,19 +39,8 @@ from paceline.train.stopping import Best
 def train_translation(options: TranslationOptions) -> None:
     """One training, on every rank."""
     data = load_data(options)
-    with train.join(
-        "translation",
-        seed=options.seed,
-        device=options.device,
-        backend=options.backend,
-        dtype=options.dtype,
-        run_dir=options.run_dir,
-        log_every=options.log_every,
-        check_every=options.check_every,
-    ) as session:
+    with setup.join("translation", options) as session:
         session.agree("the corpus", data.fingerprint)
-        session.save_config({"recipe": "translation", "options": asdict(options)})
-
         tokenizers = make_tokenizers(session, data, options)
         limit = options.seq_len
         training = sentences(data.splits["train"], tokenizers, limit, options.too_long)
@@ -61,36 +48,16 @@ def train_translation(options: TranslationOptions) -> None:
         held_out = sentences(watched, tokenizers, limit, "cut")
         session.say(describe_data(data, training, held_out, tokenizers))
 
-        batch = batching(
-            session.world.size,
-            global_batch=options.global_batch,
-            lr=options.lr,
-            per_rank=options.batch_per_process,
-            limit=options.micro_batch,
-            rule=options.scale_lr,
-        )
-        session.say(batch.describe())
+        batch = setup.batch_of(session, options)
         loader = session.loader(training, batch.global_batch, limit=batch.limit)
         loader.order = by_length(loader.order, training.lengths(), batch.global_batch)
 
         shape = network_shape(options, tokenizers)
         network = session.place(Transformer(shape), shard=options.shard)
-        optimizer = make_optimizer(
-            options.optimizer,
-            network,
-            batch.lr,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-        )
+        optimizer = setup.optimizer_of(options, network, batch.lr)
         steps = options.steps or options.epochs * len(loader)
         curve = Curve(options.schedule, steps, options.warm_up)
-        model = session.prepare(
-            network,
-            optimizer,
-            scheduled(optimizer, curve),
-            clip_norm=options.clip_norm or None,
-            compile=options.compile,
-        )
+        model = setup.prepare(session, options, network, optimizer, scheduled(optimizer, curve))
 
         # Losses are divided by the mean length, which no rank and no batch changes: every token
         # weighs the same, and ranks need not tell each other how many they have.
@@ -98,6 +65,7 @@ def train_translation(options: TranslationOptions) -> None:
         search = Search(START_ID, END_ID, limit, options.beam)
         last = -(-steps // len(loader)) - 1
         best = Best(patience=options.patience)
+        setup.keep_checkpoints(session, options, best, data.fingerprint, shape=shape)
         figures: dict[str, float] = {}
         for epoch in session.epochs(loader, options.epochs, options.steps):
             for source, target, expected in loader:
@@ -105,25 +73,20 @@ def train_translation(options: TranslationOptions) -> None:
                     outputs = model(source, target)
                     losses = token_losses(outputs, expected, options.label_smoothing)
                 session.step(losses.sum(1) / mean_length)
-
             figures = evaluate(session, network, held_out)
             if epoch == last or epoch % options.score_every == options.score_every - 1:
-                rows = source_rows(tokenizers[0], [source for source, _ in watched], limit)
-                outputs_text = translate(session, network, rows, tokenizers[1], search)
-                figures |= scores(outputs_text, [target for _, target in watched])
-                show(session, watched, outputs_text, options.samples)
+                figures |= score(session, network, watched, tokenizers, search, options.samples)
                 best.update(figures["bleu"], session.progress.step)
             session.log(data.held_out, samples=len(watched), **figures)
             curve.report(figures["loss"])
             if best.stop:
                 session.stop(f"no better BLEU in {best.stale} evaluations")
 
+        if "bleu" not in figures:  # a finished training was gone on with
+            figures = evaluate(session, network, held_out)
+            figures |= score(session, network, watched, tokenizers, search, options.samples)
         session.save_model(describe(options, data, shape, figures))
-        session.say(
-            f"bleu {figures['bleu']:.2f}  chrf {figures['chrf']:.2f}  cer {figures['cer']:.4f}"
-            f"  wer {figures['wer']:.4f}  exact {figures['exact']:.4f}"
-            f"  ({len(watched)} {data.held_out} sentences)"
-        )
+        session.say(f"{summary(figures)}  ({len(watched)} {data.held_out} sentences)")
 
 
 def token_losses(outputs: Tensor, expected: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -180,6 +143,29 @@ def translate(
     parts = session.comms.texts(json.dumps(mine))
     everything = dict(pair for part in parts for pair in json.loads(part))
     return [everything[number] for number in range(len(rows))]
+
+
+def score(
+    session: train.Session,
+    network: torch.nn.Module,
+    pairs: Sequence[Pair],
+    tokenizers: tuple[Tokenizer, Tokenizer],
+    search: Search,
+    samples: int,
+) -> dict[str, float]:
+    """BLEU and the others over all pairs; the translations are kept, and some of them shown."""
+    rows = source_rows(tokenizers[0], [source for source, _ in pairs], search.limit)
+    outputs = translate(session, network, rows, tokenizers[1], search)
+    show(session, pairs, outputs, samples)
+    return scores(outputs, [target for _, target in pairs])
+
+
+def summary(figures: dict[str, float]) -> str:
+    """The figures of a translation in one line."""
+    return (
+        f"bleu {figures['bleu']:.2f}  chrf {figures['chrf']:.2f}  cer {figures['cer']:.4f}"
+        f"  wer {figures['wer']:.4f}  exact {figures['exact']:.4f}"
+    )
 
 
 def show(

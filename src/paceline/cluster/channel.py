@@ -222,7 +222,11 @@ class AgentRefusal(NodeError):
     """An agent could not do what it was asked; ``answer`` is all that it said."""
 
     def __init__(self, host: Host, op: str, answer: Message) -> None:
-        super().__init__(f"{host.name}: {op} failed", found=str(answer["error"]))
+        super().__init__(
+            f"{host.name} could not do its part ({op.replace('_', ' ')})",
+            found=str(answer["error"]),
+            remedy=f"Look there: ssh {host.address}",
+        )
         self.host = host
         self.answer = answer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 from paceline.cluster.channel import (
     LOGINS_AT_ONCE,
@@ -14,7 +15,7 @@ from paceline.cluster.channel import (
     show_host_key,
     unwrapped,
 )
-from paceline.cluster.openssh import SshOptions
+from paceline.cluster.openssh import SshOptions, fingerprint, offending_line
 from paceline.spec.errors import ConnectError
 from paceline.spec.hosts import Host
 
@@ -73,11 +74,8 @@ async def _report(refused: list[LoginRefused], total: int, options: SshOptions) 
     found, remedies = [], []
     for cause, group in sorted(by_cause.items()):
         for one in group:
-            name, words = one.host.name, one.refusal.found
-            if cause == "host key not known" and (key := await show_host_key(one.host, options)):
-                words = f"{name} shows the key {key}, which is not pinned\n{words}"
-            found.append(f"{cause}: {name}: {words}")
-            remedies.append(f"{name}: {one.refusal.remedy}")
+            found.append(f"{cause}: {one.host.name}: {await _words(one, options)}")
+            remedies.append(f"{one.host.name}: {one.refusal.remedy}")
     names = ", ".join(one.host.name for one in refused)
     noun = "host" if total == 1 else "hosts"
     return ConnectError(
@@ -85,3 +83,28 @@ async def _report(refused: list[LoginRefused], total: int, options: SshOptions) 
         found="\n".join(found),
         remedy="\n".join(remedies),
     )
+
+
+async def _words(one: LoginRefused, options: SshOptions) -> str:
+    """What was met, with the fingerprints where a host key is the matter."""
+    name, words = one.host.name, one.refusal.found
+    if one.refusal.cause == "host key not known":
+        key = await show_host_key(one.host, options)
+        return f"{name} shows the key {key}, which is not pinned\n{words}" if key else words
+    if one.refusal.cause == "host key changed" and (pinned := _pinned(words)):
+        return f"another key is pinned: {pinned}\n{words}"
+    return words
+
+
+def _pinned(words: str) -> str | None:
+    """The fingerprint that the offended file holds, and where."""
+    place = offending_line(words)
+    if place is None:
+        return None
+    file, number = place
+    try:
+        line = Path(file).read_text(errors="replace").splitlines()[number - 1]
+    except (OSError, IndexError):
+        return None
+    key = fingerprint(line)
+    return f"{key} ({file}, line {number})" if key else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +97,7 @@ CAUSES: tuple[_Cause, ...] = (
         "host key changed",
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for .* has changed",
         "If the machine was reinstalled, check its fingerprint there "
-        "(ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub), then: ssh-keygen -R {target}{file}",
+        "(ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub), then: ssh-keygen -R {known}{file}",
     ),
     _Cause(
         "host key not known",
@@ -201,13 +203,34 @@ def _essence(text: str) -> str:
 
 
 def _fill(remedy: str, host: Host, text: str) -> str:
-    offending = re.search(r"Offending \S+ key in (.+):\d+", text)
+    offending = offending_line(text)
+    known = re.search(r"Host key for (\S+) has changed", text)  # as the file calls it
     values = {
         "name": host.name,
         "target": _target(host),
-        "file": f" -f {offending.group(1)}" if offending else "",
+        "known": shell_text([known.group(1) if known else host.address]),
+        "file": f" -f {shell_text([offending[0]])}" if offending else "",
     }
-    return re.sub(r"\{(name|target|file)\}", lambda match: values[match.group(1)], remedy)
+    return re.sub(r"\{(name|target|known|file)\}", lambda match: values[match.group(1)], remedy)
+
+
+def offending_line(text: str) -> tuple[str, int] | None:
+    """File and line (from 1) of the pinned key that a changed host key offends."""
+    match = re.search(r"Offending \S+ key in (.+):(\d+)", text)
+    return (match.group(1), int(match.group(2))) if match else None
+
+
+def fingerprint(line: str) -> str | None:
+    """``ssh-ed25519 SHA256:…`` of a line of known_hosts; ``None`` when it holds no key."""
+    match = re.search(r"(ssh-\S+|ecdsa-\S+|sk-\S+) (\S+)", line)
+    if match is None:
+        return None
+    try:
+        raw = base64.b64decode(match.group(2), validate=True)
+    except ValueError:
+        return None
+    digest = base64.b64encode(hashlib.sha256(raw).digest()).decode().rstrip("=")
+    return f"{match.group(1)} SHA256:{digest}"
 
 
 def _target(host: Host) -> str:

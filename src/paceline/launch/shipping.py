@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.agent.snapshot import read_blocks
-from paceline.cluster.channel import Event
+from paceline.cluster.channel import AgentRefusal, Event
 from paceline.launch.code import Manifest, Tree, entry_at, relocate
 from paceline.launch.node import Node
 from paceline.launch.planning import Code
@@ -19,7 +19,24 @@ RESULT_LIMIT = 8 << 30  # bytes brought back from one node
 
 
 async def ship_tree(node: Node, tree: Tree, name: str, run_id: str) -> str:
-    """Builds ``tree`` on the node out of what is cached there and what is sent; its folder."""
+    """Builds ``tree`` on the node out of what is cached there and what is sent; its folder.
+
+    NodeError when the node cannot take it.
+    """
+    try:
+        root = await _build_tree(node, tree, name, run_id)
+    except AgentRefusal as refusal:
+        raise NodeError(
+            f"{node.name} cannot take the files of {tree.root}",
+            found=refusal.found,
+            remedy=f"Make room for {(tree.size >> 20) + 1} MiB in ~/.cache/paceline on "
+            f"{node.name}, or set XDG_CACHE_HOME there to a folder on another disk",
+        ) from None
+    node.copies[name] = (root, tree.manifest)
+    return root
+
+
+async def _build_tree(node: Node, tree: Tree, name: str, run_id: str) -> str:
     answer = await node.channel.request("lacking_blobs", manifest=tree.manifest)
     where = {str(entry[1]): str(entry[0]) for entry in tree.manifest}
     for digest in answer["hashes"]:
@@ -27,9 +44,7 @@ async def ship_tree(node: Node, tree: Tree, name: str, run_id: str) -> str:
     built = await node.channel.request(
         "build_tree", manifest=tree.manifest, name=name, run_id=run_id
     )
-    root = str(built["root"])
-    node.copies[name] = (root, tree.manifest)
-    return root
+    return str(built["root"])
 
 
 async def send_file(node: Node, digest: str, path: Path) -> None:

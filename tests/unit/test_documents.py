@@ -1,0 +1,71 @@
+"""Every command that a page shows exists, with every option that it is shown with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from documents import PAGES, Shown, in_blocks, inline
+from paceline.cli import program
+from paceline.recipes import RECIPES, parse_options
+
+EVERY = [shown for page in PAGES for shown in (*in_blocks(page), *inline(page))]
+
+
+@pytest.mark.parametrize("shown", EVERY, ids=str)
+def test_command_and_its_options_exist(shown: Shown) -> None:
+    command: click.Command = program
+    context = click.Context(program, info_name="paceline")
+    args = list(shown.words[1:])
+    while isinstance(command, click.Group) and args and not args[0].startswith("-"):
+        name = args.pop(0)
+        if name.upper() == name or "|" in name:  # a placeholder: VERB, or a choice of verbs
+            return
+        found = command.get_command(context, name)
+        assert found is not None, f"there is no {name!r}"
+        command, context = found, click.Context(found, parent=context, info_name=name)
+    known = {spelling for option in command.params for spelling in option.opts}
+    known |= {spelling for option in command.params for spelling in option.secondary_opts}
+    known |= {"-h", "--help", *recipe_flags(shown)}
+    for word in own_options(command, args):
+        assert word in known, f"{shown}: unknown option {word}"
+
+
+def own_options(command: click.Command, args: list[str]) -> list[str]:
+    """The options among ``args`` that are paceline's and not the script's."""
+    found = []
+    flags = {o: p for p in command.params if isinstance(p, click.Option) for o in p.opts}
+    at = 0
+    while at < len(args):
+        word = args[at].strip("[](),.")
+        if word == "--":
+            break
+        if word.startswith("-") and len(word) > 1:
+            name = word.split("=")[0]
+            found.append(name)
+            option = flags.get(name)
+            at += 1 if option is None or option.is_flag or "=" in word else 2
+            continue
+        if not command.context_settings.get("allow_interspersed_args", True):
+            break
+        at += 1
+    return found
+
+
+def recipe_flags(shown: Shown) -> set[str]:
+    """Flags of the recipe that ``paceline train`` is shown with, or of all of them."""
+    import contextlib
+    import io
+    import re
+
+    text = io.StringIO()
+    if shown.words[1:2] in (("train",), ("evaluate",), ("predict",)):
+        for name in RECIPES:
+            with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+                parse_options(name, ["--help"])
+        return set(re.findall(r"--[a-z][\w-]*", text.getvalue())) | {"--split", "--top-k"}
+    return set()

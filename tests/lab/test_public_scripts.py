@@ -1,4 +1,4 @@
-"""Scripts that nobody here wrote, unmodified, over two hosts: Accelerate's own distributed tests."""
+"""A script that nobody here wrote, unmodified, over two hosts: one of Accelerate's own tests."""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 def paceline(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "paceline", *args]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False
+    )
 
 
 def on(lab: Lab) -> list[str]:

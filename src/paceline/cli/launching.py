@@ -168,7 +168,7 @@ def launch(
     if way.kind == "submit":
         from paceline.cli.batch import submit
 
-        return submit(ctx, job, parent)
+        return submit(ctx, job, parent, way.name)
     if way.kind == "join":
         from paceline.cli.joining import join
 

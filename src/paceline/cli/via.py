@@ -11,6 +11,7 @@ import click
 
 from paceline.cluster.openssh import SshOptions
 from paceline.launch.schedulers import WAYS, ContainerOptions, Options
+from paceline.launch.schedulers.batch import BATCHES
 from paceline.launch.schedulers.slurm import allocation
 from paceline.launch.transport import Transport
 from paceline.spec.errors import SettingError
@@ -20,7 +21,7 @@ Kind = Literal["run", "submit", "join"]
 CONTAINERS = ("docker", "podman", "apptainer")
 
 VIA_OPTIONS = [
-    click.option("--via", type=click.Choice(list(WAYS)),
+    click.option("--via", type=click.Choice([*WAYS, *(b for b in BATCHES if b not in WAYS)]),
                  help="What starts the nodes. Default: srun inside a Slurm allocation, else ssh."),
     click.option("--via-arg", multiple=True, metavar="FLAG",
                  help="One more word for mpiexec, srun or the container engine, passed through."),
@@ -105,7 +106,7 @@ def way_of(params: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     check_options(params, name)
     if params["rdzv"]:
         return _by_hand(params)
-    if name == "slurm" and not allocation(environ):
+    if name in BATCHES and not (name == "slurm" and allocation(environ)):
         return Way("submit", name)
     from paceline.launch.schedulers import transport
 
@@ -142,7 +143,7 @@ def check_options(params: Mapping[str, Any], name: str) -> None:
     """Refuses options that the chosen way does not know."""
     if name in CONTAINERS and not params["image"]:
         raise SettingError(f"--via {name} needs an image", remedy="--image IMAGE")
-    if params["image"] and name not in CONTAINERS:
+    if params["image"] and name not in (*CONTAINERS, "kubernetes"):
         raise SettingError(
             f"--image does not go with --via {name}",
             remedy=f"--via {'|'.join(CONTAINERS)}, or leave --image out",

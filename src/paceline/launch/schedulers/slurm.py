@@ -59,8 +59,8 @@ def command(srun: str, hosts: Sequence[Host], arguments: Sequence[str]) -> list[
 
 _CAUSES = (
     (
-        r"Invalid job id|Job/step already completing|Job has (already )?(expired|finished)|"
-        r"Unable to confirm allocation",
+        r"Invalid job id|[Ee]xpired or invalid job|Job/step already completing|"
+        r"Job has (already )?(expired|finished)|Unable to confirm allocation",
         "the allocation is over",
         "Ask for a new one: salloc -N {count}",
     ),

@@ -1,0 +1,169 @@
+"""Real Slurm on lab hosts: munge everywhere, the controller on n1, a daemon on every host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from launches import eventually
+from ways import missing
+
+from paceline.cluster.lab import Lab
+
+SOCKET = "/run/munge/munge.socket.2"
+START_S = 20.0
+MEMORY = 8000  # MB that each host pretends to have
+
+_CONFIG = """
+ClusterName=lab
+SlurmctldHost=n1
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={socket},cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir=/var/tmp/slurmd
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%h.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=1
+ReturnToService=2
+SlurmdTimeout=10
+KillWait=5
+MinJobAge=300
+Waittime=0
+MpiDefault=none
+MailProg=/bin/true
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobRequeue=1
+NodeName={names} CPUs={cpus} RealMemory={memory} State=UNKNOWN
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+"""
+_CGROUPS = (
+    "mkdir -p /run/munge /var/tmp/slurmd /var/tmp/munge && chmod 755 /run/munge && "
+    "mount -t tmpfs none /sys/fs/cgroup && mkdir -p /sys/fs/cgroup/freezer && "
+    "mount -t cgroup -o freezer none /sys/fs/cgroup/freezer"
+)
+
+
+def require() -> None:
+    """Skips without Slurm and munge."""
+    tools = ("slurmctld", "slurmd", "munged", "srun", "sbatch")
+    if lacking := [t for t in tools if shutil.which(t, path="/usr/sbin:/usr/bin") is None]:
+        missing(f"not installed: {', '.join(lacking)}")
+
+
+class Slurm:
+    """The daemons of one lab.
+
+    Attributes:
+        env: Variables that every command needs.
+    """
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab = lab
+        self.folder = folder
+        self.env = {"SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemons: dict[str, list[subprocess.Popen[bytes]]] = {}
+
+    def up(self) -> None:
+        (self.folder / "state").mkdir(parents=True)
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        config = _CONFIG.format(socket=SOCKET, folder=self.folder, names=",".join(self.lab.names),
+                                cpus=os.cpu_count(), memory=MEMORY)  # fmt: skip
+        (self.folder / "slurm.conf").write_text(config)
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
+        for name in self.lab.names:
+            self.start(name)
+        ready = f"idle {len(self.lab.names)}"
+        assert eventually(lambda: ready in self.tell("sinfo", "-h", "-o", "%T %D"), START_S)
+
+    def start(self, name: str) -> None:
+        """The daemons of one host."""
+        self.lab.exec(name, ["sh", "-c", _CGROUPS], check=True, timeout=20)
+        munge = ["/usr/sbin/munged", "--force", "--foreground", "--key-file",
+                 str(self.folder / "munge.key"), "--socket", SOCKET,
+                 "--pid-file", "/run/munge/munged.pid", "--log-file", "/var/tmp/munge/log",
+                 "--seed-file", "/var/tmp/munge/seed"]  # fmt: skip
+        daemons = self._daemons.setdefault(name, [])
+        daemons.append(self._popen(name, munge))
+        there = ["test", "-S", SOCKET]
+        assert eventually(lambda: self.lab.exec(name, there).returncode == 0, 10)
+        config = self.env["SLURM_CONF"]
+        if name == self.lab.names[0]:
+            daemons.append(self._popen(name, ["/usr/sbin/slurmctld", "-D", "-c", "-f", config]))
+        daemons.append(self._popen(name, ["/usr/sbin/slurmd", "-D", "-f", config]))
+
+    def _popen(self, name: str, argv: list[str]) -> subprocess.Popen[bytes]:
+        nothing = subprocess.DEVNULL
+        return self.lab.popen(name, argv, env=self.env, stdin=nothing, stdout=nothing,
+                              stderr=nothing, cwd="/")  # fmt: skip
+
+    def down(self) -> None:
+        every = [daemon for daemons in self._daemons.values() for daemon in daemons]
+        for daemon in reversed(every):
+            daemon.terminate()
+        for daemon in every:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(5)
+            if daemon.poll() is None:
+                daemon.kill()
+                daemon.wait()
+
+    def tell(self, *argv: str, host: str = "n1") -> str:
+        """What one of Slurm's commands says on a host."""
+        return self.lab.exec(host, argv, env=self.env, timeout=30).stdout
+
+    def job(self, number: str) -> str:
+        return self.tell("scontrol", "show", "job", "-o", number)
+
+    @contextlib.contextmanager
+    def allocation(self, nodes: int = 2, names: str = "n[1-2]") -> Iterator[dict[str, str]]:
+        """An allocation without a shell; the variables that its shell would have."""
+        argv = ["salloc", "--no-shell", f"-N{nodes}", f"--nodelist={names}", "--mem=100"]
+        done = self.lab.exec("n1", argv, env=self.env, timeout=30)
+        number = done.stderr.rsplit(maxsplit=1)[-1]
+        assert number.isdigit(), done.stderr
+        try:
+            yield {**self.env, "SLURM_JOB_ID": number, "SLURM_JOB_NODELIST": names}
+        finally:
+            self.tell("scancel", number)
+
+    def left(self) -> str:
+        """Jobs and steps that are not over, and processes that are not daemons."""
+        queue = self.tell("squeue", "-h", "-o", "%i %T").strip()
+        daemons = ("munged", "slurmctld", "slurmd", "slurmscriptd")
+        found = {
+            name: [c for _, c in self.lab.processes(name) if not any(d in c for d in daemons)]
+            for name in self.lab.names
+        }
+        return queue + str({name: lines for name, lines in found.items() if lines} or "")
+
+
+@contextlib.contextmanager
+def slurm_on(lab: Lab, folder: Path) -> Iterator[Slurm]:
+    """Slurm up and down."""
+    require()
+    slurm = Slurm(lab, folder)
+    began = time.monotonic()
+    try:
+        slurm.up()
+        assert time.monotonic() - began < 2 * START_S
+        yield slurm
+    finally:
+        slurm.down()

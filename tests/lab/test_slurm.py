@@ -1,0 +1,205 @@
+"""Real Slurm: in an allocation, submitted from outside, over the time limit, with lost nodes."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from launches import Site, eventually
+from slurmlab import Slurm, slurm_on
+from ways import Way, largest_difference, reference, site_in
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def cluster(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Slurm]]:
+    folder = tmp_path_factory.mktemp("slurm")
+    site = site_in(new_lab, folder, hosts=3)
+    with slurm_on(site.lab, folder / "slurm") as slurm:
+        yield site, slurm
+
+
+@pytest.fixture
+def site(cluster: tuple[Site, Slurm]) -> Iterator[Site]:
+    """Slurm's state must be clean after a test: no job, no step, no process."""
+    site, slurm = cluster
+    yield site
+    eventually(lambda: not slurm.left(), 12)
+    assert slurm.left() == ""
+
+
+@pytest.fixture
+def slurm(cluster: tuple[Site, Slurm]) -> Slurm:
+    return cluster[1]
+
+
+@pytest.fixture
+def inside(site: Site, slurm: Slurm) -> Iterator[Way]:
+    """Typed in an allocation of n1 and n2."""
+    with slurm.allocation() as env:
+        yield Way(site, (), env=env)
+
+
+@pytest.fixture
+def batch(site: Site, slurm: Slurm) -> Way:
+    """Typed on the login node."""
+    options = ("--via", "slurm", "--nnodes", "2", "--sbatch-arg=--nodelist=n[1-2]", "--mem", "100")
+    return Way(site, options, env=slurm.env)
+
+
+def number_of(err: str) -> str:
+    match = re.search(r"Slurm job (\d+), run directory", err)
+    assert match, err
+    return match.group(1)
+
+
+# --- inside an allocation
+
+
+def test_ranks_know_their_place(inside: Way) -> None:
+    inside.reports_its_place()
+
+
+def test_a_rank_raises(inside: Way) -> None:
+    inside.names_a_rank_that_raises()
+
+
+def test_a_rank_is_killed(inside: Way) -> None:
+    inside.names_a_rank_that_is_killed()
+
+
+def test_interrupted(inside: Way) -> None:
+    inside.stops_on(signal.SIGINT)
+
+
+def test_same_parameters_as_over_ssh(inside: Way) -> None:
+    found = inside.trains(inside.site.project)
+    assert largest_difference(found, reference(inside.site)) < 1e-10
+
+
+def test_salloc_around_the_command(site: Site, slurm: Slurm) -> None:
+    """Tasks a node are ranks a node, and a step for one CPU does not bind the ranks to it."""
+    prefix = ("salloc", "-N2", "--ntasks-per-node=2", "--mem=100", "--nodelist=n[1-2]")
+    ended = Way(site, (), prefix=prefix, env=slurm.env).run("--no-torch", "tell.py")
+    assert ended.code == 0, ended.err
+    assert [ended.said(rank)["place"]["PACELINE_HOST"] for rank in range(4)] == [
+        "n1", "n1", "n2", "n2",
+    ]  # fmt: skip
+
+
+def test_an_allocation_that_is_too_small(inside: Way) -> None:
+    ended = inside.run("--nnodes", "3", "tell.py")
+    assert ended.code == 2
+    assert "3 nodes were asked for" in ended.err
+    assert "2 in Slurm" in ended.err
+
+
+def test_an_allocation_that_is_over(site: Site, slurm: Slurm) -> None:
+    with slurm.allocation() as env:
+        pass
+    ended = Way(site, (), env=env).run("--no-torch", "tell.py")
+    assert ended.code == 1
+    assert "the allocation is over" in ended.err
+
+
+# --- submitted
+
+
+def test_batch_trains_the_same(batch: Way) -> None:
+    found = batch.trains(batch.site.project)
+    assert largest_difference(found, reference(batch.site)) < 1e-10
+
+
+def test_batch_that_fails(batch: Way, slurm: Slurm) -> None:
+    """FAILED in Slurm, with the rank's exit status; its traceback is followed to the terminal."""
+    ended = batch.run("--no-torch", "-p", "1", "end.py", "exit", "1")
+    assert ended.code == 7, ended.err
+    state = slurm.job(number_of(ended.err))
+    assert "JobState=FAILED" in state
+    assert "ExitCode=7:0" in state
+    assert "rank 1 on n2: exit status 7" in ended.out
+    assert (ended.directory / "logs" / "n2" / "1.log").exists()
+
+
+def test_batch_interrupted(batch: Way, slurm: Slurm) -> None:
+    with batch.started("--no-torch", "--grace", "1", "end.py", "wait") as (child, directory):
+        assert batch.waits(directory, 2)
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=30)
+    assert child.returncode == 128 + signal.SIGINT
+    assert "JobState=CANCELLED" in slurm.job(number_of(err))
+
+
+def test_batch_refused(site: Site, slurm: Slurm) -> None:
+    options = ("--via", "slurm", "--nnodes", "2", "--partition", "nosuch")
+    ended = Way(site, options, env=slurm.env).run("tell.py")
+    assert ended.code == 1
+    assert "Slurm refused the batch" in ended.err
+    assert "invalid partition specified" in ended.err
+
+
+def test_script_arguments_stay_its_own(batch: Way) -> None:
+    ended = batch.run("--no-torch", "-p", "1", "tell.py", "--time", "a 'b' $c", "--mem=3")
+    assert ended.code == 0, ended.err
+    words = [bytes.fromhex(word).decode() for word in ended.said(0)["argv"]]
+    assert words == ["--time", "a 'b' $c", "--mem=3"]
+
+
+def test_over_the_time_limit_and_back(batch: Way, slurm: Slurm) -> None:
+    """Warned before the limit, it stops, goes back into the queue and goes on where it was."""
+    options = (*batch.options, "--requeue", "--time", "1", "--sbatch-arg=--signal=B:USR1@57")
+    ended = Way(batch.site, options, env=batch.env).run("--no-torch", "-p", "1", "go_on.py", "70")
+    assert ended.code == 0, (ended.out, ended.err)
+    assert "back into the queue" in ended.out
+    steps = [line for line in ended.out.splitlines() if "[n1/0] step" in line]
+    assert [int(line.split()[-1]) for line in steps] == list(range(70))
+    assert "Restarts=1" in slurm.job(number_of(ended.err))
+
+
+def test_a_node_lost_while_running(batch: Way, slurm: Slurm) -> None:
+    """Slurm's own word for it is shown, and the job comes back on other nodes."""
+    site = batch.site
+    options = ("--via", "slurm", "--nnodes", "2", "--requeue", "--mem", "100",
+               "--sbatch-arg=--exclude=n2")  # fmt: skip
+    way = Way(site, options, env=batch.env)
+    with way.started("--no-torch", "-p", "1", "--lease", "4", "end.py", "wait") as (child, where):
+        assert way.waits(where, 2)
+        number = (where / "batch.json").read_text().split('"job": "')[1].split('"')[0]
+        slurm.tell("scontrol", "update", "nodename=n3", "state=drain", "reason=disk")
+        assert "DRAINING" in slurm.tell("scontrol", "show", "node", "-o", "n3")
+        site.lab.fault("power-off", "n3")
+        out, _ = child.communicate(timeout=40)
+    assert child.returncode != 0
+    assert "n3" in out
+    assert "Slurm says that n3 is" in out, out
+    slurm.tell("scancel", number)
+    site.lab.heal()
+    slurm.start("n3")
+    assert eventually(lambda: "State=IDLE" in _resumed(slurm), 20)
+
+
+def _resumed(slurm: Slurm) -> str:
+    slurm.tell("scontrol", "update", "nodename=n3", "state=resume")
+    return slurm.tell("scontrol", "show", "node", "-o", "n3")
+
+
+def test_detached(batch: Way, slurm: Slurm) -> None:
+    options = (*batch.options, "--detach")
+    ended = Way(batch.site, options, env=batch.env).run("--no-torch", "-p", "1", "end.py", "wait")
+    assert ended.code == 0, ended.err
+    number = number_of(ended.err)
+    assert batch.waits(ended.directory, 2)
+    slurm.tell("scancel", number)
+
+
+def test_an_array_of_runs(batch: Way, slurm: Slurm) -> None:
+    options = (*batch.options, "--array", "1-2", "--detach")
+    ended = Way(batch.site, options, env=batch.env).run("--no-torch", "-p", "1", "tell.py")
+    assert ended.code == 0, ended.err
+    results = [ended.directory / index / "result.json" for index in ("1", "2")]
+    assert eventually(lambda: all(result.exists() for result in results), 30)
+    assert eventually(lambda: slurm.tell("squeue", "-h").strip() == "", 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import time
@@ -20,11 +21,16 @@ from torch.nn.functional import cross_entropy
 
 from paceline import train
 from paceline.train import wrapping
+from paceline.train.checkpoints.exchange import load
 from paceline.train.checkpoints.shelf import Shelf
+from paceline.train.checkpoints.writer import Snapshot, Writer
+from paceline.train.comms import Comms
 from paceline.train.optimizers import optimizer
 from paceline.train.schedules import Curve, scheduled
 from paceline.train.stopping import Best
+from paceline.train.world import World
 
+ALONE = Comms(World(), torch.device("cpu"))
 SAMPLES, BATCH, EPOCHS = 37, 8, 3
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 
@@ -65,10 +71,12 @@ def training(
     shard: bool = False,
     at_step: Callable[[int], None] = lambda step: None,
     stop_when_full: bool = False,
+    save: bool = True,
+    diverge_at: int = -1,
 ) -> None:
     """The whole training of these tests; leaves its parameters in ``folder/params.pt``."""
     torch.set_num_threads(1)
-    with train.join(run_dir=folder, dtype="float64", seed=4, log_every=4) as session:
+    with train.join(run_dir=folder, dtype="float64", seed=4, log_every=4, check_every=4) as session:
         network = session.place(Net(dropout), shard=shard)
         made = optimizer("adamw", network, 0.01)
         model = session.prepare(network, made, scheduled(made, Curve("cosine", STEPS, 0.1)))
@@ -85,9 +93,11 @@ def training(
                 note_ids(folder, session, batch)
                 session.step(cross_entropy(model(inputs), targets, reduction="none"))
                 at_step(session.progress.step)
+                if session.progress.step == diverge_at and session.world.rank == 1:
+                    network.two.bias.data += 1e-15
             best.update(evaluated(session, network, data), session.progress.step)
         state = wrapping.whole_state(network)
-        if session.world.rank == 0:
+        if session.world.rank == 0 and save:
             torch.save(state, folder / "params.pt")
 
 
@@ -186,7 +196,7 @@ def terminated_and_resumed() -> dict[str, Any]:
     def act(step: int) -> None:
         if os.environ["RANK"] == "1":
             killer(6, signal.SIGTERM)(step)
-        time.sleep(0.02)
+        time.sleep(0.15 if step >= 6 else 0)  # the rest lasts longer than two beats
 
     slow = forking.run(2, lambda: training(folder, every="never", dropout=0.3, at_step=act))
     steps = [one.step for one in Shelf(folder / "checkpoints").found()[0]]
@@ -285,6 +295,78 @@ def other_choices() -> dict[str, Any]:
     found["anew"] = difference(made("held"), made("whole1"))
     found["aside"] = len(list(made("held").glob("checkpoints-before-*")))
     return found
+
+
+def killed_in_saves() -> dict[str, Any]:
+    """kill -9 at fifty random moments while checkpoints are written all the time."""
+    draw = random.Random(int(sys.argv[2]))
+    where = Shelf(made("torn/checkpoints"))
+    passed_over: list[str] = []
+    steps = []
+    for number in range(50):
+        pids = forking.start(1, lambda n=number: saving(where, 1000 * n + 1))
+        time.sleep(draw.uniform(0.01, 0.12))
+        os.kill(pids[0], signal.SIGKILL)
+        forking.finish(pids)
+        loaded = load(ALONE, "auto", where, passed_over.append)
+        steps.append(loaded.step if loaded else 0)
+        if loaded:
+            content = loaded.tensors["weights.safetensors"]["w"]
+            assert bool((content == loaded.step).all())
+    return {"steps": steps, "passed over": passed_over}
+
+
+def saving(where: Shelf, step: int) -> None:
+    """Writes checkpoints of a megabyte, one after the other, for ever."""
+    writer = Writer(where, keep=2)
+    while True:
+        weights = {"w": torch.full((256, 1024), float(step))}
+        state = json.dumps({"progress": {"step": step}}).encode()
+        writer.begin(Snapshot(step, {"weights.safetensors": weights}, frozenset(), state, {}))
+        writer.wait()
+        step += 1
+
+
+def full_disk() -> dict[str, Any]:
+    """No file may grow beyond 1200 bytes after step 6: the training ends all the same."""
+    folder = made("full")
+
+    def act(step: int) -> None:
+        if step == 6:  # the outputs are files, too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(1, 2)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1200, resource.RLIM_INFINITY))
+
+    status = forking.run(1, lambda: training(folder, every="2", at_step=act, save=False))
+    other = made("full and stopped")
+
+    def slow(step: int) -> None:
+        act(step)
+        time.sleep(0.15 if step >= 6 else 0)
+
+    stopped = forking.run(
+        1, lambda: training(other, every="2", at_step=slow, stop_when_full=True, save=False)
+    )
+    steps = [one.step for one in Shelf(folder / "checkpoints").found()[0]]
+    forking.run_ok(1, lambda: training(folder))
+    return {
+        "status": status,
+        "stopped": stopped,
+        "steps": steps,
+        "difference": difference(folder, made("whole1")),
+    }
+
+
+def diverging() -> list[int]:
+    """Rank 1 changes a parameter after step 5: found within one interval, on both ranks."""
+
+    def act(step: int) -> None:
+        assert step <= 8, "the ranks were not stopped"
+
+    def body() -> None:
+        training(made("diverging"), at_step=act, diverge_at=5)
+
+    return forking.run(2, body)
 
 
 def main() -> None:

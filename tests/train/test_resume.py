@@ -23,6 +23,9 @@ SCENARIOS = (
     "sharded",
     "records",
     "other_choices",
+    "killed_in_saves",
+    "full_disk",
+    "diverging",
 )
 
 
@@ -31,8 +34,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What all scenarios found, in one process that forks."""
     folder = tmp_path_factory.mktemp("resume")
     ended = ranks.run_ok(1, [SCRIPT, str(folder), SEED, *SCENARIOS], folder, timeout=100)
-    print(ended[0].err)
-    return dict(json.loads((folder / "found.json").read_text()))
+    said = dict(json.loads((folder / "found.json").read_text()))
+    return {**said, "err": ended[0].err}
 
 
 def test_one_epoch_or_many_at_any_world_size(found: Any) -> None:
@@ -85,3 +88,23 @@ def test_other_choices_of_a_checkpoint(found: Any) -> None:
     assert said["held"] == [2]
     assert said["anew"] == 0.0
     assert said["aside"] == 1
+
+
+def test_killed_while_saving_fifty_times(found: Any) -> None:
+    said = found["killed_in_saves"]
+    assert said["passed over"] == []
+    assert said["steps"] == sorted(said["steps"])
+    assert len(set(said["steps"])) > 10
+
+
+def test_a_full_disk_ends_no_training(found: Any) -> None:
+    said = found["full_disk"]
+    assert said["status"] == [0]
+    assert said["stopped"] == [143]
+    assert said["steps"][0] in (5, 6)
+    assert said["difference"] == 0.0
+
+
+def test_diverged_ranks_are_stopped_within_one_interval(found: Any) -> None:
+    assert found["diverging"] == [1, 1]
+    assert "first differing tensor: two.bias" in found["err"]

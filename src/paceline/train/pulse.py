@@ -15,7 +15,7 @@ import torch
 from paceline.train.comms import Comms
 
 SECONDS = 0.5
-_MOST_STEPS = 10_000
+_MOST_STEPS = 64  # steps may become slower at any time: evaluation, a busy disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Pulse:
 
     def __init__(self, comms: Comms, seconds: float = SECONDS) -> None:
         self._comms, self._seconds = comms, seconds
-        self._left, self._counted = 1, 0
+        self._left, self._last, self._counted = 1, 1, 0
         self._since = time.monotonic()
 
     def tick(self) -> bool:
@@ -51,10 +51,10 @@ class Pulse:
         a_step = (now - self._since) / max(1, self._counted)
         wishes = self._comms.most(torch.tensor([float(stop), float(save), a_step]))
         self._since, self._counted = now, 0
-        self._left = next_beat(wishes[2], self._seconds)
+        self._left = self._last = next_beat(wishes[2], self._seconds, self._last)
         return Beat(wishes[0] > 0, wishes[1] > 0)
 
 
-def next_beat(a_step: float, seconds: float) -> int:
-    """Steps of ``a_step`` seconds until the next beat."""
-    return max(1, min(_MOST_STEPS, int(seconds / max(a_step, 1e-9))))
+def next_beat(a_step: float, seconds: float, last: int) -> int:
+    """Steps of ``a_step`` seconds until the next beat; at most twice as many as ``last``."""
+    return max(1, min(_MOST_STEPS, 2 * last, int(seconds / max(a_step, 1e-9))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,13 +34,22 @@ class Records:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._known: dict[str, int] = {}
+        self._failed = False
         _end_with_a_whole_line(path)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Adds a record with the present time."""
         if record.get("step", 0) > self._known.get(str(record.get("split", "")), -1):
+            self._write(line({"time": round(time.time(), 3), **record}))
+
+    def _write(self, content: bytes) -> None:
+        try:
             with self.path.open("ab") as file:
-                file.write(line({"time": round(time.time(), 3), **record}))
+                file.write(content)
+        except OSError as error:  # a full disk ends no training
+            if not self._failed:
+                print(f"warning: {self.path}: {error.strerror}", file=sys.stderr, flush=True)
+            self._failed = True
 
     def skip_known(self) -> None:
         """From now on leaves out records of steps, of the same split, that are in the file."""

@@ -409,8 +409,8 @@ class Session:
         """Keeps the trained weights and their description in the run directory, once."""
         self.verify()
         state = wrapping.whole_state(self._module)
-        if self.world.rank == 0:
-            weights.save_model(self.folder, state, config)
+        first = self.world.rank == 0
+        self.together(lambda: weights.save_model(self.folder, state, config) if first else None)
         self.event("model saved", step=self.progress.step)
 
     # -- the end -------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from paceline.spec import rundir
-from paceline.spec.errors import DataError
+from paceline.spec.errors import DataError, NodeError
 from paceline.train import files
 
 
@@ -23,11 +23,21 @@ def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -
         folder: The run directory.
         state: Tensors by name; any device.
         config: What is needed to build the model again and to use it; JSON values.
+
+    Raises:
+        NodeError: The files cannot be written.
     """
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     weights = folder / rundir.WEIGHTS
-    files.write_bytes(weights, save(plain))
-    files.write_json(folder / rundir.MODEL_CONFIG, {**config, "sha256": files.sha256(weights)})
+    try:
+        files.write_bytes(weights, save(plain))
+        files.write_json(folder / rundir.MODEL_CONFIG, {**config, "sha256": files.sha256(weights)})
+    except OSError as error:
+        raise NodeError(
+            f"the trained model cannot be written to {weights.parent}",
+            found=str(error.strerror or error),
+            remedy="make room and start the same command again: it goes on from its checkpoint",
+        ) from None
 
 
 def load_config(folder: Path) -> dict[str, Any]:

@@ -90,9 +90,10 @@ class Shelf:
         """Removes all but the newest ``keep`` and the best; and what a killed writer left."""
         found, _ = self.found()
         for step in surplus([one.step for one in found], keep, {self.pointed(BEST)}):
-            # Without its manifest it is no checkpoint, however far the removal comes.
-            (self.root / str(step) / manifest.NAME).unlink(missing_ok=True)
-            shutil.rmtree(self.root / str(step), ignore_errors=True)
+            # Under this name it is no checkpoint any more, however far the removal comes.
+            gone = self.root / f".{step}.gone.tmp"
+            (self.root / str(step)).rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
         for left in self.root.glob(".*.tmp"):
             if left.is_dir() and left.suffixes[-2:-1] != [f".{os.getpid()}"]:
                 shutil.rmtree(left, ignore_errors=True)

@@ -1,0 +1,326 @@
+"""Checkpoints on disk: whole or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from paceline.spec.errors import DataError, SettingError
+from paceline.train.checkpoints import manifest, randomness, shelf, tensorfile
+from paceline.train.checkpoints.exchange import load
+from paceline.train.checkpoints.lock import STALE_SECONDS, Lock
+from paceline.train.checkpoints.manifest import Damaged
+from paceline.train.checkpoints.pack import pack, unpack
+from paceline.train.checkpoints.policy import Policy, policy
+from paceline.train.checkpoints.shelf import BEST, Shelf, surplus
+from paceline.train.checkpoints.staging import Staging
+from paceline.train.checkpoints.writer import STATE, Snapshot, Writer
+from paceline.train.comms import Comms
+from paceline.train.pulse import next_beat
+from paceline.train.records import Records, last_steps
+from paceline.train.signals import Notice
+from paceline.train.world import World
+
+ALONE = Comms(World(), torch.device("cpu"))
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool]
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+states = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(states)
+def test_states_come_back(state: Any) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    assert unpack(json.loads(json.dumps(pack(state, tensors))), tensors) == state
+
+
+def test_tensors_in_states_come_back() -> None:
+    one, two = torch.ones(2), torch.zeros(())
+    tensors: dict[str, torch.Tensor] = {}
+    packed = pack({"a": [one, {3: two}]}, tensors, "top")
+    assert sorted(tensors) == ["top.a.0", "top.a.1.3"]
+    assert unpack(packed, tensors)["a"][1][3] is tensors["top.a.1.3"]
+    with pytest.raises(TypeError, match="set"):
+        pack({"a": {1}}, tensors)
+
+
+def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
+    tensors = {str(dtype): (torch.randn(3, 4) * 9).to(dtype).t() for dtype in DTYPES}
+    tensors |= {"number": torch.tensor(3.5), "none": torch.zeros(0, 2)}
+    digest, size = tensorfile.write(tmp_path / "x", tensors)
+    assert (tmp_path / "x").stat().st_size == size
+    back = load_file(tmp_path / "x")
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+    assert len(digest) == 64
+
+
+def snapshot(step: int, best: bool = False) -> Snapshot:
+    weights = torch.full((40, 25), float(step))
+    state = {"progress": {"step": step, "epoch": 0, "offset": 0}}
+    return Snapshot(
+        step,
+        {"weights.safetensors": {"w": weights}, "optimizer.safetensors": {"m": weights[:3] * 2}},
+        frozenset(),
+        json.dumps(state).encode(),
+        {"ranks": 1},
+        best,
+    )
+
+
+def written(root: Path, *steps: int, keep: int = 0, best: int = -1) -> Shelf:
+    where = Shelf(root)
+    writer = Writer(where, keep)
+    for step in steps:
+        writer.begin(snapshot(step, step == best))
+    writer.wait()
+    while not writer.outcomes.empty():
+        assert not writer.outcomes.get().problem
+    return where
+
+
+def newest(where: Shelf, warned: list[str] | None = None, want: str = "latest") -> int:
+    loaded = load(ALONE, want, where, (warned if warned is not None else []).append)
+    assert loaded is not None
+    assert float(loaded.tensors["weights.safetensors"]["w"][0, 0]) == loaded.step
+    return loaded.step
+
+
+def test_every_flipped_bit_and_zeroed_page_is_found(tmp_path: Path) -> None:
+    """1,000 damages over all files of a checkpoint, none of them overlooked."""
+    where = written(tmp_path, 7)
+    folder = tmp_path / "7"
+    draw = random.Random(5)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["manifest.json", "optimizer.safetensors", STATE, "weights.safetensors"]
+    for number in range(1000):
+        path = folder / names[number % len(names)]
+        before = path.read_bytes()
+        path.write_bytes(damaged(before, draw))
+        with pytest.raises(Damaged):
+            manifest.read(folder).verify(folder)
+        path.write_bytes(before)
+    assert newest(where) == 7
+
+
+def damaged(content: bytes, draw: random.Random) -> bytes:
+    """One bit turned, or the content of one 512-byte page lost."""
+    changed = bytearray(content)
+    place = draw.randrange(len(content))
+    page = slice(place // 512 * 512, place // 512 * 512 + 512)
+    if draw.random() < 0.5 and any(changed[page]):
+        changed[page] = bytes(len(changed[page]))
+    else:
+        changed[place] ^= 1 << draw.randrange(8)
+    return bytes(changed)
+
+
+def test_falls_back_with_a_warning(tmp_path: Path) -> None:
+    where = written(tmp_path, 1, 2, 3, 4)
+    weights = tmp_path / "4/weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (tmp_path / "3/manifest.json").unlink()
+    (tmp_path / "stray.txt").write_text("x")
+    (tmp_path / "99").mkdir()
+    (tmp_path / "abc").mkdir()
+    (tmp_path / ".5.123.tmp").mkdir()
+    warned: list[str] = []
+    assert newest(where, warned) == 2
+    told = "\n".join(warned)
+    assert "4: weights.safetensors has 3980 bytes instead of 4080" in told
+    assert "3: no manifest.json" in told
+    assert "99: no manifest.json" in told
+
+
+def test_choices(tmp_path: Path) -> None:
+    where = written(tmp_path / "checkpoints", 1, 2, 3, best=2)
+    assert newest(where, want="auto") == 3
+    assert newest(where, want="best") == 2
+    assert newest(where, want="1") == 1
+    assert newest(Shelf(tmp_path / "other"), want=str(tmp_path)) == 3
+    assert newest(Shelf(tmp_path / "other"), want=str(tmp_path / "checkpoints/2")) == 2
+    assert load(ALONE, "never", where, print) is None
+    assert load(ALONE, "auto", Shelf(tmp_path / "other"), print) is None
+    with pytest.raises(DataError, match=r"3, 2, 1"):
+        load(ALONE, "5", where, print)
+    with pytest.raises(DataError, match="no such checkpoint"):
+        load(ALONE, "latest", Shelf(tmp_path / "other"), print)
+    with pytest.raises(SettingError, match="no checkpoint is there"):
+        load(ALONE, str(tmp_path / "nope"), where, print)
+
+
+def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    where = written(tmp_path, 1, 2, 3, 4, 5, keep=2, best=1)
+    assert [one.step for one in where.found()[0]] == [5, 4, 1]
+    assert where.pointed(BEST) == 1
+    assert where.pointed("latest.json") == 5
+    assert surplus([1, 2, 3], 0, set()) == []
+
+
+def test_a_step_is_replaced_whole(tmp_path: Path) -> None:
+    where = written(tmp_path, 3)
+    (tmp_path / "3/weights.safetensors").write_bytes(b"")
+    written(tmp_path, 3)
+    assert newest(where) == 3
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = written(tmp_path, 1)
+    writer = Writer(where, 3)
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensorfile, "write", full)
+    writer.begin(snapshot(2))
+    writer.wait()
+    assert "No space left" in writer.outcomes.get().problem
+    assert newest(where) == 1
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_space_is_checked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    writer = Writer(Shelf(tmp_path / "c"), 3)
+    writer.begin(snapshot(2))
+    writer.wait()
+    assert "MB needed, 0.0 MB free" in writer.outcomes.get().problem
+    assert not list((tmp_path / "c").iterdir())
+
+
+def test_the_copy_is_of_the_moment(tmp_path: Path) -> None:
+    """Parameters may change after the wait, buffers at once."""
+    staging = Staging()
+    weight, buffer = torch.ones(3), torch.ones(3)
+    finish = staging.begin({"f": {"weight": weight, "buffer": buffer}}, frozenset({"buffer"}))
+    buffer += 1
+    copied = finish()
+    staging.wait()
+    weight += 1
+    assert copied["f"]["weight"].tolist() == [1, 1, 1]
+    assert copied["f"]["buffer"].tolist() == [1, 1, 1]
+
+
+def test_second_writer_is_told_the_first(tmp_path: Path) -> None:
+    first, second = Lock(tmp_path), Lock(tmp_path)
+    first.take()
+    with pytest.raises(SettingError) as caught:
+        second.take()
+    assert f"process {os.getpid()} on" in caught.value.found
+    first.release()
+    second.take()
+    second.release()
+
+
+def test_writer_on_another_machine(tmp_path: Path) -> None:
+    owner = {"host": "far", "pid": 1, "since": "2030-01-01 00:00:00", "run": "r1"}
+    path = tmp_path / "writer.json"
+    path.write_text(json.dumps(owner))
+    with pytest.raises(SettingError, match="process 1 on far"):
+        Lock(tmp_path, "r2").take()
+    same = Lock(tmp_path, "r1")  # the next attempt of the same job
+    same.take()
+    same.release()
+    path.write_text(json.dumps(owner))
+    long_ago = time.time() - STALE_SECONDS - 1
+    os.utime(path, (long_ago, long_ago))
+    late = Lock(tmp_path)
+    late.take()
+    late.release()
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("500", Policy(500)),
+        ("10m", Policy(seconds=600)),
+        ("epoch, 1.5h", Policy(seconds=5400, epochs=True)),
+        ("never", Policy()),
+    ],
+)
+def test_policy(text: str, meant: Policy) -> None:
+    assert policy(text) == meant
+
+
+@pytest.mark.parametrize("text", ["", "0", "often", "10x", "-5"])
+def test_policy_that_cannot_be(text: str) -> None:
+    with pytest.raises(SettingError, match="checkpoint-every"):
+        policy(text)
+
+
+def test_due() -> None:
+    assert [step for step in range(1, 7) if Policy(3).due_by_step(step)] == [3, 6]
+    assert Policy(seconds=5).due_by_time(5.0)
+    assert not Policy().due_by_time(1e9)
+
+
+def test_random_generators_go_on() -> None:
+    random.gauss(0, 1), np.random.randn()  # half of a pair stays behind
+    state = randomness.capture(torch.device("cpu"))
+    first = random.gauss(0, 1), random.random(), np.random.randn(), torch.rand(2).tolist()
+    randomness.restore(state, torch.device("cpu"))
+    again = random.gauss(0, 1), random.random(), np.random.randn(), torch.rand(2).tolist()
+    assert first == again
+
+
+def test_beats() -> None:
+    assert next_beat(0.01, 0.5, 40) == 50
+    assert next_beat(0.01, 0.5, 10) == 20
+    assert next_beat(3.0, 0.5, 10) == 1
+    assert next_beat(0.0, 0.5, 1000) == 64
+
+
+def test_signals_are_taken_and_given_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    notice = Notice()
+    notice.open()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert (notice.save, notice.stop) == (True, "SIGTERM")
+    notice.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_records_survive(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = Records(path)
+    for step in (1, 2, 3):
+        first.append({"step": step, "split": "train", "loss": float("inf")})
+    with path.open("ab") as file:
+        file.write(b'{"step": 4, "spl')  # killed while writing
+    second = Records(path)
+    second.skip_known()
+    for step in (2, 3, 4):
+        second.append({"step": step, "split": "train"})
+        second.append({"step": step, "split": "test"})
+    assert last_steps(path) == {"train": 4, "test": 4}
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == [1, 2, 3, 2, 3, 4, 4]
+    second.set_aside()
+    assert not path.exists()
+
+
+def test_names_of_the_folder() -> None:
+    assert (shelf.FOLDER, manifest.NAME) == ("checkpoints", "manifest.json")

@@ -22,6 +22,7 @@ from paceline.spec.errors import SettingError
 Dtype = Literal["float32", "float64", "bf16", "fp16"]
 Device = Literal["auto", "cpu", "cuda", "xpu"]
 Backend = Literal["auto", "gloo", "nccl", "xccl", "mpi"]
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 _ONE = r"(?:[1-9]\d*|\d+(?:\.\d+)?[smh]|epoch)"
 _CADENCE = re.compile(rf"never|{_ONE}(?:,{_ONE})*")
 
@@ -89,6 +90,12 @@ class Options:
     the folder of a run or a checkpoint."""
     when_full: Literal["continue", "stop"] = "continue"
     """What to do when a checkpoint cannot be written."""
+    track: tuple[str, ...] = ()
+    """Trackers besides metrics.jsonl: tensorboard, wandb, mlflow, trackio."""
+    track_project: str = "paceline"
+    """Name under which the trackers collect runs."""
+    track_each_node: bool = False
+    """One tracker run for each node, in a group, instead of one for the job."""
     log_every: int = 0
     """Global steps between two log records (0: by the length of an epoch)."""
     check_every: int = 100
@@ -106,6 +113,8 @@ class Options:
         at_least("--seed", self.seed, 0)
         at_least("--log-every", self.log_every, 0)
         at_least("--check-every", self.check_every, 1)
+        for name in self.track:
+            known("--track", name, TRACKERS)
         at_least("--keep", self.keep, 0)
         if not _CADENCE.fullmatch(self.checkpoint_every):
             raise SettingError(

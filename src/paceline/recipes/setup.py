@@ -77,7 +77,7 @@ def prepare(
 def keep_checkpoints(
     session: train.Session, options: Options, best: Best, data: str, **identity: Any
 ) -> None:
-    """Keeps the state as the options say, and goes on from an earlier one.
+    """Keeps the state as the options say, goes on from an earlier one, and feeds the trackers.
 
     Args:
         session: After :func:`prepare`.
@@ -94,4 +94,10 @@ def keep_checkpoints(
         best=best,
         identity={**same, **identity},
         stop_when_full=options.when_full == "stop",
+    )
+    session.track(
+        options.track,
+        project=options.track_project,
+        config=asdict(options),
+        each_node=options.track_each_node,
     )

@@ -9,19 +9,27 @@ from pathlib import Path
 from typing import Any
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes under a temporary name, flushes to the disk, renames."""
+def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Writes under a temporary name and renames.
+
+    Args:
+        path: The file; its folder is made where it is missing.
+        content: All of it.
+        durable: Waits until it is on the disk, before and after the renaming.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import rundir
-from paceline.train import files, insync, loader, once, weights, world, wrapping
+from paceline.train import files, insync, loader, once, trackers, weights, world, wrapping
 from paceline.train.checkpoints.keeper import Keeper, Stateful, Stopped, Training
 from paceline.train.checkpoints.policy import policy
 from paceline.train.checkpoints.shelf import FOLDER, Shelf
@@ -30,6 +31,8 @@ from paceline.train.rate import Rate
 from paceline.train.report import Reporter
 from paceline.train.seeding import seed_all
 from paceline.train.stopping import Best
+from paceline.train.trackers import About, Tracker
+from paceline.train.trackers.guard import Guard, Record, numbers
 from paceline.train.update import Updater
 
 T = TypeVar("T")
@@ -72,6 +75,8 @@ class Session:
         self._keeper: Keeper | None = None
         self._best: Best | None = None
         self._carried = Carried()
+        self._trackers: list[Guard] = []
+        self._resumed_at = -1
         self._epochs, self._epoch_size = 0, 0
         self._loss = float("nan")
         self._rate = Rate()
@@ -220,6 +225,7 @@ class Session:
         self._keeper, self._best = keeper, best
         self._reporter.begin(resumed=loaded is not None)
         if loaded is not None:
+            self._resumed_at = loaded.step
             self.verify()
             self.say(f"going on after step {loaded.step} from {loaded.source}")
             self.event("resumed", step=loaded.step, source=loaded.source)
@@ -357,6 +363,52 @@ class Session:
         """Records values under the present step; printed and written once, by rank 0."""
         done = self.progress
         self._reporter.metrics(step=done.step, epoch=done.epoch + 1, split=split, **values)
+        for guard in self._trackers:
+            guard.put(Record(split, done.step, numbers(values)))
+
+    def track(
+        self,
+        names: Sequence[str],
+        *,
+        project: str = "paceline",
+        config: Mapping[str, Any] | None = None,
+        each_node: bool = False,
+    ) -> None:
+        """Sends every record also to these trackers; to be called after :meth:`checkpoints`.
+
+        A tracker that fails or hangs costs a warning and nothing else.
+
+        Args:
+            names: Of ``paceline.train.trackers.TRACKERS``.
+            project: Name under which runs are collected.
+            config: Settings, as the tracker shows them.
+            each_node: One run for each node, in a group, instead of one for all.
+        """
+        writes = self.world.local_rank == 0 if each_node else self.world.rank == 0
+        if not writes:
+            return
+        run = self.folder.name
+        about = About(
+            folder=self.folder,
+            project=project,
+            name=f"{run}-{self.world.host}" if each_node else run,
+            group=run if each_node else "",
+            config=config or {},
+            resumed_at=self._resumed_at,
+        )
+        self._trackers += [self._guard(name, about) for name in names]
+
+    def _guard(self, name: str, about: About) -> Guard:
+        def opened(run_id: str) -> Tracker:
+            return trackers.load(name, replace(about, run_id=run_id))
+
+        suffix = f"-{self.world.host}" if about.group else ""
+        notes = self.folder / "trackers" / f"{name}{suffix}.json"
+        return Guard(name, opened, notes, self._warn, resumed=self._resumed_at >= 0)
+
+    def _warn(self, text: str) -> None:
+        self.event("warning", warning=text)
+        self.say(f"warning: {text}")
 
     def say(self, text: str) -> None:
         """One line for the user, once."""
@@ -429,6 +481,8 @@ class Session:
         agreed = error is None or isinstance(error, Stopped)  # then all ranks end together
         if not agreed:
             self._reporter.event("failed", error=f"{type(error).__name__}: {error}")
+        for guard in self._trackers:
+            guard.close()
         self._reporter.close()
         # After a failure the other ranks may be inside a collective; leaving tells them.
         if agreed:

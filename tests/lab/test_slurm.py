@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,29 +163,32 @@ def test_over_the_time_limit_and_back(batch: Way, slurm: Slurm) -> None:
 
 def test_a_node_lost_while_running(batch: Way, slurm: Slurm) -> None:
     """Slurm's own word for it is shown, and the job comes back on other nodes."""
-    site = batch.site
-    options = ("--via", "slurm", "--nnodes", "2", "--requeue", "--mem", "100",
-               "--sbatch-arg=--exclude=n2")  # fmt: skip
-    way = Way(site, options, env=batch.env)
-    with way.started("--no-torch", "-p", "1", "--lease", "4", "end.py", "wait") as (child, where):
-        assert way.waits(where, 2)
-        number = (where / "batch.json").read_text().split('"job": "')[1].split('"')[0]
-        slurm.tell("scontrol", "update", "nodename=n3", "state=drain", "reason=disk")
-        assert "DRAINING" in slurm.tell("scontrol", "show", "node", "-o", "n3")
-        site.lab.fault("power-off", "n3")
-        out, _ = child.communicate(timeout=40)
-    assert child.returncode != 0
-    assert "n3" in out
-    assert "Slurm says that n3 is" in out, out
-    slurm.tell("scancel", number)
-    site.lab.heal()
+    options = ("--via", "slurm", "--nnodes", "2", "--requeue", "--mem", "100")
+    way = Way(batch.site, options, env=batch.env)
+    set_state(slurm, "n2", "drain")
+    with way.started("--no-torch", "-p", "1", "--lease", "4", "go_on.py", "20") as (child, where):
+        assert eventually(lambda: "step 3" in text_of(where / "logs" / "n3" / "1.log"), 20)
+        set_state(slurm, "n2", "resume")
+        set_state(slurm, "n3", "drain")
+        assert "DRAIN" in slurm.tell("scontrol", "show", "node", "-o", "n3")
+        batch.site.lab.fault("power-off", "n3")
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == 0, (out, err)
+    assert re.search(r"Slurm says that n3 is \S*DRAIN\S* \(disk\)", out), out
+    assert "PENDING (" in err
+    assert "step 19" in text_of(where / "logs" / "n2" / "1.log")
+    batch.site.lab.heal()
     slurm.start("n3")
-    assert eventually(lambda: "State=IDLE" in _resumed(slurm), 20)
+    set_state(slurm, "n3", "resume")
+    assert eventually(lambda: "State=IDLE" in slurm.tell("scontrol", "show", "node", "n3"), 20)
 
 
-def _resumed(slurm: Slurm) -> str:
-    slurm.tell("scontrol", "update", "nodename=n3", "state=resume")
-    return slurm.tell("scontrol", "show", "node", "-o", "n3")
+def set_state(slurm: Slurm, node: str, state: str) -> None:
+    slurm.tell("scontrol", "update", f"nodename={node}", f"state={state}", "reason=disk")
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def test_detached(batch: Way, slurm: Slurm) -> None:

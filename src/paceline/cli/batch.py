@@ -24,6 +24,7 @@ from paceline.spec.job import Job
 
 BATCH_FILE = "batch.json"  # scheduler and job id, by which status, logs and stop find the job
 LOOK_EVERY_S = 0.5
+REQUEUED_AFTER = {"NODE_FAIL", "PREEMPTED"}  # Slurm may be about to requeue: look twice
 # Options of the submission; inside the allocation they mean nothing any more.
 OUTER_OPTIONS = {
     "--time", "--partition", "--account", "--cpus-per-task", "--mem", "--gres", "--sbatch-arg",
@@ -164,7 +165,7 @@ async def follow(number: str, outputs: Sequence[Path], cancel: bool = True) -> i
     """
     tails = [Tail(path) for path in outputs]
     stop = Stopper(number, cancel)
-    last = ""
+    last = seen = ""
     try:
         while True:
             state = await state_of(number)
@@ -175,8 +176,10 @@ async def follow(number: str, outputs: Sequence[Path], cancel: bool = True) -> i
             if state.describe() != last and state.word != "COMPLETING":
                 last = state.describe()
                 click.echo(f"paceline: Slurm job {number}: {last}", err=True)
-            if state.over or stop.left:
+            passing = state.word in REQUEUED_AFTER and seen != state.word
+            if (state.over and not passing) or stop.left:
                 return stop.exit_code or state.exit_code
+            seen = state.word
             await stop.wait(LOOK_EVERY_S)
     finally:
         stop.close()

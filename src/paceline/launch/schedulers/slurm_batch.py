@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 from paceline.launch.schedulers.batch import OWNER_FILE, BatchRequest, command, processes_of
 from paceline.spec.errors import SettingError
+from paceline.spec.rundir import RESULT
 
+# Slurm notices a dead node after SlurmdTimeout (300 s unless the site says otherwise), ends the job
+# and requeues it by itself; asked earlier, it might choose the same node again.
+NOTICE_S = 360
+LOST = '"kind": "lost"'
 # Slurm's words for a job that is over; every other word means that it may still run.
 OVER = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
@@ -81,6 +86,10 @@ def _with_requeue(line: str, run_dir: str) -> list[str]:
         'while kill -0 "$child" 2>/dev/null; do wait "$child"; status=$?; done',
         'if [ -n "${limit-}" ] && [ "$status" -ne 0 ]; then',
         '  echo "paceline: the time limit is near: back into the queue"',
+        '  scontrol requeue "$SLURM_JOB_ID"',
+        f"elif grep -qs '{LOST}' {run_dir}/{RESULT}; then",
+        '  echo "paceline: a node was lost: Slurm puts the job back once it has noticed"',
+        f"  sleep {NOTICE_S} & wait $!",
         '  scontrol requeue "$SLURM_JOB_ID"',
         "fi",
         'exit "$status"',

@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.recipes.options import Options, known, parse, to_argv
+from paceline.spec.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +22,14 @@ class Recipe:
         name: As in ``paceline train NAME``.
         module: Run in every rank as ``python -m MODULE FLAGS…``.
         options: ``MODULE:CLASS`` of its settings; importable without torch.
+        use: Module with ``evaluate_run`` and ``guesses`` for its trained models; needs torch.
         summary: One line for people.
     """
 
     name: str
     module: str
     options: str
+    use: str
     summary: str
 
     def options_class(self) -> type[Options]:
@@ -42,18 +46,21 @@ RECIPES: dict[str, Recipe] = {
             "image",
             "paceline.recipes.image",
             "paceline.recipes.image_options:ImageOptions",
+            "paceline.recipes.image_use",
             "classify images: bundled digits, MNIST-like, CIFAR-10, or a folder for each class",
         ),
         Recipe(
             "text",
             "paceline.recipes.text",
             "paceline.recipes.text_options:TextOptions",
+            "paceline.recipes.text_use",
             "classify texts: csv, jsonl or Hugging Face data; small models or pretrained ones",
         ),
         Recipe(
             "translation",
             "paceline.recipes.translation",
             "paceline.recipes.translation_options:TranslationOptions",
+            "paceline.recipes.translation_use",
             "translate: an encoder-decoder transformer from scratch on a parallel corpus",
         ),
     )
@@ -70,6 +77,19 @@ def recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
+def use_of(task: str) -> Any:
+    """The module that uses trained models of a recipe.
+
+    Raises:
+        DataError: The recipe is unknown.
+    """
+    if task not in RECIPES:
+        raise DataError(
+            f"the model is of an unknown recipe {task!r}", found=f"known are {', '.join(RECIPES)}"
+        )
+    return importlib.import_module(RECIPES[task].use)
+
+
 def parse_options(name: str, argv: Sequence[str]) -> Options:
     """A recipe's options from flags, validated as far as possible without torch.
 
@@ -78,9 +98,28 @@ def parse_options(name: str, argv: Sequence[str]) -> Options:
         DataError: The data set cannot be found on this machine.
         SystemExit: After ``--help``.
     """
-    options = parse(recipe(name).options_class(), argv, f"paceline train {name}")
+    kind = recipe(name).options_class()
+    options = parse(kind, expanded(name, argv), f"paceline train {name}")
     options.validate()
     return options
+
+
+def expanded(name: str, argv: Sequence[str]) -> list[str]:
+    """The flags with those of ``--preset`` before them, so that what is typed wins."""
+    flags = list(argv)
+    joined = next((f for f in flags if f.startswith("--preset=")), None)
+    at = flags.index("--preset") if "--preset" in flags[:-1] else None
+    if joined is None and at is None:
+        return flags
+    wanted = joined.partition("=")[2] if joined else flags[at + 1] if at is not None else ""
+    presets = getattr(importlib.import_module(recipe(name).options.split(":")[0]), "PRESETS", {})
+    if not presets:
+        return flags
+    known("--preset", wanted, presets)
+    typed = [f for f in flags if f is not joined]
+    if joined is None and at is not None:
+        typed = flags[:at] + flags[at + 2 :]
+    return [*presets[wanted], *typed]
 
 
 def options_to_argv(options: Options) -> list[str]:
@@ -88,4 +127,4 @@ def options_to_argv(options: Options) -> list[str]:
     return to_argv(options)
 
 
-__all__ = ["RECIPES", "Options", "Recipe", "options_to_argv", "parse_options", "recipe"]
+__all__ = ["RECIPES", "Options", "Recipe", "options_to_argv", "parse_options", "recipe", "use_of"]

@@ -1,79 +1,88 @@
-"""Evaluate a trained image model in a fresh process: ``paceline evaluate RUN``.
+"""Evaluate a trained model in a fresh process: ``paceline evaluate RUN``.
 
-Also distributed: every rank takes its share and the figures are those of one process.
+Also distributed: every rank takes its share and the figures are those of one process. What is
+particular to a recipe is in its ``…_use`` module.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline import train
-from paceline.recipes.datasets.find import load
-from paceline.recipes.datasets.images import ImageData
+from paceline.recipes import use_of
 from paceline.recipes.evaluate_options import EvaluateOptions
-from paceline.recipes.image import evaluate
 from paceline.recipes.options import parse
-from paceline.recipes.pictures import Pictures
 from paceline.recipes.running import guarded
-from paceline.recipes.trained import Trained, trained
 from paceline.spec.errors import DataError, SettingError
 
 
 def evaluate_run(options: EvaluateOptions) -> None:
     """One evaluation, on every rank."""
-    model = trained(options.run)
-    data = load(options.data_dir, model.request(options.data))
-    check_same(model, data, options)
-    split = choose_split(data, options.split)
-    with train.join(
+    use_of(task_of(options.run)).evaluate_run(options)
+
+
+def task_of(run: str) -> str:
+    """The recipe that trained a run's model.
+
+    Raises:
+        SettingError: No run was named.
+        DataError: It holds no model.
+    """
+    if not run:
+        raise SettingError("--run is missing", remedy="--run runs/image-…")
+    return str(train.load_config(Path(run)).get("task", ""))
+
+
+def joined(options: EvaluateOptions, config: Mapping[str, Any]) -> train.Session:
+    """A session in the number format of the training, which leaves no records behind."""
+    return train.join(
         device=options.device,
         backend=options.backend,
-        dtype=model.config["dtype"],
+        dtype=config["dtype"],
         run_dir=options.run,
         quiet=True,
-    ) as session:
-        session.agree("the data set", data.fingerprint)
-        network = session.place(model.network())
-        model.load(network)
-        pictures = Pictures(data.splits[split], model.normalise, session.precision.parameters)
-        result = evaluate(session, network, pictures)
-        if options.json and session.world.rank == 0:
-            report = {"split": split, "samples": result.count, **result.values()}
-            Path(options.json).write_text(json.dumps(report) + "\n", encoding="utf-8")
-        hits = round(result.sums["accuracy"])
-        session.say(f"accuracy {result['accuracy']:.4f} ({hits} of {result.count} {split} images)")
+    )
 
 
-def choose_split(data: ImageData, asked: str) -> str:
+def choose_split(splits: Collection[str], asked: str, usual: str) -> str:
     """The part to evaluate on."""
-    split = asked or data.held_out
-    if split not in data.splits:
+    if asked and asked not in splits:
         raise SettingError(
-            f"--split {split}: the data set has no such part",
-            found=f"it has {', '.join(data.splits)}",
-            remedy=f"--split {data.held_out}",
+            f"--split {asked}: the data set has no such part",
+            found=f"it has {', '.join(splits)}",
+            remedy=f"--split {usual}",
         )
-    return split
+    return asked or usual
 
 
-def check_same(model: Trained, data: ImageData, options: EvaluateOptions) -> None:
-    """Refuses data that changed since the training, unless other data were asked for."""
-    if data.shape != model.shape or data.classes != model.classes:
+def check_unchanged(
+    source: str, fingerprint: str, config: Mapping[str, Any], options: EvaluateOptions
+) -> None:
+    """Refuses data that changed since the training, unless data were named."""
+    recorded = config["data"]["fingerprint"]
+    if not options.data and fingerprint != recorded:
         raise DataError(
-            f"{data.source} does not fit the model",
-            found=f"data: {data.shape}, {len(data.classes)} classes;"
-            f" model: {model.shape}, {len(model.classes)} classes",
+            f"{source} has changed since the training",
+            found=f"fingerprint {fingerprint}, trained on {recorded}",
+            remedy=f"--data {source} evaluates on the data as they are now",
         )
-    recorded = model.config["data"]["fingerprint"]
-    if not options.data and data.fingerprint != recorded:
-        raise DataError(
-            f"{data.source} has changed since the training",
-            found=f"fingerprint {data.fingerprint}, trained on {recorded}",
-            remedy=f"--data {data.source} evaluates on the data as they are now",
-        )
+
+
+def report(
+    session: train.Session,
+    options: EvaluateOptions,
+    split: str,
+    samples: int,
+    figures: Mapping[str, float],
+) -> None:
+    """Writes the figures where ``--json`` says, once."""
+    if options.json and session.world.rank == 0:
+        content = {"split": split, "samples": samples, **figures}
+        Path(options.json).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

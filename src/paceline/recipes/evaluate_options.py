@@ -20,6 +20,8 @@ class EvaluateOptions:
     """train, val or test (default: the part that the training reported)."""
     data: str = ""
     """Other data than the model was trained on: a name or a folder."""
+    target: str = ""
+    """The other file of a corpus of two files, beside --data."""
     data_dir: str = ""
     """Folder that holds the files of the named data set (default: the usual places)."""
     device: Device = "auto"
@@ -32,14 +34,16 @@ class EvaluateOptions:
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """Tell the class of image files."""
+    """Tell the class of images or texts."""
 
-    images: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Image files."""
+    inputs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Image files and folders of images; or texts, and csv, tsv and txt files of texts."""
     run: str = ""
     """Run directory that holds model/."""
     top_k: int = 3
-    """Classes shown for each image."""
+    """Classes shown for each input."""
+    json: bool = False
+    """One JSON object a line."""
     device: Device = "auto"
     """Where to compute."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, cast
 
 import torch
@@ -16,85 +15,61 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from paceline import train
-from paceline.recipes import parse_options
+from paceline.recipes import hub_models, parse_options, setup
 from paceline.recipes.datasets.find import load
 from paceline.recipes.datasets.images import ImageData, Request
+from paceline.recipes.fine_tuning import Freezing, load_backbone
+from paceline.recipes.image_inputs import Inputs, inputs
 from paceline.recipes.image_options import ImageOptions
-from paceline.recipes.models import MODELS
+from paceline.recipes.models import MODELS, backbone, describe_network, hub_images
+from paceline.recipes.numbers import fast_dtype
 from paceline.recipes.pictures import Normalisation, Pictures, normalisation
 from paceline.recipes.running import guarded
-from paceline.train.batching import batching
-from paceline.train.optimizers import optimizer as make_optimizer
-from paceline.train.schedules import Curve, scheduled
+from paceline.train.schedules import Curve
 from paceline.train.stopping import Best
 
 
 def train_image(options: ImageOptions) -> None:
     """One training, on every rank."""
-    data = load_data(options)
-    with train.join(
-        "image",
-        seed=options.seed,
-        device=options.device,
-        backend=options.backend,
-        dtype=options.dtype,
-        run_dir=options.run_dir,
-        log_every=options.log_every,
-        check_every=options.check_every,
-    ) as session:
+    wants = inputs(options)
+    data = load_data(options, wants)
+    fast = options.fast and options.dtype == "float32" and options.model != "cnn"
+    dtype = fast_dtype(options.device) if fast else options.dtype
+    with setup.join("image", options, dtype) as session:
         session.agree("the data set", data.fingerprint)
-        session.save_config({"recipe": "image", "options": asdict(options)})
+        session.agree("the number format (--no-fast keeps to --dtype)", dtype)
+        if fast:
+            session.say(f"computing in {dtype} with channels last (--no-fast: float32)")
 
-        normalise = normalisation(data.splits["train"], data.shape[0])
-        numbers = session.precision.parameters
-        training = Pictures(data.splits["train"], normalise, numbers, options.augment)
-        watched = Pictures(data.splits[data.watched], normalise, numbers)
-        held_out = Pictures(data.splits[data.held_out], normalise, numbers)
-        batch = batching(
-            session.world.size,
-            global_batch=options.global_batch,
-            lr=options.lr,
-            per_rank=options.batch_per_process,
-            limit=options.micro_batch,
-            rule=options.scale_lr,
+        normalise = wants.normalise(data.shape[0]) or normalisation(
+            data.splits["train"], data.shape[0]
         )
-        session.say(batch.describe())
+        size = wants.cropped(data.shape)
+        numbers, device = session.precision.parameters, session.device
+        splits = data.splits
+        training = Pictures(splits["train"], normalise, numbers, options.augment, size, device)
+        watched = Pictures(splits[data.watched], normalise, numbers, (), size, device)
+        held_out = Pictures(splits[data.held_out], normalise, numbers, (), size, device)
+        batch = setup.batch_of(session, options)
         loader = session.loader(training, batch.global_batch, limit=batch.limit)
 
-        network = MODELS[options.model](data.shape, len(data.classes))
+        shape = (data.shape[0], size or data.shape[1], size or data.shape[2])
+        network = make_network(session, options, shape, data.classes)
+        freezing = Freezing(backbone(network), options.freeze, options.unfreeze_every)
+        description = describe_network(network, options.model)
+        if fast:
+            network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         network = session.place(network, shard=options.shard)
-        optimizer = make_optimizer(
-            options.optimizer,
-            network,
-            batch.lr,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-        )
+        optimizer = setup.optimizer_of(options, network, batch.lr)
         steps = options.steps or options.epochs * len(loader)
         curve = Curve(options.schedule, steps, options.warm_up)
-        model = session.prepare(
-            network,
-            optimizer,
-            scheduled(optimizer, curve),
-            clip_norm=options.clip_norm or None,
-            compile=options.compile,
-        )
+        schedule = freezing.schedule(optimizer, curve, len(loader))
+        model = setup.prepare(session, options, network, optimizer, schedule)
 
         best = Best(patience=options.patience)
-        session.checkpoints(
-            every=options.checkpoint_every,
-            keep=options.keep,
-            resume=options.resume,
-            best=best,
-            identity={
-                "model": options.model,
-                "data": data.fingerprint,
-                "seed": options.seed,
-                "dtype": options.dtype,
-            },
-            stop_when_full=options.when_full == "stop",
-        )
-        for _ in session.epochs(loader, options.epochs, options.steps):
+        setup.keep_checkpoints(session, options, best, data.fingerprint)
+        for epoch in session.epochs(loader, options.epochs, options.steps):
+            freezing.begin(epoch)
             for images, labels in loader:
                 with session.autocast():
                     outputs = model(images)
@@ -110,7 +85,8 @@ def train_image(options: ImageOptions) -> None:
                 session.stop(f"no better {data.watched} accuracy in {best.stale} evaluations")
 
         result = evaluate(session, network, held_out)
-        session.save_model(describe(options, data, normalise, result))
+        more = {"network": description, "dtype": dtype, "channels_last": fast}
+        session.save_model(describe(options, data, wants, shape, normalise, result) | more)
         hits = round(result.sums["accuracy"])
         session.say(f"accuracy {result['accuracy']:.4f} ({hits} of {result.count} held-out images)")
 
@@ -132,38 +108,67 @@ def evaluate(session: train.Session, network: nn.Module, pictures: Pictures) -> 
     return meter.result()
 
 
-def load_data(options: ImageOptions) -> ImageData:
+def load_data(options: ImageOptions, wants: Inputs) -> ImageData:
     """The data set that the options name."""
     request = Request(
         options.data,
-        image_size=options.image_size,
+        image_size=wants.decoded,
         test_fraction=options.test_fraction,
         val_fraction=options.val_fraction,
         seed=options.seed,
+        crop=wants.crop,
+        skip_damaged=options.skip_damaged,
+        config=options.data_config,
+        offline=options.offline,
     )
     return load(options.data_dir, request)
 
 
+def make_network(
+    session: train.Session,
+    options: ImageOptions,
+    shape: tuple[int, int, int],
+    classes: Sequence[str],
+) -> nn.Module:
+    """The network that the options name, with the weights from which it starts."""
+    if options.model not in MODELS:
+        wanted = hub_models.HubModel("image", options.model, options.offline, options.from_scratch)
+        return hub_images(session.together(lambda: hub_models.load_model(wanted, classes)))
+    network = MODELS[options.model](shape, len(classes))
+    if options.weights:
+        count, fresh = session.together(lambda: load_backbone(network, options.weights))
+        session.say(f"{count} tensors from {options.weights}; new: {', '.join(fresh) or 'none'}")
+    return network
+
+
 def describe(
-    options: ImageOptions, data: ImageData, normalise: Normalisation, result: train.Means
+    options: ImageOptions,
+    data: ImageData,
+    wants: Inputs,
+    shape: tuple[int, int, int],
+    normalise: Normalisation,
+    result: train.Means,
 ) -> dict[str, Any]:
     """Everything that is needed to use the model, and where it came from."""
     return {
         "format": 1,
         "task": "image",
         "model": options.model,
-        "shape": list(data.shape),
+        "shape": list(shape),
+        "decoded": list(data.shape),
+        "crop": wants.crop,
         "classes": list(data.classes),
         "normalisation": normalise.to_json(),
         "data": {
             "source": data.source,
+            "config": options.data_config,
+            "skip_damaged": options.skip_damaged,
             "fingerprint": data.fingerprint,
             "split": data.split,
             "sizes": {name: len(split.labels) for name, split in data.splits.items()},
         },
         "metrics": {data.held_out: {"samples": result.count, **result.values()}},
         "seed": options.seed,
-        "dtype": options.dtype,
     }
 
 

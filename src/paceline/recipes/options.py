@@ -184,6 +184,8 @@ def parse(kind: type[O], argv: Sequence[str], prog: str) -> O:
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
+            if default is None:
+                return tyro.cli(kind, args=rest, prog=prog)
             return tyro.cli(kind, args=rest, prog=prog, default=default)
     except SystemExit as stop:
         if not stop.code:

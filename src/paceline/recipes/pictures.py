@@ -27,12 +27,19 @@ class Normalisation:
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
 
-    def __call__(self, pixels: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
+    def __call__(
+        self,
+        pixels: NDArray[np.uint8],
+        dtype: torch.dtype,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+    ) -> Tensor:
         """Images of shape ``[n, channels, height, width]`` as a tensor of the same shape."""
+        # Bytes travel to the device, and become numbers there.
         deviation = torch.tensor(self.deviation, dtype=torch.float64)
         scale = (1 / (255 * deviation))[:, None, None].to(dtype)
         shift = (-torch.tensor(self.mean, dtype=torch.float64) / deviation)[:, None, None].to(dtype)
-        return torch.from_numpy(pixels).to(dtype).mul_(scale).add_(shift)
+        there = torch.from_numpy(pixels).to(device).to(dtype)
+        return there.mul_(scale.to(device)).add_(shift.to(device))
 
     def to_json(self) -> dict[str, list[float]]:
         return {name: list(value) for name, value in asdict(self).items()}
@@ -66,6 +73,15 @@ def _moments(count: NDArray[np.int64]) -> tuple[float, float]:
     return mean / 255, max(variance**0.5 / 255, 1e-3)
 
 
+def middle(images: Tensor, size: int) -> Tensor:
+    """The middle of larger images, ``size`` high and wide (0: all)."""
+    height, width = images.shape[2:]
+    if not size or (height, width) == (size, size):
+        return images
+    top, left = (height - size) // 2, (width - size) // 2
+    return images[:, :, top : top + size, left : left + size]
+
+
 class Pictures:
     """A part of a data set as tensors.
 
@@ -74,6 +90,9 @@ class Pictures:
         normalise: How pixels become numbers.
         dtype: Format of these numbers.
         augment: Names of augmentations; used only where the batch is for training.
+        size: Height and width of what comes out, at most those of the images; the middle where
+            nothing is augmented (0: as they are).
+        device: Where all this is computed.
     """
 
     def __init__(
@@ -82,9 +101,12 @@ class Pictures:
         normalise: Normalisation,
         dtype: torch.dtype,
         augment: Sequence[str] = (),
+        size: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         self._split, self._normalise, self._dtype = split, normalise, dtype
-        self._augment = tuple(augment)
+        self._augment, self._size = tuple(augment), size
+        self._device = device or torch.device("cpu")
         self._labels = torch.from_numpy(split.labels)
         self.slow = in_memory(split) is None
 
@@ -93,7 +115,9 @@ class Pictures:
 
     def batch(self, ids: NDArray[np.int64], draws: Draws | None) -> tuple[Tensor, Tensor]:
         """Images ``[n, channels, height, width]`` and labels ``[n]``."""
-        images = self._normalise(self._split.pixels(ids), self._dtype)
+        images = self._normalise(self._split.pixels(ids), self._dtype, self._device)
         if draws is not None and self._augment:
-            images = augmented(images, self._augment, draws)
+            images = augmented(images, self._augment, draws, self._size)
+        else:
+            images = middle(images, self._size)
         return images, self._labels[torch.from_numpy(ids)]

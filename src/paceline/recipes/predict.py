@@ -1,65 +1,73 @@
-"""Tell the class of image files: ``paceline predict RUN IMAGE…``."""
+"""Tell the classes of images or texts: ``paceline predict RUN INPUT…``.
+
+One line for each input, with the likeliest classes and their probabilities.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from paceline import train
-from paceline.recipes.datasets.folder import decode
+from paceline.recipes import use_of
+from paceline.recipes.evaluate import task_of
 from paceline.recipes.evaluate_options import PredictOptions
 from paceline.recipes.options import at_least, parse
 from paceline.recipes.running import guarded
-from paceline.recipes.trained import Trained, trained
-from paceline.spec.errors import DataError, SettingError
+from paceline.spec.errors import PacelineError, SettingError
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a model says of one input.
+
+    Attributes:
+        name: The file or the text.
+        chances: Probability of each class, float32, shape ``[classes]``; ``None`` after an error.
+        classes: Name of each class.
+        error: Why there is no guess.
+    """
+
+    name: str
+    chances: Tensor | None
+    classes: tuple[str, ...]
+    error: PacelineError | None = None
+
+    def best(self, top_k: int) -> list[tuple[str, float]]:
+        """The likeliest classes with their probabilities, likeliest first."""
+        assert self.chances is not None
+        values, places = self.chances.topk(min(top_k, len(self.classes)))
+        pairs = zip(places.tolist(), values.tolist(), strict=True)
+        return [(self.classes[place], value) for place, value in pairs]
+
+    def line(self, top_k: int) -> str:
+        """For people."""
+        return f"{self.name}: " + "  ".join(f"{name} {p:.4f}" for name, p in self.best(top_k))
+
+    def to_json(self, top_k: int) -> str:
+        """One JSON object: input, class, probabilities of the likeliest classes."""
+        best = self.best(top_k)
+        content = {"input": self.name, "class": best[0][0], "probabilities": dict(best)}
+        return json.dumps(content, ensure_ascii=False)
 
 
 def predict(options: PredictOptions) -> int:
-    """Prints one line for each image; returns 1 when an image could not be read."""
+    """Prints one line for each input; returns 1 when one of them could not be read."""
     at_least("--top-k", options.top_k, 1)
-    if not options.images:
-        raise SettingError("no image was named", remedy="paceline predict RUN IMAGE…")
-    model = trained(options.run)
+    if not options.inputs:
+        raise SettingError("nothing was named to predict", remedy="paceline predict RUN FILE…")
     failed = 0
-    with train.join(device=options.device, dtype=model.config["dtype"], quiet=True) as session:
-        network = session.place(model.network()).eval()
-        model.load(network)
-        for name in options.images:
-            try:
-                chances = probabilities(session, model, network, Path(name))
-            except DataError as error:
-                print(error.render(), file=sys.stderr, flush=True)
-                failed = 1
-            else:
-                print(f"{name}: {ranking(chances, model.classes, options.top_k)}", flush=True)
+    for guess in use_of(task_of(options.run)).guesses(options):
+        if guess.error is not None:
+            print(guess.error.render(), file=sys.stderr, flush=True)
+            failed = 1
+        else:
+            text = guess.to_json(options.top_k) if options.json else guess.line(options.top_k)
+            print(text, flush=True)
     return failed
-
-
-@torch.inference_mode()
-def probabilities(
-    session: train.Session, model: Trained, network: nn.Module, image: Path
-) -> Tensor:
-    """Probability of each class, float32, shape ``[classes]``.
-
-    Raises:
-        DataError: The file is no readable image.
-    """
-    pixels = decode(image, *model.shape)[None]
-    inputs = model.normalise(pixels, session.precision.parameters).to(session.device)
-    with session.autocast():
-        outputs: Tensor = network(inputs)
-    return outputs[0].float().softmax(0).cpu()
-
-
-def ranking(chances: Tensor, classes: Sequence[str], top_k: int) -> str:
-    """The likeliest classes with their probabilities, likeliest first."""
-    values, places = chances.topk(min(top_k, len(classes)))
-    pairs = zip(places.tolist(), values.tolist(), strict=True)
-    return "  ".join(f"{classes[place]} {value:.4f}" for place, value in pairs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from paceline import train
 from paceline.recipes import hub_models, parse_options, setup
 from paceline.recipes.datasets.texts import TextData, TextRequest, load_texts
-from paceline.recipes.finetune import Freezing, load_backbone
+from paceline.recipes.fine_tuning import Freezing, load_backbone
 from paceline.recipes.grouping import by_length
 from paceline.recipes.running import guarded
 from paceline.recipes.text_models import (

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.recipes.datasets.images import Request
-from paceline.recipes.image_options import MODELS as NAMES
-from paceline.recipes.models import MODELS
-from paceline.recipes.options import known
+from paceline.recipes.models import rebuilt
 from paceline.recipes.pictures import Normalisation
 from paceline.spec.errors import DataError, SettingError
 from paceline.train import load_config, load_weights
@@ -37,7 +36,15 @@ class Trained:
 
     def network(self) -> nn.Module:
         """A new network of this shape, with initial weights."""
-        return MODELS[self.config["model"]](self.shape, len(self.classes))
+        network = rebuilt(self.config["network"], self.shape, len(self.classes))
+        if self.config["channels_last"]:
+            network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return network
+
+    @property
+    def size(self) -> int:
+        """What is cut out of decoded images (0: they are used as they are)."""
+        return self.shape[1] if list(self.shape) != self.config["decoded"] else 0
 
     def load(self, network: nn.Module) -> None:
         """Loads the trained weights into a network that is already in its place."""
@@ -49,10 +56,13 @@ class Trained:
         split = recorded["split"]
         return Request(
             data or recorded["source"],
-            image_size=self.shape[1],
+            image_size=self.config["decoded"][1],
             test_fraction=split.get("test_fraction", 0.2),
             val_fraction=split.get("val_fraction", 0.0),
             seed=split.get("seed", 0),
+            crop=self.config["crop"],
+            skip_damaged=recorded["skip_damaged"],
+            config="" if data else recorded["config"],
         )
 
 
@@ -68,7 +78,8 @@ def trained(run: str) -> Trained:
     folder = Path(run)
     config = load_config(folder)
     try:
-        known("model", str(config["model"]), NAMES)
+        if config["task"] != "image":
+            raise ValueError(f"a model of the recipe {config['task']}")
         channels, height, width = config["shape"]
         moments = config["normalisation"]
         normalise = Normalisation(tuple(moments["mean"]), tuple(moments["deviation"]))

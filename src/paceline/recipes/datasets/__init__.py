@@ -32,7 +32,8 @@ class Named:
     Attributes:
         name: As in ``--data NAME``.
         reader: Module under ``paceline.recipes.datasets`` that understands its files.
-        folders: Where the files are looked for, under each of the usual places.
+        folders: Where the files are looked for, under each of the usual places; none for a set
+            that is generated.
         summary: One line for people.
         get: How to get the files.
         classes: Class names, where the files do not hold them.
@@ -46,6 +47,8 @@ class Named:
     classes: tuple[str, ...] = ()
 
 
+SIZED = frozenset(("dummy",))
+"""Named sets whose images have whatever size is asked for."""
 NAMED: dict[str, Named] = {
     named.name: named
     for named in (
@@ -80,9 +83,10 @@ NAMED: dict[str, Named] = {
             "60,000 photos in ten classes, 32×32 colour",
             "--data-dir FOLDER with data_batch_1 … test_batch (Python or binary version)",
         ),
+        Named("dummy", "made_images", (), "random images, for measuring speed", ""),
     )
 }
-READERS = ("idx", "cifar", "folder")
+READERS = ("idx", "cifar", "hub_images", "folder")
 """Formats that a path is tried as, in this order."""
 PLACES = ("~/.cache/paceline/datasets", "/usr/share/datasets", "/usr/local/share/datasets", "data")
 """Folders under which the files of named sets are looked for, after ``--data-dir``."""

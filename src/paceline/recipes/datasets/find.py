@@ -22,6 +22,8 @@ def load(data_dir: str, request: Request) -> ImageData:
         DataError: Not found, unreadable or unfit.
     """
     named = NAMED.get(request.source)
+    if named is not None and not named.folders:
+        return with_validation(_module(named.reader).dummy(request), request)
     if named is None:
         return _from_path(Path(request.source).expanduser(), request)
     folder = _folder(named, data_dir)
@@ -29,6 +31,9 @@ def load(data_dir: str, request: Request) -> ImageData:
 
 
 def _from_path(path: Path, request: Request) -> ImageData:
+    if not path.exists() and "/" in request.source and request.source[0] not in "./~":
+        made: ImageData = _module("hub_images").read(request.source, request)
+        return with_validation(made, request)
     if not path.is_dir():
         raise DataError(
             f"--data {request.source}: no such folder",

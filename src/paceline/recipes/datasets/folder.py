@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 
 from paceline.recipes.datasets.images import (
     ImageData,
@@ -43,10 +43,13 @@ class Files:
         paths: Image files.
         labels: Class number of each.
         size: Height and width to which they are brought.
+        crop: Cut the middle out of files of another aspect, instead of squeezing them.
     """
 
-    def __init__(self, paths: Sequence[Path], labels: Labels, size: int) -> None:
-        self.paths, self.labels, self._size = paths, labels, size
+    def __init__(
+        self, paths: Sequence[Path], labels: Labels, size: int, crop: bool = False
+    ) -> None:
+        self.paths, self.labels, self._size, self._crop = paths, labels, size, crop
         fits = len(paths) * 3 * size * size <= _KEEP_BYTES
         self._kept: dict[int, Pixels] | None = {} if fits else None
 
@@ -62,15 +65,17 @@ class Files:
 
     def _decoded(self, numbers: list[int]) -> list[Pixels]:
         paths = [self.paths[number] for number in numbers]
-        size = self._size
+        size, crop = self._size, self._crop
         if len(paths) < _WORTH_THREADS or allowed() == 1:
-            return [decode(path, 3, size, size) for path in paths]
+            return [decode(path, 3, size, size, crop) for path in paths]
         with ThreadPoolExecutor(allowed()) as pool:  # decoding lets other threads run
-            return list(pool.map(lambda path: decode(path, 3, size, size), paths))
+            return list(pool.map(lambda path: decode(path, 3, size, size, crop), paths))
 
 
-def decode(path: Path, channels: int, height: int, width: int) -> Pixels:
+def decode(path: Path, channels: int, height: int, width: int, crop: bool = False) -> Pixels:
     """An image file as an array of shape ``[channels, height, width]``.
+
+    ``crop`` cuts the middle out of a file of another aspect, instead of squeezing it.
 
     Raises:
         DataError: The file is missing, damaged or no image.
@@ -78,7 +83,9 @@ def decode(path: Path, channels: int, height: int, width: int) -> Pixels:
     try:
         with Image.open(path) as image:
             made = image.convert("L" if channels == 1 else "RGB")
-            if made.size != (width, height):
+            if made.size != (width, height) and crop:
+                made = ImageOps.fit(made, (width, height), Image.Resampling.BILINEAR)
+            elif made.size != (width, height):
                 made = made.resize((width, height), Image.Resampling.BILINEAR)
             pixels = np.array(made, dtype=np.uint8)
     except Exception as error:  # a damaged image may raise anything
@@ -111,9 +118,12 @@ def read(folder: Path, request: Request) -> ImageData:
             f"{folder} has a train folder but nothing held out",
             remedy="add a folder test or val with the same classes",
         )
-    _check_headers([path for paths, _ in listed.values() for path in paths])
+    if request.skip_damaged:
+        listed = {name: _readable(*one) for name, one in listed.items()}
+    else:
+        _check_headers([path for paths, _ in listed.values() for path in paths])
     splits: dict[str, Split] = {
-        name: Files(paths, labels, size) for name, (paths, labels) in listed.items()
+        name: Files(paths, labels, size, request.crop) for name, (paths, labels) in listed.items()
     }
     marks = _fingerprint(folder, listed)
     return ImageData(request.source, classes, (3, size, size), splits, marks, how)
@@ -182,6 +192,24 @@ def _where(paths: list[Path], labels: Labels, mask: NDArray[np.bool_]) -> Listed
     return [paths[number] for number in np.flatnonzero(mask)], labels[mask]
 
 
+def _readable(paths: Sequence[Path], labels: Labels) -> Listed:
+    """The files that can be read to their end; every one is tried."""
+    with ThreadPoolExecutor(allowed()) as pool:
+        mask = np.array(list(pool.map(_is_readable, paths)), dtype=bool)
+    if not mask.any():
+        raise DataError(f"none of the {len(paths)} images can be read", found=str(paths[0]))
+    return _where(list(paths), labels, mask)
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except Exception:  # a damaged image may raise anything
+        return False
+    return True
+
+
 def _check_headers(paths: Sequence[Path]) -> None:
     if len(paths) > _CHECKED_FILES:
         return
@@ -198,7 +226,7 @@ def _unreadable(path: Path, error: Exception) -> DataError:
     return DataError(
         f"{path} is no readable image",
         found=f"{size}{error or type(error).__name__}",
-        remedy="replace or remove the file",
+        remedy="replace or remove the file, or --skip-damaged",
     )
 
 

@@ -105,6 +105,10 @@ class Request:
         test_fraction: Held-out part where the files have no split of their own.
         val_fraction: Part of the training images for validation where the files have none.
         seed: Seed of these splits.
+        crop: Cut the middle out of files of another aspect, instead of squeezing them.
+        skip_damaged: Leave unreadable files out, instead of refusing them.
+        config: Configuration of a Hugging Face data set.
+        offline: Whether the network must not be touched.
     """
 
     source: str
@@ -113,6 +117,10 @@ class Request:
     test_fraction: float = 0.2
     val_fraction: float = 0.0
     seed: int = 0
+    crop: bool = False
+    skip_damaged: bool = False
+    config: str = ""
+    offline: bool = False
 
 
 def taken_out(labels: Labels, fraction: float, seed: int) -> NDArray[np.bool_]:

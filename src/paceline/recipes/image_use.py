@@ -1,0 +1,95 @@
+"""Evaluation and prediction with a trained image model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from paceline import train
+from paceline.recipes.datasets.find import load
+from paceline.recipes.datasets.folder import SUFFIXES, decode
+from paceline.recipes.evaluate import check_unchanged, choose_split, joined, report
+from paceline.recipes.evaluate_options import EvaluateOptions, PredictOptions
+from paceline.recipes.image import evaluate
+from paceline.recipes.pictures import Pictures, middle
+from paceline.recipes.predict import Guess
+from paceline.recipes.trained import Trained, trained
+from paceline.spec.errors import DataError
+
+
+def evaluate_run(options: EvaluateOptions) -> None:
+    """One evaluation, on every rank."""
+    model = trained(options.run)
+    data = load(options.data_dir, model.request(options.data))
+    check_fits(model, data.source, data.shape, data.classes)
+    check_unchanged(data.source, data.fingerprint, model.config, options)
+    split = choose_split(data.splits, options.split, data.held_out)
+    with joined(options, model.config) as session:
+        session.agree("the data set", data.fingerprint)
+        network = session.place(model.network())
+        model.load(network)
+        numbers, device = session.precision.parameters, session.device
+        images = Pictures(data.splits[split], model.normalise, numbers, (), model.size, device)
+        result = evaluate(session, network, images)
+        report(session, options, split, result.count, result.values())
+        hits = round(result.sums["accuracy"])
+        session.say(f"accuracy {result['accuracy']:.4f} ({hits} of {result.count} {split} images)")
+
+
+def check_fits(
+    model: Trained, source: str, shape: tuple[int, int, int], classes: tuple[str, ...]
+) -> None:
+    """Refuses data of another shape, or with other classes, than the model's."""
+    if list(shape) != model.config["decoded"] or classes != model.classes:
+        raise DataError(
+            f"{source} does not fit the model",
+            found=f"data: {shape}, {len(classes)} classes;"
+            f" model: {tuple(model.config['decoded'])}, {len(model.classes)} classes",
+        )
+
+
+def guesses(options: PredictOptions) -> Iterator[Guess]:
+    """A guess for each image file; folders stand for all images in them."""
+    model = trained(options.run)
+    with train.join(device=options.device, dtype=model.config["dtype"], quiet=True) as session:
+        network = session.place(model.network()).eval()
+        model.load(network)
+        for path in _files(options.inputs):
+            try:
+                chances = probabilities(session, model, network, path)
+            except DataError as error:
+                yield Guess(str(path), None, model.classes, error)
+            else:
+                yield Guess(str(path), chances, model.classes)
+
+
+def _files(names: Iterable[str]) -> Iterator[Path]:
+    for name in names:
+        path = Path(name)
+        if not path.is_dir():
+            yield path
+            continue
+        found = sorted(one for one in path.rglob("*") if one.suffix.lower() in SUFFIXES)
+        if not found:
+            raise DataError(f"{path} holds no images", remedy=", ".join(sorted(SUFFIXES)))
+        yield from found
+
+
+@torch.inference_mode()
+def probabilities(
+    session: train.Session, model: Trained, network: nn.Module, image: Path
+) -> Tensor:
+    """Probability of each class, float32, shape ``[classes]``.
+
+    Raises:
+        DataError: The file is no readable image.
+    """
+    channels, height, width = model.config["decoded"]
+    pixels = decode(image, channels, height, width, model.config["crop"])[None]
+    inputs = model.normalise(pixels, session.precision.parameters, session.device)
+    with session.autocast():
+        outputs: Tensor = network(middle(inputs, model.size))
+    return outputs[0].float().softmax(0).cpu()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 MAGIC = b"\xf5PL1"
 _HEADER = struct.Struct(">4sII")
@@ -26,6 +26,15 @@ def encode(message: Message, blob: bytes = b"") -> bytes:
     """One frame. ``message`` must be JSON; lone surrogates (undecodable bytes) survive."""
     body = json.dumps(message, separators=(",", ":")).encode("ascii")
     return _HEADER.pack(MAGIC, len(body), len(blob)) + body + blob
+
+
+def _parse(body: bytearray) -> Optional[Message]:
+    """The JSON object of a frame; ``None`` when it is none, so that it was no frame."""
+    try:
+        message = json.loads(body)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None
 
 
 class Decoder:
@@ -55,10 +64,12 @@ class Decoder:
             end = _HEADER.size + body_length + blob_length
             if len(self._buffer) < end:
                 return frames
-            body = bytes(self._buffer[_HEADER.size : _HEADER.size + body_length])
-            blob = bytes(self._buffer[_HEADER.size + body_length : end])
+            message = _parse(self._buffer[_HEADER.size : _HEADER.size + body_length])
+            if message is None:
+                self._drop(len(MAGIC))
+                continue
+            frames.append((message, bytes(self._buffer[_HEADER.size + body_length : end])))
             del self._buffer[:end]
-            frames.append((json.loads(body), blob))
 
     def _skip_noise(self) -> None:
         at = self._buffer.find(MAGIC)

@@ -7,12 +7,18 @@ from pathlib import Path
 import click
 
 from paceline.cli.launching import job_of, launch, launch_options, prepare
+from paceline.cli.settings import ENV_PREFIX
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry
 
 
 @click.command(
-    "run", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False}
+    "run",
+    context_settings={
+        "ignore_unknown_options": False,
+        "allow_interspersed_args": False,
+        "auto_envvar_prefix": ENV_PREFIX,
+    },
 )
 @launch_options
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a Python module.")

@@ -16,7 +16,7 @@ from paceline.spec.errors import SettingError
 from paceline.spec.settings import Setting, Source
 
 RUN_TABLE = "run"  # [run] in paceline.toml holds defaults for the options of run and train
-ENV_PREFIX = "PACELINE_OPT_"
+ENV_PREFIX = "PACELINE_OPT"  # PACELINE_OPT_NNODES=2 stands for --nnodes 2
 
 _SOURCES = {
     ParameterSource.COMMANDLINE: Source.COMMAND_LINE,
@@ -81,8 +81,8 @@ def setting(ctx: click.Context, name: str) -> Setting[Any]:
     """The value of an option, with its source."""
     source = ctx.get_parameter_source(name)
     found = _SOURCES.get(source, Source.DEFAULT) if source is not None else Source.DEFAULT
-    detail = TOML_NAME if found is Source.FILE else ""
-    return Setting(ctx.params[name], found, detail)
+    details = {Source.FILE: TOML_NAME, Source.ENVIRONMENT: f"{ENV_PREFIX}_{name.upper()}"}
+    return Setting(ctx.params[name], found, details.get(found, ""))
 
 
 def parse_env(given: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:

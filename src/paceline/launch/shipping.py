@@ -115,6 +115,11 @@ def with_inputs(entry: Entry, places: dict[str, str]) -> Entry:
     return Entry(entry.kind, entry.target, tuple(places.get(arg, arg) for arg in entry.args))
 
 
+def stays_below(path: str) -> bool:
+    """Whether a relative path leads nowhere else; a node does not choose where we write."""
+    return not path.startswith("/") and ".." not in path.split("/")
+
+
 class Fetcher:
     """Receives files from agents; hand it every ``file`` event."""
 
@@ -128,6 +133,8 @@ class Fetcher:
         if target is None:
             return
         path = target / event.message["path"]
+        if not stays_below(event.message["path"]):
+            return
         key = (event.host, event.message["path"])
         file = self._open.get(key)
         if file is None:
@@ -160,7 +167,11 @@ class Fetcher:
         """
         answer = await node.channel.request("list_results", root=root, manifest=manifest)
         skipped = set(leave)
-        files = [f for f in answer["files"] if f["path"].split("/")[0] not in skipped]
+        files = [
+            f
+            for f in answer["files"]
+            if stays_below(f["path"]) and f["path"].split("/")[0] not in skipped
+        ]
         total = sum(f["size"] for f in files)
         if total > RESULT_LIMIT:
             raise NodeError(

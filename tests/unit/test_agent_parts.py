@@ -1,0 +1,354 @@
+"""The agent's pure parts: frames, process lists, addresses, facts, lease, code by content."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.agent import facts, frames, job, netlink, probe, procs, snapshot
+from paceline.agent.frames import MAGIC, Decoder, encode
+from paceline.agent.lease import Lease
+from paceline.agent.outbox import HIGH_WATER, Outbox
+
+# --- frames
+
+texts = st.text() | st.just("\udcff\udc80")
+values = st.none() | st.booleans() | st.integers() | texts | st.lists(texts)
+messages = st.dictionaries(st.text(), values, max_size=4)
+frame_lists = st.lists(st.tuples(messages, st.binary(max_size=300)), max_size=6)
+noises = st.binary(max_size=60).filter(lambda b: MAGIC[:1] not in b)
+
+
+def decoded(decoder: Decoder, stream: bytes, cuts: list[int]) -> list[Any]:
+    found: list[Any] = []
+    edges = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
+    for start, end in itertools.pairwise(edges):
+        found += decoder.feed(stream[start:end])
+    return found
+
+
+@given(frame_lists, st.lists(noises, min_size=7, max_size=7), st.lists(st.integers(0), max_size=20))
+def test_any_split_and_any_noise(
+    sent: list[tuple[Any, bytes]], noise: list[bytes], cuts: list[int]
+) -> None:
+    stream = noise[0]
+    for (message, blob), after in zip(sent, noise[1:], strict=False):
+        stream += encode(message, blob) + after
+    decoder = Decoder()
+    assert decoded(decoder, stream, cuts) == [(m, b) for m, b in sent]
+    # all but what may be the beginning of a frame was put aside
+    expected = b"".join(noise[: len(sent) + 1])
+    assert expected.startswith(bytes(decoder.noise))
+    assert len(expected) - len(decoder.noise) < len(MAGIC)
+
+
+@given(st.lists(st.binary(max_size=40)), st.binary(max_size=20))
+def test_noise_that_looks_like_a_frame(parts: list[bytes], tail: bytes) -> None:
+    stream = b"".join(part + MAGIC for part in parts) + tail
+    decoder = Decoder()
+    decoder.feed(stream)  # whatever it is, it is no reason to break off
+
+
+def test_a_false_frame_does_not_hide_the_next() -> None:
+    false = MAGIC + (5).to_bytes(4, "big") + (0).to_bytes(4, "big") + b"hello"
+    huge = MAGIC + b"\xff\xff\xff\xff\xff\xff\xff\xff"
+    good = encode({"a": 1}, b"blob")
+    for before in (false, huge, false + huge):
+        assert Decoder().feed(before + good) == [({"a": 1}, b"blob")]
+
+
+def test_kept_noise_is_bounded() -> None:
+    decoder = Decoder(keep_noise=100)
+    decoder.feed(b"x" * 10_000)
+    assert len(decoder.noise) == 100
+
+
+# --- processes
+
+
+@pytest.mark.parametrize(
+    "name", ["python3", "a b", ") R 1 1 1", "(x) (y", "S 1 2 3 4)", "\n", "é\ufffd", ""]
+)
+def test_a_process_may_be_called_anything(name: str) -> None:
+    rest = "S 7 8 9 0 -1 4194560 1 0 0 0 1 2 3 4 20 0 1 0 123456 99 " + " ".join(["0"] * 30)
+    found = procs.parse_stat(f"42 ({name}) {rest}\n")
+    assert found == procs.Stat(pid=42, parent=7, session=9, state="S", start=123456)
+
+
+def stat(pid: int, parent: int) -> procs.Stat:
+    return procs.Stat(pid=pid, parent=parent, session=pid, state="S", start=pid * 10)
+
+
+def test_descendants() -> None:
+    stats = {s.pid: s for s in (stat(1, 0), stat(2, 1), stat(3, 2), stat(4, 3), stat(5, 1))}
+    assert procs.descendants([2], stats) == {3, 4}
+    assert procs.descendants([], stats) == set()
+    assert procs.descendants([1], stats) == {2, 3, 4, 5}
+
+
+def test_a_number_given_to_another_process_is_not_ours() -> None:
+    me = procs.identify(os.getpid())
+    assert me is not None
+    assert not procs.send(procs.Process(me.pid, me.start - 1), 0)
+    assert procs.send(me, 0)
+
+
+def test_the_environment_of_ranks() -> None:
+    base = {"PATH": "/usr/bin", "HOME": "/root", "KEEP": "1"}
+    request = {"python": "/venv/bin/python", "env": {"NEW": "2"}, "unset": ["HOME"], "token": "t"}
+    assert job.environment(base, request) == {
+        "PATH": "/venv/bin:/usr/bin",
+        "KEEP": "1",
+        "NEW": "2",
+        "PACELINE_JOB_TOKEN": "t",
+    }
+    assert base["HOME"] == "/root"
+
+
+# --- lease
+
+
+def test_a_lease_that_was_never_given_never_ends() -> None:
+    assert not Lease().ending(1e9)
+
+
+def test_a_lease_leaves_time_for_the_end() -> None:
+    lease = Lease()
+    lease.renew(10.0, now=100.0)
+    assert not lease.ending(106.9)
+    assert lease.ending(107.1)
+    assert lease.last_part == pytest.approx(3.0)
+    lease.renew(10.0, now=107.0)
+    assert not lease.ending(110.0)
+
+
+@given(st.floats(2, 1000), st.floats(0, 1e6))
+def test_the_end_begins_before_the_lease_is_over(seconds: float, now: float) -> None:
+    lease = Lease()
+    lease.renew(seconds, now)
+    assert not lease.ending(now)
+    assert lease.ending(now + seconds)
+
+
+# --- addresses
+
+# a lab host: lo, dead0, ens3 with IPv4 and a tentative IPv6 address, docker0
+DUMP = (Path(__file__).parent / "data" / "netlink_dump.hex").read_text()
+NAMES = {1: "lo", 2: "dead0", 3: "ens3", 4: "docker0"}
+
+
+def test_the_kernels_dump_is_read() -> None:
+    found = netlink.parse_dump(bytes.fromhex(DUMP), NAMES)
+    four = [(a["interface"], a["address"], a["prefix"], a["scope"]) for a in found
+            if a["family"] == 4]  # fmt: skip
+    assert four == [
+        ("lo", "127.0.0.1", 8, "host"),
+        ("dead0", "10.66.0.11", 24, "global"),
+        ("ens3", "10.77.0.11", 24, "global"),
+        ("docker0", "172.17.0.1", 16, "global"),
+    ]
+    (own,) = [a for a in found if a["address"] == "fd00::5"]
+    assert own["usable"] is False  # tentative: it was given a moment before
+    assert {a["scope"] for a in found if str(a["address"]).startswith("fe80")} == {"link"}
+
+
+def test_an_interface_without_a_name_gets_one() -> None:
+    assert netlink.parse_dump(bytes.fromhex(DUMP), {})[0]["interface"] == "if1"
+
+
+@given(st.binary(max_size=200), st.integers(0, 700))
+def test_damaged_dumps_break_nothing(garbage: bytes, length: int) -> None:
+    whole = bytes.fromhex(DUMP)
+    for data in (garbage, whole[:length]):
+        with contextlib.suppress(ValueError, OSError, struct.error):  # facts count on these
+            netlink.parse_dump(data, NAMES)
+
+
+def test_our_own_addresses() -> None:
+    assert "127.0.0.1" in {a["address"] for a in netlink.addresses()}
+
+
+# --- facts
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "cuda"),
+    [
+        ("__version__ = '2.13.0+cpu'\ndebug = False\ncuda: Optional[str] = None\n",
+         "2.13.0+cpu", None),
+        ("from typing import Optional\n__version__ = \"2.10.1\"\ncuda: Optional[str] = '12.8'\n"
+         "hip: Optional[str] = None\n", "2.10.1", "12.8"),
+        ("__all__ = ['__version__']\n", None, None),
+    ],
+)  # fmt: skip
+def test_torch_versions_are_read_from_files(text: str, version: str, cuda: str) -> None:
+    found = facts.parse_torch_version(text)
+    assert (found["version"], found["cuda"]) == (version, cuda)
+
+
+def test_lines_of_hosts_files() -> None:
+    text = "127.0.0.1 localhost\n127.0.1.1 n1.lan n1 # n9\n\n# 10.0.0.1 n1\n10.77.0.11\tn1\n"
+    assert facts.hosts_lines(text, "n1") == ["2: 127.0.1.1 n1.lan n1 # n9", "5: 10.77.0.11\tn1"]
+    assert facts.hosts_lines(text, "n1.lan")[0].startswith("2:")
+    assert facts.hosts_lines(text, "n9") == []
+
+
+def test_all_facts_can_be_told() -> None:
+    found = facts.gather()
+    assert found["errors"] == {}
+    assert json.loads(json.dumps(found))["python"]["executable"]
+    assert sorted(os.sched_getaffinity(0)) == found["cpu"]["available"]
+
+
+def test_a_fact_that_fails_does_not_take_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(2, "gone")
+
+    monkeypatch.setitem(facts.FACTS, "memory", fail)
+    found = facts.gather()
+    assert found["memory"] is None
+    assert "gone" in found["errors"]["memory"]
+    assert found["cpu"]
+
+
+def test_disks_of_folders_that_are_not_there_yet(tmp_path: Path) -> None:
+    found = facts.disk_facts(str(tmp_path / "a" / "b"))
+    assert found["path"] == str(tmp_path)
+    assert found["total"] > found["free"] > 0
+
+
+def test_families() -> None:
+    assert probe.family_of("::1") != probe.family_of("127.0.0.1")
+
+
+# --- code by content
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "paceline"
+
+
+def entry(path: str, content: bytes, mode: int = 0o644) -> list[Any]:
+    return [path, hashlib.sha256(content).hexdigest(), mode, len(content)]
+
+
+def store(content: bytes) -> None:
+    snapshot.put(hashlib.sha256(content).hexdigest(), 0, content, True)
+
+
+def test_a_tree_is_built_from_contents(cache: Path, tmp_path: Path) -> None:
+    manifest = [entry("a.py", b"one"), entry("d/run.sh", b"two", 0o755), entry("copy", b"one")]
+    assert len(snapshot.lacking(manifest)) == 2
+    store(b"one")
+    store(b"two")
+    assert snapshot.lacking(manifest) == []
+    root = tmp_path / "tree"
+    snapshot.materialise(str(root), manifest)
+    assert (root / "copy").read_bytes() == b"one"
+    assert (root / "d/run.sh").stat().st_mode & 0o777 == 0o755
+    assert snapshot.compare(str(root), manifest) == {
+        "exists": True, "missing": [], "different": [],
+    }  # fmt: skip
+    assert snapshot.changed_files(str(root), manifest) == []
+
+
+def test_what_a_job_wrote_is_found(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "changed").write_text("after!")
+    (tmp_path / "new").write_text("")
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__/x.pyc").write_text("")
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    manifest = [entry("kept", b"kept"), entry("changed", b"before"), entry("gone", b"")]
+    found = {file["path"] for file in snapshot.changed_files(str(tmp_path), manifest)}
+    assert found == {"changed", "new"}
+
+
+def test_differences_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("other")
+    manifest = [entry("a", b"wanted"), entry("b", b"")]
+    found = snapshot.compare(str(tmp_path), manifest)
+    assert (found["missing"], found["different"]) == (["b"], ["a"])
+    assert snapshot.compare(str(tmp_path / "none"), manifest)["exists"] is False
+
+
+def test_content_that_is_not_what_its_name_says(cache: Path) -> None:
+    with pytest.raises(ValueError, match="hash"):
+        snapshot.put("0" * 64, 0, b"something", True)
+    assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+def test_damaged_cache_is_noticed_and_forgotten(cache: Path, tmp_path: Path) -> None:
+    store(b"good")
+    manifest = [entry("f", b"good")]
+    (blob,) = [path for path in cache.rglob("*") if path.is_file()]
+    blob.write_bytes(b"evil")
+    with pytest.raises(ValueError, match="damaged"):
+        snapshot.materialise(str(tmp_path / "t"), manifest)
+    assert snapshot.lacking(manifest) == [manifest[0][1]]
+
+
+def test_blocks_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(b"")
+    assert list(snapshot.read_blocks(file)) == [(0, b"")]
+    file.write_bytes(bytes(snapshot.BLOCK + 5))
+    assert [(o, len(d)) for o, d in snapshot.read_blocks(file)] == [
+        (0, snapshot.BLOCK), (snapshot.BLOCK, 5),
+    ]  # fmt: skip
+
+
+# --- the way out
+
+
+def test_the_outbox_does_not_block() -> None:
+    read, write = os.pipe()
+    wake_read, wake_write = os.pipe()
+    for fd in (write, wake_write):
+        os.set_blocking(fd, False)
+    try:
+        outbox = Outbox(write, wake_write)
+        outbox.post({"n": 1}, bytes(HIGH_WATER + (1 << 17)))
+        outbox.flush()
+        assert outbox.full
+        os.close(read)
+        outbox.flush()
+        assert outbox.broken
+        assert outbox.pending == 0
+        outbox.post({"n": 2})
+        assert outbox.pending == 0
+    finally:
+        for fd in (write, wake_read, wake_write):
+            os.close(fd)
+
+
+def test_the_outbox_sends_in_order() -> None:
+    read, write = os.pipe()
+    wake_read, wake_write = os.pipe()
+    try:
+        outbox = Outbox(write, wake_write)
+        for number in range(10):
+            outbox.post({"n": number})
+        outbox.flush()
+        found = Decoder().feed(os.read(read, 1 << 16))
+        assert [message["n"] for message, _ in found] == list(range(10))
+    finally:
+        for fd in (read, write, wake_read, wake_write):
+            os.close(fd)
+
+
+def test_lone_surrogates_survive() -> None:
+    ((message, _),) = frames.Decoder().feed(encode({"arg": os.fsdecode(b"\xff a")}))
+    assert os.fsencode(message["arg"]) == b"\xff a"

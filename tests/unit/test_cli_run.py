@@ -1,0 +1,195 @@
+"""The command line of ``paceline run``: settings and their sources, hosts, the script."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from paceline.cli import launching, program, settings
+from paceline.cli.run import entry_of
+from paceline.spec.errors import SettingError
+from paceline.spec.hosts import Cluster, Host
+from paceline.spec.settings import Source
+
+# --- where a value comes from
+
+
+def sources(toml: dict[str, Any], *typed: str, **environment: str) -> dict[str, Any]:
+    """The settings that a command with the common options would get."""
+    found: dict[str, Any] = {}
+
+    @click.command(context_settings={"auto_envvar_prefix": settings.ENV_PREFIX})
+    @launching.launch_options
+    @click.pass_context
+    def command(ctx: click.Context, **_: object) -> None:
+        settings.use_file(ctx, toml)
+        for name in ("nnodes", "lease", "ship", "env", "accept_new_host_keys"):
+            found[name] = settings.setting(ctx, name)
+
+    done = CliRunner().invoke(command, list(typed), env=environment, standalone_mode=False)
+    if done.exception is not None:
+        raise done.exception
+    return found
+
+
+def test_a_default_is_said_to_be_one() -> None:
+    found = sources({})
+    assert (found["lease"].value, found["lease"].source) == (10.0, Source.DEFAULT)
+
+
+def test_the_file_goes_before_the_default() -> None:
+    found = sources({"run": {"nnodes": 2, "ship": "never", "env": ["A=1", "B=2"]}})
+    assert found["nnodes"].describe() == "2 (file: paceline.toml)"
+    assert found["ship"].value == "never"
+    assert found["env"].value == ("A=1", "B=2")
+
+
+def test_the_environment_goes_before_the_file() -> None:
+    found = sources({"run": {"nnodes": 2}}, PACELINE_OPT_NNODES="3")
+    assert found["nnodes"].describe() == "3 (environment: PACELINE_OPT_NNODES)"
+
+
+def test_the_command_line_goes_before_all() -> None:
+    found = sources({"run": {"nnodes": 2}}, "--nnodes", "4", PACELINE_OPT_NNODES="3")
+    assert found["nnodes"].describe() == "4 (command line)"
+
+
+def test_both_spellings_of_a_key() -> None:
+    for key in ("accept-new-host-keys", "accept_new_host_keys"):
+        assert sources({"run": {key: True}})["accept_new_host_keys"].value is True
+
+
+def test_an_unknown_key_is_refused_with_the_nearest() -> None:
+    with pytest.raises(SettingError) as caught:
+        sources({"run": {"nnode": 2}})
+    assert "Did you mean nnodes?" in caught.value.remedy
+
+
+def test_a_value_that_cannot_be_is_refused() -> None:
+    with pytest.raises(SettingError, match="ship"):
+        sources({"run": {"ship": "sometimes"}})
+
+
+# --- --env
+
+
+def test_variables_with_values_and_forwarded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("T_MINE", "of mine")
+    public, forwarded = settings.parse_env(("A=1", "B=", "C=x=y", "D=a b\n", "T_MINE"))
+    assert public == {"A": "1", "B": "", "C": "x=y", "D": "a b\n"}
+    assert forwarded == {"T_MINE": "of mine"}
+
+
+@pytest.mark.parametrize("given", ["", "=x", "A\0=1"])
+def test_what_names_no_variable(given: str) -> None:
+    with pytest.raises(SettingError, match="--env"):
+        settings.parse_env((given,))
+
+
+def test_a_variable_that_is_not_there() -> None:
+    with pytest.raises(SettingError, match="T_NOWHERE"):
+        settings.parse_env(("T_NOWHERE",))
+
+
+# --- the script
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+def test_kinds_of_entries(folder: Path) -> None:
+    def kind(name: str, module: bool = False, no_python: bool = False) -> str:
+        return entry_of(name, ("x",), module=module, no_python=no_python).kind
+
+    assert kind("train.py") == "script"
+    assert kind("a.b", module=True) == "module"
+    assert kind("hostname", no_python=True) == "binary"
+
+
+@pytest.mark.parametrize(("name", "hint"), [("trian.py", "train.py"), ("hostname", "--no-python")])
+def test_a_script_that_is_not_there(folder: Path, name: str, hint: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        entry_of(name, (), module=False, no_python=False)
+    assert hint in caught.value.remedy
+
+
+def test_module_and_program_exclude_each_other() -> None:
+    with pytest.raises(SettingError):
+        entry_of("x", (), module=True, no_python=True)
+
+
+# --- this machine
+
+
+def test_this_very_machine_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "own_names", lambda: {"n1", "localhost"})
+    monkeypatch.setattr(launching, "own_addresses", lambda: {"127.0.0.1", "10.0.0.2"})
+    by_name = launching.mark_me(Cluster((Host("n1"), Host("n3"))))
+    assert [host.local for host in by_name.hosts] == [True, False]
+    by_address = launching.mark_me(Cluster((Host("n3"), Host("10.0.0.2"))))
+    assert [host.local for host in by_address.hosts] == [False, True]
+    neither = launching.mark_me(Cluster((Host("n3"), Host("n4"))))
+    assert [host.local for host in neither.hosts] == [False, False]
+
+
+# --- the program
+
+
+def test_help_names_every_verb_without_importing_it() -> None:
+    text = CliRunner().invoke(program, ["--help"]).output
+    for verb in ("run", "train", "hosts", "lab"):
+        assert f"\n  {verb} " in text
+
+
+def test_help_of_run_says_where_options_stand() -> None:
+    done = CliRunner().invoke(program, ["run", "--help"])
+    assert done.exit_code == 0
+    for option in ("--hosts", "--nnodes", "--plan", "--lease", "--max-restarts", "--env"):
+        assert option in done.output
+
+
+def test_a_verb_that_is_not_there() -> None:
+    done = CliRunner().invoke(program, ["rnu"])
+    assert done.exit_code == 2
+    assert "Did you mean run?" in done.output
+
+
+HEAVY = """
+import sys
+from paceline.cli import program
+for argv in ({argv}):
+    try:
+        program.main(argv, standalone_mode=False)
+    except SystemExit:
+        pass
+heavy = [m for m in ("torch", "numpy", "rich", "yaml") if m in sys.modules]
+sys.exit(f"imported: {{heavy}}" if heavy else 0)
+"""
+
+
+def test_the_control_side_starts_without_torch_and_quickly() -> None:
+    code = HEAVY.format(argv="['--help'], ['run', '--help'], ['--version']")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_is_quick() -> None:
+    def seconds() -> float:
+        began = time.monotonic()
+        subprocess.run(
+            [sys.executable, "-m", "paceline", "--help"], capture_output=True, check=True
+        )
+        return time.monotonic() - began
+
+    assert min(seconds() for _ in range(3)) < 0.3

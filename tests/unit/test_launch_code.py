@@ -1,0 +1,111 @@
+"""Which files are the job's code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from paceline.launch import code, shipping
+from paceline.spec.errors import SettingError
+from paceline.spec.job import Entry, Job
+
+
+def files(root: Path) -> set[str]:
+    return {str(entry[0]) for entry in code.read_tree(root).manifest}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("a.py", "pack/b.py", "pack/__pycache__/b.pyc", ".venv/x.py", "venv/pyvenv.cfg",
+                 "venv/lib/y.py", "runs/1/plan.json", ".hidden/c.py", "data/d.bin"):  # fmt: skip
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(name)
+    return tmp_path
+
+
+def git(folder: Path, *words: str) -> None:
+    subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True)
+
+
+def test_plain_folders_without_what_is_nobodys_code(folder: Path) -> None:
+    assert files(folder) == {"a.py", "pack/b.py", "data/d.bin"}
+
+
+def test_git_says_what_belongs_to_it(folder: Path) -> None:
+    git(folder, "init", "-q")
+    (folder / ".gitignore").write_text("data/\nvenv/\n.venv/\n__pycache__/\nruns/\n")
+    git(folder, "add", "a.py")
+    (folder / "gone.py").write_text("x")
+    git(folder, "add", "gone.py")
+    (folder / "gone.py").unlink()  # tracked, but not there
+    assert files(folder) == {"a.py", "pack/b.py", ".gitignore", ".hidden/c.py"}
+
+
+def test_the_same_files_have_the_same_hash(folder: Path) -> None:
+    before = code.read_tree(folder)
+    os.utime(folder / "a.py", (1, 1))
+    assert code.read_tree(folder).digest == before.digest
+    (folder / "a.py").write_text("other")
+    assert code.read_tree(folder).digest != before.digest
+    (folder / "a.py").write_text("a.py")
+    (folder / "a.py").chmod(0o755)
+    assert code.read_tree(folder).digest != before.digest
+    assert before.size == sum(len(name) for name in ("a.py", "pack/b.py", "data/d.bin"))
+
+
+def test_names_that_are_no_text(folder: Path) -> None:
+    name = os.fsdecode(b"\xe9\n '.txt")
+    (folder / name).write_text("x")
+    assert name in files(folder)
+    git(folder, "init", "-q")
+    assert name in files(folder)
+
+
+@pytest.mark.parametrize("limit", ["MAX_FILES", "MAX_BYTES"])
+def test_too_much_to_ship(folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(code, limit, 2)
+    with pytest.raises(SettingError) as caught:
+        code.read_tree(folder)
+    assert str(folder) in caught.value.message
+    assert "--ship never" in caught.value.remedy
+
+
+def job(folder: Path, target: str = "a.py") -> Job:
+    return Job("t", Entry("script", target), str(folder), "/py")
+
+
+def test_the_root_of_a_project(folder: Path) -> None:
+    assert code.project_root(job(folder / "pack", "b.py")) == folder / "pack"
+    git(folder, "init", "-q")
+    assert code.project_root(job(folder / "pack", "b.py")) == folder
+
+
+@pytest.mark.parametrize(
+    ("path", "there"),
+    [("/home/me/p/a.py", "/tmp/x/a.py"), ("/home/me/p", "/tmp/x"), ("/data/d", "/data/d")],
+)
+def test_paths_on_a_node(path: str, there: str) -> None:
+    assert code.relocate(path, Path("/home/me/p"), "/tmp/x") == there
+
+
+@pytest.mark.parametrize(
+    ("path", "fine"),
+    [
+        ("a/b.txt", True),
+        ("a..b", True),
+        ("/etc/passwd", False),
+        ("../x", False),
+        ("a/../../b", False),
+    ],
+)
+def test_a_node_does_not_choose_where_results_go(path: str, fine: bool) -> None:
+    assert shipping.stays_below(path) is fine
+
+
+def test_inputs_are_renamed_in_the_arguments() -> None:
+    entry = Entry("script", "t.py", ("--data", "/here/d", "x"))
+    assert shipping.with_inputs(entry, {"/here/d": "/there/0"}).args == ("--data", "/there/0", "x")

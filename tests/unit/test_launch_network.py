@@ -1,0 +1,210 @@
+"""Which address a node uses: decided from connections that were tried, never from names."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from paceline.cluster import network
+from paceline.cluster.network import Candidate
+from paceline.spec.errors import NodeError, SettingError
+from paceline.spec.hosts import Host
+
+N1, N2 = Host("n1"), Host("n2")
+
+
+def address(text: str, **more: Any) -> dict[str, Any]:
+    family = 6 if ":" in text else 4
+    return {"address": text, "prefix": 24, "family": family, "scope": "global", "usable": True,
+            **more}  # fmt: skip
+
+
+def link(name: str, *addresses: dict[str, Any], **more: Any) -> dict[str, Any]:
+    found = {"name": name, "kind": "hardware", "state": "up", "speed": 1000, "mtu": 1500}
+    return {**found, "addresses": list(addresses), **more}
+
+
+def facts(*links: dict[str, Any]) -> dict[str, Any]:
+    lo = link("lo", address("127.0.0.1", scope="host"), kind="loopback", state="unknown")
+    return {"interfaces": [lo, *links]}
+
+
+def candidate(host: str, text: str, **more: Any) -> Candidate:
+    about = {"interface": "eth0", "family": 6 if ":" in text else 4, "kind": "hardware",
+             "speed": 1000, "prefix": 24}  # fmt: skip
+    return Candidate(host=host, address=text, **{**about, **more})
+
+
+def reached(host: str, text: str, rtt: float = 0.001, local: str = "") -> dict[str, Any]:
+    return {"host": host, "address": text, "ok": True, "rtt": rtt, "local_address": local}
+
+
+def failed(host: str, text: str, code: int) -> dict[str, Any]:
+    words = {errno.EHOSTUNREACH: "No route to host"}.get(code, "failed")
+    return {"host": host, "address": text, "ok": False, "errno": code, "error": words}
+
+
+def test_addresses_that_cannot_serve_are_left_out() -> None:
+    found, _ = network.candidates(
+        [N1],
+        {
+            "n1": facts(
+                link("eth0", address("10.0.0.1"), address("fe80::1", scope="link"),
+                     address("fd00::1", usable=False)),
+                link("eth1", address("10.1.0.1"), state="down"),
+            )
+        },
+        None,
+    )  # fmt: skip
+    assert [c.address for c in found["n1"]] == ["10.0.0.1"]
+
+
+def test_a_bridge_that_every_host_has_is_left_out_and_said() -> None:
+    bridge = link("docker0", address("172.17.0.1"), kind="bridge")
+    found, notes = network.candidates(
+        [N1, N2],
+        {
+            "n1": facts(link("eth0", address("10.0.0.1")), bridge),
+            "n2": facts(link("ens3", address("10.0.0.2")), bridge),
+        },
+        None,
+    )
+    assert [c.address for cs in found.values() for c in cs] == ["10.0.0.1", "10.0.0.2"]
+    assert "172.17.0.1 exists on 2 hosts (n1, n2)" in notes[0]
+
+
+def both(interface: str | None, host: Host = N1) -> Mapping[str, Any]:
+    one = facts(link("eth0", address("10.0.0.1")), link("ib0", address("10.9.0.1")))
+    two = facts(link("eth0", address("10.0.0.2")), link("ib0", address("10.9.0.2")))
+    found, _ = network.candidates([host, N2], {"n1": one, "n2": two}, interface)
+    return {name: [c.address for c in cs] for name, cs in found.items()}
+
+
+def test_the_interface_asked_for_wins() -> None:
+    assert both("ib0") == {"n1": ["10.9.0.1"], "n2": ["10.9.0.2"]}
+
+
+def test_a_hosts_own_interface_goes_before_it() -> None:
+    assert both("ib0", Host("n1", interface="eth0")) == {"n1": ["10.0.0.1"], "n2": ["10.9.0.2"]}
+    assert both(None, Host("n1", job_address="10.9.0.1"))["n1"] == ["10.9.0.1"]
+
+
+def test_an_interface_that_is_not_there_is_refused() -> None:
+    with pytest.raises(SettingError) as caught:
+        both("ib7")
+    assert "ib7" in caught.value.message
+    assert "eth0 10.0.0.1" in caught.value.found
+    with pytest.raises(SettingError, match=r"10\.5\.5\.5"):
+        both(None, Host("n1", job_address="10.5.5.5"))
+
+
+def test_an_interface_that_all_share_the_address_of_is_refused() -> None:
+    bridge = facts(link("docker0", address("172.17.0.1"), kind="bridge"))
+    with pytest.raises(SettingError, match="docker0"):
+        network.candidates([N1, N2], {"n1": bridge, "n2": bridge}, "docker0")
+
+
+def decide(found: dict[str, list[Candidate]], tried: dict[str, list[dict[str, Any]]]) -> Any:
+    return network.decide([N1, N2], found, tried)
+
+
+def test_only_what_all_have_reached_is_chosen() -> None:
+    found = {
+        "n1": [candidate("n1", "10.66.0.1", interface="dead0"), candidate("n1", "10.0.0.1")],
+        "n2": [candidate("n2", "10.66.0.2", interface="dead0"),
+               candidate("n2", "10.0.0.2", interface="ens3")],
+    }  # fmt: skip
+    tried = {
+        "n2": [failed("n1", "10.66.0.1", errno.ETIMEDOUT), reached("n1", "10.0.0.1")],
+        "n1": [failed("n2", "10.66.0.2", errno.ETIMEDOUT), reached("n2", "10.0.0.2")],
+    }
+    chosen, notes = decide(found, tried)
+    assert (chosen["n1"].address, chosen["n2"].interface) == ("10.0.0.1", "ens3")
+    assert notes == []
+
+
+def test_the_better_link_is_taken() -> None:
+    found = {
+        "n1": [candidate("n1", "10.0.0.1"), candidate("n1", "10.9.0.1", speed=100_000)],
+        "n2": [candidate("n2", "10.8.0.2", kind="tun", speed=999_999), candidate("n2", "10.0.0.2")],
+    }
+    tried = {
+        "n2": [reached("n1", "10.0.0.1"), reached("n1", "10.9.0.1")],
+        "n1": [reached("n2", "10.8.0.2"), reached("n2", "10.0.0.2")],
+    }
+    chosen, _ = decide(found, tried)
+    assert (chosen["n1"].address, chosen["n2"].address) == ("10.9.0.1", "10.0.0.2")
+
+
+def test_a_family_that_serves_all_is_taken() -> None:
+    found = {
+        "n1": [candidate("n1", "10.0.0.1"), candidate("n1", "fd00::1")],
+        "n2": [candidate("n2", "fd00::2")],
+    }
+    tried = {
+        "n2": [reached("n1", "10.0.0.1"), reached("n1", "fd00::1")],
+        "n1": [reached("n2", "fd00::2")],
+    }
+    chosen, _ = decide(found, tried)
+    assert (chosen["n1"].address, chosen["n2"].address) == ("fd00::1", "fd00::2")
+
+
+def test_no_family_that_serves_all() -> None:
+    found = {"n1": [candidate("n1", "10.0.0.1")], "n2": [candidate("n2", "fd00::2")]}
+    tried = {"n2": [reached("n1", "10.0.0.1")], "n1": [reached("n2", "fd00::2")]}
+    with pytest.raises(NodeError):
+        decide(found, tried)
+
+
+def test_another_road_than_the_chosen_one_is_said() -> None:
+    found = {"n1": [candidate("n1", "10.0.0.1")], "n2": [candidate("n2", "10.0.0.2")]}
+    tried = {
+        "n2": [reached("n1", "10.0.0.1", local="10.5.0.2")],
+        "n1": [reached("n2", "10.0.0.2", local="10.0.0.1")],
+    }
+    _, notes = decide(found, tried)
+    assert notes == ["n2 reaches n1 (10.0.0.1) from 10.5.0.2, not from its chosen address 10.0.0.2"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words", "advice"),
+    [
+        (failed("n2", "10.0.0.2", errno.EHOSTUNREACH), "No route to host (errno 113)", "ip route"),
+        (failed("n2", "10.0.0.2", errno.ETIMEDOUT), "firewall", "ufw allow"),
+        (failed("n2", "10.0.0.2", errno.ECONNREFUSED), "refused", "ufw allow"),
+        ({"host": "n2", "address": "10.0.0.2", "ok": False, "reached": "aa"},
+         "another machine answered", "address of its own"),
+    ],
+)  # fmt: skip
+def test_what_is_in_the_way_is_explained(outcome: dict[str, Any], words: str, advice: str) -> None:
+    found = {"n1": [candidate("n1", "10.0.0.1")], "n2": [candidate("n2", "10.0.0.2")]}
+    with pytest.raises(NodeError) as caught:
+        decide(found, {"n1": [outcome], "n2": [reached("n1", "10.0.0.1")]})
+    assert words in caught.value.found
+    assert "n1 → n2 at 10.0.0.2 (eth0)" in caught.value.found
+    assert advice in caught.value.remedy
+    assert "→ n1" not in caught.value.found
+
+
+def test_a_host_without_addresses_is_named() -> None:
+    with pytest.raises(NodeError) as caught:
+        decide({"n1": [], "n2": [candidate("n2", "10.0.0.2")]}, {"n1": [], "n2": []})
+    assert "n1 has no address" in caught.value.found
+
+
+@pytest.mark.parametrize("count", [1, 2, 16, 17, 64])
+def test_who_tries_whom(count: int) -> None:
+    names = [f"n{number}" for number in range(count)]
+    pairs = network.pairs(names)
+    assert list(pairs) == names
+    assert all(name not in others for name, others in pairs.items())
+    assert all(names[0] in others for name, others in pairs.items() if name != names[0])
+    assert set(pairs[names[0]]) == set(names[1:])
+    assert sum(map(len, pairs.values())) <= max(240, count * 11)
+    # everyone is tried by someone, so that a choice can be made
+    assert {other for others in pairs.values() for other in others} == set(
+        names if count > 1 else ()
+    )

@@ -1,0 +1,84 @@
+"""The first failure is found among its echoes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.launch import outcome
+from paceline.launch.outcome import Failure, Kind
+
+
+def failure(rank: int | None, time: float, headline: str = "", kind: Kind = "exception",
+            host: str = "", **more: Any) -> Failure:  # fmt: skip
+    return Failure(kind, host or f"n{rank}", rank, time, headline=headline, **more)
+
+
+ECHOES = [
+    "RuntimeError: [../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by peer "
+    "[10.77.0.11]:31337",
+    "RuntimeError: Connection reset by peer",
+    "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
+    "RuntimeError: Gloo connectFullMesh failed with timed out",
+    "RuntimeError: Application timeout caused pair closure",
+    "BrokenPipeError: [Errno 32] Broken pipe",
+    "RuntimeError: NCCL communicator was aborted on rank 1.",
+]
+
+
+@pytest.mark.parametrize("echo", ECHOES)
+def test_a_cause_goes_before_an_earlier_echo(echo: str) -> None:
+    cause = failure(1, 5.0, "ValueError: boom")
+    assert outcome.first([failure(0, 4.9, echo), cause]) == cause
+
+
+def test_the_earliest_cause_wins() -> None:
+    early, late = failure(3, 1.0, "ValueError: a"), failure(2, 1.2, "ValueError: b")
+    assert outcome.first([late, early]) == early
+
+
+def test_of_echoes_alone_the_earliest_is_named() -> None:
+    one, two = failure(0, 1.0, ECHOES[0]), failure(1, 2.0, ECHOES[1])
+    assert outcome.first([two, one]) == one
+
+
+def test_a_signal_or_a_loss_is_never_an_echo() -> None:
+    killed = failure(1, 9.0, "killed by SIGKILL", "signal", signal=9)
+    lost = failure(None, 9.5, "the connection to n2 ended: Connection closed by peer", "lost", "n2")
+    assert outcome.first([failure(0, 1.0, ECHOES[0]), killed]) == killed
+    assert outcome.first([failure(0, 1.0, ECHOES[0]), lost]) == lost
+
+
+def test_an_exception_and_its_exit_are_one_failure() -> None:
+    told = failure(1, 1.0, "ValueError: boom", traceback="Traceback …")
+    left = failure(1, 1.1, "exit status 3", "exit", code=3)
+    (merged,) = outcome.merge([left, told])
+    assert (merged.headline, merged.code, merged.status) == ("ValueError: boom", 3, 3)
+    assert merged.traceback
+
+
+def test_ranks_of_the_same_number_on_two_hosts_are_two() -> None:
+    assert len(outcome.merge([failure(0, 1, host="a"), failure(0, 2, host="b")])) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [({"signal": 9}, 137), ({"signal": 11}, 139), ({"code": 7}, 7), ({}, 1), ({"code": 0}, 1)],
+)
+def test_the_status_a_shell_would_give(more: dict[str, int], status: int) -> None:
+    assert failure(0, 0.0, **more).status == status
+
+
+def test_echoes_are_waited_for_longer() -> None:
+    echo, cause = failure(0, 1.0, ECHOES[0]), failure(1, 1.0, "ValueError")
+    assert outcome.settle_time([echo]) > outcome.settle_time([echo, cause])
+
+
+def test_ends_in_words() -> None:
+    assert outcome.describe_end(7, None) == "exit status 7"
+    assert outcome.describe_end(None, 11) == "killed by SIGSEGV"
+    assert "memory" in outcome.describe_end(None, 9)
+    assert outcome.signal_name(250) == "signal 250"
+    assert failure(1, 0.0, "ValueError: x", host="n2").describe() == "rank 1 on n2: ValueError: x"
+    assert failure(None, 0.0, "gone", "lost", "n2").describe() == "n2: gone"

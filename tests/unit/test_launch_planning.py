@@ -1,0 +1,239 @@
+"""Job, hosts and facts make a plan: the same every time, and never less than was asked for."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from paceline.cluster.network import NodeNetwork
+from paceline.launch import planning, showing
+from paceline.launch.planning import Code
+from paceline.spec.errors import NodeError, SettingError
+from paceline.spec.hosts import Cluster, Host
+from paceline.spec.job import Entry, Environment, Job
+from paceline.spec.plan import Plan
+from paceline.spec.settings import Setting, Source
+
+ENTRY = Entry("script", "train.py", ("a b", ";", "", "ü"))
+
+
+def job(**more: Any) -> Job:
+    base: dict[str, Any] = {"name": "t", "entry": ENTRY, "workdir": "/w", "python": "/py"}
+    return Job(**{**base, **more})
+
+
+def asked(value: Any) -> Setting[Any]:
+    return Setting(value, Source.COMMAND_LINE)
+
+
+def facts(cpus: int = 4, gpus: int = 0, torch: str | None = "2.13.0+cpu",
+          python: str = "3.11.7") -> dict[str, Any]:  # fmt: skip
+    return {
+        "cpu": {"available": list(range(cpus))},
+        "devices": {"nvidia": [f"nvidia{n}" for n in range(gpus)]},
+        "torch": {"version": torch} if torch else None,
+        "python": {"executable": "/py", "version": python},
+    }
+
+
+def plan(the_job: Job, hosts: tuple[Host, ...] = (Host("n1"), Host("n2")),
+         per_host: dict[str, Any] | None = None) -> Plan:  # fmt: skip
+    names = [host.name for host in hosts]
+    found = per_host or {name: facts() for name in names}
+    return planning.make_plan(
+        the_job, "run1", 0, hosts, found,
+        {name: NodeNetwork(f"10.0.0.{at}", "eth0", "tried") for at, name in enumerate(names, 1)},
+        {name: Code("in place", "/w", the_job.entry) for name in names},
+        Setting(29400, Source.FOUND, "free"),
+        ["a note"],
+    )  # fmt: skip
+
+
+# --- how many
+
+
+def test_processes_as_asked_for_then_slots_then_accelerators_then_one() -> None:
+    slots, plain = Host("a", slots=3), Host("b")
+    assert planning.processes_on(job(nproc_per_node=asked(2)), slots, facts()).value == 2
+    assert planning.processes_on(job(), slots, facts(gpus=8)).value == 3
+    assert planning.processes_on(job(), plain, facts(gpus=8)).value == 8
+    one = planning.processes_on(job(), plain, facts())
+    assert (one.value, one.source) == (1, Source.DEFAULT)
+
+
+@pytest.mark.parametrize("count", [0, -1, planning.MAX_RANKS_PER_NODE + 1])
+def test_impossible_numbers_of_processes(count: int) -> None:
+    with pytest.raises(SettingError, match="nproc-per-node"):
+        planning.processes_on(job(nproc_per_node=asked(count)), Host("a"), facts())
+
+
+def test_more_processes_than_slots() -> None:
+    with pytest.raises(SettingError) as caught:
+        planning.processes_on(job(nproc_per_node=asked(4)), Host("a", slots=2), facts())
+    assert "a has 2 slots" in caught.value.found
+
+
+def test_never_fewer_nodes_than_asked_for() -> None:
+    cluster = Cluster((Host("n1"), Host("n2")), "hostfile")
+    assert len(planning.choose_hosts(job(), cluster)) == 2
+    assert planning.choose_hosts(job(nnodes=asked(1)), cluster) == cluster.hosts[:1]
+    with pytest.raises(SettingError, match="3 nodes"):
+        planning.choose_hosts(job(nnodes=asked(3)), cluster)
+    with pytest.raises(SettingError):
+        planning.choose_hosts(job(nnodes=asked(0)), cluster)
+
+
+# --- threads and CPUs
+
+
+@pytest.mark.parametrize(
+    ("cpus", "processes", "shares"),
+    [
+        ([0, 1, 2, 3], 2, [(0, 1), (2, 3)]),
+        ([0, 2, 4, 6, 8], 2, [(0, 2), (4, 6)]),
+        ([0, 1], 1, [()]),
+        ([0, 1], 3, [(), (), ()]),
+        ([], 2, [(), ()]),
+    ],
+)
+def test_shares_of_cpus(cpus: list[int], processes: int, shares: list[tuple[int, ...]]) -> None:
+    assert planning.bind_cpus(cpus, processes) == shares
+
+
+@pytest.mark.parametrize(("cpus", "processes", "threads"), [(8, 2, "4"), (2, 3, "1"), (0, 1, "1")])
+def test_threads_are_the_cpus_of_a_rank(cpus: int, processes: int, threads: str) -> None:
+    env = planning.node_env(job(), facts(cpus), processes, None)
+    assert env["OMP_NUM_THREADS"].value == threads
+
+
+def test_binding_can_be_left_out_and_is_with_accelerators() -> None:
+    two = job(nproc_per_node=asked(2))
+    assert plan(two).nodes[0].ranks[1].cpus == (2, 3)
+    free = job(nproc_per_node=asked(2), bind=asked("none"))
+    assert plan(free).nodes[0].ranks[1].cpus == ()
+    gpus = {"n1": facts(gpus=2), "n2": facts(gpus=2)}
+    assert plan(two, per_host=gpus).nodes[0].ranks[1].cpus == ()
+
+
+def test_the_users_variables_go_before_ours() -> None:
+    mine = Environment({"OMP_NUM_THREADS": "7"}, {"GLOO_SOCKET_IFNAME": "ib0"})
+    network = NodeNetwork("10.0.0.1", "eth0", "tried")
+    env = planning.node_env(job(environment=mine), facts(), 1, network)
+    assert not {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"} & set(env)
+    assert env["NCCL_SOCKET_IFNAME"].value == "=eth0"
+
+
+# --- the whole
+
+
+def test_ranks_are_counted_through_unequal_hosts() -> None:
+    made = plan(job(), (Host("n1", slots=2), Host("n2", slots=1), Host("n3", slots=3)))
+    assert made.world_size == 6
+    assert [[rank.rank for rank in node.ranks] for node in made.nodes] == [[0, 1], [2], [3, 4, 5]]
+    env = made.rank_env(made.nodes[2], made.nodes[2].ranks[1])
+    keys = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+            "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PACELINE_HOST"]  # fmt: skip
+    assert [env[key] for key in keys] == ["4", "1", "6", "3", "2", "3", "10.0.0.1", "29400", "n3"]
+
+
+def test_the_same_input_makes_the_same_plan() -> None:
+    inputs = {"n1": facts(), "n2": facts()}
+    before = copy.deepcopy(inputs)
+    assert plan(job(), per_host=inputs) == plan(job(), per_host=inputs)
+    assert inputs == before
+
+
+def test_a_plan_is_json() -> None:
+    made = plan(job(nproc_per_node=asked(2)))
+    found = json.loads(json.dumps(made.to_json()))
+    assert found["world_size"] == 4
+    assert found["entry"]["args"] == ["a b", ";", "", "ü"]
+    assert found["settings"]["nproc_per_node"] == {"value": 2, "source": "command line"}
+    assert found["nodes"][1]["ranks"][0]["env"]["RANK"] == "2"
+    assert found["notes"] == ["a note"]
+
+
+SECRETS = Environment(
+    public={"WANDB_API_KEY": "typed-secret", "PLAIN": "seen"},
+    forwarded={"HF_TOKEN": "hf-secret", "ANY_NAME": "forwarded-secret"},
+)
+
+
+def test_no_secret_in_any_form_of_the_plan() -> None:
+    made = plan(job(environment=SECRETS))
+    for text in (json.dumps(made.to_json()), showing.describe(made), repr(SECRETS.forwarded)[:0]):
+        assert "secret" not in text
+    assert made.to_json()["environment"]["PLAIN"] == "seen"
+    assert "HF_TOKEN" in showing.describe(made)
+    assert "hf-secret" not in repr(SECRETS)
+
+
+def test_named_secrets_are_blotted_out() -> None:
+    assert set(SECRETS.secrets()) == {"typed-secret", "hf-secret"}
+    assert SECRETS.all()["ANY_NAME"] == "forwarded-secret"
+
+
+def test_the_plan_in_words() -> None:
+    text = showing.describe(plan(job()))
+    assert "world size 2: 2 hosts, rank 0 on n1, store at 10.0.0.1 port 29400" in text
+    assert "29400 (found: free)" in text
+    assert "note: a note" in text
+    assert "'a b' ';' '' " in text
+    assert "GLOO_SOCKET_IFNAME=eth0" in text
+
+
+@pytest.mark.parametrize(
+    ("entry", "argv"),
+    [
+        (Entry("script", "t.py", ("x",)), ["/py", "t.py", "x"]),
+        (Entry("module", "a.b", ("x",)), ["/py", "-m", "a.b", "x"]),
+        (Entry("binary", "hostname"), ["hostname"]),
+    ],
+)
+def test_what_a_rank_amounts_to(entry: Entry, argv: list[str]) -> None:
+    assert showing.entry_argv(entry, "/py") == argv
+
+
+# --- agreement
+
+
+def agree(**by_host: Any) -> list[str]:
+    hosts = [Host(name) for name in by_host]
+    return planning.check_agreement(hosts, job(), by_host, dict.fromkeys(by_host, "/py"))
+
+
+def test_nodes_that_agree() -> None:
+    assert agree(n1=facts(), n2=facts()) == []
+
+
+def test_another_python_is_noted() -> None:
+    (note,) = agree(n1=facts(), n2=facts(python="3.12.1"))
+    assert "n1 3.11.7, n2 3.12.1" in note
+
+
+def test_different_torch_is_refused() -> None:
+    with pytest.raises(NodeError) as caught:
+        agree(n1=facts(), n2=facts(torch="2.12.0"))
+    assert "n2: torch 2.12.0" in caught.value.found
+    assert "torch==2.13.0" in caught.value.remedy
+
+
+def test_missing_torch_is_refused_where_it_is_needed() -> None:
+    with pytest.raises(NodeError, match="no torch on n2"):
+        agree(n1=facts(), n2=facts(torch=None))
+    hosts = [Host("n2")]
+    found = planning.check_agreement(
+        hosts, job(needs_torch=False), {"n2": facts(torch=None)}, {"n2": "/py"}
+    )
+    assert found == []
+
+
+def test_another_interpreter_than_the_wanted_is_refused() -> None:
+    hosts = [Host("n1", python="/own/python")]
+    with pytest.raises(NodeError) as caught:
+        planning.check_agreement(hosts, job(), {"n1": facts()}, {"n1": "python3"})
+    assert "/own/python" in caught.value.message
+    assert "[hosts.n1]" in caught.value.remedy

@@ -1,0 +1,109 @@
+"""The run directory: one owner, whole files, no secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.agent import procs
+from paceline.launch import rundir
+from paceline.launch.rundir import RunDirectory
+from paceline.spec.errors import NodeError, SettingError
+
+
+def owner(path: Path, **more: Any) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    me = procs.identify(os.getpid())
+    assert me is not None
+    base = {"host": socket.gethostname(), "pid": me.pid, "start": me.start, "since": "now"}
+    (path / "owner.json").write_text(json.dumps({**base, **more}))
+
+
+def test_a_folder_has_one_owner(tmp_path: Path) -> None:
+    first = RunDirectory(tmp_path / "run")
+    with pytest.raises(SettingError) as caught:
+        RunDirectory(tmp_path / "run")
+    assert str(os.getpid()) in caught.value.found
+    first.close()
+    RunDirectory(tmp_path / "run").close()
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_an_owner_that_died_is_followed(tmp_path: Path) -> None:
+    owner(tmp_path, start=1)  # the number was given to another process since
+    RunDirectory(tmp_path).close()
+    owner(tmp_path, pid=2**22 + 1)
+    RunDirectory(tmp_path).close()
+
+
+def test_an_owner_on_another_machine_may_live(tmp_path: Path) -> None:
+    owner(tmp_path, host="elsewhere")
+    with pytest.raises(SettingError, match="in use"):
+        RunDirectory(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "\x00"])
+def test_a_damaged_owner_file_is_no_owner(tmp_path: Path, text: str) -> None:
+    (tmp_path / "owner.json").write_text(text)
+    RunDirectory(tmp_path).close()
+
+
+def test_files_are_whole_and_lines_are_added(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.write_json("plan.json", {"a": "ü\udcff"})
+    directory.event("started", "n1", 0, word="x")
+    directory.event("ended")
+    directory.append_bytes("logs/n1/0.log", b"a")
+    directory.append_bytes("logs/n1/0.log", b"b")
+    directory.close()
+    assert json.loads((tmp_path / "plan.json").read_text()) == {"a": "ü\udcff"}
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["started", "ended"]
+    assert (lines[0]["host"], lines[0]["rank"], lines[0]["word"]) == ("n1", 0, "x")
+    assert (tmp_path / "logs/n1/0.log").read_bytes() == b"ab"
+
+
+def test_secrets_are_blotted_out(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, ["s3cret", os.fsdecode(b"\xff\xfe-bytes")])
+    directory.append_bytes("log", b"it is s3cret and \xff\xfe-bytes.\n")
+    directory.append_line("events.jsonl", {"word": "s3cret"})
+    directory.close()
+    assert (tmp_path / "log").read_bytes() == b"it is [secret] and [secret].\n"
+    assert "s3cret" not in (tmp_path / "events.jsonl").read_text()
+
+
+def test_a_full_disk_is_explained(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    (tmp_path / "log").symlink_to("/dev/full")
+    with pytest.raises(NodeError) as caught:
+        directory.append_bytes("log", b"x")
+    assert "No space left" in caught.value.found
+    assert "--run-dir" in caught.value.remedy
+    directory.close()
+
+
+def test_a_place_where_nothing_can_be() -> None:
+    with pytest.raises(NodeError, match="/proc/none"):
+        RunDirectory(Path("/proc/none/run"))
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("n1", "n1"), ("a/b", "a_b"), ("..", "_"), ("fe80::1%eth0", "fe80__1_eth0"), ("ü", "_"),
+     (".x", "x"), ("", "_")],
+)  # fmt: skip
+def test_names_of_folders(name: str, folder: str) -> None:
+    assert rundir.safe(name) == folder
+
+
+def test_fresh_names(tmp_path: Path) -> None:
+    one = rundir.fresh_path(tmp_path, "my job")
+    one.mkdir()
+    two = rundir.fresh_path(tmp_path, "my job")
+    assert one.name.startswith("my_job-")
+    assert one != two

@@ -1,0 +1,155 @@
+"""What is shown: whole labelled lines, secrets kept, and nobody held up."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.launch.outlet import Outlet
+from paceline.launch.screen import REDRAW_S, Lines, Screen, describe_progress
+from paceline.spec.job import Show
+
+
+@given(st.lists(st.binary(max_size=30).filter(lambda b: b"\n" not in b and b"\r" not in b)),
+       st.lists(st.integers(0), max_size=8))  # fmt: skip
+def test_lines_however_they_arrive(wanted: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(line + b"\n" for line in wanted)
+    lines, found = Lines(), []
+    edges = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
+    for start, end in itertools.pairwise(edges):
+        found += lines.feed(stream[start:end], 0.0)
+    assert found + lines.rest() == wanted
+
+
+def test_windows_ends_and_a_rest() -> None:
+    lines = Lines()
+    assert lines.feed(b"a\r\nb", 0.0) == [b"a"]
+    assert lines.rest() == [b"b"]
+    assert lines.rest() == []
+
+
+def test_a_redrawn_line_is_shown_now_and_then_in_its_last_state() -> None:
+    lines = Lines()
+    assert lines.feed(b"10%\r20%\r", 100.0) == [b"20%"]
+    assert lines.feed(b"30%\r", 101.0) == []
+    assert lines.feed(b"40%\r", 100.1 + REDRAW_S) == [b"40%"]
+    assert lines.feed(b"100%\n", 200.0) == [b"100%"]
+
+
+def test_a_line_without_end_is_not_kept_for_ever() -> None:
+    lines = Lines()
+    assert sum(map(len, lines.feed(b"x" * 100_000, 0.0))) == 100_000
+
+
+def shown(show: Show) -> tuple[str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    screen = Screen(show, out, err)
+    screen.output("n1", 0, "out", b"one\npart")
+    screen.output("n2", 1, "err", "zwei ü \udc80\n".encode(errors="surrogateescape"))
+    screen.say("said")
+    screen.note("noted")
+    screen.close()
+    return out.getvalue(), err.getvalue()
+
+
+def test_everything_is_labelled() -> None:
+    out, err = shown("all")
+    assert out == "[n1/0] one\nsaid\n[n1/0] part\n"
+    assert err == "[n2/1] zwei ü \ufffd\nnoted\n"
+
+
+def test_only_rank_0_or_nobody() -> None:
+    assert shown("rank0") == ("[n1/0] one\nsaid\n[n1/0] part\n", "noted\n")
+    assert shown("none") == ("said\n", "noted\n")
+
+
+def test_a_muted_rank_shows_no_more_errors() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    screen = Screen("all", out, err)
+    screen.mute("n1", 0)
+    screen.output("n1", 0, "err", b"Traceback\n")
+    screen.output("n1", 0, "out", b"still\n")
+    screen.close()
+    assert (out.getvalue(), err.getvalue()) == ("[n1/0] still\n", "")
+
+
+def test_progress_in_plain_lines() -> None:
+    err = io.StringIO()
+    screen = Screen("all", io.StringIO(), err)
+    for step in range(3):  # not one a step
+        screen.progress({"step": step, "steps": 3, "epoch": 1, "epochs": 2, "loss": 0.5})
+    screen.close()
+    assert err.getvalue() == "epoch 1/2  step 0/3  loss 0.5000\n"
+    assert describe_progress({"samples_per_s": 1234.5}) == "1,234 samples/s"
+
+
+# --- outlets
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, io.TextIOWrapper]]:
+    read, write = os.pipe()
+    file = os.fdopen(write, "w")
+    yield read, file
+    for close in (lambda: os.close(read), file.close):
+        try:
+            close()
+        except OSError:
+            continue
+
+
+def test_nobody_reads_and_nobody_waits(pipe: tuple[int, io.TextIOWrapper]) -> None:
+    read, file = pipe
+    outlet = Outlet(file, limit=100_000)
+    for number in range(10_000):
+        outlet.write(f"line {number} {'x' * 80}\n")
+    data = b""
+    os.set_blocking(read, False)
+    closing = threading.Thread(target=outlet.close)
+    closing.start()
+    while closing.is_alive():
+        try:
+            data += os.read(read, 1 << 16)
+        except BlockingIOError:
+            continue
+    closing.join()
+    data += os.read(read, 1 << 20)
+    text = data.decode()
+    kept = text.count("line ")
+    assert text.startswith("line 0 ")
+    assert 0 < kept < 10_000
+    assert sum(map(int, re.findall(r"(\d+) lines were left out", text))) == 10_000 - kept
+
+
+def test_the_reader_went_away(pipe: tuple[int, io.TextIOWrapper]) -> None:
+    read, file = pipe
+    outlet = Outlet(file)
+    os.close(read)
+    outlet.write("one\n")
+    outlet.close()
+    outlet.write("two\n")
+    outlet.close()
+    file.flush()  # as the interpreter does at its end
+
+
+def test_characters_that_the_terminal_has_not(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w", encoding="ascii") as file:
+        outlet = Outlet(file)
+        outlet.write("ü \udc80\n")
+        outlet.close()
+    assert (tmp_path / "out").read_text() == "? ?\n"
+
+
+def test_closed_twice_or_unused() -> None:
+    outlet = Outlet(io.StringIO())
+    outlet.close()
+    outlet.close()

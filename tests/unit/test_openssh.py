@@ -1,0 +1,127 @@
+"""ssh as it is called, and what its refusals mean (its words were recorded from OpenSSH 9.2)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster import openssh
+from paceline.cluster.openssh import SshOptions, classify
+from paceline.spec.hosts import Host
+
+HOST = Host("n2", address="10.77.0.12", user="me", port=2222)
+DOOR = "@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@\n"
+
+CHANGED = f"""{DOOR}@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @
+{DOOR}IT IS POSSIBLE THAT SOMEONE IS DOING SOMETHING NASTY!
+Someone could be eavesdropping on you right now (man-in-the-middle attack)!
+It is also possible that a host key has just been changed.
+The fingerprint for the ED25519 key sent by the remote host is
+SHA256:AkOOR2Wq1mrLYtyGXAy8Iw1FQO4u2DhLSk7Wtb4UJDU.
+Please contact your system administrator.
+Add correct host key in /home/me/.ssh/known_hosts to get rid of this message.
+Offending ED25519 key in /home/me/.ssh/known_hosts:2
+  remove with:
+  ssh-keygen -f "/home/me/.ssh/known_hosts" -R "[10.77.0.12]:2222"
+Host key for [10.77.0.12]:2222 has changed and you have requested strict checking.
+Host key verification failed.
+"""
+OPEN_KEY = f"""{DOOR}@         WARNING: UNPROTECTED PRIVATE KEY FILE!          @
+{DOOR}Permissions 0644 for '/home/me/.ssh/id' are too open.
+This private key will be ignored.
+Load key "/home/me/.ssh/id": bad permissions
+me@10.77.0.12: Permission denied (publickey).
+"""
+
+RECORDED = [
+    (CHANGED, "host key changed", "ssh-keygen -R '[10.77.0.12]:2222' -f /home/me/.ssh/known_hosts"),
+    ("No ED25519 host key is known for 10.77.0.12 and you have requested strict checking.\n"
+     "Host key verification failed.\n", "host key not known", "--accept-new-host-keys"),
+    ("ssh: Could not resolve hostname nope: Name or service not known\r\n",
+     "name not found", "HostName"),
+    ("ssh: connect to host n2 port 22: No route to host\r\n", "no route", "ping n2"),
+    ("ssh: connect to host n2 port 22: Network is unreachable\r\n", "no route", "ping n2"),
+    ("ssh: connect to host n2 port 22: Connection refused\r\n", "refused", "start sshd on n2"),
+    ("ssh: connect to host n2 port 22: Connection timed out\r\n", "no answer", "firewall"),
+    ("Connection timed out during banner exchange\r\nConnection to 10.0.0.1 port 22 timed out\n",
+     "sshd does not speak", "overloaded"),
+    ("kex_exchange_identification: read: Connection reset by peer\r\n"
+     "Connection reset by 10.77.0.12 port 22\r\n", "too many logins at once", "MaxStartups"),
+    ("kex_exchange_identification: Connection closed by remote host\r\n"
+     "Connection closed by 10.77.0.12 port 22\r\n", "too many logins at once", "MaxStartups"),
+    (OPEN_KEY, "private key is open to others", "chmod 600"),
+    ("Received disconnect from 10.77.0.12 port 22:2: Too many authentication failures\r\n"
+     "Disconnected from 10.77.0.12 port 22\r\n", "too many keys offered", "IdentitiesOnly"),
+    ("me@10.77.0.12: Permission denied (publickey,password).\r\n",
+     "login refused", "ssh-copy-id -p 2222 me@10.77.0.12"),
+    ("paceline-boot: no Python: tried /py python3\n", "no Python", "[hosts.n2]"),
+    ("This account is currently not available.\n", "login shell fails", "chsh"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "cause", "remedy"), RECORDED)
+def test_what_refusals_mean(words: str, cause: str, remedy: str) -> None:
+    found = classify("debug1: noise Permission denied\n" + words, 255, HOST)
+    assert found.cause == cause
+    assert remedy in found.remedy
+    assert "{" not in found.remedy
+    assert "debug1" not in found.found
+    assert "@@@" not in found.found
+    assert found.passing == (cause == "too many logins at once")
+
+
+def test_both_fingerprints_can_be_told() -> None:
+    found = classify(CHANGED, 255, HOST)
+    assert "SHA256:AkOOR2Wq1mrLYtyGXAy8Iw1FQO4u2DhLSk7Wtb4UJDU" in found.found
+    assert openssh.offending_line(found.found) == ("/home/me/.ssh/known_hosts", 2)
+
+
+def test_words_that_nobody_has_seen_before() -> None:
+    found = classify("something new\n", 255, HOST)
+    assert (found.cause, found.found) == ("ended without an answer", "something new")
+    assert "ssh -v" in found.remedy
+    assert "status 255" in classify("", 255, HOST).found
+
+
+def test_fingerprints_are_those_of_openssh() -> None:
+    key = "AAAAC3NzaC1lZDI1NTE5AAAAIDLlwDZUHU2fogldZ3MG1H75X9Smvu7ghfF9pVxwwQAB"
+    wanted = "ssh-ed25519 SHA256:"
+    for line in (f"n1,10.0.0.1 ssh-ed25519 {key}", f"|1|a=|b= ssh-ed25519 {key} comment"):
+        found = openssh.fingerprint(line)
+        assert found is not None
+        assert found.startswith(wanted)
+        assert len(found) == len(wanted) + 43
+    assert openssh.fingerprint("# nothing") is None
+    assert openssh.fingerprint("n1 ssh-ed25519 !!!") is None
+
+
+def test_the_call() -> None:
+    argv = openssh.ssh_command(HOST, SshOptions(Path("/c")), ["a b", ";"])
+    assert argv[0] == "ssh"
+    assert argv[-3:] == ["--", "10.77.0.12", "'a b' ';'"]
+    options = " ".join(argv)
+    for wanted in ("-F /c", "BatchMode=yes", "StrictHostKeyChecking=yes", "ForwardAgent=no",
+                   "-l me", "-p 2222", "ControlMaster=no"):  # fmt: skip
+        assert wanted in options
+    accepting = openssh.ssh_command(HOST, SshOptions(None, True), [])
+    assert "StrictHostKeyChecking=accept-new" in accepting
+
+
+def test_a_host_that_looks_like_an_option() -> None:
+    argv = openssh.ssh_command(Host("-oProxyCommand=evil"), SshOptions(), ["true"])
+    assert argv[argv.index("--") + 1] == "-oProxyCommand=evil"
+
+
+def test_the_line_that_travels_suits_every_shell() -> None:
+    (_, _, line, *_rest) = openssh.agent_command("/py")
+    assert not set("'!\n") & set(line)
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [("debug1: Server host key: ssh-ed25519 SHA256:abc\n", "ssh-ed25519 SHA256:abc"), ("", None)],
+)
+def test_the_key_that_was_shown(words: str, key: str | None) -> None:
+    assert openssh.pinned_key(words) == key

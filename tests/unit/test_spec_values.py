@@ -1,0 +1,72 @@
+"""The nouns."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.spec import errors
+from paceline.spec.command import for_people, shell_text
+from paceline.spec.finding import Finding
+from paceline.spec.hosts import Cluster, Host
+from paceline.spec.settings import Setting, Source, strongest
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0")), min_size=1))
+def test_a_command_as_text_is_read_back_word_for_word(argv: list[str]) -> None:
+    assert shlex.split(shell_text(argv)) == argv
+
+
+def test_commands_are_shortened_for_people() -> None:
+    assert for_people(["echo", "a b"]) == "echo 'a b'"
+    assert len(for_people(["x" * 500], limit=50)) == 50
+
+
+def test_an_error_in_three_parts() -> None:
+    error = errors.NodeError("cannot", found="one\ntwo", remedy="do this")
+    assert error.render().splitlines() == [
+        "paceline: cannot",
+        "  found:  one",
+        "          two",
+        "  remedy: do this",
+    ]
+    assert str(error).startswith("cannot")
+    assert errors.PacelineError("only").render() == "paceline: only"
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [(errors.SettingError, 2), (errors.HostsError, 2), (errors.ConnectError, 1),
+     (errors.NodeError, 1), (errors.JobError, 1)],
+)  # fmt: skip
+def test_exit_statuses(kind: type[errors.PacelineError], code: int) -> None:
+    assert kind("x").exit_code == code
+    assert kind("x", exit_code=7).exit_code == 7
+    assert kind.exit_code == code
+
+
+def test_the_strongest_source_wins() -> None:
+    default, file = Setting(1), Setting(2, Source.FILE, "paceline.toml")
+    typed = Setting(3, Source.COMMAND_LINE)
+    assert strongest(default, None, typed, file) is typed
+    assert strongest(default, Setting(9)) is default
+    assert file.describe() == "2 (file: paceline.toml)"
+    assert typed.describe() == "3 (command line)"
+
+
+def test_hosts_have_an_address_and_clusters_no_name_twice() -> None:
+    assert Host("n1").address == "n1"
+    assert Host("n1", "10.0.0.1").address == "10.0.0.1"
+    assert Cluster((Host("a"), Host("b"))).head(1).hosts == (Host("a"),)
+    with pytest.raises(ValueError, match="repeat"):
+        Cluster((Host("a"), Host("a")))
+
+
+def test_a_finding_that_fails_has_a_remedy() -> None:
+    with pytest.raises(ValueError, match="remedy"):
+        Finding("ports", "fail", ("n1",), "closed")
+    found = Finding("ports", "fail", ("n1",), "closed", "open it")
+    assert found.to_json()["outcome"] == "fail"

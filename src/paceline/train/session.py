@@ -399,11 +399,14 @@ class Session:
         self._trackers += [self._guard(name, about) for name in names]
 
     def _guard(self, name: str, about: About) -> Guard:
+        suffix = f"-{self.world.host}" if about.group else ""
+        notes = self.folder / "trackers" / f"{name}{suffix}.json"
+        if notes.exists():  # then nothing is sent twice
+            about = replace(about, resumed_at=-1)
+
         def opened(run_id: str) -> Tracker:
             return trackers.load(name, replace(about, run_id=run_id))
 
-        suffix = f"-{self.world.host}" if about.group else ""
-        notes = self.folder / "trackers" / f"{name}{suffix}.json"
         return Guard(name, opened, notes, self._warn, resumed=self._resumed_at >= 0)
 
     def _warn(self, text: str) -> None:

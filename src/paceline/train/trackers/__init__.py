@@ -31,7 +31,8 @@ class About:
             when the tracker is to choose.
         group: Common name of the runs of all nodes; empty where one run stands for all.
         config: Settings of the run.
-        resumed_at: Step after which the run goes on; -1 at its beginning.
+        resumed_at: Step after which records that an earlier process may have sent are void; -1
+            when every earlier record stands.
     """
 
     folder: Path

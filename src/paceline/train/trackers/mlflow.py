@@ -1,9 +1,11 @@
-"""MLflow: at ``MLFLOW_TRACKING_URI``, or in ``RUN/mlflow.db`` without a server."""
+"""MLflow: at ``MLFLOW_TRACKING_URI``, or in the run directory without a server."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mlflow.tracking import MlflowClient  # type: ignore[import-not-found, unused-ignore]
@@ -15,7 +17,7 @@ class Mlflow:
     """One run, continued under its id."""
 
     def __init__(self, about: About) -> None:
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{about.folder / 'mlflow.db'}"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or _local(about.folder.absolute())
         self._client: Any = MlflowClient(tracking_uri=uri)
         self.run_id = about.run_id or self._new(about)
 
@@ -37,6 +39,14 @@ class Mlflow:
 
     def close(self) -> None:
         self._client.set_terminated(self.run_id)
+
+
+def _local(folder: Path) -> str:
+    """A database file where MLflow is installed whole; plain files with its small edition."""
+    if importlib.util.find_spec("sqlalchemy"):
+        return f"sqlite:///{folder / 'mlflow.db'}"
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    return (folder / "mlruns").as_uri()
 
 
 def open(about: About) -> Mlflow:

@@ -1,0 +1,121 @@
+"""Real trackers, read back after a run that was resumed: every step once."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import sqlite3
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+
+SCRIPT = """
+import sys
+from paceline.train.trackers import About, load
+from paceline.train.trackers.guard import Guard, Record
+from pathlib import Path
+name, folder, first, last = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+folder.mkdir(exist_ok=True)
+about = About(folder, "project", "run", config={"lr": 0.1})
+def opened(run_id):
+    import dataclasses
+    return load(name, dataclasses.replace(about, run_id=run_id))
+def warn(text):
+    sys.exit(text) if text else None
+guard = Guard(name, opened, folder / "notes.json", print, resumed=first > 1)
+for step in range(first, last + 1):
+    guard.put(Record("train", step, {"loss": 1 / step}))
+guard.close(60)
+"""
+
+
+def installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def tracked(name: str, folder: Path) -> None:
+    """Steps 1 to 5; then, going on after step 3, steps 4 to 8."""
+    extra = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio")}
+    for first, last in ((1, 5), (4, 8)):
+        argv = ["-c", SCRIPT, name, str(folder), str(first), str(last)]
+        ended = ranks.run_ok(1, argv, folder.parent / f"logs{first}", extra=extra)
+        assert "Error" not in ended[0].out + ended[0].err
+
+
+def selected(database: Path, query: str) -> list[Any]:
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        return connection.execute(query).fetchall()
+
+
+@pytest.mark.skipif(not installed("tensorboard"), reason="tensorboard is not installed")
+def test_tensorboard(tmp_path: Path) -> None:
+    tracked("tensorboard", tmp_path / "run")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    assert [one.step for one in events.Scalars("train/loss")] == list(range(1, 9))
+
+
+def logged(content: bytes) -> list[bytes]:
+    """Records of a file in LevelDB's log format, after a header of seven bytes."""
+    records, parts, place = [], b"", 7
+    while place + 7 <= len(content):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        size, kind = struct.unpack("<HB", content[place + 4 : place + 7])
+        parts = (b"" if kind in (1, 2) else parts) + content[place + 7 : place + 7 + size]
+        if kind in (1, 4):
+            records.append(parts)
+        place += 7 + size
+    return records
+
+
+@pytest.mark.skipif(not installed("wandb"), reason="wandb is not installed")
+def test_wandb_offline(tmp_path: Path) -> None:
+    tracked("wandb", tmp_path / "run")
+    from wandb.proto import wandb_internal_pb2
+
+    steps, ids = [], set()
+    for path in sorted((tmp_path / "run/wandb").glob("offline-run-*/*.wandb")):
+        for raw in logged(path.read_bytes()):
+            entry = wandb_internal_pb2.Record()
+            entry.ParseFromString(raw)
+            if entry.HasField("history"):
+                steps.append(entry.history.step.num)
+            if entry.HasField("run"):
+                ids.add(entry.run.run_id)
+    assert steps == list(range(1, 9))
+    assert len(ids) == 1
+
+
+@pytest.mark.skipif(not installed("mlflow"), reason="mlflow is not installed")
+def test_mlflow_local_files(tmp_path: Path) -> None:
+    tracked("mlflow", tmp_path / "run")
+    database = tmp_path / "run/mlflow.db"
+    if database.exists():
+        steps = [row[0] for row in selected(database, "select step from metrics order by step")]
+    else:
+        (metric,) = (tmp_path / "run/mlruns").glob("*/*/metrics/train/loss")
+        steps = [int(line.split()[2]) for line in metric.read_text().splitlines()]
+    assert steps == list(range(1, 9))
+
+
+@pytest.mark.skipif(not installed("trackio"), reason="trackio is not installed")
+def test_trackio(tmp_path: Path) -> None:
+    tracked("trackio", tmp_path / "run")
+    (database,) = (tmp_path / "run/trackio").glob("project*.db")
+    rows = selected(database, "select step, metrics from metrics order by step")
+    steps = [step for step, values in rows if "train/loss" in json.loads(values)]
+    assert steps == list(range(1, 9))
+    assert os.environ.get("TRACKIO_DIR") is None

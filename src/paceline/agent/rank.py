@@ -66,9 +66,9 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
     except SystemExit as leaving:
         _tell_exit(leaving, events)
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         # what Python itself does: die of the signal, so that the parent sees it
-        traceback.print_exc()
+        traceback.print_exception(type(error), error, _trim(error).__traceback__)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         raise
@@ -184,6 +184,8 @@ def _tell_exception(error: BaseException, events: int) -> None:
             "type": type(error).__name__,
             "message": str(error)[:2000],
             "traceback": text[-TRACEBACK_LIMIT:],
+            # somebody else shows it in his own way: that is not to be held back
+            "hooked": sys.excepthook is not sys.__excepthook__,
             "time": time.monotonic(),
         },
     )

@@ -188,7 +188,8 @@ class Attempt:
     def _rank_said(self, node: Node, said: dict[str, Any]) -> None:
         data, rank = said["data"], said["rank"]
         if data.get("kind") == "exception":
-            self._screen.mute(node.name, rank)
+            if not data.get("hooked"):
+                self._screen.mute(node.name, rank)
             when = node.to_launcher_time(data["time"])
             self.fail(
                 Failure("exception", node.name, rank, when,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,8 @@ from paceline.spec.settings import Setting, Source
 
 Found = Mapping[str, Sequence[network.Candidate]]
 Networks = dict[str, network.NodeNetwork]
+
+LEAVING_S = 5.0  # an agent without launcher and its ranks are gone by then
 
 
 async def find_networks(fleet: Fleet, job: Job) -> tuple[Networks, list[str]]:
@@ -38,13 +42,25 @@ async def hold_port(fleet: Fleet, networks: Networks, asked: Setting[int]) -> Se
     """A port for the store on the first node, held by its agent until the store takes it."""
     first = fleet.first
     address = networks[first.name].address
-    try:
-        answer = await first.channel.request("reserve_port", address=address, port=asked.value)
-    except AgentRefusal as refusal:
-        raise _port_taken(first.name, address, asked, refusal) from None
+    deadline = time.monotonic() + LEAVING_S
+    while True:
+        try:
+            answer = await first.channel.request("reserve_port", address=address, port=asked.value)
+        except AgentRefusal as refusal:
+            if time.monotonic() > deadline or not _held_by_us(refusal):
+                raise _port_taken(first.name, address, asked, refusal) from None
+            await asyncio.sleep(0.2)
+        else:
+            break
     if asked.value:
         return asked
     return Setting(int(answer["port"]), Source.FOUND, f"free on {first.name}, held")
+
+
+def _held_by_us(refusal: AgentRefusal) -> bool:
+    """A job of ours has the port: perhaps one whose launcher was killed, and which is leaving."""
+    commands = [command for _, command in refusal.answer.get("holders") or []]
+    return any("/paceline/agent/" in command for command in commands)
 
 
 def _port_taken(

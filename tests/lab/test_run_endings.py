@@ -344,3 +344,15 @@ def test_a_rank_may_outlive_rank_zero(site: Site) -> None:
     """The store belongs to the attempt, not to the first node's ranks."""
     ended = site.run("late.py")
     assert ended.code == 0, ended.err
+
+
+def test_after_a_killed_launcher_the_same_job_starts_again(site: Site) -> None:
+    """Same port, same run directory, while the first job's ranks may still be on their way out."""
+    words = [*OPTIONS, "--master-port", "29877"]
+    with site.start(*words, "end.py", "ignore") as one:
+        one.wait_for("waiting", times=2)
+        one.kill()
+        argv = site.argv("--run-dir", str(one.directory), *words, "end.py", "both")
+        env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+        two = subprocess.run(argv, cwd=site.project, env=env, capture_output=True, text=True)
+    assert two.returncode == 0, two.stderr

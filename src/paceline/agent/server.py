@@ -63,6 +63,7 @@ class Agent:
     def run(self) -> int:
         """Serves until the launcher says bye, goes away, or lets the lease run out."""
         self.in_thread(self._hello)
+        self.in_thread(snapshot.forget_old)
         while not self._done():
             self._wait_and_handle()
             self.job.tick()
@@ -310,15 +311,28 @@ def run_folder(agent: Agent, request: Message, _: bytes) -> None:
     """Where the run's files go on this node: the launcher's folder if it is seen here.
 
     ``path`` and ``token``: the launcher wrote the token into ``path``/``token_file``; a node that
-    reads the same there sees the same folder.
+    reads the same there sees the same folder. Else a folder of the node's own, under ``key``: it
+    outlives the agent until the launcher says that it has everything (``discard_run_folder``).
     """
-    shared = False
     with contextlib.suppress(OSError):
-        shared = (Path(request["path"]) / request["token_file"]).read_text() == request["token"]
-    if not shared:
-        folder = Path(job_folder(agent, request["run_id"])) / "run"
-        folder.mkdir(parents=True, exist_ok=True)
-    agent.reply(request, shared=shared, folder=request["path"] if shared else str(folder))
+        if (Path(request["path"]) / request["token_file"]).read_text() == request["token"]:
+            agent.reply(request, shared=True, folder=request["path"])
+            return
+    folder = snapshot.run_folder(request["key"])
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    agent.reply(request, shared=False, folder=str(folder))
+
+
+def put_file(agent: Agent, request: Message, blob: bytes) -> None:
+    """A block of a file for the run folder under ``key``."""
+    root = snapshot.run_folder(request["key"])
+    snapshot.write_block(root / request["path"], request["offset"], blob, request["last"])
+    agent.reply(request)
+
+
+def discard_run_folder(agent: Agent, request: Message, _: bytes) -> None:
+    agent.folders.append(str(snapshot.run_folder(request["key"])))
+    agent.reply(request)
 
 
 def job_folder(agent: Agent, run_id: str) -> str:
@@ -409,6 +423,8 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     "put_blob": put_blob,
     "build_tree": build_tree,
     "run_folder": run_folder,
+    "put_file": put_file,
+    "discard_run_folder": discard_run_folder,
     "look": look,
     "which": which,
     "disk": disk,

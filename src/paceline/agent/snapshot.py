@@ -9,12 +9,14 @@ import contextlib
 import hashlib
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 Entry = List[Any]
 Message = Dict[str, Any]
 BLOCK = 1 << 20
+KEPT_S = 30 * 24 * 3600.0
 
 
 def cache_folder() -> Path:
@@ -68,21 +70,57 @@ def put(sha256: str, offset: int, data: bytes, last: bool) -> None:
 
     Blocks come in order. ValueError when the whole is not what its name says.
     """
-    target = _blob(sha256)
-    part = target.with_name("%s.%d.part" % (sha256, os.getpid()))
+    write_block(_blob(sha256), offset, data, last, sha256)
+
+
+def write_block(target: Path, offset: int, data: bytes, last: bool, sha256: str = "") -> None:
+    """Writes a block of a file that appears under its name once it is whole.
+
+    Args:
+        target: The file.
+        offset: Where the block belongs; blocks come in order.
+        data: The block.
+        last: It is the last one.
+        sha256: Hash that the whole must have; empty for none.
+    """
+    part = target.with_name("%s.%d.part" % (target.name, os.getpid()))
     part.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         with part.open("r+b" if offset else "wb") as file:
             file.seek(offset)
             file.write(data)
         if last:
-            if hash_file(part) != sha256:
+            if sha256 and hash_file(part) != sha256:
                 raise ValueError("content does not have the hash %s" % sha256)
             part.replace(target)
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+def run_folder(key: str) -> Path:
+    """This node's own folder for the files of a run directory that it does not see."""
+    return cache_folder() / "runs" / key
+
+
+def forget_old(max_age_s: float = KEPT_S) -> None:
+    """Removes what was shipped or left here and not been touched for a month."""
+    before = time.time() - max_age_s
+    for folder in ("blobs", "runs", "jobs"):
+        for path in (cache_folder() / folder).glob("*"):
+            with contextlib.suppress(OSError):
+                if _newest(path) < before:
+                    shutil.rmtree(str(path))
+
+
+def _newest(folder: Path) -> float:
+    """When anything in a folder was last changed or used."""
+    times = [folder.stat().st_mtime]
+    for path in folder.rglob("*"):
+        stat = path.stat()
+        times.append(max(stat.st_mtime, stat.st_atime))
+    return max(times)
 
 
 def materialise(root: str, manifest: List[Entry]) -> None:

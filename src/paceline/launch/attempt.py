@@ -85,6 +85,7 @@ class Attempt:
     async def _start(self, node: Node, part: NodePlan) -> None:
         env = {name: setting.value for name, setting in part.env.items()}
         env[jobenv.RUN_DIR] = node.run_folder
+        env[jobenv.HOME_DIR] = self._recorder.shown_path
         entry = {
             "kind": part.entry.kind,
             "target": part.entry.target,

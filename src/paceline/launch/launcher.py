@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from paceline.cluster.channel import Event
@@ -14,11 +14,12 @@ from paceline.launch import planning, staging
 from paceline.launch.attempt import Attempt, Result
 from paceline.launch.fleet import Fleet
 from paceline.launch.interrupts import Interrupts
+from paceline.launch.mirroring import Mirror
 from paceline.launch.node import Node
 from paceline.launch.outcome import Failure
 from paceline.launch.reach import Networks, find_networks, hold_port
 from paceline.launch.recorder import Recorder
-from paceline.launch.rundir import RunDirectory, safe
+from paceline.launch.rundir import RunDirectory, safe, short
 from paceline.launch.screen import Screen
 from paceline.launch.shipping import Fetcher
 from paceline.launch.transport import Transport
@@ -30,7 +31,7 @@ from paceline.spec.plan import Plan
 
 # written here as things happen: a node's own copies stay where they are
 OWN_FILES = {names.PLAN, names.EVENTS, names.METRICS, names.HOSTS, names.RESULT, names.LOGS,
-             names.OWNER, names.FINDINGS, ".paceline-probe"}  # fmt: skip
+             names.OWNER, names.FINDINGS, names.CHECKPOINTS, ".paceline-probe"}  # fmt: skip
 
 
 class Launcher:
@@ -61,6 +62,8 @@ class Launcher:
         self._token = os.urandom(16).hex()
         self._fetcher = Fetcher()
         self._attempt: Attempt | None = None
+        self._mirror: Mirror | None = None
+        self._all_home = False
         self.recorder = Recorder(directory, screen)
 
     async def run(self) -> Result:
@@ -130,6 +133,7 @@ class Launcher:
                         code: dict[str, planning.Code]) -> Result:  # fmt: skip
         """Starts all nodes; after a failure again, all in step, as often as was allowed."""
         allowed = self._job.max_restarts.value
+        self._mirror = Mirror(fleet.first, self._directory, self._fetcher)
         for number in range(allowed + 1):
             plan = await self._make_plan(number, fleet, networks, code)
             await staging.fork_servers_up(fleet, self._job)
@@ -138,6 +142,7 @@ class Launcher:
             result = await self._execute(plan, fleet, interrupts)
             await self._bring_home(fleet)
             if result.failure is None or number == allowed or not fleet.whole:
+                await self._clear(fleet.first)
                 return result
             self._screen.note(
                 f"paceline: {result.failure.describe()}; starting all nodes again, "
@@ -203,6 +208,8 @@ class Launcher:
             self._fetcher.take(event)
         if self._attempt is not None:
             self._attempt.take(node, event)
+        if self._mirror is not None and is_checkpoint(event):
+            self._mirror.wanted()
         try:
             self.recorder.take(node, event)
         except NodeError as error:
@@ -232,10 +239,19 @@ class Launcher:
             except (PacelineError, ConnectionError, OSError) as error:
                 self._screen.note(f"paceline: the results of {node.name} did not come: {error}")
 
+    async def _clear(self, node: Node) -> None:
+        """The node's own run folder has served; it stays there unless all of it came home."""
+        if self._all_home and not node.lost:
+            with contextlib.suppress(PacelineError, ConnectionError):
+                await node.channel.request("discard_run_folder", key=self._directory.key)
+
     async def _bring_from(self, node: Node, rank_zero: bool) -> None:
         target = self._directory.path
-        if rank_zero and not node.shared_run_dir:
+        if rank_zero and not node.shared_run_dir and self._mirror is not None:
+            await self._mirror.finish()
+            await self._mirror.sync()
             await self._fetcher.fetch(node, node.run_folder, None, target, OWN_FILES)
+            self._all_home = True
         if "code" in node.copies:
             root, manifest = node.copies["code"]
             folder = target / "files" / safe(node.name)
@@ -281,9 +297,7 @@ async def plan_only(job: Job, hosts: Sequence[Host], transport: Transport, run_i
         await transport.close(0)
 
 
-def short(path: Path) -> str:
-    """A path as people type it from here."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+def is_checkpoint(event: Event) -> bool:
+    """True when rank 0 says that it has written a checkpoint."""
+    data = event.message.get("data") or {}
+    return event.message.get("event") == "said" and data.get("event") == "checkpoint"

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.cluster.channel import Event
 from paceline.launch.node import Node
-from paceline.launch.rundir import RunDirectory, safe
+from paceline.launch.rundir import RunDirectory, safe, short
 from paceline.launch.screen import Screen
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
@@ -27,6 +27,11 @@ class Recorder:
         self.metrics: Said = {}
         self._directory = directory
         self._screen = screen
+
+    @property
+    def shown_path(self) -> str:
+        """The run directory as the user names it."""
+        return short(self._directory.path)
 
     def event(self, kind: str, host: str | None = None, rank: int | None = None,
               **details: Any) -> None:  # fmt: skip

@@ -40,6 +40,15 @@ class RunDirectory:
     def probe_file(self) -> str:
         return ".paceline-probe"
 
+    @property
+    def key(self) -> str:
+        """Names this very folder on nodes that do not see it; a new folder has a new one."""
+        file = self.path / names.KEY
+        with self._explained():
+            if not file.exists():
+                file.write_text(os.urandom(12).hex())
+            return file.read_text().strip()
+
     def _own(self) -> None:
         """Marks the folder as ours; SettingError when another running job has it."""
         owner = read_owner(self.path)
@@ -149,3 +158,11 @@ def fresh_path(parent: Path, name: str) -> Path:
         if not path.exists():
             return path
     raise SettingError(f"{parent} holds too many runs of this second")
+
+
+def short(path: Path) -> str:
+    """A path as people type it from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -12,9 +12,9 @@ from typing import Any
 
 from paceline.launch import planning
 from paceline.launch.attempt import Result
-from paceline.launch.launcher import Launcher, plan_only, short
+from paceline.launch.launcher import Launcher, plan_only
 from paceline.launch.outcome import Failure, describe_end, signal_name
-from paceline.launch.rundir import RunDirectory, fresh_path
+from paceline.launch.rundir import RunDirectory, fresh_path, short
 from paceline.launch.screen import Screen
 from paceline.launch.transport import Transport
 from paceline.spec import rundir as names

@@ -180,8 +180,12 @@ class Fetcher:
                 remedy=f"Copy them by hand: scp -r {node.host.address}:{root} .",
             )
         paths = [str(f["path"]) for f in files]
-        if not paths:
-            return []
+        if paths:
+            await self.fetch_files(node, root, paths, target)
+        return paths
+
+    async def fetch_files(self, node: Node, root: str, paths: list[str], target: Path) -> None:
+        """Brings these files below ``root``; one call a node at a time."""
         self._targets[node.name] = target
         try:
             await node.channel.request("fetch", root=root, files=paths)
@@ -189,4 +193,3 @@ class Fetcher:
             with contextlib.suppress(OSError):
                 self._close_of(node.name)
             del self._targets[node.name]
-        return paths

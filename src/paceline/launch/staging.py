@@ -12,6 +12,7 @@ from pathlib import Path
 from paceline.launch import planning
 from paceline.launch.code import Tree, project_root, read_parts, read_tree
 from paceline.launch.fleet import Fleet, together
+from paceline.launch.mirroring import send_checkpoints
 from paceline.launch.node import Node
 from paceline.launch.rundir import RunDirectory
 from paceline.launch.shipping import place_code, place_inputs, ship_tree, with_inputs
@@ -62,6 +63,8 @@ async def stage(fleet: Fleet, job: Job, supplies: Supplies, directory: RunDirect
     begun = [begin(node, job, supplies.package, directory, run_id, token) for node in fleet.nodes]
     placed = [place(node, job, supplies, run_id) for node in fleet.nodes]
     results = await together([*begun, *placed])
+    if not fleet.first.shared_run_dir:
+        await send_checkpoints(fleet.first, directory)
     return dict(zip((node.name for node in fleet.nodes), results[len(begun) :], strict=True))
 
 
@@ -74,6 +77,7 @@ async def begin(node: Node, job: Job, package: Tree | None, directory: RunDirect
         path=str(directory.path),
         token_file=directory.probe_file,
         token=directory.token,
+        key=directory.key,
     )
     node.run_folder, node.shared_run_dir = answer["folder"], answer["shared"]
     python = planning.python_of(job, node.host)

@@ -22,6 +22,8 @@ PLANNED_WORLD = "PACELINE_WORLD_SIZE"  # asserted by every rank after it has joi
 RUN_DIR = "PACELINE_RUN_DIR"
 """Folder on this node for the run's files. What rank 0 leaves there is brought back to the
 launching machine when the job ends (nothing is copied where both are the same folder)."""
+HOME_DIR = "PACELINE_HOME_DIR"
+"""The run directory as the user knows it, on the launching machine: for messages."""
 EVENT_FD = "PACELINE_EVENT_FD"
 """Number of an inherited file descriptor for JSON lines (UTF-8, one ``write`` of at most
 ``PIPE_BUF`` bytes or a single-threaded writer). Every line is an object with ``kind``:

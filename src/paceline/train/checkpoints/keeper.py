@@ -179,10 +179,11 @@ class Keeper:
         self.report()
         reasons = [text for text in self._comms.texts(self._notice.stop or self._full) if text]
         step = self._training.progress.step
+        home = os.environ.get(jobenv.HOME_DIR) or str(self._shelf.root.parent)
         raise Stopped(
             f"stopped on {reasons[0] if reasons else 'request'} after step {step}",
-            found=f"checkpoint of step {self._saved_step} in {self._shelf.root}",
-            remedy="the same command goes on from there",
+            found=f"checkpoint of step {self._saved_step} in {home}",
+            remedy=f"the same command with --run-dir {home} goes on from there",
         )
 
     def save(self, best: bool = False) -> None:

@@ -1,0 +1,122 @@
+"""Everything that is known of a run that ended badly: a value. Reading it is :mod:`.gather`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ERASED = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """What one rank (or one host, or somebody unknown) wrote.
+
+    Attributes:
+        host: Where; empty when not known.
+        rank: Who; ``None`` when not known.
+        lines: The text, without labels and colours.
+    """
+
+    host: str
+    rank: int | None
+    lines: tuple[str, ...]
+
+    @property
+    def where(self) -> str:
+        """``rank 1 on n2``, as far as it is known."""
+        if self.rank is None:
+            return self.host or "the job"
+        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How one rank ended.
+
+    Attributes:
+        host, rank: Who.
+        code: Exit status, ``None`` after a signal.
+        signal: Number of the signal, ``None`` after an exit.
+        time: Seconds since 1970 at the launcher; 0 when not known.
+        peak_bytes: Most memory that it had; 0 when not known.
+        memory: What the memory killer left (see ``agent.memory.evidence``); may be empty.
+    """
+
+    host: str
+    rank: int
+    code: int | None
+    signal: int | None
+    time: float = 0.0
+    peak_bytes: int = 0
+    memory: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """Who failed first, as the launcher saw it.
+
+    Attributes:
+        kind: ``exception``, ``exit``, ``signal``, ``lost``, ``forkserver`` or ``record``.
+        host: Where; empty when not known.
+        rank: ``None`` when the whole node is meant.
+        headline: One line.
+        traceback: Of the exception, may be empty.
+    """
+
+    kind: str
+    host: str
+    rank: int | None
+    headline: str = ""
+    traceback: str = ""
+
+    @property
+    def where(self) -> str:
+        return Log(self.host, self.rank, ()).where
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a run left.
+
+    Attributes:
+        logs: The first failing rank's first, then the others in rank order.
+        ends: In the order in which ranks ended.
+        first: Who failed first, when that is known.
+        error: Why the job was not started: ``message``, ``found``, ``remedy`` as one text.
+        events: Lines of events.jsonl.
+        metrics: Lines of metrics.jsonl.
+        hosts: Facts by host.
+        interrupted: Number of the signal by which the user stopped it.
+        exit_code: Of the run; ``None`` when not known.
+    """
+
+    logs: tuple[Log, ...] = ()
+    ends: tuple[End, ...] = ()
+    first: First | None = None
+    error: str = ""
+    events: tuple[Mapping[str, Any], ...] = ()
+    metrics: tuple[Mapping[str, Any], ...] = ()
+    hosts: Mapping[str, Any] = field(default_factory=dict)
+    interrupted: int | None = None
+    exit_code: int | None = None
+
+    def search(self, pattern: re.Pattern[str]) -> Iterator[tuple[Log, int, re.Match[str]]]:
+        """Every line that matches, the first failing rank's first: log, line's index, match."""
+        for log in self.logs:
+            for at, line in enumerate(log.lines):
+                if match := pattern.search(line):
+                    yield log, at, match
+
+    def says(self, pattern: re.Pattern[str]) -> bool:
+        return next(self.search(pattern), None) is not None
+
+    def end_of(self, log: Log) -> End | None:
+        found = (end for end in self.ends if (end.host, end.rank) == (log.host, log.rank))
+        return next(found, None)

@@ -1,0 +1,24 @@
+"""A node went away while the job ran.
+
+Meaning: The launcher heard nothing more of a node, or the connection to it ended.
+Cause: Switched off, restarted, unplugged, frozen, or a network failure.
+Confirm: ping the host; uptime there (restarted?); its console.
+Remedy: Bring the host back and run again (it resumes from the last checkpoint), or leave it out:
+    --nnodes, or the host list without it. --max-restarts starts all nodes again by itself.
+Source: pytorch 67742 and 111646.
+"""
+
+from __future__ import annotations
+
+from paceline.diagnose.evidence import Evidence
+from paceline.diagnose.rule import Match, define
+
+
+def match(evidence: Evidence) -> Match | None:
+    first = evidence.first
+    if first is None or first.kind != "lost":
+        return None
+    return Match(f"{first.host} went away: {first.headline}", (first.host,), None, 0.97)
+
+
+rule = define("node-lost", __doc__, match)

@@ -16,7 +16,8 @@ from paceline.train.comms import Comms
 from paceline.train.device import Found, choose_backend, choose_device, look
 from paceline.train.metrics import Meter
 from paceline.train.precision import precision
-from paceline.train.report import ToFolder, ToLauncher, plain
+from paceline.train.rate import summary
+from paceline.train.report import BarScreen, Eta, ToFolder, ToLauncher, plain
 
 CPU = torch.device("cpu")
 BARE = Found({"cuda": 0, "xpu": 0}, frozenset({"gloo"}))
@@ -269,3 +270,31 @@ def test_first_node(nodes: str, first: str) -> None:
 )
 def test_one_maker_for_each_storage(seen: list[list[int]], makers: set[int]) -> None:
     assert once.lowest(seen) == makers
+
+
+def test_progress_bar_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = BarScreen()
+    told = {"steps": 9, "epoch": 1, "epochs": 2, "loss": float("nan"), "samples_per_s": 3.0}
+    screen.progress(step=0, **told)
+    screen.say("[not markup]")
+    screen.metrics(step=3, epoch=1, split="test", loss=0.5)
+    screen.progress(step=9, **told)
+    screen.close()
+
+
+def test_summary_of_the_time() -> None:
+    assert summary(100, 6400, 10.0, 1.0, 0.25) == (
+        "trained 100 steps, 6,400 samples in 10.0 s: 640 samples/s"
+        " (waiting for data 10%, communication 22%, computing 68%)"
+    )
+    assert summary(1, 1, 0.0, 0.0, None).endswith("(waiting for data 0%)")
+
+
+def test_time_left() -> None:
+    eta = Eta()
+    assert not eta.known
+    eta.update(3, 100)
+    eta.update(3, 100)
+    assert not eta.known
+    eta.update(50, 50)
+    assert eta.left() == "0:00:00"

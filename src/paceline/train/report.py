@@ -7,6 +7,7 @@ itself. A message that cannot be delivered never stops the training.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -195,13 +196,17 @@ class PlainScreen:
 
     def __init__(self) -> None:
         self._gate = _Every(LINE_SECONDS)
+        self._eta = Eta()
 
     def progress(self, **details: Any) -> None:
-        pass
+        self._eta.update(details["step"], details["steps"])
 
     def metrics(self, **details: Any) -> None:
-        if details.get("split") != "train" or self._gate.due():
+        if details.get("split") != "train":
             print(plain(details), flush=True)
+        elif self._gate.due():
+            left = f", {self._eta.left()} left" if self._eta.known else ""
+            print(plain(details) + left, flush=True)
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -210,16 +215,46 @@ class PlainScreen:
         pass
 
 
+class Eta:
+    """Time until the end, from the steps since the first that was seen."""
+
+    def __init__(self) -> None:
+        self._first = self._step = self._steps = 0
+        self._since = 0.0
+
+    @property
+    def known(self) -> bool:
+        return self._step > self._first
+
+    def update(self, step: int, steps: int) -> None:
+        """Takes the number of done steps, of so many."""
+        if not self._since:
+            self._first, self._since = step, time.monotonic()
+        self._step, self._steps = step, steps
+
+    def left(self) -> str:
+        """As ``h:mm:ss``."""
+        a_step = (time.monotonic() - self._since) / max(1, self._step - self._first)
+        minutes, seconds = divmod(round(a_step * (self._steps - self._step)), 60)
+        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
 class BarScreen:
     """A live progress bar on a terminal."""
 
     def __init__(self) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
+            MofNCompleteColumn(),
             TimeRemainingColumn(),
         )
         self._task = self._bar.add_task("starting", total=None)
@@ -255,14 +290,19 @@ def plain(details: Mapping[str, Any]) -> str:
 
 
 def _headline(details: Mapping[str, Any]) -> str:
-    return (
-        f"epoch {details['epoch']}/{details['epochs']}"
-        f"  loss {_short(details['loss'])}  {_short(details['samples_per_s'])} samples/s"
-    )
+    words = [f"epoch {details['epoch']}/{details['epochs']}"]
+    if math.isfinite(details["loss"]):
+        words += [
+            f"loss {_short(details['loss'])}",
+            f"{_short(details['samples_per_s'])} samples/s",
+        ]
+    return "  ".join(words)
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _screen() -> Screen:

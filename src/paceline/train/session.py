@@ -27,7 +27,7 @@ from paceline.train.loader import Batch, Loader, Progress
 from paceline.train.metrics import Carried, Meter
 from paceline.train.order import Order
 from paceline.train.precision import Precision
-from paceline.train.rate import Rate
+from paceline.train.rate import Rate, summary
 from paceline.train.report import Reporter
 from paceline.train.seeding import seed_all
 from paceline.train.stopping import Best
@@ -256,6 +256,7 @@ class Session:
         self._epochs = -(-self.progress.steps // len(loader))
         self._log_every = self._log_every or _interval(len(loader))
         self._epoch_size = loader.order.size
+        begun = self.progress.step
         while not self.progress.finished:
             self._rate.restart()
             yield self.progress.epoch
@@ -263,6 +264,13 @@ class Session:
                 self.progress.epoch, self.progress.offset = self.progress.epoch + 1, 0
             self._end_epoch()
         self.verify()
+        self._summarise(self.progress.step - begun)
+
+    def _summarise(self, steps: int) -> None:
+        rate, waited = self._rate, self.progress.waited
+        if steps:
+            exposed = wrapping.exposed_communication(self._model)
+            self.say(summary(steps, rate.samples, rate.seconds, waited, exposed))
 
     def _end_epoch(self) -> None:
         if self._keeper is not None:

@@ -39,6 +39,21 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+def exposed_communication(model: nn.Module) -> float | None:
+    """Part of forward and backward passes in which nothing but communication happened.
+
+    From DDP's own clocks, which sample some steps. ``None`` where there are none.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return None
+    said: dict[str, float] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    exposed = said.get("avg_backward_comm_time", 0) - said.get(
+        "avg_backward_compute_comm_overlap_time", 0
+    )
+    compute = said.get("avg_forward_compute_time", 0) + said.get("avg_backward_compute_time", 0)
+    return max(0.0, exposed / (exposed + compute)) if compute > 0 else None
+
+
 def _put_back(module: nn.Module) -> None:
     """After an evaluation FSDP still holds whole parameters, which are not the optimizer's."""
     from torch.distributed.fsdp import FSDPModule

@@ -323,8 +323,9 @@ def environment(base: Dict[str, str], request: Message) -> Dict[str, str]:
     that programs the script calls by name are those of its own environment.
     """
     env = {name: value for name, value in base.items() if name not in request.get("unset", ())}
-    folder = str(Path(request["python"]).parent)
-    env["PATH"] = os.pathsep.join([folder, env.get("PATH", os.defpath)])
+    if "/" in request["python"]:
+        folder = str(Path(request["python"]).parent)
+        env["PATH"] = os.pathsep.join([folder, env.get("PATH", os.defpath)])
     env.update(request["env"])
     env["PACELINE_JOB_TOKEN"] = request["token"]
     return env

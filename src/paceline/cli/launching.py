@@ -114,7 +114,7 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
         name=ctx.params["name"] or name,
         entry=entry,
         workdir=str(Path.cwd()),
-        python=ctx.params["python"] or sys.executable,
+        python=ctx.params["python"] or ("python3" if ctx.params["image"] else sys.executable),
         environment=Environment(public, forwarded, ctx.params["unset"]),
         nproc_per_node=setting(ctx, "nproc_per_node"),
         nnodes=setting(ctx, "nnodes"),

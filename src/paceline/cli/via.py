@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -133,10 +134,21 @@ def options_of(params: Mapping[str, Any]) -> Options:
         container=ContainerOptions(
             image=params["image"] or "",
             mounts=tuple(params["mount"]),
+            folders=container_folders(params) if params["image"] else (),
             shm_size=params["shm_size"],
             arguments=tuple(params["via_arg"]),
         ),
     )
+
+
+def container_folders(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a container has to see: the project, the run directory, the folder we are in."""
+    from paceline.launch.code import folder_root
+
+    cwd = Path.cwd()
+    run_dir = params["run_dir"]
+    folders = [folder_root(cwd), *([run_dir.absolute()] if run_dir else [])]
+    return tuple(dict.fromkeys(str(folder) for folder in folders))
 
 
 def check_options(params: Mapping[str, Any], name: str) -> None:

@@ -46,11 +46,11 @@ def project_root(job: Job) -> Path:
     The git work tree that holds the work folder, else the work folder itself; for a script that
     lies elsewhere, the same of the script's folder.
     """
-    root = _root_of(Path(job.workdir))
+    root = folder_root(Path(job.workdir))
     if job.entry.kind == "script":
         script = script_path(job.entry, job.workdir)
         if not script.is_relative_to(root):
-            return _root_of(script.parent)
+            return folder_root(script.parent)
     return root
 
 
@@ -59,7 +59,7 @@ def script_path(entry: Entry, workdir: str) -> Path:
     return Path(os.path.normpath(Path(workdir, entry.target)))
 
 
-def _root_of(folder: Path) -> Path:
+def folder_root(folder: Path) -> Path:
     top = _git(folder, "rev-parse", "--show-toplevel")
     return Path(top.removesuffix("\n")) if top else folder
 

@@ -14,12 +14,15 @@ class ContainerOptions:
     Attributes:
         image: Name or digest of the image; the same content is required on every host.
         mounts: ``SOURCE:TARGET[:ro]`` each, as the engine writes them.
+        folders: Folders of the launching machine that are mounted where a host has them too: the
+            project first, in which the agent begins.
         shm_size: Size of /dev/shm in the container, as the engine writes it.
         arguments: Further flags for the engine's ``run``, passed through.
     """
 
     image: str = ""
     mounts: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
     shm_size: str = "8g"
     arguments: tuple[str, ...] = ()
 

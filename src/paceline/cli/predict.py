@@ -1,4 +1,4 @@
-"""``paceline predict``: the classes of images."""
+"""``paceline predict``: the classes of images or texts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from paceline.cli.evaluate import run_folder, run_here
 
 @click.command("predict", context_settings={"ignore_unknown_options": True})
 @click.argument("run", type=click.Path(path_type=Path))
-@click.argument("images", nargs=-1, required=True, metavar="IMAGE...")
-def command(run: Path, images: tuple[str, ...]) -> None:
-    """Tell the class of each IMAGE with the model of RUN, and the probabilities.
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.UNPROCESSED)
+def command(run: Path, inputs: tuple[str, ...]) -> None:
+    """Tell the class of each INPUT with the model of RUN, and the probabilities.
 
-    --top-k N shows the N likeliest classes.
+    INPUT is an image file or a folder of images; for a text model a text, or a csv, tsv or txt
+    file of texts.
+
+    --top-k N shows the N likeliest classes; --json prints one JSON object a line.
     """
-    run_here("paceline.recipes.predict", ["--run", str(run_folder(run)), *images])
+    run_here("paceline.recipes.predict", ["--run", str(run_folder(run)), *inputs])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,21 +97,6 @@ def _layers(child: nn.Module) -> list[nn.Module]:
     return [child]
 
 
-class Thaw:
-    """The learning rate of a stage: none before its step, the common one from there on.
-
-    Args:
-        curve: The common course.
-        start: Global step of the thaw.
-    """
-
-    def __init__(self, curve: Curve, start: int) -> None:
-        self.curve, self.start = curve, start
-
-    def __call__(self, step: int) -> float:
-        return self.curve(step) if step >= self.start else 0.0
-
-
 def thawing(
     optimizer: Optimizer, curve: Curve, stages: Sequence[nn.Module], every: int
 ) -> LambdaLR:
@@ -132,7 +117,13 @@ def thawing(
         groups.setdefault(waiting.get(id(parameter), 0), []).append(parameter)
     order = sorted(groups)
     optimizer.param_groups[:] = [{**group, "params": groups[number]} for number in order]
-    return LambdaLR(optimizer, [Thaw(curve, number * every) for number in order])
+    # The head's course is the curve itself, which the schedule saves; the others follow it.
+    courses = [_from_step(curve, number * every) if number else curve for number in order]
+    return LambdaLR(optimizer, courses)
+
+
+def _from_step(curve: Curve, start: int) -> Callable[[int], float]:
+    return lambda step: curve(step) if step >= start else 0.0
 
 
 class Freezing:

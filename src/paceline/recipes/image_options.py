@@ -56,8 +56,8 @@ class ImageOptions(Options):
     unfreeze_every: int = 0
     """With --freeze: epochs after which one more stage, from the head backwards, trains too."""
     fast: bool = True
-    """Compute resnets and pretrained networks in bf16 where the machine is faster in it, and with
-    channels last; --no-fast keeps to --dtype."""
+    """Compute in bf16 where the machine is faster in it, and with channels last (not cnn on images
+    below 16 pixels); --no-fast keeps to --dtype."""
     data: str = "digits"
     """digits, fashion-mnist, mnist, cifar10, dummy, a folder with a folder for each class, or a
     Hugging Face data set by id or folder."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-SMALL_IMAGE = 64
-"""Up to this height and width the first layers keep the image's size."""
+SMALL_IMAGE, TINY_IMAGE = 64, 16
+"""Up to these heights and widths the first layers halve the image once, or not at all, instead of
+twice."""
 
 
 def _conv3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
@@ -57,8 +58,8 @@ class ResNet(nn.Module):
     Args:
         block: Kind of block.
         depths: Blocks of each of the four stages.
-        shape: (channels, height, width) of an image. Small images keep their size in the first
-            layers (3×3 instead of 7×7, no pooling); otherwise nothing would be left of them.
+        shape: (channels, height, width) of an image. Small images are not made smaller by the
+            first convolution (3×3 instead of 7×7); otherwise little would be left of them.
         classes: Number of outputs.
     """
 
@@ -71,11 +72,11 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         channels, height, width = shape
-        small = max(height, width) <= SMALL_IMAGE
+        small, tiny = max(height, width) <= SMALL_IMAGE, max(height, width) <= TINY_IMAGE
         wide = nn.Conv2d(channels, 64, 7, 2, padding=3, bias=False)
         self.conv1 = _conv3(channels, 64) if small else wide
         self.bn1, self.relu = nn.BatchNorm2d(64), nn.ReLU(inplace=True)
-        self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, 2, padding=1)
+        self.maxpool = nn.Identity() if tiny else nn.MaxPool2d(3, 2, padding=1)
         self._inputs = 64
         self.layer1 = self._stage(block, 64, depths[0], 1)
         self.layer2 = self._stage(block, 128, depths[1], 2)

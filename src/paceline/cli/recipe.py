@@ -1,0 +1,59 @@
+"""``paceline recipe``: a built-in recipe as a script of one's own."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import click
+
+from paceline.recipes import RECIPES, recipe
+from paceline.spec.errors import SettingError
+
+
+@click.group("recipe", context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Show or copy the script of a built-in recipe."""
+
+
+@command.command("show")
+@click.argument("name", metavar="RECIPE")
+def show(name: str) -> None:
+    """Print the script of RECIPE."""
+    click.echo(script(name), nl=False)
+
+
+@command.command("copy")
+@click.argument("name", metavar="RECIPE")
+@click.argument("target", type=click.Path(path_type=Path), required=False)
+@click.option("--force", is_flag=True, help="Overwrite a file that is there.")
+def copy(name: str, target: Path | None, force: bool) -> None:
+    """Copy the script of RECIPE to TARGET (default: my_RECIPE.py in this folder), to be changed.
+
+    The copy takes the same flags: `paceline run my_RECIPE.py --epochs 3`.
+    """
+    text = script(name)
+    path = target or Path(f"my_{name}.py")
+    if path.is_dir():
+        path = path / f"my_{name}.py"
+    if path.exists() and not force:
+        raise SettingError(f"{path} exists already", remedy="name another file, or --force")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SettingError(f"{path} cannot be written", found=str(error)) from None
+    click.echo(f"{path}\nrun it: paceline run {path} --help")
+
+
+def script(name: str) -> str:
+    """The recipe's source; nothing of it is imported.
+
+    Raises:
+        SettingError: Unknown recipe; the nearest one is suggested.
+    """
+    spec = importlib.util.find_spec(recipe(name).module)
+    if spec is None or spec.origin is None:
+        raise SettingError(
+            f"the script of {name} is not there", found=f"known: {', '.join(RECIPES)}"
+        )
+    return Path(spec.origin).read_text(encoding="utf-8")

@@ -141,10 +141,7 @@ def connect_all(targets: List[Result], timeout_s: float, settle_s: float) -> Lis
             results.append(over)
     deadline = time.monotonic() + timeout_s
     while selector.get_map() and time.monotonic() < deadline:
-        for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-            over = _step(selector, key.data)
-            if over is not None:
-                results.append(over)
+        results += _round(selector, deadline)
         if _all_reached(targets, results):
             deadline = min(deadline, time.monotonic() + settle_s)
             settle_s = max(0.0, deadline - time.monotonic())
@@ -164,11 +161,15 @@ def _wait_for_identities(selector: selectors.BaseSelector, patience_s: float) ->
             selector.unregister(key.fileobj)
     deadline = time.monotonic() + patience_s
     while selector.get_map() and time.monotonic() < deadline:
-        for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-            over = _step(selector, key.data)
-            if over is not None:
-                results.append(over)
+        results += _round(selector, deadline)
     return results
+
+
+def _round(selector: selectors.BaseSelector, deadline: float) -> List[Result]:
+    """Waits for the next sockets to become ready; the attempts that are over with that."""
+    ready = selector.select(max(0.0, deadline - time.monotonic()))
+    ended = [_step(selector, key.data) for key, _ in ready]
+    return [result for result in ended if result is not None]
 
 
 def _step(selector: selectors.BaseSelector, attempt: _Attempt) -> Optional[Result]:

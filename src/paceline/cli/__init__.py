@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "evaluate": ("paceline.cli.evaluate", "Evaluate a trained model."),
     "predict": ("paceline.cli.predict", "Classify images with a trained model."),
     "check": ("paceline.cli.check", "Find what would go wrong on the hosts, before it does."),
+    "explain": ("paceline.cli.explain", "Say what went wrong in a run, or in any log."),
     "hosts": ("paceline.cli.hosts", "Show the hosts that a host file or list names."),
     "lab": ("paceline.cli.lab", "A virtual cluster on this machine, with faults on demand."),
 }

@@ -1,0 +1,144 @@
+"""``paceline explain``: what went wrong, where first, what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.diagnose.conclude import Conclusion, conclude, to_findings
+from paceline.diagnose.evidence import Evidence
+from paceline.diagnose.gather import from_log, from_run, read
+from paceline.diagnose.rules import load_all
+from paceline.report import explanation
+from paceline.spec import rundir as names
+from paceline.spec.errors import SettingError
+
+
+@click.command("explain")
+@click.argument("run", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--log",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    metavar="FILE",
+    help="Explain this log instead, of whatever launcher; - reads it from standard input.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--bundle",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also pack plan, events, logs and findings for support: no secrets.",
+)
+@click.pass_context
+def command(ctx: click.Context, /, run: Path | None, log: Path | None, as_json: bool,
+            bundle: Path | None) -> None:  # fmt: skip
+    """Say what went wrong in RUN (a run directory; default: the newest below runs/).
+
+    Exit status: 0 a cause was found (or nothing went wrong), 2 the cause is unknown.
+    """
+    if log is not None:
+        if run is not None:
+            raise SettingError("RUN and --log exclude each other")
+        evidence = from_log(sys.stdin.read() if str(log) == "-" else read(log))
+    else:
+        run = run or newest(Path(names.DEFAULT_PARENT))
+        evidence = from_run(run)
+    found = conclude(evidence, load_all())
+    if run is not None and not well(evidence):
+        keep(run, found)
+    if bundle is not None:
+        pack(bundle, run, evidence, found)
+    show(found, evidence, as_json)
+    ctx.exit(0 if found.known or well(evidence) else 2)
+
+
+def newest(parent: Path) -> Path:
+    """The run that began last. SettingError when there is none."""
+    runs = [path for path in parent.glob("*") if (path / names.RESULT).exists()]
+    if not runs:
+        raise SettingError(
+            "there is no run to explain",
+            found=f"no run directory below {parent.absolute()}",
+            remedy="paceline explain RUN, or paceline explain --log FILE",
+        )
+    return max(runs, key=lambda path: path.stat().st_mtime)
+
+
+def well(evidence: Evidence) -> bool:
+    """True when nothing went wrong."""
+    return evidence.exit_code == 0
+
+
+def show(found: Conclusion, evidence: Evidence, as_json: bool) -> None:
+    """Prints the explanation."""
+    if as_json:
+        click.echo(json.dumps(to_json(found), indent=2, ensure_ascii=False))
+        return
+    if well(evidence):
+        click.echo("nothing went wrong: the run ended with status 0")
+        return
+    first, *rest = explanation.lines(found, evidence)
+    click.echo(click.style(first, bold=True) if sys.stdout.isatty() else first)
+    click.echo("\n".join(rest))
+
+
+def to_json(found: Conclusion) -> dict[str, Any]:
+    """The object of ``--json``."""
+    causes = [
+        {
+            "rule": rule.code,
+            "title": rule.title,
+            "cause": match.cause,
+            "hosts": list(match.hosts),
+            "rank": match.rank,
+            "confidence": match.confidence,
+            "symptom": rule.symptom,
+            "evidence": list(match.lines),
+            "confirm": match.confirm or rule.sections["Confirm"],
+            "remedy": match.remedy or rule.sections["Remedy"],
+        }
+        for rule, match in found.found
+    ]
+    return {"conclusion": found.text, "causes": causes}
+
+
+def keep(run: Path, found: Conclusion) -> None:
+    """Writes the conclusion into the run's findings.json, behind what the checks found."""
+    file = run / names.FINDINGS
+    before: list[Any] = []
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        before = json.loads(file.read_text(encoding="utf-8")).get("findings", [])
+    kept = [one for one in before if not str(one.get("check", "")).startswith("explain/")]
+    both = [*kept, *(finding.to_json() for finding in to_findings(found))]
+    with contextlib.suppress(OSError):  # a run on a full or foreign disk can still be explained
+        file.write_text(json.dumps({"findings": both}, indent=2) + "\n", encoding="utf-8")
+
+
+def pack(bundle: Path, run: Path | None, evidence: Evidence, found: Conclusion) -> None:
+    """Writes the support bundle."""
+    from paceline.report.bundle import write
+
+    contents: dict[str, Any] = {"explanation.json": to_json(found)}
+    for log in evidence.logs:
+        who = "log" if log.rank is None else f"{log.rank}"
+        contents[f"logs/{log.host or 'job'}/{who}.log"] = log.text
+    for name in (names.PLAN, names.EVENTS, names.RESULT, names.HOSTS, names.METRICS):
+        if run is not None and (run / name).exists():
+            contents[name] = read(run / name)
+    write(bundle, contents)
+    click.echo(f"paceline: wrote {bundle}", err=True)
+
+
+def after_failure(run: Path) -> str:
+    """For the end of a failed run: the conclusion, written down there and as text to show."""
+    found = conclude(from_run(run), load_all())
+    keep(run, found)
+    return "\n".join(
+        f"paceline: {line}" if at == 0 else f"  {line}"
+        for at, line in enumerate(explanation.short(found))
+    )

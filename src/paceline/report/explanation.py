@@ -1,0 +1,72 @@
+"""A conclusion as people read it: one line, the evidence, what to do, what else was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.diagnose.conclude import Conclusion
+from paceline.diagnose.evidence import Evidence
+from paceline.diagnose.rule import Match, Rule
+
+WIDTH = 200
+OTHERS = 3
+
+
+def short(conclusion: Conclusion) -> list[str]:
+    """For the end of a failed run: the cause and the remedy."""
+    if not conclusion.known:
+        return [f"cause: {conclusion.text}"]
+    rule, match = conclusion.found[0]
+    remedy = _lines("remedy: ", match.remedy or rule.sections["Remedy"])
+    return [f"cause: {match.cause} [{rule.code}]", *remedy]
+
+
+def lines(conclusion: Conclusion, evidence: Evidence, rules_page: str = "") -> list[str]:
+    """The whole explanation.
+
+    Args:
+        conclusion: What fits.
+        evidence: For what is said of the other ranks.
+        rules_page: Where the rules' pages are; empty leaves that out.
+    """
+    text = [conclusion.text]
+    if conclusion.known:
+        text += _first(*conclusion.found[0], rules_page)
+        text += _others(conclusion.found[1 : OTHERS + 1])
+    else:
+        text += ["", "No rule fits. --bundle FILE packs what support needs."]
+        text += _last_words(evidence)
+    return text
+
+
+def _first(rule: Rule, match: Match, rules_page: str) -> list[str]:
+    quoted = [f"    {line[:WIDTH]}" for line in match.lines if line.strip()]
+    text = ["", "evidence:", *quoted] if quoted else [""]
+    text += _lines("why:     ", rule.sections["Cause"])
+    text += _lines("confirm: ", match.confirm or rule.sections["Confirm"])
+    text += _lines("remedy:  ", match.remedy or rule.sections["Remedy"])
+    text += [f"sure:    {match.confidence:.0%} ({rule.code})"]
+    return text + ([f"more:    {rules_page}{rule.code}.md"] if rules_page else [])
+
+
+def _lines(label: str, text: str) -> list[str]:
+    first, *rest = text.splitlines() or [""]
+    return [label + first, *(" " * len(label) + line for line in rest)]
+
+
+def _others(found: Sequence[tuple[Rule, Match]]) -> list[str]:
+    if not found:
+        return []
+    shown = [
+        f"    {match.cause[:WIDTH]} ({rule.code}{', a consequence' * rule.symptom})"
+        for rule, match in found
+    ]
+    return ["", "also seen:", *shown]
+
+
+def _last_words(evidence: Evidence) -> list[str]:
+    for log in evidence.logs:
+        words = [line for line in log.lines if line.strip()][-8:]
+        if words:
+            return ["", f"last lines of {log.where}:", *(f"    {w[:WIDTH]}" for w in words)]
+    return []

@@ -73,6 +73,8 @@ def not_met(where: Meeting, why: str) -> ConnectError:
     remedy = "Type the same command there, with --node-rank 0"
     if "another key" in why:
         remedy = "Give the same --rdzv-id on each node"
+    if "another script" in why:
+        remedy = "Type the very same command on each node"
     return ConnectError(
         f"this node did not meet the first node at {where.host}:{where.port}",
         found=why or f"{where.host} is no name that this machine knows",

@@ -154,12 +154,18 @@ class Guests:
         """Accepts or refuses a call, by its stream."""
         stream = call.about.get("stream")
         if stream == "status":
-            call.accept()
-            self.waiting.append(call)
+            self._listener(call)
         elif stream == "errors":
             self._second(call)
         else:
             self._first(call)
+
+    def _listener(self, call: Call) -> None:
+        if problem := self._problem(call.about):
+            call.refuse(problem)
+            return
+        call.accept()
+        self.waiting.append(call)
 
     def _first(self, call: Call) -> None:
         problem = self._problem(call.about)

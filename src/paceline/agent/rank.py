@@ -184,11 +184,19 @@ def _tell_exception(error: BaseException, events: int) -> None:
             "type": type(error).__name__,
             "message": str(error)[:2000],
             "traceback": text[-TRACEBACK_LIMIT:],
-            # somebody else shows it in his own way: that is not to be held back
-            "hooked": sys.excepthook is not sys.__excepthook__,
+            "hooked": _hooked(),
             "time": time.monotonic(),
         },
     )
+
+
+def _hooked() -> bool:
+    """Whether the script shows exceptions in its own way, which is not to be held back.
+
+    Torch puts a hook of its own in place that only adds the rank's number.
+    """
+    module = str(getattr(sys.excepthook, "__module__", ""))
+    return sys.excepthook is not sys.__excepthook__ and not module.startswith("torch.")
 
 
 def _tell_exit(leaving: SystemExit, events: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,3 +128,25 @@ def test_two_mpis_mixed(site: Site) -> None:
     ended = Way(site, ("-H", "n1,n2", "--via", "mpi"), env={"PATH": path}).run("tell.py")
     assert ended.code == 2
     assert "two MPIs are mixed on PATH" in ended.err
+
+
+def test_the_users_own_mpirun(way: Way) -> None:
+    """A script that only knows RANK, started by mpirun, through `paceline env`."""
+    from launches import SOURCE
+
+    mpiexec_path = way.options[-1]
+    address = way.site.lab.address("n1")
+    meet = {"MASTER_ADDR": address, "MASTER_PORT": "29517", "PYTHONPATH": str(SOURCE)}
+    script = "import os, socket; print(os.environ['RANK'], os.environ['WORLD_SIZE'], " \
+             "os.environ['LOCAL_RANK'], socket.gethostname(), flush=True)"  # fmt: skip
+    command = [sys.executable, "-m", "paceline", "env", sys.executable, "-c", script]
+    if "openmpi" in mpiexec_path:
+        forwarded = [word for name in meet for word in ("-x", name)]
+        head = ["--host", "n1:2,n2:2", "-np", "4", "--map-by", "slot", *forwarded]
+        head += ["--allow-run-as-root"]
+    else:
+        head = ["-hosts", "n1,n2", "-ppn", "2", "-n", "4"]
+    done = way.site.lab.exec("n1", [mpiexec_path, *head, *command], env=meet, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.split("\n")[:-1])
+    assert lines == ["0 4 0 n1", "1 4 1 n1", "2 4 0 n2", "3 4 1 n2"]

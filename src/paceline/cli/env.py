@@ -1,0 +1,67 @@
+"""``paceline env``: another launcher's variables in torchrun's terms."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import click
+
+from paceline.spec import jobenv
+from paceline.spec.command import shell_text
+from paceline.spec.errors import SettingError
+
+NAMES = (
+    jobenv.RANK, jobenv.LOCAL_RANK, jobenv.WORLD_SIZE, jobenv.LOCAL_WORLD_SIZE,
+    jobenv.MASTER_ADDR, jobenv.MASTER_PORT,
+)  # fmt: skip
+
+
+@click.command("env", context_settings={"allow_interspersed_args": False})
+@click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
+@click.option("--master-addr", metavar="ADDRESS", help="Where rank 0 runs, if nothing tells it.")
+@click.option("--master-port", type=click.IntRange(1, 65535), help="Port of the store there.")
+@click.argument("command_words", metavar="[COMMAND]...", nargs=-1, type=click.UNPROCESSED)
+def command(as_json: bool, master_addr: str | None, master_port: int | None,
+            command_words: tuple[str, ...]) -> None:  # fmt: skip
+    """RANK, WORLD_SIZE and the like from what mpirun, mpiexec or srun has set.
+
+    Without COMMAND they are printed for a shell: eval "$(paceline env)". With COMMAND it runs
+    with them, as in: mpirun -n 4 paceline env python train.py
+    """
+    given = {jobenv.MASTER_ADDR: master_addr, jobenv.MASTER_PORT: master_port}
+    environ = {**os.environ, **{name: str(value) for name, value in given.items() if value}}
+    found = place(environ, os.getppid())
+    if command_words:
+        run(command_words, {**environ, **found})
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    for name, value in found.items():
+        click.echo(f"export {shell_text([f'{name}={value}'])}")
+
+
+def place(environ: dict[str, str], parent: int) -> dict[str, str]:
+    """The variables. SettingError when nobody launched this process as one of several."""
+    # the package that holds this pure module imports torch, so only when it is really needed
+    from paceline.train.launched import translated
+
+    found = translated(environ, parent)
+    if not found:
+        raise SettingError(
+            "no launcher has told this process its place",
+            found="none of RANK, OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, PMI_RANK, "
+            "SLURM_PROCID is set",
+            remedy="mpirun -n 4 paceline env python train.py",
+        )
+    return {name: found[name] for name in NAMES if name in found}
+
+
+def run(words: tuple[str, ...], environ: dict[str, str]) -> None:
+    """Becomes the command."""
+    try:
+        os.execvpe(words[0], list(words), environ)  # noqa: S606 - no shell is the point
+    except OSError as error:
+        sys.stderr.write(f"paceline: {words[0]}: {error.strerror}\n")
+        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)

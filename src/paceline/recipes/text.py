@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from paceline.recipes.fine_tuning import Freezing, load_backbone
 from paceline.recipes.grouping import by_length
 from paceline.recipes.running import guarded
 from paceline.recipes.text_models import (
+    TOKENIZER,
     Encoding,
     HubClassifier,
     HubEncoding,
@@ -162,7 +164,8 @@ def load_data(options: TextOptions) -> TextData:
 
 
 def make_encoding(session: train.Session, data: TextData, options: TextOptions) -> Encoding:
-    """The model's tokenizer, or one that rank 0 trains and gives to all; kept with the run."""
+    """The model's tokenizer, that of the run whose weights are taken, or a new one that rank 0
+    trains and gives to all; kept with the run."""
     encoding: Encoding
     if options.model not in MODELS:
         wanted = hub_models.HubModel("text", options.model, options.offline)
@@ -172,6 +175,8 @@ def make_encoding(session: train.Session, data: TextData, options: TextOptions) 
         def make() -> str:
             if session.world.rank:
                 return ""
+            if (found := Path(options.weights).expanduser() / rundir.MODEL / TOKENIZER).is_file():
+                return found.read_text(encoding="utf-8")
             kind, texts = options.tokenizer, data.splits["train"][0]
             return train_tokenizer(kind, texts, options.vocab_size).to_json()
 

@@ -88,7 +88,7 @@ def _read(request: PairRequest) -> dict[str, list[Pair]]:
     name = request.hub.name
     path = Path(name).expanduser()
     if name in MAKERS:
-        return {"train": MAKERS[name](request.seed)}
+        return {"train": MAKERS[name](0)}
     if request.target:
         return {"train": _two_files(path, Path(request.target).expanduser())}
     if path.is_file():

@@ -103,7 +103,7 @@ def _read(request: TextRequest) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
     name = request.hub.name
     path = Path(name).expanduser()
     if name in MAKERS:
-        return {"train": MAKERS[name](request.seed)}, ()
+        return {"train": MAKERS[name](0)}, ()
     if path.is_file():
         return {"train": _file(path, request)}, ()
     if path.is_dir() and not is_saved(path) and (found := _folder(path)):

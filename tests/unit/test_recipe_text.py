@@ -1,0 +1,190 @@
+"""The text recipe: readers, figures, and whole trainings on tiny models."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_folders import bert
+from recipe_tools import config, hub_variables, one_thread, records  # noqa: F401 - fixtures
+from safetensors.torch import load_file
+
+from paceline.recipes import evaluate, parse_options, predict, text
+from paceline.recipes.datasets.texts import TextData, TextRequest, load_texts
+from paceline.recipes.fine_tuning import stages_of
+from paceline.recipes.sources import HubSource
+from paceline.recipes.text import macro_f1
+from paceline.spec.errors import DataError, SettingError
+
+ROWS = [(label, f"text {n}, of {label}") for n in range(20) for label in ("no", "yes")]
+
+
+def read(name: Path | str, **wanted: Any) -> TextData:
+    return load_texts(TextRequest(HubSource(str(name)), **wanted))
+
+
+def write_csv(path: Path, rows: Sequence[Sequence[object]], delimiter: str = ",") -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+    return path
+
+
+# -- data ----------------------------------------------------------------------------------
+
+
+def test_every_form_is_the_same_data(tmp_path: Path) -> None:
+    named = [("id", "sentence", "label"), *((n, t, c) for n, (c, t) in enumerate(ROWS))]
+    odd = [("topic id", "body"), *ROWS]
+    lines = (json.dumps({"text": t, "label": c}) for c, t in ROWS)
+    (tmp_path / "d.jsonl").write_text("\n".join(lines))
+    found = [
+        read(write_csv(tmp_path / "a.csv", ROWS)),
+        read(write_csv(tmp_path / "b.csv", named)),
+        read(write_csv(tmp_path / "c.csv", odd, ";"), delimiter=";", columns=("topic id", "body")),
+        read(tmp_path / "d.jsonl"),
+        read(write_csv(tmp_path / "e.tsv", ROWS, "\t")),
+    ]
+    assert len({one.fingerprint for one in found}) == 1
+    assert found[0].classes == ("no", "yes")
+    assert {name: len(labels) for name, (_, labels) in found[0].splits.items()} == {
+        "train": 36,
+        "test": 4,
+    }
+
+
+def test_numbered_labels_from_one_with_names_and_test_file(tmp_path: Path) -> None:
+    rows = [(n % 3 + 1, f"headline {n}") for n in range(9)]
+    write_csv(tmp_path / "train.csv", rows)
+    write_csv(tmp_path / "test.csv", rows[:3])
+    data = read(tmp_path, class_names=("world", "sport", "business"))
+    assert data.classes == ("world", "sport", "business")
+    assert data.splits["test"] == ([text for _, text in rows[:3]], [0, 1, 2])
+    by_file = read(tmp_path / "train.csv", test=str(tmp_path / "test.csv"))
+    assert by_file.classes == ("1", "2", "3")
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted", "words"),
+    [
+        ([], {}, "is empty"),
+        ([("one column",)], {}, "row 1 has one column only"),
+        ([("a", "x"), ("a", "y")], {}, "has 1 classes"),
+        (ROWS, {"columns": ("label", "")}, "no column label"),
+        ([(0, "x"), (5, "y")] * 4, {"class_names": ("a", "b")}, "label 5, outside the range"),
+        (ROWS, {"class_names": ("a", "b")}, "do not fit"),
+        (ROWS, {"labels": ("no", "perhaps")}, "label 'yes' of t"),
+    ],
+)
+def test_unfit_csv_is_named(
+    tmp_path: Path, rows: list[Any], wanted: dict[str, Any], words: str
+) -> None:
+    path = write_csv(tmp_path / "d.csv", rows)
+    with pytest.raises(DataError, match=words) as error:
+        read(path, **wanted)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model=smal"], "did you mean --model small"),
+        (["--freeze"], "would keep random weights"),
+        (["--unfreeze-every=1"], "needs something frozen"),
+        (["--model=./x", "--weights=y"], "brings its own weights"),
+        (["--delimiter=ab"], "one character"),
+    ],
+)
+def test_refused_settings(flags: list[str], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        parse_options("text", flags)
+
+
+def test_macro_f1_by_hand() -> None:
+    confusion = torch.tensor([[3.0, 1.0, 0.0], [1.0, 5.0, 0.0], [0.0, 0.0, 0.0]])
+    assert macro_f1(confusion) == pytest.approx((6 / 8 + 10 / 12) / 2)
+
+
+# -- whole trainings -----------------------------------------------------------------------
+
+
+def train(folder: Path, *flags: str) -> int:
+    return text.main([f"--run-dir={folder}", "--device=cpu", "--checkpoint-every=never", *flags])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text") / "run"
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert train(folder, "--epochs=3", "--dropout=0") == 0
+    torch.set_num_threads(before)
+    return folder
+
+
+def test_word_order_is_learned_where_words_alone_say_nothing(trained: Path, tmp_path: Path) -> None:
+    assert config(trained)["metrics"]["test"]["accuracy"] >= 0.9
+    assert train(tmp_path / "words", "--epochs=2", "--model=words") == 0
+    assert config(tmp_path / "words")["metrics"]["test"]["accuracy"] < 0.65
+
+
+def test_use(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    assert evaluate.main([f"--run={trained}", f"--json={report}"]) == 0
+    recorded = config(trained)["metrics"]["test"]
+    assert json.loads(report.read_text()) == {"split": "test", **recorded}
+    capsys.readouterr()
+    rows = [("id", "text"), (1, "the food was awful and the music was great")]
+    path = write_csv(tmp_path / "in.csv", rows)
+    said = "the music was awful and the food was great"
+    assert predict.main([f"--run={trained}", "--json", said, str(path)]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["class"] for line in lines] == ["praised", "blamed"]
+    assert sum(lines[0]["probabilities"].values()) == pytest.approx(1)
+
+
+def test_other_data_with_unknown_labels_are_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_csv(tmp_path / "d.csv", ROWS)
+    assert evaluate.main([f"--run={trained}", f"--data={path}"]) == 1
+    assert "is not among the training labels" in capsys.readouterr().err
+
+
+def test_fine_tuning_keeps_the_frozen_backbone(trained: Path, tmp_path: Path) -> None:
+    flags = ["--steps=10", f"--weights={trained}", "--freeze", "--seed=3", "--vocab-size=25"]
+    assert train(tmp_path / "run", *flags) == 0
+    old, new = (load_file(run / "model/model.safetensors") for run in (trained, tmp_path / "run"))
+    same = {name for name in old if torch.equal(old[name], new[name])}
+    assert {name for name in old if name.startswith("backbone.")} == same
+    assert config(tmp_path / "run")["metrics"]["test"]["accuracy"] >= 0.9
+
+
+def test_pretrained_model_of_a_folder(tmp_path: Path) -> None:
+    folder = bert(tmp_path / "bert")
+    flags = [f"--model={folder}", "--freeze", "--unfreeze-every=1", "--lr=1e-3", "--steps=120"]
+    assert train(tmp_path / "run", *flags) == 0
+    import transformers
+
+    before = transformers.BertForSequenceClassification.from_pretrained(folder).state_dict()
+    after = load_file(tmp_path / "run/model/model.safetensors")
+    moved = {n for n in before if not torch.equal(before[n], after[f"model.{n}"])}
+    # 113 steps are an epoch: after it the last stage with parameters, the pooler, trains too.
+    assert {name.split(".")[0] for name in moved} == {"bert", "classifier"}
+    assert {name.split(".")[1] for name in moved if name.startswith("bert")} == {"pooler"}
+    assert evaluate.main([f"--run={tmp_path / 'run'}"]) == 0
+
+
+def test_stages_of_a_list_of_layers() -> None:
+    layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+    backbone = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2), "rest": layers})
+    assert stages_of([backbone]) == [backbone["first"], *layers]
+
+
+def test_unknown_folder_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path / "run", f"--model={tmp_path}/none") == 1
+    assert f"--model {tmp_path}/none could not be loaded" in capsys.readouterr().err

@@ -1,0 +1,249 @@
+"""The translation recipe's parts: data, tokenizers, network, search, scores."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.recipes import parse_options, tokenizing
+from paceline.recipes.datasets.made_pairs import MAKERS, in_words
+from paceline.recipes.datasets.pairs import PairData, PairRequest, load_pairs
+from paceline.recipes.decoding import Search, beams, decode, greedy
+from paceline.recipes.grouping import by_length, spread
+from paceline.recipes.scores import distance, error_rate, scores
+from paceline.recipes.sentences import padded, sentences
+from paceline.recipes.sources import HubSource
+from paceline.recipes.transformer import PAD, Cache, Shape, Transformer
+from paceline.spec.errors import DataError, SettingError
+from paceline.train.order import Order
+
+WORDS = "the quick brown fox, it's 42 (forty-two) dogs".split()
+
+
+def read(name: Path | str, **wanted: object) -> PairData:
+    return load_pairs(PairRequest(HubSource(str(name)), **wanted))  # type: ignore[arg-type]
+
+
+# -- data ----------------------------------------------------------------------------------
+
+
+def test_tsv_jsonl_and_two_files_are_the_same_corpus(tmp_path: Path) -> None:
+    pairs = [(f"eins {n}", f"one {n}") for n in range(20)]
+    (tmp_path / "a.tsv").write_text("".join(f"{a}\t{b}\tmore\r\n" for a, b in pairs))
+    (tmp_path / "a.de").write_text("".join(f"{a}\n" for a, _ in pairs))
+    (tmp_path / "a.en").write_text("\n".join(b for _, b in pairs))
+    rows = (f'{{"translation": {{"de": "{a}", "en": "{b}"}}}}\n' for a, b in pairs)
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    found = [
+        read(tmp_path / "a.tsv"),
+        read(tmp_path / "a.de", target=str(tmp_path / "a.en")),
+        read(tmp_path / "a.jsonl", languages=("de", "en")),
+    ]
+    assert len({one.fingerprint for one in found}) == 1
+    assert sorted(found[0].splits["train"] + found[0].splits["val"]) == sorted(pairs)
+    assert len(found[0].splits["val"]) == 2
+
+
+def test_folder_with_parts(tmp_path: Path) -> None:
+    for name in ("train", "valid", "test"):
+        (tmp_path / f"{name}.de").write_text("ja\n\nnein\n")
+        (tmp_path / f"{name}.en").write_text("yes\nmaybe\nno\n")
+    data = read(tmp_path, languages=("de", "en"))
+    assert data.splits == dict.fromkeys(("train", "val", "test"), [("ja", "yes"), ("nein", "no")])
+    assert (data.held_out, data.skipped) == ("val", 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("", "is empty"), ("a\tb\nno tab here\n", "line 2 has no tab"), ("a\t\n", "no pairs")],
+)
+def test_unfit_tsv_is_named(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "p.tsv").write_text(content)
+    with pytest.raises(DataError, match=words) as error:
+        read(tmp_path / "p.tsv")
+    assert str(tmp_path / "p.tsv") in str(error.value)
+
+
+def test_files_of_different_length_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1\n2\n")
+    (tmp_path / "b").write_text("1\n")
+    with pytest.raises(DataError, match="2 lines and 1 lines"):
+        read(tmp_path / "a", target=str(tmp_path / "b"))
+
+
+def test_generated_corpora() -> None:
+    assert in_words(0) == "zero"
+    assert in_words(19) == "nineteen"
+    assert in_words(20) == "twenty"
+    assert in_words(342) == "three hundred forty-two"
+    assert in_words(999_999).startswith("nine hundred ninety-nine thousand nine hundred")
+    for maker in MAKERS.values():
+        assert maker(1) == maker(1) != maker(2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model=huge"], "--model huge: unknown"),
+        (["--heads=3"], "multiple of --heads 3"),
+        (["--data=number"], "did you mean --data numbers"),
+        (["--target=x"], "is generated"),
+        (["--source-lang=en"], "belong together"),
+        (["--dropout=1"], "--dropout"),
+        (["--beam=0"], "--beam 0 must be at least 1"),
+    ],
+)
+def test_refused_settings(flags: list[str], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        parse_options("translation", flags)
+
+
+# -- tokenizers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["word", "bpe", "char"])
+@given(words=st.lists(st.sampled_from(WORDS), min_size=1, max_size=8))
+def test_known_text_comes_back(kind: tokenizing.Kind, words: list[str]) -> None:
+    text = " ".join(words)
+    tokenizer = _tokenizer(kind)
+    rows = tokenizer.encode([text])
+    assert tokenizer.decode(rows) == [text]
+    assert tokenizing.from_json(tokenizer.to_json()).encode([text]) == rows
+
+
+_made: dict[str, tokenizing.Tokenizer] = {}
+
+
+def _tokenizer(kind: tokenizing.Kind) -> tokenizing.Tokenizer:
+    if kind not in _made:
+        _made[kind] = tokenizing.train(kind, [" ".join(WORDS), *WORDS], min_frequency=1)
+    return _made[kind]
+
+
+def test_rare_words_are_unknown() -> None:
+    tokenizer = tokenizing.train("word", ["a b", "a c"], min_frequency=2)
+    assert tokenizer.decode(tokenizer.encode(["a b"])) == ["a[UNK]"]
+    assert tokenizer.encode(["a"])[0][0] >= len(tokenizing.SPECIAL)
+
+
+def test_long_sentences() -> None:
+    both = (_tokenizer("char"), _tokenizer("char"))
+    pairs = [("the", "fox"), ("the quick", "fox")]
+    assert sentences(pairs, both, 5, "drop").left_out == 1
+    assert [len(row) for row in sentences(pairs, both, 5, "cut").source] == [4, 6]
+    with pytest.raises(DataError, match="--seq-len 5"):
+        sentences(pairs, both, 5, "refuse")
+    with pytest.raises(DataError, match="no pair"):
+        sentences(pairs, both, 2, "drop")
+
+
+# -- order ---------------------------------------------------------------------------------
+
+
+@given(size=st.integers(1, 300), batch=st.integers(1, 40), epoch=st.integers(0, 3))
+def test_grouped_order_is_a_permutation(size: int, batch: int, epoch: int) -> None:
+    lengths = np.random.default_rng(size).integers(1, 50, size).tolist()
+    order = by_length(Order(size, 7), lengths, batch)
+    ids = order.epoch(epoch)
+    assert sorted(ids.tolist()) == list(range(size))
+    assert (by_length(Order(size, 7), lengths, batch).epoch(epoch) == ids).all()
+    whole = [np.ptp(np.array(lengths)[ids[i : i + batch]]) for i in range(0, size, batch)]
+    assert size <= batch or np.mean(whole) <= np.ptp(lengths)
+
+
+@given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 5))
+def test_spread_covers_everything(lengths: list[int], ranks: int) -> None:
+    assert sorted(spread(lengths, ranks)) == list(range(len(lengths)))
+
+
+# -- network and search --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def network() -> Transformer:
+    torch.manual_seed(1)
+    return Transformer(Shape(20, 23, 16, 2, 4, 32)).double().eval()
+
+
+SOURCE = padded([[5, 6, 7, 8, 3], [9, 3], [4, 4, 3]])
+SEARCH = Search(start=2, end=3, limit=12)
+
+
+@torch.no_grad()
+def test_cached_steps_equal_the_whole(network: Transformer) -> None:
+    target = torch.randint(4, 23, (3, 6), generator=torch.Generator().manual_seed(2))
+    whole = network(SOURCE, target)
+    memory, mask = network.encode(SOURCE)
+    cache = Cache()
+    for place in range(6):
+        step = network.step(target[:, place], memory, mask, cache)
+        assert torch.allclose(step, whole[:, place], atol=1e-12)
+
+
+@torch.no_grad()
+def test_padding_changes_nothing(network: Transformer) -> None:
+    target = torch.tensor([[2, 5, 6]])
+    alone = network(SOURCE[1:2, :2], target)
+    assert torch.allclose(network(SOURCE[1:2], target), alone, atol=1e-12)
+    assert decode(network, SOURCE[1:2, :2], SEARCH) == decode(network, SOURCE, SEARCH)[1:2]
+
+
+@torch.no_grad()
+def test_one_beam_is_greedy_and_more_beams_are_likelier(network: Transformer) -> None:
+    one = beams(network, SOURCE, SEARCH)
+    assert [row[: row.index(3)] if 3 in row else row for row in one.tolist()] == [
+        row[: row.index(3)] if 3 in row else row for row in greedy(network, SOURCE, SEARCH).tolist()
+    ]
+    plain = [_chance(network, beams(network, SOURCE, _search(k)), SOURCE) for k in (1, 8)]
+    assert bool((plain[1] >= plain[0] - 1e-9).all())
+
+
+def _search(beam: int) -> Search:
+    return Search(2, 3, 4, beam, length_penalty=0.0)
+
+
+def _chance(network: Transformer, found: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    given = torch.cat((torch.full((len(found), 1), 2), found[:, :-1]), 1)
+    chances = network(source, given).log_softmax(2).gather(2, found[:, :, None])[:, :, 0]
+    return (chances * (found != PAD)).sum(1)
+
+
+def test_post_norm_trains() -> None:
+    network = Transformer(Shape(9, 9, 8, 1, 2, 16, pre_norm=False))
+    network(torch.tensor([[4, 3]]), torch.tensor([[2, 5]])).sum().backward()
+    assert all(one.grad is not None for one in network.parameters())
+
+
+# -- scores --------------------------------------------------------------------------------
+
+
+def test_edit_distance_equals_the_table() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        a, b = ("".join(draw.choices("abc", k=draw.randrange(12))) for _ in range(2))
+        assert distance(a, b) == _table(a, b)
+
+
+def _table(a: str, b: str) -> int:
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        new = [i]
+        for j, y in enumerate(b, 1):
+            new.append(min(row[j] + 1, new[-1] + 1, row[j - 1] + (x != y)))
+        row = new
+    return row[-1]
+
+
+def test_rates_by_hand() -> None:
+    assert error_rate(["kitten"], ["sitting"]) == 3 / 7
+    found = scores(["a b c d", "e f g h"], ["a b c d", "e f g i"])
+    assert found["wer"] == 1 / 8
+    assert found["exact"] == 0.5
+    assert 0 < found["bleu"] < 100
+    assert scores(["a b c d e"], ["a b c d e"])["bleu"] == pytest.approx(100)

@@ -23,7 +23,7 @@ from paceline.recipes.transformer import PAD, Cache, Shape, Transformer
 from paceline.spec.errors import DataError, SettingError
 from paceline.train.order import Order
 
-WORDS = "the quick brown fox, it's 42 (forty-two) dogs".split()
+WORDS = ["the", "quick", "brown", "fox,", "it's", "42", "(forty-two)", "dogs"]
 
 
 def read(name: Path | str, **wanted: object) -> PairData:
@@ -55,7 +55,8 @@ def test_folder_with_parts(tmp_path: Path) -> None:
         (tmp_path / f"{name}.de").write_text("ja\n\nnein\n")
         (tmp_path / f"{name}.en").write_text("yes\nmaybe\nno\n")
     data = read(tmp_path, languages=("de", "en"))
-    assert data.splits == dict.fromkeys(("train", "val", "test"), [("ja", "yes"), ("nein", "no")])
+    pairs = [("ja", "yes"), ("nein", "no")]
+    assert data.splits == {"train": pairs, "val": pairs, "test": pairs}
     assert (data.held_out, data.skipped) == ("val", 3)
 
 

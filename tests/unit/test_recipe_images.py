@@ -1,0 +1,266 @@
+"""The image recipe beyond its defaults: other networks, fine-tuning, sources, presets, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hub_folders import convnext, images, vit
+from PIL import Image
+from recipe_tools import config, hub_variables, one_thread  # noqa: F401 - fixtures
+from safetensors.torch import load_file
+
+from paceline.recipes import evaluate, image, parse_options, predict
+from paceline.recipes.augment import augmented
+from paceline.recipes.catalogue import catalogue
+from paceline.recipes.datasets import hub
+from paceline.recipes.datasets.hub import WAITS, fetched
+from paceline.recipes.image_inputs import inputs
+from paceline.recipes.image_options import PRESETS, ImageOptions
+from paceline.recipes.models import MODELS
+from paceline.recipes.numbers import cpu_flags
+from paceline.spec.errors import DataError, SettingError
+from paceline.train import Draws
+
+
+def train(folder: Path, *flags: str) -> int:
+    return image.main([f"--run-dir={folder}", "--device=cpu", "--checkpoint-every=never", *flags])
+
+
+def class_folders(folder: Path, count: int = 12) -> Path:
+    """Dark and light images, wider than high."""
+    draw = np.random.default_rng(0)
+    for name, shade in (("dark", 0), ("light", 130)):
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = (draw.integers(0, 120, (20, 30, 3)) + shade).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+    return folder
+
+
+# -- networks ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("resnet18", 11.69), ("resnet34", 21.80), ("resnet50", 25.56)]
+)
+def test_resnets_have_the_published_size_and_names(name: str, millions: float) -> None:
+    network = MODELS[name]((3, 224, 224), 1000)
+    assert sum(one.numel() for one in network.parameters()) / 1e6 == pytest.approx(
+        millions, abs=0.01
+    )
+    names = set(network.state_dict())
+    assert {"conv1.weight", "layer1.0.bn1.running_mean", "layer4.1.conv2.weight"} <= names
+    assert {"layer2.0.downsample.0.weight", "fc.bias"} <= names
+
+
+@pytest.mark.parametrize("size", [8, 28, 33, 65])
+def test_resnets_take_images_of_any_size(size: int) -> None:
+    network = MODELS["resnet18"]((1, size, size), 4).eval()
+    assert network(torch.zeros(1, 1, size, size)).shape == (1, 4)
+
+
+def test_bf16_is_found_out(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor: 0\nflags\t\t: fpu avx512_bf16\n")
+    assert "avx512_bf16" in cpu_flags(tmp_path / "cpuinfo")
+    assert cpu_flags(tmp_path / "none") == frozenset()
+
+
+# -- fine-tuning ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("image") / "run"
+    assert train(folder, "--epochs=4") == 0
+    return folder
+
+
+def test_frozen_weights_reach_the_accuracy_in_fewer_steps(trained: Path, tmp_path: Path) -> None:
+    few = ["--steps=15", "--seed=9"]
+    assert train(tmp_path / "tuned", f"--weights={trained}", "--freeze", *few) == 0
+    assert train(tmp_path / "scratch", *few) == 0
+    runs = [config(tmp_path / name)["metrics"]["test"]["accuracy"] for name in ("tuned", "scratch")]
+    assert runs[0] > config(trained)["metrics"]["test"]["accuracy"] - 0.02 > runs[1]
+    old, new = (load_file(run / "model/model.safetensors") for run in (trained, tmp_path / "tuned"))
+    moved = {name for name in old if not torch.equal(old[name], new[name])}
+    last = max({name.split(".")[0] for name in old}, key=int)
+    assert moved == {f"{last}.weight", f"{last}.bias"}
+
+
+def test_batch_statistics_stay_frozen(tmp_path: Path) -> None:
+    flags = ["--model=resnet18", "--steps=2", "--global-batch=8"]
+    assert train(tmp_path / "a", *flags) == 0
+    assert train(tmp_path / "b", f"--weights={tmp_path / 'a'}", "--freeze", *flags) == 0
+    old, new = (load_file(tmp_path / name / "model/model.safetensors") for name in "ab")
+    assert {name for name in old if not torch.equal(old[name], new[name])} == {
+        "fc.weight",
+        "fc.bias",
+    }
+
+
+def test_weights_that_do_not_fit(trained: Path, tmp_path: Path) -> None:
+    assert train(tmp_path / "x", f"--weights={trained}", "--model=resnet18", "--steps=1") == 1
+    (tmp_path / "w.safetensors").write_bytes(b"no weights")
+    assert train(tmp_path / "x", f"--weights={tmp_path}/w.safetensors", "--steps=1") == 1
+
+
+# -- Hugging Face --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [vit, convnext])
+def test_pretrained_network_of_a_folder(make, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    folder = make(tmp_path / "model")
+    flags = [f"--model={folder}", "--steps=3", "--freeze", "--global-batch=16"]
+    assert train(tmp_path / "run", *flags, f"--data={images(tmp_path / 'data')}") == 0
+    found = config(tmp_path / "run")
+    assert found["classes"] == ["dark", "light"]
+    assert found["shape"] == [3, 16, 16] if make is vit else [3, 64, 64]
+    (tmp_path / "model/config.json").unlink()  # the run stands on its own
+    capsys.readouterr()
+    assert evaluate.main([f"--run={tmp_path / 'run'}"]) == 0
+    assert f"accuracy {found['metrics']['test']['accuracy']:.4f}" in capsys.readouterr().out
+
+
+def test_grey_digits_go_into_a_colour_network(tmp_path: Path) -> None:
+    assert train(tmp_path / "run", f"--model={vit(tmp_path / 'm')}", "--steps=2") == 0
+    wants = inputs(ImageOptions(model=str(tmp_path / "m")))
+    grey = wants.normalise(1)
+    assert grey is not None
+    assert grey.mean == (0.5,)
+
+
+class Refused(Exception):
+    """Like the libraries' own: the answer's status is on the response."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{status} from the hub")
+        self.response = type("Response", (), {"status_code": status})()
+
+
+@pytest.mark.parametrize(
+    ("status", "tries", "remedy"),
+    [(429, 4, "wait some minutes"), (503, 4, "check the id"), (404, 1, "check the id"),
+     (401, 1, "HF_TOKEN"), (407, 1, "HTTPS_PROXY")],
+)  # fmt: skip
+def test_a_refusal_is_explained(status: int, tries: int, remedy: str) -> None:
+    waited: list[float] = []
+    asked = 0
+
+    def get() -> None:
+        nonlocal asked
+        asked += 1
+        raise Refused(status)
+
+    with pytest.raises(DataError, match=remedy) as error:
+        fetched("--data x/y", get, waited.append)
+    assert "--data x/y could not be loaded" in str(error.value)
+    assert (asked, waited) == (tries, list(WAITS[: tries - 1]))
+
+
+def test_a_refusal_for_the_moment_is_no_failure() -> None:
+    answers = iter([Refused(429), None])
+
+    def get() -> str:
+        if error := next(answers):
+            raise error
+        return "it"
+
+    assert fetched("it", get, lambda _: None) == "it"
+
+
+def test_offline_says_that_it_is_not_there(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    assert train(tmp_path / "run", "--model=nobody/nothing", "--offline") == 1
+    assert "nobody/nothing could not be loaded" in capsys.readouterr().err
+
+
+def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
+    with pytest.raises(DataError, match="cannot be written"):
+        hub.fetched("x", lambda: None)
+
+
+# -- data ----------------------------------------------------------------------------------
+
+
+def test_damaged_images_are_named_and_skipped_when_asked(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    folder = class_folders(tmp_path / "d")
+    broken = folder / "dark/0.png"
+    broken.write_bytes(broken.read_bytes()[:200])
+    flags = [f"--data={folder}", "--steps=2", "--image-size=16"]
+    assert train(tmp_path / "a", *flags) == 1
+    assert str(broken) in capsys.readouterr().err
+    assert train(tmp_path / "b", *flags, "--skip-damaged") == 0
+    assert sum(config(tmp_path / "b")["data"]["sizes"].values()) == 23
+
+
+def test_random_resized_crops(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    folder = class_folders(tmp_path / "d")
+    flags = [f"--data={folder}", "--steps=3", "--image-size=28", "--augment", "resized-crop"]
+    assert train(tmp_path / "run", *flags) == 0
+    found = config(tmp_path / "run")
+    assert (found["shape"], found["decoded"], found["crop"]) == ([3, 28, 28], [3, 32, 32], True)
+    assert evaluate.main([f"--run={tmp_path / 'run'}"]) == 0
+    capsys.readouterr()
+    assert predict.main([f"--run={tmp_path / 'run'}", "--json", str(folder / "dark")]) == 0
+    assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 12
+
+
+def test_a_crop_shows_a_part_of_the_image() -> None:
+    ramp = torch.arange(32, dtype=torch.float64).expand(50, 1, 32, 32)
+    made = augmented(ramp, ["resized-crop"], Draws(0, 0, np.arange(50)), 28)
+    assert made.shape == (50, 1, 28, 28)
+    steps = made.diff(dim=3)[:, 0, 5, 5:-5]  # inner pixels: outside of them is padding
+    assert bool((steps > 0).all())
+    assert float(steps.min()) < 0.5 < float(steps.max()) <= 32 / 28 + 1e-9
+    same = augmented(ramp[7:8], ["resized-crop"], Draws(0, 0, np.array([7])), 28)
+    assert torch.equal(same[0], made[7])
+
+
+def test_dummy_data(tmp_path: Path) -> None:
+    flags = ["--data=dummy", "--image-size=8", "--steps=1", "--global-batch=8"]
+    assert train(tmp_path, *flags) == 0
+    assert config(tmp_path)["data"]["sizes"] == {"train": 12_800, "test": 1_280}
+    assert "top5" in config(tmp_path)["metrics"]["test"]
+
+
+# -- settings ------------------------------------------------------------------------------
+
+
+DUMMY = "--data=dummy"
+
+
+def test_typed_flags_win_over_the_preset() -> None:
+    options = parse_options("image", ["--epochs=2", "--preset=imagenet", "--lr", "0.5", DUMMY])
+    assert isinstance(options, ImageOptions)
+    assert (options.epochs, options.lr, options.model) == (2, 0.5, "resnet50")
+    assert options.augment == ("resized-crop", "flip")
+    plain = parse_options("image", [*PRESETS["imagenet"], "--epochs=2", "--lr=0.5", DUMMY])
+    assert options == plain
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model=resnet51"], "did you mean --model resnet5"),
+        (["--preset=imagnet"], "did you mean --preset imagenet"),
+        (["--augment", "resize-crop"], "did you mean --augment resized-crop"),
+        (["--freeze"], "would keep random weights"),
+        (["--image-size=64"], "cannot be used with --data digits"),
+    ],
+)
+def test_refused_settings(flags: list[str], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        parse_options("image", flags)
+
+
+def test_everything_with_a_name_is_listed() -> None:
+    found = {(one.kind, one.recipe, one.name) for one in catalogue()}
+    assert ("models", "image", "resnet50") in found
+    assert ("data", "translation", "numbers") in found
+    assert len(found) == len(catalogue())
+    assert all(one.summary for one in catalogue())

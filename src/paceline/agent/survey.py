@@ -22,6 +22,7 @@ BLOCK = 1 << 18
 SEND_BUFFER = 1 << 20  # bytes; small, so that what was sent was also received soon after
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 SYN_RECV = "03"
+OUTPUT = 1 << 16  # bytes of a command's output that are told
 SO_MAX_PACING_RATE = 47
 
 
@@ -343,6 +344,18 @@ def packages() -> Dict[str, str]:
     return found
 
 
+def execute(request: Message) -> Message:
+    """Runs ``argv`` with ``input``; exit status and the last of its output, both streams."""
+    done = subprocess.run(
+        request["argv"],
+        input=request.get("input", "").encode(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=request["timeout_s"],
+    )
+    return {"code": done.returncode, "output": done.stdout[-OUTPUT:].decode(errors="replace")}
+
+
 # --- operations: the first argument is the agent ------------------------------------------------
 
 
@@ -392,6 +405,7 @@ OPERATIONS: Dict[str, Callable[[Any, Message, bytes], None]] = {
     "take_token": _answering(lambda request: take_token(request["folder"], request["file"])),
     "digest_tree": _answering(lambda request: digest_tree(request["path"])),
     "token_processes": _answering(lambda request: {"processes": token_processes()}),
+    "execute": _answering(execute),
     "gpus": _answering(lambda request: gpus()),
     "packages": _answering(lambda request: {"packages": packages()}),
 }

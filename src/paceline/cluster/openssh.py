@@ -45,6 +45,7 @@ def ssh_command(host: Host, options: SshOptions, remote: list[str]) -> list[str]
     settings = {
         "BatchMode": "yes",
         "StrictHostKeyChecking": checking,
+        "UpdateHostKeys": "no",  # what is pinned changes when somebody says so, not by itself
         "ConnectTimeout": str(CONNECT_TIMEOUT_S),
         "ServerAliveInterval": "5",
         "ServerAliveCountMax": "3",

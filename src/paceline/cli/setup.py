@@ -1,0 +1,394 @@
+"""``paceline setup``: prepares the machines; says what before it does it; takes it back."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from paceline.cli.launching import read_cluster
+from paceline.cli.settings import read_settings_file
+from paceline.cluster.openssh import SshOptions
+from paceline.cluster.setup import aliases, keys
+from paceline.cluster.setup import hosts as steps
+from paceline.cluster.setup.hosts import Look
+from paceline.cluster.setup.journal import Journal, take_back, write_file
+from paceline.cluster.setup.keys import Identity
+from paceline.cluster.setup.password import Passwords
+from paceline.cluster.setup.ssh import effective
+from paceline.spec.errors import ConnectError, SettingError
+from paceline.spec.hosts import Host
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_HOSTS = [
+    click.option(
+        "-H",
+        "--hosts",
+        metavar="SOURCE",
+        help="Host file, comma list, … (see `paceline hosts --help`).",
+    ),
+    click.option(
+        "--ssh-config",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="ssh config file to use instead of yours.",
+    ),
+]
+
+
+def host_options(command: F) -> F:
+    """Adds the options that say which hosts."""
+    for option in reversed(_HOSTS):
+        command = option(command)
+    return command
+
+
+@click.group("setup", invoke_without_command=True)
+@host_options
+@click.option(
+    "--key",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Identity to use; made when it does not exist. Default: one that ssh offers"
+    " already, else ~/.ssh/id_ed25519.",
+)
+@click.option(
+    "--key-type",
+    type=click.Choice(list(keys.KINDS)),
+    default="ed25519",
+    help="Kind of a new key (rsa: 4096 bits).",
+)
+@click.option(
+    "--password-stdin",
+    is_flag=True,
+    help="Read the hosts' password from standard input instead of asking for it.",
+)
+@click.option("-y", "--yes", is_flag=True, help="Do it without asking; pins the host keys shown.")
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would be done, and stop.")
+@click.option("--revoke", is_flag=True, help="Take back exactly what setup has done.")
+@click.pass_context
+def command(ctx: click.Context, /, key: Path | None, key_type: str, password_stdin: bool,
+            yes: bool, dry_run: bool, revoke: bool, **_: object) -> None:  # fmt: skip
+    """Let this machine in on every host: key, pinned host keys, ssh config.
+
+    Safe to repeat: what is done already stays as it is. Further parts have commands of their own.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    chosen, ssh = cluster_hosts(ctx)
+    journal = Journal.read()
+    if revoke:
+        ctx.exit(asyncio.run(take_all_back(chosen, ssh, journal, dry_run)))
+    looks = asyncio.run(steps.look(chosen, ssh))
+    identity = find_identity(key, chosen, ssh)
+    todo = plan(looks, identity, key_type, alias_text(chosen, identity, key))
+    show_plan(looks, todo)
+    if todo and not dry_run:
+        confirm(looks, yes)
+        do(ctx, looks, identity, key_type, ssh, journal)
+    ctx.exit(1 if any(one.state == "refused" for one in looks) else 0)
+
+
+def cluster_hosts(ctx: click.Context) -> tuple[tuple[Host, ...], SshOptions]:
+    """The hosts and how to reach them. SettingError when none but this machine is meant."""
+    cwd = Path.cwd()
+    cluster = read_cluster(ctx.params["hosts"], read_settings_file(cwd), cwd)
+    if all(host.local for host in cluster.hosts):
+        raise SettingError("setup needs hosts other than this machine", remedy="-H n1,n2 or a file")
+    return cluster.hosts, SshOptions(ctx.params["ssh_config"])
+
+
+def find_identity(key: Path | None, hosts: Sequence[Host], ssh: SshOptions) -> Identity:
+    """The identity that ssh would offer the hosts, or the one to be made."""
+    other = next(host for host in hosts if not host.local)
+    config = asyncio.run(effective(other, ssh))
+    files = [Path(name).expanduser() for name in config.get("identityfile", [])]
+    folder = Path("~/.ssh").expanduser()
+    files += [folder / name for name in keys.DEFAULT_NAMES]
+    return keys.choose(key and key.expanduser().absolute(), files, keys.agent_keys(), folder)
+
+
+def alias_text(hosts: Sequence[Host], identity: Identity, key: Path | None) -> str:
+    """Our part of the ssh config; empty when ssh needs none."""
+    named = identity.private if key is not None else None
+    others = [host for host in hosts if not host.local]
+    if not any(aliases.needed(host, named) for host in others):
+        return ""
+    return aliases.blocks(others, named)
+
+
+def plan(looks: Sequence[Look], identity: Identity, kind: str, alias: str) -> list[str]:
+    """What is to be done, one line a step. Pure but for the ssh config that is there."""
+    todo = []
+    unknown = [one for one in looks if one.state == "unpinned"]
+    lacking = [one for one in looks if one.state in ("no key", "unpinned")]
+    if lacking and not identity.exists:
+        todo.append(f"make an {kind} key without passphrase: {identity.private}")
+    todo += [f"pin the host key of {one.host.name}: {one.fingerprint}" for one in unknown]
+    if lacking:
+        names = ", ".join(one.host.name for one in lacking)
+        todo.append(
+            f"install the public key on {names}, where it is not yet (asks for the password once)"
+        )
+    folder = Path("~/.ssh").expanduser()
+    if alias and _read(folder / aliases.NAME) != alias:
+        todo.append(f"write aliases to {folder / aliases.NAME}, included by {folder / 'config'}")
+    return todo
+
+
+def show_plan(looks: Sequence[Look], todo: Sequence[str]) -> None:
+    """Each host's state, then the steps."""
+    for one in looks:
+        if one.state == "works":
+            click.echo(f"{one.host.name}: lets us in already")
+        elif one.state == "refused" and one.refusal is not None:
+            click.echo(f"{one.host.name}: {one.refusal.cause}: {one.refusal.found}")
+            click.echo(f"  remedy: {one.refusal.remedy}")
+    click.echo("to do:" if todo else "nothing to do")
+    for step in todo:
+        click.echo(f"  {step}")
+
+
+def confirm(looks: Sequence[Look], yes: bool) -> None:
+    """Asks. SettingError when there is nobody to ask."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise SettingError("nobody can be asked here", remedy="Look at the list above, then add -y")
+    click.confirm(
+        "Compare the fingerprints with the machines' own. Go on?"
+        if any(one.state == "unpinned" for one in looks)
+        else "Go on?",
+        abort=True,
+    )
+
+
+def do(ctx: click.Context, looks: Sequence[Look], identity: Identity, kind: str,
+       ssh: SshOptions, journal: Journal) -> None:  # fmt: skip
+    """Does the steps in order, and looks again. ConnectError for hosts that still refuse."""
+    hosts = [one.host for one in looks]
+    unpinned = [one for one in looks if one.state == "unpinned"]
+    needed = any(one.state in ("no key", "unpinned") for one in looks)
+    if needed and not identity.exists:
+        identity = keys.make(identity, kind, journal)
+        click.echo(f"made {identity.private}: {keys.fingerprint(identity.public)}")
+    write_aliases(alias_text(hosts, identity, ctx.params["key"]), journal)
+    if unpinned:
+        if wrong := asyncio.run(steps.pin(unpinned, ssh, journal)):
+            raise ConnectError(
+                "a host showed two keys",
+                found="\n".join(wrong),
+                remedy="Somebody may be in between: do not go on",
+            )
+        click.echo(f"pinned {', '.join(one.host.name for one in unpinned)}")
+    again = asyncio.run(steps.look(hosts, ssh)) if needed else list(looks)
+    lacking = [one for one in again if one.state == "no key"]
+    if lacking:
+        with Passwords(ask_password(ctx, lacking)) as passwords:
+            failed = asyncio.run(
+                steps.install(lacking, ssh, identity.public, passwords, journal, click.echo)
+            )
+        verify(hosts, ssh, failed)
+
+
+def verify(hosts: Sequence[Host], ssh: SshOptions, failed: dict[str, str]) -> None:
+    """Looks whether every host lets us in now."""
+    after = asyncio.run(steps.look(hosts, ssh))
+    out = [one for one in after if one.state != "works"]
+    if out:
+        found = [f"{one.host.name}: {failed.get(one.host.name) or _words(one)}" for one in out]
+        names = ", ".join(one.host.name for one in out)
+        raise ConnectError(
+            f"{names} still refuse the login",
+            found="\n".join(found),
+            remedy="Type the same command again; other passwords: one host at a time, -H NAME",
+        )
+    click.echo(f"{len(hosts)} hosts let us in")
+
+
+def _words(one: Look) -> str:
+    return one.refusal.found.splitlines()[-1] if one.refusal else one.state
+
+
+def write_aliases(text: str, journal: Journal) -> None:
+    """Writes our part of the ssh config and includes it."""
+    if not text:
+        return
+    folder = Path("~/.ssh").expanduser()
+    config = folder / "config"
+    write_file(journal, folder / aliases.NAME, text.encode(), 0o600)
+    new = aliases.with_include(_read(config) or "")
+    write_file(journal, config, new.encode(), 0o600, (aliases.INCLUDE,))
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+def ask_password(ctx: click.Context, looks: Sequence[Look]) -> str:
+    """The password for these hosts, asked for once."""
+    if ctx.params["password_stdin"]:
+        return sys.stdin.readline().rstrip("\n")
+    names = ", ".join(one.host.name for one in looks)
+    if not sys.stdin.isatty():
+        raise SettingError(
+            f"{names}: a password is needed and nobody can be asked here",
+            remedy="--password-stdin, or type the command on a terminal",
+        )
+    return str(click.prompt(f"Password for {names}", hide_input=True))
+
+
+async def take_all_back(hosts: Sequence[Host], ssh: SshOptions, journal: Journal,
+                        dry_run: bool) -> int:  # fmt: skip
+    """Undoes the journal, other hosts first: what lets us in goes last."""
+    by_name = {host.name: host for host in hosts}
+    remote = [change for change in reversed(journal.changes) if change.host]
+    local = [change for change in reversed(journal.changes) if not change.host]
+    if not remote and not local:
+        click.echo("nothing to take back")
+        return 0
+    if dry_run:
+        for change in (*remote, *local):
+            click.echo(f"would restore {change.path} on {change.host or 'this machine'}")
+        return 0
+    if not await steps.revoke(remote, by_name, ssh, journal, click.echo):
+        click.echo("kept this machine's part, to be able to try again")
+        return 1
+    for change in local:
+        click.echo(take_back(change))
+        journal.forget(change)
+    return 0
+
+
+@command.command("sshd", context_settings={"ignore_unknown_options": True})
+@click.argument("action", type=click.Choice(["start", "stop", "status"]))
+@click.option("--port", type=int, default=12345, help="Where it listens.")
+@click.option("--address", default="0.0.0.0", help="On which address.")  # noqa: S104 - keys only
+@click.option("--folder", type=click.Path(path_type=Path), help="Where its files are.")
+@click.pass_context
+def sshd(ctx: click.Context, /, action: str, port: int, address: str, folder: Path | None) -> None:
+    """An sshd of your own, without root: on this machine, or on the hosts of `setup -H`."""
+    from paceline.cluster.setup import worker_sshd
+
+    words = [action, "--port", str(port), "--address", address]
+    words += ["--folder", str(folder)] if folder else []
+    parent = ctx.parent
+    if parent is None or not parent.params["hosts"]:
+        ctx.exit(worker_sshd.main(words))
+    hosts, ssh = cluster_hosts(parent)
+    ctx.exit(asyncio.run(_sshd_everywhere(hosts, ssh, words, Path(worker_sshd.__file__))))
+
+
+async def _sshd_everywhere(hosts: Sequence[Host], ssh: SshOptions, words: list[str],
+                           source: Path) -> int:  # fmt: skip
+    from paceline.cluster.setup.ssh import run
+
+    text = source.read_text(encoding="utf-8")
+    answers = await asyncio.gather(*(run(h, ssh, ["python3", "-", *words], text) for h in hosts))
+    for host, answer in zip(hosts, answers, strict=True):
+        said = answer.refusal.found if answer.refusal else answer.output or answer.words
+        for line in said.strip().splitlines():
+            click.echo(f"{host.name}: {line}")
+    return max(answer.status for answer in answers)
+
+
+@command.command("env")
+@click.option(
+    "--requirements",
+    required=True,
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Requirements or lock file.",
+)
+@click.option(
+    "--folder",
+    default="~/.local/share/paceline/env",
+    show_default=True,
+    help="Where the environment goes, on every host.",
+)
+@click.option("--python", default="python3", show_default=True, help="Makes it, on every host.")
+@click.option("--offline", is_flag=True, help="Ship the wheels from here.")
+@click.option(
+    "--activate",
+    default="",
+    metavar="LINE",
+    help="Shell line before the interpreter starts, such as `module load cuda`.",
+)
+@click.pass_context
+def env(ctx: click.Context, /, requirements: Path, folder: str, python: str, offline: bool,
+        activate: str) -> None:  # fmt: skip
+    """A Python environment on every host, from one requirements file."""
+    from paceline.cluster.setup import environments
+
+    assert ctx.parent is not None
+    hosts, ssh = cluster_hosts(ctx.parent)
+    wanted = environments.Wanted(requirements, folder, python, activate, offline)
+    wheels = environments.download(requirements) if offline else None
+    try:
+        asyncio.run(_environments(hosts, ssh, wanted, wheels))
+    finally:
+        if wheels is not None:
+            import shutil
+
+            shutil.rmtree(wheels)
+    interpreter = f"{folder}/bin/python{'-activated' if activate else ''}"
+    click.echo(f"use it: paceline run --python {interpreter} … (with ~ written out)")
+
+
+async def _environments(hosts: Sequence[Host], ssh: SshOptions, wanted: Any,
+                        wheels: Path | None) -> None:  # fmt: skip
+    from paceline.cluster.fanout import connect_all
+    from paceline.cluster.setup import environments
+
+    channels = await connect_all(hosts, [wanted.python] * len(hosts), ssh)
+    try:
+        work = [environments.make(channel, wanted, wheels) for channel in channels]
+        for done in asyncio.as_completed(work):
+            click.echo(await done)
+    finally:
+        await asyncio.gather(*(channel.close(5.0) for channel in channels))
+
+
+@command.command("mounts")
+@click.option("--kind", type=click.Choice(["nfs", "cifs"]), required=True)
+@click.option("--server", required=True, help="Name or address.")
+@click.option("--path", required=True, help="Exported path (nfs) or name of the share (cifs).")
+@click.option("--at", required=True, help="Where it is to be seen on every host.")
+@click.option("--user", default="", help="Account on the server (cifs).")
+def mounts(kind: Any, server: str, path: str, at: str, user: str) -> None:
+    """Print what to type on every host to mount a shared folder. Changes nothing."""
+    import os
+
+    from paceline.cluster.setup import shares
+
+    if kind == "cifs" and not user:
+        raise SettingError("a cifs share needs an account", remedy="--user NAME")
+    share = shares.Share(kind, server, path, at, user, os.getuid(), os.getgid())
+    click.echo(f"# line of /etc/fstab:\n{shares.fstab(share)}\n\n# on every host:")
+    click.echo("\n".join(shares.commands(share)))
+    click.echo(f"\n# then: paceline check -H HOSTS --shared {at}")
+
+
+@command.command("hosts")
+@click.pass_context
+def names(ctx: click.Context, /) -> None:
+    """Print lines for /etc/hosts, and what is wrong with those that are there. Changes nothing."""
+    from paceline.checks.examine import examine
+    from paceline.checks.scene import Wishes
+    from paceline.cluster.setup import names as lines
+
+    assert ctx.parent is not None
+    hosts, ssh = cluster_hosts(ctx.parent)
+    pythons = {host.name: host.python or sys.executable for host in hosts}
+    wishes = Wishes(pythons, dict.fromkeys(pythons, str(Path.cwd())))
+    scene = asyncio.run(examine(hosts, ssh, wishes, "quick"))
+    addresses = {name: scene.address(name) for name in scene.names}
+    click.echo("# the same lines for /etc/hosts of every host:")
+    click.echo("\n".join(lines.wanted(addresses, scene.facts)))
+    for name in scene.names:
+        for line in lines.loopback_lines(scene.facts[name]):
+            click.echo(f"# on {name}, take the own name off line {line}")

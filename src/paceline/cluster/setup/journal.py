@@ -1,0 +1,155 @@
+"""What setup changed, so that it can be taken back byte for byte."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One file or folder that was made or changed.
+
+    Attributes:
+        path: Absolute, on the machine that it is on.
+        before: Its content before in base64; ``None`` when it did not exist; empty for a folder.
+        mode: Its mode before; ``None`` when it did not exist.
+        after: SHA-256 of its content afterwards; empty for a folder.
+        host: Which host; empty for this machine.
+        lines: Lines that were added: taken out alone when the file has changed since.
+        folder: It is a folder.
+    """
+
+    path: str
+    before: str | None
+    mode: int | None
+    after: str = ""
+    host: str = ""
+    lines: tuple[str, ...] = ()
+    folder: bool = False
+
+
+@dataclass(slots=True)
+class Journal:
+    """All changes, oldest first, in a file of the user's own."""
+
+    file: Path
+    changes: list[Change] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, file: Path | None = None) -> Journal:
+        """The journal; empty when there is none yet."""
+        file = file or default_file()
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return cls(file)
+        return cls(file, [_change(one) for one in data.get("changes", [])])
+
+    def add(self, change: Change) -> None:
+        """Writes a change down, at once: what is done next may fail."""
+        self.changes.append(change)
+        self.write()
+
+    def forget(self, change: Change) -> None:
+        self.changes.remove(change)
+        self.write()
+
+    def write(self) -> None:
+        if not self.changes:
+            with contextlib.suppress(FileNotFoundError):
+                self.file.unlink()
+            return
+        self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        text = json.dumps({"changes": [asdict(change) for change in self.changes]}, indent=1)
+        new = self.file.with_suffix(".new")
+        new.write_text(text + "\n", encoding="utf-8")
+        new.chmod(0o600)
+        new.replace(self.file)
+
+
+def _change(data: dict[str, Any]) -> Change:
+    return Change(**{**data, "lines": tuple(data.get("lines", ()))})
+
+
+def default_file() -> Path:
+    """``$XDG_STATE_HOME/paceline/setup.json``."""
+    base = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
+    return Path(base) / "paceline" / "setup.json"
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_file(journal: Journal, path: Path, content: bytes, mode: int,
+               lines: tuple[str, ...] = ()) -> bool:  # fmt: skip
+    """Gives a file of this machine that content; False when it had it already.
+
+    A new parent folder is private to the user, and part of the journal.
+    """
+    before = path.read_bytes() if path.exists() else None
+    if before == content:
+        return False
+    if not path.parent.is_dir():
+        journal.add(Change(str(path.parent), None, None, folder=True))
+        path.parent.mkdir(mode=0o700, parents=True)
+    own_mode = path.stat().st_mode & 0o777 if before is not None else None
+    text = None if before is None else base64.b64encode(before).decode()
+    journal.add(Change(str(path), text, own_mode, digest(content), lines=lines))
+    _write_private(path, content, mode if own_mode is None else own_mode)
+    return True
+
+
+def _write_private(path: Path, content: bytes, mode: int) -> None:
+    new = path.with_name(path.name + ".paceline-new")
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+    new.chmod(mode)
+    new.replace(path)
+
+
+def take_back(change: Change) -> str:
+    """Undoes one change on this machine; says what was done."""
+    path = Path(change.path)
+    if change.folder:
+        return _remove_folder(path)
+    if not path.exists():
+        return f"{path} is gone already"
+    now = path.read_bytes()
+    if digest(now) == change.after:
+        return _restore(path, change)
+    kept = without_lines(now, change.lines)
+    if kept == now:
+        return f"{path} was changed since and holds nothing of ours: left as it is"
+    _write_private(path, kept, path.stat().st_mode & 0o777)
+    return f"{path} was changed since: took our lines out"
+
+
+def _restore(path: Path, change: Change) -> str:
+    if change.before is None:
+        path.unlink()
+        return f"removed {path}"
+    _write_private(path, base64.b64decode(change.before), change.mode or 0o600)
+    return f"restored {path}"
+
+
+def _remove_folder(path: Path) -> str:
+    try:
+        path.rmdir()
+    except OSError:
+        return f"{path} is kept: it holds other files"
+    return f"removed {path}"
+
+
+def without_lines(content: bytes, lines: tuple[str, ...]) -> bytes:
+    """The content without these whole lines."""
+    ours = {line.encode() for line in lines}
+    return b"".join(one for one in content.splitlines(True) if one.rstrip(b"\r\n") not in ours)

@@ -1,0 +1,175 @@
+"""``paceline setup`` on hosts that take nothing but a password, and back again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.lab import Lab, LabOptions
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(90)]
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+PASSWORD = "correct horse 'battery\" $taple"
+
+SSHD = """
+Port 22
+HostKey "{key}"
+PidFile none
+UsePAM no
+PasswordAuthentication yes
+PermitRootLogin yes
+AuthorizedKeysFile .ssh/authorized_keys
+Subsystem sftp internal-sftp
+"""
+
+
+@pytest.fixture
+def fresh() -> Iterator[Lab]:
+    """Three hosts that accept one password and know no key; the homes are empty."""
+    if reason := Lab.available():
+        pytest.skip(reason)
+    if os.geteuid() != 0:
+        pytest.skip("sshd checks passwords as root only")
+    hashed = subprocess.run(
+        ["openssl", "passwd", "-6", "-stdin"], input=PASSWORD, capture_output=True, text=True
+    ).stdout.strip()
+    daemons = []
+    with Lab(LabOptions(hosts=3)) as lab:
+        for name in lab.names:
+            (lab.layout.etc(name) / "shadow").write_text(f"root:{hashed}:19000:0:99999:7:::\n")
+            for file in (lab.home(name) / ".ssh").iterdir():
+                file.unlink()
+            (lab.home(name) / ".ssh").rmdir()
+            lab.fault("kill", name, "sshd.*listener")
+            config = lab.layout.host(name) / "sshd_password"
+            config.write_text(SSHD.format(key=lab.layout.host_key(name)))
+            daemons.append(lab.popen(name, ["/usr/sbin/sshd", "-D", "-f", str(config)]))
+        deadline = time.monotonic() + 10
+        while any("0.0.0.0:22" not in all_listeners(lab, name) for name in lab.names):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield lab
+        for daemon in daemons:
+            daemon.kill()
+            daemon.wait()
+
+
+def all_listeners(lab: Lab, name: str) -> str:
+    return lab.exec(name, ["ss", "-ltn"]).stdout
+
+
+def setup(lab: Lab, *words: str, password: str | None = PASSWORD) -> tuple[int, str]:
+    """Types ``paceline setup`` on n1 for the other two."""
+    argv = [sys.executable, "-m", "paceline", "setup", "-H", "n2,n3", *words]
+    done = lab.exec(
+        "n1", argv, env={"PYTHONPATH": str(SOURCE)}, timeout=60, cwd="/tmp",
+        input=None if password is None else password + "\n",
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def snapshot(lab: Lab) -> dict[str, str]:
+    """Every file of every home: mode and content."""
+    found = {}
+    for name in lab.names:
+        home = lab.home(name)
+        for path in sorted([home, *home.rglob("*")]):
+            if ".cache" in path.parts:
+                continue
+            content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+            found[f"{name}:{path.relative_to(home)}"] = f"{path.stat().st_mode:o} {content}"
+    return found
+
+
+def test_from_nothing_to_nothing_again(fresh: Lab) -> None:
+    foreign = fresh.home("n3") / ".ssh"
+    foreign.mkdir(mode=0o775)
+    (foreign / "authorized_keys").write_text("ssh-ed25519 AAAAC3 somebody@else")  # no newline
+    (foreign / "authorized_keys").chmod(0o664)
+    before = snapshot(fresh)
+
+    code, said = setup(fresh, "--dry-run")
+    assert code == 0
+    assert "make an ed25519 key" in said
+    assert "pin the host key of n2: ssh-ed25519 SHA256:" in said
+    assert snapshot(fresh) == before
+
+    code, said = setup(fresh)  # nobody says yes
+    assert code == 2
+    assert "-y" in said
+
+    code, said = setup(fresh, "-y", "--password-stdin")
+    assert code == 0, said
+    assert "2 hosts let us in" in said
+    keys = (fresh.home("n2") / ".ssh" / "authorized_keys").read_text()
+    assert keys.count("ssh-ed25519") == 1
+    assert (fresh.home("n3") / ".ssh" / "authorized_keys").read_text().count("\n") == 2
+    assert f"{(fresh.home('n3') / '.ssh').stat().st_mode & 0o777:o}" == "700"
+    assert not list(fresh.home("n2").rglob("id_*"))  # the private half stays here
+    login = fresh.exec("n1", ["ssh", "-o", "BatchMode=yes", "n3", "hostname"], timeout=20)
+    assert login.stdout == "n3\n", login.stderr
+
+    after = snapshot(fresh)
+    code, said = setup(fresh, "-y", password=None)
+    assert (code, "nothing to do" in said) == (0, True), said
+    assert snapshot(fresh) == after
+
+    code, said = setup(fresh, "--revoke", password=None)
+    assert code == 0, said
+    now = {k: v for k, v in snapshot(fresh).items() if ".local" not in k}
+    assert now == before
+
+
+def test_a_wrong_password_changes_nothing_there(fresh: Lab) -> None:
+    code, said = setup(fresh, "-y", "--password-stdin", password="wrong")
+    assert code == 1
+    assert "n2: the password was refused" in said
+    assert not (fresh.home("n2") / ".ssh").exists()
+
+
+def test_the_password_is_in_no_process_list_and_no_file(fresh: Lab) -> None:
+    argv = [sys.executable, "-m", "paceline", "setup", "-H", "n2,n3", "-y", "--password-stdin"]
+    seen = set()
+    with fresh.popen(
+        "n1", argv, env={"PYTHONPATH": str(SOURCE)}, cwd="/tmp", text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as child:  # fmt: skip
+        child.stdin.write(PASSWORD + "\n")
+        child.stdin.close()
+        while child.poll() is None:
+            for pid, line in fresh.processes("n1"):
+                seen.add(line)
+                try:
+                    seen.add(Path(f"/proc/{pid}/environ").read_text(errors="replace"))
+                except OSError:
+                    continue
+        assert child.returncode == 0, child.stdout.read()
+    assert any("askpass" in words for words in seen)
+    assert not [words for words in seen if "battery" in words]
+    for name in fresh.names:
+        files = [path for path in fresh.home(name).rglob("*") if path.is_file()]
+        assert not [path for path in files if b"battery" in path.read_bytes()]
+
+
+def test_a_worker_sshd_of_its_own(fresh: Lab) -> None:
+    assert setup(fresh, "-y", "--password-stdin")[0] == 0
+    for words, expected in (
+        (["start", "--port", "12345"], "sshd listens on port 12345"),
+        (["start", "--port", "12345"], "sshd runs already"),
+        (["status"], "sshd runs"),
+    ):
+        code, said = setup(fresh, "sshd", *words, password=None)
+        assert (code, said.count(expected)) == (0, 2), said
+    assert ":12345" in all_listeners(fresh, "n2")
+    code, said = setup(fresh, "sshd", "stop", password=None)
+    assert (code, said.count("sshd stopped")) == (0, 2), said
+    assert ":12345" not in all_listeners(fresh, "n2")
+    assert setup(fresh, "sshd", "status", password=None)[0] == 3

@@ -1,0 +1,141 @@
+"""The pure parts of setup: aliases, mounts, reports, journal."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.cluster.openssh import SshOptions
+from paceline.cluster.setup import aliases, authorized, keys, shares, ssh
+from paceline.cluster.setup.journal import Journal, take_back, without_lines, write_file
+from paceline.cluster.setup.worker_sshd import config_text
+from paceline.spec.errors import SettingError
+from paceline.spec.hosts import Host
+
+
+def test_hosts_that_need_nothing_get_no_alias() -> None:
+    assert not aliases.needed(Host("n1"), None)
+    assert aliases.needed(Host("n1", port=2222), None)
+    assert aliases.needed(Host("n1"), Path("/keys/job"))
+
+
+def test_ssh_agrees_with_the_alias(tmp_path: Path) -> None:
+    host = Host("gpu1", address="10.0.0.9", user="ml", port=2222)
+    config = tmp_path / "config"
+    config.write_text(aliases.blocks([host], tmp_path / "my key"))
+    said = subprocess.run(
+        ["ssh", "-F", str(config), "-G", "gpu1"], capture_output=True, text=True, check=True
+    ).stdout
+    for line in ("hostname 10.0.0.9", "user ml", "port 2222", "identitiesonly yes"):
+        assert f"{line}\n" in said
+    assert f"identityfile {tmp_path}/my key\n" in said
+
+
+def test_the_include_stands_first_and_once() -> None:
+    once = aliases.with_include("Host *\n  User x\n")
+    assert once.startswith(aliases.INCLUDE + "\n")
+    assert aliases.with_include(once) == once
+
+
+def test_names_that_would_change_the_meaning_are_refused() -> None:
+    with pytest.raises(SettingError):
+        aliases.blocks([Host("a b", port=1)], None)
+
+
+@given(st.text(st.characters(exclude_characters="\n\0", codec="utf-8"), min_size=1))
+def test_a_fstab_line_has_six_fields(path: str) -> None:
+    line = shares.fstab(shares.Share("cifs", "nas", path, "/mnt/a b", user="u"))
+    assert len([field for field in line.split(" ") if field]) >= 6
+    assert "\n" not in line
+
+
+def test_mount_commands_hold_no_password_and_close_the_file() -> None:
+    share = shares.Share("cifs", "nas", "data", "/mnt/data", user="ml")
+    text = "\n".join(shares.commands(share))
+    assert "install -m 600 -o root" in text
+    assert "password=%s" in text
+    nfs = shares.Share("nfs", "fd00::1", "/export", "/mnt/data")
+    assert shares.source(nfs) == "[fd00::1]:/export"
+    for command in [*shares.commands(share), *shares.commands(nfs)]:
+        assert shlex.split(command)
+    with pytest.raises(SettingError):
+        shares.Share("nfs", "nas", "/x", "relative")
+
+
+def test_the_install_report_is_read_through_a_banner() -> None:
+    report = authorized.read_report(
+        "Welcome!\npaceline home drwxr-xr-x /home/ml\npaceline folder drwxrwxr-x\n"
+        "paceline file -rw-rw-r-- YQ==\npaceline done YWI=\n"
+    )
+    assert report.changed
+    assert (report.file_mode, report.folder_mode, report.home_mode) == ("664", "775", "755")
+    assert authorized.read_report("garbage").failed
+    assert authorized.read_report("paceline failed no space\n").failed == "no space"
+
+
+@given(st.text(min_size=1))
+def test_the_key_reaches_the_script_as_data(key: str) -> None:
+    script = authorized.install_script(key.replace("\0", ""))
+    assert f"key={shlex.quote(key.replace(chr(0), '').strip())}" in script
+
+
+def test_the_journal_restores_byte_for_byte(tmp_path: Path) -> None:
+    journal = Journal.read(tmp_path / "state" / "j.json")
+    old, new = tmp_path / "config", tmp_path / "made" / "file"
+    old.write_bytes(b"no newline at the end")
+    old.chmod(0o640)
+    assert write_file(journal, old, b"first\nno newline at the end", 0o600, ("first",))
+    assert not write_file(journal, old, b"first\nno newline at the end", 0o600)
+    assert write_file(journal, new, b"x", 0o600)
+    again = Journal.read(tmp_path / "state" / "j.json")
+    for change in reversed(again.changes):
+        take_back(change)
+    assert old.read_bytes() == b"no newline at the end"
+    assert old.stat().st_mode & 0o777 == 0o640
+    assert not new.parent.exists()
+
+
+def test_what_others_wrote_since_is_kept(tmp_path: Path) -> None:
+    journal = Journal.read(tmp_path / "j.json")
+    file = tmp_path / "known_hosts"
+    write_file(journal, file, b"ours\n", 0o600, ("ours",))
+    file.write_bytes(b"ours\ntheirs\n")
+    take_back(journal.changes[-1])
+    assert file.read_bytes() == b"theirs\n"
+    assert without_lines(b"a\r\nb", ("a",)) == b"b"
+
+
+def test_existing_keys_are_used_and_dsa_never(tmp_path: Path) -> None:
+    rsa = tmp_path / "id_rsa"
+    rsa.write_text("private")
+    (tmp_path / "id_rsa.pub").write_text("ssh-rsa AAAA x\n")
+    found = keys.choose(None, [tmp_path / "id_ed25519", rsa], [], tmp_path)
+    assert (found.private, found.public, found.exists) == (rsa, "ssh-rsa AAAA x", True)
+    (tmp_path / "id_rsa.pub").write_text("ssh-dss AAAA x\n")
+    with pytest.raises(SettingError, match="DSA"):
+        keys.choose(rsa, [], [], tmp_path)
+    agent = keys.choose(None, [], ["ssh-dss A", "ssh-ed25519 B"], tmp_path)
+    assert (agent.private, agent.public) == (None, "ssh-ed25519 B")
+    assert keys.choose(None, [], [], tmp_path).private == tmp_path / "id_ed25519"
+    assert "dsa" not in keys.KINDS
+
+
+def test_only_the_asking_login_may_ask() -> None:
+    quiet = ssh.command(Host("n1"), SshOptions(), ["true"], asking=False)
+    asking = ssh.command(Host("n1"), SshOptions(), ["true"], asking=True)
+    assert "BatchMode=yes" in quiet
+    assert "BatchMode=no" in asking
+    assert "NumberOfPasswordPrompts=1" in asking
+    assert "StrictHostKeyChecking=yes" in asking
+
+
+def test_the_worker_sshd_takes_keys_only(tmp_path: Path) -> None:
+    text = config_text(tmp_path, 12345, "0.0.0.0")
+    assert "PasswordAuthentication no" in text
+    assert "Port 12345" in text
+    assert "DEBUG" not in text

@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from typing import List
 
 from . import procs
+
+STOPPED_S = 1.0  # how long the agent may stand still
 
 
 def fork_agent(package: str) -> None:
@@ -50,6 +53,10 @@ def _let_go(fds: List[int]) -> None:
 
 def _wait_for(agent: int) -> int:
     while True:
-        pid, status = os.wait()  # whoever else ends is an orphan that was handed to us
-        if pid == agent:
+        pid, status = os.waitpid(-1, os.WUNTRACED)  # others are orphans that were handed to us
+        if pid == agent and os.WIFSTOPPED(status):
+            # nobody would keep the lease; in a host that is frozen as a whole we do not get here
+            time.sleep(STOPPED_S)
+            os.kill(agent, signal.SIGCONT)
+        elif pid == agent:
             return status

@@ -157,12 +157,16 @@ class Channel:
 
     async def _read_frames(self) -> None:
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(ConnectionError):
+        try:
             while data := await self._link.reader.read(1 << 18):
                 self.last_heard = loop.time()
                 for message, blob in self._decoder.feed(data):
                     self._take(message, blob)
-        self._end()
+        except ConnectionError:
+            pass
+        finally:
+            if not self.lost.is_set():
+                self._end()
 
     def _take(self, message: Message, blob: bytes) -> None:
         if "re" in message:
@@ -176,6 +180,12 @@ class Channel:
                 self._hello.set_result(None)
         else:
             self.on_event(Event(self.host.name, message, blob))
+
+    def abandon(self) -> None:
+        """Gives up a host that is silent: whoever waits for an answer gets ConnectionError."""
+        if not self.lost.is_set():
+            self._link.writer.transport.abort()  # a full pipe to a frozen host never drains
+            self._end()
 
     def _end(self) -> None:
         self.lost.set()

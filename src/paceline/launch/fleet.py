@@ -96,6 +96,7 @@ class Fleet:
                 node.ready.set_result(why)
             self._on_lost(node, why)
             node.running = False
+            node.channel.abandon()
 
     async def each(self, work: Callable[[Node], Awaitable[Any]]) -> list[Any]:
         """Does something on every node at once; the first failure ends it all."""

@@ -126,12 +126,29 @@ class Fetcher:
     def __init__(self) -> None:
         self._open: dict[tuple[str, str], BinaryIO] = {}
         self._targets: dict[str, Path] = {}
+        self._problems: dict[str, OSError] = {}
 
     def take(self, event: Event) -> None:
         """Writes one block at its place."""
         target = self._targets.get(event.host)
         if target is None:
             return
+        try:
+            self._write(target, event)
+        except OSError as problem:
+            self._problems[event.host] = problem
+            self._drop(event.host)
+
+    def _drop(self, host: str) -> None:
+        """Takes no more of this host, and leaves no half file under a whole one's name."""
+        del self._targets[host]
+        for key in [key for key in self._open if key[0] == host]:
+            file = self._open.pop(key)
+            with contextlib.suppress(OSError):
+                file.close()
+            Path(file.name).unlink(missing_ok=True)
+
+    def _write(self, target: Path, event: Event) -> None:
         path = target / event.message["path"]
         if not stays_below(event.message["path"]):
             return
@@ -192,4 +209,10 @@ class Fetcher:
         finally:
             with contextlib.suppress(OSError):
                 self._close_of(node.name)
-            del self._targets[node.name]
+            self._targets.pop(node.name, None)
+        if problem := self._problems.pop(node.name, None):
+            raise NodeError(
+                f"cannot write what {node.name} sends",
+                found=f"{problem.strerror} ({problem.filename or target})",
+                remedy=f"Make room there, or copy by hand: scp -r {node.host.address}:{root} .",
+            )

@@ -284,6 +284,29 @@ def test_the_guard_is_killed(site: Site) -> None:
     assert site.leftovers(2.0) == ""
 
 
+def test_a_stopped_agent_goes_on(site: Site) -> None:
+    with waiting(site, "save") as launch:
+        (agent,) = (pid for pid, line in site.lab.processes("n2") if "import sys;exec" in line)
+        os.kill(agent, signal.SIGSTOP)
+        time.sleep(1.5)
+        assert launch.process.poll() is None
+        launch.signal(signal.SIGTERM)
+        ended = launch.end()
+    assert ended.code == 143, ended.err
+    assert ended.out.count("saved") == 2
+
+
+def test_a_host_freezes_before_the_start(site: Site) -> None:
+    with site.start("--lease", "4", "train.py") as launch:
+        assert eventually(lambda: _count(site, "n2", "forkserver") > 0, 10)
+        site.lab.fault("freeze", "n2")
+        ended = launch.end()
+    assert ended.code == 1
+    assert ended.seconds < 10
+    assert "n2" in ended.err
+    assert "Traceback" not in ended.err
+
+
 def test_ssh_is_killed(site: Site) -> None:
     with waiting(site, "echo") as launch:
         site.lab.fault("kill", "n2", "sshd: .*notty")

@@ -84,6 +84,8 @@ elif way == "write":
     Path("out").mkdir(exist_ok=True)
     (Path("out") / "deep.bin").write_bytes(bytes(range(256)))
     (Path(os.environ["PACELINE_RUN_DIR"]) / f"kept-{rank}.txt").write_text("kept\n")
+elif way == "large":
+    Path("large.bin").write_bytes(bytes(8 << 20))
 elif way == "both":
     print("to out", flush=True)
     print("to err", file=sys.stderr, flush=True)

@@ -22,6 +22,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "predict": ("paceline.cli.predict", "Classify images with a trained model."),
     "check": ("paceline.cli.check", "Find what would go wrong on the hosts, before it does."),
     "explain": ("paceline.cli.explain", "Say what went wrong in a run, or in any log."),
+    "bench": ("paceline.cli.bench", "Measure how a job speeds up, and other things."),
     "env": ("paceline.cli.env", "The place that mpirun, mpiexec or srun gave this process."),
     "setup": ("paceline.cli.setup", "Prepare the hosts: keys, host keys, sshd, environment."),
     "hosts": ("paceline.cli.hosts", "Show the hosts that a host file or list names."),

@@ -1,0 +1,1 @@
+"""Measuring jobs, and the arithmetic of what they measured."""

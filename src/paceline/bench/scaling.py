@@ -1,0 +1,244 @@
+"""The timing ladder: the same command at 1, 1×P, N×1 and N×P processes. Everything here is pure."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_NUMBER = r"([\d,]+(?:\.\d+)?)"
+_TRAINED = re.compile(rf"trained {_NUMBER} steps, {_NUMBER} samples in {_NUMBER} s")
+_SHARES = {
+    "data": re.compile(r"waiting for data (\d+)%"),
+    "communication": re.compile(r"communication (\d+)%"),
+    "computing": re.compile(r"computing (\d+)%"),
+}
+POOR = 0.8  # an efficiency below this deserves a word
+NOTICEABLE = 0.2  # and so does a share of the time above this
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many nodes, and how many processes on each."""
+
+    nodes: int
+    processes: int
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.processes
+
+    @property
+    def label(self) -> str:
+        return f"{self.nodes}×{self.processes}"
+
+
+def ladder(nodes: int, processes: int) -> list[Layout]:
+    """One process, one node full, every node with one, everything; each once."""
+    steps = [Layout(1, 1), Layout(1, processes), Layout(nodes, 1), Layout(nodes, processes)]
+    return list(dict.fromkeys(steps))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run. All times in seconds; the three parts add up to ``wall``.
+
+    Attributes:
+        wall: From the command to its end.
+        startup: Until all ranks had joined (or were started, if they never joined).
+        training: From there until the last rank ended.
+        shutdown: The rest: results brought home, connections closed.
+        samples: Samples trained on, ``None`` when the script does not tell.
+        loop: Time in the training loop alone, as the script tells it.
+        shares: Parts of the loop: data, communication, computing.
+    """
+
+    wall: float
+    startup: float
+    training: float
+    shutdown: float
+    samples: int | None = None
+    loop: float | None = None
+    shares: Mapping[str, float] | None = None
+
+    @property
+    def speed(self) -> float:
+        """Samples a second where they are known, else runs a second of the training part."""
+        if self.samples and self.loop:
+            return self.samples / self.loop
+        return 1.0 / max(self.training, 1e-9)
+
+
+def measure(wall: float, began: float, events: Sequence[Mapping[str, Any]],
+            said: Sequence[str]) -> Measured:  # fmt: skip
+    """Puts one run's record together.
+
+    Args:
+        wall: Seconds that the whole command took.
+        began: When it was started, seconds since 1970.
+        events: Its events.jsonl.
+        said: Lines that the script had shown to the user.
+    """
+    times: dict[str, list[float]] = {}
+    for event in events:
+        times.setdefault(str(event["event"]), []).append(float(event["time"]))
+    ready = max(times.get("world joined") or times.get("rank started") or [began])
+    ended = max(times.get("rank ended") or [began + wall])
+    startup = min(max(ready - began, 0.0), wall)
+    training = min(max(ended - ready, 0.0), wall - startup)
+    samples, loop, shares = parse_summary(said)
+    return Measured(wall, startup, training, wall - startup - training, samples, loop, shares)
+
+
+def parse_summary(
+    said: Sequence[str],
+) -> tuple[int | None, float | None, dict[str, float] | None]:
+    """Samples, seconds and shares from the training library's own summary, if there is one."""
+    for line in reversed(said):
+        if match := _TRAINED.search(line):
+            found = {name: pattern.search(line) for name, pattern in _SHARES.items()}
+            shares = {name: int(m.group(1)) / 100 for name, m in found.items() if m}
+            return int(_plain(match.group(2))), float(_plain(match.group(3))), shares or None
+    return None, None, None
+
+
+def _plain(number: str) -> str:
+    return number.replace(",", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One layout over its repetitions.
+
+    Attributes:
+        layout: Which.
+        runs: Its repetitions.
+        speed, spread: Mean speed and its standard deviation (0 for one run).
+        speedup, efficiency: Against the first layout.
+    """
+
+    layout: Layout
+    runs: tuple[Measured, ...]
+    speed: float
+    spread: float
+    speedup: float
+    efficiency: float
+
+    def mean(self, name: str) -> float:
+        """Mean of one of the times."""
+        return statistics.fmean(float(getattr(run, name)) for run in self.runs)
+
+    def share(self, name: str) -> float | None:
+        """Mean part of the loop that went to something, where every run tells it."""
+        found = [run.shares[name] for run in self.runs if run.shares and name in run.shares]
+        return statistics.fmean(found) if len(found) == len(self.runs) else None
+
+
+def rows(measured: Sequence[tuple[Layout, Sequence[Measured]]]) -> list[Row]:
+    """Speed-up and efficiency against the first."""
+    base = statistics.fmean(run.speed for run in measured[0][1])
+    first = measured[0][0].world
+    made = []
+    for layout, runs in measured:
+        speeds = [run.speed for run in runs]
+        speed = statistics.fmean(speeds)
+        spread = statistics.stdev(speeds) if len(speeds) > 1 else 0.0
+        made.append(
+            Row(
+                layout,
+                tuple(runs),
+                speed,
+                spread,
+                speed / base,
+                speed / base / layout.world * first,
+            )
+        )
+    return made
+
+
+def limit(row: Row, every: Sequence[Row]) -> str:
+    """What limits a layout, in words; empty when nothing does."""
+    if row.efficiency >= POOR or row.layout.world == 1:
+        return ""
+    data, communication = row.share("data"), row.share("communication")
+    if data is not None and data > NOTICEABLE:
+        return f"data: {data:.0%} of the time was spent waiting for it"
+    if communication is not None and communication > NOTICEABLE:
+        return f"communication: {communication:.0%} of the time"
+    one_node = next((r for r in every if r.layout.nodes == 1 and r.layout.world > 1), None)
+    spread_out = next((r for r in every if r.layout.processes == 1 and r.layout.nodes > 1), None)
+    if row.layout.nodes == 1:
+        return "computing: the processes share the processors and memory of one node"
+    if spread_out is not None and spread_out.efficiency < POOR:
+        return "communication: one process a node is slow already"
+    if one_node is not None and one_node.efficiency < POOR:
+        return "computing: one node alone is slow already"
+    return "unknown: neither one node nor one process a node is slow by itself"
+
+
+def table(found: Sequence[Row]) -> str:
+    """For people; fixed columns."""
+    unit = "samples/s" if all(run.samples for row in found for run in row.runs) else "runs/s"
+    head = f"{'layout':<8}{'wall s':>9}{'start s':>9}{'train s':>9}{'end s':>8}{unit:>18}"
+    lines = [f"{head}{'speed-up':>10}{'efficiency':>12}  limited by"]
+    for row in found:
+        spread = f"±{row.spread:.1f}" if len(row.runs) > 1 else ""
+        speed = f"{row.speed:,.1f}{spread}" if unit == "samples/s" else f"{row.speed:.3f}{spread}"
+        times = "".join(
+            f"{row.mean(name):>{width}.2f}"
+            for name, width in (("wall", 9), ("startup", 9), ("training", 9), ("shutdown", 8))
+        )
+        lines.append(
+            f"{row.layout.label:<8}{times}{speed:>18}{row.speedup:>10.2f}{row.efficiency:>12.0%}"
+            f"  {limit(row, found)}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def to_json(found: Sequence[Row]) -> list[dict[str, Any]]:
+    """Every number, and every repetition."""
+    return [
+        {
+            "nodes": row.layout.nodes,
+            "processes": row.layout.processes,
+            "speed": row.speed,
+            "spread": row.spread,
+            "speedup": row.speedup,
+            "efficiency": row.efficiency,
+            "limited_by": limit(row, found),
+            "runs": [{**asdict(run), "speed": run.speed} for run in row.runs],
+        }
+        for row in found
+    ]
+
+
+def picture(found: Sequence[Row]) -> str:
+    """Speed-up over processes as SVG, with the ideal line."""
+    width, height, edge = 480, 320, 48
+    most = max(row.layout.world for row in found)
+    highest = max(float(most), *(row.speedup for row in found))
+
+    def at(world: float, speedup: float) -> tuple[float, float]:
+        x = edge + (world / most) * (width - 2 * edge)
+        return x, height - edge - (speedup / highest) * (height - 2 * edge)
+
+    (x0, y0), (x1, y1) = at(0, 0), at(most, most)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<line x1="{x0}" y1="{y0}" x2="{x1:.1f}" y2="{y0}" stroke="black"/>',
+        f'<line x1="{x0}" y1="{y0}" x2="{x0}" y2="{edge}" stroke="black"/>',
+        f'<line x1="{x0}" y1="{y0}" x2="{x1:.1f}" y2="{y1:.1f}" stroke="gray" '
+        'stroke-dasharray="4"/>',
+        f'<text x="{width / 2}" y="{height - 10}" text-anchor="middle">processes</text>',
+        f'<text x="{edge}" y="{edge - 16}">speed-up (dashed: ideal)</text>',
+    ]
+    for row in found:
+        x, y = at(row.layout.world, row.speedup)
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#1f6fb2"/>')
+        label = f"{row.layout.label}: {row.speedup:.2f}"
+        parts.append(f'<text x="{x - 8:.1f}" y="{y - 9:.1f}" text-anchor="end">{label}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"

@@ -1,0 +1,125 @@
+"""``paceline bench scaling``: the timing ladder of the user's own command."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.bench import scaling
+from paceline.cli.launching import job_of, launch_options, prepare
+from paceline.cli.run import entry_of
+from paceline.cli.train import recipe_job
+from paceline.cli.via import way_of
+from paceline.launch.running import report_failure, run_job
+from paceline.launch.screen import Screen
+from paceline.recipes import RECIPES, parse_options
+from paceline.spec.errors import JobError, SettingError
+from paceline.spec.hosts import Cluster
+from paceline.spec.job import Job
+from paceline.spec.rundir import EVENTS
+from paceline.spec.settings import Setting, Source
+
+
+@click.command("scaling", context_settings={"allow_interspersed_args": False})
+@launch_options
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a Python module.")
+@click.option("--recipe", is_flag=True, help="SCRIPT is the name of a built-in recipe.")
+@click.option("--repeat", type=click.IntRange(1), default=1, help="Runs of each layout.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path),
+              help="Folder for the runs, scaling.json and scaling.svg.")  # fmt: skip
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: bool,
+            recipe: bool, repeat: int, out: Path | None, **_: object) -> None:  # fmt: skip
+    """Run SCRIPT with ARGS as 1, 1×P, N×1 and N×P processes and compare.
+
+    Let it do a fixed number of steps, of the same global batch: its own option for that stands
+    among ARGS. Samples are counted where the script trains with paceline.train; otherwise the
+    work is taken to be the same at every layout, and the time of its ranks is compared.
+    """
+    cluster, _way = prepare(ctx)
+    if recipe:
+        job = _recipe_job(ctx, script, args)
+    else:
+        entry = entry_of(script, args, module=module, no_python=False)
+        job = job_of(ctx, entry, name=Path(script).stem)
+    folder = out or Path("runs") / f"scaling-{time.strftime('%Y%m%d-%H%M%S')}"
+    found = climb(ctx, job, cluster, folder, repeat, package=recipe)
+    (folder / "scaling.json").write_text(json.dumps(scaling.to_json(found), indent=2) + "\n")
+    (folder / "scaling.svg").write_text(scaling.picture(found), encoding="utf-8")
+    if ctx.params["as_json"]:
+        click.echo(json.dumps(scaling.to_json(found), indent=2))
+        return
+    click.echo(scaling.table(found))
+    click.echo(f"\nnumbers {folder / 'scaling.json'}, picture {folder / 'scaling.svg'}")
+
+
+def _recipe_job(ctx: click.Context, name: str, args: tuple[str, ...]) -> Job:
+    if name not in RECIPES:
+        raise SettingError(f"there is no recipe {name}", found=", ".join(RECIPES))
+    return recipe_job(ctx, name, parse_options(name, list(args)))
+
+
+def climb(ctx: click.Context, job: Job, cluster: Cluster, folder: Path, repeat: int,
+          package: bool) -> list[scaling.Row]:  # fmt: skip
+    """All layouts, one after the other; says where it is."""
+    nodes = job.nnodes.value or len(cluster.hosts)
+    slots = cluster.hosts[0].slots
+    processes = job.nproc_per_node.value or slots or 1
+    measured = []
+    for layout in scaling.ladder(nodes, processes):
+        runs = []
+        for number in range(repeat):
+            click.echo(f"paceline: {layout.label}, run {number + 1} of {repeat}", err=True)
+            where = folder / f"{layout.nodes}x{layout.processes}-{number + 1}"
+            runs.append(run_once(ctx, job, cluster, layout, where, package))
+        measured.append((layout, runs))
+    return scaling.rows(measured)
+
+
+class Listening(Screen):
+    """Shows nothing, and keeps what the script had to say."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def note(self, text: str) -> None:
+        """The launcher's own lines would only disturb the table."""
+
+
+def run_once(ctx: click.Context, job: Job, cluster: Cluster, layout: scaling.Layout, where: Path,
+             package: bool) -> scaling.Measured:  # fmt: skip
+    """One run of one layout. JobError when it fails: a ladder with a broken step says nothing."""
+    shaped = replace(
+        job,
+        nnodes=Setting(layout.nodes, Source.COMMAND_LINE),
+        nproc_per_node=Setting(layout.processes, Source.COMMAND_LINE),
+    )
+    screen, transport = Listening(), way_of(ctx.params).transport
+    if transport is None:
+        raise SettingError("bench scaling runs here, not in a batch", remedy="salloc, then this")
+    began, clock = time.time(), time.monotonic()
+    outcome = run_job(shaped, cluster, transport, screen, run_dir=where, parent=where.parent,
+                      package=package)  # fmt: skip
+    wall = time.monotonic() - clock
+    if outcome.result.exit_code:
+        raise JobError(
+            f"the run with {layout.label} processes failed",
+            found=report_failure(outcome), exit_code=outcome.result.exit_code,
+        )  # fmt: skip
+    return scaling.measure(wall, began, _events(where), screen.said)
+
+
+def _events(where: Path) -> list[dict[str, Any]]:
+    text = (where / EVENTS).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]

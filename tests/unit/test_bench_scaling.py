@@ -1,0 +1,97 @@
+"""The arithmetic of the timing ladder."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from paceline.bench.scaling import (
+    Layout,
+    Measured,
+    ladder,
+    limit,
+    measure,
+    parse_summary,
+    picture,
+    rows,
+    table,
+    to_json,
+)
+
+SAID = (
+    "trained 1,200 steps, 76,800 samples in 4.5 s: 17,067 samples/s"
+    " (waiting for data 30%, communication 10%, computing 60%)"
+)
+
+
+def run(training: float, wall: float = 0.0) -> Measured:
+    wall = wall or training + 2
+    return Measured(wall, wall - training, training, 0.0)
+
+
+def test_the_steps_of_the_ladder() -> None:
+    assert [layout.label for layout in ladder(2, 4)] == ["1×1", "1×4", "2×1", "2×4"]
+    assert [layout.label for layout in ladder(1, 2)] == ["1×1", "1×2"]
+    assert ladder(1, 1) == [Layout(1, 1)]
+
+
+def test_the_parts_add_up() -> None:
+    events = [
+        {"time": 102.0, "event": "world joined"},
+        {"time": 102.5, "event": "world joined"},
+        {"time": 109.0, "event": "rank ended"},
+        {"time": 109.5, "event": "rank ended"},
+    ]
+    found = measure(10.0, 100.0, events, ["hello", SAID])
+    assert (found.startup, found.training, found.shutdown) == (2.5, 7.0, 0.5)
+    assert found.startup + found.training + found.shutdown == found.wall
+    assert found.samples == 76_800
+    assert found.speed == pytest.approx(76_800 / 4.5)
+    assert found.shares == {"data": 0.3, "communication": 0.1, "computing": 0.6}
+
+
+def test_a_script_that_tells_nothing() -> None:
+    assert parse_summary(["epoch 1"]) == (None, None, None)
+    found = measure(3.0, 50.0, [], [])
+    assert found.startup + found.training + found.shutdown == 3.0
+
+
+def test_speed_up_and_efficiency() -> None:
+    layouts = ladder(2, 2)
+    found = rows(
+        list(zip(layouts, [[run(8), run(8)], [run(5)], [run(4)], [run(2.5)]], strict=True))
+    )
+    assert [round(row.speedup, 2) for row in found] == [1.0, 1.6, 2.0, 3.2]
+    assert [round(row.efficiency, 2) for row in found] == [1.0, 0.8, 1.0, 0.8]
+    assert found[0].spread == 0.0
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ((8, 7, 4, 3.9), "computing: one node alone is slow already"),
+        ((8, 4, 7, 3.9), "communication: one process a node is slow already"),
+        ((8, 4, 4, 3.9), "unknown"),
+        ((8, 4, 4, 2), ""),
+    ],
+)
+def test_what_limits(times: tuple[float, ...], words: str) -> None:
+    found = rows(list(zip(ladder(2, 2), [[run(t)] for t in times], strict=True)))
+    assert limit(found[-1], found).startswith(words)
+    assert bool(limit(found[-1], found)) == bool(words)
+
+
+def test_what_the_script_tells_goes_first() -> None:
+    slow = measure(10.0, 0.0, [], [SAID])
+    found = rows([(Layout(1, 1), [run(0.00001)]), (Layout(2, 2), [slow])])
+    assert limit(found[1], found) == "data: 30% of the time was spent waiting for it"
+
+
+def test_what_is_shown() -> None:
+    found = rows(list(zip(ladder(2, 2), [[run(8)], [run(5)], [run(4)], [run(3.9)]], strict=True)))
+    lines = table(found).splitlines()
+    assert len(lines) == 5
+    assert lines[0].split()[:2] == ["layout", "wall"]
+    assert ElementTree.fromstring(picture(found)).tag.endswith("svg")
+    assert to_json(found)[3]["runs"][0]["wall"] == pytest.approx(5.9)

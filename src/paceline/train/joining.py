@@ -34,7 +34,8 @@ def join(
     """Takes this process's place in the job and waits for the others.
 
     Works under the launcher, torchrun, mpirun, mpiexec and srun, and alone. What another launcher
-    says is written into this process's environment in torchrun's terms.
+    says is written into this process's environment in torchrun's terms. A process group that the
+    script has made is used and left alone.
 
     Args:
         name: For the default run directory ``runs/NAME-DATE-TIME``.
@@ -59,13 +60,15 @@ def join(
     chosen = devices.choose_backend(backend, target, found)
     numbers = precision(dtype)
     _settle(target)
-    if place.joined:
+    ours = place.joined and not dist.is_initialized()
+    if ours:
         _make_group(chosen, target, timeout)
     world.check_planned(place, os.environ)
     seed_all(seed)
     folder = _folder(name, run_dir)
     reporter = report.reporter(os.environ, place.rank, folder, quiet=quiet)
     session = Session(place, target, numbers, folder, seed, log_every, check_every, reporter)
+    session.leaves_group = ours
     session.event("joined", world=place.size, device=str(target), backend=chosen)
     return session
 

@@ -48,6 +48,7 @@ class Session:
         folder: The run directory; only rank 0 writes to it.
         progress: How far the training is.
         comms: Collectives for small things.
+        leaves_group: The process group was made by :func:`join` and ends with the session.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Session:
         reporter: Reporter,
     ) -> None:
         self.world, self.device, self.precision, self.folder = place, device, numbers, folder
+        self.leaves_group = True
         self.progress = Progress()
         self.comms = Comms(place, device)
         self._seed, self._log_every, self._check_every = seed, log_every, check_every
@@ -496,7 +498,7 @@ class Session:
             guard.close()
         self._reporter.close()
         # After a failure the other ranks may be inside a collective; leaving tells them.
-        if agreed:
+        if agreed and self.leaves_group:
             leave()
 
 

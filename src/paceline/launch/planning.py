@@ -173,7 +173,13 @@ def make_plan(
 
 
 def agent_holds_store(job: Job, facts: Facts) -> bool:
-    """The store needs torch on the first node; without it rank 0 is left to hold its own."""
+    """The store needs torch on the first node; without it rank 0 is left to hold its own.
+
+    A script that is given an address (``tcp://HOST:PORT``) opens the store itself. Told that
+    somebody else holds it, it would wait for ever: torch looks at that variable for every address.
+    """
+    if any("tcp://" in word for word in job.entry.args):
+        return False
     return job.needs_torch or facts.get("torch") is not None
 
 

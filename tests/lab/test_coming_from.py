@@ -1,0 +1,117 @@
+"""Scripts written for other launchers run unmodified, and each command of the guide does."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launches import SOURCE, Site
+from slurmlab import Slurm, slurm_on
+from ways import PARTS, Way, missing, site_in
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+
+SCRIPTS = Path(__file__).with_name("coming")
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
+FRAMEWORKS = PARTS / "frameworks"
+
+
+@pytest.fixture(scope="module")
+def cluster(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Slurm]]:
+    folder = tmp_path_factory.mktemp("coming")
+    site = site_in(new_lab, folder)
+    shutil.copytree(SCRIPTS, site.project, dirs_exist_ok=True)
+    (site.project / "hostfile").write_text("n1\nn2\n")
+    (site.project / "data").mkdir()
+    with slurm_on(site.lab, folder / "slurm") as slurm:
+        yield site, slurm
+
+
+@pytest.fixture
+def site(cluster: tuple[Site, Slurm]) -> Site:
+    return cluster[0]
+
+
+def over_two(site: Site, script: str, *words: str, processes: int = 2) -> list[str]:
+    """The lines of a script on two hosts, sorted."""
+    if script.startswith("with_") and not FRAMEWORKS.is_dir():
+        missing("accelerate, lightning and transformers are not installed")
+    env = {"HF_HUB_OFFLINE": "1"}
+    way = Way(site, ("-H", "n1,n2", "-p", str(processes), "--env", f"PYTHONPATH={FRAMEWORKS}"),
+              env=env)  # fmt: skip
+    ended = way.run(script, *words)
+    assert ended.code == 0, ended.err
+    return sorted(line.split("] ", 1)[1] for line in ended.out.splitlines())
+
+
+def test_a_script_for_torchrun(site: Site) -> None:
+    assert over_two(site, "train.py") == [f"trained as {rank} of 4" for rank in range(4)]
+
+
+def test_a_script_that_spawns_its_ranks(site: Site) -> None:
+    """One start a node; the ranks meet at the address that the launcher holds."""
+    lines = over_two(site, "main.py", "--multiprocessing-distributed", processes=1)
+    assert lines == [f"spawned {rank} of 4" for rank in range(4)]
+
+
+def test_a_script_with_an_address_of_its_own(site: Site) -> None:
+    """It opens the store itself: under a launcher that says it holds one, it would wait forever."""
+    address = f"tcp://{site.lab.address('n1')}:23457"
+    lines = over_two(site, "main.py", "--dist-url", address, processes=1)
+    assert lines == [f"spawned {rank} of 4" for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ("with_accelerate.py", "accelerate {} of 4 saw 32"),
+        ("with_lightning.py", "lightning {} of 4 steps 2"),
+        ("with_trainer.py", "trainer {} of 4 steps 2"),
+    ],
+)
+def test_a_framework(site: Site, script: str, line: str) -> None:
+    found = over_two(site, script)
+    assert [one for one in found if one.startswith(line.split()[0])] == [
+        line.format(rank) for rank in range(4)
+    ]
+
+
+# --- the guide
+
+
+def commands() -> list[str]:
+    """Every command of ours in the guide that stands in a block to be run."""
+    text = GUIDE.read_text(encoding="utf-8") if GUIDE.exists() else ""
+    blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+    joined = "\n".join(blocks).replace("\\\n", " ")
+    return [line[2:] for line in joined.splitlines() if line.startswith("$ paceline")]
+
+
+@pytest.mark.parametrize("text", commands())
+def test_each_command_of_the_guide(cluster: tuple[Site, Slurm], text: str) -> None:
+    """As typed on the first host, in a folder with the scripts that the guide speaks of."""
+    site, slurm = cluster
+    folder = Path(sys.executable).parent
+    env = {**slurm.env, "PYTHONPATH": str(SOURCE), "PATH": f"{folder}:{os.environ['PATH']}"}
+    words = [sys.executable, "-m", *shlex.split(text)]
+    done = site.lab.exec("n1", words, env=env, cwd=site.project, timeout=100)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+
+
+def test_the_guide_speaks_of_every_original_command() -> None:
+    """Ours are run above; theirs must all be there."""
+    text = GUIDE.read_text(encoding="utf-8")
+    for original in (
+        "tlt train", "mpiexec.hydra -ppn 1 -f hostfile hostname", "mpirun -l -ppn 1 -hosts",
+        "--multiprocessing-distributed --world-size 2 --rank 0", "torchrun --nproc_per_node=2",
+        "time python train.py --epochs 5", "bash helper.sh", "sbatch -N2", "docker run --rm",
+        "ssh-keygen -t rsa", "accelerate launch",
+    ):  # fmt: skip
+        assert original in text, original

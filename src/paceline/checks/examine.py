@@ -30,7 +30,8 @@ def due(checks: Sequence[Check], level: Level) -> list[Check]:
 
 
 async def examine(hosts: Sequence[Host], ssh: SshOptions, wishes: Wishes, level: Level,
-                  progress: Progress = lambda text: None) -> Scene:  # fmt: skip
+                  progress: Progress = lambda text: None,
+                  only: Sequence[str] = ()) -> Scene:  # fmt: skip
     """Logs in to all hosts and asks those that let us in.
 
     Args:
@@ -39,6 +40,7 @@ async def examine(hosts: Sequence[Host], ssh: SshOptions, wishes: Wishes, level:
         wishes: What the job would need.
         level: How much to ask.
         progress: Told what is being looked at.
+        only: Probes of these checks alone; empty for all that are due.
     """
     progress(f"logging in to {len(hosts)} host{'s' * (len(hosts) > 1)}")
     pythons = [wishes.pythons[host.name] for host in hosts]
@@ -62,13 +64,14 @@ async def examine(hosts: Sequence[Host], ssh: SshOptions, wishes: Wishes, level:
         wishes=wishes,
     )
     try:
-        return await ask(channels, scene, level, progress)
+        return await ask(channels, scene, level, progress, only)
     finally:
         await asyncio.gather(*(channel.close(GOODBYE_S) for channel in channels.values()))
 
 
 async def ask(channels: Mapping[str, Channel], scene: Scene, level: Level,
-              progress: Progress = lambda text: None) -> Scene:  # fmt: skip
+              progress: Progress = lambda text: None,
+              only: Sequence[str] = ()) -> Scene:  # fmt: skip
     """The scene with the evidence of every probe that is due."""
     if not channels or level == "facts":
         return scene
@@ -76,7 +79,8 @@ async def ask(channels: Mapping[str, Channel], scene: Scene, level: Level,
     if len(channels) == 1:
         probing.networks = dict.fromkeys(channels, LOOPBACK)
     for check in due(load_all(), level):
-        if check.probe is not None and applies(check, scene):
+        wanted = not only or check.id in only
+        if wanted and check.probe is not None and applies(check, scene):
             progress(check.title.lower())
             await _ask_one(probing, check)
     return probing.scene

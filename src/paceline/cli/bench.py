@@ -8,6 +8,10 @@ import click
 
 # name → (module with ``command``, one line for --help)
 BENCHES: dict[str, tuple[str, str]] = {
+    "collectives": (
+        "paceline.cli.bench_collectives",
+        "Bandwidth of collectives, checked, against the links' own rate.",
+    ),
     "scaling": ("paceline.cli.bench_scaling", "How a command speeds up from 1 process to all."),
 }
 

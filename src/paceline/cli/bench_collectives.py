@@ -1,0 +1,299 @@
+"""``paceline bench collectives``: bandwidth of every collective against the links' own rate."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from paceline.bench import bandwidth
+from paceline.bench.bandwidth import Row
+from paceline.cli.launching import job_of, launch_options, prepare
+from paceline.cli.via import Way
+from paceline.spec.errors import JobError, SettingError
+from paceline.spec.hosts import Cluster
+from paceline.spec.job import Entry
+
+if TYPE_CHECKING:
+    from paceline.checks.scene import Scene
+
+MODULE = "paceline.bench.collectives_job"
+RESULT = "collectives.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was measured.
+
+    Attributes:
+        rows: The table.
+        about: backend, ranks, nodes, torch.
+        links: Bits a second between hosts, by (from, to); empty when not measured.
+        slow: What the links' own measurement blames, in words; empty when nobody.
+    """
+
+    rows: tuple[Row, ...]
+    about: Mapping[str, Any]
+    links: Mapping[tuple[str, str], float]
+    slow: tuple[str, ...] = ()
+
+
+@click.command("collectives")
+@launch_options
+@click.option("-b", "--minbytes", default="8", show_default=True, help="Smallest size.")
+@click.option("-e", "--maxbytes", default="4M", show_default=True, help="Largest size.")
+@click.option(
+    "-f", "--stepfactor", type=int, default=8, show_default=True, help="From one size to the next."
+)
+@click.option("-i", "--stepbytes", default="0", help="Add this many bytes instead.")
+@click.option(
+    "-n",
+    "--iters",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="Timed calls of each size.",
+)
+@click.option(
+    "-w",
+    "--warmup-iters",
+    type=click.IntRange(0),
+    default=5,
+    show_default=True,
+    help="Calls before them.",
+)
+@click.option("-c", "--check/--no-check", "verify", default=True, help="Check every result.")
+@click.option(
+    "-d",
+    "--datatype",
+    type=click.Choice(list(bandwidth.TYPES)),
+    default="float",
+    show_default=True,
+    help="Type of an element.",
+)
+@click.option(
+    "-o",
+    "--op",
+    type=click.Choice(["sum", "max", "min"]),
+    default="sum",
+    show_default=True,
+    help="Reduction.",
+)
+@click.option("-r", "--root", type=click.IntRange(0), default=0, help="Root of rooted ones.")
+@click.option(
+    "--collective",
+    "chosen",
+    multiple=True,
+    metavar="NAME",
+    type=click.Choice([*bandwidth.COLLECTIVES, "all"]),
+    help="Which; can be repeated. Default: all.",
+)
+@click.option("--min-busbw", type=float, metavar="GB/S", help="Fail when all_reduce stays below.")
+@click.option(
+    "--min-share",
+    type=float,
+    metavar="SHARE",
+    help="Fail when all_reduce uses less than this share of the slowest link (0…1).",
+)
+@click.option("--no-links", is_flag=True, help="Do not measure the links themselves.")
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.svg",
+    help="Also draw the matrix of links as a heat map.",
+)
+@click.pass_context
+def command(ctx: click.Context, /, **given: Any) -> None:
+    """Measure collectives over all hosts, with nccl-tests' flags, columns and factors.
+
+    Exit status: 1 when a value is wrong or a threshold is missed.
+    """
+    spec = spec_of(given, ctx.params["backend"])
+    cluster, way = prepare(ctx)
+    links, slow = ({}, ()) if given["no_links"] else measure_links(ctx, cluster, way)
+    rows, about = run(ctx, cluster, way, spec)
+    found = Found(rows, about, links, slow)
+    if given["picture"] is not None:
+        draw(given["picture"], found)
+    problems = judge(found, given["min_busbw"], given["min_share"])
+    if ctx.params["as_json"]:
+        click.echo(json.dumps(to_json(found, problems), indent=2))
+    else:
+        show(found, problems)
+    ctx.exit(1 if problems else 0)
+
+
+def spec_of(given: Mapping[str, Any], backend: str | None) -> dict[str, Any]:
+    """The job's one argument."""
+    chosen = [name for name in given["chosen"] if name != "all"] or list(bandwidth.COLLECTIVES)
+    sizes = bandwidth.sizes(
+        bandwidth.parse_size(given["minbytes"]),
+        bandwidth.parse_size(given["maxbytes"]),
+        given["stepfactor"],
+        bandwidth.parse_size(given["stepbytes"]),
+    )
+    return {
+        "collectives": chosen,
+        "sizes": sizes,
+        "type": given["datatype"],
+        "redop": given["op"],
+        "root": given["root"],
+        "iterations": given["iters"],
+        "warmup": given["warmup_iters"],
+        "check": given["verify"],
+        "backend": backend or "auto",
+    }
+
+
+def measure_links(ctx: click.Context, cluster: Cluster,
+                  way: Way) -> tuple[dict[tuple[str, str], float], tuple[str, ...]]:  # fmt: skip
+    """The TCP rate of every pair, and whom it blames; nothing for other ways than ssh."""
+    from paceline.checks.link import bits
+    from paceline.checks.link import judge as judge_link
+    from paceline.cluster.openssh import SshOptions
+
+    if len(cluster.hosts) < 2 or way.name not in ("ssh", "local"):
+        return {}, ()
+    ssh = SshOptions(ctx.params["ssh_config"], ctx.params["accept_new_host_keys"])
+    scene = asyncio.run(_examine(ctx, cluster, ssh))
+    pairs = (scene.evidence.get("link") or {}).get("pairs", [])
+    rates = {(p["source"], p["target"]): bits(p) for p in pairs if "bytes" in p}
+    blamed = judge_link(scene) if pairs else []
+    return rates, tuple(f.message for f in blamed if f.outcome != "pass")
+
+
+async def _examine(ctx: click.Context, cluster: Cluster, ssh: Any) -> Scene:
+    from paceline.checks.examine import examine
+    from paceline.checks.scene import Wishes
+
+    hosts = cluster.hosts[: ctx.params["nnodes"] or len(cluster.hosts)]
+    python = ctx.params["python"] or sys.executable
+    wishes = Wishes(
+        pythons={host.name: host.python or python for host in hosts},
+        workdirs={host.name: host.workdir or str(Path.cwd()) for host in hosts},
+        interface=ctx.params["iface"],
+    )
+    return await examine(hosts, ssh, wishes, "full", only=("ports", "link"))
+
+
+def run(ctx: click.Context, cluster: Cluster, way: Way,
+        spec: Mapping[str, Any]) -> tuple[tuple[Row, ...], dict[str, Any]]:  # fmt: skip
+    """Runs the job; JobError when it fails."""
+    from paceline.launch.running import report_failure, run_job
+    from paceline.launch.screen import Screen
+    from paceline.spec.rundir import DEFAULT_PARENT
+
+    if way.transport is None:
+        raise SettingError(
+            "bench collectives runs here, not in a batch", remedy="salloc, then this"
+        )
+    entry = Entry("module", MODULE, (json.dumps(spec),))
+    job = job_of(ctx, entry, name="collectives")
+    outcome = run_job(
+        job,
+        cluster,
+        way.transport,
+        Screen("none"),
+        run_dir=ctx.params["run_dir"],
+        parent=Path(DEFAULT_PARENT),
+        package=True,
+    )
+    if outcome.result.exit_code:
+        raise JobError(
+            "the collectives failed",
+            found=report_failure(outcome),
+            exit_code=outcome.result.exit_code,
+        )
+    about = json.loads((outcome.path / RESULT).read_text(encoding="utf-8"))
+    return tuple(Row(**row) for row in about.pop("rows")), about
+
+
+def hosts_of(found: Found) -> list[str]:
+    """The hosts of the links, in the order in which people count: n2 before n10."""
+    names = {name for pair in found.links for name in pair}
+    return sorted(names, key=lambda name: [(len(w), w) for w in re.findall(r"\d+|\D+", name)])
+
+
+def slowest(found: Found) -> float:
+    """Bits a second of the slowest link; 0 when none was measured."""
+    return min(found.links.values(), default=0.0)
+
+
+def judge(found: Found, min_busbw: float | None, min_share: float | None) -> list[str]:
+    """What is wrong or too slow, in words. Pure."""
+    problems = [
+        f"{row.collective} of {row.size} bytes: {row.wrong} wrong values"
+        for row in found.rows
+        if row.wrong > 0
+    ]
+    best = bandwidth.best(found.rows, "all_reduce")
+    if min_busbw is not None and best < min_busbw:
+        problems.append(f"all_reduce reaches {best:.4f} GB/s, {min_busbw:g} were asked for")
+    share = bandwidth.share(best, slowest(found))
+    if min_share is not None and found.links and share < min_share:
+        problems.append(
+            f"all_reduce uses {share:.0%} of the slowest link, {min_share:.0%} were asked for"
+        )
+    return problems
+
+
+def conclusion(found: Found, problems: Sequence[str]) -> str:
+    """The first line."""
+    if problems:
+        return f"failed: {problems[0]}"
+    best = bandwidth.best(found.rows, "all_reduce")
+    where = f"{found.about['ranks']} ranks on {found.about['nodes']} hosts"
+    text = f"{found.about['backend']}, {where}"
+    if best:
+        text += f": all_reduce {best:.3f} GB/s on the bus"
+    if best and found.links and int(found.about["ranks"]) == int(found.about["nodes"]):
+        text += f", {bandwidth.share(best, slowest(found)):.0%} of the slowest link's TCP rate"
+    return text + "".join(f"; {words}" for words in found.slow)
+
+
+def show(found: Found, problems: Sequence[str]) -> None:
+    """Conclusion, table, matrix of links."""
+    from paceline.checks.check import rate
+    from paceline.report import findings as report
+
+    click.echo(conclusion(found, problems) + "\n")
+    click.echo("\n".join(bandwidth.text(found.rows)))
+    if found.links:
+        names = hosts_of(found)
+        cells = {pair: rate(bits) for pair, bits in found.links.items()}
+        click.echo("TCP between hosts")
+        click.echo("\n".join(report.aligned(*report.matrix(names, cells, "from \\ to"))))
+    for problem in problems[1:]:
+        click.echo(problem)
+
+
+def draw(path: Path, found: Found) -> None:
+    """Writes the heat map."""
+    from paceline.checks.check import rate
+    from paceline.report.heatmap import svg
+
+    names = hosts_of(found)
+    labels = {pair: rate(bits) for pair, bits in found.links.items()}
+    path.write_text(svg(names, found.links, labels, "TCP between hosts"), encoding="utf-8")
+
+
+def to_json(found: Found, problems: Sequence[str]) -> dict[str, Any]:
+    """The object of ``--json``."""
+    return {
+        "conclusion": conclusion(found, problems),
+        "problems": list(problems),
+        **found.about,
+        "rows": [asdict(row) for row in found.rows],
+        "links": [
+            {"from": source, "to": target, "bits_per_s": bits}
+            for (source, target), bits in found.links.items()
+        ],
+        "slow": list(found.slow),
+    }

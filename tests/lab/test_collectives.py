@@ -1,0 +1,71 @@
+"""``paceline bench collectives`` over a lab's rate-limited links."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cluster.lab import Lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(110)]
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+
+@pytest.fixture(scope="module")
+def two(new_lab: Any) -> Lab:
+    lab: Lab = new_lab(hosts=2, rate="100mbit")
+    return lab
+
+
+def bench(lab: Lab, folder: Path, *words: str, **env: str) -> tuple[int, dict[str, Any]]:
+    argv = [sys.executable, "-m", "paceline", "bench", "collectives", "-H", str(lab.hostfile)]
+    argv += [
+        "--ssh-config",
+        str(lab.ssh_config),
+        "--json",
+        "--run-dir",
+        str(folder / "run"),
+        *words,
+    ]
+    done = subprocess.run(
+        argv, capture_output=True, text=True, timeout=100, cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(SOURCE), **env},
+    )  # fmt: skip
+    assert done.stdout.startswith("{"), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_all_reduce_is_as_fast_as_the_link(two: Lab, tmp_path: Path) -> None:
+    code, said = bench(two, tmp_path, "--collective", "all_reduce", "-b", "4M", "-n", "3",
+                       "--picture", "m.svg")  # fmt: skip
+    (row,) = said["rows"]
+    assert (code, row["wrong"]) == (0, 0)
+    assert row["busbw"] * 8e9 == pytest.approx(100e6, rel=0.15)
+    assert {link["from"] for link in said["links"]} == {"n1", "n2"}
+    assert (tmp_path / "m.svg").read_text().startswith("<svg")
+
+
+def test_every_collective_is_right_and_a_wrong_value_is_found(two: Lab, tmp_path: Path) -> None:
+    words = ("-b", "1K", "-e", "1K", "-n", "2", "-w", "0", "--no-links", "--env",
+             "PACELINE_BENCH_INJECT=1")  # fmt: skip
+    code, said = bench(two, tmp_path, *words)
+    assert code == 1
+    assert len(said["rows"]) == 7
+    wrong = {row["collective"]: row["wrong"] for row in said["rows"] if not row["error"]}
+    assert wrong.pop("reduce") == 0  # the spoilt rank gets no result of it
+    assert set(wrong.values()) == {1}
+    assert "wrong values" in said["conclusion"]
+
+
+def test_a_missed_threshold_is_an_exit_status(two: Lab, tmp_path: Path) -> None:
+    words = ("--collective", "all_reduce", "-b", "64K", "-e", "64K", "-n", "2", "--no-links")
+    code, said = bench(two, tmp_path, *words, "--min-busbw", "5")
+    assert code == 1
+    assert "5 were asked for" in said["problems"][0]

@@ -38,6 +38,7 @@ def hub_variables(
     """Recipes set these for their process; a cache of the test's own, and never the network."""
     for name in HUB_VARIABLES:
         monkeypatch.setenv(name, "1" if "OFFLINE" in name else "false")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
     monkeypatch.setenv("HF_HOME", str(tmp_path_factory.getbasetemp() / "hub"))
 
 

@@ -1,0 +1,55 @@
+"""Twenty steps of each recipe in float64, against recorded losses.
+
+``python tests/unit/test_recipe_golden.py`` records them anew; a change of these files says that
+trainings give other results than before, and belongs into the notes of a release.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from recipe_tools import hub_variables, one_thread, records  # noqa: F401 - fixtures
+
+GOLDEN = Path(__file__).parents[1] / "golden/recipes"
+COMMON = ("--steps=20", "--log-every=1", "--dtype=float64", "--device=cpu", "--seed=1")
+FLAGS: dict[str, tuple[str, ...]] = {
+    "image": (*COMMON, "--augment", "flip", "crop", "rotate", "zoom"),
+    "text": (*COMMON, "--dropout=0"),
+    "translation": (
+        *(*COMMON, "--dropout=0", "--model=tiny", "--data=reverse"),
+        *("--samples=0", "--seq-len=9", "--global-batch=32"),
+    ),
+}
+
+
+def losses(folder: Path) -> list[float]:
+    """The loss of every step."""
+    return [float(one["loss"]) for one in records(folder, "train")]
+
+
+def run(recipe: str, folder: Path, *more: str) -> list[float]:
+    """Trains in this process; the loss of every step."""
+    module = importlib.import_module(f"paceline.recipes.{recipe}")
+    flags = [*FLAGS[recipe], f"--run-dir={folder}", "--checkpoint-every=never", *more]
+    assert module.main(flags) == 0
+    return losses(folder)
+
+
+@pytest.mark.parametrize("recipe", FLAGS)
+def test_losses_are_the_recorded_ones(recipe: str, tmp_path: Path) -> None:
+    found = run(recipe, tmp_path)
+    assert len(found) == 20
+    expected = json.loads((GOLDEN / f"{recipe}.json").read_text())["losses"]
+    assert found == pytest.approx(expected, rel=1e-8)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or FLAGS:
+        with tempfile.TemporaryDirectory() as temporary:
+            made = {"flags": FLAGS[name], "losses": run(name, Path(temporary))}
+        (GOLDEN / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n")

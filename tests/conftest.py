@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -151,18 +151,3 @@ def new_lab() -> Iterator[LabFactory]:
     require_lab(Lab.available())
     with contextlib.ExitStack() as stack:
         yield lambda **options: stack.enter_context(Lab(LabOptions(**options)))
-
-
-@pytest.fixture
-def eventually() -> Callable[[Callable[[], bool], float], bool]:
-    """``eventually(condition, seconds)``: whether it came true in time."""
-
-    def wait(true: Callable[[], bool], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not true():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-        return True
-
-    return wait

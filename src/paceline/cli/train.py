@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from paceline.cli.launching import job_of, launch, launch_options, prepare
+from paceline.cli.settings import ENV_PREFIX
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
 from paceline.recipes.options import Options
 from paceline.spec.job import Entry, Job
@@ -16,7 +17,11 @@ from paceline.spec.job import Entry, Job
 
 @click.command(
     "train",
-    context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]},
+    context_settings={
+        "ignore_unknown_options": True,
+        "help_option_names": ["-h", "--help"],
+        "auto_envvar_prefix": ENV_PREFIX,
+    },
     add_help_option=False,
 )
 @launch_options

@@ -89,7 +89,8 @@ def test_is_what_it_is_called(name: str) -> None:
     assert check.id == name
     assert check.title
     assert check.level in LEVELS
-    text = __import__(CHECKS[name], fromlist=["check"]).__doc__ or ""
+    assert check.level == CHECKS[name][1]
+    text = __import__(CHECKS[name][0], fromlist=["check"]).__doc__ or ""
     assert "?" in text.splitlines()[0]
     assert "Fails when:" in text or "Warns when:" in text
 

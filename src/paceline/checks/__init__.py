@@ -8,37 +8,39 @@ from __future__ import annotations
 
 import importlib
 
-from paceline.checks.check import Check
+from paceline.checks.check import LEVELS, Check, Level
 
-CHECKS: dict[str, str] = {
-    "login": "paceline.checks.login",
-    "interpreter": "paceline.checks.interpreter",
-    "torch": "paceline.checks.torch",
-    "disk": "paceline.checks.disk",
-    "ports": "paceline.checks.ports",
-    "port": "paceline.checks.port",
-    "folders": "paceline.checks.folders",
-    "data": "paceline.checks.data",
-    "gpu": "paceline.checks.gpu",
-    "link": "paceline.checks.link",
-    "interface": "paceline.checks.interface",
-    "names": "paceline.checks.names",
-    "resolution": "paceline.checks.resolution",
-    "clock": "paceline.checks.clock",
-    "limits": "paceline.checks.limits",
-    "mtu": "paceline.checks.mtu",
-    "packages": "paceline.checks.packages",
-    "leftovers": "paceline.checks.leftovers",
-    "shell": "paceline.checks.shell",
+# name → (module, level): what is not due is not imported
+CHECKS: dict[str, tuple[str, Level]] = {
+    "login": ("paceline.checks.login", "facts"),
+    "interpreter": ("paceline.checks.interpreter", "facts"),
+    "torch": ("paceline.checks.torch", "facts"),
+    "disk": ("paceline.checks.disk", "facts"),
+    "ports": ("paceline.checks.ports", "quick"),
+    "port": ("paceline.checks.port", "quick"),
+    "folders": ("paceline.checks.folders", "full"),
+    "data": ("paceline.checks.data", "full"),
+    "gpu": ("paceline.checks.gpu", "full"),
+    "link": ("paceline.checks.link", "full"),
+    "interface": ("paceline.checks.interface", "full"),
+    "names": ("paceline.checks.names", "facts"),
+    "resolution": ("paceline.checks.resolution", "quick"),
+    "clock": ("paceline.checks.clock", "quick"),
+    "limits": ("paceline.checks.limits", "facts"),
+    "mtu": ("paceline.checks.mtu", "quick"),
+    "packages": ("paceline.checks.packages", "full"),
+    "leftovers": ("paceline.checks.leftovers", "full"),
+    "shell": ("paceline.checks.shell", "facts"),
 }
 
 
 def load(name: str) -> Check:
     """The check of that name, imported now."""
-    check: Check = importlib.import_module(CHECKS[name]).check
+    check: Check = importlib.import_module(CHECKS[name][0]).check
     return check
 
 
-def load_all() -> list[Check]:
-    """Every check, in the order in which they are judged."""
-    return [load(name) for name in CHECKS]
+def due(level: Level) -> list[Check]:
+    """The checks of a level and of cheaper ones, in the order in which they are judged."""
+    most = LEVELS.index(level)
+    return [load(name) for name, (_, own) in CHECKS.items() if LEVELS.index(own) <= most]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.checks import load_all
-from paceline.checks.check import LEVELS, Check, Level, unknown
+from paceline.checks import due
+from paceline.checks.check import Check, Level, unknown
 from paceline.checks.probing import Probing
 from paceline.checks.scene import Scene, Wishes
 from paceline.cluster.channel import Channel
@@ -22,11 +22,6 @@ from paceline.spec.hosts import Host
 GOODBYE_S = 2.0
 
 Progress = Callable[[str], None]
-
-
-def due(checks: Sequence[Check], level: Level) -> list[Check]:
-    """The checks that belong to a level: its own and those of cheaper ones."""
-    return [check for check in checks if LEVELS.index(check.level) <= LEVELS.index(level)]
 
 
 async def examine(hosts: Sequence[Host], ssh: SshOptions, wishes: Wishes, level: Level,
@@ -78,7 +73,7 @@ async def ask(channels: Mapping[str, Channel], scene: Scene, level: Level,
     probing = Probing(channels, scene)
     if len(channels) == 1:
         probing.networks = dict.fromkeys(channels, LOOPBACK)
-    for check in due(load_all(), level):
+    for check in due(level):
         wanted = not only or check.id in only
         if wanted and check.probe is not None and applies(check, scene):
             progress(check.title.lower())
@@ -121,7 +116,7 @@ def _plain(found: Any) -> Any:
 def judge(scene: Scene, level: Level) -> list[Finding]:
     """Every finding, in the order of the registry. Pure."""
     found: list[Finding] = []
-    for check in due(load_all(), level):
+    for check in due(level):
         if check.id == "login" or (scene.names and applies(check, scene)):
             found += _judge_one(check, scene, level)
     return found

@@ -9,7 +9,6 @@ two hundred is sent again, or a way carries less than 50 Mbit/s.
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -177,7 +176,7 @@ def _slow(scene: Scene, pairs: Sequence[Mapping[str, Any]]) -> list[Finding]:
         name: max((bits(p) for p in pairs if name in (p["source"], p["target"])), default=0.0)
         for name in scene.names
     }
-    usual = statistics.median(best.values())
+    usual = sorted(best.values())[len(best) // 2]
     for name, own in sorted(best.items(), key=lambda item: item[1]):
         if len(best) > 2 and own < SLOW_SHARE * usual:
             interface = scene.networks[name].interface

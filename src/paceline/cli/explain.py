@@ -135,9 +135,14 @@ def pack(bundle: Path, run: Path | None, evidence: Evidence, found: Conclusion) 
 
 
 def after_failure(run: Path) -> str:
-    """For the end of a failed run: the conclusion, written down there and as text to show."""
+    """For the end of a failed run: the conclusion, written down there and as text to show.
+
+    The text is empty where it would only repeat the traceback that is shown anyway.
+    """
     found = conclude(from_run(run), load_all())
     keep(run, found)
+    if not found.known or found.found[0][0].code == "exception":
+        return ""
     return "\n".join(
         f"paceline: {line}" if at == 0 else f"  {line}"
         for at, line in enumerate(explanation.short(found))

@@ -56,6 +56,9 @@ _OPTIONS = [
                  help="Time between TERM and KILL when you stop the job."),
     click.option("--max-restarts", type=click.IntRange(0), default=0,
                  help="After a failure start all nodes again, in step, up to N times."),
+    click.option("--check", "check_level", type=click.Choice(["full", "quick", "none"]),
+                 default="quick", help="What to check before the start: quick looks at what the"
+                 " login brought, full is `paceline check`."),
     click.option("--show", type=click.Choice(["all", "rank0", "none"]), default="all",
                  help="Whose output is shown live. The logs are complete in any case."),
     click.option("--plan", "plan_only", is_flag=True,
@@ -179,20 +182,27 @@ def launch(
         return show_plan(
             job, cluster, way.transport, as_json=ctx.params["as_json"], package=package
         )
+    from paceline.cli.preflight import explain_run, explained, inspector, preflight
+    from paceline.launch.rundir import fresh_path
     from paceline.launch.running import report_failure, run_job
     from paceline.launch.screen import Screen
 
-    outcome = run_job(
-        job,
-        cluster,
-        way.transport,
-        Screen(ctx.params["show"]),
-        run_dir=ctx.params["run_dir"],
-        parent=parent,
-        package=package,
-    )
+    preflight(ctx, job, cluster, way)
+    run_dir = ctx.params["run_dir"] or fresh_path(parent, job.name)
+    with explained(run_dir):
+        outcome = run_job(
+            job,
+            cluster,
+            way.transport,
+            Screen(ctx.params["show"]),
+            run_dir=run_dir,
+            parent=parent,
+            package=package,
+            inspect=inspector(ctx, job, run_dir),
+        )
     if text := report_failure(outcome):
         click.echo(text, err=True)
+        explain_run(outcome.path, shown=outcome.result.failure is not None)
     elif after is not None:
         after(outcome.shown)
     return outcome.result.exit_code

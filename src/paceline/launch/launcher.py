@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.cluster.channel import Event
@@ -34,6 +34,10 @@ OWN_FILES = {names.PLAN, names.EVENTS, names.METRICS, names.HOSTS, names.RESULT,
              names.OWNER, names.FINDINGS, names.CHECKPOINTS, ".paceline-probe"}  # fmt: skip
 
 
+# hosts, facts by host, what start-up files printed by host -> notes for the user
+Inspect = Callable[[Sequence[Host], Mapping[str, Any], Mapping[str, str]], list[str]]
+
+
 class Launcher:
     """One run.
 
@@ -46,11 +50,12 @@ class Launcher:
         directory: The run directory.
         package: Ship this installation's ``paceline`` to the nodes (recipes need it).
         notes: What was decided before and the user should know.
+        inspect: Looks at the nodes' facts; returns further notes or raises PacelineError.
     """
 
     def __init__(self, job: Job, hosts: Sequence[Host], transport: Transport, run_id: str,
                  screen: Screen, directory: RunDirectory, package: bool = False,
-                 notes: Sequence[str] = ()) -> None:  # fmt: skip
+                 notes: Sequence[str] = (), inspect: Inspect | None = None) -> None:  # fmt: skip
         self._job = job
         self._hosts = tuple(hosts)
         self._transport = transport
@@ -59,6 +64,7 @@ class Launcher:
         self._directory = directory
         self._package = package
         self._notes = list(notes)
+        self._inspect = inspect
         self._token = os.urandom(16).hex()
         self._fetcher = Fetcher()
         self._attempt: Attempt | None = None
@@ -93,6 +99,8 @@ class Launcher:
         try:
             self._notes += check_nodes(fleet, self._job)
             self._directory.write_json(names.HOSTS, fleet.facts())
+            if self._inspect is not None:
+                self._notes += self._inspect(fleet.hosts, fleet.facts(), noise_of(fleet))
             networks, code = await self._stage(fleet)
             return await self._attempts(fleet, interrupts, networks, code)
         finally:
@@ -267,6 +275,11 @@ async def connect(job: Job, hosts: Sequence[Host], transport: Transport,
     pythons = [planning.python_of(job, host) for host in hosts]
     channels = await transport.open(hosts, pythons)
     return Fleet(channels, job.lease_s.value, on_event, on_lost)
+
+
+def noise_of(fleet: Fleet) -> dict[str, str]:
+    """By host, what stood outside the agent's frames."""
+    return {node.name: node.channel.noise for node in fleet.nodes}
 
 
 def check_nodes(fleet: Fleet, job: Job) -> list[str]:

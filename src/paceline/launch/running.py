@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.launch import planning
 from paceline.launch.attempt import Result
-from paceline.launch.launcher import Launcher, plan_only
+from paceline.launch.launcher import Inspect, Launcher, plan_only
 from paceline.launch.outcome import Failure, describe_end, signal_name
 from paceline.launch.rundir import RunDirectory, fresh_path, short
 from paceline.launch.screen import Screen
@@ -55,7 +55,8 @@ def make_plan(job: Job, cluster: Cluster, transport: Transport, package: bool = 
 
 
 def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
-            run_dir: Path | None, parent: Path, package: bool = False) -> RunOutcome:  # fmt: skip
+            run_dir: Path | None, parent: Path, package: bool = False,
+            inspect: Inspect | None = None) -> RunOutcome:  # fmt: skip
     """Runs a job to its end.
 
     Args:
@@ -66,6 +67,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         run_dir: The run directory; ``None`` makes a fresh one below ``parent``.
         parent: Folder of run directories.
         package: Ship this installation's ``paceline`` to the nodes.
+        inspect: Looks at the nodes' facts before anything is started.
 
     Raises:
         PacelineError: The job could not be started.
@@ -77,7 +79,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
     run_id = new_run_id()
     try:
         launcher = Launcher(
-            job, hosts, transport, run_id, screen, directory, package, cluster.notes
+            job, hosts, transport, run_id, screen, directory, package, cluster.notes, inspect
         )
         try:
             result = asyncio.run(launcher.run())

@@ -1,0 +1,113 @@
+"""What ``run`` and ``train`` check before the start, and explain after a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.cli.via import Way
+from paceline.cluster.openssh import SshOptions
+from paceline.launch import planning
+from paceline.spec import rundir as names
+from paceline.spec.errors import NodeError, PacelineError
+from paceline.spec.finding import Finding
+from paceline.spec.hosts import Cluster, Host
+from paceline.spec.job import Job
+
+# of the warnings, these matter to a job of ours; the others are for `paceline check`
+TOLD = {"limits", "disk", "torch"}
+
+
+def preflight(ctx: click.Context, job: Job, cluster: Cluster, way: Way) -> None:
+    """With ``--check full``, all of ``paceline check`` first. NodeError when something fails."""
+    if ctx.params["check_level"] != "full" or way.name not in ("ssh", "local"):
+        return
+    from paceline.checks.examine import examine, judge
+
+    hosts = planning.choose_hosts(job, cluster)
+    ssh = SshOptions(ctx.params["ssh_config"], ctx.params["accept_new_host_keys"])
+    scene = asyncio.run(examine(hosts, ssh, wishes_of(job, hosts), "full"))
+    found = judge(scene, "full")
+    refuse(found)
+    for finding in found:
+        if finding.outcome == "warn":
+            click.echo(f"paceline: warning: {finding.message}", err=True)
+
+
+def wishes_of(job: Job, hosts: Sequence[Host]) -> Any:
+    """What the checks need to know of the job."""
+    from paceline.checks.scene import Wishes
+
+    return Wishes(
+        pythons={host.name: planning.python_of(job, host) for host in hosts},
+        workdirs={host.name: host.workdir or job.workdir for host in hosts},
+        needs_torch=job.needs_torch,
+        interface=job.interface.value,
+        master_port=job.master_port.value,
+    )
+
+
+def refuse(found: Sequence[Finding]) -> None:
+    """NodeError for what would fail."""
+    failed = [finding for finding in found if finding.outcome == "fail"]
+    if failed:
+        raise NodeError(
+            f"the checks found what would fail: {failed[0].message}",
+            found="\n".join(finding.message for finding in failed[1:]),
+            remedy="\n".join(dict.fromkeys(finding.remedy for finding in failed)),
+        )
+
+
+def inspector(ctx: click.Context, job: Job, run_dir: Path) -> Callable[..., list[str]] | None:
+    """The quick part: judges what the login brought, writes findings.json, asks nobody."""
+    if ctx.params["check_level"] == "none":
+        return None
+
+    def inspect(hosts: Sequence[Host], facts: Mapping[str, Any],
+                noise: Mapping[str, str]) -> list[str]:  # fmt: skip
+        from paceline.checks.examine import judge
+        from paceline.checks.scene import Scene
+
+        wishes = wishes_of(job, hosts)
+        scene = Scene(tuple(hosts), {}, facts, dict(wishes.pythons), noise, wishes)
+        found = judge(scene, "facts")
+        _write(run_dir, found)
+        refuse(found)
+        return [f.message for f in found if f.outcome == "warn" and f.check in TOLD]
+
+    return inspect
+
+
+def _write(run_dir: Path, found: Sequence[Finding]) -> None:
+    text = json.dumps({"findings": [finding.to_json() for finding in found]}, indent=2)
+    with contextlib.suppress(OSError):  # a full disk is told where the run itself meets it
+        (run_dir / names.FINDINGS).write_text(text + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def explained(run_dir: Path) -> Iterator[None]:
+    """Writes down why a job could not be started; the error itself is shown by others."""
+    try:
+        yield
+    except PacelineError:
+        explain_run(run_dir, shown=False)
+        raise
+
+
+def explain_run(run_dir: Path, shown: bool) -> None:
+    """The conclusion after a failed run: into findings.json, and shown.
+
+    A problem in here must not hide how the run ended.
+    """
+    from paceline.cli.explain import after_failure
+
+    with contextlib.suppress(PacelineError, OSError, ValueError):
+        text = after_failure(run_dir)
+        if shown and text:
+            click.echo(text, err=True)

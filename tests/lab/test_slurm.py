@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import Site, eventually
+from launches import SOURCE, Site, eventually
 from slurmlab import Slurm, slurm_on
 from ways import Way, largest_difference, reference, site_in
 
@@ -207,3 +208,32 @@ def test_an_array_of_runs(batch: Way, slurm: Slurm) -> None:
     results = [ended.directory / index / "result.json" for index in ("1", "2")]
     assert eventually(lambda: all(result.exists() for result in results), 30)
     assert eventually(lambda: slurm.tell("squeue", "-h").strip() == "", 10)
+
+
+def test_looked_at_and_stopped_from_another_terminal(batch: Way, slurm: Slurm) -> None:
+    options = (*batch.options, "--detach")
+    ended = Way(batch.site, options, env=batch.env).run("--no-torch", "-p", "1", "end.py", "wait")
+    assert batch.waits(ended.directory, 2), ended.err
+    run = str(ended.directory)
+    assert f"{run}: RUNNING" in verb(batch, "status", run)
+    assert "[n2/1] waiting" in verb(batch, "logs", run)
+    verb(batch, "stop", run)
+    assert f"{run}: CANCELLED" in verb(batch, "status", run)
+
+
+def test_an_attached_run_is_stopped_from_another_terminal(inside: Way) -> None:
+    with inside.started("--no-torch", "end.py", "save") as (child, directory):
+        assert inside.waits(directory, 2)
+        assert "running" in verb(inside, "status", str(directory))
+        verb(inside, "stop", str(directory))
+        child.communicate(timeout=20)
+    assert child.returncode == 128 + signal.SIGTERM
+    assert "saved" in text_of(directory / "logs" / "n2" / "1.log")
+    assert "ended, exit status 143" in verb(inside, "status", str(directory))
+
+
+def verb(way: Way, *words: str) -> str:
+    env = {"PYTHONPATH": str(SOURCE), **(way.env or {})}
+    argv = [sys.executable, "-m", "paceline", *words]
+    done = way.site.lab.exec("n1", argv, env=env, timeout=40, check=True, cwd=way.site.project)
+    return done.stdout

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from launches import SOURCE, Ended, Site, eventually, project_at
 
-PARTS = Path(os.environ.get("PACELINE_TEST_PARTS", "/opt/paceline-test"))  # where tools/system-parts.sh puts what is not a Debian package
+# where tools/system-parts.sh puts what is not a Debian package
+PARTS = Path(os.environ.get("PACELINE_TEST_PARTS", "/opt/paceline-test"))
 IMAGE_RECIPE = ["image", "--dtype", "float64", "--epochs", "1", "--global-batch", "64"]
 PATIENCE_S = 60.0
 

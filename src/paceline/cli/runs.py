@@ -1,0 +1,124 @@
+"""Finding a run from any terminal, and what has become of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.batch import record_of, state_of
+from paceline.launch.rundir import owner_alive, read_owner
+from paceline.spec import rundir as names
+from paceline.spec.errors import SettingError
+
+_SIGNS = (names.PLAN, names.EVENTS, names.OWNER, "batch.json")
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What is known of a run.
+
+    Attributes:
+        path: Its directory.
+        word: ``running``, ``ended``, ``lost`` (its launcher died without a word), or the
+            scheduler's own word for a batch.
+        exit_code: Once it has ended.
+        owner: Launcher's host, pid and start, while it runs.
+        job: Slurm's id for a batch.
+        failure: The first failure, one line.
+        last: The last recorded metrics.
+    """
+
+    path: Path
+    word: str
+    exit_code: int | None = None
+    owner: dict[str, Any] | None = None
+    job: str | None = None
+    failure: str = ""
+    last: dict[str, Any] | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.exit_code is not None or self.word == "lost"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run_dir": str(self.path),
+            "state": self.word,
+            "exit_code": self.exit_code,
+            "owner": self.owner,
+            "slurm_job": self.job,
+            "first_failure": self.failure or None,
+            "last_metrics": self.last,
+        }
+
+
+def find_run(given: str | None) -> Path:
+    """The run directory that is meant: as named, below runs/, or the newest there."""
+    parent = Path(names.DEFAULT_PARENT)
+    if given is not None:
+        for path in (Path(given), parent / given):
+            if is_run(path):
+                return path
+        raise SettingError(
+            f"{given} is no run directory", found="; ".join(newest(parent)) or f"none in {parent}/",
+            remedy="Name one of these" if newest(parent) else "Type this where you started the run",
+        )  # fmt: skip
+    found = newest(parent)
+    if not found:
+        raise SettingError(
+            f"there is no run in {parent.absolute()}",
+            remedy="Name a run directory, or type this where you started the run",
+        )
+    return parent / found[0]
+
+
+def is_run(path: Path) -> bool:
+    return any((path / sign).exists() for sign in _SIGNS)
+
+
+def newest(parent: Path, count: int = 5) -> list[str]:
+    """Names of the runs below a folder, the newest first."""
+    found = [path for path in parent.glob("*") if path.is_dir() and is_run(path)]
+    return [p.name for p in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)][:count]
+
+
+def look_at(path: Path) -> RunState:
+    """The present state of a run."""
+    result, owner, record = _json(path / names.RESULT), read_owner(path), record_of(path)
+    failure = (result or {}).get("first_failure") or {}
+    text = f"rank {failure['rank']} on {failure['host']}: {failure['headline']}" if failure else ""
+    last = _last_line(path / names.METRICS)
+    job = str(record["job"]) if record else None
+    if job is not None and (state := asyncio.run(state_of(job))) is not None:
+        code = state.exit_code if state.over else None
+        return RunState(path, state.describe(), code, owner, job, text, last)
+    if owner is not None and owner_alive(owner):
+        return RunState(path, "running", None, owner, job, "", last)
+    if result is not None:
+        return RunState(path, "ended", int(result["exit_code"]), None, job, text, last)
+    return RunState(path, "lost" if owner else "not started", None, None, job, "", last)
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _last_line(path: Path) -> dict[str, Any] | None:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return dict(json.loads(lines[-1])) if lines else None
+    except (OSError, ValueError):
+        return None
+
+
+def owner_here(owner: dict[str, Any]) -> bool:
+    """Whether the launcher runs on this machine, so that we can signal it."""
+    return owner.get("host") == socket.gethostname()

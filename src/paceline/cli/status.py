@@ -1,0 +1,40 @@
+"""``paceline status``: what has become of a run."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from paceline.cli.runs import RunState, find_run, look_at
+
+
+@click.command("status")
+@click.argument("run", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def command(run: str | None, as_json: bool) -> None:
+    """Say whether RUN (the newest below runs/) is running, and how it ended.
+
+    A batch is described in its scheduler's own words.
+    """
+    state = look_at(find_run(run))
+    click.echo(json.dumps(state.to_json(), indent=2) if as_json else describe(state))
+
+
+def describe(state: RunState) -> str:
+    """A few lines for people."""
+    ended = f", exit status {state.exit_code}" if state.exit_code is not None else ""
+    lines = [f"{state.path}: {state.word}{ended}"]
+    if state.job:
+        lines.append(f"  Slurm job {state.job}")
+    if state.owner and state.word == "running":
+        owner = state.owner
+        lines.append(
+            f"  launcher: process {owner['pid']} on {owner['host']} since {owner['since']}"
+        )
+    if state.last:
+        shown = ", ".join(f"{name} {value}" for name, value in list(state.last.items())[:6])
+        lines.append(f"  last record: {shown}")
+    if state.failure:
+        lines.append(f"  failed first: {state.failure}")
+    return "\n".join(lines)

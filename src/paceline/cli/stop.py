@@ -1,0 +1,51 @@
+"""``paceline stop``: ends a run from any terminal."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import click
+
+from paceline.agent import procs
+from paceline.cli.batch import cancel
+from paceline.cli.runs import RunState, find_run, look_at, owner_here
+from paceline.spec.errors import NodeError
+
+LOOK_EVERY_S = 0.2
+PATIENCE_S = 30.0
+
+
+@click.command("stop")
+@click.argument("run", required=False)
+@click.option("--now", is_flag=True, help="Do not give the ranks time to save anything.")
+def command(run: str | None, now: bool) -> None:
+    """End RUN (the newest below runs/) on all its nodes; return when it is over."""
+    path = find_run(run)
+    state = look_at(path)
+    if state.over or state.word == "not started":
+        click.echo(f"{path}: {state.word} already", err=True)
+        return
+    end(state, now)
+    deadline = time.monotonic() + PATIENCE_S
+    while not look_at(path).over:
+        if time.monotonic() > deadline:
+            raise NodeError(f"{path} has not ended within {PATIENCE_S:.0f} s", remedy="--now")
+        time.sleep(LOOK_EVERY_S)
+    click.echo(f"{path}: stopped", err=True)
+
+
+def end(state: RunState, now: bool) -> None:
+    """Tells the scheduler, or the launcher by its recorded identity."""
+    if state.job is not None:
+        cancel(state.job, kill=now)
+        return
+    owner = state.owner or {}
+    if not owner_here(owner):
+        raise NodeError(
+            f"the launcher of {state.path} runs on {owner.get('host')}",
+            remedy=f"Type this there: ssh {owner.get('host')}",
+        )
+    process = procs.Process(int(owner["pid"]), int(owner.get("start", 0)))
+    for _ in range(2 if now else 1):
+        procs.send(process, signal.SIGTERM)

@@ -75,6 +75,9 @@ def _loaded() -> Message:
             for name in ("gloo", "nccl", "xccl", "mpi", "ucc")
             if distributed.is_available() and getattr(distributed, "is_%s_available" % name, bool)()
         ]
+        if "nccl" in loaded["backends"]:
+            with contextlib.suppress(Exception):  # asks the library itself, without a context
+                loaded["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
     return loaded
 
 

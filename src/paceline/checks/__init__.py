@@ -23,6 +23,7 @@ CHECKS: dict[str, tuple[str, Level]] = {
     "gpu": ("paceline.checks.gpu", "full"),
     "link": ("paceline.checks.link", "full"),
     "interface": ("paceline.checks.interface", "full"),
+    "trial": ("paceline.checks.trial", "full"),
     "names": ("paceline.checks.names", "facts"),
     "resolution": ("paceline.checks.resolution", "quick"),
     "clock": ("paceline.checks.clock", "quick"),

@@ -45,6 +45,11 @@ _OPTIONS = [
         "--accept-new-host-keys", is_flag=True, help="Pin the keys of hosts met for the first time."
     ),
     click.option("--quick", is_flag=True, help="Only what takes well under a second a host."),
+    click.option(
+        "--trial/--no-trial",
+        default=True,
+        help="At the end, load torch everywhere and try collectives.",
+    ),
     click.option("--nnodes", type=int, help="Check the first N hosts. Default: all."),
     click.option("-p", "--nproc-per-node", type=int, help="Processes a node, as for run."),
     click.option("--python", metavar="PATH", help="Interpreter. Default: paceline's own."),
@@ -96,7 +101,13 @@ def command(ctx: click.Context, /, as_json: bool, plain: bool, bundle: Path | No
     wishes = wishes_of(ctx, job, hosts)
     with progress(quiet=as_json or plain) as say:
         scene = asyncio.run(examine(hosts, ssh, wishes, level, say))
-    findings = judge(scene, level)
+        findings = judge(scene, level)
+        if ctx.params["trial"] and worth_a_trial(scene, findings, level):
+            from paceline.cli.trial import attempt
+
+            say("collectives")
+            scene = scene.with_evidence("trial", attempt(scene, job, ssh))
+            findings = judge(scene, level)
     environment = environment_of(job, scene)
     if bundle is not None:
         write_bundle(bundle, scene, findings, environment)
@@ -105,6 +116,12 @@ def command(ctx: click.Context, /, as_json: bool, plain: bool, bundle: Path | No
     else:
         show(scene, findings, environment, plain)
     ctx.exit(verdict.exit_status(findings))
+
+
+def worth_a_trial(scene: Scene, findings: Sequence[Finding], level: Level) -> bool:
+    """Whether a job could run at all: where something fails already, it would only fail too."""
+    well = all(finding.outcome != "fail" for finding in findings)
+    return level == "full" and well and scene.wishes.needs_torch and len(scene.names) > 1
 
 
 def subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions]:

@@ -1,0 +1,96 @@
+"""The short job at the end of a full check: it loads torch everywhere and tries collectives."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.bandwidth import COLLECTIVES
+from paceline.checks.scene import Scene
+from paceline.cluster.openssh import SshOptions
+from paceline.launch.running import RunOutcome, run_job
+from paceline.launch.schedulers import Options, transport
+from paceline.launch.screen import Screen
+from paceline.spec import rundir as names
+from paceline.spec.errors import PacelineError
+from paceline.spec.hosts import Cluster
+from paceline.spec.job import Entry, Job
+from paceline.spec.settings import Setting
+
+MODULE = "paceline.bench.collectives_job"
+RESULT = "collectives.json"
+
+
+class Silent(Screen):
+    """Says nothing: the check has its own screen."""
+
+    def note(self, text: str) -> None:
+        """The launcher's lines would stand between ours."""
+
+
+def attempt(scene: Scene, job: Job, ssh: SshOptions) -> dict[str, Any]:
+    """Evidence for the check ``trial``: loaded versions by host, rows, or why it failed."""
+    with tempfile.TemporaryDirectory(prefix="paceline-trial-") as folder:
+        path = Path(folder) / "run"
+        try:
+            outcome = run_job(
+                trial_job(job),
+                Cluster(scene.present),
+                transport("ssh", Options(ssh=ssh)),
+                Silent("none"),
+                run_dir=path,
+                parent=path,
+                package=True,
+            )
+        except PacelineError as error:
+            return {
+                "loaded": _loaded(path),
+                "rows": [],
+                "error": error.message,
+                "remedy": error.remedy,
+            }
+        return {"loaded": _loaded(path), **_result(outcome)}
+
+
+def trial_job(job: Job) -> Job:
+    """One rank a host, every collective, one small and one larger size."""
+    spec = {"collectives": COLLECTIVES, "sizes": [1024, 1 << 20], "iterations": 3, "warmup": 1}
+    return Job(
+        name="trial",
+        entry=Entry("module", MODULE, (json.dumps(spec),)),
+        workdir=job.workdir,
+        python=job.python,
+        nproc_per_node=Setting(1),
+        interface=job.interface,
+    )
+
+
+def _result(outcome: RunOutcome) -> dict[str, Any]:
+    if outcome.result.exit_code:
+        from paceline.diagnose.conclude import conclude
+        from paceline.diagnose.gather import from_run
+        from paceline.diagnose.rules import load_all
+
+        found = conclude(from_run(outcome.path), load_all())
+        rule, match = found.found[0] if found.known else (None, None)
+        remedy = (match.remedy or rule.sections["Remedy"]) if match and rule else ""
+        hosts = list(match.hosts) if match else []
+        return {"rows": [], "error": found.text, "remedy": remedy, "hosts": hosts}
+    said = json.loads((outcome.path / RESULT).read_text(encoding="utf-8"))
+    return {"rows": said["rows"], "backend": said["backend"]}
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    """By host, what the fork server said of the libraries it had loaded."""
+    try:
+        lines = (path / names.EVENTS).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    events = [json.loads(line) for line in lines]
+    return {
+        event["host"]: {name: event.get(name) for name in ("torch", "cuda", "nccl", "backends")}
+        for event in events
+        if event.get("event") == "imported"
+    }

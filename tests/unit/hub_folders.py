@@ -69,7 +69,6 @@ def _quiet(library: Any) -> None:
 def images(folder: Path, count: int = 40) -> Path:
     """A saved data set of light and dark images."""
     import datasets
-    import tqdm
 
     draw = np.random.default_rng(0)
     labels = [number % 2 for number in range(count)]
@@ -80,6 +79,5 @@ def images(folder: Path, count: int = 40) -> Path:
 
     rows = {"image": [Image.fromarray(one.astype(np.uint8)) for one in pixels], "label": labels}
     datasets.disable_progress_bars()
-    tqdm.tqdm.monitor_interval = 0  # a thread that would outlive the test
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(folder))
     return folder

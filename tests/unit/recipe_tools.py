@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 import ranks
 
+tqdm.tqdm.monitor_interval = 0  # a thread that would outlive the test
+
 HUB_VARIABLES = (
     "HF_HUB_DISABLE_TELEMETRY",
+    "ORT_DISABLE_TELEMETRY",
     "TOKENIZERS_PARALLELISM",
     "HF_HUB_OFFLINE",
     "HF_DATASETS_OFFLINE",
@@ -37,7 +41,7 @@ def hub_variables(
 ) -> None:
     """Recipes set these for their process; a cache of the test's own, and never the network."""
     for name in HUB_VARIABLES:
-        monkeypatch.setenv(name, "1" if "OFFLINE" in name else "false")
+        monkeypatch.setenv(name, "1" if name.endswith(("OFFLINE", "TELEMETRY")) else "false")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
     monkeypatch.setenv("HF_HOME", str(tmp_path_factory.getbasetemp() / "hub"))
 

@@ -15,6 +15,7 @@ from paceline.recipes.evaluate import check_unchanged, choose_split, joined, rep
 from paceline.recipes.evaluate_options import EvaluateOptions, PredictOptions
 from paceline.recipes.image import evaluate
 from paceline.recipes.pictures import Pictures, middle
+from paceline.recipes.portable import Figures, Portable
 from paceline.recipes.predict import Guess
 from paceline.recipes.trained import Trained, trained
 from paceline.spec.errors import DataError
@@ -37,6 +38,36 @@ def evaluate_run(options: EvaluateOptions) -> None:
         report(session, options, split, result.count, result.values())
         hits = round(result.sums["accuracy"])
         session.say(f"accuracy {result['accuracy']:.4f} ({hits} of {result.count} {split} images)")
+
+
+def portable(run: str) -> Portable:
+    """The network for other uses."""
+    model = trained(run)
+    network = model.network().eval()
+    model.load(network)
+    network = network.float().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    channels, height, width = model.shape
+    examples = (torch.rand(2, channels, height, width),)
+
+    def evaluated(other: nn.Module) -> Figures:
+        data = load("", model.request())
+        split = data.splits[data.held_out]
+        images = Pictures(split, model.normalise, torch.float32, (), model.size)
+        with train.join(device="cpu", quiet=True) as session:
+            result = evaluate(session, other, images)
+        return result.count, result.values()
+
+    return Portable(
+        model.folder,
+        model.config,
+        network,
+        ("images",),
+        examples,
+        ({},),
+        lambda inputs: network(*inputs),
+        evaluated,
+        getattr(network, "model", None),
+    )
 
 
 def check_fits(

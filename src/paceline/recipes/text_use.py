@@ -15,6 +15,7 @@ from paceline import train
 from paceline.recipes.datasets.texts import TextRequest, load_texts
 from paceline.recipes.evaluate import check_unchanged, choose_split, joined, report
 from paceline.recipes.evaluate_options import EvaluateOptions, PredictOptions
+from paceline.recipes.portable import Figures, Portable
 from paceline.recipes.predict import Guess
 from paceline.recipes.sources import HubSource
 from paceline.recipes.text import Texts, evaluate
@@ -97,6 +98,35 @@ def evaluate_run(options: EvaluateOptions) -> None:
         report(session, options, split, len(texts), figures)
         shown = f"accuracy {figures['accuracy']:.4f}  f1 {figures['f1']:.4f}"
         session.say(f"{shown}  ({len(texts)} {split} texts)")
+
+
+def portable(run: str) -> Portable:
+    """The network for other uses."""
+    model = trained(run)
+    network = model.network().eval()
+    train.load_weights(model.folder, network)
+    network = network.float()
+    length = min(24, model.config["max_length"])
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[1, length // 2 :] = False
+
+    def evaluated(other: nn.Module) -> Figures:
+        data = load_texts(model.request())
+        texts = Texts(*data.splits[data.held_out], model.encoding, model.config["max_length"])
+        with train.join(device="cpu", quiet=True) as session:
+            return len(texts), evaluate(session, other, texts, len(model.classes))
+
+    return Portable(
+        model.folder,
+        model.config,
+        network,
+        ("ids", "mask"),
+        (torch.full((2, length), 1), mask),
+        ({1: "tokens"}, {1: "tokens"}),
+        lambda inputs: network(*inputs),
+        evaluated,
+        getattr(network, "model", None),
+    )
 
 
 def guesses(options: PredictOptions) -> Iterator[Guess]:

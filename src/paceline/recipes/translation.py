@@ -76,11 +76,11 @@ def train_translation(options: TranslationOptions) -> None:
             figures = evaluate(session, network, held_out)
             if epoch == last or epoch % options.score_every == options.score_every - 1:
                 figures |= score(session, network, watched, tokenizers, search, options.samples)
-                best.update(figures["bleu"], session.progress.step)
+                best.update(figures["bleu"] + figures["chrf"], session.progress.step)
             session.log(data.held_out, samples=len(watched), **figures)
             curve.report(figures["loss"])
             if best.stop:
-                session.stop(f"no better BLEU in {best.stale} evaluations")
+                session.stop(f"no better BLEU and chrF in {best.stale} evaluations")
 
         if "bleu" not in figures:  # a finished training was gone on with
             figures = evaluate(session, network, held_out)

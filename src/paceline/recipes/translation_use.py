@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from paceline import train
 from paceline.recipes.datasets.pairs import load_pairs
+from paceline.recipes.decoding import decode
 from paceline.recipes.evaluate import check_unchanged, choose_split, joined, report
 from paceline.recipes.evaluate_options import EvaluateOptions, PredictOptions
+from paceline.recipes.portable import Portable
 from paceline.recipes.predict import Guess
 from paceline.recipes.scores import scores
 from paceline.recipes.sentences import sentences, source_rows
+from paceline.recipes.tokenizing import END_ID, START_ID
 from paceline.recipes.translated import translator
 from paceline.recipes.translation import evaluate, summary, translate
 from paceline.spec.errors import SettingError
@@ -35,6 +40,27 @@ def evaluate_run(options: EvaluateOptions) -> None:
         figures |= scores(outputs, [target for _, target in pairs])
         report(session, options, split, len(pairs), figures)
         session.say(f"{summary(figures)}  ({len(pairs)} {split} sentences)")
+
+
+def portable(run: str) -> Portable:
+    """The network for other uses; it is measured as it translates, not as it trains."""
+    model = translator(Path(run))
+    network = model.network().eval()
+    train.load_weights(model.folder, network)
+    network = network.float()
+    length = min(24, model.config["seq_len"])
+    source = torch.full((2, length), END_ID)
+    target = torch.full((2, length // 2), START_ID)
+    search = model.search()
+    return Portable(
+        model.folder,
+        model.config,
+        network,
+        ("source", "target"),
+        (source, target),
+        ({1: "source tokens"}, {1: "target tokens"}),
+        lambda inputs: decode(network, inputs[0], search),
+    )
 
 
 def guesses(options: PredictOptions) -> Iterator[Guess]:

@@ -1,0 +1,21 @@
+"""``paceline benchmark``: latency and throughput of a trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from paceline.cli.evaluate import run_folder, run_here
+
+
+@click.command("benchmark", context_settings={"ignore_unknown_options": True})
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("options", nargs=-1, metavar="[OPTIONS]", type=click.UNPROCESSED)
+def command(run: Path, options: tuple[str, ...]) -> None:
+    """Measure latency and throughput of the model of RUN.
+
+    --batch N… names the sizes, --iterations and --warm-up how often, --threads, --device and
+    --dtype on what; --json prints JSON.
+    """
+    run_here("paceline.recipes.benchmark", ["--run", str(run_folder(run)), *options])

@@ -1,0 +1,22 @@
+"""``paceline export``: a trained model for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from paceline.cli.evaluate import run_folder, run_here
+
+
+@click.command("export", context_settings={"ignore_unknown_options": True})
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("options", nargs=-1, metavar="[OPTIONS]", type=click.UNPROCESSED)
+def command(run: Path, options: tuple[str, ...]) -> None:
+    """Write the model of RUN for other programs.
+
+    --format onnx (default), torch (a torch.export program), or transformers (that library's own
+    models only); --to FOLDER, default: export/FORMAT in RUN. What is written runs no code when
+    it is loaded.
+    """
+    run_here("paceline.recipes.export", ["--run", str(run_folder(run)), *options])

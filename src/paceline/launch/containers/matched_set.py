@@ -1,0 +1,221 @@
+"""Launcher and workers as containers with sshd, for mpirun inside: every file from one value. Pure.
+
+Each path, alias, port and key occurs once in :class:`ContainerSet` and is derived from there, so
+that what one file says is what the others expect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.spec.command import shell_text
+
+USER, UID = "dev", 1000
+HOME = f"/home/{USER}"
+WORK = "/workload"
+FIRST_PORT = 12345
+KEY = "id_ed25519"
+HOST_KEY = "ssh_host_ed25519_key"
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker container.
+
+    Attributes:
+        alias: What ssh and mpirun call it.
+        address: Of the machine that it runs on.
+        port: Of its sshd there.
+    """
+
+    alias: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerSet:
+    """A launcher's container and its workers'.
+
+    Attributes:
+        base: Image that has Python, torch and MPI.
+        image: Name of the image that the Containerfile makes of it.
+        workers: In the order of the ranks.
+        shm_size: Size of /dev/shm.
+        interface: Interface for MPI's traffic; empty leaves it to MPI.
+        command: What mpirun runs.
+    """
+
+    base: str
+    image: str
+    workers: tuple[Worker, ...]
+    shm_size: str = "8g"
+    interface: str = ""
+    command: tuple[str, ...] = ("python", "train.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Public halves; the private ones are only copied.
+
+    Attributes:
+        identity: The launcher's, one line.
+        hosts: Each worker's host key by alias, type and key.
+    """
+
+    identity: str
+    hosts: Mapping[str, str]
+
+
+def workers_of(addresses: Mapping[str, str], first_port: int = FIRST_PORT) -> tuple[Worker, ...]:
+    """Workers by alias; each has a port of its own, so that two may share a machine."""
+    return tuple(
+        Worker(alias, address, first_port + number)
+        for number, (alias, address) in enumerate(addresses.items())
+    )
+
+
+def files(made: ContainerSet, keys: Keys) -> dict[str, str]:
+    """Path below the folder → content. Key files themselves are not among them."""
+    found = {
+        "Containerfile": containerfile(made),
+        "compose.yaml": json.dumps(compose(made), indent=2) + "\n",
+        "hostfile": "".join(f"{worker.alias}\n" for worker in made.workers),
+        "commands.sh": commands(made),
+        "ssh_launcher/config": ssh_config(made),
+        "ssh_launcher/known_hosts": known_hosts(made, keys),
+    }
+    for worker in made.workers:
+        folder = folder_of(worker)
+        found[f"{folder}/sshd_config"] = sshd_config(worker)
+        found[f"{folder}/authorized_keys"] = f"restrict,pty {keys.identity}\n"
+    return found
+
+
+def folder_of(worker: Worker) -> str:
+    return f"ssh_worker-{worker.alias}"
+
+
+def containerfile(made: ContainerSet) -> str:
+    """The base with OpenSSH and an ordinary user; keys are mounted, never built in."""
+    return f"""FROM {made.base}
+USER root
+RUN if command -v apt-get >/dev/null; then \\
+      apt-get update && apt-get install -y --no-install-recommends openssh-server openssh-client \\
+      && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*; \\
+    else dnf install -y openssh-server openssh-clients && rm -f /etc/ssh/ssh_host_*; fi; \\
+    mkdir -p /run/sshd {WORK} && \\
+    (id -u {USER} >/dev/null 2>&1 || useradd --uid {UID} --create-home {USER}) && \\
+    install -d -o {UID} -m 700 {HOME}/.ssh
+USER {USER}
+WORKDIR {WORK}
+"""
+
+
+def sshd_config(worker: Worker) -> str:
+    """An sshd without root: its own port, host key, log and pid file; keys only."""
+    ssh = f"{HOME}/.ssh"
+    return f"""Port {worker.port}
+HostKey {ssh}/{HOST_KEY}
+AuthorizedKeysFile {ssh}/authorized_keys
+PidFile /tmp/paceline-sshd.pid
+AuthenticationMethods publickey
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+UsePAM no
+PermitRootLogin no
+AllowTcpForwarding no
+PrintMotd no
+LogLevel INFO
+"""
+
+
+def ssh_config(made: ContainerSet) -> str:
+    """How the launcher's container reaches each worker."""
+    lines = []
+    for worker in made.workers:
+        lines += [
+            f"Host {worker.alias}",
+            f"    HostName {worker.address}",
+            f"    Port {worker.port}",
+            f"    User {USER}",
+            f"    HostKeyAlias {worker.alias}",
+            f"    IdentityFile {HOME}/.ssh/{KEY}",
+            "    IdentitiesOnly yes",
+        ]
+    ssh = f"{HOME}/.ssh"
+    common = ["Host *", "    BatchMode yes", "    StrictHostKeyChecking yes",
+              f"    UserKnownHostsFile {ssh}/known_hosts"]  # fmt: skip
+    return "\n".join([*lines, *common]) + "\n"
+
+
+def known_hosts(made: ContainerSet, keys: Keys) -> str:
+    return "".join(f"{worker.alias} {keys.hosts[worker.alias]}\n" for worker in made.workers)
+
+
+def sshd_command(worker: Worker) -> list[str]:
+    """In the foreground, so that the container ends with it."""
+    return ["/usr/sbin/sshd", "-D", "-e", "-f", f"{HOME}/.ssh/sshd_config"]
+
+
+def mpirun_command(made: ContainerSet) -> list[str]:
+    """One process a worker; the interface as MPI wants it told."""
+    names = ",".join(worker.alias for worker in made.workers)
+    return ["mpirun", "-hosts", names, "-ppn", "1", "-n", str(len(made.workers)), *made.command]
+
+
+def _environment(made: ContainerSet) -> dict[str, str]:
+    if not made.interface:
+        return {}
+    names = ("I_MPI_HYDRA_IFACE", "FI_TCP_IFACE", "FI_SOCKETS_IFACE")
+    return dict.fromkeys(names, made.interface)
+
+
+def run_command(made: ContainerSet, name: str, ssh_folder: str, words: list[str]) -> list[str]:
+    """``docker run`` for one container, typed in the folder of the set."""
+    flags = ["docker", "run", "--rm", "--init", "--network=host", f"--name={name}"]
+    flags += [f"--user={UID}", f"--shm-size={made.shm_size}", f"--workdir={WORK}"]
+    flags += ["--volume", f"./workload:{WORK}", "--volume", f"./{ssh_folder}:{HOME}/.ssh:ro"]
+    flags += [f"--env={name}={value}" for name, value in _environment(made).items()]
+    return [*flags, made.image, *words]
+
+
+def commands(made: ContainerSet) -> str:
+    """What to type, machine by machine, in this folder."""
+    build = ["docker", "build", "-t", made.image, "-f", "Containerfile", "."]
+    lines = ["# On every machine, in a copy of this folder:", shell_text(build)]
+    for worker in made.workers:
+        name = f"paceline-{worker.alias}"
+        words = run_command(made, name, folder_of(worker), sshd_command(worker))
+        lines += ["", f"# On {worker.address}: the worker {worker.alias}", shell_text(words)]
+    launch = run_command(made, "paceline-launcher", "ssh_launcher", mpirun_command(made))
+    lines += ["", "# On the launching machine, once the workers are up:", shell_text(launch)]
+    return "\n".join(lines) + "\n"
+
+
+def compose(made: ContainerSet) -> dict[str, object]:
+    """The same as a Compose file, for workers on this very machine."""
+    services: dict[str, object] = {}
+    for worker in made.workers:
+        services[worker.alias] = _service(made, folder_of(worker), sshd_command(worker))
+    launcher = _service(made, "ssh_launcher", mpirun_command(made))
+    launcher["depends_on"] = [worker.alias for worker in made.workers]
+    services["launcher"] = launcher
+    return {"name": "paceline", "services": services}
+
+
+def _service(made: ContainerSet, ssh_folder: str, words: list[str]) -> dict[str, object]:
+    return {
+        "image": made.image,
+        "build": {"context": ".", "dockerfile": "Containerfile"},
+        "network_mode": "host",
+        "user": str(UID),
+        "init": True,
+        "shm_size": made.shm_size,
+        "working_dir": WORK,
+        "volumes": [f"./workload:{WORK}", f"./{ssh_folder}:{HOME}/.ssh:ro"],
+        "environment": _environment(made),
+        "command": words,
+    }

@@ -1,0 +1,103 @@
+"""A set of containers: whatever one file names, the others have."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from paceline.cli.setup_containers import command, parse_workers
+from paceline.spec.errors import SettingError
+
+WORDS = ["--worker", "w1=10.0.0.11", "--worker", "w2=10.0.0.12", "--image", "base:1",
+         "--iface", "eth0", "--port", "2201", "python", "train.py", "--epochs", "1"]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    done = CliRunner().invoke(command, ["--out", str(tmp_path / "set"), *WORDS])
+    assert done.exit_code == 0, done.output
+    return tmp_path / "set"
+
+
+def test_ssh_reads_its_config(folder: Path) -> None:
+    config = folder / "ssh_launcher" / "config"
+    for alias, address, port in (("w1", "10.0.0.11", "2201"), ("w2", "10.0.0.12", "2202")):
+        said = subprocess.run(["ssh", "-F", str(config), "-G", alias], capture_output=True,
+                              text=True, check=True).stdout.splitlines()  # fmt: skip
+        assert f"hostname {address}" in said
+        assert f"port {port}" in said
+        assert "identityfile /home/dev/.ssh/id_ed25519" in said
+        assert "identitiesonly yes" in said
+
+
+def test_sshd_reads_its_config(folder: Path) -> None:
+    for number, alias in enumerate(("w1", "w2")):
+        own = folder / f"ssh_worker-{alias}"
+        text = (own / "sshd_config").read_text().replace("/home/dev/.ssh", str(own))
+        (own / "here").write_text(text)
+        done = subprocess.run(["/usr/sbin/sshd", "-t", "-f", str(own / "here")],
+                              capture_output=True, text=True, check=False)  # fmt: skip
+        # sshd looks for this folder after config and keys, and only as root; the user is not root
+        assert done.stderr in ("", "Missing privilege separation directory: /run/sshd\n")
+        assert f"Port {2201 + number}" in text
+
+
+def test_keys_belong_together(folder: Path) -> None:
+    public = (folder / "ssh_launcher" / "id_ed25519.pub").read_text().split()[1]
+    known = (folder / "ssh_launcher" / "known_hosts").read_text()
+    for alias in ("w1", "w2"):
+        own = folder / f"ssh_worker-{alias}"
+        assert public in (own / "authorized_keys").read_text()
+        key = (own / "ssh_host_ed25519_key.pub").read_text().split()[1]
+        assert f"{alias} ssh-ed25519 {key}" in known
+        assert not (own / "id_ed25519").exists()
+        assert (own / "ssh_host_ed25519_key").stat().st_mode & 0o077 == 0
+    texts = [p.read_text() for p in folder.rglob("*") if p.is_file() and "key" not in p.name]
+    assert not [text for text in texts if "dsa-" in text or "ssh-dss" in text]
+
+
+def test_every_path_exists_in_the_set(folder: Path) -> None:
+    """Mounted folders, the config that sshd is given, the workers that mpirun is given."""
+    services = json.loads((folder / "compose.yaml").read_text())["services"]
+    assert set(services) == {"w1", "w2", "launcher"}
+    for service in services.values():
+        for volume in service["volumes"]:
+            assert (folder / volume.split(":")[0]).is_dir()
+        assert service["working_dir"] in {v.split(":")[1] for v in service["volumes"]}
+    assert services["w1"]["command"][-1] == "/home/dev/.ssh/sshd_config"
+    hosts = services["launcher"]["command"]
+    assert hosts[hosts.index("-hosts") + 1] == "w1,w2"
+    assert services["launcher"]["environment"]["I_MPI_HYDRA_IFACE"] == "eth0"
+    assert (folder / "hostfile").read_text().split() == ["w1", "w2"]
+
+
+def test_the_commands_agree_with_the_compose_file(folder: Path) -> None:
+    services = json.loads((folder / "compose.yaml").read_text())["services"]
+    lines = (folder / "commands.sh").read_text().splitlines()
+    runs = [shlex.split(line) for line in lines if line.startswith("docker run")]
+    for words, service in zip(runs, services.values(), strict=True):
+        assert words[words.index(service["image"]) + 1 :] == service["command"]
+        assert [words[at + 1] for at, w in enumerate(words) if w == "--volume"] == service[
+            "volumes"
+        ]
+    file = (folder / "Containerfile").read_text()
+    assert "useradd --uid 1000 --create-home dev" in file
+    assert re.search(r"^FROM base:1$", file, re.MULTILINE)
+
+
+def test_a_second_call_keeps_the_keys(folder: Path) -> None:
+    before = (folder / "ssh_launcher" / "id_ed25519").read_bytes()
+    assert CliRunner().invoke(command, ["--out", str(folder), *WORDS]).exit_code == 0
+    assert (folder / "ssh_launcher" / "id_ed25519").read_bytes() == before
+
+
+@pytest.mark.parametrize("given", [("w1",), ("=a",), ("w1=",), ("w1=a", "w1=b"), ("launcher=a",)])
+def test_workers_that_cannot_be(given: tuple[str, ...]) -> None:
+    with pytest.raises(SettingError, match="cannot be"):
+        parse_workers(given)

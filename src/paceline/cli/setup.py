@@ -12,6 +12,7 @@ import click
 
 from paceline.cli.launching import read_cluster
 from paceline.cli.settings import read_settings_file
+from paceline.cli.setup_containers import command as containers
 from paceline.cluster.openssh import SshOptions
 from paceline.cluster.setup import aliases, keys
 from paceline.cluster.setup import hosts as steps
@@ -392,3 +393,6 @@ def names(ctx: click.Context, /) -> None:
     for name in scene.names:
         for line in lines.loopback_lines(scene.facts[name]):
             click.echo(f"# on {name}, take the own name off line {line}")
+
+
+command.add_command(containers)

@@ -15,6 +15,11 @@ from paceline.spec.plan import NodePlan, Plan, RankPlan
 from paceline.spec.settings import Setting, Source
 
 Facts = Mapping[str, Any]
+# gloo and TensorPipe, then what MPI libraries and oneCCL talk by (libfabric over TCP)
+INTERFACE_NAMES = (
+    "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "FI_TCP_IFACE", "FI_SOCKETS_IFACE",
+    "I_MPI_HYDRA_IFACE",
+)  # fmt: skip
 MAX_RANKS_PER_NODE = 80  # a node's pipes travel in one message of at most 253 descriptors
 
 
@@ -110,7 +115,7 @@ def node_env(
     }
     if network is not None:
         by_route = Setting(network.interface, Source.FOUND, network.reason)
-        env |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), by_route)
+        env |= dict.fromkeys(INTERFACE_NAMES, by_route)
         # "=" asks NCCL for exactly this name; alone it would be a prefix
         exact = Setting("=" + network.interface, Source.FOUND, network.reason)
         env["NCCL_SOCKET_IFNAME"] = exact

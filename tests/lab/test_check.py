@@ -127,7 +127,8 @@ def test_a_missing_interpreter_is_named(three: Lab, tmp_path: Path) -> None:
 
 
 def test_a_taken_port_is_named_with_its_holder(three: Lab) -> None:
-    hold = "import socket,time\ns=socket.create_server(('',29511)); print(1,flush=True)\ntime.sleep(60)"
+    hold = "import socket,time\ns = socket.create_server(('', 29511))\nprint(1, flush=True)"
+    hold += "\ntime.sleep(60)"
     with three.popen("n1", [sys.executable, "-c", hold], stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
         code, said = check(three, "--quick", "--master-port", "29511")

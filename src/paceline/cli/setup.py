@@ -97,10 +97,16 @@ def command(ctx: click.Context, /, key: Path | None, key_type: str, password_std
 def cluster_hosts(ctx: click.Context) -> tuple[tuple[Host, ...], SshOptions]:
     """The hosts and how to reach them. SettingError when none but this machine is meant."""
     cwd = Path.cwd()
-    cluster = read_cluster(ctx.params["hosts"], read_settings_file(cwd), cwd)
+    cluster = read_cluster(given(ctx, "hosts"), read_settings_file(cwd), cwd)
     if all(host.local for host in cluster.hosts):
         raise SettingError("setup needs hosts other than this machine", remedy="-H n1,n2 or a file")
-    return cluster.hosts, SshOptions(ctx.params["ssh_config"])
+    return cluster.hosts, SshOptions(given(ctx, "ssh_config"))
+
+
+def given(ctx: click.Context, name: str) -> Any:
+    """An option that may stand before or behind the name of the part."""
+    own = ctx.params.get(name)
+    return own if own is not None or ctx.parent is None else ctx.parent.params.get(name)
 
 
 def find_identity(key: Path | None, hosts: Sequence[Host], ssh: SshOptions) -> Identity:
@@ -265,22 +271,23 @@ async def take_all_back(hosts: Sequence[Host], ssh: SshOptions, journal: Journal
     return 0
 
 
-@command.command("sshd", context_settings={"ignore_unknown_options": True})
+@command.command("sshd")
+@host_options
 @click.argument("action", type=click.Choice(["start", "stop", "status"]))
 @click.option("--port", type=int, default=12345, help="Where it listens.")
 @click.option("--address", default="0.0.0.0", help="On which address.")  # noqa: S104 - keys only
 @click.option("--folder", type=click.Path(path_type=Path), help="Where its files are.")
 @click.pass_context
-def sshd(ctx: click.Context, /, action: str, port: int, address: str, folder: Path | None) -> None:
+def sshd(ctx: click.Context, /, action: str, port: int, address: str, folder: Path | None,
+         **_: object) -> None:  # fmt: skip
     """An sshd of your own, without root: on this machine, or on the hosts of `setup -H`."""
     from paceline.cluster.setup import worker_sshd
 
     words = [action, "--port", str(port), "--address", address]
     words += ["--folder", str(folder)] if folder else []
-    parent = ctx.parent
-    if parent is None or not parent.params["hosts"]:
+    if given(ctx, "hosts") is None:
         ctx.exit(worker_sshd.main(words))
-    hosts, ssh = cluster_hosts(parent)
+    hosts, ssh = cluster_hosts(ctx)
     ctx.exit(asyncio.run(_sshd_everywhere(hosts, ssh, words, Path(worker_sshd.__file__))))
 
 
@@ -298,6 +305,7 @@ async def _sshd_everywhere(hosts: Sequence[Host], ssh: SshOptions, words: list[s
 
 
 @command.command("env")
+@host_options
 @click.option(
     "--requirements",
     required=True,
@@ -321,12 +329,11 @@ async def _sshd_everywhere(hosts: Sequence[Host], ssh: SshOptions, words: list[s
 )
 @click.pass_context
 def env(ctx: click.Context, /, requirements: Path, folder: str, python: str, offline: bool,
-        activate: str) -> None:  # fmt: skip
+        activate: str, **_: object) -> None:  # fmt: skip
     """A Python environment on every host, from one requirements file."""
     from paceline.cluster.setup import environments
 
-    assert ctx.parent is not None
-    hosts, ssh = cluster_hosts(ctx.parent)
+    hosts, ssh = cluster_hosts(ctx)
     wanted = environments.Wanted(requirements, folder, python, activate, offline)
     wheels = environments.download(requirements) if offline else None
     try:
@@ -375,15 +382,15 @@ def mounts(kind: Any, server: str, path: str, at: str, user: str) -> None:
 
 
 @command.command("hosts")
+@host_options
 @click.pass_context
-def names(ctx: click.Context, /) -> None:
+def names(ctx: click.Context, /, **_: object) -> None:
     """Print lines for /etc/hosts, and what is wrong with those that are there. Changes nothing."""
     from paceline.checks.examine import examine
     from paceline.checks.scene import Wishes
     from paceline.cluster.setup import names as lines
 
-    assert ctx.parent is not None
-    hosts, ssh = cluster_hosts(ctx.parent)
+    hosts, ssh = cluster_hosts(ctx)
     pythons = {host.name: host.python or sys.executable for host in hosts}
     wishes = Wishes(pythons, dict.fromkeys(pythons, str(Path.cwd())))
     scene = asyncio.run(examine(hosts, ssh, wishes, "quick"))

@@ -1,0 +1,200 @@
+"""Real runs that fail, and what ``paceline explain`` says of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cluster.lab import Lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(90)]
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+# what rank 1 does; the others wait for it
+FAILURES = {
+    "missing-module": ("import no_such_package", "rank 1 on n2: Python has no module no_such"),
+    "missing-file": ("open('/data/train.csv')", "rank 1 on n2: there is no /data/train.csv"),
+    "cuda-out-of-memory": (
+        "class OutOfMemoryError(RuntimeError): pass\n"
+        "raise OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')",
+        "rank 1 on n2: a GPU has no memory left",
+    ),
+    "disk-full": (
+        "import os\nf = open('/srv/checkpoint', 'wb', buffering=0)\n"
+        "while True: f.write(bytes(1 << 20))",
+        "rank 1 on n2: the disk is full",
+    ),
+    "nan-loss": (
+        "print('step 3 loss nan', flush=True)\nraise SystemExit('loss is not finite: nan')",
+        "rank 1 on n2: the loss became nan",
+    ),
+    "port-taken": (
+        "import socket\na = socket.create_server(('', 29655))\nsocket.create_server(('', 29655))",
+        "rank 1 on n2: port",
+    ),
+    "exception": ("raise ValueError('boom')", "rank 1 on n2 raised ValueError: boom (job.py, line"),
+    "killed": ("import os\nos.kill(os.getpid(), 9)", "rank 1 on n2 was killed from outside"),
+    "crashed": ("import os\nos.kill(os.getpid(), 11)", "rank 1 on n2 crashed in compiled code"),
+    "bad-sample": (
+        "import gzip, pathlib\nfile = pathlib.Path('/srv/x.gz')\n"
+        "file.write_bytes(gzip.compress(bytes(range(256)) * 99)[:200])\ngzip.open(file).read()",
+        "rank 1 on n2: a data sample cannot be read",
+    ),
+    "too-many-files": (
+        "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "kept = [open('/dev/null') for _ in range(99)]",
+        "rank 1 on n2: too many open files",
+    ),
+}
+
+JOB = """
+import os, time
+if os.environ["RANK"] == "1":
+{lines}
+time.sleep(30)
+"""
+
+
+@dataclass(frozen=True)
+class Site:
+    lab: Lab
+    folder: Path
+
+    def run(self, text: str, *words: str) -> tuple[Path, str]:
+        """Runs a job that fails; its run directory and what was shown."""
+        number = len(list(self.folder.glob("run*")))
+        (self.folder / "job.py").write_text(text)
+        directory = self.folder / f"run{number}"
+        hosts = ["-H", str(self.lab.hostfile), "--ssh-config", str(self.lab.ssh_config)]
+        done = paceline("run", *hosts, "--run-dir", str(directory), *words, "job.py",
+                        cwd=self.folder)  # fmt: skip
+        assert done.returncode != 0
+        return directory, done.stderr
+
+
+def paceline(*words: str, cwd: Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", *words], capture_output=True, text=True, cwd=cwd,
+        timeout=60, env={**os.environ, "PYTHONPATH": str(SOURCE)}, input=text,
+    )  # fmt: skip
+
+
+def explain(directory: Path) -> tuple[int, dict[str, Any]]:
+    done = paceline("explain", str(directory), "--json", cwd=directory)
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def site(new_lab: Any, tmp_path_factory: Any) -> Site:
+    folder = tmp_path_factory.mktemp("explain")
+    return Site(new_lab(hosts=2, private=("/srv:8m",), share=(str(folder),)), folder)
+
+
+@pytest.mark.parametrize("rule", FAILURES)
+def test_names_rank_host_and_cause(site: Site, rule: str) -> None:
+    lines, cause = FAILURES[rule]
+    text = JOB.format(lines="\n".join(f"    {line}" for line in lines.splitlines()))
+    directory, shown = site.run(text, "--no-torch")
+    code, said = explain(directory)
+    assert code == 0
+    assert said["causes"][0]["rule"] == rule, said
+    assert said["conclusion"].startswith(cause)
+    assert said["causes"][0]["remedy"]
+    kept = json.loads((directory / "findings.json").read_text())["findings"]
+    assert next(one for one in kept if one["check"] == f"explain/{rule}")["outcome"] == "fail"
+    assert f"[{rule}]" in shown or rule == "exception"
+
+
+def test_a_rank_that_ran_out_of_data(site: Site) -> None:
+    text = (
+        "import os, datetime, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=4))\n"
+        "for step in range(3 if os.environ['RANK'] == '1' else 5):\n"
+        "    print('step', step, flush=True)\n    dist.all_reduce(torch.ones(4))\n"
+        "os._exit(0)\n"
+    )
+    directory, _ = site.run(text)
+    _, said = explain(directory)
+    assert said["causes"][0]["rule"] == "uneven-data", said
+    assert said["conclusion"].startswith("rank 1 on n2 ended its work after step 2")
+
+
+def test_a_job_that_could_not_be_started(site: Site) -> None:
+    (site.folder / "job.py").write_text("pass\n")
+    directory = site.folder / "run-refused"
+    done = paceline(
+        "run", "-H", str(site.lab.hostfile), "--ssh-config", str(site.lab.ssh_config),
+        "--python", "/no/python", "--run-dir", str(directory), "job.py", cwd=site.folder,
+    )  # fmt: skip
+    assert done.returncode != 0
+    _, said = explain(directory)
+    assert said["causes"][0]["rule"] == "not-started"
+    assert "has no Python at /no/python" in said["conclusion"]
+
+
+def test_a_powered_off_host(site: Site) -> None:
+    text = "import os, subprocess, time\nprint('up', flush=True)\ntime.sleep(30)\n"
+    (site.folder / "job.py").write_text(text)
+    directory = site.folder / "run-lost"
+    argv = [sys.executable, "-m", "paceline", "run", "-H", str(site.lab.hostfile)]
+    argv += ["--ssh-config", str(site.lab.ssh_config), "--no-torch", "--lease", "4"]
+    argv += ["--run-dir", str(directory), "job.py"]
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          cwd=site.folder, env=env) as child:  # fmt: skip
+        assert child.stdout is not None
+        while "[n2/1] up" not in child.stdout.readline():
+            assert child.poll() is None
+        site.lab.fault("power-off", "n2")
+        child.communicate(timeout=40)
+    site.lab.heal("n2")
+    _, said = explain(directory)
+    assert said["causes"][0]["rule"] == "node-lost"
+    assert said["conclusion"].startswith("n2 went away")
+
+
+def test_the_memory_killer(tmp_path: Path) -> None:
+    group = Path("/sys/fs/cgroup/memory/paceline-test")
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("no control group (version 1) for memory can be made here")
+    try:
+        (group / "memory.limit_in_bytes").write_text("300M")
+        text = "    kept = []\n    while True: kept.append(bytearray(20 << 20))"
+        (tmp_path / "job.py").write_text(JOB.format(lines=text))
+        enter = f"echo $$ > {group}/cgroup.procs && exec {sys.executable} -m paceline run"
+        done = subprocess.run(
+            ["sh", "-c", f"{enter} --no-torch -p 2 --run-dir {tmp_path}/run job.py"],
+            capture_output=True, text=True, cwd=tmp_path, timeout=60,
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        )  # fmt: skip
+        assert done.returncode == 137, done.stderr
+        assert "killed by the kernel for its memory" in done.stderr
+        assert "(limit 300 MiB" in done.stderr
+    finally:
+        group.rmdir()
+
+
+def test_a_log_of_another_launcher_and_a_bundle(tmp_path: Path) -> None:
+    text = "n2: bash: torchrun: command not found\nn1: ok\nn1: done\nHF_TOKEN=hf_" + "a" * 30 + "\n"
+    done = paceline("explain", "--log", "-", "--bundle", "b.tar.gz", cwd=tmp_path, text=text)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "n2: there is no program torchrun"
+    packed = subprocess.run(["tar", "xzOf", "b.tar.gz"], cwd=tmp_path, capture_output=True)
+    assert b"torchrun" in packed.stdout
+    assert b"aaaaaaaaaa" not in packed.stdout
+
+
+def test_what_nobody_knows_is_unknown(tmp_path: Path) -> None:
+    done = paceline("explain", "--log", "-", cwd=tmp_path, text="make: *** [all] Error 2\n")
+    assert done.returncode == 2
+    assert "unknown" in done.stdout

@@ -45,6 +45,15 @@ def copy(name: str, target: Path | None, force: bool) -> None:
     click.echo(f"{path}\nrun it: paceline run {path} --help")
 
 
+@command.command("options")
+@click.argument("name", metavar="RECIPE")
+def options(name: str) -> None:
+    """Print the reference of RECIPE's options, as a Markdown table."""
+    from paceline.recipes.reference import markdown
+
+    click.echo(markdown(name), nl=False)
+
+
 def script(name: str) -> str:
     """The recipe's source; nothing of it is imported.
 

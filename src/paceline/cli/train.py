@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
 from paceline.cli.launching import job_of, launch, launch_options, prepare
-from paceline.cli.settings import ENV_PREFIX
+from paceline.cli.settings import ENV_PREFIX, read_settings_file
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
-from paceline.recipes.options import Options
+from paceline.recipes.options import Options, as_flags, known, option_names
 from paceline.spec.job import Entry, Job
 
 
@@ -48,10 +50,25 @@ def command(ctx: click.Context, /, chosen: str | None, options: tuple[str, ...],
 def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
     """Checks the recipe's options here, then runs it on every host."""
     shared = ["--backend", ctx.params["backend"]] if ctx.params["backend"] else []
-    options = parse_options(name, [*shared, *argv])
+    table = read_settings_file(Path.cwd()).get("train", {}).get(name, {})
+    options = parse_options(name, [*from_table(name, table), *shared, *argv])
     cluster, way = prepare(ctx)
     job = recipe_job(ctx, name, options)
     return launch(ctx, job, cluster, way, package=True, after=_where)
+
+
+def from_table(name: str, table: Mapping[str, Any]) -> list[str]:
+    """The flags that ``[train.NAME]`` of paceline.toml stands for; those that are typed win.
+
+    Raises:
+        SettingError: A key is no option of the recipe.
+    """
+    kind = recipe(name).options_class()
+    flags: list[str] = []
+    for key, value in table.items():
+        known(f"paceline.toml [train.{name}]", key.replace("_", "-"), option_names(kind))
+        flags += as_flags(f"--{key.replace('_', '-')}", value)
+    return flags
 
 
 def recipe_job(ctx: click.Context, name: str, options: Options) -> Job:
@@ -78,5 +95,3 @@ def _where(path: Path) -> None:
     for label, name in (("model", "model"), ("metrics", "metrics.jsonl"), ("logs", "logs")):
         if (path / name).exists():
             click.echo(f"{label:<8} {path / name}", err=True)
-
-

@@ -248,11 +248,17 @@ def to_argv(options: Options) -> list[str]:
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if value != field.default:
-            argv += _flag("--" + field.name.replace("_", "-"), value)
+            argv += as_flags("--" + field.name.replace("_", "-"), value)
     return argv
 
 
-def _flag(flag: str, value: Any) -> list[str]:
+def option_names(kind: type[Options]) -> list[str]:
+    """Every option of a recipe, as typed but for the dashes before it."""
+    return [field.name.replace("_", "-") for field in dataclasses.fields(kind)]
+
+
+def as_flags(flag: str, value: Any) -> list[str]:
+    """An option with its value, as typed."""
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
     if isinstance(value, (tuple, list)):

@@ -23,4 +23,4 @@ class HubSource:
 
 def is_path(data: str) -> bool:
     """True for what is no short name: a path, or an id of a hub."""
-    return "/" in data or data.startswith((".", "~")) or Path(data).exists()
+    return "/" in data or "." in data or data.startswith("~") or Path(data).exists()

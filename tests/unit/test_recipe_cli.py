@@ -1,0 +1,74 @@
+"""The commands around recipes, without torch, and their reference."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from paceline.cli import recipe as recipe_command
+from paceline.cli.list import command as listing
+from paceline.cli.train import from_table
+from paceline.recipes import RECIPES, parse_options, use_of
+from paceline.recipes.reference import markdown, options_of
+from paceline.spec.errors import DataError, SettingError
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_listing() -> None:
+    found = json.loads(CliRunner().invoke(listing, ["--json"]).output)
+    assert {one["name"] for one in found if one["kind"] == "recipes"} == set(RECIPES)
+    shown = CliRunner().invoke(listing, ["models", "--recipe", "image"]).output
+    assert shown.splitlines()[0] == "models:"
+    assert [line.split()[0] for line in shown.splitlines()[1:]] == [
+        "cnn",
+        "resnet18",
+        "resnet34",
+        "resnet50",
+    ]
+
+
+def test_copying(tmp_path: Path) -> None:
+    target = tmp_path / "mine.py"
+    copied = CliRunner().invoke(recipe_command.command, ["copy", "text", str(target)])
+    assert copied.exit_code == 0
+    assert target.read_text() == recipe_command.script("text")
+    again = CliRunner().invoke(recipe_command.command, ["copy", "text", str(target)])
+    assert isinstance(again.exception, SettingError)
+    with pytest.raises(SettingError, match="did you mean recipe translation"):
+        recipe_command.script("translatoin")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_reference_is_that_of_the_options(name: str) -> None:
+    assert all(one.text.endswith(".") for one in options_of(name))
+    assert markdown(name) in (DOCS / f"{name}.md").read_text()
+
+
+def test_flags_of_a_table() -> None:
+    table = {"augment": ["flip", "crop"], "freeze": False, "global_batch": 8, "lr": 0.5}
+    options = parse_options("image", from_table("image", table))
+    assert (options.global_batch, options.lr) == (8, 0.5)
+    with pytest.raises(SettingError, match="model"):
+        from_table("image", {"modell": "cnn"})
+
+
+def test_unknown_task() -> None:
+    with pytest.raises(DataError, match="unknown recipe 'speech'"):
+        use_of("speech")
+
+
+def test_no_torch_is_needed() -> None:
+    code = (
+        "import sys; from paceline.recipes import parse_options, RECIPES\n"
+        "import paceline.cli.list, paceline.cli.translate, paceline.cli.export\n"
+        "import paceline.recipes.catalogue, paceline.recipes.reference\n"
+        "[parse_options(name, []) for name in RECIPES]\n"
+        "assert not {'torch', 'numpy', 'tokenizers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import Site
+from launches import Site, eventually
 from ways import Way, largest_difference, mpiexec, reference, site_in
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
@@ -28,6 +28,8 @@ def site(shared: Site) -> Iterator[Site]:
     """Nothing may run or listen after a test."""
     yield shared
     shared.lab.heal()
+    login = ["ssh", "-o", "BatchMode=yes", "n2", "true"]
+    assert eventually(lambda: shared.lab.exec("n1", login, timeout=20).returncode == 0, 10)
     assert shared.leftovers() == ""
 
 

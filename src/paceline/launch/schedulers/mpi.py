@@ -330,12 +330,18 @@ def dead_hosts(mpi: Mpi, hosts: Sequence[Host], dead: Mapping[str, Refusal]) -> 
 
 
 def no_call(mpi: Mpi, missing: Sequence[Host], status: int | None, words: str) -> ConnectError:
-    """The error for hosts that MPI reaches and that do not reach us."""
+    """The error for hosts that MPI reaches one by one and that did not reach us."""
     names = ", ".join(host.name for host in missing)
-    ended = "is still running" if status is None else f"ended with status {status}"
+    if status:
+        return ConnectError(
+            f"{mpi.title} failed on all hosts together, and works on each of them alone",
+            found=f"mpiexec ended with status {status}\n{tail(words)}".strip(),
+            remedy="Try again; if it fails again, let the hosts connect to each other on all TCP "
+            "ports, or --iface for another network",
+        )
     return ConnectError(
         f"{mpi.title} runs programs on all hosts, but no agent called from {names}",
-        found=f"mpiexec {ended}\n{tail(words)}".strip(),
+        found=tail(words) or "no word from mpiexec",
         remedy=f"Let {names} connect to this machine (firewall?), or --iface for another network",
     )
 

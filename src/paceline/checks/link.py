@@ -41,6 +41,10 @@ async def probe(probing: Probing) -> dict[str, Any]:
     for pairs in rounds(list(probing.networks))[:MOST_ROUNDS]:
         found += await every([lines.measure(one, other) for one, other in pairs])
         found += await every([lines.measure(other, one) for one, other in pairs])
+    for name in suspects(probing.scene, _good(found)):
+        others = [other for other in probing.networks if other != name][:2]
+        for other in others:  # alone: other pairs, or a busy moment, may have slowed it
+            found += [await lines.measure(name, other), await lines.measure(other, name)]
     for pair in found:
         if "error" not in pair and _resends(pair):
             pace = int(bits(pair) / 16)
@@ -109,7 +113,7 @@ def judge(scene: Scene) -> list[Finding]:
     pairs = scene.evidence["link"]["pairs"]
     if not pairs:
         return []
-    good = [pair for pair in pairs if "error" not in pair and pair["seconds"] > 0]
+    good = _good(pairs)
     found = [*_broken(scene, pairs), *_lossy(scene, good)]
     found += [] if found else _slow(scene, good)
     return found or [_speed(scene, good)]
@@ -169,28 +173,47 @@ def _lossy(scene: Scene, pairs: Sequence[Mapping[str, Any]]) -> list[Finding]:
     ]
 
 
+def _good(pairs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [pair for pair in pairs if "error" not in pair and pair["seconds"] > 0]
+
+
+def best_rates(scene: Scene, pairs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """By host, the best rate over all its ways, both directions: no more than its link's speed.
+
+    What goes beyond the link's own speed (in memory, between virtual hosts) says nothing of it.
+    """
+    found: dict[str, float] = {}
+    for pair in pairs:
+        for name in (pair["source"], pair["target"]):
+            found[name] = max(found.get(name, 0.0), min(bits(pair), _speed_of(scene, name)))
+    return found
+
+
+def _speed_of(scene: Scene, name: str) -> float:
+    """Bits a second that the interface says it can do; infinite when it does not say."""
+    links = scene.facts[name]["interfaces"] or []
+    used = scene.networks[name].interface if name in scene.networks else ""
+    speeds = [link["speed"] for link in links if link["name"] == used and link["speed"] > 0]
+    return speeds[0] * 1e6 if speeds else float("inf")
+
+
+def suspects(scene: Scene, pairs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Hosts whose best rate is under half of what the others reach; none among two hosts."""
+    best = best_rates(scene, pairs)
+    if len(best) < 3:
+        return []
+    usual = sorted(best.values())[len(best) // 2]
+    slow = [name for name, own in best.items() if own < SLOW_SHARE * usual]
+    return sorted(slow, key=best.__getitem__)
+
+
 def _slow(scene: Scene, pairs: Sequence[Mapping[str, Any]]) -> list[Finding]:
     if not pairs:
         return []
-    best = {
-        name: max((bits(p) for p in pairs if name in (p["source"], p["target"])), default=0.0)
-        for name in scene.names
-    }
-    usual = sorted(best.values())[len(best) // 2]
-    for name, own in sorted(best.items(), key=lambda item: item[1]):
-        if len(best) > 2 and own < SLOW_SHARE * usual:
-            interface = scene.networks[name].interface
-            return [
-                warned(
-                    "link",
-                    [name],
-                    f"the link of {name} ({interface}) is slow: "
-                    f"{rate(own)}, the others reach {rate(usual)}; the whole job goes at "
-                    "its pace",
-                    f"On {name}: ethtool {interface} (speed, duplex), try another cable "
-                    f"or port; or leave {name} out with --nnodes or the host list",
-                )
-            ]
+    if slow := suspects(scene, pairs):
+        best = best_rates(scene, pairs)
+        usual = sorted(best.values())[len(best) // 2]
+        return [_slow_host(scene, name, best[name], usual) for name in slow]
     slowest = min(pairs, key=bits)
     if bits(slowest) < SLOW_BITS:
         names = (slowest["source"], slowest["target"])
@@ -206,6 +229,18 @@ def _slow(scene: Scene, pairs: Sequence[Mapping[str, Any]]) -> list[Finding]:
             )
         ]
     return []
+
+
+def _slow_host(scene: Scene, name: str, own: float, usual: float) -> Finding:
+    interface = scene.networks[name].interface
+    return warned(
+        "link",
+        [name],
+        f"the link of {name} ({interface}) is slow: {rate(own)}, the others reach {rate(usual)}; "
+        "the whole job goes at its pace",
+        f"On {name}: ethtool {interface} (speed, duplex), try another cable or port; or leave "
+        f"{name} out with --nnodes or the host list",
+    )
 
 
 def _common(pairs: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[str, ...]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
 
 import click
 
+from paceline.cli.data_files import gathered
 from paceline.cli.launching import job_of, launch, launch_options, prepare
-from paceline.cli.train import RECIPE_MODULES, quiet_torch
+from paceline.cli.train import RECIPE_MODULES, quiet_torch, with_data
 from paceline.recipes.evaluate_options import EvaluateOptions
 from paceline.recipes.options import parse
 from paceline.spec.errors import SettingError
@@ -29,20 +31,30 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
 
     OPTIONS: --split NAME, --data NAME|PATH, --data-dir PATH, --device NAME.
     """
-    parse(EvaluateOptions, options, "paceline evaluate")
+    typed = parse(EvaluateOptions, options, "paceline evaluate")
     folder = run_folder(run)
     if ctx.params["hosts"] is None and ctx.params["nproc_per_node"] in (None, 1):
         run_here(MODULE, ["--run", str(folder), *options])
     cluster, way = prepare(ctx)
-    job = job_of(
-        ctx,
-        Entry("module", MODULE, ("--run", str(folder), *options)),
-        name="evaluate",
-        preload=RECIPE_MODULES,
-        inputs=(Input(str(folder), (MODEL, CONFIG)),),
-    )
-    parent = folder / "evaluations"
-    ctx.exit(launch(ctx, quiet_torch(job), cluster, way, package=True, parent=parent))
+    with gathered(data_files(folder, typed)) as files:
+        job = job_of(
+            ctx,
+            Entry("module", MODULE, ("--run", str(folder), *options)),
+            name="evaluate",
+            preload=RECIPE_MODULES,
+            inputs=(Input(str(folder), (MODEL, CONFIG)),),
+        )
+        job, parent = with_data(quiet_torch(job), files), folder / "evaluations"
+        ctx.exit(launch(ctx, job, cluster, way, package=True, parent=parent))
+
+
+def data_files(folder: Path, typed: EvaluateOptions) -> list[str]:
+    """Files that may hold the data of the evaluation: those that are named, else recorded."""
+    if typed.data_dir:
+        return []
+    recorded = json.loads((folder / MODEL_CONFIG).read_text(encoding="utf-8")).get("data", {})
+    names = [recorded.get(key) for key in ("source", "target", "test")]
+    return [typed.data, typed.target] if typed.data else [name for name in names if name]
 
 
 def run_folder(run: Path) -> Path:

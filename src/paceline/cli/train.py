@@ -10,11 +10,12 @@ from typing import Any
 
 import click
 
+from paceline.cli.data_files import gathered
 from paceline.cli.launching import job_of, launch, launch_options, prepare
 from paceline.cli.settings import ENV_PREFIX, read_settings_file
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
 from paceline.recipes.options import Options, as_flags, known, option_names
-from paceline.spec.job import Entry, Job
+from paceline.spec.job import Entry, Input, Job
 
 
 @click.command(
@@ -53,8 +54,31 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
     table = read_settings_file(Path.cwd()).get("train", {}).get(name, {})
     options = parse_options(name, [*from_table(name, table), *shared, *argv])
     cluster, way = prepare(ctx)
-    job = recipe_job(ctx, name, options)
-    return launch(ctx, job, cluster, way, package=True, after=_where)
+    files = {field: getattr(options, field, "") for field in DATA_FILES}
+    with gathered([] if options.data_dir else list(files.values())) as folder:
+        if folder:
+            found: dict[str, Any] = {field: absolute(path) for field, path in files.items() if path}
+            options = dataclasses.replace(options, **found)
+        job = with_data(recipe_job(ctx, name, options), folder)
+        return launch(ctx, job, cluster, way, package=True, after=_where)
+
+
+DATA_FILES = ("data", "test_data", "target")
+"""Options of recipes that may name a file."""
+
+
+def absolute(path: str) -> str:
+    """A file as it is found from any folder; anything else as it is."""
+    whole = Path(path).expanduser().absolute()
+    return str(whole) if whole.is_file() else path
+
+
+def with_data(job: Job, folder: str) -> Job:
+    """The job with a folder of data files, to be shipped to hosts that are not this one."""
+    if not folder:
+        return job
+    entry = dataclasses.replace(job.entry, args=(*job.entry.args, "--data-dir", folder))
+    return dataclasses.replace(job, entry=entry, inputs=(*job.inputs, Input(folder)))
 
 
 def from_table(name: str, table: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,24 @@ class HubSource:
     name: str
     config: str = ""
     offline: bool = False
+
+
+FILES = (".csv", ".tsv", ".txt", ".jsonl")
+"""Endings of data files."""
+
+
+def is_hub_id(name: str) -> bool:
+    """True for what can only be an id of a hub: ``user/name``, and no path that is there."""
+    path = Path(name)
+    local = path.exists() or path.parent.is_dir() or path.suffix.lower() in FILES
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not local
+
+
+def located(name: str, data_dir: str) -> Path:
+    """A data file or folder: the file of that name in ``data_dir`` if it is there, else itself."""
+    path = Path(name).expanduser()
+    sent = Path(data_dir).expanduser() / path.name
+    return sent if data_dir and sent.is_file() else path
 
 
 def is_path(data: str) -> bool:

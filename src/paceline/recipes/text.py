@@ -159,6 +159,7 @@ def load_data(options: TextOptions) -> TextData:
             options.class_names,
             fraction=options.test_fraction,
             seed=options.seed,
+            data_dir=options.data_dir,
         )
     )
 

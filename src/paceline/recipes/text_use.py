@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def trained(run: str) -> Trained:
 def evaluate_run(options: EvaluateOptions) -> None:
     """One evaluation, on every rank."""
     model = trained(options.run)
-    data = load_texts(model.request(options.data))
+    data = load_texts(replace(model.request(options.data), data_dir=options.data_dir))
     check_unchanged(data.source, data.fingerprint, model.config, options)
     split = choose_split(data.splits, options.split, data.held_out)
     with joined(options, model.config) as session:

@@ -182,7 +182,14 @@ def load_data(options: TranslationOptions) -> PairData:
     """The corpus that the options name."""
     languages = (options.source_lang, options.target_lang)
     return load_pairs(
-        PairRequest(options.hub(), options.target, languages, options.val_fraction, options.seed)
+        PairRequest(
+            options.hub(),
+            options.target,
+            languages,
+            options.val_fraction,
+            options.seed,
+            options.data_dir,
+        )
     )
 
 

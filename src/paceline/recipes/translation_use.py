@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,7 +26,8 @@ from paceline.spec.errors import SettingError
 def evaluate_run(options: EvaluateOptions) -> None:
     """One evaluation, on every rank; every sentence is translated."""
     model = translator(Path(options.run))
-    data = load_pairs(model.request(options.data, options.target))
+    request = model.request(options.data, options.target)
+    data = load_pairs(replace(request, data_dir=options.data_dir))
     check_unchanged(data.source, data.fingerprint, model.config, options)
     split = choose_split(data.splits, options.split, data.held_out)
     pairs = data.splits[split]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.recipes.datasets import NAMED, PLACES, READERS, Named
 from paceline.recipes.datasets.images import ImageData, Request, with_validation
+from paceline.recipes.sources import is_hub_id
 from paceline.spec.errors import DataError
 
 
@@ -31,7 +32,7 @@ def load(data_dir: str, request: Request) -> ImageData:
 
 
 def _from_path(path: Path, request: Request) -> ImageData:
-    if not path.exists() and "/" in request.source and request.source[0] not in "./~":
+    if is_hub_id(request.source):
         made: ImageData = _module("hub_images").read(request.source, request)
         return with_validation(made, request)
     if not path.is_dir():

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.recipes.datasets.hub import is_saved, load_rows
 from paceline.recipes.datasets.made_pairs import MAKERS
 from paceline.recipes.datasets.parts import SPLIT_NAMES, divide
-from paceline.recipes.sources import HubSource, is_path
+from paceline.recipes.sources import HubSource, is_hub_id, located
 from paceline.spec.errors import DataError
 
 Pair = tuple[str, str]
@@ -52,6 +52,7 @@ class PairRequest:
         languages: (source, target) names, where the data name languages; may be empty.
         val_fraction: Held-out part where the data have no split of their own.
         seed: Seed of that split.
+        data_dir: Folder in which files of these names are looked for first; may be empty.
     """
 
     hub: HubSource
@@ -59,6 +60,7 @@ class PairRequest:
     languages: Pair = ("", "")
     val_fraction: float = 0.1
     seed: int = 0
+    data_dir: str = ""
 
 
 def load_pairs(request: PairRequest) -> PairData:
@@ -86,18 +88,18 @@ def load_pairs(request: PairRequest) -> PairData:
 
 def _read(request: PairRequest) -> dict[str, list[Pair]]:
     name = request.hub.name
-    path = Path(name).expanduser()
+    path = located(name, request.data_dir)
     if name in MAKERS:
         return {"train": MAKERS[name](0)}
     if request.target:
-        return {"train": _two_files(path, Path(request.target).expanduser())}
+        return {"train": _two_files(path, located(request.target, request.data_dir))}
     if path.is_file():
         return {"train": _one_file(path, request)}
     if path.is_dir() and not is_saved(path):
         found = _folder(path, request)
         if found:
             return found
-    if path.is_dir() or (is_path(name) and name[0] not in "./~"):
+    if path.is_dir() or (is_hub_id(name)):
         rows = load_rows(request.hub)
         return {split: _from_rows(part, request) for split, part in rows.items()}
     raise DataError(

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.recipes.datasets.hub import is_saved, load_rows
 from paceline.recipes.datasets.parts import SPLIT_NAMES, divide
-from paceline.recipes.sources import HubSource, is_path
+from paceline.recipes.sources import HubSource, is_hub_id, located
 from paceline.spec.errors import DataError
 
 Row = tuple[str, str]
@@ -63,6 +63,7 @@ class TextRequest:
         labels: The labels that there must be, in this order; empty takes those of the files.
         fraction: Held-out part where the data have no split of their own.
         seed: Seed of that split.
+        data_dir: Folder in which files of these names are looked for first; may be empty.
     """
 
     hub: HubSource
@@ -73,6 +74,7 @@ class TextRequest:
     labels: tuple[str, ...] = ()
     fraction: float = 0.1
     seed: int = 0
+    data_dir: str = ""
 
 
 def load_texts(request: TextRequest) -> TextData:
@@ -84,7 +86,7 @@ def load_texts(request: TextRequest) -> TextData:
     name = request.hub.name
     parts, names = _read(request)
     if request.test:
-        parts["test"] = _file(Path(request.test).expanduser(), request)
+        parts["test"] = _file(located(request.test, request.data_dir), request)
     how: dict[str, str | int | float] = {"method": "as in the files"}
     if set(parts) == {"train"}:
         both = divide(parts["train"], request.fraction, request.seed)
@@ -101,14 +103,14 @@ def load_texts(request: TextRequest) -> TextData:
 def _read(request: TextRequest) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
     """Rows of each part, and names of the classes where the data know them."""
     name = request.hub.name
-    path = Path(name).expanduser()
+    path = located(name, request.data_dir)
     if name in MAKERS:
         return {"train": MAKERS[name](0)}, ()
     if path.is_file():
         return {"train": _file(path, request)}, ()
     if path.is_dir() and not is_saved(path) and (found := _folder(path)):
         return {split: _file(file, request) for split, file in found.items()}, ()
-    if path.is_dir() or (is_path(name) and name[0] not in "./~"):
+    if path.is_dir() or (is_hub_id(name)):
         return _from_hub(request)
     raise DataError(
         f"--data {name}: no such file or folder",

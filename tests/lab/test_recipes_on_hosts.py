@@ -1,0 +1,71 @@
+"""The text and translation recipes on two lab hosts that share no folder with the launcher."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.lab import Lab, LabOptions
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    letters = "abcdefgh"
+    rows = [[a, b, c] for a in letters for b in letters for c in letters]
+    lines = ["\t".join((" ".join(row), " ".join(row[::-1]))) for row in rows]
+    (folder / "pairs.tsv").write_text("\n".join(lines))
+    texts = [("up" if row < row[::-1] else "down", " ".join(row)) for row in rows]
+    (folder / "texts.csv").write_text("\n".join(map(",".join, texts)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[Lab]:
+    reason = Lab.available()
+    if reason is not None:
+        pytest.skip(reason)
+    with Lab(LabOptions(hosts=2)) as lab:
+        yield lab
+
+
+def paceline(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", *words],
+        cwd=cwd, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+def on(lab: Lab) -> list[str]:
+    return ["--hosts", str(lab.hostfile), "--ssh-config", str(lab.ssh_config)]
+
+
+def test_translation(two_hosts: Lab, project: Path) -> None:
+    flags = ["--data=pairs.tsv", "--model=tiny", "--steps=4", "--lr=4e-3", "--dropout=0"]
+    more = ["--samples=0", "--score-every=99", "--global-batch=16", "--run-dir=reverser"]
+    trained = paceline("train", "translation", *on(two_hosts), *flags, *more, cwd=project)
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    run = project / "reverser"
+    plan = json.loads((run / "plan.json").read_text())
+    assert [node["host"] for node in plan["nodes"]] == list(two_hosts.names)
+    recorded = json.loads((run / "model/config.json").read_text())["metrics"]["val"]
+    assert (run / "translations.jsonl").is_file()
+    spread = paceline("evaluate", "reverser", *on(two_hosts), cwd=project)
+    assert f"exact {recorded['exact']:.4f}" in spread.stdout, spread.stderr[-3000:]
+
+
+def test_text(two_hosts: Lab, project: Path) -> None:
+    flags = ["--data=texts.csv", "--steps=10", "--run-dir=texts"]
+    trained = paceline("train", "text", *on(two_hosts), *flags, cwd=project)
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    names = sorted(path.name for path in (project / "texts").rglob("*"))
+    assert "tokenizer.json" in names, (names, trained.stderr)
+    alone = paceline("evaluate", "texts", cwd=project)
+    assert alone.stdout.split("  (")[0] in trained.stdout, alone.stderr

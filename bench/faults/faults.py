@@ -59,11 +59,11 @@ SINGLE = [
     Case("powered off", ("cannot log in to n3",), (("power-off", "n3"),)),
     Case("unplugged", ("cannot log in to n2",), (("unplug", "n2"),)),
     Case("frozen", ("cannot log in to n1", "sshd does not speak"), (("freeze", "n1"),)),
-    Case("P1 own name is 127.0.1.1", ("loopback", "n1 and n2", "127.0.1.1"),
+    Case("own name is 127.0.1.1", ("loopback", "n1 and n2", "127.0.1.1"),
          options={"hosts": 2, "debian_hosts": True}),
-    Case("P2 own name is a dead interface", ("host name n1", "dead0"),
+    Case("own name is a dead interface", ("host name n1", "dead0"),
          options={"hosts": 2, "dead_interface": True, "dead_name": True}),
-    Case("P10 interpreter missing", ("has no Python at /no/python",),
+    Case("interpreter missing", ("has no Python at /no/python",),
          words=("--quick", "--python", "/no/python")),
 ]  # fmt: skip
 HEALTHY = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.checks.blame import faults, presumed
 from paceline.checks.link import rounds
-from paceline.checks.ports import choose_ports
+from paceline.checks.ports import choose_ports, lost_by_chance, merged
 from paceline.cluster.network import Candidate
 
 PORTS = (29500, 40000)
@@ -111,3 +111,11 @@ def test_a_round_robin_meets_everybody_once(count: int) -> None:
     for pairs in rounds(names):
         busy = [name for pair in pairs for name in pair]
         assert len(busy) == len(set(busy))
+
+
+def test_a_packet_lost_by_chance_is_no_firewall() -> None:
+    first = results(THREE, {("n1", "n3"): errno.ETIMEDOUT})["n1"]
+    first[0] = {**first[0], "ok": False, "errno": errno.ETIMEDOUT}
+    assert lost_by_chance(first) == {("n2", PORTS[0])}  # n3 answered nowhere: no chance
+    again = [{**first[0], "ok": True}]
+    assert [one["ok"] for one in merged(first, again)] == [True, True, False, False]

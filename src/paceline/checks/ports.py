@@ -81,10 +81,9 @@ async def _try_ports(probing: Probing, chosen: Mapping[str, str]) -> tuple[Any, 
             for other in others
             for port in opened[other]
         ]
-        answer = await probing.ask(
-            name, "connect", targets=targets, timeout_s=TIMEOUT_S, settle_s=TIMEOUT_S
-        )
-        return list(answer["results"])
+        results = await _connect(probing, name, targets)
+        again = [t for t in targets if (t["host"], t["port"]) in lost_by_chance(results)]
+        return merged(results, await _connect(probing, name, again)) if again else results
 
     pairs = network.pairs(names)
     results = await every([attempt(name, others) for name, others in pairs.items()])
@@ -95,6 +94,35 @@ async def _try_ports(probing: Probing, chosen: Mapping[str, str]) -> tuple[Any, 
         {name: answer["peers"] for name, answer in answers.items()},
         {name: answer["rejects"] for name, answer in answers.items()},
     )
+
+
+async def _connect(probing: Probing, name: str, targets: Sequence[Any]) -> list[dict[str, Any]]:
+    answer = await probing.ask(
+        name, "connect", targets=targets, timeout_s=TIMEOUT_S, settle_s=TIMEOUT_S
+    )
+    return list(answer["results"])
+
+
+Results = Sequence[Mapping[str, Any]]
+
+
+def lost_by_chance(results: Results) -> set[tuple[str, int]]:
+    """Host and port of time-outs on ways where other ports answered: tried once more.
+
+    A link that loses packets loses some first packets twice; a firewall drops them every time.
+    """
+    answered = {result["host"] for result in results if result["ok"]}
+    return {
+        (result["host"], result["port"])
+        for result in results
+        if result.get("errno") == errno.ETIMEDOUT and result["host"] in answered
+    }
+
+
+def merged(results: Results, again: Results) -> list[dict[str, Any]]:
+    """The results, those tried again replaced."""
+    newer = {(result["host"], result["port"]): result for result in again}
+    return [dict(newer.get((one["host"], one["port"]), one)) for one in results]
 
 
 def choose_ports(ephemeral: Sequence[int], pick: random.Random | None = None) -> list[int]:

@@ -6,7 +6,7 @@ Confirm: df -h PATH on that host (and df -i: files can run out, too).
 Remedy: On that host free some space (du -xsh DIR/* | sort -h), keep fewer checkpoints, or
     move the run with --run-dir to another disk; then run again: it resumes from the last good
     checkpoint.
-Source: errno 28 ENOSPC; shared FAULTS catalogue, disk full at checkpoint.
+Source: errno 28 ENOSPC.
 """
 
 from __future__ import annotations

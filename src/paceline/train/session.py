@@ -480,6 +480,10 @@ class Session:
 
     # -- the end -------------------------------------------------------------------------
 
+    def close(self) -> None:
+        """Ends the session: writes what is pending and leaves the process group."""
+        self.__exit__(None, None, None)
+
     def __enter__(self) -> Session:
         return self
 

@@ -44,7 +44,7 @@ FAILURES = {
     "killed": ("import os\nos.kill(os.getpid(), 9)", "rank 1 on n2 was killed from outside"),
     "crashed": ("import os\nos.kill(os.getpid(), 11)", "rank 1 on n2 crashed in compiled code"),
     "bad-sample": (
-        "import gzip, pathlib\nfile = pathlib.Path('/srv/x.gz')\n"
+        "import gzip, pathlib\nfile = pathlib.Path('/tmp/x.gz')\n"
         "file.write_bytes(gzip.compress(bytes(range(256)) * 99)[:200])\ngzip.open(file).read()",
         "rank 1 on n2: a data sample cannot be read",
     ),

@@ -311,13 +311,19 @@ def run_folder(agent: Agent, request: Message, _: bytes) -> None:
     """Where the run's files go on this node: the launcher's folder if it is seen here.
 
     ``path`` and ``token``: the launcher wrote the token into ``path``/``token_file``; a node that
-    reads the same there sees the same folder. Else a folder of the node's own, under ``key``: it
-    outlives the agent until the launcher says that it has everything (``discard_run_folder``).
+    reads the same there sees the same folder, and shows by a file of its own (``sign``) that its
+    writing arrives, too: a container or an overlay may see the folder and keep what it writes.
+    Else, or when ``own`` says so, a folder of the node's own under ``key``: it outlives the agent
+    until the launcher says that it has everything (``discard_run_folder``).
     """
-    with contextlib.suppress(OSError):
-        if (Path(request["path"]) / request["token_file"]).read_text() == request["token"]:
-            agent.reply(request, shared=True, folder=request["path"])
-            return
+    if not request.get("own"):
+        with contextlib.suppress(OSError):
+            shared = Path(request["path"])
+            if (shared / request["token_file"]).read_text() == request["token"]:
+                sign = ".paceline-seen-" + agent.identity.hex()
+                (shared / sign).write_text("")
+                agent.reply(request, shared=True, folder=request["path"], sign=sign)
+                return
     folder = snapshot.run_folder(request["key"])
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     agent.reply(request, shared=False, folder=str(folder))

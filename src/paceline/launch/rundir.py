@@ -49,6 +49,14 @@ class RunDirectory:
                 file.write_text(os.urandom(12).hex())
             return file.read_text().strip()
 
+    def take_sign(self, name: str) -> bool:
+        """Whether a node's sign arrived here; removes it."""
+        try:
+            (self.path / name).unlink()
+        except OSError:
+            return False
+        return True
+
     def _own(self) -> None:
         """Marks the folder as ours; SettingError when another running job has it."""
         owner = read_owner(self.path)

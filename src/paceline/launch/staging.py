@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.launch import planning
 from paceline.launch.code import Tree, project_root, read_parts, read_tree
@@ -71,15 +72,7 @@ async def stage(fleet: Fleet, job: Job, supplies: Supplies, directory: RunDirect
 async def begin(node: Node, job: Job, package: Tree | None, directory: RunDirectory,
                 run_id: str, token: str) -> None:  # fmt: skip
     """Starts the node's fork server: its imports run beside all that is still to be found out."""
-    answer = await node.channel.request(
-        "run_folder",
-        run_id=run_id,
-        path=str(directory.path),
-        token_file=directory.probe_file,
-        token=directory.token,
-        key=directory.key,
-    )
-    node.run_folder, node.shared_run_dir = answer["folder"], answer["shared"]
+    await find_run_folder(node, directory)
     python = planning.python_of(job, node.host)
     env = {**early_env(job, node), **job.environment.all()}
     if package is not None and not (node.host.local and python == sys.executable):
@@ -94,6 +87,20 @@ async def begin(node: Node, job: Job, package: Tree | None, directory: RunDirect
         unset=list(job.environment.unset),
         token=token,
     )
+
+
+async def find_run_folder(node: Node, directory: RunDirectory) -> None:
+    """The run directory itself where the node reads and writes it, else a folder of the node's."""
+    about: dict[str, Any] = {
+        "path": str(directory.path),
+        "token_file": directory.probe_file,
+        "token": directory.token,
+        "key": directory.key,
+    }
+    answer = await node.channel.request("run_folder", **about)
+    if answer["shared"] and not directory.take_sign(answer["sign"]):
+        answer = await node.channel.request("run_folder", **about, own=True)
+    node.run_folder, node.shared_run_dir = answer["folder"], answer["shared"]
 
 
 def early_env(job: Job, node: Node) -> dict[str, str]:

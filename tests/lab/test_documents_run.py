@@ -32,6 +32,14 @@ dist.destroy_process_group()
 """
 
 
+LOG = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/work/train.py", line 3, in <module>
+[rank1]:     import wheels
+[rank1]: ModuleNotFoundError: No module named 'wheels'
+"""
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Path]]:
     reason = Lab.available()
@@ -64,6 +72,7 @@ def furnish(folder: Path) -> None:
                 folder / "my-images" / name / f"{number}.png"
             )
     Image.new("L", (8, 8), 7).save(folder / "photo.png")
+    (folder / "torchrun.log").write_text(LOG)
 
 
 def run(lab: Lab, folder: Path, args: list[str]) -> None:

@@ -6,7 +6,11 @@ import json
 import sys
 from pathlib import Path
 
+import forking
 import torch
+import torch._dynamo
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
@@ -16,7 +20,9 @@ from paceline.spec.errors import DataError, JobError
 from paceline.train import wrapping
 
 
-def main(folder: Path) -> None:
+def world(folder: Path) -> None:
+    """One rank of a world."""
+    torch.set_num_threads(1)
     with train.join(run_dir=folder / "run", dtype="float64", seed=5, check_every=1) as session:
         found = {
             "sums": sums(session),
@@ -112,5 +118,13 @@ def diverge(session: train.Session) -> None:
     session.verify()
 
 
+def main() -> None:
+    """Worlds of 1, 2 and 3 ranks."""
+    for size in (1, 2, 3):
+        folder = Path(sys.argv[1]) / str(size)
+        folder.mkdir()
+        forking.run_ok(size, lambda folder=folder: world(folder))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

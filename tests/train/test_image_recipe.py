@@ -82,7 +82,7 @@ def test_evaluation_gives_the_reported_figure(
     assert found["accuracy"] == config["metrics"]["test"]["accuracy"]
     assert capsys.readouterr().out.startswith(f"accuracy {found['accuracy']:.4f} (")
     assert sorted(path.name for path in trained.iterdir()) == [
-        "config.json", "events.jsonl", "metrics.jsonl", "model", "said",
+        "checkpoints", "config.json", "events.jsonl", "metrics.jsonl", "model", "said",
     ]  # fmt: skip
 
 
@@ -116,13 +116,11 @@ def test_a_damaged_model_is_refused(
 
 
 def test_parameters_at_every_world_size(tmp_path: Path) -> None:
-    assert train(tmp_path / "1", *EXACT) == 0
+    script = str(Path(__file__).with_name("images.py"))
+    ranks.run_ok(1, [script, str(tmp_path), *EXACT], tmp_path / "logs")
     for size in (2, 4):
-        folder = tmp_path / str(size)
-        argv = ["-m", "paceline.recipes.image", f"--run-dir={folder}", *EXACT]
-        ranks.run_ok(size, argv, tmp_path / f"logs{size}")
-        difference = (parameters(folder) - parameters(tmp_path / "1")).abs().max()
-        assert difference < 1e-10
+        difference = parameters(tmp_path / str(size)) - parameters(tmp_path / "1")
+        assert difference.abs().max() < 1e-10
 
 
 def test_same_seed_same_bits(tmp_path: Path) -> None:
@@ -130,6 +128,17 @@ def test_same_seed_same_bits(tmp_path: Path) -> None:
         assert train(tmp_path / name, "--steps=10", f"--seed={seed}", "--augment", "crop") == 0
     assert torch.equal(parameters(tmp_path / "a"), parameters(tmp_path / "b"))
     assert not torch.equal(parameters(tmp_path / "a"), parameters(tmp_path / "c"))
+
+
+def test_losses_are_those_on_record(tmp_path: Path) -> None:
+    """The whole chain from files to gradients, step by step; a change here is a decision."""
+    golden = Path(__file__).parents[1] / "golden/losses/digits_cnn_float64.json"
+    record = json.loads(golden.read_text())
+    flags = ["--log-every=1", "--checkpoint-every=never", *record["flags"]]
+    assert train(tmp_path, *flags) == 0
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    losses = [one["loss"] for one in map(json.loads, lines) if one["split"] == "train"]
+    assert losses == pytest.approx(record["losses"], rel=1e-9)
 
 
 def test_bf16_trains(tmp_path: Path) -> None:
@@ -162,4 +171,4 @@ def test_the_launcher_is_told(tmp_path: Path) -> None:
     assert {one["kind"] for one in messages} == {
         "event", "metrics", "progress", "say", "heartbeat",
     }  # fmt: skip
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model"]
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.json", "model"]

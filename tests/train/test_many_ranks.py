@@ -19,12 +19,12 @@ SCRIPT = str(Path(__file__).with_name("many.py"))
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """What every rank of worlds of 1, 2 and 3 found."""
-    found = {}
-    for size in (1, 2, 3):
-        folder = tmp_path_factory.mktemp(f"world{size}")
-        ranks.run_ok(size, [SCRIPT, str(folder)], folder)
-        found[size] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
-    return found
+    folder = tmp_path_factory.mktemp("worlds")
+    ranks.run_ok(1, [SCRIPT, str(folder)], folder)
+    return {
+        size: [json.loads((folder / f"{size}/{rank}.json").read_text()) for rank in range(size)]
+        for size in (1, 2, 3)
+    }
 
 
 @pytest.mark.parametrize("way", ["trained", "accumulated", "sharded"])

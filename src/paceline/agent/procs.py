@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Dict, Iterable, List, NamedTuple, Optional, Set
 
 PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -150,6 +151,13 @@ def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(%d)" % option)
+
+
+def set_name(name: str) -> None:
+    """Names this process in the kernel's tables; 15 bytes are kept."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(%d)" % PR_SET_NAME)
 
 
 def die_with_parent(parent: int) -> None:

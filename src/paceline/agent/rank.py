@@ -15,6 +15,8 @@ import types
 import zipfile
 from typing import Any, Callable, Dict, List
 
+from . import master, procs
+
 Message = Dict[str, Any]
 TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
 
@@ -35,6 +37,7 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int) ->
     os.environ.update(request["env"])
     os.environ.update(rank["env"])
     os.environ["PACELINE_EVENT_FD"] = str(events)
+    _name_process(rank, request["entry"])
     if rank.get("cpus"):
         with contextlib.suppress(OSError):  # the CPUs may have been taken from us meanwhile
             os.sched_setaffinity(0, rank["cpus"])
@@ -44,6 +47,13 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int) ->
     if not request.get("any_world"):
         watch_world(events)
     return lambda: run_entry(request["entry"], request["workdir"], events)
+
+
+def _name_process(rank: Message, entry: Message) -> None:
+    """What ``ps -e`` and ``top`` call this process: ``rank3 train.py``, as far as 15 bytes go."""
+    name = "rank%s %s" % (rank["env"].get("RANK", "?"), os.path.basename(entry["target"]))
+    with contextlib.suppress(OSError):
+        procs.set_name(name)
 
 
 def _redirect(out: int, err: int) -> None:
@@ -91,6 +101,7 @@ def _execute(argv: List[str]) -> int:
 
 def _run_python(entry: Message) -> None:
     target, args = entry["target"], entry["args"]
+    master.follow_plan(_source(entry))
     _forget_agent()
     _fresh_randomness()
     main = types.ModuleType("__main__")
@@ -104,6 +115,14 @@ def _run_python(entry: Message) -> None:
         runpy.run_path(target, run_name="__main__")
     else:
         _run_file(os.path.abspath(target), main)
+
+
+def _source(entry: Message) -> bytes:
+    """The script's text; empty for modules, folders and archives."""
+    if entry["kind"] == "script" and os.path.isfile(entry["target"]):
+        with open(entry["target"], "rb") as file:
+            return file.read()
+    return b""
 
 
 def _run_file(path: str, main: types.ModuleType) -> None:

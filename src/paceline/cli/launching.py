@@ -13,7 +13,14 @@ from typing import Any, TypeVar
 
 import click
 
-from paceline.cli.settings import parse_env, read_settings_file, setting, use_file
+from paceline.cli.settings import (
+    check_environment,
+    parse_env,
+    read_settings_file,
+    refuse_ours,
+    setting,
+    use_file,
+)
 from paceline.cli.via import VIA_OPTIONS, Way, hosts_source, way_of
 from paceline.cluster.inventory import apply_overrides, find_me, read_hosts
 from paceline.launch.transport import Transport
@@ -113,6 +120,8 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
         more: Fields of the job that only this verb sets.
     """
     public, forwarded = parse_env(ctx.params["env"])
+    for hidden in ctx.params["unset"]:
+        refuse_ours("--unset", hidden)
     return Job(
         name=ctx.params["name"] or name,
         entry=entry,
@@ -138,6 +147,7 @@ def prepare(ctx: click.Context) -> tuple[Cluster, Way]:
     cwd = Path.cwd()
     toml = read_settings_file(cwd)
     use_file(ctx, toml)
+    check_environment(ctx)
     way = way_of(ctx.params)
     if way.name == "hand":
         return meeting_cluster(ctx.params["nnodes"]), way

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ from click.core import ParameterSource
 
 from paceline.cluster.inventory import load_toml
 from paceline.cluster.inventory.overrides import TOML_NAME
+from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.spec.settings import Setting, Source
 
+TABLES = ("run", "hosts", "train")
 RUN_TABLE = "run"  # [run] in paceline.toml holds defaults for the options of run and train
 ENV_PREFIX = "PACELINE_OPT"  # PACELINE_OPT_NNODES=2 stands for --nnodes 2
 
@@ -27,7 +29,29 @@ _SOURCES = {
 
 def read_settings_file(cwd: Path) -> dict[str, Any]:
     """paceline.toml of the folder; empty when there is none."""
-    return dict(load_toml(cwd / TOML_NAME))
+    toml = dict(load_toml(cwd / TOML_NAME))
+    for table in toml:
+        if table not in TABLES:
+            raise _unknown(f"{TOML_NAME} has an unknown table [{table}]", table, TABLES)
+    return toml
+
+
+def check_environment(ctx: click.Context) -> None:
+    """SettingError for a ``PACELINE_OPT_…`` variable that names no option."""
+    options = (p.name for p in ctx.command.params if isinstance(p, click.Option) and p.name)
+    legal = [f"{ENV_PREFIX}_{name.upper()}" for name in options]
+    for name in os.environ:
+        if name.startswith(f"{ENV_PREFIX}_") and name not in legal:
+            raise _unknown(f"the variable {name} names no option", name, legal)
+
+
+def _unknown(message: str, word: str, legal: Sequence[str]) -> SettingError:
+    import difflib
+
+    near = difflib.get_close_matches(word, legal, n=1)
+    listed = ", ".join(sorted(legal))
+    return SettingError(message, found=f"there are: {listed}",
+                        remedy=f"Did you mean {near[0]}?" if near else "")  # fmt: skip
 
 
 def use_file(ctx: click.Context, toml: Mapping[str, Any]) -> None:
@@ -36,7 +60,8 @@ def use_file(ctx: click.Context, toml: Mapping[str, Any]) -> None:
     names = {name: option for option in ctx.command.params for name in _spellings(option)}
     for key in table:
         if key not in names:
-            raise _unknown_key(key, names)
+            legal = [name for name in names if "_" not in name]
+            raise _unknown(f"{TOML_NAME} has an unknown key {key!r} in [{RUN_TABLE}]", key, legal)
     for key, value in table.items():
         option = names[key]
         assert option.name is not None
@@ -65,24 +90,21 @@ def _converted(ctx: click.Context, option: click.Parameter, key: str, value: Any
         ) from None
 
 
-def _unknown_key(key: str, names: Mapping[str, click.Parameter]) -> SettingError:
-    import difflib
-
-    legal = sorted(name for name in names if "_" not in name)
-    near = difflib.get_close_matches(key, list(names), n=1)
-    return SettingError(
-        f"{TOML_NAME} has an unknown key {key!r} in [{RUN_TABLE}]",
-        found=f"legal keys: {', '.join(legal)}",
-        remedy=f"Did you mean {near[0]}?" if near else "",
-    )
-
-
 def setting(ctx: click.Context, name: str) -> Setting[Any]:
     """The value of an option, with its source."""
     source = ctx.get_parameter_source(name)
     found = _SOURCES.get(source, Source.DEFAULT) if source is not None else Source.DEFAULT
     details = {Source.FILE: TOML_NAME, Source.ENVIRONMENT: f"{ENV_PREFIX}_{name.upper()}"}
     return Setting(ctx.params[name], found, details.get(found, ""))
+
+
+def refuse_ours(flag: str, name: str) -> None:
+    """SettingError for a variable that the plan decides: it would be overwritten."""
+    if jobenv.is_ours(name):
+        raise SettingError(
+            f"{flag} {name}: that variable says a rank's place, which paceline decides",
+            remedy="Leave it out; --master-port, --nnodes and --nproc-per-node change the plan",
+        )
 
 
 def parse_env(given: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
@@ -93,6 +115,7 @@ def parse_env(given: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
         name, equals, value = one.partition("=")
         if not name or "\0" in one:
             raise SettingError(f"--env {one!r} names no variable", remedy="--env NAME=VALUE")
+        refuse_ours("--env", name)
         if equals:
             public[name] = value
         elif name in os.environ:

@@ -101,7 +101,11 @@ class Recorder:
         self._screen.progress(data)
 
     def _said_line(self, node: Node, rank: int, data: Said) -> None:
-        self._screen.say(str(data.get("text", "")))
+        text = str(data.get("text", ""))
+        self._screen.say(text)
+        self._directory.append_bytes(
+            self._directory.log_name(node.name, rank), text.encode(errors="replace") + b"\n"
+        )
 
 
 _WRITERS: dict[str, Callable[[Recorder, Node, Event], None]] = {

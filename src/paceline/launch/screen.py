@@ -124,6 +124,8 @@ class Screen:
             self._draw(said)
             return
         now = time.monotonic()
+        if "loss" not in said:
+            return  # nothing is known yet
         if now - self._plain_at >= PLAIN_PROGRESS_S:
             self._plain_at = now
             self.note(describe_progress(said))

@@ -36,3 +36,12 @@ EVENT_FD = "PACELINE_EVENT_FD"
 ``heartbeat`` ``{"kind": "heartbeat", "step": int, "phase": str}``
 """
 TOKEN = "PACELINE_JOB_TOKEN"  # noqa: S105 - the name of the variable; identifies our processes
+
+_OURS = {RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE,
+         MASTER_ADDR, MASTER_PORT, "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
+         RUN_ID, ATTEMPT, HOST, PLANNED_WORLD, RUN_DIR, HOME_DIR, EVENT_FD, TOKEN}  # fmt: skip
+
+
+def is_ours(name: str) -> bool:
+    """True for variables that say a rank's place, which the plan decides."""
+    return name in _OURS or name.startswith("TORCHELASTIC_")

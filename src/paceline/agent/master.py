@@ -1,0 +1,61 @@
+"""In whose store a rank meets the others: the agent's, unless the script names a master itself.
+
+Torch asks one variable, ``TORCHELASTIC_USE_AGENT_STORE``, for every address. With it set, a script
+that opens ``tcp://127.0.0.1:23456`` or sets ``MASTER_ADDR`` by itself waits for ever for a store
+that nobody holds. So the variable holds only for the planned address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import sys
+from typing import Any, Iterator
+
+VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
+_OWN_MASTER = re.compile(rb"tcp://|MASTER_(ADDR|PORT)[\"']\s*\]\s*=|setdefault\(\s*[\"']MASTER_")
+
+
+def names_master(source: bytes) -> bool:
+    """Whether a script's text opens an address of its own or sets the master's variables."""
+    return _OWN_MASTER.search(source) is not None
+
+
+def follow_plan(source: bytes) -> None:
+    """Lets this process, and those it starts, meet where the script means them to.
+
+    Args:
+        source: The main script's text; empty when it is not known. Processes that the script
+            starts (``mp.spawn``) inherit the variable only if the text names no master.
+    """
+    if os.environ.get(VARIABLE) != "True":
+        return
+    rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
+    original = getattr(rendezvous, "_create_c10d_store", None)
+    if original is None:  # another torch: torchrun's contract as it is
+        return
+    planned = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+    @functools.wraps(original)
+    def create(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        with _agent_store((hostname, int(port)) == planned):
+            return original(hostname, port, *args, **kwargs)
+
+    rendezvous._create_c10d_store = create
+    if names_master(source):
+        del os.environ[VARIABLE]
+
+
+@contextlib.contextmanager
+def _agent_store(held: bool) -> Iterator[None]:
+    before = os.environ.pop(VARIABLE, None)
+    if held:
+        os.environ[VARIABLE] = "True"
+    try:
+        yield
+    finally:
+        os.environ.pop(VARIABLE, None)
+        if before is not None:
+            os.environ[VARIABLE] = before

@@ -1,0 +1,68 @@
+"""Scripts that name a rendezvous of their own: as people copy them from tutorials."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+
+END = """
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    print(f"of {value.item():.0f}\\n", end="", flush=True)
+    dist.destroy_process_group()
+"""
+HEAD = "import os, torch, torch.distributed as dist, torch.multiprocessing as mp\n"
+SPAWN = '\nif __name__ == "__main__":\n    mp.spawn(work, args=(2,), nprocs=2)\n'
+
+SCRIPTS = {
+    "tcp": HEAD
+    + "def work(i, n):\n"
+    + '    tcp = "tcp://127.0.0.1:23456"\n'
+    + '    dist.init_process_group("gloo", init_method=tcp, rank=i, world_size=n)'
+    + END
+    + SPAWN,
+    "variables": HEAD
+    + "def work(i, n):\n"
+    + '    os.environ["MASTER_ADDR"] = "localhost"\n'
+    + '    os.environ["MASTER_PORT"] = "12355"\n'
+    + '    dist.init_process_group("gloo", rank=i, world_size=n)'
+    + END
+    + SPAWN,
+    "inherited": HEAD
+    + "def work(i, n):\n"
+    + '    dist.init_process_group("gloo", rank=i, world_size=n)'
+    + END
+    + SPAWN,
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_spawned_processes_meet(name: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPTS[name])
+    assert run(tmp_path, "-p", "1") == 2
+
+
+def test_ranks_meet_where_the_script_says(tmp_path: Path) -> None:
+    """Not at the planned address, which nobody but us knew."""
+    text = HEAD + (
+        'os.environ["MASTER_ADDR"] = "127.0.0.1"\n'
+        'os.environ["MASTER_PORT"] = "29511"\n'
+        'dist.init_process_group("gloo")'
+    ) + END.replace("\n    ", "\n")  # fmt: skip
+    (tmp_path / "script.py").write_text(text)
+    assert run(tmp_path, "-p", "2") == 2
+
+
+def run(folder: Path, *options: str) -> int:
+    """How many processes saw a world of two."""
+    command = [sys.executable, "-m", "paceline", "run", *options, "script.py"]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.count("of 2")

@@ -172,3 +172,9 @@ def test_the_launcher_is_told(tmp_path: Path) -> None:
         "event", "metrics", "progress", "say", "heartbeat",
     }  # fmt: skip
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.json", "model"]
+
+
+def test_diverged_training_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--steps", "3", "--lr", "1e9", "--log-every", "1", "--run-dir", str(tmp_path)]
+    assert image.main(flags) == 1
+    assert "the loss is not finite" in capfd.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import rundir
+from paceline.spec.errors import JobError
 from paceline.train import files, insync, loader, once, trackers, weights, world, wrapping
 from paceline.train.checkpoints.keeper import Keeper, Stateful, Stopped, Training
 from paceline.train.checkpoints.policy import policy
@@ -366,6 +368,17 @@ class Session:
         self._loss = means["loss"]
         extra = {"lr": self._prepared().lr, "samples_per_s": round(self._rate.measure(), 1)}
         self.log("train", samples=means.count, **means.values(), **extra)
+        if not math.isfinite(self._loss) and self._prepared().scaler is None:
+            raise self._diverged()
+
+    def _diverged(self) -> JobError:
+        """The same on every rank, for the loss is the mean over all of them."""
+        step = self.progress.step
+        return JobError(
+            f"the loss is not finite (loss {self._loss}): the training has diverged",
+            found=f"at or before step {step}, with learning rate {self._prepared().lr:g}",
+            remedy="lower --lr or lengthen the warm-up; clip gradients (--clip-norm 1.0)",
+        )
 
     # -- what is said and kept -----------------------------------------------------------
 

@@ -5,7 +5,7 @@ Cause: Learning rate too high (often after scaling it with the world size), fp16
     bad sample or division by zero.
 Confirm: Which step first? Rerun from the last checkpoint before it with --dtype float32 and
     torch.autograd.set_detect_anomaly(True).
-Remedy: Lower --lr or lengthen warm-up, use bf16 instead of fp16, clip gradients (--clip 1.0),
+Remedy: Lower --lr or lengthen warm-up, use bf16 instead of fp16, clip gradients (--clip-norm 1.0),
     check the samples of that step.
 Source: accelerate 2773 and 2926 for learning rates that scale by themselves.
 """

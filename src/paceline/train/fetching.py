@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
+import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
@@ -127,6 +128,7 @@ class Fetch:
                 batch_sampler=self._orders,
                 num_workers=self._workers,
                 collate_fn=_collated,
+                worker_init_fn=_end_on_sigterm,
                 persistent_workers=True,
             )
         self._orders.wanted, self._orders.tags = wanted, queue.SimpleQueue()
@@ -219,6 +221,12 @@ class _Orders:
             self.tags.put(one.tag)
             seeds = [None] * len(one.ids) if one.draws is None else one.draws.seeds()
             yield list(zip(one.ids.tolist(), seeds, strict=True))
+
+
+def _end_on_sigterm(_: int) -> None:
+    """A worker has no state to save, unlike the process that it was forked from."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _collated(samples: list[Any]) -> tuple[Any, ...]:

@@ -70,6 +70,21 @@ def aligned(titles: Sequence[str], rows: Cells) -> list[str]:
     ]
 
 
+def fitting(
+    titles: list[str], rows: list[list[str]], width: int
+) -> tuple[list[str], list[list[str]]]:
+    """The table, turned on its side where it is too wide so and narrower that way."""
+    turned = [list(column) for column in zip(titles, *rows, strict=True)]
+    if _width(titles, rows) <= width or _width(turned[0], turned[1:]) >= _width(titles, rows):
+        return titles, rows
+    return turned[0], turned[1:]
+
+
+def _width(titles: Sequence[str], rows: Cells) -> int:
+    """Columns of text that a table takes, two blanks between its own."""
+    return max(map(len, aligned(titles, rows)))
+
+
 def environment_lines(environment: Mapping[str, Mapping[str, str]]) -> list[str]:
     """The variables chosen, by host; what all hosts share stands once."""
     if not environment:
@@ -106,7 +121,7 @@ def _draw_rich(text: Sequence[str], tables: Sequence[tuple[list[str], list[list[
     console = Console(file=out, highlight=False)
     for at, line in enumerate(text):
         console.print(Text(line, style="bold" if at == 0 else _style(line)))
-    for titles, rows in tables:
+    for titles, rows in (fitting(*table, console.width) for table in tables):
         drawn = Table(*titles, box=None, pad_edge=False, header_style="dim")
         for row in rows:
             drawn.add_row(*(Text(cell, style=_cell_style(cell)) for cell in row))

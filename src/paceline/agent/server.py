@@ -63,7 +63,7 @@ class Agent:
     def run(self) -> int:
         """Serves until the launcher says bye, goes away, or lets the lease run out."""
         self.in_thread(self._hello)
-        self.in_thread(snapshot.forget_old)
+        self.in_thread(lambda: snapshot.forget_old(keep=package))
         while not self._done():
             self._wait_and_handle()
             self.job.tick()

@@ -104,13 +104,18 @@ def run_folder(key: str) -> Path:
     return cache_folder() / "runs" / key
 
 
-def forget_old(max_age_s: float = KEPT_S) -> None:
-    """Removes what was shipped or left here and not been touched for a month."""
+def forget_old(keep: str, max_age_s: float = KEPT_S) -> None:
+    """Removes what was shipped or left here and has not been touched for a month.
+
+    Args:
+        keep: The folder that this agent runs from.
+        max_age_s: Age in seconds.
+    """
     before = time.time() - max_age_s
-    for folder in ("blobs", "runs", "jobs"):
+    for folder in ("agent", "blobs", "runs", "jobs"):
         for path in (cache_folder() / folder).glob("*"):
             with contextlib.suppress(OSError):
-                if _newest(path) < before:
+                if str(path) != keep and _newest(path) < before:
                     shutil.rmtree(str(path))
 
 

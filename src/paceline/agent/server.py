@@ -41,6 +41,7 @@ class Agent:
 
     def __init__(self, input_fd: int, output_fd: int, package: str) -> None:
         self.identity = os.urandom(probe.IDENTITY_BYTES)
+        self._package = package
         self._input = input_fd
         self._wake_read, wake_write = os.pipe()
         for fd in (input_fd, output_fd, self._wake_read, wake_write):
@@ -63,7 +64,7 @@ class Agent:
     def run(self) -> int:
         """Serves until the launcher says bye, goes away, or lets the lease run out."""
         self.in_thread(self._hello)
-        self.in_thread(lambda: snapshot.forget_old(keep=package))
+        self.in_thread(lambda: snapshot.forget_old(keep=self._package))
         while not self._done():
             self._wait_and_handle()
             self.job.tick()

@@ -346,9 +346,11 @@ def test_the_disk_of_a_host_is_full(site: Site) -> None:
     start_up.write_text(f"export XDG_CACHE_HOME={small} TMPDIR={small}\n")
     site.lab.fault("fill-disk", "n2", str(small))
     try:
-        ended = site.run("--no-torch", "--ship", "always", "tell.py")
+        checked = site.run("--no-torch", "--ship", "always", "tell.py")
+        ended = site.run("--check", "none", "--no-torch", "--ship", "always", "tell.py")
     finally:
         start_up.unlink()
+    refused(checked, "n2", str(small), "full")
     refused(ended, "n2", "No space left")
 
 
@@ -358,7 +360,7 @@ def test_the_code_does_not_fit_on_a_host(site: Site) -> None:
     start_up.write_text(f"export XDG_CACHE_HOME={small}\n")
     (site.project / "large.bin").write_bytes(os.urandom(6_000_000))
     try:
-        ended = site.run("--no-torch", "--ship", "always", "tell.py")
+        ended = site.run("--check", "none", "--no-torch", "--ship", "always", "tell.py")
     finally:
         start_up.unlink()
         (site.project / "large.bin").unlink()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,3 +121,26 @@ def test_bad_options_are_refused_before_anything_starts(
     assert all(word in done.stderr for word in words), done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_goes_on_without_a_shared_disk(two_hosts: Lab, tmp_path: Path) -> None:
+    """Stopped in mid-epoch on two hosts, gone on with on one: no step is lost or made twice."""
+    where = ["train", "image", "--run-dir", "run", "--epochs", "4", "--log-every", "5"]
+    command = [sys.executable, "-m", "paceline", *where, *on(two_hosts)]
+    log = tmp_path / "run" / "metrics.jsonl"
+    first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    first.send_signal(signal.SIGINT)
+    _, errors = first.communicate(timeout=60)
+    assert first.returncode == 130, errors.decode()
+    assert list((tmp_path / "run" / "checkpoints").glob("*/manifest.json"))
+
+    second = paceline(*where, "--hosts", "n2", *on(two_hosts)[2:], cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert "going on after step" in second.stdout
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    steps = [record["step"] for record in records if record["split"] == "train"]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 4 * 22

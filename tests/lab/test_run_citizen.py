@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,8 +45,11 @@ def said(text: str) -> dict[str, Any]:
 
 def test_a_script_finds_what_it_would_find_without_us(tmp_path: Path) -> None:
     project = project_at(tmp_path / "project")
+    # under nohup a child would inherit that SIGHUP is ignored; a rank never does
     plain = subprocess.run([sys.executable, "citizen.py", "a b"], cwd=project, text=True,
-                           capture_output=True, stdin=subprocess.DEVNULL)  # fmt: skip
+                           capture_output=True, stdin=subprocess.DEVNULL,
+                           preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+                           )  # fmt: skip
     rank = paceline(project, "citizen.py", "a b")
     assert plain.returncode == rank.returncode == 3, rank.stderr
     theirs, ours = said(plain.stdout), said(rank.stdout)

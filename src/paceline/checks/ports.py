@@ -27,6 +27,7 @@ from paceline.spec.finding import Finding
 STRATA = 8
 DEFAULT_PORT = 29500
 TIMEOUT_S = 2.0
+TRIES = 2  # further ones, for what may have been lost by chance
 
 
 async def probe(probing: Probing) -> dict[str, Any]:
@@ -82,8 +83,13 @@ async def _try_ports(probing: Probing, chosen: Mapping[str, str]) -> tuple[Any, 
             for port in opened[other]
         ]
         results = await _connect(probing, name, targets)
-        again = [t for t in targets if (t["host"], t["port"]) in lost_by_chance(results)]
-        return merged(results, await _connect(probing, name, again)) if again else results
+        for _ in range(TRIES):
+            lost = lost_by_chance(results)
+            again = [t for t in targets if (t["host"], t["port"]) in lost]
+            if not again:
+                break
+            results = merged(results, await _connect(probing, name, again))
+        return results
 
     pairs = network.pairs(names)
     results = await every([attempt(name, others) for name, others in pairs.items()])
@@ -107,7 +113,7 @@ Results = Sequence[Mapping[str, Any]]
 
 
 def lost_by_chance(results: Results) -> set[tuple[str, int]]:
-    """Host and port of time-outs on ways where other ports answered: tried once more.
+    """Host and port of time-outs on ways where other ports answered: tried again, a few times.
 
     A link that loses packets loses some first packets twice; a firewall drops them every time.
     """

@@ -80,7 +80,7 @@ def test_names_the_culprit(three: Lab, fault: Any, outcome: str, who: str, where
     try:
         code, said = check(three, "--quick" if outcome == "fail" else "--no-trial")
         found = worst(said)
-        assert (found["outcome"], code) == (outcome, int(outcome == "fail"))
+        assert (found["outcome"], code) == (outcome, int(outcome == "fail")), found
         assert who in found["message"]
         assert where in found["message"]
         assert found["remedy"]

@@ -43,13 +43,17 @@ def said(text: str) -> dict[str, Any]:
     return found
 
 
+def heeding_signals() -> None:
+    for signum in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(signum, signal.SIG_DFL)
+
+
 def test_a_script_finds_what_it_would_find_without_us(tmp_path: Path) -> None:
     project = project_at(tmp_path / "project")
-    # under nohup a child would inherit that SIGHUP is ignored; a rank never does
+    # under nohup or in the background a child inherits ignored signals; a rank never does
     plain = subprocess.run([sys.executable, "citizen.py", "a b"], cwd=project, text=True,
                            capture_output=True, stdin=subprocess.DEVNULL,
-                           preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
-                           )  # fmt: skip
+                           preexec_fn=heeding_signals)  # fmt: skip
     rank = paceline(project, "citizen.py", "a b")
     assert plain.returncode == rank.returncode == 3, rank.stderr
     theirs, ours = said(plain.stdout), said(rank.stdout)

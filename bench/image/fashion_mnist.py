@@ -1,6 +1,7 @@
 """Fashion-MNIST on three lab hosts over SSH and in one process: same accuracy?
 
-Needs Debian's package dataset-fashion-mnist. Three epochs each with the recipe's own settings.
+Needs Debian's package dataset-fashion-mnist. Three epochs each, global batch 256, else the
+recipe's own settings.
 
     python bench/image/fashion_mnist.py [--out FILE]
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 from paceline.cluster.lab import Lab, LabOptions
 
 TRAIN = [sys.executable, "-m", "paceline", "train", "image", "--data", "fashion-mnist",
-         "--epochs", "3"]  # fmt: skip
+         "--epochs", "3", "--global-batch", "256"]  # fmt: skip
 
 
 def main() -> None:

@@ -124,7 +124,7 @@ class Screen:
             self._draw(said)
             return
         now = time.monotonic()
-        if "loss" not in said:
+        if said.get("loss") is None:
             return  # nothing is known yet
         if now - self._plain_at >= PLAIN_PROGRESS_S:
             self._plain_at = now

@@ -1,18 +1,19 @@
 """Time that a save of a 500 MB state steals from the training: against blocking torch.save.
 
 A step trains a network of 41.7 million parameters with AdamW (167 MB of weights, 333 MB of
-optimizer state). In turn, some steps without a save, some with ``torch.save`` after the first,
-and some with a checkpoint of ours begun after the first. Stolen is the difference to those
-without: of the fastest of all rounds (other jobs only ever add time), and of the medians. The
-write of ours is complete before the next turn begins, outside the clock; it is hashed and flushed
-to the disk, which ``torch.save`` does not do.
+optimizer state). In an order drawn for each round: some steps without a save, some with
+``torch.save`` after the first, and some with a checkpoint of ours begun after the first. Stolen is
+the difference to those without, of the medians over all rounds. The write of ours is complete
+before the next turn begins, outside the clock; it is hashed and flushed to the disk, which
+``torch.save`` does not do.
 
-    python bench/checkpoint/stall.py [--rounds 7] [--folder DIR] [--threads 1]
+    python bench/checkpoint/stall.py [--rounds 15] [--folder DIR] [--threads 1]
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import shutil
 import statistics
 import tempfile
@@ -51,7 +52,7 @@ def timed(steps: Callable[[], None]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", default=None)
     asked = parser.parse_args()
@@ -88,8 +89,9 @@ def measured(folder: Path, rounds: int) -> str:
 
         ways = {"none": lambda: None, "torch.save": blocking, "paceline": keeper.save}
         seconds: dict[str, list[float]] = {name: [] for name in ways}
+        order = random.Random(0)
         for _ in range(rounds + 1):
-            for name, act in ways.items():
+            for name, act in order.sample(list(ways.items()), k=len(ways)):
                 seconds[name].append(timed(lambda act=act: some(act)))  # type: ignore[misc]
                 keeper._writer.wait()
                 (folder / "blocking.pt").unlink(missing_ok=True)
@@ -98,22 +100,17 @@ def measured(folder: Path, rounds: int) -> str:
 
 
 def table(seconds: dict[str, list[float]], megabytes: float) -> str:
-    """Stolen seconds of the fastest rounds and of the medians."""
-
-    def stolen(name: str, pick: Callable[[list[float]], float]) -> float:
-        return pick(seconds[name]) - pick(seconds["none"])
-
+    """Stolen seconds: of the medians over all rounds, with the rounds' quartiles."""
+    base = statistics.median(seconds["none"])
+    blocking = statistics.median(seconds["torch.save"]) - base
     rows = []
-    for name in ("torch.save", "paceline"):
-        cells = [name]
-        for pick in (min, statistics.median):
-            taken = stolen(name, pick)
-            cells += [f"{taken:.3f}", f"{taken / stolen('torch.save', pick):.3f}"]
-        rows.append(f"| {' | '.join(cells)} |")
-    step = statistics.median(seconds["none"]) / STEPS
-    head = f"state {megabytes:.0f} MB, step {step:.3f} s, {len(seconds['none'])} rounds\n"
-    columns = "| way | stolen s (fastest) | ratio | stolen s (median) | ratio |"
-    return "\n".join([head, columns, "|---|---|---|---|---|", *rows])
+    for name, taken in seconds.items():
+        low, middle, high = statistics.quantiles(taken, n=4)
+        cells = (f"{cell:.3f}" for cell in (low, middle, high, middle - base))
+        rows.append(f"| {name} | {' | '.join(cells)} | {(middle - base) / blocking:.3f} |")
+    head = f"state {megabytes:.0f} MB, {STEPS} steps a turn, {len(seconds['none'])} rounds\n"
+    columns = "| way | lower quartile s | median s | upper quartile s | stolen s | ratio |"
+    return "\n".join([head, columns, "|---|---|---|---|---|---|", *rows])
 
 
 if __name__ == "__main__":

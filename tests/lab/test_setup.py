@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,14 +68,19 @@ def all_listeners(lab: Lab, name: str) -> str:
     return lab.exec(name, ["ss", "-ltn"]).stdout
 
 
-def setup(lab: Lab, *words: str, password: str | None = PASSWORD) -> tuple[int, str]:
-    """Types ``paceline setup`` on n1 for the other two."""
-    argv = [sys.executable, "-m", "paceline", "setup", "-H", "n2,n3", *words]
-    done = lab.exec(
-        "n1", argv, env={"PYTHONPATH": str(SOURCE)}, timeout=60, cwd="/tmp",
-        input=None if password is None else password + "\n",
-    )  # fmt: skip
+def setup(lab: Lab, *words: str, password: str | None = PASSWORD,
+          hosts: str = "n2,n3") -> tuple[int, str]:  # fmt: skip
+    """Types ``paceline setup`` on n1."""
+    text = None if password is None else password + "\n"
+    done = paceline(lab, "n1", "setup", "-H", hosts, *words, text=text)
     return done.returncode, done.stdout + done.stderr
+
+
+def paceline(lab: Lab, host: str, *words: str,
+             text: str | None = None) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    argv = [sys.executable, "-m", "paceline", *words]
+    env = {"PYTHONPATH": str(SOURCE)}
+    return lab.exec(host, argv, env=env, timeout=80, cwd="/tmp", input=text)
 
 
 def snapshot(lab: Lab) -> dict[str, str]:
@@ -124,8 +131,28 @@ def test_from_nothing_to_nothing_again(fresh: Lab) -> None:
 
     code, said = setup(fresh, "--revoke", password=None)
     assert code == 0, said
-    now = {k: v for k, v in snapshot(fresh).items() if ".local" not in k}
-    assert now == before
+    assert snapshot(fresh) == before
+
+
+def test_two_commands_from_nothing_to_a_trained_model(fresh: Lab) -> None:
+    before = snapshot(fresh)
+    code, said = setup(fresh, "-y", "--password-stdin", hosts="n1,n2,n3")
+    assert code == 0, said
+    assert "3 hosts let us in" in said
+    words = ["train", "image", "-H", "n1,n2,n3", "--steps", "3", "--run-dir", "/tmp/first"]
+    done = paceline(fresh, "n1", *words)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^accuracy 0\.\d+ \(\d+ of \d+", done.stdout, re.MULTILINE), done.stdout
+    weights = "/tmp/first/model/model.safetensors"
+    assert fresh.exec("n1", ["test", "-s", weights]).returncode == 0
+
+    after = snapshot(fresh)
+    code, said = setup(fresh, "-y", password=None, hosts="n1,n2,n3")
+    assert (code, "nothing to do" in said) == (0, True), said
+    assert snapshot(fresh) == after
+    code, said = setup(fresh, "--revoke", password=None, hosts="n1,n2,n3")
+    assert code == 0, said
+    assert snapshot(fresh) == before
 
 
 def test_a_wrong_password_changes_nothing_there(fresh: Lab) -> None:
@@ -173,3 +200,51 @@ def test_a_worker_sshd_of_its_own(fresh: Lab) -> None:
     assert (code, said.count("sshd stopped")) == (0, 2), said
     assert ":12345" not in all_listeners(fresh, "n2")
     assert setup(fresh, "sshd", "status", password=None)[0] == 3
+
+
+def make_wheel(folder: Path) -> None:
+    """A package that nobody else has, of one line."""
+    about = "tiny_part-1.0.dist-info"
+    files = {
+        "tiny_part.py": "WORD = 'shipped'\n",
+        f"{about}/METADATA": "Metadata-Version: 2.1\nName: tiny-part\nVersion: 1.0\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{name},,\n" for name in (*files, f"{about}/RECORD"))
+    with zipfile.ZipFile(folder / "tiny_part-1.0-py3-none-any.whl", "w") as wheel:
+        for name, text in {**files, f"{about}/RECORD": record}.items():
+            wheel.writestr(name, text)
+
+
+def test_an_environment_from_wheels_shipped_to_hosts_without_an_index(tmp_path: Path) -> None:
+    """The hosts have no way out and do not see the launcher's wheels."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    make_wheel(wheels)
+    wanted = tmp_path / "requirements.txt"
+    wanted.write_text("tiny-part==1.0\n")
+    env = {**os.environ, "PYTHONPATH": str(SOURCE), "PIP_FIND_LINKS": str(wheels)}
+    with Lab(LabOptions(hosts=2)) as lab:
+        argv = [sys.executable, "-m", "paceline", "setup", "env", "-H", str(lab.hostfile)]
+        argv += ["--ssh-config", str(lab.ssh_config), "--requirements", str(wanted)]
+        argv += ["--python", sys.executable, "--folder", "~/env"]
+        for name in lab.names:  # pip would try for a quarter of a minute
+            (lab.home(name) / ".config" / "pip").mkdir(parents=True)
+            (lab.home(name) / ".config" / "pip" / "pip.conf").write_text("[global]\nretries = 0\n")
+
+        def make(*words: str) -> tuple[int, str]:
+            done = subprocess.run([*argv, *words], capture_output=True, text=True, env=env,
+                                  cwd=tmp_path, timeout=80)  # fmt: skip
+            return done.returncode, done.stdout + done.stderr
+
+        code, said = make()
+        assert (code, "add --offline, which ships the wheels" in said) == (1, True), said
+        code, said = make("--offline", "--activate", "export HOOK=ran")
+        assert (code, said.count("made from shipped wheels")) == (0, 2), said
+        script = "import os, sys, tiny_part; print(tiny_part.WORD, os.environ['HOOK'], sys.prefix)"
+        for name in lab.names:
+            home = lab.home_inside()
+            told = lab.exec(name, [f"{home}/env/bin/python-activated", "-c", script], timeout=20)
+            assert told.stdout.split() == ["shipped", "ran", f"{home}/env"], told.stderr
+        code, said = make("--offline", "--activate", "export HOOK=ran")
+        assert (code, said.count("is up to date")) == (0, 2), said

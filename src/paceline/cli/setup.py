@@ -21,7 +21,7 @@ from paceline.cluster.setup.journal import Journal, take_back, write_file
 from paceline.cluster.setup.keys import Identity
 from paceline.cluster.setup.password import Passwords
 from paceline.cluster.setup.ssh import effective
-from paceline.spec.errors import ConnectError, SettingError
+from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.hosts import Host
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -354,11 +354,23 @@ async def _environments(hosts: Sequence[Host], ssh: SshOptions, wanted: Any,
 
     channels = await connect_all(hosts, [wanted.python] * len(hosts), ssh)
     try:
-        work = [environments.make(channel, wanted, wheels) for channel in channels]
-        for done in asyncio.as_completed(work):
-            click.echo(await done)
+        work = [_environment(channel, wanted, wheels) for channel in channels]
+        failed = [error for error in await asyncio.gather(*work) if error is not None]
     finally:
         await asyncio.gather(*(channel.close(5.0) for channel in channels))
+    if failed:
+        raise environments.together(failed)
+
+
+async def _environment(channel: Any, wanted: Any, wheels: Path | None) -> PacelineError | None:
+    """Makes it on one node; its failure does not end the work on the others."""
+    from paceline.cluster.setup import environments
+
+    try:
+        click.echo(await environments.make(channel, wanted, wheels))
+    except PacelineError as error:
+        return error
+    return None
 
 
 @command.command("mounts")

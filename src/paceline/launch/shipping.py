@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.agent.snapshot import read_blocks
+from paceline.cluster.blobs import send_file
 from paceline.cluster.channel import AgentRefusal, Event
 from paceline.launch.code import Manifest, Tree, entry_at, relocate
 from paceline.launch.node import Node
@@ -40,22 +40,11 @@ async def _build_tree(node: Node, tree: Tree, name: str, run_id: str) -> str:
     answer = await node.channel.request("lacking_blobs", manifest=tree.manifest)
     where = {str(entry[1]): str(entry[0]) for entry in tree.manifest}
     for digest in answer["hashes"]:
-        await send_file(node, digest, tree.root / where[digest])
+        await send_file(node.channel, digest, tree.root / where[digest])
     built = await node.channel.request(
         "build_tree", manifest=tree.manifest, name=name, run_id=run_id
     )
     return str(built["root"])
-
-
-async def send_file(node: Node, digest: str, path: Path) -> None:
-    """Puts one file into the node's cache, in blocks, each answered before the next."""
-    size = path.stat().st_size
-    for offset, data in read_blocks(path):
-        last = offset + len(data) >= size
-        if data or not size:
-            await node.channel.request(
-                "put_blob", sha256=digest, offset=offset, last=last, blob=data
-            )
 
 
 async def place_code(node: Node, job: Job, tree: Tree | None, run_id: str) -> Code:

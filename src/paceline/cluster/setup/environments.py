@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent.snapshot import hash_file
+from paceline.cluster.blobs import send_file
 from paceline.cluster.channel import Channel
-from paceline.spec.errors import NodeError, SettingError
+from paceline.spec.errors import NodeError, PacelineError, SettingError
 
 STAMP = ".paceline-environment"
 INSTALL_LIMIT_S = 3600.0
@@ -92,7 +93,7 @@ async def _ship(channel: Channel, requirements: Path, wheels: Path | None) -> st
     for (_, sha256, _, _), file in zip(manifest, files.values(), strict=True):
         if sha256 in missing:
             missing.discard(str(sha256))
-            await channel.request("put_blob", sha256=sha256, blob=file.read_bytes())
+            await send_file(channel, str(sha256), file)
     built = await channel.request("build_tree", run_id="setup", name="env", manifest=manifest)
     return str(built["root"])
 
@@ -113,6 +114,17 @@ async def _execute(channel: Channel, argv: Sequence[str], text: str = "",
             remedy=_advice(tail),
         )
     return done
+
+
+def together(failures: Sequence[PacelineError]) -> PacelineError:
+    """One error for what went wrong on several nodes; equal advice is given once."""
+    if len(failures) == 1:
+        return failures[0]
+    return NodeError(
+        f"{len(failures)} hosts have no environment",
+        found="\n".join(f"{failure.message}\n{failure.found}".strip() for failure in failures),
+        remedy="\n".join(dict.fromkeys(failure.remedy for failure in failures)),
+    )
 
 
 def _advice(words: str) -> str:

@@ -41,6 +41,7 @@ class Journal:
 
     file: Path
     changes: list[Change] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)  # made for the file; go with its last change
 
     @classmethod
     def read(cls, file: Path | None = None) -> Journal:
@@ -50,7 +51,8 @@ class Journal:
             data = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return cls(file)
-        return cls(file, [_change(one) for one in data.get("changes", [])])
+        changes = [_change(one) for one in data.get("changes", [])]
+        return cls(file, changes, list(data.get("folders", [])))
 
     def add(self, change: Change) -> None:
         """Writes a change down, at once: what is done next may fail."""
@@ -63,15 +65,27 @@ class Journal:
 
     def write(self) -> None:
         if not self.changes:
-            with contextlib.suppress(FileNotFoundError):
-                self.file.unlink()
+            self._remove()
             return
-        self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        text = json.dumps({"changes": [asdict(change) for change in self.changes]}, indent=1)
+        self._make_folders()
+        changes = [asdict(change) for change in self.changes]
+        text = json.dumps({"changes": changes, "folders": self.folders}, indent=1)
         new = self.file.with_suffix(".new")
         new.write_text(text + "\n", encoding="utf-8")
         new.chmod(0o600)
         new.replace(self.file)
+
+    def _make_folders(self) -> None:
+        parent = self.file.parent
+        new = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+        self.folders += [str(folder) for folder in new]
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def _remove(self) -> None:
+        self.file.unlink(missing_ok=True)
+        for folder in self.folders:
+            with contextlib.suppress(OSError):  # it holds somebody else's files by now
+                Path(folder).rmdir()
 
 
 def _change(data: dict[str, Any]) -> Change:

@@ -234,6 +234,7 @@ def main(argv: list[str]) -> int:
         **{**given, "collectives": tuple(given["collectives"]), "sizes": tuple(given["sizes"])}
     )
     backend, device = choose_backend(spec.backend)
+    torch.set_num_threads(1)  # threads that wait for work by spinning would take the sockets' time
     dist.init_process_group(backend)
     try:
         bench = Bench(spec, device)

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from paceline.cli.runs import find_run
 from paceline.diagnose.conclude import Conclusion, conclude, to_findings
 from paceline.diagnose.evidence import Evidence
 from paceline.diagnose.gather import from_log, from_run, read
@@ -46,7 +47,7 @@ def command(ctx: click.Context, /, run: Path | None, log: Path | None, as_json: 
             raise SettingError("RUN and --log exclude each other")
         evidence = from_log(sys.stdin.read() if str(log) == "-" else read(log))
     else:
-        run = run or newest(Path(names.DEFAULT_PARENT))
+        run = run or find_run(None)
         evidence = from_run(run)
     found = conclude(evidence, load_all())
     if run is not None and not well(evidence):
@@ -55,18 +56,6 @@ def command(ctx: click.Context, /, run: Path | None, log: Path | None, as_json: 
         pack(bundle, run, evidence, found)
     show(found, evidence, as_json)
     ctx.exit(0 if found.known or well(evidence) else 2)
-
-
-def newest(parent: Path) -> Path:
-    """The run that began last. SettingError when there is none."""
-    runs = [path for path in parent.glob("*") if (path / names.RESULT).exists()]
-    if not runs:
-        raise SettingError(
-            "there is no run to explain",
-            found=f"no run directory below {parent.absolute()}",
-            remedy="paceline explain RUN, or paceline explain --log FILE",
-        )
-    return max(runs, key=lambda path: path.stat().st_mtime)
 
 
 def well(evidence: Evidence) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.batch import record_of, state_of
-from paceline.launch.rundir import owner_alive, read_owner
+from paceline.cluster.ownership import owner_alive, read_owner
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 
@@ -117,8 +116,3 @@ def _last_line(path: Path) -> dict[str, Any] | None:
         return dict(json.loads(lines[-1])) if lines else None
     except (OSError, ValueError):
         return None
-
-
-def owner_here(owner: dict[str, Any]) -> bool:
-    """Whether the launcher runs on this machine, so that we can signal it."""
-    return owner.get("host") == socket.gethostname()

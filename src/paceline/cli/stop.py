@@ -9,7 +9,8 @@ import click
 
 from paceline.agent import procs
 from paceline.cli.batch import cancel
-from paceline.cli.runs import RunState, find_run, look_at, owner_here
+from paceline.cli.runs import RunState, find_run, look_at
+from paceline.cluster.ownership import owner_here
 from paceline.spec.errors import NodeError
 
 LOOK_EVERY_S = 0.2

@@ -82,6 +82,25 @@ class First:
 
 
 @dataclass(frozen=True, slots=True)
+class Launcher:
+    """Who says that the run is theirs: the mark is taken away when a run ends in order.
+
+    Attributes:
+        host, pid, since: Where and when it started.
+        alive: Whether it still runs; ``None`` when it is another machine's process.
+    """
+
+    host: str
+    pid: int
+    since: str
+    alive: bool | None
+
+    @property
+    def where(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """What a run left.
 
@@ -95,6 +114,7 @@ class Evidence:
         hosts: Facts by host.
         interrupted: Number of the signal by which the user stopped it.
         exit_code: Of the run; ``None`` when not known.
+        launcher: Whose run it still is; ``None`` after an end in order.
     """
 
     logs: tuple[Log, ...] = ()
@@ -106,6 +126,7 @@ class Evidence:
     hosts: Mapping[str, Any] = field(default_factory=dict)
     interrupted: int | None = None
     exit_code: int | None = None
+    launcher: Launcher | None = None
 
     def search(self, pattern: re.Pattern[str]) -> Iterator[tuple[Log, int, re.Match[str]]]:
         """Every line that matches, the first failing rank's first: log, line's index, match."""

@@ -7,24 +7,28 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.cluster.ownership import owner_alive, owner_here, read_owner
 from paceline.diagnose import logs as cutting
-from paceline.diagnose.evidence import ERASED, End, Evidence, First, Log
+from paceline.diagnose.evidence import ERASED, End, Evidence, First, Launcher, Log
 from paceline.spec import rundir as names
 from paceline.spec.errors import DataError
 
 HEAD = 64 << 10  # bytes read of a log's beginning
 TAIL = 256 << 10  # and of its end, where causes stand
+_SIGNS = (names.EVENTS, names.RESULT, names.PLAN, names.OWNER)
 
 
 def from_run(path: Path) -> Evidence:
     """The evidence of a run directory. DataError when it is none."""
-    if not any((path / name).exists() for name in (names.EVENTS, names.RESULT, names.PLAN)):
+    if not any((path / name).exists() for name in _SIGNS):
         raise DataError(
             f"{path} is not a run directory",
             found="no events.jsonl, result.json or plan.json in it",
             remedy="Give the folder that the run printed (runs/NAME-DATE-TIME), or --log FILE",
         )
-    result, events = _json(path / names.RESULT), _lines(path / names.EVENTS)
+    launcher, events = _launcher(path), _lines(path / names.EVENTS)
+    # a run that has not ended leaves the result of the one before it in the folder
+    result = _json(path / names.RESULT) if launcher is None else {}
     first = _first(result.get("first_failure"))
     ends = _ends(events)
     found = _rank_logs(path / names.LOGS, _hosts_of(events))
@@ -38,7 +42,17 @@ def from_run(path: Path) -> Evidence:
         hosts=_json(path / names.HOSTS),
         interrupted=result.get("interrupted"),
         exit_code=result.get("exit_code"),
+        launcher=launcher,
     )
+
+
+def _launcher(path: Path) -> Launcher | None:
+    owner = read_owner(path)
+    if owner is None:
+        return None
+    alive = owner_alive(owner) if owner_here(owner) else None
+    about = str(owner.get("host", "")), int(owner["pid"]), str(owner.get("since", ""))
+    return Launcher(*about, alive)
 
 
 def from_log(text: str) -> Evidence:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.agent import procs
+from paceline.cluster.ownership import owner_alive, read_owner
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, SettingError
 
@@ -139,23 +140,6 @@ class RunDirectory:
 def safe(name: str) -> str:
     """A host's name as a folder's name."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "_"
-
-
-def read_owner(path: Path) -> dict[str, Any] | None:
-    """Who says that the folder is theirs; ``None`` when nobody readable does."""
-    try:
-        owner = json.loads((path / names.OWNER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return owner if isinstance(owner, dict) and "pid" in owner else None
-
-
-def owner_alive(owner: dict[str, Any]) -> bool:
-    """False only when the owner is known to be gone; on another machine we cannot know."""
-    if owner.get("host") != socket.gethostname():
-        return True
-    found = procs.identify(int(owner["pid"]))
-    return found is not None and found.start == owner.get("start", found.start)
 
 
 def fresh_path(parent: Path, name: str) -> Path:

@@ -13,6 +13,7 @@ from paceline.diagnose.rule import Rule
 RULES: dict[str, str] = {
     "not-started": "paceline.diagnose.rules.not_started",
     "interrupted": "paceline.diagnose.rules.interrupted",
+    "launcher-killed": "paceline.diagnose.rules.launcher_killed",
     "memory-killed": "paceline.diagnose.rules.memory_killed",
     "node-lost": "paceline.diagnose.rules.node_lost",
     "uneven-data": "paceline.diagnose.rules.uneven_data",

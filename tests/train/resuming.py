@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from typing import Any
 import forking
 import torch
 import torch._dynamo
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -235,10 +239,9 @@ def private_disks() -> dict[str, Any]:
     forking.run(2, lambda: training(own(), every="2", at_step=killer(7, signal.SIGKILL)))
     (folder / "0/checkpoints").rename(folder / "1/checkpoints")
     forking.run_ok(2, lambda: training(own(), every="never"))
-    said = (folder / "0/events.jsonl").read_text()
     return {
         "difference": difference(folder / "0", made("whole1")),
-        "resumed": [json.loads(line)["step"] for line in said.splitlines() if '"resumed"' in line],
+        "resumed": [resumed_at(folder / "0")],
     }
 
 
@@ -252,6 +255,108 @@ def sharded() -> dict[str, Any]:
     assert again == [-signal.SIGKILL]
     forking.run_ok(2, lambda: training(folder, every="3", shard=True))
     return {"difference": difference(folder, made("whole1"))}
+
+
+def shards() -> dict[str, Any]:
+    """Each rank keeps its own shards: resumed as before, at other sizes, and after damage."""
+    forking.run_ok(2, lambda: training(made("fsdp"), every="never", shard=True))
+    return {
+        "same": difference(resumed_from_shards("shards2", 2), made("fsdp")),
+        "more": difference(resumed_from_shards("shards4", 4), made("fsdp")),
+        "damaged": difference(resumed_from_shards("damaged", 2, damage), made("fsdp")),
+        "steps": [resumed_at(made(name)) for name in ("shards2", "shards4", "damaged")],
+        "warnings": sum("skipped" in one["event"] for one in events(made("damaged"))),
+        "files": held(made("shards2")),
+        "by torch": read_by_torch(made("shards2")),
+    }
+
+
+def resumed_from_shards(
+    name: str, size: int, before: Callable[[Path], None] = lambda folder: None
+) -> Path:
+    """Two ranks killed after step 8, then ``size`` ranks to the end."""
+    folder = made(name)
+
+    def kill(step: int) -> None:
+        while step == 8 and not (folder / "checkpoints/6").exists():
+            time.sleep(0.01)
+        killer(8, signal.SIGKILL)(step)
+
+    forking.run(2, lambda: training(folder, every="3", shard=True, at_step=kill))
+    before(folder)
+    forking.run_ok(size, lambda: training(folder, every="3", shard=True))
+    return folder
+
+
+def damage(folder: Path) -> None:
+    """One bit of what rank 1 has written."""
+    newest = Shelf(folder / "checkpoints").found()[0][0].path
+    part = newest / "weights/00001.safetensors"
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def resumed_at(folder: Path) -> int:
+    return next(one["step"] for one in events(folder) if one["event"] == "resumed")
+
+
+def held(folder: Path) -> list[str]:
+    newest = Shelf(folder / "checkpoints").found()[0][0]
+    return sorted(newest.manifest.files)
+
+
+def read_by_torch(folder: Path) -> float:
+    """The last checkpoint's weights, read with torch's reader and nothing of ours."""
+    whole = torch.load(folder / "params.pt")
+    state = {name: torch.zeros_like(one) for name, one in whole.items()}
+    path = Shelf(folder / "checkpoints").found()[0][0].path / "weights"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+    return max(float((state[name] - whole[name]).abs().max()) for name in whole)
+
+
+def shards_on_private_disks() -> dict[str, Any]:
+    """What one disk holds goes over the network: the whole state there, and shards back."""
+    root = made("private shards")
+
+    def own(at_step: Callable[[int], None] = lambda step: None) -> None:
+        rank = os.environ["RANK"]
+        hide(root / ("1" if rank == "0" else "0"))
+        training(root / rank, every="3", shard=True, at_step=at_step)
+
+    for rank in range(2):
+        (root / str(rank)).mkdir()
+    forking.run(2, lambda: own(killer(8, signal.SIGKILL)))
+    shutil.copytree(made("shards2") / "checkpoints", root / "1/checkpoints")
+    shutil.rmtree(root / "1/checkpoints/15")
+    private = held(root / "0")
+    shutil.rmtree(root / "0/checkpoints")
+    forking.run_ok(2, own)
+    return {
+        "private": private,
+        "moved": held(root / "1"),
+        "step": resumed_at(root / "0"),
+        "difference": difference(root / "0", made("fsdp")),
+    }
+
+
+def hide(folder: Path) -> None:
+    """Makes a folder empty for this process alone, as the disk of another machine would be."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, new_users, private, recursive = 0x20000, 0x10000000, 1 << 18, 1 << 14
+    users = 0 if os.geteuid() == 0 else new_users
+    done = [
+        libc.unshare(new_mounts | users),
+        libc.mount(b"none", b"/", None, private | recursive, None),
+        libc.mount(b"none", os.fsencode(folder), b"tmpfs", 0, None),
+    ]
+    assert not any(done), os.strerror(ctypes.get_errno())
 
 
 def records() -> dict[str, Any]:

@@ -21,6 +21,8 @@ SCENARIOS = (
     "through_worlds",
     "private_disks",
     "sharded",
+    "shards",
+    "shards_on_private_disks",
     "records",
     "other_choices",
     "killed_in_saves",
@@ -71,6 +73,36 @@ def test_only_another_rank_has_the_checkpoint(found: Any) -> None:
 
 def test_sharded_and_replicated_understand_each_other(found: Any) -> None:
     assert found["sharded"]["difference"] < 1e-10
+
+
+PARTS = [f"{kind}/0000{rank}.safetensors" for kind in ("optimizer", "weights") for rank in (0, 1)]
+
+
+def test_every_rank_keeps_its_own_shards(found: Any) -> None:
+    said = found["shards"]
+    assert set(PARTS) < set(said["files"])
+    assert "weights.safetensors" not in said["files"]
+    assert said["by torch"] == 0.0
+
+
+def test_shards_go_on_at_any_size(found: Any) -> None:
+    said = found["shards"]
+    assert said["same"] == 0.0
+    assert said["more"] < 1e-10
+    assert said["steps"] == [6, 6, 5]
+
+
+def test_a_damaged_shard_is_passed_over(found: Any) -> None:
+    assert found["shards"]["damaged"] == 0.0
+    assert found["shards"]["warnings"] == 1
+
+
+def test_without_a_shared_disk_shards_are_sent(found: Any) -> None:
+    said = found["shards_on_private_disks"]
+    assert "weights.safetensors" in said["private"]
+    assert set(PARTS) < set(said["moved"])
+    assert said["step"] == 12
+    assert said["difference"] == 0.0
 
 
 def test_every_step_is_recorded_once(found: Any) -> None:

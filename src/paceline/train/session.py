@@ -18,9 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.spec import rundir
 from paceline.spec.errors import JobError
 from paceline.train import files, insync, loader, once, trackers, weights, world, wrapping
-from paceline.train.checkpoints.keeper import Keeper, Stateful, Stopped, Training
+from paceline.train.checkpoints.keeper import Keeper, Stopped
 from paceline.train.checkpoints.policy import policy
 from paceline.train.checkpoints.shelf import FOLDER, Shelf
+from paceline.train.checkpoints.state import Stateful, Training
 from paceline.train.comms import Comms
 from paceline.train.cpus import allowed, loader_workers
 from paceline.train.fetching import Data, Fetch
@@ -506,9 +507,9 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._keeper is not None:
-            self._keeper.close()
         agreed = error is None or isinstance(error, Stopped)  # then all ranks end together
+        if self._keeper is not None:
+            self._keeper.close(failed=not agreed)
         if not agreed:
             self._reporter.event("failed", error=f"{type(error).__name__}: {error}")
         for guard in self._trackers:

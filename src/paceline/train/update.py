@@ -69,17 +69,17 @@ class Updater:
             self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.module.parameters(), norm)
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, whole: bool = True) -> dict[str, Any]:
         """States of optimizer, schedule and scaler; a collective where parameters are sharded."""
         return {
-            "optimizer": wrapping.optimizer_state(self.module, self.optimizer),
+            "optimizer": wrapping.optimizer_state(self.module, self.optimizer, whole=whole),
             "schedule": self.schedule.state_dict() if self.schedule else None,
             "scaler": self.scaler.state_dict() if self.scaler else None,
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any], *, whole: bool = True) -> None:
         """Goes on from a state of :meth:`state`."""
-        wrapping.load_optimizer_state(self.module, self.optimizer, state["optimizer"])
+        wrapping.load_optimizer_state(self.module, self.optimizer, state["optimizer"], whole=whole)
         if self.schedule and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])
         if self.scaler and state["scaler"]:

@@ -96,12 +96,21 @@ class _FsdpWithoutSync(AbstractContextManager[None]):
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
     """The module's whole state by name; with shards a collective, and on the CPU of rank 0."""
+    return _module_state(module, whole=True)
+
+
+def own_state(module: nn.Module) -> dict[str, Tensor]:
+    """The module's state by name, each rank's own shards of it (``DTensor``)."""
+    return _module_state(module, whole=False)
+
+
+def _module_state(module: nn.Module, whole: bool) -> dict[str, Tensor]:
     if not is_sharded(module):
         return module.state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     _put_back(module)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
     return cast(dict[str, Tensor], get_model_state_dict(module, options=options))
 
 
@@ -116,22 +125,27 @@ def load_whole_state(module: nn.Module, state: dict[str, Tensor]) -> None:
     set_model_state_dict(module, dict(state), options=StateDictOptions(full_state_dict=True))
 
 
-def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's whole state, with parameters by name instead of by number.
+def optimizer_state(
+    module: nn.Module, optimizer: Optimizer, *, whole: bool = True
+) -> dict[str, Any]:
+    """The optimizer's state, with parameters by name instead of by number.
 
-    With shards a collective, and on the CPU of rank 0; the form is the same.
+    With shards a collective; ``whole`` on the CPU of rank 0, otherwise each rank's own shards.
+    The form is the same.
     """
     if not is_sharded(module):
         return renamed(optimizer.state_dict(), dict(enumerate(_names(module, optimizer))))
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     _put_back(module)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
     return dict(get_optimizer_state_dict(module, optimizer, options=options))
 
 
-def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Loads what :func:`optimizer_state` gave; every rank must hold the whole state."""
+def load_optimizer_state(
+    module: nn.Module, optimizer: Optimizer, state: dict[str, Any], *, whole: bool = True
+) -> None:
+    """Loads what :func:`optimizer_state` gave; every rank must hold what it asked for there."""
     if not is_sharded(module):
         numbers = {name: number for number, name in enumerate(_names(module, optimizer))}
         optimizer.load_state_dict(renamed(state, numbers))
@@ -139,8 +153,15 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: dict[st
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     _put_back(module)
-    options = StateDictOptions(full_state_dict=True)
+    options = StateDictOptions(full_state_dict=whole)
     set_optimizer_state_dict(module, optimizer, state, options=options)
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """True for a tensor that is spread over the ranks."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
 
 
 def _names(module: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -10,6 +10,9 @@ state.json             position in the data, schedule, everything else that is n
 manifest.json          size and hash of each of these files, and of itself
 =====================  ==================================================================
 
+Where every rank holds shards and sees the folder, ``weights/RANK.safetensors`` and
+``optimizer/RANK.safetensors`` hold each rank's own.
+
 Nothing in it is executed when it is read. It is written under a temporary name, flushed to the
 disk, and renamed when it is complete.
 """

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.spec.errors import DataError, SettingError
-from paceline.train.checkpoints import manifest
+from paceline.train.checkpoints import manifest, names
 from paceline.train.checkpoints.manifest import Damaged
+from paceline.train.checkpoints.parts import folder_of_all
 from paceline.train.checkpoints.shelf import BEST, Found, Shelf
 from paceline.train.checkpoints.staging import Files
-from paceline.train.checkpoints.writer import STATE
 from paceline.train.comms import Comms
 
 WANTS = ("auto", "never", "latest", "best")
@@ -33,12 +33,15 @@ class Loaded:
         state: Content of ``state.json``.
         tensors: By file and name, on the CPU.
         source: Where it was read, for people.
+        shards: The folder from which each rank reads its own shards; ``None`` when ``tensors``
+            holds everything.
     """
 
     step: int
     state: dict[str, Any]
     tensors: Files
     source: str
+    shards: Path | None = None
 
 
 def wanted(want: str, shelf: Shelf) -> tuple[list[Found], list[str]]:
@@ -74,7 +77,9 @@ def _at(path: Path) -> tuple[list[Found], list[str]]:
         return [], [f"{path}: {problem}"]
 
 
-def load(comms: Comms, want: str, shelf: Shelf, warn: Callable[[str], None]) -> Loaded | None:
+def load(
+    comms: Comms, want: str, shelf: Shelf, warn: Callable[[str], None], *, sharded: bool = False
+) -> Loaded | None:
     """The wanted checkpoint on every rank, from whichever rank's disk has it.
 
     Damaged ones are passed over with a warning.
@@ -84,6 +89,7 @@ def load(comms: Comms, want: str, shelf: Shelf, warn: Callable[[str], None]) -> 
         want: See :func:`wanted`.
         shelf: This run's checkpoints.
         warn: Called on rank 0 with each thing passed over.
+        sharded: Every rank reads its own shards, where all of them see such a checkpoint.
 
     Returns:
         ``None`` when there is none and ``want`` is ``auto``, or ``want`` is ``never``.
@@ -94,28 +100,30 @@ def load(comms: Comms, want: str, shelf: Shelf, warn: Callable[[str], None]) -> 
     if want == "never":
         return None
     offers, bad = wanted(want, shelf)
-    _tell(comms, bad, warn)
+    told: set[str] = set()
+    _tell(comms, bad, warn, told)
     while True:
         newest = comms.rows(torch.tensor([offers[0].step if offers else -1]))[:, 0]
         owner = int(newest.argmax())  # of equals the lowest rank
         if int(newest[owner]) < 0:
             _refuse(want, shelf)
             return None
-        loaded, problem = _read(comms, owner, offers)
+        offer = offers[0] if comms.world.rank == owner else None
+        loaded, problem = _read(comms, owner, offer, sharded)
         if loaded is not None:
             return loaded
-        _tell(comms, [problem] if comms.world.rank == owner else [], warn)
-        offers = offers[1:] if comms.world.rank == owner else offers
+        _tell(comms, [problem] if offer else [], warn, told)
+        offers = offers[1:] if offer else offers
 
 
-def _tell(comms: Comms, problems: list[str], warn: Callable[[str], None]) -> None:
-    """Every rank's problems once each, by rank 0."""
-    told = dict.fromkeys(
-        line for text in comms.texts("\n".join(problems)) for line in text.split("\n")
-    )
-    if comms.world.rank == 0:
-        for line in filter(None, told):
+def _tell(comms: Comms, problems: list[str], warn: Callable[[str], None], told: set[str]) -> None:
+    """Every rank's problems once each, by rank 0; on one disk all ranks find the same."""
+    texts = comms.texts("\n".join(problems))
+    lines = dict.fromkeys(line for text in texts for line in text.split("\n"))
+    for line in filter(None, lines):
+        if comms.world.rank == 0 and line not in told:
             warn(line)
+        told.add(line)
 
 
 def _refuse(want: str, shelf: Shelf) -> None:
@@ -134,34 +142,82 @@ def _refuse(want: str, shelf: Shelf) -> None:
     )
 
 
-def _read(comms: Comms, owner: int, offers: list[Found]) -> tuple[Loaded | None, str]:
+def _read(
+    comms: Comms, owner: int, offer: Found | None, sharded: bool
+) -> tuple[Loaded | None, str]:
     """One rank reads and checks; the others get it from that rank."""
+    seen = _seen_by_all(comms, owner, offer) if sharded else None
     problem, source = "", ""
     state: dict[str, Any] = {}
     tensors: Files = {}
-    if comms.world.rank == owner:
-        source = str(offers[0].path)
+    if seen is not None:
+        problem = _look_together(comms, seen)
+    if offer is not None and not problem:
+        source = str(offer.path)
         try:
-            state, tensors = _from_disk(offers[0])
+            state, tensors = _from_disk(offer, whole=seen is None)
         except Damaged as damage:
-            problem = f"{offers[0].path}: {damage}"
+            problem = f"{offer.path}: {damage}"
     said = {"problem": problem, "state": state, "source": source, "host": comms.world.host}
-    head = json.loads(comms.texts(json.dumps(said) if comms.world.rank == owner else "")[owner])
+    head = json.loads(comms.texts(json.dumps(said) if offer is not None else "")[owner])
     if head["problem"]:
         return None, problem
     shared = _share(comms, owner, tensors)
     where = f"{head['source']} on {head['host']}"
-    return Loaded(head["state"]["progress"]["step"], head["state"], shared, where), ""
+    return Loaded(head["state"]["progress"]["step"], head["state"], shared, where, seen), ""
 
 
-def _from_disk(found: Found) -> tuple[dict[str, Any], Files]:
-    found.manifest.verify(found.path)
+def _seen_by_all(comms: Comms, owner: int, offer: Found | None) -> Path | None:
+    """The owner's checkpoint where it is made of shards and lies on a disk of all ranks."""
+    mine = str(offer.path.resolve()) if offer is not None and _has_shards(offer) else ""
+    there = comms.texts(mine)[owner]
+    if not there or not folder_of_all(comms, Path(there).parent, owner):
+        return None
+    return Path(there)
+
+
+def _has_shards(found: Found) -> bool:
+    return any(name.startswith(names.WEIGHT_SHARDS + "/") for name in found.manifest.files)
+
+
+def _look_together(comms: Comms, path: Path) -> str:
+    """What is wrong with the checkpoint's files; each rank looks at some of them."""
+    problem = ""
     try:
-        state = json.loads((found.path / STATE).read_text(encoding="utf-8"))
-        names = [name for name in found.manifest.files if name.endswith(".safetensors")]
-        return state, {name: load_file(found.path / name) for name in names}
+        manifest.read(path).verify(path, (comms.world.rank, comms.world.size))
+    except Damaged as damage:
+        problem = f"{path}: {damage}"
+    return next(filter(None, comms.texts(problem)), "")
+
+
+def _from_disk(found: Found, *, whole: bool) -> tuple[dict[str, Any], Files]:
+    """A checkpoint's content; ``whole`` checks it first and puts shards together."""
+    if whole:
+        found.manifest.verify(found.path)
+    try:
+        state = json.loads((found.path / names.STATE).read_text(encoding="utf-8"))
+        plain = [name for name in found.manifest.files if _is_plain(name)]
+        tensors = {name: load_file(found.path / name) for name in plain}
+        if whole and _has_shards(found):
+            tensors = _put_together(found.path, tensors)
+        return state, tensors
     except (OSError, ValueError, RuntimeError) as error:
         raise Damaged(f"cannot be read: {error}") from None
+
+
+def _is_plain(name: str) -> bool:
+    return name.endswith(".safetensors") and "/" not in name
+
+
+def _put_together(path: Path, tensors: Files) -> Files:
+    from paceline.train.checkpoints import sharding
+
+    optimizer = sharding.whole(path / names.OPTIMIZER_SHARDS)
+    return {
+        **tensors,
+        names.WEIGHTS: sharding.whole(path / names.WEIGHT_SHARDS),
+        names.OPTIMIZER: {**tensors[names.OPTIMIZER], **optimizer},
+    }
 
 
 def _share(comms: Comms, owner: int, tensors: Files) -> Files:

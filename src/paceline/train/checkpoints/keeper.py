@@ -2,65 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from paceline.spec import jobenv
-from paceline.spec.errors import JobError, SettingError
+from paceline.spec.errors import JobError
 from paceline.train import wrapping
 from paceline.train.checkpoints import randomness
 from paceline.train.checkpoints.exchange import Loaded, load
 from paceline.train.checkpoints.lock import Lock
-from paceline.train.checkpoints.pack import pack, unpack
+from paceline.train.checkpoints.parts import Part, folder_of_all
 from paceline.train.checkpoints.policy import Policy
 from paceline.train.checkpoints.shelf import Shelf
+from paceline.train.checkpoints.state import Training, capture, check_identity, restore
 from paceline.train.checkpoints.writer import Outcome, Snapshot, Writer
 from paceline.train.comms import Comms
-from paceline.train.loader import Progress
 from paceline.train.pulse import Beat, Pulse
 from paceline.train.signals import Notice
-from paceline.train.update import Updater
-
-_FORMAT = 1
-
-
-class Stateful(Protocol):
-    """Something whose state belongs into a checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
 
 
 class Stopped(JobError):
     """The training was asked to stop, and its state is saved."""
 
     exit_code = 143  # as a process that SIGTERM ended
-
-
-@dataclass
-class Training:
-    """What a checkpoint is made of.
-
-    Attributes:
-        updater: Module, optimizer, schedule and scaler.
-        progress: Position in the data.
-        seed: Of the run.
-        extras: Further states by name.
-        identity: What must be the same when the run goes on, by name.
-    """
-
-    updater: Updater
-    progress: Progress
-    seed: int
-    extras: Mapping[str, Stateful] = field(default_factory=dict)
-    identity: Mapping[str, str] = field(default_factory=dict)
 
 
 class Keeper:
@@ -97,6 +66,7 @@ class Keeper:
         self._notice, self._pulse = Notice(), Pulse(comms)
         self._saved_at, self._saved_step = time.monotonic(), -1
         self._full = ""
+        self._in_parts = False
         training.updater.before_step = self._writer.staging.wait
 
     # -- the start -----------------------------------------------------------------------
@@ -110,7 +80,9 @@ class Keeper:
         """
         self._comms.together(self._lock.take if self._comms.world.rank == 0 else _nothing)
         try:
-            loaded = load(self._comms, want, self._shelf, self._warn)
+            sharded = wrapping.is_sharded(self._training.updater.module)
+            self._in_parts = sharded and folder_of_all(self._comms, self._shelf.root)
+            loaded = load(self._comms, want, self._shelf, self._warn, sharded=sharded)
             if loaded is None:
                 self._set_aside()
             else:
@@ -193,9 +165,31 @@ class Keeper:
         self._saved_step, self._saved_at = self._training.progress.step, time.monotonic()
         self._before_save()
         generators = self._comms.rows(randomness.capture(self._comms.device))
-        snapshot = capture(self._training, self._comms, generators, best)
-        if self._comms.world.rank == 0:
+        snapshot = capture(self._training, self._comms, generators, best, self._in_parts)
+        if self._in_parts:
+            self._begin_part(snapshot)
+        elif self._comms.world.rank == 0:
             self._writer.begin(snapshot)
+
+    def _begin_part(self, snapshot: Snapshot) -> None:
+        """Every rank begins to write into the folder that rank 0 has made."""
+        self._writer.wait()
+        mine = torch.tensor([float(snapshot.bytes)], dtype=torch.float64)
+        needed = int(self._comms.rows(mine).sum())
+        folder = self._comms.texts(self._prepared(snapshot.step, needed))[0]
+        if folder:
+            world = self._comms.world
+            self._writer.begin(replace(snapshot, part=Part(Path(folder), world.rank, world.size)))
+
+    def _prepared(self, step: int, needed: int) -> str:
+        """Rank 0's folder for a checkpoint; empty when there can be none."""
+        if self._comms.world.rank:
+            return ""
+        try:
+            return str(self._writer.prepare(step, needed).resolve())
+        except OSError as error:
+            self._writer.outcomes.put(Outcome(step, 0.0, needed, str(error)))
+            return ""
 
     def report(self) -> None:
         """Tells how the saves since the last time ended."""
@@ -213,8 +207,14 @@ class Keeper:
 
     # -- the end -------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Waits for what is being written and lets the folder go."""
+    def close(self, *, failed: bool = False) -> None:
+        """Waits for what is being written and lets the folder go.
+
+        Args:
+            failed: Other ranks may be gone; nothing is expected of them any more.
+        """
+        if failed:
+            self._writer.give_up()
         self._writer.wait()
         self.report()
         self._notice.close()
@@ -223,74 +223,3 @@ class Keeper:
 
 def _nothing() -> None:
     pass
-
-
-def check_identity(loaded: Loaded, identity: Mapping[str, str]) -> None:
-    """Refuses to go on with another training than the checkpoint's.
-
-    Raises:
-        SettingError: Names everything that differs.
-    """
-    recorded: dict[str, str] = loaded.state["identity"]
-    differing = [
-        f"{name}: {recorded[name]} then, {value} now"
-        for name, value in identity.items()
-        if name in recorded and recorded[name] != value
-    ]
-    if differing:
-        raise SettingError(
-            f"the checkpoint {loaded.source} is of another training",
-            found="\n".join(differing),
-            remedy="a --run-dir of its own for this one, --resume never, or the former settings",
-        )
-
-
-def capture(training: Training, comms: Comms, generators: Tensor, best: bool) -> Snapshot:
-    """The state as it is; tensors are still the training's own."""
-    updater, done = training.updater, training.progress
-    rest: dict[str, Tensor] = {}
-    state = {
-        "format": _FORMAT,
-        "progress": {"step": done.step, "epoch": done.epoch, "offset": done.offset},
-        "ranks": comms.world.size,
-        "seed": training.seed,
-        "identity": dict(training.identity),
-        "training": pack(updater.state(), rest, "training"),
-        "extras": pack({k: v.state_dict() for k, v in training.extras.items()}, rest, "extras"),
-    }
-    weights = wrapping.whole_state(updater.module)
-    return Snapshot(
-        done.step,
-        {
-            "weights.safetensors": dict(weights),
-            "optimizer.safetensors": rest,
-            "random.safetensors": {str(rank): row for rank, row in enumerate(generators)},
-        },
-        frozenset(name for name, _ in updater.module.named_buffers()),
-        (json.dumps(state, indent=1) + "\n").encode(),
-        {"time": time.strftime("%FT%T%z"), "ranks": comms.world.size, "host": comms.world.host},
-        best,
-    )
-
-
-def restore(loaded: Loaded, training: Training, comms: Comms) -> None:
-    """Puts a training into a checkpoint's state, at whatever world size."""
-    state, tensors = loaded.state, loaded.tensors
-    rest = tensors["optimizer.safetensors"]
-    wrapping.load_whole_state(training.updater.module, tensors["weights.safetensors"])
-    training.updater.load_state(unpack(state["training"], rest))
-    for name, kept in unpack(state["extras"], rest).items():
-        if name in training.extras:
-            training.extras[name].load_state_dict(kept)
-    done = state["progress"]
-    progress = training.progress
-    progress.step, progress.epoch, progress.offset = done["step"], done["epoch"], done["offset"]
-    _restore_generators(loaded, training, comms)
-
-
-def _restore_generators(loaded: Loaded, training: Training, comms: Comms) -> None:
-    rank = comms.world.rank
-    if loaded.state["ranks"] == comms.world.size:
-        randomness.restore(loaded.tensors["random.safetensors"][str(rank)], comms.device)
-    else:  # other ranks have no state to go on from: new ones, but always the same
-        torch.manual_seed(training.seed * 1_000_003 + loaded.step * 4_001 + rank)

@@ -35,8 +35,15 @@ def size(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
+def write(
+    path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None
+) -> tuple[str, int]:
     """Writes tensors that are on the CPU and flushes them to the disk.
+
+    Args:
+        path: The file; its folder exists.
+        tensors: By name.
+        about: Texts for the file's header.
 
     Returns:
         SHA-256 of the file, and its size in bytes.
@@ -44,7 +51,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
     Raises:
         OSError: The disk is full or fails.
     """
-    return write_chunks(path, _chunks(tensors))
+    return write_chunks(path, _chunks(tensors, about or {}))
 
 
 def write_chunks(path: Path, chunks: Iterator[memoryview | bytes]) -> tuple[str, int]:
@@ -61,16 +68,18 @@ def write_chunks(path: Path, chunks: Iterator[memoryview | bytes]) -> tuple[str,
     return digest.hexdigest(), written
 
 
-def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
-    yield _header(tensors)
+def _chunks(
+    tensors: Mapping[str, Tensor], about: Mapping[str, str]
+) -> Iterator[memoryview | bytes]:
+    yield _header(tensors, about)
     for tensor in tensors.values():
         content = _bytes(tensor)
         for start in range(0, len(content), _CHUNK):
             yield content[start : start + _CHUNK]
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    entries: dict[str, object] = {}
+def _header(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(about)} if about else {}
     start = 0
     for name, tensor in tensors.items():
         end = start + tensor.numel() * tensor.element_size()

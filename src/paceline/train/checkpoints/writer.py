@@ -7,15 +7,18 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from paceline.train.checkpoints import tensorfile
+from paceline.train import files
+from paceline.train.checkpoints import parts, tensorfile
 from paceline.train.checkpoints.manifest import Entry, Manifest
+from paceline.train.checkpoints.names import STATE
+from paceline.train.checkpoints.parts import Part
 from paceline.train.checkpoints.shelf import BEST, Shelf
 from paceline.train.checkpoints.staging import Files, Staging
 
-STATE = "state.json"
 _SPARE = 1 << 20  # for manifest, pointers and the file system's own needs
 
 
@@ -30,6 +33,8 @@ class Snapshot:
         state: Content of ``state.json``, as bytes.
         about: For the manifest.
         best: True when it is the best so far.
+        headers: Texts for the headers of files, by file.
+        part: Set where every rank writes what it holds.
     """
 
     step: int
@@ -38,6 +43,8 @@ class Snapshot:
     state: bytes
     about: Mapping[str, Any]
     best: bool = False
+    headers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    part: Part | None = None
 
     @property
     def bytes(self) -> int:
@@ -68,6 +75,7 @@ class Writer:
         self.staging = Staging()
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._given_up = threading.Event()
 
     def begin(self, snapshot: Snapshot) -> None:
         """Begins to write; waits first for the one before."""
@@ -95,14 +103,21 @@ class Writer:
         self.outcomes.put(Outcome(snapshot.step, seconds, snapshot.bytes, problem))
 
     def _write(self, snapshot: Snapshot, tensors: Files) -> None:
-        self._check_space(snapshot.bytes)
-        folder = self._shelf.temporary(snapshot.step)
+        part = snapshot.part
+        if part is None:
+            self._write_all(snapshot, tensors, self.prepare(snapshot.step, snapshot.bytes))
+        elif part.rank:
+            parts.contribute(part, lambda: _write_files(snapshot, tensors, part.folder))
+        else:
+            self._write_all(snapshot, tensors, part.folder)
+
+    def _write_all(self, snapshot: Snapshot, tensors: Files, folder: Path) -> None:
+        """Writes what is this process's, waits for other parts, and publishes."""
         try:
-            entries = {
-                name: Entry(*tensorfile.write(folder / name, content))
-                for name, content in tensors.items()
-            }
+            entries = _write_files(snapshot, tensors, folder)
             entries[STATE] = Entry(*tensorfile.write_chunks(folder / STATE, iter([snapshot.state])))
+            if snapshot.part is not None:
+                entries |= parts.collect(snapshot.part, self._given_up)
             self._shelf.publish(folder, Manifest(snapshot.step, entries, snapshot.about))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -110,7 +125,12 @@ class Writer:
             self._shelf.point(BEST, snapshot.step)
         self._shelf.prune(self._keep)
 
-    def _check_space(self, needed: int) -> None:
+    def prepare(self, step: int, needed: int) -> Path:
+        """An empty folder for a checkpoint of ``needed`` bytes.
+
+        Raises:
+            OSError: There is no room, or no folder can be made.
+        """
         self._shelf.root.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self._shelf.root).free
         if free < needed + _SPARE:
@@ -118,3 +138,19 @@ class Writer:
                 f"the disk of {self._shelf.root} is too full:"
                 f" {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free"
             )
+        return self._shelf.temporary(step)
+
+    def give_up(self) -> None:
+        """Waits no longer for other ranks' parts: they may be gone."""
+        self._given_up.set()
+
+
+def _write_files(snapshot: Snapshot, tensors: Files, folder: Path) -> dict[str, Entry]:
+    entries = {}
+    for name, content in tensors.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        entries[name] = Entry(*tensorfile.write(path, content, snapshot.headers.get(name)))
+    for parent in {(folder / name).parent for name in tensors} - {folder}:
+        files.sync_folder(parent)
+    return entries

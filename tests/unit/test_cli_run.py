@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -179,8 +180,11 @@ sys.exit(f"imported: {{heavy}}" if heavy else 0)
 
 
 def test_the_control_side_starts_without_torch_and_quickly() -> None:
-    code = HEAVY.format(argv="['--help'], ['run', '--help'], ['--version']")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    code = HEAVY.format(argv="['--help'], ['run', '--help'], ['--version'], ['env']")
+    env = {**os.environ, "PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env
+    )
     assert done.returncode == 0, done.stderr
 
 

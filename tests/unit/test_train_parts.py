@@ -1,103 +1,301 @@
-"""A checkpoint that several ranks write into one folder."""
+"""Place, device, metrics, checksums, reporting, weights: each piece of the library alone."""
 
 from __future__ import annotations
 
 import json
-import threading
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from paceline.train.checkpoints import names, parts
-from paceline.train.checkpoints.manifest import Entry
-from paceline.train.checkpoints.parts import Part, collect, contribute
-from paceline.train.checkpoints.shelf import Shelf
-from paceline.train.checkpoints.writer import Snapshot, Writer
+from paceline.spec import launched
+from paceline.spec.errors import DataError, JobError, SettingError
+from paceline.train import insync, once, weights, world
+from paceline.train.comms import Comms
+from paceline.train.device import Found, choose_backend, choose_device, look
+from paceline.train.metrics import Meter
+from paceline.train.precision import precision
+from paceline.train.rate import summary
+from paceline.train.report import BarScreen, Eta, ToFolder, ToLauncher, plain
 
-NEVER = threading.Event()
-
-
-def part(folder: Path, rank: int) -> Part:
-    return Part(folder, rank, 3)
-
-
-def test_what_all_ranks_wrote(tmp_path: Path) -> None:
-    for rank in (1, 2):
-        entry = Entry(str(rank) * 64, rank)
-        contribute(part(tmp_path, rank), lambda rank=rank, entry=entry: {f"w/{rank}": entry})
-    assert collect(part(tmp_path, 0), NEVER) == {
-        "w/1": Entry("1" * 64, 1),
-        "w/2": Entry("2" * 64, 2),
-    }
-    assert not list(tmp_path.iterdir())
+CPU = torch.device("cpu")
+BARE = Found({"cuda": 0, "xpu": 0}, frozenset({"gloo"}))
+TWO_GPUS = Found({"cuda": 2, "xpu": 0}, frozenset({"gloo", "nccl"}))
 
 
-def full() -> dict[str, Entry]:
-    raise OSError(28, "No space left on device")
+def test_alone_without_variables() -> None:
+    place = world.read({})
+    assert (place.rank, place.size, place.joined) == (0, 1, False)
 
 
-def test_a_rank_that_cannot_write_says_so(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No space"):
-        contribute(part(tmp_path, 1), full)
-    with pytest.raises(OSError, match=r"rank 1: .*No space left"):
-        collect(part(tmp_path, 0), NEVER)
+def test_place_from_torchrun() -> None:
+    place = world.read({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "PACELINE_HOST": "n2"})
+    assert (place.rank, place.size, place.local_rank, place.host) == (3, 4, 1, "n2")
 
 
-def test_a_rank_that_is_gone_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parts, "PATIENCE", 0.2)
-    contribute(part(tmp_path, 2), dict)
-    with pytest.raises(OSError, match="rank 1 has not written"):
-        collect(part(tmp_path, 0), NEVER)
+@pytest.mark.parametrize(
+    "environ", [{"RANK": "1"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}]
+)
+def test_place_that_cannot_be(environ: dict[str, str]) -> None:
+    with pytest.raises(SettingError):
+        world.read(environ)
 
 
-def test_after_a_failure_the_wait_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "LAST_SECONDS", 0.1)
-    failed = threading.Event()
-    failed.set()
-    with pytest.raises(OSError, match="rank 1, 2 has not written"):
-        collect(part(tmp_path, 0), failed)
+def test_planned_world_is_asserted() -> None:
+    with pytest.raises(JobError, match="plan has 4 processes"):
+        world.check_planned(world.World(size=1), {"PACELINE_WORLD_SIZE": "4"})
+    world.check_planned(world.World(size=4), {"PACELINE_WORLD_SIZE": "4"})
 
 
-def snapshot(where: Shelf, folder: Path, rank: int) -> Snapshot:
-    name = names.of_rank(names.WEIGHT_SHARDS, rank)
-    return Snapshot(
-        4,
-        {name: {"w": torch.full((2,), float(rank))}},
-        frozenset(),
-        json.dumps({"progress": {"step": 4}}).encode(),
-        {"ranks": 2},
-        headers={name: {"format": "pt"}},
-        part=Part(folder, rank, 2),
+def test_device_choice() -> None:
+    assert choose_device("auto", BARE, 0).type == "cpu"
+    assert choose_device("auto", TWO_GPUS, 1) == torch.device("cuda", 1)
+    with pytest.raises(SettingError, match="no such device"):
+        choose_device("cuda", BARE, 0)
+    with pytest.raises(SettingError, match="nproc-per-node 2"):
+        choose_device("cuda", TWO_GPUS, 2)
+
+
+def test_backend_choice() -> None:
+    assert choose_backend("auto", CPU, BARE) == "gloo"
+    assert choose_backend("auto", torch.device("cuda", 0), TWO_GPUS) == "nccl"
+    with pytest.raises(SettingError, match="cuda devices only"):
+        choose_backend("nccl", CPU, TWO_GPUS)
+    with pytest.raises(SettingError, match="built without it"):
+        choose_backend("mpi", CPU, BARE)
+
+
+def test_looking_at_this_machine() -> None:
+    assert "gloo" in look().backends
+
+
+def test_meter_counts_only_what_counts() -> None:
+    meter = Meter(lambda vector: vector, CPU)
+    meter.add(2, loss=torch.tensor([1.0, 2.0]), hit=torch.tensor([True, False]))
+    meter.add(0, loss=torch.tensor([100.0]), hit=torch.tensor([True]))
+    meter.add(1, loss=torch.tensor([6.0]), hit=torch.tensor([True]))
+    means = meter.result()
+    assert (means.count, means["loss"], means.sums["hit"]) == (3, 3.0, 2.0)
+    assert meter.empty
+
+
+def test_checksum_sees_every_bit() -> None:
+    tensor = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    before = insync.checksums([tensor])
+    words = tensor.view(torch.int64).view(-1)
+    for place in range(words.numel()):
+        for bit in (0, 1, 31, 62):
+            words[place] ^= 1 << bit
+            assert insync.checksums([tensor]) != before
+            words[place] ^= 1 << bit
+    assert insync.checksums([tensor]) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_checksum_of_any_format(dtype: torch.dtype) -> None:
+    tensor = torch.ones(3, 2).to(dtype)
+    assert insync.checksums([tensor, tensor.t()]).shape == (2,)
+
+
+def test_divergence_is_named() -> None:
+    sums = torch.tensor([[1, 2, 3], [1, 5, 4], [1, 2, 3]])
+    with pytest.raises(JobError) as caught:
+        insync.compare(["a", "b", "c"], sums, ["n1", "n2", "n3"])
+    assert "first differing tensor: b; rank 1 on n2" in caught.value.found
+    with pytest.raises(JobError, match="no majority among rank 0 on n1, rank 1 on n2"):
+        insync.compare(["a", "b", "c"], sums[:2], ["n1", "n2"])
+
+
+def test_alone_needs_no_group() -> None:
+    comms = Comms(world.World(), CPU)
+    assert comms.texts("häh") == ["häh"]
+    comms.agree("it", "x")
+    assert comms.together(lambda: 3) == 3
+    with pytest.raises(DataError, match="rank 0"):
+        comms.together(_bad_data)
+
+
+def _bad_data() -> None:
+    raise DataError("bad")
+
+
+def test_launcher_gets_lines() -> None:
+    read, write = os.pipe()
+    speaker, other = ToLauncher(write, speaks=True), ToLauncher(write, speaks=False)
+    speaker.metrics(step=1, loss=float("nan"))
+    other.metrics(step=1, loss=2.0)
+    other.event("joined", world=2)
+    speaker.say("done")
+    os.close(write)
+    lines = os.read(read, 10_000).splitlines()
+    os.close(read)
+    assert [json.loads(line)["kind"] for line in lines] == ["metrics", "event", "say"]
+
+
+def test_a_lost_launcher_stops_nothing() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    reporter = ToLauncher(write, speaks=True)
+    reporter.say("anybody?")
+    reporter.say("nobody")
+    os.close(write)
+
+
+def test_folder_gets_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = ToFolder(tmp_path / "run")
+    reporter.metrics(step=1, epoch=1, split="test", loss=0.5)
+    reporter.event("joined")
+    reporter.say("accuracy 1.0")
+    record = json.loads((tmp_path / "run/metrics.jsonl").read_text())
+    assert record["loss"] == 0.5
+    assert "joined" in (tmp_path / "run/events.jsonl").read_text()
+    assert capsys.readouterr().out == "epoch 1 step 1 test: loss 0.5\naccuracy 1.0\n"
+
+
+def test_plain_line() -> None:
+    line = plain({"step": 2, "epoch": 1, "split": "train", "loss": 0.123456, "samples": 9})
+    assert line == "epoch 1 step 2 train: loss 0.1235"
+
+
+def test_weights_come_back(tmp_path: Path) -> None:
+    module = nn.Linear(3, 2)
+    weights.save_model(tmp_path, module.state_dict(), {"model": "linear"})
+    other = nn.Linear(3, 2)
+    weights.load_weights(tmp_path, other)
+    assert torch.equal(module.weight, other.weight)
+    assert weights.load_config(tmp_path)["model"] == "linear"
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    weights.save_model(tmp_path, nn.Linear(3, 2).state_dict(), {})
+    path = tmp_path / "model/model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="hash differs"):
+        weights.load_weights(tmp_path, nn.Linear(3, 2))
+
+
+def test_no_model(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no trained model"):
+        weights.load_config(tmp_path)
+
+
+def test_precision_names() -> None:
+    assert precision("bf16").compute is torch.bfloat16
+    assert precision("float64").scaler(CPU) is None
+    with pytest.raises(SettingError, match="float16"):
+        precision("float16")
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            ("1", "2", "1", "2", "127.0.0.1"),
+        ),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+            ("0", "2", "0", "2", "127.0.0.1"),
+        ),
+        (
+            {
+                "SLURM_PROCID": "4",
+                "SLURM_STEP_NUM_TASKS": "5",
+                "SLURM_LOCALID": "0",
+                "SLURM_NODEID": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+                "SLURM_STEP_NODELIST": "gpu[07-08],big1",
+                "SLURM_JOB_ID": "12",
+                "SLURM_STEP_ID": "0",
+            },
+            ("4", "5", "0", "1", "gpu07"),
+        ),
+    ],
+)
+def test_other_launchers(environ: dict[str, str], place: tuple[str, ...]) -> None:
+    said = launched.translated(environ, 77)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    assert tuple(said[name] for name in names) == place
+    assert 20_000 <= int(said["MASTER_PORT"]) < 30_000
+    assert launched.translated(environ, 77) == said
+
+
+def test_nobody_launched() -> None:
+    assert launched.translated({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, 1) == {}
+
+
+def test_ranks_that_cannot_meet() -> None:
+    environ = {
+        "PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2",
+    }  # fmt: skip
+    with pytest.raises(SettingError, match="MASTER_ADDR and MASTER_PORT not set"):
+        launched.translated(environ, 1)
+    said = launched.translated({**environ, "MASTER_ADDR": "n1", "MASTER_PORT": "5"}, 1)
+    assert (said["MASTER_ADDR"], said["MASTER_PORT"]) == ("n1", "5")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("a[03-07,9],b", "a03"),
+        ("r[1,3]-x,y", "r1-x"),
+        ("c[5]", "c5"),
+    ],
+)
+def test_first_node(nodes: str, first: str) -> None:
+    assert launched.first_node(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("seen", "makers"),
+    [
+        ([[1, 0, 1, 0], [0] * 4, [1, 0, 1, 0], [0] * 4], {0}),  # a shared disk, two ranks a node
+        ([[1, 0, 0, 0], [0] * 4, [0, 0, 1, 0], [0] * 4], {0, 2}),  # private disks
+        ([[1, 1, 0], [1, 1, 0], [0, 0, 1]], {0, 2}),  # two nodes share, one does not
+    ],
+)
+def test_one_maker_for_each_storage(seen: list[list[int]], makers: set[int]) -> None:
+    assert once.lowest(seen) == makers
+
+
+def test_progress_bar_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = BarScreen()
+    told = {"steps": 9, "epoch": 1, "epochs": 2, "loss": float("nan"), "samples_per_s": 3.0}
+    screen.progress(step=0, **told)
+    screen.say("[not markup]")
+    screen.metrics(step=3, epoch=1, split="test", loss=0.5)
+    screen.progress(step=9, **told)
+    screen.close()
+
+
+def test_summary_of_the_time() -> None:
+    assert summary(100, 6400, 10.0, 1.0, 0.25) == (
+        "trained 100 steps, 6,400 samples in 10.0 s: 640 samples/s"
+        " (waiting for data 10%, communication 22%, computing 68%)"
     )
+    assert summary(1, 1, 0.0, 0.0, None).endswith("(waiting for data 0%)")
 
 
-def test_published_when_the_last_part_is_there(tmp_path: Path) -> None:
-    where = Shelf(tmp_path)
-    first, second = Writer(where, 0), Writer(where, 0)
-    folder = first.prepare(4, 0)
-    first.begin(snapshot(where, folder, 0))
-    assert not where.found()[0]
-    second.begin(snapshot(where, folder, 1))
-    second.wait()
-    first.wait()
-    found = where.found()[0][0]
-    found.manifest.verify(found.path)
-    shards = [names.of_rank(names.WEIGHT_SHARDS, rank) for rank in (0, 1)]
-    assert sorted(found.manifest.files) == [names.STATE, *shards]
-    assert second.outcomes.get().problem == first.outcomes.get().problem == ""
-
-
-def test_nothing_is_published_without_a_part(tmp_path: Path) -> None:
-    where = Shelf(tmp_path)
-    writer = Writer(where, 0)
-    folder = writer.prepare(4, 0)
-    with pytest.raises(OSError, match="No space"):
-        contribute(Part(folder, 1, 2), full)
-    writer.begin(snapshot(where, folder, 0))
-    writer.wait()
-    assert "No space left" in writer.outcomes.get().problem
-    assert not where.found()[0]
-    assert not list(tmp_path.iterdir())
+def test_time_left() -> None:
+    eta = Eta()
+    assert not eta.known
+    eta.update(3, 100)
+    eta.update(3, 100)
+    assert not eta.known
+    eta.update(50, 50)
+    assert eta.left() == "0:00:00"

@@ -11,6 +11,7 @@ import click
 from paceline.spec import jobenv
 from paceline.spec.command import shell_text
 from paceline.spec.errors import SettingError
+from paceline.spec.launched import translated
 
 NAMES = (
     jobenv.RANK, jobenv.LOCAL_RANK, jobenv.WORLD_SIZE, jobenv.LOCAL_WORLD_SIZE,
@@ -44,9 +45,6 @@ def command(as_json: bool, master_addr: str | None, master_port: int | None,
 
 def place(environ: dict[str, str], parent: int) -> dict[str, str]:
     """The variables. SettingError when nobody launched this process as one of several."""
-    # the package that holds this pure module imports torch, so only when it is really needed
-    from paceline.train.launched import translated
-
     found = translated(environ, parent)
     if not found:
         raise SettingError(

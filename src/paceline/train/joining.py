@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline.spec import jobenv, rundir
+from paceline.spec import jobenv, launched, rundir
 from paceline.train import device as devices
-from paceline.train import launched, report, world
+from paceline.train import report, world
 from paceline.train.precision import precision
 from paceline.train.seeding import seed_all
 from paceline.train.session import Session

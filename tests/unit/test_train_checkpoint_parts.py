@@ -1,0 +1,103 @@
+"""A checkpoint that several ranks write into one folder."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.train.checkpoints import names, parts
+from paceline.train.checkpoints.manifest import Entry
+from paceline.train.checkpoints.parts import Part, collect, contribute
+from paceline.train.checkpoints.shelf import Shelf
+from paceline.train.checkpoints.writer import Snapshot, Writer
+
+NEVER = threading.Event()
+
+
+def part(folder: Path, rank: int) -> Part:
+    return Part(folder, rank, 3)
+
+
+def test_what_all_ranks_wrote(tmp_path: Path) -> None:
+    for rank in (1, 2):
+        entry = Entry(str(rank) * 64, rank)
+        contribute(part(tmp_path, rank), lambda rank=rank, entry=entry: {f"w/{rank}": entry})
+    assert collect(part(tmp_path, 0), NEVER) == {
+        "w/1": Entry("1" * 64, 1),
+        "w/2": Entry("2" * 64, 2),
+    }
+    assert not list(tmp_path.iterdir())
+
+
+def full() -> dict[str, Entry]:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_rank_that_cannot_write_says_so(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space"):
+        contribute(part(tmp_path, 1), full)
+    with pytest.raises(OSError, match=r"rank 1: .*No space left"):
+        collect(part(tmp_path, 0), NEVER)
+
+
+def test_a_rank_that_is_gone_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "PATIENCE", 0.2)
+    contribute(part(tmp_path, 2), dict)
+    with pytest.raises(OSError, match="rank 1 has not written"):
+        collect(part(tmp_path, 0), NEVER)
+
+
+def test_after_a_failure_the_wait_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "LAST_SECONDS", 0.1)
+    failed = threading.Event()
+    failed.set()
+    with pytest.raises(OSError, match="rank 1, 2 has not written"):
+        collect(part(tmp_path, 0), failed)
+
+
+def snapshot(where: Shelf, folder: Path, rank: int) -> Snapshot:
+    name = names.of_rank(names.WEIGHT_SHARDS, rank)
+    return Snapshot(
+        4,
+        {name: {"w": torch.full((2,), float(rank))}},
+        frozenset(),
+        json.dumps({"progress": {"step": 4}}).encode(),
+        {"ranks": 2},
+        headers={name: {"format": "pt"}},
+        part=Part(folder, rank, 2),
+    )
+
+
+def test_published_when_the_last_part_is_there(tmp_path: Path) -> None:
+    where = Shelf(tmp_path)
+    first, second = Writer(where, 0), Writer(where, 0)
+    folder = first.prepare(4, 0)
+    first.begin(snapshot(where, folder, 0))
+    assert not where.found()[0]
+    second.begin(snapshot(where, folder, 1))
+    second.wait()
+    first.wait()
+    found = where.found()[0][0]
+    found.manifest.verify(found.path)
+    shards = [names.of_rank(names.WEIGHT_SHARDS, rank) for rank in (0, 1)]
+    assert sorted(found.manifest.files) == [names.STATE, *shards]
+    assert second.outcomes.get().problem == first.outcomes.get().problem == ""
+
+
+def test_nothing_is_published_without_a_part(tmp_path: Path) -> None:
+    where = Shelf(tmp_path)
+    writer = Writer(where, 0)
+    folder = writer.prepare(4, 0)
+    with pytest.raises(OSError, match="No space"):
+        contribute(Part(folder, 1, 2), full)
+    writer.begin(snapshot(where, folder, 0))
+    writer.wait()
+    assert "No space left" in writer.outcomes.get().problem
+    assert not where.found()[0]
+    assert not list(tmp_path.iterdir())

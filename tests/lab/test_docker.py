@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import Any
 
 import pytest
 from dockerlab import IMAGE, Docker, docker_on, python_mounts
+from every_way import EveryWay
 from launches import SOURCE, Site, eventually
-from ways import Way, largest_difference, reference, site_in
+from ways import Way, site_in
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -43,24 +43,8 @@ def way(cluster: tuple[Site, Docker], docker: Docker) -> Way:
     return Way(site, (*options, *python_mounts(sorted(prefixes))))
 
 
-def test_ranks_know_their_place(way: Way) -> None:
-    way.reports_its_place()
-
-
-def test_a_rank_raises(way: Way) -> None:
-    way.names_a_rank_that_raises()
-
-
-def test_a_rank_is_killed(way: Way) -> None:
-    way.names_a_rank_that_is_killed()
-
-
-def test_interrupted(way: Way) -> None:
-    way.stops_on(signal.SIGINT)
-
-
-def test_same_parameters_as_over_ssh(way: Way) -> None:
-    assert largest_difference(way.trains(way.site.project), reference(way.site)) < 1e-10
+class TestDocker(EveryWay):
+    """A container a host."""
 
 
 def test_an_image_that_one_host_lacks(way: Way, docker: Docker) -> None:

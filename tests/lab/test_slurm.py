@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import SOURCE, Site, eventually
+from every_way import EveryWay
+from launches import Site, eventually
 from slurmlab import Slurm, slurm_on
-from ways import Way, largest_difference, reference, site_in
+from ways import Way, site_in
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -62,25 +62,12 @@ def number_of(err: str) -> str:
 # --- inside an allocation
 
 
-def test_ranks_know_their_place(inside: Way) -> None:
-    inside.reports_its_place()
+class TestSrun(EveryWay):
+    """In an allocation."""
 
-
-def test_a_rank_raises(inside: Way) -> None:
-    inside.names_a_rank_that_raises()
-
-
-def test_a_rank_is_killed(inside: Way) -> None:
-    inside.names_a_rank_that_is_killed()
-
-
-def test_interrupted(inside: Way) -> None:
-    inside.stops_on(signal.SIGINT)
-
-
-def test_same_parameters_as_over_ssh(inside: Way) -> None:
-    found = inside.trains(inside.site.project)
-    assert largest_difference(found, reference(inside.site)) < 1e-10
+    @pytest.fixture
+    def way(self, inside: Way) -> Way:
+        return inside
 
 
 def test_salloc_around_the_command(site: Site, slurm: Slurm) -> None:
@@ -111,9 +98,12 @@ def test_an_allocation_that_is_over(site: Site, slurm: Slurm) -> None:
 # --- submitted
 
 
-def test_batch_trains_the_same(batch: Way) -> None:
-    found = batch.trains(batch.site.project)
-    assert largest_difference(found, reference(batch.site)) < 1e-10
+class TestSbatch(EveryWay):
+    """From outside."""
+
+    @pytest.fixture
+    def way(self, batch: Way) -> Way:
+        return batch
 
 
 def test_batch_that_fails(batch: Way, slurm: Slurm) -> None:
@@ -215,25 +205,7 @@ def test_looked_at_and_stopped_from_another_terminal(batch: Way, slurm: Slurm) -
     ended = Way(batch.site, options, env=batch.env).run("--no-torch", "-p", "1", "end.py", "wait")
     assert batch.waits(ended.directory, 2), ended.err
     run = str(ended.directory)
-    assert f"{run}: RUNNING" in verb(batch, "status", run)
-    assert "[n2/1] waiting" in verb(batch, "logs", run)
-    verb(batch, "stop", run)
-    assert f"{run}: CANCELLED" in verb(batch, "status", run)
-
-
-def test_an_attached_run_is_stopped_from_another_terminal(inside: Way) -> None:
-    with inside.started("--no-torch", "end.py", "save") as (child, directory):
-        assert inside.waits(directory, 2)
-        assert "running" in verb(inside, "status", str(directory))
-        verb(inside, "stop", str(directory))
-        child.communicate(timeout=20)
-    assert child.returncode == 128 + signal.SIGTERM
-    assert "saved" in text_of(directory / "logs" / "n2" / "1.log")
-    assert "ended, exit status 143" in verb(inside, "status", str(directory))
-
-
-def verb(way: Way, *words: str) -> str:
-    env = {"PYTHONPATH": str(SOURCE), **(way.env or {})}
-    argv = [sys.executable, "-m", "paceline", *words]
-    done = way.site.lab.exec("n1", argv, env=env, timeout=40, check=True, cwd=way.site.project)
-    return done.stdout
+    assert f"{run}: RUNNING" in batch.verb("status", run)
+    assert "[n2/1] waiting" in batch.verb("logs", run)
+    batch.verb("stop", run)
+    assert f"{run}: CANCELLED" in batch.verb("status", run)

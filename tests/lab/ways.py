@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,85 +90,95 @@ class Way:
         return Ended(child.returncode, out, err, 0.0, directory)
 
     @contextlib.contextmanager
-    def started(self, *words: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    def started(self, *words: str,
+                verb: str = "run") -> Iterator[tuple[subprocess.Popen[str], Path]]:  # fmt: skip
         """Under way; ended at the end of the ``with``."""
         directory = self.site.fresh()
-        with self.popen("run", directory, *words) as child:
+        with self.popen(verb, directory, *words) as child:
             try:
                 yield child, directory
             finally:
                 if child.poll() is None:
                     child.kill()
 
-    # --- what has to hold, whichever way it is
-
-    def reports_its_place(self) -> None:
-        """Ranks in the order of the hosts, nothing of the scheduler's in their environment."""
-        ended = self.run("--no-torch", "-p", "2", "tell.py", "a b", "$HOME;x'\"")
-        assert ended.code == 0, ended.err
-        places = [ended.said(rank)["place"] for rank in range(4)]
-        assert [place["PACELINE_HOST"] for place in places] == ["n1", "n1", "n2", "n2"]
-        assert [place["RANK"] for place in places] == ["0", "1", "2", "3"]
-        words = [bytes.fromhex(word).decode() for word in ended.said(3)["argv"]]
-        assert words == ["a b", "$HOME;x'\""]
-        assert ended.json("result.json")["exit_code"] == 0
-        assert {p.name for p in (ended.directory / "logs").iterdir()} >= {"n1", "n2"}
-
-    def names_a_rank_that_raises(self) -> None:
-        ended = self.run("--no-torch", "end.py", "raise", "1")
-        assert ended.code == 1, ended.err
-        assert "failed first: rank 1 on n2: ValueError: boom on 1" in ended.err
-        assert ended.err.count("Traceback") == 1
-
-    def names_a_rank_that_is_killed(self) -> None:
-        ended = self.run("--no-torch", "end.py", "kill", "1")
-        assert ended.code == 128 + signal.SIGKILL, ended.err
-        assert "rank 1 on n2: killed by SIGKILL" in ended.err
-
-    def stops_on(self, signum: int) -> None:
-        with self.started("--no-torch", "--grace", "1", "end.py", "ignore") as (child, directory):
-            assert self.waits(directory, 2)
-            child.send_signal(signum)
-            child.send_signal(signum)
-            _, err = child.communicate(timeout=20)
-        assert child.returncode == 128 + signum, err
-        assert "stopped by" in err
+    def verb(self, *words: str) -> str:
+        """What ``paceline WORDS`` says, typed in another terminal of the same host."""
+        env = {"PYTHONPATH": str(SOURCE), **(self.env or {})}
+        argv = [sys.executable, "-m", "paceline", *words]
+        done = self.site.lab.exec(
+            self.host, argv, env=env, timeout=40, check=True, cwd=self.site.project
+        )
+        return done.stdout
 
     def waits(self, directory: Path, ranks: int) -> bool:
         """Until so many ranks have written that they wait."""
-        logs = directory / "logs"
-        return eventually(
-            lambda: sum("waiting" in p.read_text() for p in logs.glob("*/[0-9]*.log")) >= ranks, 20
-        )
+        return eventually(lambda: said_in_logs(directory, "waiting") >= ranks, 20)
 
-    def trains(self, folder: Path) -> dict[str, Any]:
-        """The image recipe on 2 × 2; its parameters."""
-        words = ["-p", "2", *IMAGE_RECIPE]
-        ended = self.run(*words, verb="train")
+    def trains(self, *words: str) -> Ended:
+        """The image recipe on 2 × 2."""
+        ended = self.run("-p", "2", *IMAGE_RECIPE, *words, verb="train")
         assert ended.code == 0, ended.err
-        return parameters(ended.directory)
+        return ended
+
+
+class ByHand(Way):
+    """The same command typed on the second host, too; looked at is the first, which launches."""
+
+    def _second(self) -> Way:
+        return Way(self.site, self.options, host="n2", env=self.env)
+
+    def run(self, *words: str, verb: str = "run") -> Ended:
+        with self._second().started(*words, verb=verb) as (second, _):
+            ended = super().run(*words, verb=verb)
+            assert (second.wait(20) == 0) == (ended.code == 0)
+        return ended
+
+    @contextlib.contextmanager
+    def started(self, *words: str,
+                verb: str = "run") -> Iterator[tuple[subprocess.Popen[str], Path]]:  # fmt: skip
+        with self._second().started(*words, verb=verb) as (second, _):
+            with super().started(*words, verb=verb) as first:
+                yield first
+            assert second.wait(20) != 0
+
+
+def said_in_logs(directory: Path, word: str) -> int:
+    """How many ranks have written a word."""
+    return sum(word in p.read_text() for p in (directory / "logs").glob("*/[0-9]*.log"))
 
 
 def parameters(directory: Path) -> dict[str, Any]:
+    """What a run has trained."""
     from safetensors.torch import load_file
 
     loaded: dict[str, Any] = load_file(directory / "model" / "model.safetensors")
     return loaded
 
 
-def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Over all parameters."""
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+def largest_difference(one: Path, other: Path) -> float:
+    """Between two runs, over all parameters."""
+    mine, others = parameters(one), parameters(other)
+    assert mine.keys() == others.keys()
+    return max(float((mine[name] - others[name]).abs().max()) for name in mine)
 
 
-def reference(site: Site) -> dict[str, Any]:
-    """The image recipe's parameters on the same hosts over SSH; made once a site."""
-    known: dict[str, Any] | None = getattr(site, "reference", None)
-    if known is None:
-        known = Way(site, ("-H", str(site.lab.hostfile))).trains(site.project)
-        site.reference = known  # type: ignore[attr-defined]
-    return known
+def contents(directory: Path) -> set[str]:
+    """Every file of a run directory, by its path there."""
+    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+
+
+@functools.cache
+def _references() -> list[Path]:
+    """Of this session, whichever lab it was made in: hosts are called the same everywhere."""
+    return []
+
+
+def reference(site: Site) -> Path:
+    """The run directory of the image recipe over SSH; made once."""
+    known = _references()
+    if not known:
+        known.append(Way(site, ("-H", "n1,n2")).trains().directory)
+    return known[0]
 
 
 def site_in(new_lab: Any, folder: Path, **options: Any) -> Site:

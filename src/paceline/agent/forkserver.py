@@ -35,7 +35,8 @@ def main(fd: int, parent: int, preload: List[str]) -> int:
     outside all frames of the server, so that the rank ends as any Python process does.
     """
     procs.die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM):  # a scheduler tells every process; the agent
+        signal.signal(signum, signal.SIG_IGN)  # ends this one, when the ranks have ended
     channel = socket.socket(fileno=fd)
     server = ForkServer(channel)
     gc.disable()  # an import makes many objects and hardly any garbage

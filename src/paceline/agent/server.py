@@ -57,6 +57,7 @@ class Agent:
         self._decoder = Decoder()
         self._leaving_at: Optional[float] = None
         self._why = ""
+        self._term = False
         self._parent = os.getppid()  # the guard
 
     # --- the loop ----------------------------------------------------------------------------
@@ -147,6 +148,23 @@ class Agent:
             self.leave("the lease of %.0f s ran out" % (self.lease.seconds or 0))
         elif os.getppid() != self._parent:
             self.leave("the guard was killed")
+        elif self._term:
+            self._heed_term()
+
+    def take_term(self, *_: object) -> None:
+        """A signal handler: it may interrupt anything, so the work is the loop's."""
+        self._term = True
+
+    def _heed_term(self) -> None:
+        """A scheduler that cancels a job asks everybody at once, the launcher too.
+
+        So with ranks running it is for the launcher to give them time to save, on all nodes.
+        """
+        self._term = False
+        if self.job.running and not self.outbox.broken:
+            self.outbox.post({"event": "asked to end", "time": time.monotonic()})
+        else:
+            self.leave("asked to end by SIGTERM")
 
     def leave(self, why: str) -> None:
         """Begins the end: TERM for every rank, KILL a little later, then nothing is left."""
@@ -463,5 +481,5 @@ def main(package: str, chosen_python: str, temporary: bool) -> int:
     agent.chosen_python = chosen_python
     if temporary:
         agent.folders.append(package)
-    signal.signal(signal.SIGTERM, lambda *_: agent.leave("asked to end by SIGTERM"))
+    signal.signal(signal.SIGTERM, agent.take_term)
     return agent.run()

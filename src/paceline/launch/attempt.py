@@ -127,7 +127,10 @@ class Attempt:
         patience = asyncio.sleep(outcome.settle_time(self._failures))
         await first_of(self._ended.wait(), self._interrupts.wait(), patience)
         known = list(self._failures)
-        await self._stop_all(FAILURE_GRACE_S)
+        wished = all(failure.wished for failure in known)
+        if wished and self._interrupts.received:
+            return await self._stop_for_user()
+        await self._stop_all(self._job.grace_s.value if wished else FAILURE_GRACE_S)
         # what came after the stop may complete what was known, but is no failure of its own
         complete = {(f.host, f.rank): f for f in outcome.merge(self._failures)}
         first = outcome.first(known)
@@ -203,6 +206,12 @@ class Attempt:
         node.running = False
         self._check_ended()
 
+    def _asked_to_end(self, node: Node, said: dict[str, Any]) -> None:
+        when = node.to_launcher_time(said["time"])
+        headline = "asked to end by SIGTERM, by the scheduler or somebody's kill"
+        term = int(signal.SIGTERM)
+        self.fail(Failure("signal", node.name, None, when, signal=term, headline=headline))
+
     def _fork_server(self, node: Node, said: dict[str, Any]) -> None:
         if "died" in said and node.running:
             when = node.to_launcher_time(said["time"])
@@ -215,6 +224,7 @@ _HEARD: dict[str, Callable[[Attempt, Node, dict[str, Any]], None]] = {
     "said": Attempt._rank_said,
     "ended": Attempt._node_ended,
     "forkserver": Attempt._fork_server,
+    "asked to end": Attempt._asked_to_end,
 }
 
 

@@ -51,6 +51,11 @@ class Failure:
         """True when this looks like the consequence of somebody else's failure."""
         return self.kind in ("exception", "exit") and bool(_ECHO.search(self.headline))
 
+    @property
+    def wished(self) -> bool:
+        """True when somebody asked for it: a scheduler that cancels a job tells every process."""
+        return self.signal == signal.SIGTERM
+
     def describe(self) -> str:
         """``rank 1 on n2: ValueError: boom``."""
         who = self.host if self.rank is None else f"rank {self.rank} on {self.host}"

@@ -48,6 +48,26 @@ def test_losses_are_the_recorded_ones(recipe: str, tmp_path: Path) -> None:
     assert found == pytest.approx(expected, rel=1e-8)
 
 
+@pytest.mark.parametrize("recipe", FLAGS)
+def test_evaluations_in_mid_epoch_change_nothing(recipe: str, tmp_path: Path) -> None:
+    found = run(recipe, tmp_path, "--evaluate-every=7")
+    expected = json.loads((GOLDEN / f"{recipe}.json").read_text())["losses"]
+    assert found == pytest.approx(expected, rel=1e-8)
+    held_out = [one["step"] for one in records(tmp_path, "test") + records(tmp_path, "val")]
+    assert held_out == sorted(set(held_out))
+    assert {7, 14, 20} <= set(held_out)
+
+
+def test_ends_as_soon_as_it_is_good_enough(tmp_path: Path) -> None:
+    flags = ("--evaluate-every=5", "--stop-at=0.2", "--steps=200", "--dtype=float32")
+    run("image", tmp_path, *flags)
+    *before, last = records(tmp_path, "test")
+    assert all(one["accuracy"] < 0.2 for one in before)
+    assert last["accuracy"] >= 0.2
+    assert last["step"] < 200
+    assert last["step"] % 5 == 0
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:] or FLAGS:
         with tempfile.TemporaryDirectory() as temporary:

@@ -49,7 +49,7 @@ def benchmark(options: BenchmarkOptions) -> None:
         torch.set_num_threads(options.threads)
     model: Portable = use_of(task_of(options.run)).portable(options.run)
     device = choose_device(options.device, look(), 0)
-    dtype = options.dtype or model.config["dtype"]
+    dtype = options.dtype or model.config["number_format"]
     found = [one_size(model, options, device, dtype, size) for size in options.batch]
     where = {"device": str(device), "dtype": dtype, "threads": torch.get_num_threads()}
     if options.json:

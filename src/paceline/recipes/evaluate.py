@@ -42,7 +42,7 @@ def joined(options: EvaluateOptions, config: Mapping[str, Any]) -> train.Session
     return train.join(
         device=options.device,
         backend=options.backend,
-        dtype=config["dtype"],
+        dtype=config["number_format"],
         run_dir=options.run,
         quiet=True,
     )

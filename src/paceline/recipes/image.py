@@ -22,7 +22,6 @@ from paceline.recipes.fine_tuning import Freezing, load_backbone
 from paceline.recipes.image_inputs import Inputs, inputs
 from paceline.recipes.image_options import ImageOptions
 from paceline.recipes.models import MODELS, backbone, describe_network, hub_images
-from paceline.recipes.numbers import fast_dtype
 from paceline.recipes.pictures import Normalisation, Pictures, normalisation
 from paceline.recipes.running import guarded
 from paceline.train.schedules import Curve
@@ -35,13 +34,11 @@ def train_image(options: ImageOptions) -> None:
     data = load_data(options, wants)
     # The small network on tiny images has nothing that would be faster.
     large = options.model != "cnn" or max(data.shape) >= 16
-    fast = options.fast and options.dtype == "float32" and large
-    dtype = fast_dtype(options.device) if fast else options.dtype
-    with setup.join("image", options, dtype) as session:
+    options = setup.effective(options, large)
+    fast = options.fast and options.dtype != "float64" and large
+    with setup.join("image", options) as session:
         session.agree("the data set", data.fingerprint)
-        session.agree("the number format (--no-fast keeps to --dtype)", dtype)
-        if fast:
-            session.say(f"computing in {dtype} with channels last (--no-fast: float32)")
+        setup.agree_format(session, options, fast)
 
         normalise = wants.normalise(data.shape[0]) or normalisation(
             data.splits["train"], data.shape[0]
@@ -70,7 +67,7 @@ def train_image(options: ImageOptions) -> None:
 
         best = Best(patience=options.patience)
         setup.keep_checkpoints(session, options, best, data.fingerprint)
-        for epoch in session.epochs(loader, options.epochs, options.steps):
+        for epoch in setup.epochs(session, loader, options):
             freezing.begin(epoch)
             for images, labels in loader:
                 with session.autocast():
@@ -83,11 +80,10 @@ def train_image(options: ImageOptions) -> None:
             session.log(data.watched, samples=result.count, **result.values())
             best.update(result["accuracy"], session.progress.step)
             curve.report(result["loss"])
-            if best.stop:
-                session.stop(f"no better {data.watched} accuracy in {best.stale} evaluations")
+            setup.end_early(session, options, best, f"{data.watched} accuracy", result["accuracy"])
 
         result = evaluate(session, network, held_out)
-        more = {"network": description, "dtype": dtype, "channels_last": fast}
+        more = {"network": description, "number_format": options.dtype, "channels_last": fast}
         session.save_model(describe(options, data, wants, shape, normalise, result) | more)
         hits = round(result.sums["accuracy"])
         session.say(f"accuracy {result['accuracy']:.4f} ({hits} of {result.count} held-out images)")

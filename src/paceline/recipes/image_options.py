@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paceline.recipes.datasets import NAMED, SIZED
 from paceline.recipes.fine_tuning_options import check_fine_tuning
-from paceline.recipes.options import Options, at_least, below_one, known
+from paceline.recipes.options import Options, at_least, below_one, check_accuracy, known
 from paceline.recipes.sources import is_path
 from paceline.spec.errors import SettingError
 
@@ -87,6 +87,7 @@ class ImageOptions(Options):
 
     def validate(self) -> None:
         super().validate()
+        check_accuracy(self.stop_at)
         if not is_path(self.model):
             known("--model", self.model, MODELS)
         if self.preset:

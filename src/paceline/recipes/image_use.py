@@ -85,7 +85,7 @@ def check_fits(
 def guesses(options: PredictOptions) -> Iterator[Guess]:
     """A guess for each image file; folders stand for all images in them."""
     model = trained(options.run)
-    with train.join(device=options.device, dtype=model.config["dtype"], quiet=True) as session:
+    with train.join(device=options.device, dtype=model.config["number_format"], quiet=True) as session:
         network = session.place(model.network()).eval()
         model.load(network)
         for path in _files(options.inputs):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from paceline.train.device import choose_device, look
 
 
-def fast_dtype(device: str) -> str:
+def fast_dtype(device: str) -> Literal["bf16", "float32"]:
     """``bf16`` where the device computes in it faster than in float32, else ``float32``."""
     target = choose_device(device, look(), 0)
     if target.type == "cuda":

@@ -64,14 +64,20 @@ class Options:
     """Weight decay."""
     clip_norm: float = 0.0
     """Largest norm of the whole gradient (0: no limit)."""
+    evaluate_every: int = 0
+    """Global steps between evaluations besides those at the ends of epochs (0: none)."""
     patience: int = 0
     """End after so many evaluations without a better one (0: never)."""
+    stop_at: float = 0.0
+    """End as soon as an evaluation is as good as this: accuracy, BLEU of translations (0: not)."""
     shard: bool = False
     """Spread parameters and optimizer state over the processes (FSDP2) instead of copies (DDP)."""
     compile: bool = False
     """Compile the network with torch.compile."""
     seed: int = 0
     """Seed of initial weights, data order, split and augmentation."""
+    fast: bool = True
+    """Compute in bf16 where machine and model are faster in it; --no-fast keeps to --dtype."""
     dtype: Dtype = "float32"
     """Number format; bf16 and fp16 compute in it and keep float32 parameters."""
     device: Device = "auto"
@@ -125,7 +131,9 @@ class Options:
         at_least("--micro-batch", self.micro_batch, 0)
         at_least("--weight-decay", self.weight_decay, 0)
         at_least("--clip-norm", self.clip_norm, 0)
+        at_least("--evaluate-every", self.evaluate_every, 0)
         at_least("--patience", self.patience, 0)
+        at_least("--stop-at", self.stop_at, 0)
         if not 0 < self.lr < float("inf"):
             raise SettingError(f"--lr {self.lr} must be greater than 0", remedy="--lr 0.001")
         below_one("--warm-up", self.warm_up)
@@ -151,6 +159,16 @@ def below_one(flag: str, value: float) -> None:
     """Raises SettingError when a number is not in [0, 1)."""
     if not 0 <= value < 1:
         raise SettingError(f"{flag} {value} must be at least 0 and less than 1")
+
+
+def check_accuracy(stop_at: float) -> None:
+    """Raises SettingError when ``--stop-at`` is no accuracy."""
+    if stop_at > 1:
+        raise SettingError(
+            f"--stop-at {stop_at:g} is more than an accuracy can be",
+            found="an accuracy lies between 0 and 1",
+            remedy=f"--stop-at {stop_at / 100:g}" if stop_at <= 100 else "--stop-at 0.9",
+        )
 
 
 def known(flag: str, value: str, names: Iterable[str]) -> None:

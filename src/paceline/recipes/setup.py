@@ -2,34 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import train
+from paceline.recipes.numbers import fast_dtype
 from paceline.recipes.options import Options
 from paceline.train.batching import Batching, batching
 from paceline.train.optimizers import optimizer
 from paceline.train.stopping import Best
 
+R = TypeVar("R", bound=Options)
 
-def join(recipe: str, options: Options, dtype: str = "") -> train.Session:
-    """Joins the job and keeps the effective settings; ``dtype`` stands in for the option."""
+
+def effective(options: R, large: bool) -> R:
+    """The options with the number format that suits the machine.
+
+    Args:
+        options: Of the recipe; a ``dtype`` that is not the default stays.
+        large: The model has products that are large enough to be faster in bf16.
+    """
+    if options.fast and large and options.dtype == "float32":
+        return replace(options, dtype=fast_dtype(options.device))
+    return options
+
+
+def join(recipe: str, options: Options) -> train.Session:
+    """Joins the job and keeps the effective settings."""
     session = train.join(
         recipe,
         seed=options.seed,
         device=options.device,
         backend=options.backend,
-        dtype=dtype or options.dtype,
+        dtype=options.dtype,
         run_dir=options.run_dir,
         log_every=options.log_every,
         check_every=options.check_every,
     )
     session.save_config({"recipe": recipe, "options": asdict(options)})
     return session
+
+
+def agree_format(session: train.Session, options: Options, channels_last: bool = False) -> None:
+    """Raises where ranks would compute in different formats; says what is not the default."""
+    session.agree("the number format (--no-fast keeps to --dtype)", options.dtype)
+    if options.dtype == "bf16" or channels_last:
+        layout = " with channels last" if channels_last else ""
+        session.say(f"computing in {options.dtype}{layout} (--no-fast: float32)")
 
 
 def batch_of(session: train.Session, options: Options) -> Batching:
@@ -72,6 +96,21 @@ def prepare(
         clip_norm=options.clip_norm or None,
         compile=options.compile,
     )
+
+
+def epochs(session: train.Session, loader: train.Loader, options: Options) -> Iterator[int]:
+    """Epoch numbers, once for each evaluation."""
+    return session.epochs(loader, options.epochs, options.steps, every=options.evaluate_every)
+
+
+def end_early(
+    session: train.Session, options: Options, best: Best, name: str, figure: float
+) -> None:
+    """Ends the training where an evaluation is good enough, or none has been better for long."""
+    if 0 < options.stop_at <= figure:
+        session.stop(f"{name} {figure:.4f} is at least --stop-at {options.stop_at:g}")
+    elif best.stop:
+        session.stop(f"no better {name} in {best.stale} evaluations")
 
 
 def keep_checkpoints(

@@ -43,8 +43,10 @@ from paceline.train.stopping import Best
 def train_text(options: TextOptions) -> None:
     """One training, on every rank."""
     data = load_data(options)
+    options = setup.effective(options, options.model not in MODELS)
     with setup.join("text", options) as session:
         session.agree("the data set", data.fingerprint)
+        setup.agree_format(session, options)
         encoding = make_encoding(session, data, options)
         training = Texts(*data.splits["train"], encoding, options.max_length)
         held_out = Texts(*data.splits[data.held_out], encoding, options.max_length)
@@ -64,7 +66,7 @@ def train_text(options: TextOptions) -> None:
         best = Best(patience=options.patience)
         setup.keep_checkpoints(session, options, best, data.fingerprint)
         figures: dict[str, float] = {}
-        for epoch in session.epochs(loader, options.epochs, options.steps):
+        for epoch in setup.epochs(session, loader, options):
             freezing.begin(epoch)
             for ids, mask, labels in loader:
                 with session.autocast():
@@ -77,8 +79,8 @@ def train_text(options: TextOptions) -> None:
             session.log(data.held_out, samples=len(held_out), **figures)
             best.update(figures["accuracy"], session.progress.step)
             curve.report(figures["loss"])
-            if best.stop:
-                session.stop(f"no better {data.held_out} accuracy in {best.stale} evaluations")
+            accuracy = figures["accuracy"]
+            setup.end_early(session, options, best, f"{data.held_out} accuracy", accuracy)
 
         # Nothing was evaluated where a finished training was gone on with.
         figures = figures or evaluate(session, placed, held_out, len(data.classes))
@@ -231,7 +233,8 @@ def describe(
         },
         "metrics": {data.held_out: {"samples": len(data.splits[data.held_out][1]), **figures}},
         "seed": options.seed,
-        "dtype": options.dtype,
+        # Not "dtype": transformers, which reads this file too, would want a torch dtype there.
+        "number_format": options.dtype,
     }
 
 

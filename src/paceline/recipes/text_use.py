@@ -132,7 +132,7 @@ def portable(run: str) -> Portable:
 def guesses(options: PredictOptions) -> Iterator[Guess]:
     """A guess for each text; csv and text files stand for all texts in them."""
     model = trained(options.run)
-    with train.join(device=options.device, dtype=model.config["dtype"], quiet=True) as session:
+    with train.join(device=options.device, dtype=model.config["number_format"], quiet=True) as session:
         network = session.place(model.network()).eval()
         train.load_weights(model.folder, network)
         texts = list(_texts(options.inputs, model.config["data"]["columns"][1]))

@@ -38,7 +38,7 @@ def translate(options: TranslateOptions) -> None:
             "--attention draws sentences that are typed",
             remedy='paceline translate RUN --attention maps.png "a sentence"',
         )
-    with train.join(device=options.device, dtype=model.config["dtype"], quiet=True) as session:
+    with train.join(device=options.device, dtype=model.config["number_format"], quiet=True) as session:
         network = session.place(model.network()).eval()
         train.load_weights(model.folder, network)
         assert isinstance(network, Transformer)

@@ -35,12 +35,17 @@ from paceline.train import files
 from paceline.train.schedules import Curve, scheduled
 from paceline.train.stopping import Best
 
+LARGE = 256
+"""Width from which bf16 is faster than float32 on a CPU (measured)."""
+
 
 def train_translation(options: TranslationOptions) -> None:
     """One training, on every rank."""
     data = load_data(options)
+    options = setup.effective(options, options.dimensions()[0] >= LARGE)
     with setup.join("translation", options) as session:
         session.agree("the corpus", data.fingerprint)
+        setup.agree_format(session, options)
         tokenizers = make_tokenizers(session, data, options)
         limit = options.seq_len
         training = sentences(data.splits["train"], tokenizers, limit, options.too_long)
@@ -67,7 +72,7 @@ def train_translation(options: TranslationOptions) -> None:
         best = Best(patience=options.patience)
         setup.keep_checkpoints(session, options, best, data.fingerprint, shape=shape)
         figures: dict[str, float] = {}
-        for epoch in session.epochs(loader, options.epochs, options.steps):
+        for epoch in setup.epochs(session, loader, options):
             for source, target, expected in loader:
                 with session.autocast():
                     outputs = model(source, target)
@@ -79,8 +84,7 @@ def train_translation(options: TranslationOptions) -> None:
                 best.update(figures["bleu"] + figures["chrf"], session.progress.step)
             session.log(data.held_out, samples=len(watched), **figures)
             curve.report(figures["loss"])
-            if best.stop:
-                session.stop(f"no better BLEU and chrF in {best.stale} evaluations")
+            setup.end_early(session, options, best, "BLEU", figures.get("bleu", 0.0))
 
         if "bleu" not in figures:  # a finished training was gone on with
             figures = evaluate(session, network, held_out)
@@ -255,7 +259,7 @@ def describe(
         },
         "metrics": {data.held_out: {"samples": len(data.splits[data.held_out]), **figures}},
         "seed": options.seed,
-        "dtype": options.dtype,
+        "number_format": options.dtype,
     }
 
 

@@ -106,6 +106,10 @@ class Loader:
         limit: Most samples that one rank computes at once (0: no limit).
         progress: Shared with the session, which advances it.
         hand_over: Called with each batch before it is given out.
+
+    Attributes:
+        every: Global steps after which an iteration pauses, for an evaluation (0: at the end of
+            the epoch only).
     """
 
     def __init__(
@@ -122,18 +126,20 @@ class Loader:
         self._fetch, self.order, self._place = fetch, order, place
         self.global_batch, self._limit = global_batch, limit
         self._progress, self._hand_over = progress, hand_over
+        self.every = 0
 
     def __len__(self) -> int:
         """Global steps of a whole epoch."""
         return -(-self.order.size // self.global_batch)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches from where the epoch stands to its end, or to the training's."""
-        progress = self._progress
+        """The batches from where the epoch stands to its end, the training's, or a pause."""
+        progress, pause = self._progress, False
         wanted = self._wanted(progress.epoch, progress.offset)
         with closing(self._fetch(wanted)) as batches:
-            while progress.offset < self.order.size and not progress.finished:
+            while progress.offset < self.order.size and not progress.finished and not pause:
                 yield from self._step(batches)
+                pause = self.every > 0 and progress.step % self.every == 0
 
     def _step(self, batches: Iterator[tuple[Batch, tuple[Any, ...]]]) -> Iterator[Batch]:
         """All pieces of one global batch."""

@@ -249,14 +249,19 @@ class Session:
 
     # -- the training --------------------------------------------------------------------
 
-    def epochs(self, loader: Loader, epochs: int = 1, steps: int = 0) -> Iterator[int]:
+    def epochs(
+        self, loader: Loader, epochs: int = 1, steps: int = 0, *, every: int = 0
+    ) -> Iterator[int]:
         """Epoch numbers from where the training stands until its end.
 
         Args:
-            loader: The training loader; iterate over it once in every epoch.
+            loader: The training loader; iterate over it once for each number.
             epochs: Passes over the data.
             steps: Ends after so many global steps instead, in however many epochs.
+            every: Gives the number of the running epoch again after so many global steps, for
+                an evaluation in between (0: not).
         """
+        loader.every = every
         self.progress.steps = steps or epochs * len(loader)
         self._epochs = -(-self.progress.steps // len(loader))
         self._log_every = self._log_every or _interval(len(loader))
@@ -265,9 +270,10 @@ class Session:
         while not self.progress.finished:
             self._rate.restart()
             yield self.progress.epoch
-            if self.progress.offset >= loader.order.size:
+            ended = self.progress.offset >= loader.order.size
+            if ended:
                 self.progress.epoch, self.progress.offset = self.progress.epoch + 1, 0
-            self._end_epoch()
+            self._evaluated(ended or self.progress.finished)
         self.verify()
         self._summarise(self.progress.step - begun)
 
@@ -277,10 +283,10 @@ class Session:
             exposed = wrapping.exposed_communication(self._model)
             self.say(summary(steps, rate.samples, rate.seconds, waited, exposed))
 
-    def _end_epoch(self) -> None:
+    def _evaluated(self, ended: bool) -> None:
         if self._keeper is not None:
             best = self._best is not None and self._best.step == self.progress.step
-            self._keeper.after_epoch(best)
+            self._keeper.after_evaluation(best, ended)
 
     def stop(self, why: str) -> None:
         """Ends the training after this step; every rank must say so in the same step."""

@@ -124,9 +124,9 @@ class Keeper:
         if self._pulse.tick():
             self._obey(self._pulse.beat(stop=self._wants_stop(), save=self._wants_save()))
 
-    def after_epoch(self, best: bool) -> None:
-        """To be called after each epoch and its evaluation."""
-        if best or self._policy.epochs:
+    def after_evaluation(self, best: bool, epoch_ended: bool) -> None:
+        """To be called after each epoch and its evaluation, and after one in mid-epoch."""
+        if best or (epoch_ended and self._policy.epochs):
             self.save(best=best)
 
     def _wants_stop(self) -> bool:

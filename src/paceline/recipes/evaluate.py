@@ -37,6 +37,11 @@ def task_of(run: str) -> str:
     return str(train.load_config(Path(run)).get("task", ""))
 
 
+def alone(device: str, config: Mapping[str, Any]) -> train.Session:
+    """A session for this process only, in the number format of the training."""
+    return train.join(device=device, dtype=config["number_format"], quiet=True)
+
+
 def joined(options: EvaluateOptions, config: Mapping[str, Any]) -> train.Session:
     """A session in the number format of the training, which leaves no records behind."""
     return train.join(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline import train
 from paceline.recipes.datasets.find import load
 from paceline.recipes.datasets.folder import SUFFIXES, decode
-from paceline.recipes.evaluate import check_unchanged, choose_split, joined, report
+from paceline.recipes.evaluate import alone, check_unchanged, choose_split, joined, report
 from paceline.recipes.evaluate_options import EvaluateOptions, PredictOptions
 from paceline.recipes.image import evaluate
 from paceline.recipes.pictures import Pictures, middle
@@ -85,7 +85,7 @@ def check_fits(
 def guesses(options: PredictOptions) -> Iterator[Guess]:
     """A guess for each image file; folders stand for all images in them."""
     model = trained(options.run)
-    with train.join(device=options.device, dtype=model.config["number_format"], quiet=True) as session:
+    with alone(options.device, model.config) as session:
         network = session.place(model.network()).eval()
         model.load(network)
         for path in _files(options.inputs):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline import train
 from paceline.recipes.datasets.texts import TextRequest, load_texts
-from paceline.recipes.evaluate import check_unchanged, choose_split, joined, report
+from paceline.recipes.evaluate import alone, check_unchanged, choose_split, joined, report
 from paceline.recipes.evaluate_options import EvaluateOptions, PredictOptions
 from paceline.recipes.portable import Figures, Portable
 from paceline.recipes.predict import Guess
@@ -132,7 +132,7 @@ def portable(run: str) -> Portable:
 def guesses(options: PredictOptions) -> Iterator[Guess]:
     """A guess for each text; csv and text files stand for all texts in them."""
     model = trained(options.run)
-    with train.join(device=options.device, dtype=model.config["number_format"], quiet=True) as session:
+    with alone(options.device, model.config) as session:
         network = session.place(model.network()).eval()
         train.load_weights(model.folder, network)
         texts = list(_texts(options.inputs, model.config["data"]["columns"][1]))

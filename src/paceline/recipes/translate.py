@@ -14,6 +14,7 @@ import torch
 
 from paceline import train
 from paceline.recipes.decoding import Search, decode
+from paceline.recipes.evaluate import alone
 from paceline.recipes.evaluate_options import TranslateOptions
 from paceline.recipes.options import at_least, parse
 from paceline.recipes.running import guarded
@@ -38,7 +39,7 @@ def translate(options: TranslateOptions) -> None:
             "--attention draws sentences that are typed",
             remedy='paceline translate RUN --attention maps.png "a sentence"',
         )
-    with train.join(device=options.device, dtype=model.config["number_format"], quiet=True) as session:
+    with alone(options.device, model.config) as session:
         network = session.place(model.network()).eval()
         train.load_weights(model.folder, network)
         assert isinstance(network, Transformer)

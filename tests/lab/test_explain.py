@@ -127,6 +127,78 @@ def test_a_rank_that_ran_out_of_data(site: Site) -> None:
     assert said["conclusion"].startswith("rank 1 on n2 ended its work after step 2")
 
 
+# what rank 1 does while rank 0 waits in all_reduce (line 8)
+ELSEWHERE = {
+    "rank-absent": ("time.sleep(30)", "rank 1 on n2 was in alone, job.py, line 4 while rank 0 on"),
+    "collective-mismatch": (
+        "dist.broadcast(torch.ones(5), 0)",
+        "ranks called different collectives: rank 0 on n1 all_reduce (job.py, line 8), rank 1 on "
+        "n2 broadcast (job.py, line 4)",
+    ),
+    "stopped": ("os.kill(os.getpid(), 19)", "rank 1 on n2 is stopped (SIGSTOP, or Ctrl-Z) while"),
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_names_the_rank_that_others_wait_for(site: Site, case: str) -> None:
+    lines, cause = ELSEWHERE[case]
+    text = (
+        "import os, datetime, time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=2))\n"
+        f"def alone():\n    {lines}\n"
+        "for step in range(3):\n"
+        "    if step == 2 and os.environ['RANK'] == '1':\n        alone()\n"
+        "    dist.all_reduce(torch.ones(4))\n"
+    )
+    directory, shown = site.run(text)
+    _, said = explain(directory)
+    assert said["conclusion"].startswith(cause), said
+    assert f"cause: {cause}" in shown
+
+
+def test_a_killed_launcher(site: Site) -> None:
+    directory = site.folder / "run-orphan"
+    (site.folder / "job.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(30)\n")
+    argv = [sys.executable, "-m", "paceline", "run", "-H", str(site.lab.hostfile)]
+    argv += ["--ssh-config", str(site.lab.ssh_config), "--no-torch", "--lease", "2"]
+    argv += ["--run-dir", str(directory), "job.py"]
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=site.folder, env=env) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        _, said = explain(directory)
+        assert said["conclusion"].startswith("the run has not ended: its launcher is process")
+        child.kill()
+    code, said = explain(directory)
+    assert (code, said["causes"][0]["rule"]) == (0, "launcher-killed")
+    assert "the launcher was killed" in said["conclusion"]
+    assert f"process {child.pid} on" in said["conclusion"]
+
+
+def test_unequal_code_that_may_not_be_shipped(site: Site) -> None:
+    text = "print('first')\n"
+    own = site.lab.home("n2") / "own"
+    own.mkdir()
+    (own / "job.py").write_text("print('second')\n")
+    settings = site.folder / "paceline.toml"
+    settings.write_text(f'[hosts.n2]\nworkdir = "{site.lab.home_inside()}/own"\n')
+    try:
+        directory, _ = site.run(text, "--no-torch", "--ship", "never")
+    finally:
+        settings.unlink()
+    _, said = explain(directory)
+    assert said["conclusion"].startswith("the code on n2 is not the code of this machine"), said
+    assert "job.py" in said["conclusion"]
+
+
+def test_a_host_that_refuses_memory(site: Site) -> None:
+    limit = "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))"
+    lines = f"    import resource\n    {limit}\n    kept = bytearray(2 << 30)"
+    directory, _ = site.run(JOB.format(lines=lines), "--no-torch")
+    _, said = explain(directory)
+    assert said["conclusion"] == "rank 1 on n2: the host refused memory (MemoryError)"
+
+
 def test_a_job_that_could_not_be_started(site: Site) -> None:
     (site.folder / "job.py").write_text("pass\n")
     directory = site.folder / "run-refused"

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
-from . import memory, procs
+from . import memory, procs, witness
 
 Message = Dict[str, Any]
 Post = Callable[..., None]
@@ -36,6 +36,7 @@ class Rank:
         self.fds: Dict[int, str] = {}  # read end -> "out" | "err" | "events"
         self.partial = b""  # an unfinished line of the events pipe
         self.peak = 0  # bytes of memory, at most
+        self.seen = witness.Testimony()
 
     @property
     def over(self) -> bool:
@@ -47,7 +48,9 @@ class Rank:
     def end_message(self) -> Message:
         status = self.status or 0
         signaled = os.WIFSIGNALED(status)
+        seen = {"state": self.seen.state, "stack": self.seen.stack}
         return {
+            **({"seen": seen} if self.seen.asked else {}),
             "event": "exit",
             "rank": self.rank,
             "code": None if signaled else os.WEXITSTATUS(status),
@@ -235,10 +238,19 @@ class NodeJob:
         if len(rank.partial) > MAX_LINE:
             rank.partial = b""
         for line in lines:
-            with contextlib.suppress(ValueError):  # the user's code may write there too
+            try:  # the user's code may write there too
                 said = json.loads(line)
-                if isinstance(said, dict):
-                    self._post({"event": "said", "rank": rank.rank, "data": said})
+            except ValueError:
+                rank.seen.take(line)
+                continue
+            if isinstance(said, dict):
+                self._post({"event": "said", "rank": rank.rank, "data": said})
+
+    def witness(self) -> None:
+        """Looks at what every rank is doing; it is told with the rank's end."""
+        for rank in self.ranks:
+            if rank.process is not None and rank.status is None:
+                rank.seen.ask(rank.process)
 
     # --- ending ------------------------------------------------------------------------------
 

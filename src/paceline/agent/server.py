@@ -287,6 +287,12 @@ def start(agent: Agent, request: Message, _: bytes) -> None:
     agent.reply(request)
 
 
+def witness(agent: Agent, request: Message, _: bytes) -> None:
+    """Looks at what every rank is doing."""
+    agent.job.witness()
+    agent.reply(request)
+
+
 def stop(agent: Agent, request: Message, _: bytes) -> None:
     """``signal`` for every rank, KILL after ``grace_s``."""
     agent.job.stop(request["signal"], request["grace_s"])
@@ -441,6 +447,7 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     "connect": connect,
     "reserve_port": reserve_port,
     "start": start,
+    "witness": witness,
     "stop": stop,
     "kill": kill,
     "compare_tree": compare_tree,

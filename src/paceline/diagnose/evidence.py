@@ -47,6 +47,8 @@ class End:
         time: Seconds since 1970 at the launcher; 0 when not known.
         peak_bytes: Most memory that it had; 0 when not known.
         memory: What the memory killer left (see ``agent.memory.evidence``); may be empty.
+        seen: What it was doing when another failed: ``state`` (as ``ps`` shows it) and ``stack``
+            (innermost frame first); empty unless it was looked at.
     """
 
     host: str
@@ -56,6 +58,7 @@ class End:
     time: float = 0.0
     peak_bytes: int = 0
     memory: Mapping[str, Any] = field(default_factory=dict)
+    seen: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,7 @@ def _ends(events: list[dict[str, Any]]) -> tuple[End, ...]:
             float(event.get("time", 0)),
             int(event.get("peak_bytes") or 0),
             event.get("memory") or {},
+            event.get("seen") or {},
         )
         for event in events
         if event.get("event") == "rank ended"

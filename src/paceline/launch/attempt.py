@@ -124,6 +124,8 @@ class Attempt:
 
     async def _stop_after_failure(self) -> Result:
         """Waits for an earlier failure that is still on its way, then ends the others."""
+        if all(failure.echo for failure in self._failures):
+            await self._fleet.tell("witness")  # whoever waits in vain: what do the others do?
         patience = asyncio.sleep(outcome.settle_time(self._failures))
         await first_of(self._ended.wait(), self._interrupts.wait(), patience)
         known = list(self._failures)

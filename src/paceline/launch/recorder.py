@@ -64,7 +64,7 @@ class Recorder:
 
     def _rank_ended(self, node: Node, event: Event) -> None:
         said = event.message
-        kept = ("code", "signal", "peak_bytes", "memory")
+        kept = ("code", "signal", "peak_bytes", "memory", "seen")
         details = {name: said[name] for name in kept if name in said}
         self.event("rank ended", node.name, said["rank"], **details)
 

@@ -62,7 +62,7 @@ async def place_code(node: Node, job: Job, tree: Tree | None, run_id: str) -> Co
     here = node.host.workdir or str(tree.root)
     if job.ship.value != "always":
         answer = await node.channel.request("compare_tree", root=here, manifest=tree.manifest)
-        differing = [*answer["missing"], *answer["different"]]
+        differing = [*answer["different"], *answer["missing"]]
         if answer["exists"] and not differing:
             return _at(job, tree, here, "verified equal", node)
         if job.ship.value == "never":

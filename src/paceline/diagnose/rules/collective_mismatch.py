@@ -11,10 +11,17 @@ Source: gloo's and c10d's messages.
 
 from __future__ import annotations
 
-from paceline.diagnose.rule import in_log
+import re
 
-rule = in_log(
-    "collective-mismatch",
+from paceline.diagnose import stacks
+from paceline.diagnose.evidence import Evidence
+from paceline.diagnose.rule import Match, define, in_log
+from paceline.diagnose.stacks import Stand
+
+_CODE = "collective-mismatch"
+_WAITED = re.compile(r"Timed out waiting \d+ms|Connection closed by peer|Application timeout")
+_told = in_log(
+    _CODE,
     __doc__,
     [
         "Detected mismatch between collectives on ranks(?P<words>[^.]*)",
@@ -24,3 +31,32 @@ rule = in_log(
     "{where}: ranks called different collectives ({words})",
     confidence=0.97,
 )
+
+
+def match(evidence: Evidence) -> Match | None:
+    return _told.match(evidence) or _by_stacks(evidence)
+
+
+def _by_stacks(evidence: Evidence) -> Match | None:
+    """Ranks that waited for each other in different calls."""
+    stands = [*stacks.failed(evidence, _WAITED), *stacks.seen(evidence)]
+    inside = {stand.rank: stand for stand in reversed(stands) if stand.own and stand.collective}
+    if len(inside) < 2 or len({_call(stand) for stand in inside.values()}) < 2:
+        return None
+    one, *others = (inside[rank] for rank in sorted(inside))
+    other = next(stand for stand in others if _call(stand) != _call(one))
+    cause = f"ranks called different collectives: {one.who} {_words(one)}, "
+    return Match(f"{cause}{other.who} {_words(other)}", (one.host, other.host), None, 0.9)
+
+
+def _call(stand: Stand) -> tuple[str, str]:
+    assert stand.own is not None
+    return (stand.collective, stand.own.where)
+
+
+def _words(stand: Stand) -> str:
+    assert stand.own is not None
+    return f"{stand.collective} ({stand.own.where})"
+
+
+rule = define(_CODE, __doc__, match)

@@ -21,7 +21,7 @@ rule = in_log(
             r"DefaultCPUAllocator: can't allocate memory: you tried to allocate (?P<words>\d+"
             " bytes)"
         ),
-        r"^(?:numpy\.\w+\.)*_?(?:Array)?MemoryError(?:: (?P<words>.*))?$",
+        r"^(?P<words>(?:numpy\.\w+\.)*_?(?:Array)?MemoryError(?:: .*)?)$",
         r"OSError: \[Errno 12\] (?P<words>Cannot allocate memory)",
     ],
     "{where}: the host refused memory ({words})",

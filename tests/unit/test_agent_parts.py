@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.agent import facts, frames, job, netlink, probe, procs, snapshot
+from paceline.agent import facts, forkserver, frames, job, netlink, probe, procs, snapshot
 from paceline.agent.frames import MAGIC, Decoder, encode
 from paceline.agent.lease import Lease
 from paceline.agent.outbox import HIGH_WATER, Outbox
@@ -352,3 +352,11 @@ def test_the_outbox_sends_in_order() -> None:
 def test_lone_surrogates_survive() -> None:
     ((message, _),) = frames.Decoder().feed(encode({"arg": os.fsdecode(b"\xff a")}))
     assert os.fsencode(message["arg"]) == b"\xff a"
+
+
+# --- the fork server's imports
+
+
+def test_a_module_that_may_be_missing() -> None:
+    assert forkserver._preload(["json", "no_such_module?"])["ready"]
+    assert "no_such_module" in forkserver._preload(["no_such_module"])["failed"]

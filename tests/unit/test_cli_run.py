@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.cli import launching, program, settings
-from paceline.cli.run import entry_of
+from paceline.cli.run import entry_of, preload_of
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.settings import Source
@@ -197,3 +197,29 @@ def test_help_is_quick() -> None:
         return time.monotonic() - began
 
     assert min(seconds() for _ in range(3)) < 0.3
+
+
+# --- what a node imports before it forks
+
+
+@pytest.mark.parametrize(
+    ("text", "modules"),
+    [
+        ("import torch.distributed as dist", ("torch",)),
+        ("# optim is not used here", ("torch",)),
+        ("import optimism", ("torch",)),
+        ("opt = torch.optim.SGD(p)", ("torch", "torch._dynamo?")),
+        ("from torch import nn, optim", ("torch", "torch._dynamo?")),
+        ("from paceline import train\noptim", ("torch", "paceline.train.preload?")),
+        ("if True:\n    import paceline.train", ("torch", "paceline.train.preload?")),
+    ],
+)
+def test_what_the_script_will_import(tmp_path: Path, text: str, modules: tuple[str, ...]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    entry = entry_of(str(script), (), module=False, no_python=False)
+    assert preload_of(entry) == modules
+
+
+def test_only_scripts_are_looked_into() -> None:
+    assert preload_of(entry_of("a.module", (), module=True, no_python=False)) == ("torch",)

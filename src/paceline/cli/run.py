@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
@@ -41,7 +42,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         ctx,
         entry,
         name=Path(script).stem or "run",
-        preload=("torch",) if torch else (),
+        preload=preload_of(entry) if torch else (),
         needs_torch=torch,
         any_world=any_world,
     )
@@ -64,6 +65,24 @@ def entry_of(script: str, args: tuple[str, ...], *, module: bool, no_python: boo
             remedy=_suggestion(path),
         )
     return Entry("script", script, args)
+
+
+def preload_of(entry: Entry) -> tuple[str, ...]:
+    """What a node imports before it forks the ranks: what the script is seen to need.
+
+    The first optimizer of a process makes torch import its compiler, which takes longer than the
+    rest of torch's start; forked ranks inherit it.
+    """
+    text = Path(entry.target).read_bytes() if _is_text(entry) else b""
+    if re.search(rb"^\s*(from|import)\s+paceline\b", text, re.MULTILINE):
+        return ("torch", "paceline.train.preload?")
+    if re.search(rb"^[^#\n]*\boptim\b", text, re.MULTILINE):
+        return ("torch", "torch._dynamo?")
+    return ("torch",)
+
+
+def _is_text(entry: Entry) -> bool:
+    return entry.kind == "script" and entry.target.endswith(".py") and Path(entry.target).is_file()
 
 
 def _suggestion(path: Path) -> str:

@@ -99,11 +99,12 @@ def recipe_job(ctx: click.Context, name: str, options: Options) -> Job:
     """The job that runs a recipe with these options."""
     here = dataclasses.replace(options, run_dir="")  # told by the launcher, node by node
     entry = Entry("module", recipe(name).module, tuple(options_to_argv(here)))
-    job = job_of(ctx, entry, name=name, preload=RECIPE_MODULES)
+    job = job_of(ctx, entry, name=name, preload=TRAINING_MODULES)
     return quiet_torch(job)
 
 
 RECIPE_MODULES = ("torch", "tyro", "paceline.train")
+TRAINING_MODULES = (*RECIPE_MODULES, "paceline.train.preload")  # what an optimizer needs, too
 
 
 def quiet_torch(job: Job) -> Job:

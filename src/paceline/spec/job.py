@@ -92,7 +92,8 @@ class Job:
         nnodes: How many of the hosts; ``None`` takes all.
         interface: Network interface for the job's traffic, ``None`` finds it out.
         master_port: Port of the rendezvous store; 0 takes a free one.
-        preload: Modules that a node imports once, before its ranks are forked.
+        preload: Modules that a node imports once, before its ranks are forked; one whose name
+            ends in ``?`` may be missing.
         needs_torch: Refuse nodes without torch.
         backend: Communication backend that must be there, ``None`` for none in particular.
         ship: Whether the code is copied to the nodes.

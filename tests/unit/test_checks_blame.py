@@ -119,3 +119,10 @@ def test_a_packet_lost_by_chance_is_no_firewall() -> None:
     assert lost_by_chance(first) == {("n2", PORTS[0])}  # n3 answered nowhere: no chance
     again = [{**first[0], "ok": True}]
     assert [one["ok"] for one in merged(first, again)] == [True, True, False, False]
+
+
+def test_a_connection_that_opened_and_stayed_silent_is_no_firewall() -> None:
+    found = results(THREE, {})
+    found["n1"][0] |= {"ok": False, "errno": errno.EBUSY, "error": "busy"}
+    assert lost_by_chance(found["n1"]) == {("n2", PORTS[0])}
+    assert faults(found, {name: address(name) for name in THREE}, {}) == []

@@ -77,6 +77,40 @@ def test_secrets_are_blotted_out(tmp_path: Path) -> None:
     assert "s3cret" not in (tmp_path / "events.jsonl").read_text()
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_a_secret_in_pieces_is_blotted_out(tmp_path: Path, size: int) -> None:
+    """Two streams share the log, and each is cut anywhere."""
+    directory = RunDirectory(tmp_path, ["s3cret", "s3cret-and-longer"])
+    text = b"it is s3cret, s3crs3cret-and-longer. s3cre"
+    for at in range(0, len(text), size):
+        directory.append_bytes("log", text[at : at + size], "out")
+        directory.append_bytes("log", b"!", "err")
+    directory.close()
+    kept = (tmp_path / "log").read_bytes().replace(b"!", b"")
+    # the shorter is replaced as soon as it is whole: its rest does no harm
+    assert kept in (
+        b"it is [secret], s3cr[secret]. s3cre",
+        b"it is [secret], s3cr[secret]-and-longer. s3cre",
+    )
+
+
+def test_what_might_be_a_secret_waits_no_longer_than_its_stream(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, ["s3cret"])
+    directory.append_bytes("log", b"a s3")
+    assert (tmp_path / "log").read_bytes() == b"a "
+    directory.finish("log")
+    assert (tmp_path / "log").read_bytes() == b"a s3"
+    directory.close()
+
+
+def test_secrets_are_blotted_out_of_whole_files(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, ['s3"cret\\'])
+    directory.write_json("result.json", {"traceback": 'ValueError: s3"cret\\ is wrong'})
+    directory.close()
+    said = json.loads((tmp_path / "result.json").read_text())
+    assert said["traceback"] == "ValueError: [secret] is wrong"
+
+
 def test_a_full_disk_is_explained(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     (tmp_path / "log").symlink_to("/dev/full")

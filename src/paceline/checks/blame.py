@@ -75,7 +75,7 @@ def _ways(outcomes: Sequence[Result]) -> dict[str, _Way]:
     found: dict[str, _Way] = {}
     for outcome in outcomes:
         way = found.setdefault(outcome["host"], _Way([], {}))
-        if outcome["ok"]:
+        if outcome["ok"] or outcome.get("errno") == errno.EBUSY:  # opened: no firewall drops it
             way.ok.append(outcome["port"])
             continue
         kind, words = _kind(outcome)

@@ -116,12 +116,14 @@ def lost_by_chance(results: Results) -> set[tuple[str, int]]:
     """Host and port of time-outs on ways where other ports answered: tried again, a few times.
 
     A link that loses packets loses some first packets twice; a firewall drops them every time.
+    The same link may lose the last packet of a connection's opening (EBUSY: opened, and then
+    silent).
     """
     answered = {result["host"] for result in results if result["ok"]}
     return {
         (result["host"], result["port"])
         for result in results
-        if result.get("errno") == errno.ETIMEDOUT and result["host"] in answered
+        if result.get("errno") in (errno.ETIMEDOUT, errno.EBUSY) and result["host"] in answered
     }
 
 

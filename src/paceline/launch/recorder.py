@@ -55,7 +55,8 @@ class Recorder:
     def _output(self, node: Node, event: Event) -> None:
         rank, stream = event.message["rank"], event.message["stream"]
         self._screen.output(node.name, rank, stream, event.blob)
-        self._directory.append_bytes(self._directory.log_name(node.name, rank), event.blob)
+        log = self._directory.log_name(node.name, rank)
+        self._directory.append_bytes(log, event.blob, stream)
 
     def _rank_started(self, node: Node, event: Event) -> None:
         rank = event.message["rank"]
@@ -64,6 +65,7 @@ class Recorder:
 
     def _rank_ended(self, node: Node, event: Event) -> None:
         said = event.message
+        self._directory.finish(self._directory.log_name(node.name, said["rank"]))
         kept = ("code", "signal", "peak_bytes", "memory", "seen")
         details = {name: said[name] for name in kept if name in said}
         self.event("rank ended", node.name, said["rank"], **details)

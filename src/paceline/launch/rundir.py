@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from paceline.agent import procs
 from paceline.cluster.ownership import owner_alive, read_owner
+from paceline.launch.blotting import Blotter
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, SettingError
 
@@ -31,7 +32,7 @@ class RunDirectory:
     def __init__(self, path: Path, secrets: Sequence[str] = ()) -> None:
         self.path = path.absolute()
         self.token = os.urandom(16).hex()
-        self._secrets = [os.fsencode(secret) for secret in secrets]
+        self._blotter = Blotter(secrets)
         self._files: dict[str, IO[bytes]] = {}
         with self._explained():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -82,12 +83,12 @@ class RunDirectory:
         with self._explained():
             target = self.path / name
             new = target.with_name(target.name + ".new")
-            new.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+            new.write_bytes(self._blotter.whole(json.dumps(value, indent=2).encode()) + b"\n")
             new.replace(target)
 
     def append_line(self, name: str, value: dict[str, Any]) -> None:
         """Adds one object to a ``.jsonl`` file."""
-        self.append_bytes(name, json.dumps(value).encode() + b"\n")
+        self._append(name, self._blotter.whole(json.dumps(value).encode()) + b"\n")
 
     def event(self, kind: str, host: str | None = None, rank: int | None = None,
               **details: Any) -> None:  # fmt: skip
@@ -97,10 +98,22 @@ class RunDirectory:
         record = {"time": round(time.time(), 4), **where, **who, "event": kind, **details}
         self.append_line(names.EVENTS, record)
 
-    def append_bytes(self, name: str, data: bytes) -> None:
-        """Adds to any file of the run; named secrets are blotted out."""
-        for secret in self._secrets:
-            data = data.replace(secret, b"[secret]")
+    def append_bytes(self, name: str, data: bytes, stream: str = "") -> None:
+        """Adds to any file of the run; named secrets are blotted out, also over several calls.
+
+        Args:
+            name: The file.
+            data: What comes next.
+            stream: Of what, where several streams share a file.
+        """
+        self._append(name, self._blotter.piece(name, stream, data))
+
+    def finish(self, name: str) -> None:
+        """Writes what was held back of a file, for it might have been a secret's beginning."""
+        if rest := self._blotter.rest(name):
+            self._append(name, rest)
+
+    def _append(self, name: str, data: bytes) -> None:
         with self._explained():
             file = self._files.get(name)
             if file is None:
@@ -129,6 +142,9 @@ class RunDirectory:
 
     def close(self) -> None:
         """Gives the folder up."""
+        for name in self._blotter.waiting:
+            with contextlib.suppress(NodeError):  # the disk may be full
+                self.finish(name)
         for file in self._files.values():
             file.close()
         self._files.clear()

@@ -15,6 +15,7 @@ Bind = Literal["auto", "none"]
 Show = Literal["all", "rank0", "none"]
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+_SECRET_SHAPE = re.compile(r"(?=.*[A-Za-z])(?=.*\d)[A-Za-z0-9+_.=-]{16,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,14 @@ class Environment:
         return {**self.public, **self.forwarded}
 
     def secrets(self) -> tuple[str, ...]:
-        """Values that no file of the run may show: those whose name says so."""
-        named = (value for name, value in self.all().items() if _SECRET_NAME.search(name))
-        return tuple(value for value in named if len(value) >= 6)
+        """Values that no file of the run may show.
+
+        Those whose name says so, and those that were forwarded and look like a key: a path or a
+        language would be missed in the logs.
+        """
+        named = [value for name, value in self.all().items() if _SECRET_NAME.search(name)]
+        shaped = [value for value in self.forwarded.values() if _SECRET_SHAPE.fullmatch(value)]
+        return tuple(dict.fromkeys(value for value in [*named, *shaped] if len(value) >= 6))
 
     def shown(self) -> dict[str, str]:
         """Every variable as the plan records it."""

@@ -4,8 +4,7 @@ Meaning: The run directory still says whose it is and holds no result of this ru
 Cause: kill -9 of the launcher, the memory killer on its machine, or a restart or power cut there.
     The ranks were ended by their agents when the lease ran out.
 Confirm: On that machine: dmesg -T | grep -i 'killed process'; uptime; last -x reboot.
-Remedy: Run again with the same --run-dir: training resumes from the last checkpoint. --detach keeps
-    a run alive when its terminal is closed.
+Remedy: Run again with the same --run-dir: training resumes from the last checkpoint.
 Source: owner.json without result.json in the run directory.
 """
 

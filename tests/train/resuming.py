@@ -59,7 +59,7 @@ class Shaken:
 class Net(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.one, self.two = nn.Linear(6, 64), nn.Linear(64, 2)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -193,8 +193,8 @@ def killed_and_resumed() -> list[float]:
 
 
 def terminated_and_resumed() -> dict[str, Any]:
-    """SIGTERM on one of two ranks, with dropout; then SIGUSR1 during the rest."""
-    forking.run_ok(2, lambda: training(made("dropped"), every="never", dropout=0.3))
+    """SIGTERM on one of four ranks, with dropout; then SIGUSR1 during the rest."""
+    forking.run_ok(4, lambda: training(made("dropped"), every="never", dropout=0.3))
     folder = made("terminated")
 
     def act(step: int) -> None:
@@ -202,9 +202,9 @@ def terminated_and_resumed() -> dict[str, Any]:
             killer(6, signal.SIGTERM)(step)
         time.sleep(0.15 if step >= 6 else 0)  # the rest lasts longer than two beats
 
-    slow = forking.run(2, lambda: training(folder, every="never", dropout=0.3, at_step=act))
+    slow = forking.run(4, lambda: training(folder, every="never", dropout=0.3, at_step=act))
     steps = [one.step for one in Shelf(folder / "checkpoints").found()[0]]
-    forking.run_ok(2, lambda: training(folder, every="never", dropout=0.3))
+    forking.run_ok(4, lambda: training(folder, every="never", dropout=0.3))
     return {
         "statuses": slow,
         "steps": steps,

@@ -68,7 +68,39 @@ def replicated(module: nn.Module, device: torch.device) -> nn.Module:
     index = None if device.type == "cpu" else [device]
     # A false alarm of DDP for weights with one input channel, whose strides are ambiguous.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
-    return DistributedDataParallel(module, device_ids=index, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(module, device_ids=index, gradient_as_bucket_view=True)
+    _settle_buckets(model)
+    return model
+
+
+def _settle_buckets(model: DistributedDataParallel) -> None:
+    """Has DDP lay out its buckets for good before the first step.
+
+    After the first backward pass it lays them out anew, and where a gradient lies decides in which
+    order the ranks' shares are added up. With more than two ranks a run that goes on would
+    otherwise make its first step with another layout, so other last bits, than the
+    uninterrupted run made that step with.
+    """
+    module, parameters = model.module, [p for p in model.parameters() if p.requires_grad]
+    model.module = _Touch(parameters)
+    model().backward()
+    model.module = module
+    for parameter in parameters:
+        parameter.grad = None
+
+
+class _Touch(nn.Module):
+    """Uses every parameter once, so that their gradients (zero) come in reverse order."""
+
+    def __init__(self, every: list[nn.Parameter]) -> None:
+        super().__init__()
+        self._every = every
+
+    def forward(self) -> Tensor:
+        total = torch.zeros((), device=self._every[0].device)
+        for parameter in self._every:
+            total = total + parameter.sum() * 0
+        return total
 
 
 def unsynced(model: nn.Module) -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ import types
 import zipfile
 from typing import Any, Callable, Dict, List
 
-from . import master, procs, witness
+from . import ending, master, procs, witness
 
 Message = Dict[str, Any]
 TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
@@ -47,7 +47,7 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int) ->
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != own]
     if not request.get("any_world"):
         watch_world(events)
-    return lambda: run_entry(request["entry"], request["workdir"], events)
+    return lambda: run(request["entry"], request["workdir"], events)
 
 
 def _name_process(rank: Message, entry: Message) -> None:
@@ -65,6 +65,19 @@ def _redirect(out: int, err: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         # lines, not blocks: the output is followed live although it is a pipe
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def run(entry: Message, workdir: str, events: int) -> int:
+    """Runs the entry to the process's end; returns the status where the end is an ordinary one."""
+    try:
+        status = run_entry(entry, workdir, events)
+    except SystemExit as leaving:
+        if ending.is_safe():
+            raise
+        status = ending.status_of(leaving)
+    if not ending.is_safe():
+        ending.leave(status)
+    return status
 
 
 def run_entry(entry: Message, workdir: str, events: int) -> int:

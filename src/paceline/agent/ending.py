@@ -1,0 +1,101 @@
+"""The end of a rank's interpreter: Python's own, but without what may abort a finished training.
+
+Worker threads of gloo live as long as the process group. One that still lets go of a tensor when
+the interpreter is being torn down cannot get the interpreter's lock any more, and the process
+dies of SIGABRT although everything was done. So a rank with such threads does all that Python
+does at its end that a script can see, and then leaves without tearing anything down.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import io
+import os
+import sys
+import threading
+from typing import Any, Callable, List
+
+GLOO = "pt_gloo_runloop"
+_FLUSH_FAILED = 120  # Python's own status for output that could not be written
+
+
+def is_safe() -> bool:
+    """False when threads of gloo are there, so that an ordinary end may abort."""
+    try:
+        return not any(_name(task) == GLOO for task in os.listdir("/proc/self/task"))
+    except OSError:
+        return True
+
+
+def _name(task: str) -> str:
+    try:
+        with open("/proc/self/task/%s/comm" % task) as file:
+            return file.read().strip()
+    except OSError:  # it has just ended
+        return ""
+
+
+def status_of(leaving: SystemExit) -> int:
+    """The exit status that Python makes of it; a message is written as Python does."""
+    code = leaving.code
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    with contextlib.suppress(Exception):
+        sys.stderr.write("%s\n" % (code,))
+    return 1
+
+
+def leave(status: int) -> None:
+    """Ends the process as the interpreter would, and does not return.
+
+    Args:
+        status: Exit status.
+    """
+    _quietly(threading._shutdown)  # type: ignore[attr-defined]
+    _quietly(atexit._run_exitfuncs)
+    _flush_files()
+    if threading.active_count() == 1:  # daemon threads may still look at the script's names
+        _forget_script()
+        _flush_files()  # what finalizers have written
+    failed = [not _flushed(stream) for stream in (sys.stdout, sys.stderr)]
+    _quietly(lambda: ctypes.CDLL(None).fflush(None))  # what C libraries have printed
+    os._exit(_FLUSH_FAILED if failed[0] and not status else status)
+
+
+def _quietly(act: Callable[[], Any]) -> None:
+    """What is raised at an interpreter's end has been shown and changes nothing."""
+    with contextlib.suppress(BaseException):
+        act()
+
+
+def _forget_script() -> None:
+    """Drops the script's names, private ones first, so that what they held is finalized."""
+    main = sys.modules.get("__main__")
+    names: List[str] = [name for name in vars(main) if name != "__builtins__"] if main else []
+    for name in sorted(names, key=lambda name: not name.startswith("_")):
+        _quietly(functools.partial(setattr, main, name, None))
+    _quietly(gc.collect)
+
+
+def _flush_files() -> None:
+    """Files that the script left open; text before the buffers below it."""
+    opened = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
+    for kind in (io.TextIOBase, io.BufferedIOBase):
+        for one in opened:
+            if isinstance(one, kind):
+                _quietly(one.flush)
+
+
+def _flushed(stream: Any) -> bool:
+    try:
+        if stream is not None and not stream.closed:
+            stream.flush()
+    except Exception:
+        return False
+    return True

@@ -24,6 +24,10 @@ PAGES = Path(__file__).parents[2] / "docs" / "rules"
 HITS = sorted(FOLDER.glob("*/hit_*"))
 NEARS = sorted(FOLDER.glob("*/near_*"))
 UNRELATED = sorted((FOLDER / "unrelated").iterdir())
+REAL = Path(__file__).parents[1] / "fixtures" / "real_logs"
+ANSWERS = re.findall(
+    r"^\| `(.+)\.log` \|.*\| `?([a-z-]+)`? \|$", (REAL / "README.md").read_text(), re.M
+)
 ALL = load_all()
 
 
@@ -59,6 +63,16 @@ def test_unrelated_failures_are_unknown(path: Path) -> None:
     found = conclude(evidence(path), ALL)
     assert not found.known, found.text
     assert to_findings(found)[0].outcome == "unknown"
+
+
+@pytest.mark.parametrize(("name", "answer"), ANSWERS)
+def test_real_failures_of_other_programs_are_not_claimed(name: str, answer: str) -> None:
+    found = conclude(evidence(REAL / f"{name}.log"), ALL)
+    assert [rule.code for rule, _ in found.found] == [answer] * (answer != "unknown"), found.text
+
+
+def test_every_real_log_is_judged() -> None:
+    assert sorted(name for name, _ in ANSWERS) == sorted(path.stem for path in REAL.glob("*.log"))
 
 
 @pytest.mark.parametrize("code", RULES)

@@ -26,6 +26,7 @@ _ECHO = re.compile(
     r"Connection (?:closed|reset) by peer|Broken pipe|Timed out waiting \d+ms|Socket Timeout"
     r"|Application timeout caused pair closure|ncclSystemError|ncclRemoteError|connectFullMesh"
 )
+_LOGGED = re.compile(r"\b(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL)\b")
 LINES = 12
 
 
@@ -54,7 +55,7 @@ def _of_log(log: Log) -> Match | None:
         kind = _LAST.match(log.lines[end].strip())
         if kind is None or kind["kind"].rpartition(".")[2] in _LAUNCHERS:
             continue
-        if _ECHO.search(log.lines[end]):
+        if _ECHO.search(log.lines[end]) or _handled(log.lines, start, end):
             continue
         place = _place(log.lines[start:end])
         hosts = (log.host,) if log.host else ()
@@ -69,6 +70,13 @@ def _end(lines: Sequence[str], start: int) -> int | None:
         if lines[at] and not lines[at].startswith(" "):
             return at
     return None
+
+
+def _handled(lines: Sequence[str], start: int, end: int) -> bool:
+    """Whether a logger wrote the traceback and the program went on."""
+    before = lines[start - 1] if start else ""
+    went_on = any(line.strip() for line in lines[end + 1 :])
+    return went_on and _LOGGED.search(before) is not None
 
 
 def _place(lines: Sequence[str]) -> str:

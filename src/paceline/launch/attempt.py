@@ -73,6 +73,7 @@ class Attempt:
             node.running = True
         begun = time.monotonic()
         await together([self._start(node, part) for node, part in parts])
+        self._recorder.next_attempt()
         self._recorder.event("started", attempt=self.plan.attempt, world_size=self.plan.world_size)
         result = await self._watch()
         self._screen.flush()

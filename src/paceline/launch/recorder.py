@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.cluster.channel import Event
+from paceline.launch.metrics import MetricsLog
 from paceline.launch.node import Node
 from paceline.launch.rundir import RunDirectory, safe, short
 from paceline.launch.screen import Screen
@@ -17,14 +18,10 @@ Said = dict[str, Any]
 
 
 class Recorder:
-    """From events to the run directory and the screen.
-
-    Attributes:
-        metrics: The last value of every metric that was reported.
-    """
+    """From events to the run directory and the screen."""
 
     def __init__(self, directory: RunDirectory, screen: Screen) -> None:
-        self.metrics: Said = {}
+        self._metrics = MetricsLog(directory)
         self._directory = directory
         self._screen = screen
 
@@ -37,6 +34,15 @@ class Recorder:
               **details: Any) -> None:  # fmt: skip
         """One line in events.jsonl."""
         self._directory.event(kind, host, rank, **details)
+
+    @property
+    def metrics(self) -> Said:
+        """The last value of every metric that was reported."""
+        return self._metrics.last
+
+    def next_attempt(self) -> None:
+        """The ranks are about to start once more, and to repeat some steps."""
+        self._metrics.next_attempt()
 
     def take(self, node: Node, event: Event) -> None:
         """Writes what an agent said. NodeError when the run directory takes no more."""
@@ -95,9 +101,10 @@ class Recorder:
         self.event("exception", node.name, rank, type=data["type"], message=data["message"])
 
     def _said_metrics(self, node: Node, rank: int, data: Said) -> None:
-        record = {key: value for key, value in data.items() if key != "kind"}
-        self.metrics |= record
-        self._directory.append_line(names.METRICS, record)
+        self._metrics.append({key: value for key, value in data.items() if key != "kind"})
+
+    def _said_begin(self, node: Node, rank: int, data: Said) -> None:
+        self._metrics.begin(resumed=bool(data.get("resumed")))
 
     def _said_progress(self, node: Node, rank: int, data: Said) -> None:
         self._screen.progress(data)
@@ -122,6 +129,7 @@ _WRITERS: dict[str, Callable[[Recorder, Node, Event], None]] = {
 _SAYINGS: dict[str, Callable[[Recorder, Node, int, Said], None]] = {
     "event": Recorder._said_event,
     "exception": Recorder._said_exception,
+    "begin": Recorder._said_begin,
     "metrics": Recorder._said_metrics,
     "progress": Recorder._said_progress,
     "say": Recorder._said_line,

@@ -122,6 +122,15 @@ class RunDirectory:
                 file = self._files[name] = target.open("ab", buffering=0)
             file.write(data)
 
+    def set_aside(self, name: str) -> None:
+        """Keeps an earlier run's ``.jsonl`` file under another name."""
+        with self._explained():
+            if file := self._files.pop(name, None):
+                file.close()
+            if (old := self.path / name).exists():
+                stamp = time.strftime("%Y%m%d-%H%M%S")
+                old.rename(old.with_name(f"{old.stem}-before-{stamp}{old.suffix}"))
+
     def log_name(self, host: str, rank: int) -> str:
         """Name of a rank's log inside the run directory."""
         return f"{names.LOGS}/{safe(host)}/{rank}.log"

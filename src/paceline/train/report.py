@@ -101,7 +101,8 @@ class ToLauncher:
             self._send(kind="heartbeat", step=step, phase=phase)
 
     def begin(self, resumed: bool) -> None:
-        pass
+        if self._speaks:
+            self._send(kind="begin", resumed=resumed)
 
     def close(self) -> None:
         self._descriptor = None

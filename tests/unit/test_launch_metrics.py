@@ -1,0 +1,88 @@
+"""metrics.jsonl has every step once, over restarts and later runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.launch.metrics import MetricsLog, last_steps
+from paceline.launch.rundir import RunDirectory
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[RunDirectory]:
+    directory = RunDirectory(tmp_path / "run")
+    yield directory
+    directory.close()
+
+
+def trained(log: MetricsLog, *steps: int) -> None:
+    for step in steps:
+        log.append({"split": "train", "step": step, "loss": 1 / step})
+
+
+def kept(directory: RunDirectory, name: str = "metrics.jsonl") -> list[Any]:
+    lines = (directory.path / name).read_text().splitlines()
+    return [json.loads(line).get("step") for line in lines]
+
+
+def test_a_restart_repeats_nothing(directory: RunDirectory) -> None:
+    log = MetricsLog(directory)
+    log.next_attempt()
+    log.begin(resumed=False)
+    trained(log, 1, 2, 3, 4)
+    log.append({"split": "test", "step": 2, "accuracy": 0.5})
+    log.next_attempt()
+    log.begin(resumed=True)
+    trained(log, 3, 4, 5)
+    log.append({"split": "test", "step": 4, "accuracy": 0.6})
+    assert kept(directory) == [1, 2, 3, 4, 2, 5, 4]
+    assert log.last["accuracy"] == 0.6
+
+
+def test_nor_a_restart_before_the_first_checkpoint(directory: RunDirectory) -> None:
+    log = MetricsLog(directory)
+    for steps in ((1, 2), (1, 2, 3)):
+        log.next_attempt()
+        log.begin(resumed=False)
+        trained(log, *steps)
+    assert kept(directory) == [1, 2, 3]
+
+
+def test_nor_a_script_that_never_says_what_it_does(directory: RunDirectory) -> None:
+    log = MetricsLog(directory)
+    for steps in ((1, 2), (1, 2, 3)):
+        log.next_attempt()
+        trained(log, *steps)
+    assert kept(directory) == [1, 2, 3]
+
+
+def test_one_attempt_may_say_several_things_of_a_step(directory: RunDirectory) -> None:
+    log = MetricsLog(directory)
+    log.append({"split": "train", "step": 2, "loss": 1.0})
+    log.append({"split": "train", "step": 2, "norm": 3.0})
+    log.append({"anything": 1})
+    assert kept(directory) == [2, 2, None]
+
+
+def test_a_later_run_goes_on_or_begins_anew(directory: RunDirectory) -> None:
+    trained(MetricsLog(directory), 1, 2, 3)
+    again = MetricsLog(directory)
+    again.begin(resumed=True)
+    trained(again, 2, 3, 4)
+    assert kept(directory) == [1, 2, 3, 4]
+    anew = MetricsLog(directory)
+    anew.begin(resumed=False)
+    trained(anew, 1)
+    assert kept(directory) == [1]
+    (before,) = directory.path.glob("metrics-before-*.jsonl")
+    assert kept(directory, before.name) == [1, 2, 3, 4]
+
+
+def test_torn_lines_are_no_records() -> None:
+    lines = ['{"split": "train", "step": 3}', '{"split": "tr', "7", '{"step": null}', '{"a": 1}']
+    assert last_steps(lines) == {"train": 3}

@@ -29,6 +29,8 @@ def world(folder: Path) -> None:
             "agree": refused(lambda: session.agree("it", str(session.world.rank // 2))),
             "together": refused(lambda: session.together(lambda: fail_on_last(session))),
             "few": refused(lambda: session.loader(numbers(1), 4)) if session.world.size > 1 else "",
+            "order": stated_order(session),
+            "orders": refused(lambda: session.loader(numbers(9), 4, order=own_order(session))),
             "once": made_once(session, folder),
             "odd": odd_sizes(session),
             "trained": trained(session, limit=0),
@@ -47,6 +49,28 @@ def refused(act) -> str:
     except (JobError, DataError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def stated_order(session: train.Session) -> list[list[int]]:
+    """What this rank visits of a stated order, and of one by length."""
+    lengths = [5, 1, 4, 1, 5, 9, 2, 6, 5]
+    visited = []
+    for options in ({"order": lambda epoch: [8 - epoch] * 9}, {"lengths": lengths}):
+        session.progress.step = session.progress.epoch = session.progress.offset = 0
+        loader = session.loader(numbers(9), 4, **options)
+        network = session.place(nn.Linear(3, 1))
+        model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        ids: list[int] = []
+        for _ in session.epochs(loader, 2):
+            for batch in loader:
+                ids += batch.ids[: batch.count].tolist()
+                session.step(mse_loss(model(batch.data[0]), batch.data[1], reduction="none")[:, 0])
+        visited.append(ids)
+    return visited
+
+
+def own_order(session: train.Session):
+    return lambda epoch: [session.world.rank] * 9
 
 
 def fail_on_last(session: train.Session) -> None:

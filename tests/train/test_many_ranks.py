@@ -56,6 +56,21 @@ def test_metrics_count_every_sample_once(worlds: Any) -> None:
             assert np.allclose(means, [mean for _, mean in expected], rtol=0, atol=1e-12)
 
 
+def test_a_stated_order_is_shared_among_the_ranks(worlds: Any) -> None:
+    alone = worlds[1][0]["order"]
+    assert alone[0] == [8] * 9 + [7] * 9
+    assert sorted(alone[1][:9]) == sorted(alone[1][9:]) == list(range(9))
+    for found in worlds.values():
+        for way in (0, 1):
+            together = [number for one in found for number in one["order"][way]]
+            assert sorted(together) == sorted(alone[way])
+
+
+def test_orders_that_differ_are_refused(worlds: Any) -> None:
+    assert worlds[1][0]["orders"] == ""
+    assert all("the order of the samples" in one["orders"] for one in worlds[2])
+
+
 def test_every_rank_gets_every_row(worlds: Any) -> None:
     assert worlds[3][1]["sums"] == [0, 1, 2]
 

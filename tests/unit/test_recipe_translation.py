@@ -15,12 +15,13 @@ from paceline.recipes import parse_options, tokenizing
 from paceline.recipes.datasets.made_pairs import MAKERS, in_words
 from paceline.recipes.datasets.pairs import PairData, PairRequest, load_pairs
 from paceline.recipes.decoding import Search, beams, decode, greedy
-from paceline.recipes.grouping import by_length, spread
+from paceline.recipes.grouping import spread
 from paceline.recipes.scores import distance, error_rate, scores
 from paceline.recipes.sentences import padded, sentences
 from paceline.recipes.sources import HubSource
 from paceline.recipes.transformer import PAD, Cache, Shape, Transformer
 from paceline.spec.errors import DataError, SettingError
+from paceline.train.grouping import by_length
 from paceline.train.order import Order
 
 WORDS = ["the", "quick", "brown", "fox,", "it's", "42", "(forty-two)", "dogs"]

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.spec.errors import DataError, SettingError
+from paceline.train.grouping import by_length, stated
 from paceline.train.loader import check_batch, shares
 from paceline.train.order import Order, part, permutation, uniforms
 
@@ -64,3 +65,12 @@ def test_more_ranks_than_samples() -> None:
         check_batch(8, 3, 4)
     with pytest.raises(SettingError, match="--global-batch 0"):
         check_batch(0, 3, 1)
+
+
+def test_an_order_must_fit_the_data() -> None:
+    assert stated(Order(3, 0), lambda epoch: [2, 2, epoch]).epoch(1).tolist() == [2, 2, 1]
+    for wrong in ([0, 1], [0, 1, 3], [-1, 0, 1], []):
+        with pytest.raises(SettingError, match="must be 3 numbers from 0 to 2"):
+            stated(Order(3, 0), lambda epoch, wrong=wrong: wrong).epoch(0)
+    with pytest.raises(SettingError, match="one number for each sample"):
+        by_length(Order(3, 0), [1, 2], 2)

@@ -108,3 +108,10 @@ def test_lower_may_be_better() -> None:
         True, False, True,
     ]  # fmt: skip
     assert not best.stop
+
+
+def test_steps_fall_at_their_milestones() -> None:
+    curve = Curve("step", 90, 0.0, milestones=(1 / 3, 2 / 3))
+    falls = [step for step in range(1, 90) if curve(step) < curve(step - 1)]
+    assert falls == [30, 60]
+    assert curve(89) == pytest.approx(0.01)

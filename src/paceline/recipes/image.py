@@ -61,7 +61,7 @@ def train_image(options: ImageOptions) -> None:
         network = session.place(network, shard=options.shard)
         optimizer = setup.optimizer_of(options, network, batch.lr)
         steps = options.steps or options.epochs * len(loader)
-        curve = Curve(options.schedule, steps, options.warm_up)
+        curve = Curve(options.schedule, steps, options.warm_up, milestones=options.milestones)
         schedule = freezing.schedule(optimizer, curve, len(loader))
         model = setup.prepare(session, options, network, optimizer, schedule)
 

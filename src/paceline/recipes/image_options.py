@@ -33,7 +33,10 @@ PRESETS: dict[str, tuple[str, ...]] = {
         *("--model=resnet50", *_IMAGENET),
         *("--schedule=cosine", "--warm-up=0.055", "--label-smoothing=0.1"),
     ),
-    "imagenet-example": ("--model=resnet18", *_IMAGENET, "--schedule=step", "--warm-up=0"),
+    "imagenet-example": (
+        *("--model=resnet18", *_IMAGENET, "--schedule=step", "--warm-up=0"),
+        *("--milestones", "0.333333", "0.666666"),
+    ),
 }
 """Flags that stand for a known recipe; flags that are typed come after them."""
 

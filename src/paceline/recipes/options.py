@@ -54,6 +54,8 @@ class Options:
     """How --lr follows a batch that --batch-per-process made grow."""
     schedule: Literal["cosine", "linear", "inverse-sqrt", "constant", "step", "plateau"] = "cosine"
     """Course of the learning rate over all global steps."""
+    milestones: tuple[float, ...] = (0.5, 0.75)
+    """Parts of all steps after which the schedule step divides the learning rate by ten."""
     warm_up: float = 0.05
     """Part of all steps over which the learning rate rises."""
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
@@ -137,6 +139,8 @@ class Options:
         if not 0 < self.lr < float("inf"):
             raise SettingError(f"--lr {self.lr} must be greater than 0", remedy="--lr 0.001")
         below_one("--warm-up", self.warm_up)
+        for milestone in self.milestones:
+            below_one("--milestones", milestone)
         below_one("--momentum", self.momentum)
         if self.scale_lr != "none" and not self.batch_per_process:
             raise SettingError(

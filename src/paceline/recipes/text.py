@@ -20,7 +20,6 @@ from paceline import train
 from paceline.recipes import hub_models, parse_options, setup
 from paceline.recipes.datasets.texts import TextData, TextRequest, load_texts
 from paceline.recipes.fine_tuning import Freezing, load_backbone
-from paceline.recipes.grouping import by_length
 from paceline.recipes.running import guarded
 from paceline.recipes.text_models import (
     TOKENIZER,
@@ -51,15 +50,16 @@ def train_text(options: TextOptions) -> None:
         training = Texts(*data.splits["train"], encoding, options.max_length)
         held_out = Texts(*data.splits[data.held_out], encoding, options.max_length)
         batch = setup.batch_of(session, options)
-        loader = session.loader(training, batch.global_batch, limit=batch.limit)
-        loader.order = by_length(loader.order, training.lengths(), batch.global_batch)
+        loader = session.loader(
+            training, batch.global_batch, limit=batch.limit, lengths=training.lengths()
+        )
 
         network = make_network(session, data, options, encoding)
         freezing = Freezing([network.backbone], options.freeze, options.unfreeze_every)
         placed = session.place(network, shard=options.shard)
         optimizer = setup.optimizer_of(options, placed, batch.lr)
         steps = options.steps or options.epochs * len(loader)
-        curve = Curve(options.schedule, steps, options.warm_up)
+        curve = Curve(options.schedule, steps, options.warm_up, milestones=options.milestones)
         schedule = freezing.schedule(optimizer, curve, len(loader))
         model = setup.prepare(session, options, placed, optimizer, schedule)
 

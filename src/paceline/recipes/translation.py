@@ -21,7 +21,7 @@ from paceline import train
 from paceline.recipes import parse_options, setup
 from paceline.recipes.datasets.pairs import Pair, PairData, PairRequest, load_pairs
 from paceline.recipes.decoding import Search, decode
-from paceline.recipes.grouping import by_length, spread
+from paceline.recipes.grouping import spread
 from paceline.recipes.running import guarded
 from paceline.recipes.scores import scores
 from paceline.recipes.sentences import Sentences, Sources, sentences, source_rows
@@ -54,14 +54,15 @@ def train_translation(options: TranslationOptions) -> None:
         session.say(describe_data(data, training, held_out, tokenizers))
 
         batch = setup.batch_of(session, options)
-        loader = session.loader(training, batch.global_batch, limit=batch.limit)
-        loader.order = by_length(loader.order, training.lengths(), batch.global_batch)
+        loader = session.loader(
+            training, batch.global_batch, limit=batch.limit, lengths=training.lengths()
+        )
 
         shape = network_shape(options, tokenizers)
         network = session.place(Transformer(shape), shard=options.shard)
         optimizer = setup.optimizer_of(options, network, batch.lr)
         steps = options.steps or options.epochs * len(loader)
-        curve = Curve(options.schedule, steps, options.warm_up)
+        curve = Curve(options.schedule, steps, options.warm_up, milestones=options.milestones)
         model = setup.prepare(session, options, network, optimizer, scheduled(optimizer, curve))
 
         # Losses are divided by the mean length, which no rank and no batch changes: every token

@@ -58,8 +58,8 @@ def compare(names: Sequence[str], by_rank: Tensor, hosts: Sequence[str]) -> None
         "the ranks no longer train the same model",
         found=f"first differing tensor: {names[tensor]}; {_who(wrong[:, tensor], hosts)}"
         f" ({int(wrong.any(dim=0).sum())} of {len(names)} tensors differ somewhere)",
-        remedy="look for parameters changed outside session.step, a model that was not given to"
-        " session.prepare, or faulty memory on that host",
+        remedy="look for a training loop that calls another module than session.prepare returned,"
+        " parameters changed outside session.step, or faulty memory on that host",
     )
 
 

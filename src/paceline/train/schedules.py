@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -10,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from paceline.spec.errors import SettingError
 
 NAMES = ("cosine", "linear", "inverse-sqrt", "constant", "step", "plateau")
-_MILESTONES = (0.5, 0.75)  # of the training, where ``step`` divides by ten
+MILESTONES = (0.5, 0.75)  # of the training, where ``step`` divides by ten
 _DIVIDE = 0.1
 
 
@@ -24,15 +25,24 @@ class Curve:
         name: One of :data:`NAMES`.
         steps: Global steps of the training.
         warm_up: Part of them over which the rate rises from zero.
+        milestones: Parts of the training after which ``step`` divides by ten.
         patience: Evaluations without a better value after which ``plateau`` divides by ten.
     """
 
-    __slots__ = ("__dict__", "name", "patience", "steps", "warm")
+    __slots__ = ("__dict__", "milestones", "name", "patience", "steps", "warm")
 
-    def __init__(self, name: str, steps: int, warm_up: float, patience: int = 3) -> None:
+    def __init__(
+        self,
+        name: str,
+        steps: int,
+        warm_up: float,
+        patience: int = 3,
+        milestones: Sequence[float] = MILESTONES,
+    ) -> None:
         if name not in NAMES:
             raise SettingError(f"--schedule {name}: unknown", remedy=f"one of {', '.join(NAMES)}")
         self.name, self.steps, self.patience = name, steps, patience
+        self.milestones = tuple(milestones)
         self.warm = round(steps * warm_up)
         self.scale, self.best, self.stale = 1.0, math.inf, 0
 
@@ -51,7 +61,7 @@ class Curve:
         if self.name == "linear":
             return 1 - done
         if self.name == "step":
-            return float(_DIVIDE ** sum(done >= milestone for milestone in _MILESTONES))
+            return float(_DIVIDE ** sum(done >= milestone for milestone in self.milestones))
         return self.scale
 
     def report(self, loss: float) -> None:

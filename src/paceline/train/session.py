@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import rundir
 from paceline.spec.errors import JobError
-from paceline.train import files, insync, loader, once, trackers, weights, world, wrapping
+from paceline.train import files, grouping, insync, loader, once, trackers, weights, world, wrapping
 from paceline.train.checkpoints.keeper import Keeper, Stopped
 from paceline.train.checkpoints.policy import policy
 from paceline.train.checkpoints.shelf import FOLDER, Shelf
@@ -25,6 +26,7 @@ from paceline.train.checkpoints.state import Stateful, Training
 from paceline.train.comms import Comms
 from paceline.train.cpus import allowed, loader_workers
 from paceline.train.fetching import Data, Fetch
+from paceline.train.grouping import Stated
 from paceline.train.leaving import leave
 from paceline.train.loader import Batch, Loader, Progress
 from paceline.train.metrics import Carried, Meter
@@ -138,6 +140,8 @@ class Session:
         global_batch: int,
         *,
         shuffle: bool = True,
+        order: Stated | None = None,
+        lengths: Sequence[int] | None = None,
         limit: int = 0,
         workers: int | None = None,
     ) -> Loader:
@@ -147,6 +151,9 @@ class Session:
             data: A data set that makes batches, a ``TensorDataset`` or any map-style data set.
             global_batch: Samples of one optimizer step over all ranks.
             shuffle: A new order for each epoch, from the seed.
+            order: Gives the sample ids of an epoch, by its number, instead; the same on every
+                rank. As many as there are samples; some may be repeated and others left out.
+            lengths: Of each sample: batches are then made of samples of similar length.
             limit: Most samples that one rank computes at once; gradients of more are
                 accumulated without communication.
             workers: Processes that make samples of a map-style data set; found out from the CPUs
@@ -154,14 +161,26 @@ class Session:
 
         Raises:
             DataError: There are more ranks than samples.
+            SettingError: ``order`` gives no such ids, or there is not one length for each sample.
+            JobError: ``order`` is not the same on every rank.
         """
-        order = Order(len(data), self._seed, shuffle)
+        visited = Order(len(data), self._seed, shuffle)
+        if order is not None:
+            visited = self._agreed(grouping.stated(visited, order))
+        elif lengths is not None:
+            visited = grouping.by_length(visited, lengths, global_batch)
         if workers is None:
             workers = loader_workers(allowed(), self.world.local_size)
         fetch = Fetch(data, self.device, workers)
         return Loader(
-            fetch, order, self._place, global_batch, limit, self.progress, self._hand_over
+            fetch, visited, self._place, global_batch, limit, self.progress, self._hand_over
         )
+
+    def _agreed(self, order: Order) -> Order:
+        """A script's own order where all ranks have the same; looked at in the first epoch."""
+        digest = hashlib.sha256(self.together(lambda: order.epoch(0)).tobytes()).hexdigest()
+        self.agree("the order of the samples", digest)
+        return order
 
     def shard(self, data: Data, size: int = 512) -> Iterator[Batch]:
         """This rank's share of every sample exactly once, for evaluation."""

@@ -61,8 +61,8 @@ def _option(field: dataclasses.Field[Any], text: str) -> Option:
     if isinstance(field.default, bool):
         both = f"{flag} / --no-{flag[2:]}"
         return Option(both, "", "on" if field.default else "off", text)
-    default = " ".join(field.default) if isinstance(field.default, tuple) else str(field.default)
-    return Option(flag, _kind(field), default, text)
+    several = field.default if isinstance(field.default, tuple) else (field.default,)
+    return Option(flag, _kind(field), " ".join(map(str, several)), text)
 
 
 def _kind(field: dataclasses.Field[Any]) -> str:

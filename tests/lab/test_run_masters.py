@@ -33,6 +33,12 @@ SCRIPTS = {
     + '    dist.init_process_group("gloo", rank=i, world_size=n)'
     + END
     + SPAWN,
+    "either": HEAD
+    + 'DEFAULT = "tcp://224.66.41.62:23456"\n'
+    + "def work(i, n):\n"
+    + '    dist.init_process_group("gloo", init_method="env://", rank=i, world_size=n)'
+    + END
+    + SPAWN,
     "inherited": HEAD
     + "def work(i, n):\n"
     + '    dist.init_process_group("gloo", rank=i, world_size=n)'

@@ -16,6 +16,16 @@ from typing import Any, Iterator
 
 VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 _OWN_MASTER = re.compile(rb"tcp://|MASTER_(ADDR|PORT)[\"']\s*\]\s*=|setdefault\(\s*[\"']MASTER_")
+_SPAWNS = re.compile(rb"\bspawn\(|\bProcess\(|\bstart_processes\(")
+
+
+def spawns_and_names_master(source: bytes) -> bool:
+    """Whether processes of a script may meet at an address of their own or at the planned one.
+
+    Nobody can look into them, as into the ranks, to see which it is. Rank 0 has to open the store
+    then, wherever it is.
+    """
+    return names_master(source) and _SPAWNS.search(source) is not None
 
 
 def names_master(source: bytes) -> bool:

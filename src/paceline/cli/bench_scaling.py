@@ -12,7 +12,7 @@ import click
 
 from paceline.bench import scaling
 from paceline.cli.launching import job_of, launch_options, prepare
-from paceline.cli.run import entry_of
+from paceline.cli.run import entry_of, opens_store
 from paceline.cli.train import recipe_job
 from paceline.cli.via import way_of
 from paceline.launch.running import report_failure, run_job
@@ -48,7 +48,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         job = _recipe_job(ctx, script, args)
     else:
         entry = entry_of(script, args, module=module, no_python=False)
-        job = job_of(ctx, entry, name=Path(script).stem)
+        job = job_of(ctx, entry, name=Path(script).stem, own_store=opens_store(entry))
     folder = out or Path("runs") / f"scaling-{time.strftime('%Y%m%d-%H%M%S')}"
     found = climb(ctx, job, cluster, folder, repeat, package=recipe)
     (folder / "scaling.json").write_text(json.dumps(scaling.to_json(found), indent=2) + "\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from paceline.agent.master import spawns_and_names_master
 from paceline.cli.launching import job_of, launch, launch_options, prepare
 from paceline.cli.settings import ENV_PREFIX
 from paceline.spec.errors import SettingError
@@ -43,6 +44,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         entry,
         name=Path(script).stem or "run",
         preload=preload_of(entry) if torch else (),
+        own_store=opens_store(entry),
         needs_torch=torch,
         any_world=any_world,
     )
@@ -65,6 +67,11 @@ def entry_of(script: str, args: tuple[str, ...], *, module: bool, no_python: boo
             remedy=_suggestion(path),
         )
     return Entry("script", script, args)
+
+
+def opens_store(entry: Entry) -> bool:
+    """Whether the script's text says that its processes may open a store of their own."""
+    return _is_text(entry) and spawns_and_names_master(Path(entry.target).read_bytes())
 
 
 def preload_of(entry: Entry) -> tuple[str, ...]:

@@ -183,7 +183,7 @@ def agent_holds_store(job: Job, facts: Facts) -> bool:
     A script that is given an address (``tcp://HOST:PORT``) opens the store itself. Told that
     somebody else holds it, it would wait for ever: torch looks at that variable for every address.
     """
-    if any("tcp://" in word for word in job.entry.args):
+    if job.own_store or any("tcp://" in word for word in job.entry.args):
         return False
     return job.needs_torch or facts.get("torch") is not None
 

@@ -100,6 +100,7 @@ class Job:
         master_port: Port of the rendezvous store; 0 takes a free one.
         preload: Modules that a node imports once, before its ranks are forked; one whose name
             ends in ``?`` may be missing.
+        own_store: The script may open the rendezvous store itself, so none is held for it.
         needs_torch: Refuse nodes without torch.
         backend: Communication backend that must be there, ``None`` for none in particular.
         ship: Whether the code is copied to the nodes.
@@ -121,6 +122,7 @@ class Job:
     interface: Setting[str | None] = Setting(None)
     master_port: Setting[int] = Setting(0)
     preload: tuple[str, ...] = ("torch",)
+    own_store: bool = False
     needs_torch: bool = True
     backend: str | None = None
     ship: Setting[Ship] = Setting("auto")

@@ -34,7 +34,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
         *("--schedule=cosine", "--warm-up=0.055", "--label-smoothing=0.1"),
     ),
     "imagenet-example": (
-        *("--model=resnet18", *_IMAGENET, "--schedule=step", "--warm-up=0"),
+        *("--model=resnet18", *_IMAGENET, "--no-nesterov", "--schedule=step", "--warm-up=0"),
         *("--milestones", "0.333333", "0.666666"),
     ),
 }

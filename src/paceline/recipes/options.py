@@ -59,7 +59,9 @@ class Options:
     warm_up: float = 0.05
     """Part of all steps over which the learning rate rises."""
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    """Optimizer; sgd is Nesterov's unless --momentum is 0."""
+    """Optimizer."""
+    nesterov: bool = True
+    """Nesterov's momentum in sgd, where --momentum is not 0."""
     momentum: float = 0.9
     """Momentum of sgd, first moment of the others."""
     weight_decay: float = 1e-2

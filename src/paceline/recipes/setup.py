@@ -77,6 +77,7 @@ def optimizer_of(options: Options, network: nn.Module, lr: float) -> Optimizer:
         network,
         lr,
         momentum=options.momentum,
+        nesterov=options.nesterov,
         weight_decay=options.weight_decay,
     )
 

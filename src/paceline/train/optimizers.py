@@ -13,7 +13,13 @@ FUSED = ("cpu", "cuda", "xpu")
 
 
 def optimizer(
-    name: str, module: nn.Module, lr: float, *, momentum: float = 0.9, weight_decay: float = 0.0
+    name: str,
+    module: nn.Module,
+    lr: float,
+    *,
+    momentum: float = 0.9,
+    nesterov: bool = True,
+    weight_decay: float = 0.0,
 ) -> Optimizer:
     """An optimizer over the module's trainable parameters.
 
@@ -21,7 +27,8 @@ def optimizer(
         name: One of :data:`NAMES`.
         module: Already in its place; frozen parameters stay out.
         lr: Learning rate.
-        momentum: Of sgd (Nesterov's when it is not 0); first moment of the others.
+        momentum: Of sgd; first moment of the others.
+        nesterov: Nesterov's momentum in sgd, where there is momentum.
         weight_decay: Decoupled in adamw, added to the gradient elsewhere.
 
     Raises:
@@ -35,7 +42,7 @@ def optimizer(
             parameters,
             lr,
             momentum=momentum,
-            nesterov=momentum > 0,
+            nesterov=nesterov and momentum > 0,
             weight_decay=weight_decay,
             fused=fused,
         )

@@ -31,7 +31,7 @@ def _path(path: str, found: dict[str, Any]) -> list[Finding]:
     there = {name: tree for name, tree in found.items() if tree["exists"]}
     if missing:
         source = next(iter(there), "")
-        how = f"rsync -a {source}:{path} {missing[0]}:{path}" if source else "Check the spelling"
+        how = _copies(path, source, missing) if source else "Check the spelling"
         return [failed("data", missing, f"{listed(missing)} {_has(missing)} no {path}", how)]
     usual, _ = Counter(tree["digest"] for tree in there.values()).most_common(1)[0]
     odd = [name for name, tree in there.items() if tree["digest"] != usual]
@@ -45,7 +45,8 @@ def _path(path: str, found: dict[str, Any]) -> list[Finding]:
                 "data",
                 odd,
                 f"{path} on {listed(odd)} is not what the others have ({told})",
-                f"rsync -a --delete {good}:{path}/ {odd[0]}:{path}/",
+                "\n".join(f"On {name}: mv {path} {path}.old" for name in odd)
+                + f"\n{_copies(path, good, odd)}",
             )
         ]
     tree = there[good]
@@ -56,6 +57,12 @@ def _path(path: str, found: dict[str, Any]) -> list[Finding]:
             f"{path} is equal on all hosts: {tree['files']} files, {size(tree['bytes'])}",
         )
     ]
+
+
+def _copies(path: str, source: str, targets: list[str]) -> str:
+    """From host to host through this machine: they need not let each other in."""
+    parent = path.rstrip("/").rpartition("/")[0] or "/"
+    return "\n".join(f"Here: scp -3rp {source}:{path} {name}:{parent}" for name in targets)
 
 
 def _has(names: list[str]) -> str:

@@ -1,7 +1,8 @@
 """Is there room where a job writes?
 
 Looks at: the work folder, the home folder's cache, /tmp and /dev/shm of every host.
-Fails when: one of them has less than 50 MiB or cannot be written to. Warns below 1 GiB (64 MiB
+Fails when: one of them has less than 50 MiB or cannot be written to, or a work folder that was
+named for a host is not there. Warns below 1 GiB (64 MiB
 for /dev/shm).
 """
 
@@ -31,11 +32,30 @@ async def probe(probing: Probing) -> dict[str, Any]:
 
 
 def judge(scene: Scene) -> list[Finding]:
-    found = []
+    found = _missing(scene)
     for name in scene.names:
         for path, disk in _places(scene, name).items():
             found += _place(name, path, disk)
     return found or [passed("disk", scene.names, "room in work folder, cache and /tmp")]
+
+
+def _missing(scene: Scene) -> list[Finding]:
+    """Work folders named for a host: code is shipped elsewhere, but the job would start there."""
+    asked = scene.evidence.get("disk") or {}
+    there = {name: {disk["path"] for disk in asked.get(name, []) if "free" in disk}
+             for name in asked}  # fmt: skip
+    named = {host.name: host.workdir for host in scene.present if host.workdir}
+    return [
+        failed(
+            "disk",
+            [name],
+            f"{name} has no folder {folder}, which was named as its work folder",
+            f"On {name}: mkdir -p {folder}\n"
+            f"(or change workdir under [hosts.{name}] in paceline.toml)",
+        )
+        for name, folder in named.items()
+        if name in there and folder not in there[name]
+    ]
 
 
 def _places(scene: Scene, name: str) -> dict[str, Mapping[str, Any]]:

@@ -49,7 +49,7 @@ def _finding(scene: Scene, name: str, pair: Mapping[str, Any]) -> Finding:
         f"{size(pair['bytes'])} sent, {busiest} carried {size(pair['carried'][busiest])} "
         "(two interfaces in one subnet: the kernel goes by metric)",
         f"On {name}: sudo ip route replace {scene.address(target)} dev {chosen} "
-        f"src {scene.address(name)}; or take {busiest}: --iface {busiest}",
+        f"src {scene.address(name)}\n(or take {busiest}: --iface {busiest})",
     )
 
 

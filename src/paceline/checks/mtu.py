@@ -16,8 +16,8 @@ def judge(scene: Scene) -> list[Finding]:
         told = ", ".join(f"{n} {scene.networks[n].interface} {mtu}" for n, mtu in sizes.items())
         low = min(sizes.values())
         high = [name for name, mtu in sizes.items() if mtu > low]
-        commands = "; ".join(
-            f"on {n}: sudo ip link set {scene.networks[n].interface} mtu {low}" for n in high
+        commands = "\n".join(
+            f"On {n}: sudo ip link set {scene.networks[n].interface} mtu {low}" for n in high
         )
         return [warned("mtu", tuple(sizes), f"the MTU differs: {told}", commands)]
     return [passed("mtu", tuple(sizes), f"MTU {n}") for n in set(sizes.values())]

@@ -37,7 +37,7 @@ def judge(scene: Scene) -> list[Finding]:
     holders = [_holder(pid, command, found["ours"]) for pid, command in taken["holders"]]
     who = ", ".join(holders) or "a process of another user"
     pids = " ".join(str(pid) for pid, _ in taken["holders"])
-    end = f", or on {first}: kill {pids}" if pids else ""
+    end = f", or\nOn {first}: kill {pids}" if pids else ""
     return [
         failed(
             "port",

@@ -33,7 +33,10 @@ TRIES = 2  # further ones, for what may have been lost by chance
 async def probe(probing: Probing) -> dict[str, Any]:
     """Chooses the addresses, then tries the ports on them."""
     hosts, scene = probing.scene.present, probing.scene
-    found, notes = network.candidates(hosts, scene.facts, scene.wishes.interface)
+    try:
+        found, notes = network.candidates(hosts, scene.facts, scene.wishes.interface)
+    except PacelineError as error:  # what was asked for cannot be had on some host
+        return {"refused": [error.message, error.found, error.remedy]}
     probing.candidates = found
     tried = await trying.try_addresses(list(probing.channels.values()), found, every)
     reachable = True
@@ -146,12 +149,19 @@ def choose_ports(ephemeral: Sequence[int], pick: random.Random | None = None) ->
 
 def judge(scene: Scene) -> list[Finding]:
     found = scene.evidence["ports"]
+    if "refused" in found:
+        return [_refused(scene, *found["refused"])]
     lonely = [_lonely(scene, name) for name in found["duplicates"]]
     faults = blame.faults(found["results"], found["addresses"], found["half_open"])
     findings = lonely + [_finding(scene, fault) for fault in faults]
     if not found["reachable"] and not findings:
         findings = [_unreachable(scene, found)]
     return findings or [_good(scene, found)]
+
+
+def _refused(scene: Scene, message: str, found: str, remedy: str) -> Finding:
+    hosts = [name for name in scene.names if name in message.split()]
+    return failed("ports", hosts or scene.names, f"{message}: {found}", remedy)
 
 
 def _lonely(scene: Scene, name: str) -> Finding:

@@ -49,8 +49,9 @@ def _target(scene: Scene, target: str) -> list[Finding]:
     for asker, address in wrong.items():
         message = f"on {asker}, {called} means {address}{_whose(scene, address)}, not {target}"
         remedy = (
-            f"On {asker}, correct the entry of {called} (getent hosts {called}; /etc/hosts "
-            f"first): {scene.address(target)} {called}"
+            f"On {asker}: sed '/[[:space:]]{called}\\b/s/^[^[:space:]]*/{scene.address(target)}/' "
+            "/etc/hosts > /tmp/hosts && sudo cp /tmp/hosts /etc/hosts\n"
+            f"(if `getent hosts {called}` says the same afterwards, the name server is wrong)"
         )
         found.append(warned("resolution", [asker, target], message, remedy))
     if ignorant:
@@ -60,7 +61,8 @@ def _target(scene: Scene, target: str) -> list[Finding]:
                 "resolution",
                 [*ignorant, target],
                 message,
-                f"Needed by mpirun and plain torchrun only. On {listed(ignorant)}: {line}",
+                "\n".join(f"On {name}: {line}" for name in ignorant)
+                + "\n(needed by mpirun and plain torchrun only)",
             )
         )
     return found

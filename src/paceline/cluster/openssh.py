@@ -154,7 +154,8 @@ CAUSES: tuple[_Cause, ...] = (
     _Cause(
         "login refused",
         r"Permission denied",
-        "Put your public key there: ssh-copy-id {target} (and check the user's name)",
+        "Put your public key there: ssh-copy-id {target} (and check the user's name). If it is "
+        "there, its folders are open to others: chmod go-w ~ ~/.ssh ~/.ssh/authorized_keys",
     ),
     _Cause(
         "no Python",

@@ -112,6 +112,36 @@ def test_a_full_disk_is_named_with_its_path(three: Lab) -> None:
     assert worst(said)["hosts"] == ["n2"]
 
 
+def test_a_folder_that_takes_no_file_is_named(three: Lab, tmp_path: Path) -> None:
+    """Also from a folder that the hosts do not have: the code would be shipped."""
+    three.exec("n2", ["mount", "-o", "remount,ro", "/srv"], check=True)
+    try:
+        code, said = check(three, "--shared", "/srv", "--no-trial", cwd=tmp_path)
+    finally:
+        three.exec("n2", ["mount", "-o", "remount,rw", "/srv"], check=True)
+    assert code == 1
+    assert "/srv on n2 does not take files (write: Read-only file system)" in worst(said)["message"]
+    assert not [one for one in said["findings"] if one["outcome"] == "unknown"]
+
+
+def test_a_driver_that_fails_is_named_with_its_host(three: Lab) -> None:
+    tool = three.home("n3") / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(
+        "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library mismatch'; exit 18\n"
+    )
+    tool.chmod(0o755)
+    start = three.home("n3") / ".bashrc"
+    start.write_text("PATH=$HOME/bin:$PATH\n")
+    try:
+        code, said = check(three, "--no-trial")
+    finally:
+        tool.unlink()
+        start.unlink()
+    assert code == 1
+    assert "nvidia-smi on n3 fails: Failed to initialize NVML" in worst(said)["message"]
+
+
 def test_a_private_folder_is_not_a_shared_one(three: Lab) -> None:
     code, said = check(three, "--shared", "/srv", "--no-trial")
     assert code == 1
@@ -124,6 +154,40 @@ def test_a_missing_interpreter_is_named(three: Lab, tmp_path: Path) -> None:
     code, said = check(three, "--quick", cwd=tmp_path)
     assert code == 1
     assert "n3 has no Python at /no/such/python" in worst(said)["message"]
+
+
+def test_an_interface_and_a_folder_that_one_host_lacks_are_named(
+    three: Lab, tmp_path: Path
+) -> None:
+    code, said = check(three, "--quick", "--iface", "eth0")
+    assert (code, worst(said)["hosts"]) == (1, ["n2"])
+    assert "interface eth0 was asked for, but n2 has no usable address" in worst(said)["message"]
+    (tmp_path / "paceline.toml").write_text('[hosts.n2]\nworkdir = "/srv/job"\n')
+    code, said = check(three, "--quick", cwd=tmp_path)
+    assert code == 1
+    assert "n2 has no folder /srv/job" in worst(said)["message"]
+    apply(three, worst(said)["remedy"])
+    assert check(three, "--quick", cwd=tmp_path)[0] == 0
+
+
+def test_two_interfaces_in_one_subnet_are_found_by_counting(tmp_path: Path) -> None:
+    """The one that was named is not the one that the kernel takes."""
+    (tmp_path / "paceline.toml").write_text('[hosts.n1]\ninterface = "eth9"\n')
+    with Lab(LabOptions(hosts=3)) as lab:
+        add = "ip link add link eth0 name eth9 type macvlan mode bridge"
+        if lab.exec("n1", add.split()).returncode:
+            pytest.skip("this kernel has no macvlan")
+        for command in (
+            "ip addr add 10.77.0.111/24 dev eth9",
+            "ip link set eth9 up",
+        ):
+            lab.exec("n1", command.split(), check=True)
+        code, said = check(lab, "--no-trial", cwd=tmp_path)
+        assert (code, worst(said)["check"]) == (0, "interface"), said
+        assert "n1 sends to n2 and n3 through eth0, not through eth9" in worst(said)["message"]
+        apply(lab, worst(said)["remedy"])
+        after = check(lab, "--no-trial", cwd=tmp_path)[1]["findings"]
+        assert {finding["outcome"] for finding in after} == {"pass"}
 
 
 def test_a_taken_port_is_named_with_its_holder(three: Lab) -> None:

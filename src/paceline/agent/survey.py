@@ -178,7 +178,10 @@ def counters() -> Dict[str, List[int]]:
 
 
 def leave_token(folder: str, name: str, content: str) -> Message:
-    """Writes a file there by rename, as a checkpoint is written; says what did not work."""
+    """Writes a file there by rename, as a checkpoint is written; says what did not work.
+
+    An ``error`` in an answer would be the whole request's.
+    """
     path, new = Path(folder) / name, Path(folder) / (name + ".new")
     step = "write"
     try:
@@ -186,7 +189,7 @@ def leave_token(folder: str, name: str, content: str) -> Message:
         step = "rename"
         os.replace(str(new), str(path))
     except OSError as error:
-        return {"ok": False, "step": step, "error": error.strerror, "errno": error.errno}
+        return {"ok": False, "step": step, "why": error.strerror, "errno": error.errno}
     return {"ok": True}
 
 
@@ -314,7 +317,10 @@ GPU_FIELDS = (
 
 
 def gpus(timeout_s: float = 10.0) -> Message:
-    """What nvidia-smi says, as text; ``missing`` when there is no such program."""
+    """What nvidia-smi says, as text; ``missing`` without such a program, ``broken`` when it fails.
+
+    An ``error`` in an answer would be the whole request's.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {"missing": True}
@@ -326,9 +332,9 @@ def gpus(timeout_s: float = 10.0) -> Message:
         busy = subprocess.run(apps, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               timeout=timeout_s)  # fmt: skip
     except subprocess.TimeoutExpired:
-        return {"error": "nvidia-smi did not answer within %g s" % timeout_s}
+        return {"broken": "nvidia-smi did not answer within %g s" % timeout_s}
     if done.returncode:
-        return {"error": done.stdout.decode(errors="replace").strip()}
+        return {"broken": done.stdout.decode(errors="replace").strip()}
     return {"gpus": done.stdout.decode(errors="replace"), "apps": busy.stdout.decode()}
 
 

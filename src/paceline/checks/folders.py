@@ -89,7 +89,7 @@ def _shared(path: str, places: Mapping[str, Any]) -> list[Finding]:
                     "folders",
                     [name],
                     f"{path} on {name} does not take files "
-                    f"({place['wrote']['step']}: {place['wrote']['error']})",
+                    f"({place['wrote']['step']}: {place['wrote']['why']})",
                     f"On {name}: ls -ld {path}; mount | grep {path} (read-only? other owner?)",
                 )
             ]

@@ -36,12 +36,12 @@ def judge(scene: Scene) -> list[Finding]:
         if said.get("missing"):
             found += _without_tool(scene, name)
             kinds[name] = "none"
-        elif "error" in said:
+        elif "broken" in said:
             found.append(
                 failed(
                     "gpu",
                     [name],
-                    f"nvidia-smi on {name} fails: {said['error']}",
+                    f"nvidia-smi on {name} fails: {said['broken']}",
                     f"On {name}: sudo dmesg | grep -i nvrm; reboot, or reinstall the "
                     "driver that matches the kernel module",
                 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checks.check import Check, passed, size, warned
+from paceline.checks.check import Check, listed, passed, size, warned
 from paceline.checks.scene import Scene
 from paceline.spec.finding import Finding
 
@@ -19,8 +19,11 @@ ENOUGH = 1 << 20  # bytes; below that, other traffic may mislead
 
 def judge(scene: Scene) -> list[Finding]:
     pairs = (scene.evidence.get("link") or {}).get("pairs", [])
-    astray = {pair["source"]: pair for pair in pairs if _astray(scene, pair)}
-    found = [_finding(scene, name, pair) for name, pair in astray.items()]
+    astray: dict[str, list[Mapping[str, Any]]] = {}
+    for pair in pairs:
+        if _astray(scene, pair):
+            astray.setdefault(pair["source"], []).append(pair)
+    found = [_finding(scene, name, own) for name, own in astray.items()]
     if found or not scene.networks:
         return found
     ways = ", ".join(f"{n} {scene.networks[n].interface}" for n in scene.names)
@@ -38,18 +41,19 @@ def _astray(scene: Scene, pair: Mapping[str, Any]) -> bool:
     return busiest != chosen and carried.get(chosen, 0) < pair["bytes"] // 2
 
 
-def _finding(scene: Scene, name: str, pair: Mapping[str, Any]) -> Finding:
-    chosen = scene.networks[name].interface
+def _finding(scene: Scene, name: str, pairs: list[Mapping[str, Any]]) -> Finding:
+    pair, chosen = pairs[0], scene.networks[name].interface
     busiest = max(pair["carried"], key=pair["carried"].__getitem__)
-    target = pair["target"]
+    targets = [name for name in scene.names if name in {pair["target"] for pair in pairs}]
+    way = f"dev {chosen} src {scene.address(name)}"
+    routes = [f"sudo ip route replace {scene.address(target)} {way}" for target in targets]
     return warned(
         "interface",
         [name],
-        f"{name} sends to {target} through {busiest}, not through {chosen}: of "
+        f"{name} sends to {listed(targets)} through {busiest}, not through {chosen}: of "
         f"{size(pair['bytes'])} sent, {busiest} carried {size(pair['carried'][busiest])} "
         "(two interfaces in one subnet: the kernel goes by metric)",
-        f"On {name}: sudo ip route replace {scene.address(target)} dev {chosen} "
-        f"src {scene.address(name)}\n(or take {busiest}: --iface {busiest})",
+        f"On {name}: {' && '.join(routes)}\n(or take {busiest}: --iface {busiest})",
     )
 
 

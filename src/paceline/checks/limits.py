@@ -40,7 +40,7 @@ def _host(scene: Scene, name: str) -> list[Finding]:
                 "limits",
                 [name],
                 f"{SHM} on {name} has {size(memory)}: too little for data loaders and NCCL",
-                f"On {name}: sudo mount -o remount,size=2g {SHM} (Docker: --shm-size=2g)",
+                f"On {name}: sudo mount -o remount,size=2g {SHM}\n(Docker: --shm-size=2g)",
             )
         )
     return found

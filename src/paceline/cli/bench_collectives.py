@@ -69,7 +69,14 @@ class Found:
     show_default=True,
     help="Calls before them.",
 )
-@click.option("-c", "--check/--no-check", "verify", default=True, help="Check every result.")
+@click.option(
+    "-c",
+    "--verify",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="0: do not check the results (--check of nccl-tests).",
+)
 @click.option(
     "-d",
     "--datatype",
@@ -147,7 +154,7 @@ def spec_of(given: Mapping[str, Any], backend: str | None) -> dict[str, Any]:
         "root": given["root"],
         "iterations": given["iters"],
         "warmup": given["warmup_iters"],
-        "check": given["verify"],
+        "check": given["verify"] > 0,
         "backend": backend or "auto",
     }
 

@@ -37,6 +37,7 @@ def world(folder: Path) -> None:
             "accumulated": trained(session, limit=2),
             "sharded": trained(session, limit=0, shard=True),
             "sharded and accumulated": trained(session, limit=1, shard=True, clip_norm=0.5),
+            "with buffers": with_buffers(session),
             "clipped": trained(session, limit=0, clip_norm=0.5),
             "diverged": refused(lambda: diverge(session)) if session.world.size > 1 else "",
         }
@@ -49,6 +50,18 @@ def refused(act) -> str:
     except (JobError, DataError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def with_buffers(session: train.Session) -> list[int]:
+    """One step of a network with buffers: they go on over all ranks."""
+    session.progress.step = session.progress.epoch = session.progress.offset = 0
+    network = session.place(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    loader = session.loader(numbers(12), 12)
+    for _ in session.epochs(loader, 1):
+        for inputs, targets in loader:
+            session.step(mse_loss(model(inputs), targets, reduction="none")[:, 0])
+    return [int(network[1].num_batches_tracked)]
 
 
 def stated_order(session: train.Session) -> list[list[int]]:

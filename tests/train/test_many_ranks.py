@@ -56,6 +56,10 @@ def test_metrics_count_every_sample_once(worlds: Any) -> None:
             assert np.allclose(means, [mean for _, mean in expected], rtol=0, atol=1e-12)
 
 
+def test_networks_with_buffers_train(worlds: Any) -> None:
+    assert all(one["with buffers"] == [1] for found in worlds.values() for one in found)
+
+
 def test_a_stated_order_is_shared_among_the_ranks(worlds: Any) -> None:
     alone = worlds[1][0]["order"]
     assert alone[0] == [8] * 9 + [7] * 9

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from paceline.spec.errors import SettingError
 from paceline.train.cpus import allowed, loader_workers
 from paceline.train.fetching import Draws, Fetch, Wanted, ahead
+from paceline.train.loader import Batch
 
 CPU = torch.device("cpu")
 
@@ -111,3 +114,40 @@ def test_cpus(tmp_path: Path) -> None:
     assert [loader_workers(cpus, ranks) for cpus, ranks in ((1, 1), (2, 2), (16, 4), (64, 1))] == [
         0, 0, 3, 8,
     ]  # fmt: skip
+
+
+class Rows:
+    """Samples of different lengths, as dictionaries."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"ids": torch.arange(index + 1)}
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {"ids": pad_sequence([row["ids"] for row in rows], batch_first=True)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_as_the_script_makes_it(workers: int) -> None:
+    fetch = Fetch(Rows(), CPU, workers, padded)
+    ((_, (made,)),) = fetch([wanted(2, 4)])
+    assert made["ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 0]]
+    batch = Batch((made,), 2, 2, np.array([3, 2]), 4)
+    assert dict(**batch)["ids"] is batch["ids"] is made["ids"]
+
+
+def test_collate_also_for_tensors() -> None:
+    data = TensorDataset(torch.arange(4))
+    ((_, made),) = Fetch(data, CPU, collate=lambda rows: torch.stack([r[0] * 2 for r in rows]))(
+        [wanted(1, 3)]
+    )
+    assert made[0].tolist() == [4, 2]
+
+
+@pytest.mark.parametrize("data", [DataLoader(TensorDataset(torch.zeros(3))), iter([1, 2])])
+def test_no_data_set(data: Any) -> None:
+    with pytest.raises(SettingError, match="data set with a length"):
+        Fetch(data, CPU)

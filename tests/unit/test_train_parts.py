@@ -299,3 +299,13 @@ def test_time_left() -> None:
     assert not eta.known
     eta.update(50, 50)
     assert eta.left() == "0:00:00"
+
+
+def test_tied_weights_are_kept_twice(tmp_path: Path) -> None:
+    tied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    tied[1].weight = tied[0].weight
+    weights.save_model(tmp_path, tied.state_dict(), {})
+    other = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    weights.load_weights(tmp_path, other)
+    assert torch.equal(other[0].weight, other[1].weight)
+    assert torch.equal(other[0].weight, tied[0].weight)

@@ -6,7 +6,7 @@ import queue
 import random
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -15,11 +15,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+)
 
+from paceline.spec.errors import SettingError
 from paceline.train.order import Ids, uniforms
 
 T = TypeVar("T")
+Collate = Callable[[list[Any]], Any]
+"""From a list of samples to a batch: a tuple, a dictionary or one tensor."""
 Made = Generator[tuple[T, tuple[Any, ...]], None, None]
 
 
@@ -97,11 +106,23 @@ class Fetch:
             the same numbers on whichever rank it is made.
         device: Where the tensors go.
         workers: Processes for map-style data sets; 0 makes everything in this one.
+        collate: Makes a batch of a list of samples; torch's own way without.
+
+    Raises:
+        SettingError: This is no such data set.
     """
 
-    def __init__(self, data: Data, device: torch.device, workers: int = 0) -> None:
+    def __init__(
+        self,
+        data: Data,
+        device: torch.device,
+        workers: int = 0,
+        collate: Collate | None = None,
+    ) -> None:
+        _check(data, collate)
         self._data, self._device, self._workers = data, device, workers
-        self._make = _maker(data)
+        self._collate = _Collated(collate or default_collate)
+        self._make = _maker(data, self._collate)
         self._orders = _Orders()
         self._loader: DataLoader[Any] | None = None
 
@@ -115,7 +136,8 @@ class Fetch:
                     yield tag, tuple(_moved(one, self._device) for one in tensors)
 
     def _made(self, wanted: Iterable[Wanted[T]]) -> Made[T]:
-        mapped = not isinstance(self._data, (Batched, TensorDataset))
+        whole = isinstance(self._data, TensorDataset) and self._collate.is_default
+        mapped = not (whole or isinstance(self._data, Batched))
         if mapped and self._workers:
             return self._from_workers(wanted)
         made = ((one.tag, self._make(one.ids, one.draws)) for one in wanted)
@@ -127,7 +149,7 @@ class Fetch:
                 _Seeded(self._data),  # type: ignore[arg-type]
                 batch_sampler=self._orders,
                 num_workers=self._workers,
-                collate_fn=_collated,
+                collate_fn=self._collate,
                 worker_init_fn=_end_on_sigterm,
                 persistent_workers=True,
             )
@@ -171,23 +193,37 @@ def _put(ready: queue.Queue[T], item: T, unwanted: threading.Event) -> bool:
     return False
 
 
-def _maker(data: Data) -> Callable[[Ids, Draws | None], tuple[Any, ...]]:
+def _check(data: Data, collate: Collate | None) -> None:
+    if isinstance(data, (DataLoader, IterableDataset)) or not hasattr(data, "__len__"):
+        raise SettingError(
+            "the data must be a data set with a length and numbered samples",
+            found=f"a {type(data).__name__}",
+            remedy="give the data set itself, not a DataLoader; make a list of a stream",
+        )
+    if collate is not None and isinstance(data, Batched):
+        raise SettingError(
+            f"collate cannot be used with {type(data).__name__}, which makes whole batches itself",
+            remedy="leave collate out, or leave out the method batch",
+        )
+
+
+def _maker(data: Data, collate: _Collated) -> Callable[[Ids, Draws | None], tuple[Any, ...]]:
     if isinstance(data, Batched):
         return data.batch
-    if isinstance(data, TensorDataset):
+    if isinstance(data, TensorDataset) and collate.is_default:
         tensors = data.tensors
         return lambda ids, _: tuple(one[torch.from_numpy(ids)] for one in tensors)
-    return lambda ids, draws: _one_by_one(data, ids, draws)
+    return lambda ids, draws: _one_by_one(data, ids, draws, collate)
 
 
-def _one_by_one(data: Mapped, ids: Ids, draws: Draws | None) -> tuple[Any, ...]:
+def _one_by_one(data: Mapped, ids: Ids, draws: Draws | None, collate: _Collated) -> tuple[Any, ...]:
     """In this process the generators go on afterwards as if nothing had been drawn."""
     if draws is None:
-        return _collated([data[index] for index in ids.tolist()])
+        return collate([data[index] for index in ids.tolist()])
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         keys = zip(ids.tolist(), draws.seeds(), strict=True)
-        return _collated([_Seeded(data)[key] for key in keys])
+        return collate([_Seeded(data)[key] for key in keys])
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
@@ -229,10 +265,25 @@ def _end_on_sigterm(_: int) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _collated(samples: list[Any]) -> tuple[Any, ...]:
-    made = default_collate(samples)
-    return tuple(made) if isinstance(made, (list, tuple)) else (made,)
+class _Collated:
+    """A batch as a tuple, whatever the data set's samples are."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    @property
+    def is_default(self) -> bool:
+        return self._collate is default_collate
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, ...]:
+        made = self._collate(samples)
+        return tuple(made) if isinstance(made, (list, tuple)) else (made,)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
+    """The value with all its tensors on the device."""
+    if isinstance(value, Mapping):
+        return {name: _moved(one, device) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_moved(one, device) for one in value]
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value

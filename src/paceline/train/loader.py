@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,8 @@ from paceline.train.order import Ids, Order, part
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One rank's part of a global batch; unpacks like the tuple that the data set makes.
+
+    Where it makes dictionaries, ``batch["name"]`` and ``model(**batch)`` work.
 
     Attributes:
         data: What the data set made, on the session's device.
@@ -39,6 +41,14 @@ class Batch:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.data)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.data[0][key]
+
+    def keys(self) -> Iterable[str]:
+        """Names in a dictionary."""
+        names: Iterable[str] = self.data[0].keys()
+        return names
 
     def counted(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The tensors without stand-ins: for metrics that take whole batches."""

@@ -25,7 +25,7 @@ from paceline.train.checkpoints.shelf import FOLDER, Shelf
 from paceline.train.checkpoints.state import Stateful, Training
 from paceline.train.comms import Comms
 from paceline.train.cpus import allowed, loader_workers
-from paceline.train.fetching import Data, Fetch
+from paceline.train.fetching import Collate, Data, Fetch
 from paceline.train.grouping import Stated
 from paceline.train.leaving import leave
 from paceline.train.loader import Batch, Loader, Progress
@@ -144,6 +144,7 @@ class Session:
         lengths: Sequence[int] | None = None,
         limit: int = 0,
         workers: int | None = None,
+        collate: Collate | None = None,
     ) -> Loader:
         """Batches for training: each rank's share of every global batch of ``global_batch``.
 
@@ -158,20 +159,22 @@ class Session:
                 accumulated without communication.
             workers: Processes that make samples of a map-style data set; found out from the CPUs
                 that are really free for it.
+            collate: Makes a batch of a list of samples, as a ``DataLoader``'s ``collate_fn`` does.
 
         Raises:
             DataError: There are more ranks than samples.
-            SettingError: ``order`` gives no such ids, or there is not one length for each sample.
+            SettingError: This is no data set with numbered samples; ``order`` gives no such ids;
+                there is not one length for each sample.
             JobError: ``order`` is not the same on every rank.
         """
+        if workers is None:
+            workers = loader_workers(allowed(), self.world.local_size)
+        fetch = Fetch(data, self.device, workers, collate)
         visited = Order(len(data), self._seed, shuffle)
         if order is not None:
             visited = self._agreed(grouping.stated(visited, order))
         elif lengths is not None:
             visited = grouping.by_length(visited, lengths, global_batch)
-        if workers is None:
-            workers = loader_workers(allowed(), self.world.local_size)
-        fetch = Fetch(data, self.device, workers)
         return Loader(
             fetch, visited, self._place, global_batch, limit, self.progress, self._hand_over
         )
@@ -182,9 +185,18 @@ class Session:
         self.agree("the order of the samples", digest)
         return order
 
-    def shard(self, data: Data, size: int = 512) -> Iterator[Batch]:
-        """This rank's share of every sample exactly once, for evaluation."""
-        for batch in loader.shard(Fetch(data, self.device), len(data), self._place, size):
+    def shard(
+        self, data: Data, size: int = 512, *, collate: Collate | None = None
+    ) -> Iterator[Batch]:
+        """This rank's share of every sample exactly once, for evaluation.
+
+        Args:
+            data: As for :meth:`loader`.
+            size: Most samples of a batch.
+            collate: Makes a batch of a list of samples.
+        """
+        fetch = Fetch(data, self.device, collate=collate)
+        for batch in loader.shard(fetch, len(data), self._place, size):
             self._reporter.heartbeat(self.progress.step, "evaluate")
             if self._keeper is not None:
                 self._keeper.look_up()

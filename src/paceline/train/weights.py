@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -
     Raises:
         NodeError: The files cannot be written.
     """
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    plain = _apart({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
     weights = folder / rundir.WEIGHTS
     try:
         files.write_bytes(weights, save(plain))
@@ -38,6 +39,15 @@ def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -
             found=str(error.strerror or error),
             remedy="make room and start the same command again: it goes on from its checkpoint",
         ) from None
+
+
+def _apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tied weights as copies: the format knows no tensors that share memory."""
+    places = Counter(tensor.untyped_storage().data_ptr() for tensor in state.values())
+    return {
+        name: tensor.clone() if places[tensor.untyped_storage().data_ptr()] > 1 else tensor
+        for name, tensor in state.items()
+    }
 
 
 def load_config(folder: Path) -> dict[str, Any]:

@@ -82,9 +82,10 @@ def _settle_buckets(model: DistributedDataParallel) -> None:
     uninterrupted run made that step with.
     """
     module, parameters = model.module, [p for p in model.parameters() if p.requires_grad]
+    buffers, model.broadcast_buffers = model.broadcast_buffers, False  # there are none in it
     model.module = _Touch(parameters)
     model().backward()
-    model.module = module
+    model.module, model.broadcast_buffers = module, buffers
     for parameter in parameters:
         parameter.grad = None
 

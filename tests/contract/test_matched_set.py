@@ -87,7 +87,7 @@ def test_the_commands_agree_with_the_compose_file(folder: Path) -> None:
             "volumes"
         ]
     file = (folder / "Containerfile").read_text()
-    assert "useradd --uid 1000 --create-home dev" in file
+    assert "useradd --non-unique --uid 1000 --create-home dev" in file
     assert re.search(r"^FROM base:1$", file, re.MULTILINE)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launches import eventually
@@ -17,9 +18,19 @@ from paceline.cluster.lab import Lab
 
 IMAGE = "paceline-test:1"
 FOLDERS = (
-    "usr", "tmp", "etc", "proc", "sys", "dev", "root", "run", "var", "var/tmp", "home", "opt",
-    "sbin",
-)  # fmt: skip
+    "usr",
+    "tmp",
+    "etc",
+    "proc",
+    "sys",
+    "dev",
+    "root",
+    "run",
+    "var",
+    "var/tmp",
+    "home",
+    "opt",
+)
 _CGROUPS = (
     "mount -t tmpfs -o mode=755 none /sys/fs/cgroup; "
     "for c in cpu cpuacct cpuset memory devices freezer blkio pids; do "
@@ -41,34 +52,64 @@ def require() -> None:
 def write_image(path: Path) -> None:
     """A root file system without files: programs come from the host's /usr, mounted."""
     with tarfile.open(path, "w") as tar:
-        for name in [
-            "usr",
-            "tmp",
-            "etc",
-            "proc",
-            "sys",
-            "dev",
-            "root",
-            "run",
-            "var",
-            "var/tmp",
-            "home",
-            "opt",
-        ]:
-            entry = tarfile.TarInfo(name)
-            entry.type = tarfile.DIRTYPE
-            entry.mode = 0o1777 if name.endswith("tmp") else 0o755
-            tar.addfile(entry)
-        for name in ("bin", "lib", "lib64"):
-            entry = tarfile.TarInfo(name)
-            entry.type, entry.linkname = tarfile.SYMTYPE, f"usr/{name}"
-            tar.addfile(entry)
+        for name in FOLDERS:
+            _folder(tar, name)
+        for name in ("bin", "sbin", "lib", "lib64"):
+            _link(tar, name, f"usr/{name}")
         _text(tar, "etc/passwd", "root:x:0:0:root:/root:/bin/sh\n")
 
 
-def _text(tar: tarfile.TarFile, name: str, text: str) -> None:
+def write_image_with(path: Path, programs: Sequence[str], links: Mapping[str, str]) -> None:
+    """A root file system that holds some of this machine's programs and their libraries.
+
+    Args:
+        path: Of the tar file to write.
+        programs: Their paths here, which are kept.
+        links: Further names of programs, by path in the image.
+    """
+    write_image(path)
+    files = {*programs, *(library for program in programs for library in libraries(program))}
+    with tarfile.open(path, "a") as tar:
+        parents = {str(parent) for name in files for parent in Path(own_place(name)).parents}
+        for folder in sorted(parents - {*FOLDERS, "."}):
+            _folder(tar, folder)
+        for name in sorted(files):
+            entry = tar.gettarinfo(str(Path(name).resolve()), arcname=own_place(name))
+            with Path(name).open("rb") as file:
+                tar.addfile(entry, file)
+        for name, target in links.items():
+            _link(tar, name, target)
+        _text(tar, "etc/group", "root:x:0:\n")
+        _text(tar, "etc/shadow", "root:*:19000:0:99999:7:::\n", 0o640)
+
+
+def libraries(program: str) -> list[str]:
+    """Shared libraries and the loader, by path."""
+    done = subprocess.run(["ldd", program], capture_output=True, text=True, check=False)
+    return re.findall(r"(/\S+) \(0x", done.stdout)
+
+
+def own_place(name: str) -> str:
+    """A file's path in the image, where /bin, /sbin and /lib are links into /usr."""
+    return re.sub(r"^/(bin|sbin|lib|lib64)/", r"/usr/\1/", name).lstrip("/")
+
+
+def _link(tar: tarfile.TarFile, name: str, target: str) -> None:
     entry = tarfile.TarInfo(name)
-    entry.size = len(text)
+    entry.type, entry.linkname = tarfile.SYMTYPE, target
+    tar.addfile(entry)
+
+
+def _folder(tar: tarfile.TarFile, name: str) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.type = tarfile.DIRTYPE
+    entry.mode = 0o1777 if name.endswith("tmp") else 0o755
+    tar.addfile(entry)
+
+
+def _text(tar: tarfile.TarFile, name: str, text: str, mode: int = 0o644) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode = len(text), mode
     tar.addfile(entry, io.BytesIO(text.encode()))
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dockerlab import IMAGE, Docker, docker_on, python_mounts
+from dockerlab import IMAGE, Docker, docker_on, python_mounts, write_image_with
 from every_way import EveryWay
 from launches import SOURCE, Site, eventually
-from ways import Way, site_in
+from ways import Way, mpiexec, site_in
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -75,3 +77,64 @@ def test_no_daemon(way: Way, docker: Docker) -> None:
     assert ended.code == 1
     assert "cannot be run on n2" in ended.err
     assert "the daemon is not running" in ended.err
+
+
+# --- containers with sshd inside
+
+PROGRAMS = (
+    "/bin/sh", "/bin/bash", "/usr/bin/id", "/usr/bin/install", "/usr/bin/mkdir", "/usr/bin/hostname",
+    "/usr/bin/ssh", "/usr/sbin/sshd", "/usr/sbin/useradd", "/usr/bin/mpirun.mpich",
+    "/usr/bin/hydra_pmi_proxy",
+)  # fmt: skip
+SAYS_ITS_PLACE = "echo rank $PMI_RANK of $PMI_SIZE, $(hostname), uid $(id -u)"
+
+
+@pytest.fixture
+def matched(cluster: tuple[Site, Docker], docker: Docker) -> Path:
+    """The folder that `paceline setup containers` has written, and its image on both hosts."""
+    site = cluster[0]
+    mpiexec("mpich")
+    links = {"usr/bin/mpirun": "mpirun.mpich"}
+    write_image_with(docker.folder / "base.tar", PROGRAMS, links)
+    workers = [f"--worker=w{n}={site.lab.address(f'n{n}')}" for n in (1, 2)]
+    words = ["--image=base:1", *workers, "sh", "-c", SAYS_ITS_PLACE]
+    Way(site, ()).verb("setup", "containers", "--out", str(docker.folder / "set"), *words)
+    for name in ("n1", "n2"):
+        docker.tell(name, "import", "-c", "ENV PATH=/usr/sbin:/usr/bin",
+                    str(docker.folder / "base.tar"), "base:1")  # fmt: skip
+        typed(site, name, docker.folder / "set", "docker build").check_returncode()
+    return docker.folder / "set"
+
+
+def test_mpirun_inside_a_matched_set(cluster: tuple[Site, Docker], matched: Path) -> None:
+    """Every line of commands.sh as it stands, on the machine that it names."""
+    site = cluster[0]
+    with contextlib.ExitStack() as stack:
+        stack.callback(site.lab.exec, "n1", ["docker", "kill", "paceline-launcher"])
+        for name, alias in (("n1", "w1"), ("n2", "w2")):
+            line = line_of(matched, f"--name=paceline-{alias} ")
+            stack.enter_context(site.lab.popen(name, ["sh", "-c", line], cwd=matched))
+            stack.callback(site.lab.exec, name, ["docker", "kill", f"paceline-{alias}"])
+            assert eventually(lambda n=name: has_sshd(site, n), 20)
+        done = typed(site, "n1", matched, "docker run", "--name=paceline-launcher ")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "rank 0 of 2, n1, uid 1000",
+        "rank 1 of 2, n2, uid 1000",
+    ]
+
+
+def has_sshd(site: Site, host: str) -> bool:
+    """Whether the worker's own sshd listens."""
+    return any(":1234" in address for address in site.lab.listeners(host))
+
+
+def line_of(folder: Path, *words: str) -> str:
+    lines = (folder / "commands.sh").read_text().splitlines()
+    (line,) = [line for line in lines if all(word in line for word in words) and line[0] != "#"]
+    return line
+
+
+def typed(site: Site, host: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The one line of commands.sh with these words."""
+    return site.lab.exec(host, ["sh", "-c", line_of(folder, *words)], cwd=folder, timeout=40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from paceline.launch.containers.matched_set import (
     FIRST_PORT,
     HOST_KEY,
     KEY,
+    UID,
     ContainerSet,
     Keys,
     Worker,
@@ -41,13 +43,22 @@ def command(workers: tuple[str, ...], image: str, tag: str, port: int, shm_size:
     """
     made = ContainerSet(
         image, tag, workers_of(parse_workers(workers), port), shm_size, iface,
-        command_words or ("python", "train.py"),
+        command_words or ("python", "train.py"), os.getuid() or UID,
     )  # fmt: skip
     keys = make_keys(out, made.workers)
     for name, text in files(made, keys).items():
         write(out / name, text)
     (out / "workload").mkdir(exist_ok=True)
+    if os.getuid() == 0:
+        give_to(made.uid, out)
     click.echo((out / "commands.sh").read_text(encoding="utf-8"), nl=False)
+
+
+def give_to(uid: int, out: Path) -> None:
+    """What root has written belongs to the user in the containers, who has to read it."""
+    for folder in [*out.glob("ssh_*"), out / "workload"]:
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, uid, -1)
 
 
 def parse_workers(given: tuple[str, ...]) -> dict[str, str]:

@@ -6,6 +6,7 @@ that what one file says is what the others expect.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class ContainerSet:
         shm_size: Size of /dev/shm.
         interface: Interface for MPI's traffic; empty leaves it to MPI.
         command: What mpirun runs.
+        uid: Of the user in the containers, to whom the keys on the machines must belong.
     """
 
     base: str
@@ -54,6 +56,7 @@ class ContainerSet:
     shm_size: str = "8g"
     interface: str = ""
     command: tuple[str, ...] = ("python", "train.py")
+    uid: int = UID
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +105,15 @@ def containerfile(made: ContainerSet) -> str:
     """The base with OpenSSH and an ordinary user; keys are mounted, never built in."""
     return f"""FROM {made.base}
 USER root
-RUN if command -v apt-get >/dev/null; then \\
+RUN if [ -x /usr/sbin/sshd ]; then :; \\
+    elif command -v apt-get >/dev/null; then \\
       apt-get update && apt-get install -y --no-install-recommends openssh-server openssh-client \\
       && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*; \\
     else dnf install -y openssh-server openssh-clients && rm -f /etc/ssh/ssh_host_*; fi; \\
     mkdir -p /run/sshd {WORK} && \\
-    (id -u {USER} >/dev/null 2>&1 || useradd --uid {UID} --create-home {USER}) && \\
-    install -d -o {UID} -m 700 {HOME}/.ssh
+    (id -u {USER} >/dev/null 2>&1 || \\
+      useradd --non-unique --uid {made.uid} --create-home {USER}) && \\
+    install -d -o {made.uid} -m 700 {HOME}/.ssh
 USER {USER}
 WORKDIR {WORK}
 """
@@ -118,7 +123,7 @@ def sshd_config(worker: Worker) -> str:
     """An sshd without root: its own port, host key, log and pid file; keys only."""
     ssh = f"{HOME}/.ssh"
     return f"""Port {worker.port}
-HostKey {ssh}/{HOST_KEY}
+{_listening(worker.address)}HostKey {ssh}/{HOST_KEY}
 AuthorizedKeysFile {ssh}/authorized_keys
 PidFile /tmp/paceline-sshd.pid
 AuthenticationMethods publickey
@@ -130,6 +135,15 @@ AllowTcpForwarding no
 PrintMotd no
 LogLevel INFO
 """
+
+
+def _listening(address: str) -> str:
+    """Only where the launcher comes from; a name may mean loopback on its own machine."""
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return ""
+    return f"ListenAddress {address}\n"
 
 
 def ssh_config(made: ContainerSet) -> str:
@@ -176,7 +190,7 @@ def _environment(made: ContainerSet) -> dict[str, str]:
 def run_command(made: ContainerSet, name: str, ssh_folder: str, words: list[str]) -> list[str]:
     """``docker run`` for one container, typed in the folder of the set."""
     flags = ["docker", "run", "--rm", "--init", "--network=host", f"--name={name}"]
-    flags += [f"--user={UID}", f"--shm-size={made.shm_size}", f"--workdir={WORK}"]
+    flags += [f"--user={made.uid}", f"--shm-size={made.shm_size}", f"--workdir={WORK}"]
     flags += ["--volume", f"./workload:{WORK}", "--volume", f"./{ssh_folder}:{HOME}/.ssh:ro"]
     flags += [f"--env={name}={value}" for name, value in _environment(made).items()]
     return [*flags, made.image, *words]
@@ -211,7 +225,7 @@ def _service(made: ContainerSet, ssh_folder: str, words: list[str]) -> dict[str,
         "image": made.image,
         "build": {"context": ".", "dockerfile": "Containerfile"},
         "network_mode": "host",
-        "user": str(UID),
+        "user": str(made.uid),
         "init": True,
         "shm_size": made.shm_size,
         "working_dir": WORK,

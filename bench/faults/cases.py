@@ -180,6 +180,10 @@ def few_logins(lab: Lab) -> Iterator[None]:
         daemon.kill()
 
 
+def same_environment(lab: Lab) -> None:
+    """the environment of the others named in paceline.toml"""
+
+
 def sshd_started(lab: Lab) -> None:
     """sshd started"""
     lab.fault("power-off", "n2")
@@ -250,7 +254,8 @@ SINGLE: Sequence[Case] = (
     Case("P13", "frozen", ("cannot log in to n1", "sshd does not speak"), fault("freeze", "n1"),
          hand=bring_back),
     Case("P17", "another torch", ("torch", "2.12.1+cpu", "n2"), older_torch,
-         settings=f'[hosts.n2]\npython = "{ANOTHER_TORCH}/bin/python"\n', again=("--quick",)),
+         settings=f'[hosts.n2]\npython = "{ANOTHER_TORCH}/bin/python"\n', again=("--quick",),
+         hand=same_environment),
     Case("", "MTU differs", ("the MTU differs", "n2 ens3 1400"),
          typed("n2", "ip link set ens3 mtu 1400")),
     Case("", "small /dev/shm", ("/dev/shm on n2 has 64.0 MiB",),

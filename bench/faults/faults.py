@@ -77,7 +77,8 @@ def try_case(case: Case) -> tuple[str, bool, float, str, bool]:
             found = first(said)
             right = all(words in found["message"] for words in case.culprit)
             right &= bool(found["remedy"])
-            remedies = [one["remedy"] for one in said["findings"] if one["outcome"] != "pass"]
+            bad = [one for one in said["findings"] if one["outcome"] != "pass"]
+            remedies = [one["remedy"] for one in bad if one["check"] == found["check"]]
             how = apply(lab, case, "\n".join(remedies))
             if late:
                 settings.write_text(case.settings)

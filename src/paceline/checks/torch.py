@@ -9,23 +9,33 @@ from __future__ import annotations
 
 from paceline.checks.check import Check, failed, passed, warned
 from paceline.checks.scene import Scene
-from paceline.cluster.agreement import torch_problem
+from paceline.cluster.agreement import odd_ones, torch_problem
 from paceline.spec.finding import Finding
 
 
 def judge(scene: Scene) -> list[Finding]:
-    problem = torch_problem(scene.present, scene.facts)
+    hosts = [host for host in scene.present if _has_its_python(scene, host.name)]
+    names = [host.name for host in hosts]
+    if not hosts:
+        return []
+    versions = {name: (scene.facts[name].get("torch") or {}).get("version") for name in names}
+    problem = torch_problem(hosts, scene.facts)
     if problem is not None:
         found = problem.found.replace("\n", ", ")
-        return [failed("torch", scene.names, f"{problem.message}: {found}", problem.remedy)]
-    torch = scene.facts[scene.names[0]]["torch"]
-    return _nccl(scene) or [passed("torch", scene.names, f"torch {torch['version']}")]
+        guilty = [name for name in names if versions[name] is None] or odd_ones(versions)
+        return [failed("torch", guilty, f"{problem.message}: {found}", problem.remedy)]
+    return _nccl(scene, names) or [passed("torch", names, f"torch {versions[names[0]]}")]
 
 
-def _nccl(scene: Scene) -> list[Finding]:
+def _has_its_python(scene: Scene, name: str) -> bool:
+    """Where the interpreter is missing, what another one has says nothing."""
+    return scene.wishes.pythons.get(name, scene.chosen[name]) == scene.chosen[name]
+
+
+def _nccl(scene: Scene, names: list[str]) -> list[Finding]:
     """An image's NCCL_VERSION says nothing about the library that torch loads."""
     found = []
-    for name in scene.names:
+    for name in names:
         environment = scene.facts[name].get("environment") or {}
         torch = scene.facts[name]["torch"]
         if torch.get("cuda") and (declared := environment.get("NCCL_VERSION")):

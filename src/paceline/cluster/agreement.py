@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,16 +44,30 @@ def torch_problem(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> NodeErro
             f"no torch on {', '.join(without)}",
             found=f"{python} on {without[0]} has no torch package",
             remedy=f"On {without[0]}: {python} -m pip install torch"
-            " (or --python PATH for another interpreter; --no-torch for a script without torch)",
+            "\n(or --python PATH for another interpreter; --no-torch for a script without torch)",
         )
     if len(set(versions.values())) > 1:
         return NodeError(
             "the nodes have different torch versions",
             found="\n".join(f"{name}: torch {version}" for name, version in versions.items()),
-            remedy="Install the same version everywhere: "
-            f"python -m pip install torch=={_plain(versions[hosts[0].name])}",
+            remedy="\n".join(
+                f"On {name}: {facts[name]['python']['executable']} -m pip install "
+                f"torch=={_plain(usual(versions))}"
+                for name in odd_ones(versions)
+            ),
         )
     return None
+
+
+def usual(values: Mapping[str, str | None]) -> str | None:
+    """What most have; of equally many, what the first has."""
+    return Counter(values.values()).most_common(1)[0][0]
+
+
+def odd_ones(values: Mapping[str, str | None]) -> list[str]:
+    """Those that do not have what most have."""
+    most = usual(values)
+    return [name for name, value in values.items() if value != most]
 
 
 def _plain(version: str | None) -> str:

@@ -82,9 +82,9 @@ def test_no_daemon(way: Way, docker: Docker) -> None:
 # --- containers with sshd inside
 
 PROGRAMS = (
-    "/bin/sh", "/bin/bash", "/usr/bin/id", "/usr/bin/install", "/usr/bin/mkdir", "/usr/bin/hostname",
-    "/usr/bin/ssh", "/usr/sbin/sshd", "/usr/sbin/useradd", "/usr/bin/mpirun.mpich",
-    "/usr/bin/hydra_pmi_proxy",
+    "/bin/sh", "/bin/bash", "/usr/bin/id", "/usr/bin/install", "/usr/bin/mkdir",
+    "/usr/bin/hostname", "/usr/bin/ssh", "/usr/sbin/sshd", "/usr/sbin/useradd",
+    "/usr/bin/mpirun.mpich", "/usr/bin/hydra_pmi_proxy",
 )  # fmt: skip
 SAYS_ITS_PLACE = "echo rank $PMI_RANK of $PMI_SIZE, $(hostname), uid $(id -u)"
 

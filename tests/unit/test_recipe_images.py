@@ -13,7 +13,7 @@ from PIL import Image
 from recipe_tools import config, hub_variables, one_thread  # noqa: F401 - fixtures
 from safetensors.torch import load_file
 
-from paceline.recipes import evaluate, image, parse_options, predict
+from paceline.recipes import evaluate, hub_models, image, parse_options, predict
 from paceline.recipes.augment import augmented
 from paceline.recipes.catalogue import catalogue
 from paceline.recipes.datasets import hub
@@ -127,10 +127,33 @@ def test_pretrained_network_of_a_folder(make, tmp_path: Path, capsys) -> None:  
 
 def test_grey_digits_go_into_a_colour_network(tmp_path: Path) -> None:
     assert train(tmp_path / "run", f"--model={vit(tmp_path / 'm')}", "--steps=2") == 0
+    found = config(tmp_path / "run")
+    assert (found["decoded"], found["shape"]) == ([1, 8, 8], [1, 16, 16])
     wants = inputs(ImageOptions(model=str(tmp_path / "m")))
     grey = wants.normalise(1)
     assert grey is not None
     assert grey.mean == (0.5,)
+
+
+def test_small_images_are_enlarged_when_asked(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    flags = ["--image-size=12", "--steps=2", "--augment", "flip"]
+    assert train(tmp_path / "run", *flags) == 0
+    found = config(tmp_path / "run")
+    assert found["shape"] == [1, 12, 12]
+    capsys.readouterr()
+    assert evaluate.main([f"--run={tmp_path / 'run'}"]) == 0
+    assert f"accuracy {found['metrics']['test']['accuracy']:.4f}" in capsys.readouterr().out
+
+
+def test_preprocessing_of_timm() -> None:
+    carried = {"input_size": [3, 160, 160], "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.2]}
+    found = hub_models.of_timm({"architecture": "resnet18", "pretrained_cfg": carried})
+    assert found == {
+        "size": 160,
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": [0.2, 0.2, 0.2],
+    }
+    assert hub_models.of_timm({"model_type": "vit"}) == {}
 
 
 class Refused(Exception):
@@ -250,7 +273,6 @@ def test_typed_flags_win_over_the_preset() -> None:
         (["--preset=imagnet"], "did you mean --preset imagenet"),
         (["--augment", "resize-crop"], "did you mean --augment resized-crop"),
         (["--freeze"], "would keep random weights"),
-        (["--image-size=64"], "cannot be used with --data digits"),
     ],
 )
 def test_refused_settings(flags: list[str], words: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -87,9 +87,10 @@ def _checked(wanted: HubModel, model: nn.Module) -> nn.Module:
 def rebuilt(kind: Kind, description: dict[str, Any]) -> nn.Module:
     """The architecture that a saved description tells, with initial weights; nothing is fetched."""
     library = _library(kind, offline=True)
-    rest = dict(description)
-    name = rest.pop("model_type")
-    config = library.AutoConfig.for_model(name, **rest)
+    # timm's descriptions have their own word for it, and class names that may be another task's.
+    count = {"num_labels": description["num_classes"]} if "num_classes" in description else {}
+    kind_of_config = type(library.AutoConfig.for_model(description["model_type"]))
+    config = kind_of_config.from_dict(dict(description), **count)
     made: nn.Module = getattr(library, _CLASSES[kind]).from_config(config)
     return made.float()
 
@@ -111,15 +112,31 @@ def load_tokenizer(wanted: HubModel) -> Any:
 
 
 def load_preprocessing(wanted: HubModel) -> dict[str, Any]:
-    """How images are prepared for the model: its ``preprocessor_config.json``, or nothing."""
-    path = Path(wanted.name).expanduser() / "preprocessor_config.json"
+    """How images are prepared for the model, in the words of ``preprocessor_config.json``.
+
+    Models of timm have no such file, but a part of their description; empty where nothing is said.
+    """
+    return _content(wanted, "preprocessor_config.json") or of_timm(_content(wanted, "config.json"))
+
+
+def of_timm(description: Mapping[str, Any]) -> dict[str, Any]:
+    """The preprocessing that timm's models carry in their description."""
+    carried = description.get("pretrained_cfg") or {}
+    names = {"image_mean": "mean", "image_std": "std"}
+    found = {ours: carried[theirs] for ours, theirs in names.items() if theirs in carried}
+    return found | ({"size": carried["input_size"][-1]} if "input_size" in carried else {})
+
+
+def _content(wanted: HubModel, name: str) -> dict[str, Any]:
+    """A JSON file of the model; empty when it has none of that name."""
+    path = Path(wanted.name).expanduser() / name
     if not path.parent.is_dir():
         hub = optional.library("transformers.utils", "models are loaded")
         found = fetched(
             f"--model {wanted.name}",
             lambda: hub.cached_file(
                 wanted.name,
-                "preprocessor_config.json",
+                name,
                 local_files_only=wanted.local,
                 _raise_exceptions_for_missing_entries=False,
             ),

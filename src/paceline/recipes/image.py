@@ -43,7 +43,7 @@ def train_image(options: ImageOptions) -> None:
         normalise = wants.normalise(data.shape[0]) or normalisation(
             data.splits["train"], data.shape[0]
         )
-        size = wants.cropped(data.shape)
+        size = wants.fitted(data.shape)
         numbers, device = session.precision.parameters, session.device
         splits = data.splits
         training = Pictures(splits["train"], normalise, numbers, options.augment, size, device)

@@ -31,9 +31,9 @@ class Inputs:
     mean: tuple[float, ...] = ()
     deviation: tuple[float, ...] = ()
 
-    def cropped(self, shape: tuple[int, int, int]) -> int:
-        """What is cut out of images of this shape; 0 when they are used as they are."""
-        return self.size if self.size and max(shape[1:]) > self.size and self.crop else 0
+    def fitted(self, shape: tuple[int, int, int]) -> int:
+        """To what images of this shape are cut or enlarged; 0 when they are used as they are."""
+        return 0 if tuple(shape[1:]) == (self.size, self.size) else self.size
 
     def normalise(self, channels: int) -> Normalisation | None:
         """The pretrained model's normalisation, also for grey images."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.recipes.datasets import NAMED, SIZED
+from paceline.recipes.datasets import NAMED
 from paceline.recipes.fine_tuning_options import check_fine_tuning
 from paceline.recipes.options import Options, at_least, below_one, check_accuracy, known
 from paceline.recipes.sources import is_path
@@ -81,8 +81,8 @@ class ImageOptions(Options):
     augment: tuple[str, ...] = ()
     """Augmentations of the training images: flip, crop, rotate, zoom, resized-crop."""
     image_size: int = 0
-    """Height and width to which images of a folder are brought (0: what a pretrained model
-    wants, else 64)."""
+    """Height and width to which images are brought (0: what a pretrained model wants, else 64 for
+    a folder's, and the others as they are)."""
     test_fraction: float = 0.2
     """Part of every class that is held out, where the data have no split of their own."""
     val_fraction: float = 0.0
@@ -110,12 +110,6 @@ class ImageOptions(Options):
             raise SettingError(
                 f"--test-fraction {self.test_fraction} must lie between 0 and 1",
                 remedy="--test-fraction 0.2",
-            )
-        if self.image_size and self.data in NAMED and self.data not in SIZED:
-            raise SettingError(
-                f"--image-size {self.image_size} cannot be used with --data {self.data}",
-                found="its images have one size already",
-                remedy="leave --image-size out",
             )
         if self.image_size:
             at_least("--image-size", self.image_size, 8)

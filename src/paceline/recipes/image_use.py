@@ -14,7 +14,7 @@ from paceline.recipes.datasets.folder import SUFFIXES, decode
 from paceline.recipes.evaluate import alone, check_unchanged, choose_split, joined, report
 from paceline.recipes.evaluate_options import EvaluateOptions, PredictOptions
 from paceline.recipes.image import evaluate
-from paceline.recipes.pictures import Pictures, middle
+from paceline.recipes.pictures import Pictures, fitted
 from paceline.recipes.portable import Figures, Portable
 from paceline.recipes.predict import Guess
 from paceline.recipes.trained import Trained, trained
@@ -122,5 +122,5 @@ def probabilities(
     pixels = decode(image, channels, height, width, model.config["crop"])[None]
     inputs = model.normalise(pixels, session.precision.parameters, session.device)
     with session.autocast():
-        outputs: Tensor = network(middle(inputs, model.size))
+        outputs: Tensor = network(fitted(inputs, model.size))
     return outputs[0].float().softmax(0).cpu()

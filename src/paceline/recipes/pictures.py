@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from paceline.recipes.augment import augmented
 from paceline.recipes.datasets.images import InMemory, Part, Split
@@ -73,11 +74,13 @@ def _moments(count: NDArray[np.int64]) -> tuple[float, float]:
     return mean / 255, max(variance**0.5 / 255, 1e-3)
 
 
-def middle(images: Tensor, size: int) -> Tensor:
-    """The middle of larger images, ``size`` high and wide (0: all)."""
+def fitted(images: Tensor, size: int) -> Tensor:
+    """The middle of larger images, smaller ones enlarged, ``size`` high and wide (0: as is)."""
     height, width = images.shape[2:]
     if not size or (height, width) == (size, size):
         return images
+    if min(height, width) < size:
+        return interpolate(images, (size, size), mode="bilinear", align_corners=False)
     top, left = (height - size) // 2, (width - size) // 2
     return images[:, :, top : top + size, left : left + size]
 
@@ -90,8 +93,8 @@ class Pictures:
         normalise: How pixels become numbers.
         dtype: Format of these numbers.
         augment: Names of augmentations; used only where the batch is for training.
-        size: Height and width of what comes out, at most those of the images; the middle where
-            nothing is augmented (0: as they are).
+        size: Height and width of what comes out: the middle of larger images where nothing is
+            augmented, smaller ones enlarged (0: as they are).
         device: Where all this is computed.
     """
 
@@ -119,5 +122,5 @@ class Pictures:
         if draws is not None and self._augment:
             images = augmented(images, self._augment, draws, self._size)
         else:
-            images = middle(images, self._size)
+            images = fitted(images, self._size)
         return images, self._labels[torch.from_numpy(ids)]

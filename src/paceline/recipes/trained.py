@@ -43,7 +43,7 @@ class Trained:
 
     @property
     def size(self) -> int:
-        """What is cut out of decoded images (0: they are used as they are)."""
+        """To what decoded images are cut or enlarged (0: they are used as they are)."""
         return self.shape[1] if list(self.shape) != self.config["decoded"] else 0
 
     def load(self, network: nn.Module) -> None:

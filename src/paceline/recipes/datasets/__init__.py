@@ -47,8 +47,6 @@ class Named:
     classes: tuple[str, ...] = ()
 
 
-SIZED = frozenset(("dummy",))
-"""Named sets whose images have whatever size is asked for."""
 NAMED: dict[str, Named] = {
     named.name: named
     for named in (

@@ -37,6 +37,7 @@ def world(folder: Path) -> None:
             "accumulated": trained(session, limit=2),
             "sharded": trained(session, limit=0, shard=True),
             "sharded and accumulated": trained(session, limit=1, shard=True, clip_norm=0.5),
+            "partly used": partly_used(session),
             "with buffers": with_buffers(session),
             "clipped": trained(session, limit=0, clip_norm=0.5),
             "diverged": refused(lambda: diverge(session)) if session.world.size > 1 else "",
@@ -50,6 +51,31 @@ def refused(act) -> str:
     except (JobError, DataError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+class Branches(nn.Module):
+    """Uses one of its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, inputs: torch.Tensor, step: int) -> torch.Tensor:
+        return (self.other if step % 3 == 1 else self.one)(inputs)
+
+
+def partly_used(session: train.Session) -> list[float]:
+    session.progress.step = session.progress.epoch = session.progress.offset = 0
+    torch.manual_seed(2)
+    network = session.place(Branches())
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    model = session.prepare(network, optimizer, unused=True)
+    loader = session.loader(numbers(11), 4)
+    for _ in session.epochs(loader, 2):
+        for inputs, targets in loader:
+            step = session.progress.step
+            session.step(mse_loss(model(inputs, step), targets, reduction="none")[:, 0])
+    return torch.cat([one.detach().flatten() for one in network.parameters()]).tolist()
 
 
 def with_buffers(session: train.Session) -> list[int]:

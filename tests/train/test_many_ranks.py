@@ -32,6 +32,10 @@ def test_parameters_do_not_depend_on_the_world(worlds: Any, way: str) -> None:
     check_equal(worlds, way, worlds[1][0]["trained"])
 
 
+def test_parameters_may_be_unused(worlds: Any) -> None:
+    check_equal(worlds, "partly used", worlds[1][0]["partly used"])
+
+
 @pytest.mark.parametrize("way", ["clipped", "sharded and accumulated"])
 def test_clipping_sees_the_whole_gradient(worlds: Any, way: str) -> None:
     check_equal(worlds, way, worlds[1][0]["clipped"])

@@ -98,6 +98,7 @@ class Session:
         *,
         clip_norm: float | None = None,
         compile: bool = False,
+        unused: bool = False,
     ) -> nn.Module:
         """Makes the model train as one over all ranks and proves that all start equal.
 
@@ -108,6 +109,8 @@ class Session:
             schedule: Advanced once for each global step.
             clip_norm: Largest norm of the whole gradient.
             compile: Compiles what is returned with ``torch.compile``.
+            unused: Some steps leave parameters without gradient (branches, frozen parts that
+                still require one); DDP then looks for them at every step, which costs time.
 
         Returns:
             What to call in the training loop. Evaluate and save with ``module`` itself.
@@ -117,7 +120,9 @@ class Session:
             module, optimizer, schedule, self.precision.scaler(self.device), clip_norm
         )
         replicate = not self.comms.alone and not wrapping.is_sharded(module)
-        self._model = wrapping.replicated(module, self.device) if replicate else module
+        self._model = (
+            wrapping.replicated(module, self.device, unused=unused) if replicate else module
+        )
         self.verify()
         seed_all(self._seed + 1 + self.world.rank)
         self._reporter.event("prepared", parameters=sum(p.numel() for p in module.parameters()))

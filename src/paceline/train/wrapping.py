@@ -63,12 +63,20 @@ def _put_back(module: nn.Module) -> None:
             one.reshard()
 
 
-def replicated(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module under DDP: gradients are averaged over all ranks."""
+def replicated(module: nn.Module, device: torch.device, *, unused: bool = False) -> nn.Module:
+    """The module under DDP: gradients are averaged over all ranks.
+
+    Args:
+        module: On its device.
+        device: Of this rank.
+        unused: Some steps leave parameters unused; looking for them costs time at every step.
+    """
     index = None if device.type == "cpu" else [device]
     # A false alarm of DDP for weights with one input channel, whose strides are ambiguous.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
-    model = DistributedDataParallel(module, device_ids=index, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        module, device_ids=index, gradient_as_bucket_view=True, find_unused_parameters=unused
+    )
     _settle_buckets(model)
     return model
 

@@ -4,7 +4,7 @@ Meaning: DDP waited for gradients of parameters that the loss did not use.
 Cause: A part of the model is skipped in some steps, or outputs are dropped before the loss.
 Confirm: TORCH_DISTRIBUTED_DEBUG=DETAIL lists the parameters by name.
 Remedy: Remove or freeze the unused parts, or DistributedDataParallel(...,
-    find_unused_parameters=True).
+    find_unused_parameters=True), with paceline.train session.prepare(..., unused=True).
 Source: DDP's message.
 """
 

@@ -156,6 +156,36 @@ def test_names_the_rank_that_others_wait_for(site: Site, case: str) -> None:
     assert f"cause: {cause}" in shown
 
 
+def test_a_world_of_ones_own(site: Site) -> None:
+    text = (
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:29777', rank=0, world_size=1)"
+    )
+    directory, _ = site.run(text)
+    _, said = explain(directory)
+    assert said["causes"][0]["rule"] == "unplanned-world", said
+    assert "became rank 0 of 1, but the plan says rank 1 of 2" in said["conclusion"]
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (("--lr", "1e30", "--steps", "3"), "the loss became not finite"),
+        (("--data", "/no/such/folder"), "--data /no/such/folder: no such folder"),
+    ],
+    ids=["nan", "data"],
+)
+def test_a_recipe_that_ends_by_itself(site: Site, words: tuple[str, ...], cause: str) -> None:
+    directory = site.folder / f"recipe{len(list(site.folder.glob('recipe*')))}"
+    hosts = ["-H", str(site.lab.hostfile), "--ssh-config", str(site.lab.ssh_config)]
+    done = paceline("train", "image", *hosts, "--run-dir", str(directory), *words, cwd=site.folder)
+    assert done.returncode == 1, done.stderr
+    code, said = explain(directory)
+    assert code == 0
+    assert cause in said["conclusion"], said
+    assert said["causes"][0]["remedy"]
+
+
 def test_a_killed_launcher(site: Site) -> None:
     directory = site.folder / "run-orphan"
     (site.folder / "job.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(30)\n")

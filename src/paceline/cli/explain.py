@@ -19,6 +19,8 @@ from paceline.report import explanation
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 
+SHOWN_ANYWAY = ("exception", "said-why")  # their words stand in the last lines of a failed run
+
 
 @click.command("explain")
 @click.argument("run", required=False, type=click.Path(path_type=Path))
@@ -130,7 +132,7 @@ def after_failure(run: Path) -> str:
     """
     found = conclude(from_run(run), load_all())
     keep(run, found)
-    if not found.known or found.found[0][0].code == "exception":
+    if not found.known or found.found[0][0].code in SHOWN_ANYWAY:
         return ""
     return "\n".join(
         f"paceline: {line}" if at == 0 else f"  {line}"

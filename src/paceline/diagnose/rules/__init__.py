@@ -62,6 +62,7 @@ RULES: dict[str, str] = {
     "nccl-system-error": "paceline.diagnose.rules.nccl_system_error",
     "collective-timeout": "paceline.diagnose.rules.collective_timeout",
     "killed": "paceline.diagnose.rules.killed",
+    "said-why": "paceline.diagnose.rules.said_why",
     "exception": "paceline.diagnose.rules.exception",
     "peer-gone": "paceline.diagnose.rules.peer_gone",
 }

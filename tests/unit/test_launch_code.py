@@ -67,10 +67,14 @@ def test_names_that_are_no_text(folder: Path) -> None:
 
 @pytest.mark.parametrize("limit", ["MAX_FILES", "MAX_BYTES"])
 def test_too_much_to_ship(folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    (folder / "data").mkdir(exist_ok=True)
+    for number in range(9):
+        (folder / f"data/{number}.bin").write_bytes(b"12345678")
     monkeypatch.setattr(code, limit, 2)
     with pytest.raises(SettingError) as caught:
         code.read_tree(folder)
     assert str(folder) in caught.value.message
+    assert "most of it is data: 10 files" in caught.value.found
     assert "--ship never" in caught.value.remedy
 
 

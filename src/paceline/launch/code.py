@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,8 +80,9 @@ def read_tree(root: Path) -> Tree:
     SettingError when that is more than is sensibly shipped at every start.
     """
     files = sorted(_files(root))
-    if len(files) > MAX_FILES or sum((root / path).stat().st_size for path in files) > MAX_BYTES:
-        raise _too_large(root)
+    sizes = {path: (root / path).stat().st_size for path in files}
+    if len(files) > MAX_FILES or sum(sizes.values()) > MAX_BYTES:
+        raise _too_large(root, sizes)
     return _hashed(root, files)
 
 
@@ -119,10 +121,19 @@ def _skip(folder: Path) -> bool:
     return name.startswith(".") or name in _SKIPPED or (folder / "pyvenv.cfg").exists()
 
 
-def _too_large(root: Path) -> SettingError:
+def _too_large(root: Path, sizes: Mapping[str, int]) -> SettingError:
+    """Says which part is to blame, for it is data or results as a rule."""
+    folders: Counter[str] = Counter()
+    for path, size in sizes.items():
+        # A block each: very many small files are as bad as a few large ones.
+        folders[path.split("/")[0]] += size + MAX_BYTES // MAX_FILES
+    largest = folders.most_common(1)[0][0]
+    inside = [size for path, size in sizes.items() if path.split("/")[0] == largest]
     return SettingError(
         f"the code in {root} is too large to ship at every start",
-        found=f"more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB (data or results among it?)",
+        found=f"{len(sizes)} files, {sum(sizes.values()) >> 20} MiB (at most {MAX_FILES} and"
+        f" {MAX_BYTES >> 20} MiB); most of it is {largest}: {len(inside)} files,"
+        f" {sum(inside) >> 20} MiB",
         remedy="Start from a folder that holds only the code, or keep data out by .gitignore, or "
         "put the code at the same path on every host and add --ship never",
     )

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from paceline.cluster.inventory.dialect import UnreadableError
 from paceline.cluster.inventory.nodelist import expand_one
 
-_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
-_USER = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.+@\\-]*\$?")
+_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
+_USER = re.compile(r"[A-Za-z0-9_.](?:[A-Za-z0-9_.+\\-]|@(?=[A-Za-z0-9]))*\$?")
 _ZONE = re.compile(r"[A-Za-z0-9_.-]+")
 _BRACKETED = re.compile(r"\[([^\]]*)\](?::(.*))?")
 _TAIL = re.compile(r"(.*?)(?::([^:\]]*))?")  # a colon after the last bracket

@@ -2,7 +2,7 @@
 
 Meaning: A path that the script uses does not exist on that host.
 Cause: Data or code lies on one machine only, paths differ between machines, or rank 0
-    prepares on its own disk what others expect.
+    prepares on its own disk what others expect; files that git ignores are not shipped.
 Confirm: ls -l PATH on that host and on one that works: paceline check --data PATH.
 Remedy: Bring it to the same path on every host (rsync -a), mount the shared folder there, or
     ship it; a file that rank 0 makes belongs on a shared folder or behind a barrier.

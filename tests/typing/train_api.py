@@ -37,6 +37,8 @@ def script(session: train.Session, network: nn.Module) -> None:
     assert_type(loader, train.Loader)
     session.loader(Pairs(), 2, limit=1, workers=0)
     session.loader(Batches(), 2)
+    session.loader(Pairs(), 2, lengths=[1, 2, 3], collate=lambda samples: torch.zeros(2))
+    session.loader(Pairs(), 2, order=lambda epoch: [2, 1, 0])
     assert_type(session.epochs(loader, 2), Iterator[int])
     for batch in loader:
         assert_type(batch, train.Batch)

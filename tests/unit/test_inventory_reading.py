@@ -215,7 +215,9 @@ def test_unknown_words_for_options(tmp_path: Path) -> None:
         read("a:2", tmp_path, dialect="slrum")
 
 
-@pytest.mark.parametrize("source", ["", " ", "n1 n2", "n1;n2", "-n1", "$(id)", "n1\nn2;", "n1:", "user@@n1", "a..b,"])
+@pytest.mark.parametrize(
+    "source", ["", " ", "n1 n2", "n1;n2", "-n1", "$(id)", "n1\nn2;", "n1:", "user@@n1", "a..b,"]
+)
 def test_hostile_lists(source: str, tmp_path: Path) -> None:
     with pytest.raises(HostsError):
         read(source, tmp_path)

@@ -11,6 +11,7 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import cgroups
 from launches import eventually
 from ways import missing
 
@@ -31,12 +32,8 @@ FOLDERS = (
     "home",
     "opt",
 )
-_CGROUPS = (
-    "mount -t tmpfs -o mode=755 none /sys/fs/cgroup; "
-    "for c in cpu cpuacct cpuset memory devices freezer blkio pids; do "
-    "mkdir -p /sys/fs/cgroup/$c; mount -t cgroup -o $c none /sys/fs/cgroup/$c; done; "
-    "mkdir -p /var/tmp/docker /run/docker"
-)
+CONTROLLERS = ("cpu", "cpuacct", "cpuset", "memory", "devices", "freezer", "blkio", "pids")
+_GROUND = f"{cgroups.mounting(CONTROLLERS)}; mkdir -p /var/tmp/docker /run/docker"
 _DOCKERD = (
     "/usr/sbin/dockerd", "--bridge=none", "--iptables=false", "--ip6tables=false",
     "--ip-forward=false", "--storage-driver=vfs", "--data-root=/var/tmp/docker",
@@ -54,7 +51,7 @@ def write_image(path: Path) -> None:
     with tarfile.open(path, "w") as tar:
         for name in FOLDERS:
             _folder(tar, name)
-        for name in ("bin", "sbin", "lib", "lib64"):
+        for name in ("bin", "lib", "lib64"):
             _link(tar, name, f"usr/{name}")
         _text(tar, "etc/passwd", "root:x:0:0:root:/root:/bin/sh\n")
 
@@ -90,7 +87,7 @@ def libraries(program: str) -> list[str]:
 
 
 def own_place(name: str) -> str:
-    """A file's path in the image, where /bin, /sbin and /lib are links into /usr."""
+    """A file's path in the image, where /bin and /lib are links into /usr."""
     return re.sub(r"^/(bin|sbin|lib|lib64)/", r"/usr/\1/", name).lstrip("/")
 
 
@@ -126,7 +123,7 @@ class Docker:
         self.folder.mkdir()
         write_image(self.folder / "root.tar")
         for name in self.lab.names:
-            self.lab.exec(name, ["sh", "-c", _CGROUPS], timeout=20)
+            self.lab.exec(name, ["sh", "-c", _GROUND], timeout=20)
             self.start(name)
         first, *others = self.lab.names
         self.tell(first, "import", str(self.folder / "root.tar"), IMAGE)
@@ -177,6 +174,7 @@ def docker_on(lab: Lab, folder: Path) -> Iterator[Docker]:
         yield docker
     finally:
         docker.down()
+        cgroups.remove("docker")
 
 
 def python_mounts(prefixes: Sequence[str]) -> list[str]:

@@ -34,13 +34,13 @@ class EveryWay:
     def test_a_rank_raises(self, way: Way) -> None:
         ended = way.run("--no-torch", "-p", "1", "end.py", "raise", "1")
         assert ended.code == 1, ended.err
-        assert "failed first: rank 1 on n2: ValueError: boom on 1" in both(ended)
+        assert "failed first: rank 1 on n2: ValueError: boom on 1" in both(ended), both(ended)
         assert both(ended).count("Traceback") == 1
 
     def test_a_rank_is_killed(self, way: Way) -> None:
         ended = way.run("--no-torch", "-p", "1", "end.py", "kill", "1")
         assert ended.code == 128 + signal.SIGKILL, ended.err
-        assert "rank 1 on n2: killed by SIGKILL" in both(ended)
+        assert "rank 1 on n2: killed by SIGKILL" in both(ended), both(ended)
 
     def test_interrupted(self, way: Way) -> None:
         """Ranks that do not listen."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import cgroups
 from launches import eventually
 from ways import missing
 
@@ -52,10 +53,9 @@ JobRequeue=1
 NodeName={names} CPUs={cpus} RealMemory={memory} State=UNKNOWN
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
-_CGROUPS = (
+_GROUND = (
     "mkdir -p /run/munge /var/tmp/slurmd /var/tmp/munge && chmod 755 /run/munge && "
-    "mount -t tmpfs none /sys/fs/cgroup && mkdir -p /sys/fs/cgroup/freezer && "
-    "mount -t cgroup -o freezer none /sys/fs/cgroup/freezer"
+    + cgroups.mounting(["freezer"])
 )
 
 
@@ -95,7 +95,7 @@ class Slurm:
 
     def start(self, name: str) -> None:
         """The daemons of one host."""
-        self.lab.exec(name, ["sh", "-c", _CGROUPS], check=True, timeout=20)
+        self.lab.exec(name, ["sh", "-c", _GROUND], check=True, timeout=20)
         munge = ["/usr/sbin/munged", "--force", "--foreground", "--key-file",
                  str(self.folder / "munge.key"), "--socket", SOCKET,
                  "--pid-file", "/run/munge/munged.pid", "--log-file", "/var/tmp/munge/log",
@@ -167,3 +167,4 @@ def slurm_on(lab: Lab, folder: Path) -> Iterator[Slurm]:
         yield slurm
     finally:
         slurm.down()
+        cgroups.remove("slurm*")

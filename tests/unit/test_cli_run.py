@@ -73,9 +73,20 @@ def test_an_unknown_key_is_refused_with_the_nearest() -> None:
     assert "Did you mean nnodes?" in caught.value.remedy
 
 
-def test_a_value_that_cannot_be_is_refused() -> None:
-    with pytest.raises(SettingError, match="ship"):
-        sources({"run": {"ship": "sometimes"}})
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ship", "sometimes"),
+        ("nnodes", True),
+        ("accept-new-host-keys", "yes"),
+        ("accept-new-host-keys", 1),
+        ("env", {"A": "1"}),
+        ("env", [True]),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused(key: str, value: object) -> None:
+    with pytest.raises(SettingError, match=key):
+        sources({"run": {key: value}})
 
 
 # --- --env

@@ -79,6 +79,7 @@ def _spellings(option: click.Parameter) -> list[str]:
 
 def _converted(ctx: click.Context, option: click.Parameter, key: str, value: Any) -> Any:
     try:
+        _check_kind(option, value)
         if option.multiple:
             values = value if isinstance(value, list) else [value]
             return tuple(option.type.convert(one, option, ctx) for one in values)
@@ -88,6 +89,16 @@ def _converted(ctx: click.Context, option: click.Parameter, key: str, value: Any
             f"{key} = {value!r} in [{RUN_TABLE}] of {TOML_NAME} cannot be used",
             found=error.message,
         ) from None
+
+
+def _check_kind(option: click.Parameter, value: Any) -> None:
+    """Refuses what click would take for something else: true as 1, "false" as a word."""
+    given = value if option.multiple and isinstance(value, list) else [value]
+    switch = option.type is click.BOOL
+    for one in given:
+        if isinstance(one, bool) is not switch or isinstance(one, dict | list):
+            wanted = "one of true and false" if switch else f"of the kind {option.type.name}"
+            raise click.BadParameter(f"{one!r} is not {wanted}")
 
 
 def setting(ctx: click.Context, name: str) -> Setting[Any]:

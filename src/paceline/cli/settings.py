@@ -94,7 +94,7 @@ def _converted(ctx: click.Context, option: click.Parameter, key: str, value: Any
 def _check_kind(option: click.Parameter, value: Any) -> None:
     """Refuses what click would take for something else: true as 1, "false" as a word."""
     given = value if option.multiple and isinstance(value, list) else [value]
-    switch = option.type is click.BOOL
+    switch = isinstance(option.type, click.types.BoolParamType)
     for one in given:
         if isinstance(one, bool) is not switch or isinstance(one, dict | list):
             wanted = "one of true and false" if switch else f"of the kind {option.type.name}"

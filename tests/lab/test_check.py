@@ -142,6 +142,17 @@ def test_a_driver_that_fails_is_named_with_its_host(three: Lab) -> None:
     assert "nvidia-smi on n3 fails: Failed to initialize NVML" in worst(said)["message"]
 
 
+def test_a_login_without_a_path_is_well(three: Lab) -> None:
+    """Start-up files that leave early or spoil PATH do not matter: nothing is looked for there."""
+    start = three.home("n2") / ".bashrc"
+    start.write_text("export PATH=/nowhere\nreturn\n")
+    try:
+        code, said = check(three, "--quick")
+    finally:
+        start.unlink()
+    assert (code, {finding["outcome"] for finding in said["findings"]}) == (0, {"pass"}), said
+
+
 def test_a_private_folder_is_not_a_shared_one(three: Lab) -> None:
     code, said = check(three, "--shared", "/srv", "--no-trial")
     assert code == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,8 @@ def test_all_reduce_is_as_fast_as_the_link(two: Lab, tmp_path: Path) -> None:
     assert (code, row["wrong"]) == (0, 0)
     assert row["busbw"] * 8e9 == pytest.approx(100e6, rel=0.15)
     assert {link["from"] for link in said["links"]} == {"n1", "n2"}
+    if shutil.which("iperf3"):
+        assert row["busbw"] * 8e9 == pytest.approx(said["iperf3"]["bits_per_s"], rel=0.1)
     assert (tmp_path / "m.svg").read_text().startswith("<svg")
 
 

@@ -17,7 +17,7 @@ from paceline.bench import bandwidth
 from paceline.bench.bandwidth import Row
 from paceline.cli.launching import job_of, launch_options, prepare
 from paceline.cli.via import Way
-from paceline.spec.errors import JobError, SettingError
+from paceline.spec.errors import JobError, PacelineError, SettingError
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Entry
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MODULE = "paceline.bench.collectives_job"
 RESULT = "collectives.json"
+# bits a second by (from, to); whom they blame; iperf3's from, to and bits a second
+Links = tuple[dict[tuple[str, str], float], tuple[str, ...], tuple[str, str, float] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,14 @@ class Found:
         about: backend, ranks, nodes, torch.
         links: Bits a second between hosts, by (from, to); empty when not measured.
         slow: What the links' own measurement blames, in words; empty when nobody.
+        iperf3: From, to, and bits a second by iperf3 of the slowest way; ``None`` without it.
     """
 
     rows: tuple[Row, ...]
     about: Mapping[str, Any]
     links: Mapping[tuple[str, str], float]
     slow: tuple[str, ...] = ()
+    iperf3: tuple[str, str, float] | None = None
 
 
 @click.command("collectives")
@@ -124,9 +128,10 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     """
     spec = spec_of(given, ctx.params["backend"])
     cluster, way = prepare(ctx)
-    links, slow = ({}, ()) if given["no_links"] else measure_links(ctx, cluster, way)
+    nothing: Links = ({}, (), None)
+    measured = nothing if given["no_links"] else measure_links(ctx, cluster, way)
     rows, about = run(ctx, cluster, way, spec)
-    found = Found(rows, about, links, slow)
+    found = Found(rows, about, *measured)
     if given["picture"] is not None:
         draw(given["picture"], found)
     problems = judge(found, given["min_busbw"], given["min_share"])
@@ -159,21 +164,44 @@ def spec_of(given: Mapping[str, Any], backend: str | None) -> dict[str, Any]:
     }
 
 
-def measure_links(ctx: click.Context, cluster: Cluster,
-                  way: Way) -> tuple[dict[tuple[str, str], float], tuple[str, ...]]:  # fmt: skip
-    """The TCP rate of every pair, and whom it blames; nothing for other ways than ssh."""
+def measure_links(ctx: click.Context, cluster: Cluster, way: Way) -> Links:
+    """The TCP rate of every pair, whom it blames, and iperf3's word on the slowest way.
+
+    Nothing for other ways than ssh.
+    """
     from paceline.checks.link import bits
     from paceline.checks.link import judge as judge_link
     from paceline.cluster.openssh import SshOptions
 
     if len(cluster.hosts) < 2 or way.name not in ("ssh", "local"):
-        return {}, ()
+        return {}, (), None
     ssh = SshOptions(ctx.params["ssh_config"], ctx.params["accept_new_host_keys"])
     scene = asyncio.run(_examine(ctx, cluster, ssh))
     pairs = (scene.evidence.get("link") or {}).get("pairs", [])
     rates = {(p["source"], p["target"]): bits(p) for p in pairs if "bytes" in p}
     blamed = judge_link(scene) if pairs else []
-    return rates, tuple(f.message for f in blamed if f.outcome != "pass")
+    words = tuple(f.message for f in blamed if f.outcome != "pass")
+    second = asyncio.run(_second_opinion(scene, ssh, rates)) if rates else None
+    return rates, words, second
+
+
+async def _second_opinion(scene: Scene, ssh: Any,
+                          rates: Mapping[tuple[str, str], float]) -> Any:  # fmt: skip
+    """What iperf3 says of the slowest way; ``None`` where a host lacks it or it fails."""
+    from paceline.bench import iperf3
+    from paceline.cluster.fanout import connect_all
+
+    source, target = min(rates, key=rates.__getitem__)
+    by_name = {host.name: host for host in scene.present}
+    hosts = [by_name[source], by_name[target]]
+    channels = await connect_all(hosts, [scene.chosen[host.name] for host in hosts], ssh)
+    try:
+        bits = await iperf3.measure(channels[0], channels[1], scene.networks[target].address)
+    except (PacelineError, ConnectionError, asyncio.TimeoutError):
+        return None
+    finally:
+        await asyncio.gather(*(channel.close(2.0) for channel in channels))
+    return (source, target, bits) if bits else None
 
 
 async def _examine(ctx: click.Context, cluster: Cluster, ssh: Any) -> Scene:
@@ -277,6 +305,9 @@ def show(found: Found, problems: Sequence[str]) -> None:
         cells = {pair: rate(bits) for pair, bits in found.links.items()}
         click.echo("TCP between hosts")
         click.echo("\n".join(report.aligned(*report.matrix(names, cells, "from \\ to"))))
+    if found.iperf3:
+        source, target, bits = found.iperf3
+        click.echo(f"iperf3 from {source} to {target}: {rate(bits)}")
     for problem in problems[1:]:
         click.echo(problem)
 
@@ -303,4 +334,5 @@ def to_json(found: Found, problems: Sequence[str]) -> dict[str, Any]:
             for (source, target), bits in found.links.items()
         ],
         "slow": list(found.slow),
+        "iperf3": dict(zip(("from", "to", "bits_per_s"), found.iperf3 or (), strict=False)) or None,
     }

@@ -13,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from paceline.cli import launching, program, settings
+from paceline.cli import launching, program, run, settings
 from paceline.cli.run import entry_of, preload_of
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster, Host
@@ -55,6 +55,13 @@ def test_the_file_goes_before_the_default() -> None:
 def test_the_environment_goes_before_the_file() -> None:
     found = sources({"run": {"nnodes": 2}}, PACELINE_OPT_NNODES="3")
     assert found["nnodes"].describe() == "3 (environment: PACELINE_OPT_NNODES)"
+
+
+def test_variables_are_called_like_the_flags() -> None:
+    found = {settings.variable_of(p) for p in run.command.params if isinstance(p, click.Option)}
+    assert {"PACELINE_OPT_PLAN", "PACELINE_OPT_CHECK", "PACELINE_OPT_NPROC_PER_NODE"} <= found
+    done = CliRunner().invoke(run.command, ["none.py"], env={"PACELINE_OPT_CHECK": "some"})
+    assert "'some' is not one of" in done.output
 
 
 def test_the_command_line_goes_before_all() -> None:

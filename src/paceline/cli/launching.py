@@ -20,6 +20,7 @@ from paceline.cli.settings import (
     refuse_ours,
     setting,
     use_file,
+    variable_of,
 )
 from paceline.cli.via import VIA_OPTIONS, Way, hosts_source, way_of
 from paceline.cluster.inventory import apply_overrides, find_me, read_hosts
@@ -78,6 +79,8 @@ def launch_options(command: F) -> F:
     """Adds the common options to a verb."""
     for option in reversed([*_OPTIONS, *VIA_OPTIONS]):
         command = option(command)
+    for made in command.__click_params__:  # type: ignore[attr-defined]
+        made.envvar = variable_of(made)
     return command
 
 

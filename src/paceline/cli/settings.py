@@ -38,11 +38,16 @@ def read_settings_file(cwd: Path) -> dict[str, Any]:
 
 def check_environment(ctx: click.Context) -> None:
     """SettingError for a ``PACELINE_OPT_…`` variable that names no option."""
-    options = (p.name for p in ctx.command.params if isinstance(p, click.Option) and p.name)
-    legal = [f"{ENV_PREFIX}_{name.upper()}" for name in options]
+    legal = [variable_of(p) for p in ctx.command.params if isinstance(p, click.Option)]
     for name in os.environ:
         if name.startswith(f"{ENV_PREFIX}_") and name not in legal:
             raise _unknown(f"the variable {name} names no option", name, legal)
+
+
+def variable_of(option: click.Option) -> str:
+    """The variable that stands for an option, by its long flag."""
+    flag = max(option.opts, key=len).lstrip("-")
+    return f"{ENV_PREFIX}_{flag.replace('-', '_').upper()}"
 
 
 def _unknown(message: str, word: str, legal: Sequence[str]) -> SettingError:
@@ -105,7 +110,8 @@ def setting(ctx: click.Context, name: str) -> Setting[Any]:
     """The value of an option, with its source."""
     source = ctx.get_parameter_source(name)
     found = _SOURCES.get(source, Source.DEFAULT) if source is not None else Source.DEFAULT
-    details = {Source.FILE: TOML_NAME, Source.ENVIRONMENT: f"{ENV_PREFIX}_{name.upper()}"}
+    options = (p for p in ctx.command.params if isinstance(p, click.Option) and p.name == name)
+    details = {Source.FILE: TOML_NAME, Source.ENVIRONMENT: variable_of(next(options))}
     return Setting(ctx.params[name], found, details.get(found, ""))
 
 

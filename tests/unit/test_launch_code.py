@@ -35,6 +35,14 @@ def test_plain_folders_without_what_is_nobodys_code(folder: Path) -> None:
     assert files(folder) == {"a.py", "pack/b.py", "data/d.bin"}
 
 
+def test_folders_that_may_not_be_looked_into(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert files(folder) >= {"a.py", "pack/b.py", "data/d.bin"}
+
+
 def test_git_says_what_belongs_to_it(folder: Path) -> None:
     git(folder, "init", "-q")
     (folder / ".gitignore").write_text("data/\nvenv/\n.venv/\n__pycache__/\nruns/\n")

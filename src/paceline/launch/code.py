@@ -6,7 +6,7 @@ import hashlib
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,13 +112,21 @@ def _files(root: Path) -> Iterator[str]:
         here = Path(folder)
         folders[:] = [name for name in folders if not _skip(here / name)]
         for name in names:
-            if (here / name).is_file():
+            if _true_of(Path.is_file, here / name):
                 yield (here / name).relative_to(root).as_posix()
 
 
 def _skip(folder: Path) -> bool:
     name = folder.name
-    return name.startswith(".") or name in _SKIPPED or (folder / "pyvenv.cfg").exists()
+    return name.startswith(".") or name in _SKIPPED or _true_of(Path.exists, folder / "pyvenv.cfg")
+
+
+def _true_of(ask: Callable[[Path], bool], path: Path) -> bool:
+    """False, too, where we may not look."""
+    try:
+        return ask(path)
+    except PermissionError:
+        return False
 
 
 def _too_large(root: Path, sizes: Mapping[str, int]) -> SettingError:

@@ -169,7 +169,7 @@ def test_the_launcher_is_told(tmp_path: Path) -> None:
     assert ended[0].out == ""
     messages = [json.loads(line) for line in lines.read_text().splitlines()]
     assert {one["kind"] for one in messages} == {
-        "event", "metrics", "progress", "say", "heartbeat",
+        "begin", "event", "metrics", "progress", "say", "heartbeat",
     }  # fmt: skip
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.json", "model"]
 

@@ -346,9 +346,12 @@ class Session:
 
         Returns:
             True when the optimizer has stepped.
+
+        Raises:
+            ValueError: There is neither one loss nor one for each sample.
         """
         batch = self._taken()
-        per_sample = losses if losses.dim() else losses.expand(len(batch.ids))
+        per_sample = _per_sample(losses, len(batch.ids))
         scale = self.world.size / batch.total
         loss = per_sample[: batch.count].sum() * scale if batch.count else per_sample.sum() * 0.0
         updater = self._prepared()
@@ -362,6 +365,10 @@ class Session:
         return True
 
     def _hand_over(self, batch: Batch) -> None:
+        if not self.progress.steps:
+            raise RuntimeError(
+                "the training loader is to be used within: for epoch in session.epochs(loader, N)"
+            )
         self._batch = batch
         if not batch.last:  # only the last part of a global batch exchanges gradients
             self._unsynced.enter_context(wrapping.unsynced(self._model))
@@ -374,7 +381,7 @@ class Session:
 
     def _prepared(self) -> Updater:
         if self._updater is None:
-            raise RuntimeError("session.step needs session.prepare first")
+            raise RuntimeError("session.prepare comes before session.step and session.checkpoints")
         return self._updater
 
     def _advance(self, batch: Batch) -> None:
@@ -560,6 +567,18 @@ class Session:
         # After a failure the other ranks may be inside a collective; leaving tells them.
         if agreed and self.leaves_group:
             leave()
+
+
+def _per_sample(losses: Tensor, samples: int) -> Tensor:
+    if losses.dim() == 0:
+        return losses.expand(samples)
+    if losses.shape != (samples,):
+        raise ValueError(
+            f"session.step needs one loss for each of the {samples} samples, or their mean,"
+            f" not a tensor of shape {list(losses.shape)}"
+            ' (reduction="none", and a mean over what belongs to one sample)'
+        )
+    return losses
 
 
 def _interval(steps: int) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,15 +98,42 @@ def commands() -> list[str]:
     return [line[2:] for line in joined.splitlines() if line.startswith("$ paceline")]
 
 
-@pytest.mark.parametrize("text", commands())
+LADDER = next(text for text in commands() if "bench scaling" in text)
+
+
+@pytest.mark.parametrize("text", [text for text in commands() if text != LADDER])
 def test_each_command_of_the_guide(cluster: tuple[Site, Slurm], text: str) -> None:
     """As typed on the first host, in a folder with the scripts that the guide speaks of."""
     site, slurm = cluster
-    folder = Path(sys.executable).parent
-    env = {**slurm.env, "PYTHONPATH": str(SOURCE), "PATH": f"{folder}:{os.environ['PATH']}"}
     words = [sys.executable, "-m", *shlex.split(text)]
-    done = site.lab.exec("n1", words, env=env, cwd=site.project, timeout=100)
+    done = site.lab.exec("n1", words, env=variables(slurm), cwd=site.project, timeout=100)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+
+
+def variables(slurm: Slurm) -> dict[str, str]:
+    folder = Path(sys.executable).parent
+    return {**slurm.env, "PYTHONPATH": str(SOURCE), "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_the_ladder_agrees_with_a_stopwatch(cluster: tuple[Site, Slurm]) -> None:
+    """The guide's command says when it begins each run, and somebody else looks at the clock."""
+    site, slurm = cluster
+    words = LADDER.replace(" scaling ", " scaling --out ladder ")
+    argv = [sys.executable, "-m", *shlex.split(words)]
+    child = site.lab.popen("n1", argv, env=variables(slurm), cwd=site.project, text=True,
+                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # fmt: skip
+    with child:
+        assert child.stderr is not None
+        begun = [time.monotonic() for line in child.stderr if ", run 1 of 1" in line]
+        begun.append(time.monotonic())
+    assert child.returncode == 0
+    layouts = json.loads((site.project / "ladder" / "scaling.json").read_text())
+    assert [(row["nodes"], row["processes"]) for row in layouts] == [(1, 1), (1, 2)]
+    for row, (began, ended) in zip(layouts, itertools.pairwise(begun), strict=True):
+        (run,) = row["runs"]
+        parts = run["startup"] + run["training"] + run["shutdown"]
+        assert parts == pytest.approx(run["wall"], rel=0.001)
+        assert run["wall"] == pytest.approx(ended - began, rel=0.05, abs=0.3)
 
 
 def test_the_guide_speaks_of_every_original_command() -> None:

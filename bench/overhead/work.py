@@ -73,22 +73,32 @@ class Log:
             self._sum.zero_()
 
 
+def looped(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[Tensor], object],
+    place: tuple[int, int, int],
+) -> Loop:
+    """The loop by hand, with the backward pass of a library; ``place`` is batch, rank, size."""
+    log = Log(place[2])
+
+    def loop(steps: int) -> None:
+        for inputs, targets in batches(*place, steps):
+            loss = cross_entropy(model(inputs), targets)
+            optimizer.zero_grad()
+            backward(loss)
+            optimizer.step()
+            log.add(loss)
+
+    return loop
+
+
 def by_hand(batch: int, rank: int, size: int) -> Loop:
     """Plain torch with DistributedDataParallel."""
     model: nn.Module = network()
     if size > 1:
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer, log = adamw(model), Log(size)
-
-    def loop(steps: int) -> None:
-        for inputs, targets in batches(batch, rank, size, steps):
-            loss = cross_entropy(model(inputs), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            log.add(loss)
-
-    return loop
+    return looped(model, adamw(model), Tensor.backward, (batch, rank, size))
 
 
 def fabric(batch: int, rank: int, size: int) -> Loop:
@@ -99,17 +109,7 @@ def fabric(batch: int, rank: int, size: int) -> Loop:
     made.launch()
     plain = network()
     model, optimizer = made.setup(plain, adamw(plain))
-    log = Log(size)
-
-    def loop(steps: int) -> None:
-        for inputs, targets in batches(batch, rank, size, steps):
-            loss = cross_entropy(model(inputs), targets)
-            optimizer.zero_grad()
-            made.backward(loss)
-            optimizer.step()
-            log.add(loss)
-
-    return loop
+    return looped(model, optimizer, made.backward, (batch, rank, size))
 
 
 def accelerate(batch: int, rank: int, size: int) -> Loop:
@@ -119,17 +119,7 @@ def accelerate(batch: int, rank: int, size: int) -> Loop:
     made = Accelerator(cpu=True)
     plain = network()
     model, optimizer = made.prepare(plain, adamw(plain))
-    log = Log(size)
-
-    def loop(steps: int) -> None:
-        for inputs, targets in batches(batch, rank, size, steps):
-            loss = cross_entropy(model(inputs), targets)
-            optimizer.zero_grad()
-            made.backward(loss)
-            optimizer.step()
-            log.add(loss)
-
-    return loop
+    return looped(model, optimizer, made.backward, (batch, rank, size))
 
 
 def paceline(batch: int, rank: int, size: int) -> Loop:

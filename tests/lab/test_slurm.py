@@ -176,7 +176,7 @@ def test_a_node_lost_while_running(batch: Way, slurm: Slurm) -> None:
     options = ("--via", "slurm", "--nnodes", "2", "--requeue", "--mem", "100")
     way = Way(batch.site, options, env=batch.env)
     set_state(slurm, "n2", "drain")
-    batch.site.lab.fault("slow", "n3", "4mbit")
+    batch.site.lab.fault("slow", "n3", "20mbit")
     words = (
         "-p",
         "1",

@@ -30,8 +30,8 @@ def paceline(lab: Lab, *words: str) -> tuple[float, str]:
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run(argv, capture_output=True, text=True, env=env, cwd="/", check=False)
     seconds = time.monotonic() - began
-    if done.returncode:
-        raise SystemExit(done.stderr + done.stdout[-2000:])
+    if not done.stdout:
+        raise SystemExit(done.stderr)
     return seconds, done.stdout
 
 

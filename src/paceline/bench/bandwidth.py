@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.spec.errors import SettingError
 
+PARTS = ("__init__.py", "bench", "spec")  # of the package: all that the measuring job needs
 COLLECTIVES = (
     "all_reduce",
     "all_gather",

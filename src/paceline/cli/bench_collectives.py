@@ -238,7 +238,7 @@ def run(ctx: click.Context, cluster: Cluster, way: Way,
         Screen("none"),
         run_dir=ctx.params["run_dir"],
         parent=Path(DEFAULT_PARENT),
-        package=True,
+        package=bandwidth.PARTS,
     )
     if outcome.result.exit_code:
         raise JobError(

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.bandwidth import COLLECTIVES
+from paceline.bench.bandwidth import COLLECTIVES, PARTS
 from paceline.checks.scene import Scene
 from paceline.cluster.openssh import SshOptions
 from paceline.launch.running import RunOutcome, run_job
@@ -42,7 +42,7 @@ def attempt(scene: Scene, job: Job, ssh: SshOptions) -> dict[str, Any]:
                 Silent("none"),
                 run_dir=path,
                 parent=path,
-                package=True,
+                package=PARTS,
             )
         except PacelineError as error:
             return {

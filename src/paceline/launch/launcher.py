@@ -22,6 +22,7 @@ from paceline.launch.recorder import Recorder
 from paceline.launch.rundir import RunDirectory, safe, short
 from paceline.launch.screen import Screen
 from paceline.launch.shipping import Fetcher
+from paceline.launch.staging import Package
 from paceline.launch.transport import Transport
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError
@@ -48,13 +49,13 @@ class Launcher:
         run_id: Names the run.
         screen: What the user sees.
         directory: The run directory.
-        package: Ship this installation's ``paceline`` to the nodes (recipes need it).
+        package: Ship this installation's ``paceline`` to the nodes (recipes need it), or parts.
         notes: What was decided before and the user should know.
         inspect: Looks at the nodes' facts; returns further notes or raises PacelineError.
     """
 
     def __init__(self, job: Job, hosts: Sequence[Host], transport: Transport, run_id: str,
-                 screen: Screen, directory: RunDirectory, package: bool = False,
+                 screen: Screen, directory: RunDirectory, package: Package = False,
                  notes: Sequence[str] = (), inspect: Inspect | None = None) -> None:  # fmt: skip
         self._job = job
         self._hosts = tuple(hosts)
@@ -291,7 +292,7 @@ def check_nodes(fleet: Fleet, job: Job) -> list[str]:
 
 
 async def plan_only(job: Job, hosts: Sequence[Host], transport: Transport, run_id: str,
-                    package: bool, notes: Sequence[str]) -> Plan:  # fmt: skip
+                    package: Package, notes: Sequence[str]) -> Plan:  # fmt: skip
     """Everything up to the plan, which is then let go: nothing is shipped or started."""
     fleet = await connect(job, hosts, transport, lambda node, event: None, lambda node, why: None)
     try:

@@ -16,6 +16,7 @@ from paceline.launch.launcher import Inspect, Launcher, plan_only
 from paceline.launch.outcome import Failure, describe_end, signal_name
 from paceline.launch.rundir import RunDirectory, fresh_path, short
 from paceline.launch.screen import Screen
+from paceline.launch.staging import Package
 from paceline.launch.transport import Transport
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
@@ -55,7 +56,7 @@ def make_plan(job: Job, cluster: Cluster, transport: Transport, package: bool = 
 
 
 def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
-            run_dir: Path | None, parent: Path, package: bool = False,
+            run_dir: Path | None, parent: Path, package: Package = False,
             inspect: Inspect | None = None) -> RunOutcome:  # fmt: skip
     """Runs a job to its end.
 
@@ -66,7 +67,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         screen: What the user sees.
         run_dir: The run directory; ``None`` makes a fresh one below ``parent``.
         parent: Folder of run directories.
-        package: Ship this installation's ``paceline`` to the nodes.
+        package: Ship this installation's ``paceline`` to the nodes, or parts of it.
         inspect: Looks at the nodes' facts before anything is started.
 
     Raises:

@@ -20,6 +20,9 @@ from paceline.launch.shipping import place_code, place_inputs, ship_tree, with_i
 from paceline.spec.errors import NodeError
 from paceline.spec.job import Job
 
+# whether a job needs this installation's package: all of it, or these parts of it
+Package = bool | tuple[str, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Supplies:
@@ -36,25 +39,29 @@ class Supplies:
     inputs: dict[str, Tree]
 
 
-def gather_supplies(job: Job, fleet: Fleet, package: bool) -> Supplies:
+def gather_supplies(job: Job, fleet: Fleet, package: Package) -> Supplies:
     """Reads what the nodes may need. Blocking: call it in a thread."""
     remote = any(not host.local for host in fleet.hosts)
     program = job.entry.kind == "binary" and job.ship.value == "auto"
     needs_code = remote and not program and not package
     return Supplies(
         code=read_tree(project_root(job)) if needs_code else None,
-        package=package_tree() if package else None,
+        package=package_tree(package) if package else None,
         inputs={i.path: read_parts(Path(i.path), i.parts) for i in job.inputs} if remote else {},
     )
 
 
-def package_tree() -> Tree:
-    """This installation's package, for interpreters that do not have it."""
+def package_tree(parts: Package) -> Tree:
+    """This installation's package, or parts of it, for interpreters that do not have it."""
     import paceline
 
     folder = Path(paceline.__file__).parent
     inner = read_tree(folder)
-    manifest = [[f"paceline/{entry[0]}", *entry[1:]] for entry in inner.manifest]
+    manifest = [
+        [f"paceline/{entry[0]}", *entry[1:]]
+        for entry in inner.manifest
+        if isinstance(parts, bool) or str(entry[0]).split("/")[0] in parts
+    ]
     return Tree(folder.parent, manifest, inner.digest)
 
 

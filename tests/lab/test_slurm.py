@@ -151,6 +151,8 @@ def test_over_the_time_limit_and_back(batch: Way, slurm: Slurm) -> None:
     with way.started("-p", "2", *IMAGE_RECIPE, "--log-every", "1", verb="train") as (child, where):
         assert eventually(lambda: "back into the queue" in output_of(where), 60)
         batch.site.lab.heal()
+        number = json.loads(text_of(where / "batch.json"))["job"]
+        slurm.tell("scontrol", "update", f"jobid={number}", "timelimit=10")  # once is enough
         out, err = child.communicate(timeout=60)
     assert child.returncode == 0, (out, err)
     assert "Restarts=1 " in slurm.job(number_of(err))

@@ -241,3 +241,10 @@ def test_what_the_script_will_import(tmp_path: Path, text: str, modules: tuple[s
 
 def test_only_scripts_are_looked_into() -> None:
     assert preload_of(entry_of("a.module", (), module=True, no_python=False)) == ("torch",)
+
+
+def test_an_option_keeps_a_variable_of_its_own() -> None:
+    run = program.get_command(click.Context(program), "run")
+    assert run is not None
+    (option,) = [p for p in run.params if p.name == "rdzv_id"]
+    assert option.envvar == ["PACELINE_RDZV_ID", "PACELINE_OPT_RDZV_ID"]

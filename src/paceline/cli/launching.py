@@ -80,7 +80,8 @@ def launch_options(command: F) -> F:
     for option in reversed([*_OPTIONS, *VIA_OPTIONS]):
         command = option(command)
     for made in command.__click_params__:  # type: ignore[attr-defined]
-        made.envvar = variable_of(made)
+        own = [made.envvar] if made.envvar else []  # PACELINE_RDZV_ID is a name of its own
+        made.envvar = [*own, variable_of(made)]
     return command
 
 

@@ -142,12 +142,13 @@ def test_script_arguments_stay_its_own(batch: Way) -> None:
     assert words == ["--time", "a 'b' $c", "--mem=3"]
 
 
+@pytest.mark.timeout(200)  # half a minute of it is the clock's
 def test_over_the_time_limit_and_back(batch: Way, slurm: Slurm) -> None:
     """In mid-epoch: a checkpoint, back into the queue, and the same bits as never interrupted."""
     # Slurm counts in minutes and looks every 30 s; on a narrow link an epoch lasts longer than that
     options = (*batch.options, "--requeue", "--time", "1", "--sbatch-arg=--signal=B:USR1@57")
     way = Way(batch.site, options, env=batch.env)
-    batch.site.lab.fault("slow", "n2", "2mbit")
+    batch.site.lab.fault("slow", "n2", "4mbit")
     with way.started("-p", "2", *IMAGE_RECIPE, "--log-every", "1", verb="train") as (child, where):
         assert eventually(lambda: "back into the queue" in output_of(where), 60)
         batch.site.lab.heal()

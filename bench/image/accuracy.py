@@ -91,8 +91,10 @@ def places(
 
 @contextlib.contextmanager
 def on_hosts(count: int) -> Iterator[list[str]]:
+    # Every host of a lab counts all CPUs of the machine as its own.
+    threads = f"--env=OMP_NUM_THREADS={max(1, (os.cpu_count() or 1) // count)}"
     with Lab(LabOptions(hosts=count)) as lab:
-        yield ["--hosts", str(lab.hostfile), "--ssh-config", str(lab.ssh_config)]
+        yield [threads, "--hosts", str(lab.hostfile), "--ssh-config", str(lab.ssh_config)]
 
 
 def row(name: str, run: Path, flags: list[str]) -> str:

@@ -106,23 +106,29 @@ def row(name: str, run: Path, flags: list[str]) -> str:
 
 
 def baseline(data: str, folder: str) -> str:
-    """A linear classifier on standardised pixels, of the same splits."""
-    from sklearn.linear_model import SGDClassifier
-    from sklearn.preprocessing import StandardScaler
+    """A linear classifier on standardised pixels, of the same splits, after five epochs."""
+    import torch
 
     from paceline.recipes.datasets.find import load
     from paceline.recipes.datasets.images import Request
 
     begun = time.monotonic()
+    torch.manual_seed(0)
     splits = load(folder, Request(data)).splits
-    parts = [splits["train"], splits["test"]]
-    pixels = [flat(part) for part in parts]
-    scaler = StandardScaler().fit(pixels[0])
-    linear = SGDClassifier(loss="log_loss", alpha=0.01, max_iter=5, tol=None, random_state=0)
-    linear.fit(scaler.transform(pixels[0]), parts[0].labels)
-    score = linear.score(scaler.transform(pixels[1]), parts[1].labels)
+    train, test = (flat(splits[name]) for name in ("train", "test"))
+    mean, deviation = train.mean(0), train.std(0) + 1e-3
+    pixels, held_out = (torch.from_numpy((part - mean) / deviation) for part in (train, test))
+    labels = [torch.from_numpy(splits[name].labels) for name in ("train", "test")]
+    linear = torch.nn.Linear(pixels.shape[1], int(labels[0].max()) + 1)
+    optimizer = torch.optim.AdamW(linear.parameters(), 1e-4, weight_decay=0.1)
+    for order in (torch.randperm(len(pixels)) for _ in range(5)):
+        for ids in order.split(64):
+            torch.nn.functional.cross_entropy(linear(pixels[ids]), labels[0][ids]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    score = (linear(held_out).argmax(1) == labels[1]).float().mean().item()
     seconds = time.monotonic() - begun
-    return f"| linear classifier on the pixels | {score:.4f} | {len(pixels[1])} | {seconds:.0f} |"
+    return f"| linear classifier on the pixels | {score:.4f} | {len(held_out)} | {seconds:.0f} |"
 
 
 def flat(part: Split) -> NDArray[np.float32]:

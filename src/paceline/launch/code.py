@@ -74,12 +74,13 @@ def _git(folder: Path, *args: str) -> str | None:
     return os.fsdecode(done.stdout) if done.returncode == 0 else None
 
 
-def read_tree(root: Path) -> Tree:
+def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
     """Hashes the code in ``root``: what git tracks or would track, else everything plain.
 
-    SettingError when that is more than is sensibly shipped at every start.
+    With ``parts`` only what begins with one of them. SettingError when that is more than is
+    sensibly shipped at every start.
     """
-    files = sorted(_files(root))
+    files = sorted(path for path in _files(root) if _is_within(path, parts))
     sizes = {path: (root / path).stat().st_size for path in files}
     if len(files) > MAX_FILES or sum(sizes.values()) > MAX_BYTES:
         raise _too_large(root, sizes)
@@ -88,8 +89,13 @@ def read_tree(root: Path) -> Tree:
 
 def read_parts(root: Path, parts: Sequence[str]) -> Tree:
     """Hashes the files below ``root`` whose path begins with one of ``parts`` (all if none)."""
-    paths = (path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file())
-    return _hashed(root, [p.as_posix() for p in paths if not parts or p.parts[0] in parts])
+    files = (path for path in sorted(root.rglob("*")) if path.is_file())
+    paths = (path.relative_to(root).as_posix() for path in files)
+    return _hashed(root, [path for path in paths if _is_within(path, parts)])
+
+
+def _is_within(path: str, parts: Sequence[str]) -> bool:
+    return not parts or path.split("/")[0] in parts
 
 
 def _hashed(root: Path, files: Sequence[str]) -> Tree:

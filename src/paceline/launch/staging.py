@@ -56,12 +56,8 @@ def package_tree(parts: Package) -> Tree:
     import paceline
 
     folder = Path(paceline.__file__).parent
-    inner = read_tree(folder)
-    manifest = [
-        [f"paceline/{entry[0]}", *entry[1:]]
-        for entry in inner.manifest
-        if isinstance(parts, bool) or str(entry[0]).split("/")[0] in parts
-    ]
+    inner = read_tree(folder, () if isinstance(parts, bool) else parts)
+    manifest = [[f"paceline/{entry[0]}", *entry[1:]] for entry in inner.manifest]
     return Tree(folder.parent, manifest, inner.digest)
 
 

@@ -51,9 +51,9 @@ def join(recipe: str, options: Options) -> train.Session:
 def agree_format(session: train.Session, options: Options, channels_last: bool = False) -> None:
     """Raises where ranks would compute in different formats; says what is not the default."""
     session.agree("the number format (--no-fast keeps to --dtype)", options.dtype)
-    if options.dtype == "bf16" or channels_last:
+    if options.fast and (options.dtype == "bf16" or channels_last):
         layout = " with channels last" if channels_last else ""
-        session.say(f"computing in {options.dtype}{layout} (--no-fast: float32)")
+        session.say(f"computing in {options.dtype}{layout} (--no-fast keeps to --dtype)")
 
 
 def batch_of(session: train.Session, options: Options) -> Batching:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,17 @@ def test_a_folder_that_takes_no_file_is_named(three: Lab, tmp_path: Path) -> Non
     assert not [one for one in said["findings"] if one["outcome"] == "unknown"]
 
 
+@contextlib.contextmanager
+def start_up_file(lab: Lab, host: str, text: str) -> Iterator[None]:
+    """Lets a host's shell read this at the login, for a while."""
+    start = lab.home(host) / ".bashrc"
+    start.write_text(text)
+    try:
+        yield
+    finally:
+        start.unlink()
+
+
 def test_a_driver_that_fails_is_named_with_its_host(three: Lab) -> None:
     tool = three.home("n3") / "bin" / "nvidia-smi"
     tool.parent.mkdir()
@@ -131,25 +144,19 @@ def test_a_driver_that_fails_is_named_with_its_host(three: Lab) -> None:
         "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library mismatch'; exit 18\n"
     )
     tool.chmod(0o755)
-    start = three.home("n3") / ".bashrc"
-    start.write_text("PATH=$HOME/bin:$PATH\n")
     try:
-        code, said = check(three, "--no-trial")
+        with start_up_file(three, "n3", "PATH=$HOME/bin:$PATH\n"):
+            code, said = check(three, "--no-trial")
     finally:
         tool.unlink()
-        start.unlink()
     assert code == 1
     assert "nvidia-smi on n3 fails: Failed to initialize NVML" in worst(said)["message"]
 
 
 def test_a_login_without_a_path_is_well(three: Lab) -> None:
     """Start-up files that leave early or spoil PATH do not matter: nothing is looked for there."""
-    start = three.home("n2") / ".bashrc"
-    start.write_text("export PATH=/nowhere\nreturn\n")
-    try:
+    with start_up_file(three, "n2", "export PATH=/nowhere\nreturn\n"):
         code, said = check(three, "--quick")
-    finally:
-        start.unlink()
     assert (code, {finding["outcome"] for finding in said["findings"]}) == (0, {"pass"}), said
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import click
 
 from paceline.bench import bandwidth
 from paceline.bench.bandwidth import Row
-from paceline.cli.launching import job_of, launch_options, prepare
+from paceline.cli.launching import F, job_of, launch_options, prepare
 from paceline.cli.via import Way
 from paceline.spec.errors import JobError, PacelineError, SettingError
 from paceline.spec.hosts import Cluster
@@ -49,6 +49,13 @@ class Found:
     iperf3: tuple[str, str, float] | None = None
 
 
+def count_option(*flags: str, least: int, default: int, help: str) -> Callable[[F], F]:
+    """An option that is a whole number, with its default in the help."""
+    return click.option(
+        *flags, type=click.IntRange(least), default=default, show_default=True, help=help
+    )
+
+
 @click.command("collectives")
 @launch_options
 @click.option("-b", "--minbytes", default="8", show_default=True, help="Smallest size.")
@@ -57,28 +64,13 @@ class Found:
     "-f", "--stepfactor", type=int, default=8, show_default=True, help="From one size to the next."
 )
 @click.option("-i", "--stepbytes", default="0", help="Add this many bytes instead.")
-@click.option(
-    "-n",
-    "--iters",
-    type=click.IntRange(1),
-    default=20,
-    show_default=True,
-    help="Timed calls of each size.",
-)
-@click.option(
-    "-w",
-    "--warmup-iters",
-    type=click.IntRange(0),
-    default=5,
-    show_default=True,
-    help="Calls before them.",
-)
-@click.option(
+@count_option("-n", "--iters", least=1, default=20, help="Timed calls of each size.")
+@count_option("-w", "--warmup-iters", least=0, default=5, help="Calls before them.")
+@count_option(
     "-c",
     "--verify",
-    type=click.IntRange(0),
+    least=0,
     default=1,
-    show_default=True,
     help="0: do not check the results (--check of nccl-tests).",
 )
 @click.option(

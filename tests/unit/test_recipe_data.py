@@ -15,6 +15,7 @@ from PIL import Image
 from paceline.recipes.datasets.find import load
 from paceline.recipes.datasets.images import ImageData, Request
 from paceline.recipes.pictures import normalisation
+from paceline.recipes.sources import located
 from paceline.spec.errors import DataError
 
 RANDOM = np.random.default_rng(0)
@@ -290,3 +291,15 @@ def test_missing_files(tmp_path: Path) -> None:
 def read_all(data: ImageData) -> None:
     for split in data.splits.values():
         split.pixels(np.arange(len(split.labels)))
+
+
+def test_a_file_is_told_by_the_name_that_was_typed(tmp_path: Path) -> None:
+    (tmp_path / "sent").mkdir()
+    typed, sent = tmp_path / "a.csv", tmp_path / "sent/a.csv"
+    typed.write_text("x")
+    sent.symlink_to(typed)
+    assert located(str(typed), str(sent.parent)) == typed
+    sent.unlink()
+    sent.write_text("y")  # on a host that has another file at that path
+    assert located(str(typed), str(sent.parent)) == sent
+    assert located(str(tmp_path / "b.csv"), str(sent.parent)) == tmp_path / "b.csv"

@@ -34,10 +34,15 @@ def is_hub_id(name: str) -> bool:
 
 
 def located(name: str, data_dir: str) -> Path:
-    """A data file or folder: the file of that name in ``data_dir`` if it is there, else itself."""
+    """A data file or folder: the file of that name in ``data_dir`` if it is there, else itself.
+
+    On the launching machine the one there is a link to the named file, which is the one to tell of.
+    """
     path = Path(name).expanduser()
     sent = Path(data_dir).expanduser() / path.name
-    return sent if data_dir and sent.is_file() else path
+    if not data_dir or not sent.is_file():
+        return path
+    return path if path.is_file() and path.samefile(sent) else sent
 
 
 def is_path(data: str) -> bool:

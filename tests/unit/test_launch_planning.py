@@ -64,10 +64,24 @@ def test_processes_as_asked_for_then_slots_then_accelerators_then_one() -> None:
     assert (one.value, one.source) == (1, Source.DEFAULT)
 
 
-@pytest.mark.parametrize("count", [0, -1, planning.MAX_RANKS_PER_NODE + 1])
+@pytest.mark.parametrize("count", [0, -1])
 def test_impossible_numbers_of_processes(count: int) -> None:
     with pytest.raises(SettingError, match="nproc-per-node"):
         planning.processes_on(job(nproc_per_node=asked(count)), Host("a"), facts())
+
+
+@pytest.mark.parametrize(("hard", "most"), [(1024, 298), (4096, 1322), (-1, None)])
+def test_open_files_limit_the_processes_of_a_host(hard: int, most: int | None) -> None:
+    there = {**facts(), "limits": {"nofile_hard": hard}}
+    assert planning.most_processes(there) == most
+    many = job(nproc_per_node=asked(2000))
+    if most is None:
+        assert planning.processes_on(many, Host("a"), there).value == 2000
+        return
+    with pytest.raises(SettingError, match="2000 processes were asked for on a") as caught:
+        planning.processes_on(many, Host("a"), there)
+    assert f"--nproc-per-node {most}" in caught.value.remedy
+    assert planning.processes_on(job(nproc_per_node=asked(most)), Host("a"), there).value == most
 
 
 def test_more_processes_than_slots() -> None:

@@ -53,6 +53,18 @@ def test_a_damaged_owner_file_is_no_owner(tmp_path: Path, text: str) -> None:
     RunDirectory(tmp_path).close()
 
 
+def test_few_of_many_logs_are_open(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    names = [directory.log_name("n1", rank) for rank in range(3 * rundir.OPEN_FILES)]
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for word in (b"first\n", b"second\n"):
+        for name in names:
+            directory.append_bytes(name, word)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + rundir.OPEN_FILES
+    directory.close()
+    assert all((tmp_path / name).read_bytes() == b"first\nsecond\n" for name in names)
+
+
 def test_files_are_whole_and_lines_are_added(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.write_json("plan.json", {"a": "ü\udcff"})

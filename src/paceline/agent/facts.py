@@ -173,15 +173,16 @@ def device_facts() -> Facts:
 
 
 def limit_facts() -> Facts:
-    """Limits that jobs meet: open files, locked memory, size of /dev/shm in bytes."""
+    """Limits that jobs meet: open files, locked memory, size of /dev/shm in bytes; -1 for none."""
 
-    def soft(which: int) -> int:
-        value = resource.getrlimit(which)[0]
+    def limit(which: int, hard: bool = False) -> int:
+        value = resource.getrlimit(which)[hard]
         return -1 if value == resource.RLIM_INFINITY else value
 
     return {
-        "nofile": soft(resource.RLIMIT_NOFILE),
-        "memlock": soft(resource.RLIMIT_MEMLOCK),
+        "nofile": limit(resource.RLIMIT_NOFILE),
+        "nofile_hard": limit(resource.RLIMIT_NOFILE, hard=True),
+        "memlock": limit(resource.RLIMIT_MEMLOCK),
         "shm": disk_facts("/dev/shm").get("total", 0),  # noqa: S108 - its size is the fact
     }
 

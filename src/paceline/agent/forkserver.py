@@ -1,9 +1,11 @@
 """The fork server of a node: imports torch once, then every rank is a fork of it.
 
-Runs under the job's own interpreter and environment. It takes start requests (JSON, with the
-ranks' pipes as passed descriptors) over a Unix socket and reports every exit. It has one thread and
-never imports anything of a CUDA context, so forking is safe. A rank is its own session and
-dies with the fork server; the fork server dies with the agent.
+Runs under the job's own interpreter and environment. It takes orders over a Unix socket and reports
+every exit. An order is its length (32 bits, big-endian), then JSON: ``{"attempt": …}`` is what all
+ranks of an attempt share, ``{"rank": …}`` starts one of them and brings its three pipes,
+``{"store": …}`` starts the store and brings its socket. It has one thread and never imports
+anything of a CUDA context, so forking is safe. A rank is its own session and dies with the
+fork server; the fork server dies with the agent.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 import traceback
@@ -24,8 +27,8 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 from . import procs
 
 Message = Dict[str, Any]
-MAX_REQUEST = 1 << 22
-MAX_FDS = 250  # the kernel passes at most 253 in one message
+LENGTH = struct.Struct(">I")
+PIPES = 3  # of a rank: output, errors, events
 
 
 def main(fd: int, parent: int, preload: List[str]) -> int:
@@ -96,6 +99,7 @@ class ForkServer:
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
+        self.attempt: Message = {}  # what the ranks of this attempt share
         self.children: Dict[int, Message] = {}  # pid -> {"local_rank"} or {"store"}
         self.pidfds: Dict[int, int] = {}  # pidfd -> pid
 
@@ -105,49 +109,55 @@ class ForkServer:
 
     def serve(self) -> Optional[Callable[[], int]]:
         """Loops; returns a rank's work in the forked child, ``None`` when the agent has gone."""
+        channel_fd = self.channel.fileno()
         while True:
-            channel_fd = self.channel.fileno()
-            ready, _, _ = select.select([channel_fd, *self.pidfds], [], [], self._patience())
+            poll = select.poll()  # select() ends at descriptor 1024
+            for fd in [channel_fd, *self.pidfds]:
+                poll.register(fd, select.POLLIN)
+            ready = [fd for fd, _ in poll.poll(self._patience_ms())]
             self._reap()
             if channel_fd not in ready:
                 continue
-            request, fds = self._receive()
-            if request is None:
+            order, fds = self._receive()
+            if order is None:
                 return None
-            work = self._start(request, fds)
+            work = self._obey(order, fds)
             if work is not None:
                 return work
 
-    def _patience(self) -> Optional[float]:
+    def _patience_ms(self) -> Optional[int]:
         # without pidfd_open (kernels before 5.3) exits are found by looking
-        return None if len(self.pidfds) == len(self.children) else 0.02
+        return None if len(self.pidfds) == len(self.children) else 20
 
     def _receive(self) -> Tuple[Optional[Message], List[int]]:
-        data, fds, _, _ = socket.recv_fds(self.channel, MAX_REQUEST, MAX_FDS)
-        while data and not data.endswith(b"\n"):
-            more = self.channel.recv(MAX_REQUEST)
+        head, fds, _, _ = socket.recv_fds(self.channel, LENGTH.size, PIPES)
+        if not head:
+            return None, fds
+        (length,) = LENGTH.unpack(head)
+        data = bytearray()
+        while len(data) < length:
+            more = self.channel.recv(length - len(data))
             if not more:
                 return None, fds
             data += more
-        return (json.loads(data) if data else None), fds
+        return json.loads(data), fds
 
-    def _start(self, request: Message, fds: List[int]) -> Optional[Callable[[], int]]:
-        """Forks the store (if it is to be here) and the ranks; returns work in a child."""
-        given = iter(fds)
-        store_fd = next(given) if request.get("store") else -1
-        pipes = [(next(given), next(given), next(given)) for _ in request["ranks"]]
-        if request.get("store") and self._fork({"store": True}, fds, (store_fd,)) == 0:
-            return lambda: serve_store(request["store"], store_fd)
-        for rank, (out, err, events) in zip(request["ranks"], pipes):
-            if self._fork({"local_rank": rank["local_rank"]}, fds, (out, err, events)) == 0:
-                from .rank import prepare  # here, so that the server stays small
+    def _obey(self, order: Message, fds: List[int]) -> Optional[Callable[[], int]]:
+        """Does what one order says; returns work in a forked child."""
+        if "attempt" in order:
+            self.attempt = order["attempt"]
+        elif "store" in order:
+            if self._fork({"store": True}) == 0:
+                return lambda: serve_store(order["store"], fds[0])
+        elif self._fork({"local_rank": order["rank"]["local_rank"]}) == 0:
+            from .rank import prepare  # here, so that the server stays small
 
-                return prepare(request, rank, out, err, events)
+            return prepare(self.attempt, order["rank"], *fds)
         for fd in fds:
             os.close(fd)
         return None
 
-    def _fork(self, about: Message, fds: List[int], keep: Tuple[int, ...]) -> int:
+    def _fork(self, about: Message) -> int:
         server = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -156,7 +166,7 @@ class ForkServer:
             procs.die_with_parent(server)
             os.setsid()
             self.channel.close()
-            for fd in [*self.pidfds, *(fd for fd in fds if fd not in keep)]:
+            for fd in self.pidfds:
                 os.close(fd)
             return 0
         self.children[pid] = about

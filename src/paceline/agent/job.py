@@ -10,10 +10,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Tuple
 
-from . import memory, procs, witness
+from . import forkserver, memory, procs, witness
 
 Message = Dict[str, Any]
 Post = Callable[..., None]
@@ -21,6 +22,7 @@ CHUNK = 1 << 16
 DRAIN_S = 1.0  # how long after a rank's end its pipes may stay open (grandchildren hold them)
 MAX_LINE = 1 << 20
 STORE_END_S = 1.0
+UNDER_WAY = 16  # ranks that were ordered and have not begun
 
 
 class Rank:
@@ -77,6 +79,7 @@ class NodeJob:
         self._channel: Optional[socket.socket] = None
         self._received = b""
         self._store: Optional[procs.Process] = None
+        self._unstarted: Deque[Tuple[Rank, Message]] = deque()
         self._kill_at: Optional[float] = None
         self._kills_before: Optional[int] = None
 
@@ -121,27 +124,41 @@ class NodeJob:
         """
         if self._channel is None:
             raise RuntimeError("start before prepare")
-        self.ranks, self.running, self._kill_at = [], True, None
+        procs.make_room_for_descriptors(forkserver.PIPES * len(request["ranks"]))
+        self.ranks = [Rank(spec["rank"], spec["local_rank"]) for spec in request["ranks"]]
+        self.running, self._kill_at = True, None
         self._kills_before = memory.kills()
-        passed: List[int] = []
+        self._order({"attempt": {k: v for k, v in request.items() if k != "ranks"}})
         if store_listener is not None:
-            passed.append(store_listener.fileno())
-        ends: List[int] = []
-        for spec in request["ranks"]:
-            rank = Rank(spec["rank"], spec["local_rank"])
-            for name in ("out", "err", "events"):
-                read_end, write_end = os.pipe()
-                os.set_blocking(read_end, False)
-                rank.fds[read_end] = name
-                ends.append(write_end)
-            self.ranks.append(rank)
-        self._channel.setblocking(True)  # a request larger than the buffer must go out whole
-        data = json.dumps(request).encode() + b"\n"
-        sent = socket.send_fds(self._channel, [data], passed + ends)
-        self._channel.sendall(data[sent:])
+            self._order({"store": request["store"]}, [store_listener.fileno()])
+        self._unstarted = deque(zip(self.ranks, request["ranks"]))
+        for _ in range(UNDER_WAY):
+            self._start_next()
+
+    def _start_next(self) -> None:
+        """Orders the next rank. Few are under way at once: the socket holds only so many orders."""
+        if not self._unstarted:
+            return
+        rank, spec = self._unstarted.popleft()
+        ends = []
+        for name in ("out", "err", "events"):
+            read_end, write_end = os.pipe()
+            os.set_blocking(read_end, False)
+            rank.fds[read_end] = name
+            ends.append(write_end)
+        try:
+            self._order({"rank": spec}, ends)
+        finally:
+            for fd in ends:
+                os.close(fd)
+
+    def _order(self, order: Message, fds: Sequence[int] = ()) -> None:
+        assert self._channel is not None
+        data = json.dumps(order).encode()
+        self._channel.setblocking(True)  # an order larger than the buffer must go out whole
+        socket.send_fds(self._channel, [forkserver.LENGTH.pack(len(data))], fds)
+        self._channel.sendall(data)
         self._channel.setblocking(False)
-        for fd in ends:
-            os.close(fd)
 
     # --- what happens ------------------------------------------------------------------------
 
@@ -196,6 +213,8 @@ class NodeJob:
         rank = self._rank(message["local_rank"])
         rank.process = process
         self._post({"event": "started", "rank": rank.rank, "pid": process.pid})
+        with contextlib.suppress(OSError):  # a fork server that died is noticed by itself
+            self._start_next()
 
     def _rank(self, local_rank: int) -> Rank:
         return next(rank for rank in self.ranks if rank.local_rank == local_rank)
@@ -207,6 +226,7 @@ class NodeJob:
         self._channel = None
         status = self._server.wait() if self._server is not None else 0
         self._post({"event": "forkserver", "died": status, "time": time.monotonic()})
+        self._unstarted.clear()
         for rank in self.ranks:
             if rank.status is None:
                 rank.status, rank.ended_at = int(signal.SIGKILL), time.monotonic()
@@ -256,11 +276,18 @@ class NodeJob:
 
     def stop(self, signum: int, grace_s: float) -> None:
         """Signals every rank; what lives after ``grace_s`` seconds is killed."""
+        self._forget_unstarted(signum)
         for rank in self.ranks:
             if rank.process is not None and rank.status is None:
                 self._signal_group(rank.process, signum)
         deadline = time.monotonic() + grace_s
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
+
+    def _forget_unstarted(self, signum: int) -> None:
+        """Ranks that were not started yet count as ended by the signal."""
+        for rank, _ in self._unstarted:
+            rank.status, rank.ended_at = signum, time.monotonic()
+        self._unstarted.clear()
 
     def _signal_group(self, process: procs.Process, signum: int) -> None:
         if procs.identify(process.pid) == process:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Set
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
+SPARE_DESCRIPTORS = 64  # for what else a process opens
 
 
 class Process(NamedTuple):
@@ -170,3 +173,26 @@ def die_with_parent(parent: int) -> None:
 def adopt_orphans() -> None:
     """Makes this process the parent of orphaned descendants, so that none gets away."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def make_room_for_descriptors(count: int) -> None:
+    """Raises this process's limit of open files, if need be, so that ``count`` more have room.
+
+    No further than that: programs started from here inherit the limit. OSError when the hard
+    limit is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _open_descriptors() + count + SPARE_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        text = "%d open files are needed, and the hard limit is %d (ulimit -Hn)" % (needed, hard)
+        raise OSError(errno.EMFILE, text)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _open_descriptors() -> int:
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:
+        return SPARE_DESCRIPTORS

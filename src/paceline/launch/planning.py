@@ -20,7 +20,8 @@ INTERFACE_NAMES = (
     "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "FI_TCP_IFACE", "FI_SOCKETS_IFACE",
     "I_MPI_HYDRA_IFACE",
 )  # fmt: skip
-MAX_RANKS_PER_NODE = 80  # a node's pipes travel in one message of at most 253 descriptors
+PIPES_A_RANK = 3  # that the agent of its node holds open
+SPARE_DESCRIPTORS = 128  # for what else the agent opens
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,30 @@ def choose_hosts(job: Job, cluster: Cluster) -> tuple[Host, ...]:
 
 
 def processes_on(job: Job, host: Host, facts: Facts) -> Setting[int]:
-    """How many ranks a host gets: as asked, else its slots, else its accelerators, else one."""
+    """How many ranks a host gets: as asked, else its slots, else its accelerators, else one.
+
+    SettingError when the host cannot hold so many.
+    """
+    count = _wanted_processes(job, host, facts)
+    most = most_processes(facts)
+    if most is not None and count.value > most:
+        hard = facts["limits"]["nofile_hard"]
+        raise SettingError(
+            f"{count.value} processes were asked for on {host.name} ({count.source.label})",
+            found=f"at most {hard} files may be open there (ulimit -Hn): enough for {most}",
+            remedy=f"--nproc-per-node {most}, or on {host.name} add `* hard nofile 1048576` to "
+            "/etc/security/limits.conf and log in again",
+        )
+    return count
+
+
+def most_processes(facts: Facts) -> int | None:
+    """How many ranks a host's limit of open files allows; ``None`` when there is no limit."""
+    hard = (facts.get("limits") or {}).get("nofile_hard", -1)
+    return None if hard < 0 else max(1, (hard - SPARE_DESCRIPTORS) // PIPES_A_RANK)
+
+
+def _wanted_processes(job: Job, host: Host, facts: Facts) -> Setting[int]:
     asked = job.nproc_per_node
     if asked.value is not None:
         return _asked_processes(asked.value, asked, host)
@@ -69,10 +93,9 @@ def processes_on(job: Job, host: Host, facts: Facts) -> Setting[int]:
 
 
 def _asked_processes(count: int, asked: Setting[int | None], host: Host) -> Setting[int]:
-    if not 1 <= count <= MAX_RANKS_PER_NODE:
+    if count < 1:
         raise SettingError(
-            f"--nproc-per-node {count} cannot be",
-            remedy=f"Give a number from 1 to {MAX_RANKS_PER_NODE}",
+            f"--nproc-per-node {count} makes no sense", remedy="Give a number from 1 on"
         )
     if host.slots is not None and count > host.slots:
         raise SettingError(

@@ -19,6 +19,8 @@ from paceline.launch.blotting import Blotter
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, SettingError
 
+OPEN_FILES = 64  # at once: there is a log for every rank
+
 
 class RunDirectory:
     """One run's folder, owned by this process until :meth:`close`.
@@ -33,7 +35,7 @@ class RunDirectory:
         self.path = path.absolute()
         self.token = os.urandom(16).hex()
         self._blotter = Blotter(secrets)
-        self._files: dict[str, IO[bytes]] = {}
+        self._files: dict[str, IO[bytes]] = {}  # the last used at the end
         with self._explained():
             self.path.mkdir(parents=True, exist_ok=True)
             self._own()
@@ -115,12 +117,19 @@ class RunDirectory:
 
     def _append(self, name: str, data: bytes) -> None:
         with self._explained():
-            file = self._files.get(name)
-            if file is None:
-                target = self.path / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                file = self._files[name] = target.open("ab", buffering=0)
-            file.write(data)
+            self._file(name).write(data)
+
+    def _file(self, name: str) -> IO[bytes]:
+        """The file, open for adding; those that were not added to for longest are closed."""
+        file = self._files.pop(name, None)
+        if file is None:
+            target = self.path / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            file = target.open("ab", buffering=0)
+        self._files[name] = file
+        if len(self._files) > OPEN_FILES:
+            self._files.pop(next(iter(self._files))).close()
+        return file
 
     def set_aside(self, name: str) -> None:
         """Keeps an earlier run's ``.jsonl`` file under another name."""

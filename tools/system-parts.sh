@@ -4,8 +4,8 @@
 # where it may not install.
 set -eu
 
-lab="openssh-client:ssh openssh-server:/usr/sbin/sshd iproute2:ip iptables:iptables util-linux:nsenter procps:ps"
-tests="git:git dataset-fashion-mnist:/usr/share/datasets/fashion-mnist tmux:tmux"
+lab="openssh-client:ssh openssh-server:/usr/sbin/sshd iproute2:ip iptables:iptables nftables:nft util-linux:nsenter procps:ps"
+tests="git:git dataset-fashion-mnist:/usr/share/datasets/fashion-mnist tmux:tmux openssl:openssl"
 # schedulers and containers: only their programs are used, started by the tests in virtual hosts
 launchers="mpich:mpiexec.hydra openmpi-bin:mpiexec.openmpi slurm-wlm:/usr/sbin/slurmctld munge:/usr/sbin/munged docker.io:/usr/sbin/dockerd"
 # what comes from PyPI and must not get into the environment that is tested
@@ -24,7 +24,7 @@ for part in $wanted; do
   sign=${part#*:}
   case "$sign" in
     /*) [ -e "$sign" ] || missing="$missing $package" ;;
-    *) command -v "$sign" >/dev/null 2>&1 || missing="$missing $package" ;;
+    *) PATH="$PATH:/usr/sbin:/sbin" command -v "$sign" >/dev/null 2>&1 || missing="$missing $package" ;;
   esac
 done
 

@@ -51,7 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Path]
         ssh.mkdir(exist_ok=True, mode=0o700)
         shutil.copy(lab.ssh_config, ssh / "config")
         furnish(folder)
-        run(lab, folder, ["train", "image", "--steps", "2", "--run-dir", RUN])
+        typed(lab, folder, ["train", "image", "--steps", "2", "--run-dir", RUN])
         yield lab, folder
 
 
@@ -75,7 +75,7 @@ def furnish(folder: Path) -> None:
     (folder / "torchrun.log").write_text(LOG)
 
 
-def run(lab: Lab, folder: Path, args: list[str]) -> None:
+def typed(lab: Lab, folder: Path, args: list[str]) -> None:
     command = [sys.executable, "-m", "paceline", *args]
     done = lab.exec("n1", command, cwd=str(folder), timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -85,7 +85,7 @@ def run(lab: Lab, folder: Path, args: list[str]) -> None:
 def test_command_runs(shown: Shown, place: tuple[Lab, Path]) -> None:
     lab, folder = place
     cut = ["--steps", "2"] if shown.words[1] == "train" else []
-    run(lab, folder, [*shown.words[1:], *cut])
+    typed(lab, folder, [*shown.words[1:], *cut])
 
 
 def test_lab_commands_run(capfd: pytest.CaptureFixture[str]) -> None:

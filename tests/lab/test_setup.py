@@ -124,6 +124,13 @@ def test_from_nothing_to_nothing_again(fresh: Lab) -> None:
     login = fresh.exec("n1", ["ssh", "-o", "BatchMode=yes", "n3", "hostname"], timeout=20)
     assert login.stdout == "n3\n", login.stderr
 
+    # a key that its owner has restricted to commands is enough
+    narrowed = fresh.home("n2") / ".ssh" / "authorized_keys"
+    narrowed.write_text(f"restrict {keys}")
+    done = paceline(fresh, "n1", "run", "-H", "n1,n2", "--no-python", "hostname")
+    assert sorted(done.stdout.split()) == ["[n1/0]", "[n2/1]", "n1", "n2"], done.stderr
+    narrowed.write_text(keys)
+
     after = snapshot(fresh)
     code, said = setup(fresh, "-y", password=None)
     assert (code, "nothing to do" in said) == (0, True), said

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster.openssh import SshOptions
-from paceline.cluster.setup import aliases, authorized, keys, shares, ssh
+from paceline.cluster.setup import aliases, authorized, keys, names, shares, ssh
 from paceline.cluster.setup.journal import Journal, take_back, without_lines, write_file
 from paceline.cluster.setup.worker_sshd import config_text
 from paceline.spec.errors import SettingError
@@ -139,3 +139,31 @@ def test_the_worker_sshd_takes_keys_only(tmp_path: Path) -> None:
     assert "PasswordAuthentication no" in text
     assert "Port 12345" in text
     assert "DEBUG" not in text
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ("2s/.*/10.77.0.11 n1/", "10.77.0.11 n1"),
+        (r"/[[:space:]]n1\b/s/^[^[:space:]]*/10.77.0.11/", "10.77.0.11\tn1 n1.lan"),
+    ],
+)
+def test_the_hosts_file_is_changed_in_place_and_through_no_other(
+    tmp_path: Path, script: str, line: str
+) -> None:
+    """As typed; a file that a stranger could lay in wait for is not on the way."""
+    file = tmp_path / "hosts"
+    file.write_text("127.0.0.1 localhost\n127.0.1.1\tn1 n1.lan\n::1 ip6-localhost\n")
+    inode = file.stat().st_ino
+    command = names.edit_command(script)
+    assert "/tmp" not in command
+    typed = command.removeprefix("sudo ").replace("/etc/hosts", str(file))
+    subprocess.run(["sh", "-c", typed], check=True, cwd=tmp_path)
+    assert file.read_text() == f"127.0.0.1 localhost\n{line}\n::1 ip6-localhost\n"
+    assert file.stat().st_ino == inode
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_only_names_are_taken_over_from_a_hosts_file() -> None:
+    hostile = "127.0.1.1 n1 n1.lan ';rm $(id)` a/b & # n9"
+    assert names.plain_names(hostile) == ["n1", "n1.lan"]

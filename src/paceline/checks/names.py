@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline.checks.check import Check, listed, passed, warned
 from paceline.checks.scene import Scene
+from paceline.cluster.setup import names as hosts_file
 from paceline.spec.finding import Finding
 
 HARMLESS_HERE = "paceline sets each node's interface itself, other launchers do not"
@@ -99,7 +100,7 @@ def _lines(lines: list[str], addresses: list[str]) -> str:
 
 
 def _mend(scene: Scene, name: str, addresses: list[str]) -> str:
-    """Replaces the address in the guilty line; a copy, because containers mount the file."""
+    """Replaces the address in the guilty line."""
     guilty = [
         line
         for line in scene.facts[name]["name"]["hosts_lines"]
@@ -108,11 +109,8 @@ def _mend(scene: Scene, name: str, addresses: list[str]) -> str:
     if not guilty:
         return _add_line(scene, name)
     number, _, text = guilty[0].partition(": ")
-    new = " ".join([scene.address(name), *text.split()[1:]])
-    return (
-        f"On {name}: sed '{number}s/.*/{new}/' /etc/hosts > /tmp/hosts && "
-        "sudo cp /tmp/hosts /etc/hosts"
-    )
+    new = " ".join([scene.address(name), *hosts_file.plain_names(text)])
+    return f"On {name}: {hosts_file.edit_command(f'{number}s/.*/{new}/')}"
 
 
 def _add_line(scene: Scene, name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from paceline.checks.check import Check, listed, passed, warned
 from paceline.checks.probing import Probing
 from paceline.checks.scene import Scene, usable
+from paceline.cluster.setup import names as hosts_file
 from paceline.spec.finding import Finding
 
 
@@ -48,9 +49,9 @@ def _target(scene: Scene, target: str) -> list[Finding]:
     found = []
     for asker, address in wrong.items():
         message = f"on {asker}, {called} means {address}{_whose(scene, address)}, not {target}"
+        script = f"/[[:space:]]{called}\\b/s/^[^[:space:]]*/{scene.address(target)}/"
         remedy = (
-            f"On {asker}: sed '/[[:space:]]{called}\\b/s/^[^[:space:]]*/{scene.address(target)}/' "
-            "/etc/hosts > /tmp/hosts && sudo cp /tmp/hosts /etc/hosts\n"
+            f"On {asker}: {hosts_file.edit_command(script)}\n"
             f"(if `getent hosts {called}` says the same afterwards, the name server is wrong)"
         )
         found.append(warned("resolution", [asker, target], message, remedy))

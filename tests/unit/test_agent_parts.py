@@ -15,7 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.agent import facts, forkserver, frames, job, netlink, probe, procs, snapshot
+from paceline.agent import (
+    facts,
+    forkserver,
+    frames,
+    job,
+    netlink,
+    probe,
+    procs,
+    snapshot,
+    title,
+)
 from paceline.agent.frames import MAGIC, Decoder, encode
 from paceline.agent.lease import Lease
 from paceline.agent.outbox import HIGH_WATER, Outbox
@@ -82,7 +92,7 @@ def test_kept_noise_is_bounded() -> None:
 def test_a_process_may_be_called_anything(name: str) -> None:
     rest = "S 7 8 9 0 -1 4194560 1 0 0 0 1 2 3 4 20 0 1 0 123456 99 " + " ".join(["0"] * 30)
     found = procs.parse_stat(f"42 ({name}) {rest}\n")
-    assert found == procs.Stat(pid=42, parent=7, session=9, state="S", start=123456)
+    assert found == procs.Stat(pid=42, parent=7, session=9, state="S", start=123456, cpu=3)
 
 
 def stat(pid: int, parent: int) -> procs.Stat:
@@ -360,3 +370,23 @@ def test_lone_surrogates_survive() -> None:
 def test_a_module_that_may_be_missing() -> None:
     assert forkserver._preload(["json", "no_such_module?"])["ready"]
     assert "no_such_module" in forkserver._preload(["no_such_module"])["failed"]
+
+
+# --- what ps shows
+
+
+def test_a_command_line_is_cut_to_its_room_but_not_its_end() -> None:
+    assert title.fitted(b"python a.py", b" [rank 1]", 100) == b"python a.py [rank 1]"
+    assert (
+        title.fitted(b"python " + b"x" * 99, b" [rank 1]", 30) == b"python xxxxxxxxxx ... [rank 1]"
+    )
+    assert title.fitted(b"a\nb\0c", b"", 30) == b"a b c"
+    assert title.fitted(b"a", b" [rank 1]", 5) == b""
+
+
+def test_a_rank_s_command_line() -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "4", "PACELINE_HOST": "n2"}
+    entry = {"kind": "module", "target": "pkg.train", "args": ["--lr", "0.1"]}
+    assert "".join(title.of_rank(entry, env)) == (
+        "python -m pkg.train --lr 0.1 [rank 1 of 4, n2]"
+    )  # fmt: skip

@@ -82,3 +82,49 @@ def test_ends_in_words() -> None:
     assert outcome.signal_name(250) == "signal 250"
     assert failure(1, 0.0, "ValueError: x", host="n2").describe() == "rank 1 on n2: ValueError: x"
     assert failure(None, 0.0, "gone", "lost", "n2").describe() == "n2: gone"
+
+
+def test_nodes_that_ended_their_ranks_while_we_were_away_are_not_to_blame() -> None:
+    left = outcome.leaving("n1", "lease", "the lease of 10 s ran out", 7.0, 10.0)
+    assert left is not None
+    after = [left, failure(0, 7.1, "killed by SIGTERM", "signal", signal=15)]
+    us = outcome.first(outcome.own_absence(after, 20.4, 10.0))
+    assert us.kind == "launcher"
+    assert us.describe() == (
+        "this launcher was stopped for 20 s, longer than the lease of 10 s; "
+        "the nodes ended their ranks"
+    )
+    assert "longer" not in outcome.own_absence(after, 8.0, 10.0)[0].describe()
+    # we were there: then the network was not
+    assert outcome.first(outcome.own_absence(after, 0.0, 10.0)) == left
+    # what failed before has failed by itself
+    own = failure(1, 5.0, "ValueError: boom")
+    assert outcome.first(outcome.own_absence([own, *after], 20.0, 10.0)) == own
+
+
+def test_an_agent_that_leaves_for_its_guard_is_named() -> None:
+    left = outcome.leaving("n2", "guard", "its guard was killed", 1.0, 10.0)
+    assert left is not None
+    assert left.describe() == "n2: its guard was killed; the agent ended its ranks"
+    assert outcome.leaving("n2", "bye", "the launcher said so", 1.0, 10.0) is None
+
+
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        (None, "killed by SIGKILL (the kernel's memory killer, or somebody's kill -9)"),
+        ({"kills": None, "limit": None, "kernel": []}, "memory killer, or somebody's"),
+        ({"kills": 0, "limit": None, "kernel": []}, "somebody's kill -9: the kernel's memory"),
+        (
+            {"kills": 1, "kernel": [], "limit": {"bytes": 2 << 30, "peak": 3 << 29, "group": "/g"}},
+            "killed by the kernel for its memory at 1.0 GiB (limit 2.0 GiB, peak 1.5 GiB, "
+            "control group /g)",
+        ),
+        (
+            {"kills": None, "kernel": ["Killed process 7"], "limit": None},
+            "for its memory at 1.0 GiB (the host's memory was used up)",
+        ),
+    ],
+)
+def test_who_killed_in_words(memory: dict[str, Any] | None, words: str) -> None:
+    assert words in outcome.describe_end(None, 9, memory, 1 << 30)

@@ -14,7 +14,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     if role == "forkserver":
         from . import forkserver
 
-        return forkserver.main(int(args[0]), int(args[1]), args[2:])
+        fd, parent, _, *preload = args
+        return forkserver.main(int(fd), int(parent), preload)
     if role == "guard":
         from . import guard
 

@@ -24,7 +24,7 @@ import time
 import traceback
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from . import procs
+from . import procs, title
 
 Message = Dict[str, Any]
 LENGTH = struct.Struct(">I")
@@ -38,6 +38,7 @@ def main(fd: int, parent: int, preload: List[str]) -> int:
     outside all frames of the server, so that the rank ends as any Python process does.
     """
     procs.die_with_parent(parent)
+    title.show(title.of_agent_part([sys.executable, *sys.argv]))
     for signum in (signal.SIGINT, signal.SIGTERM):  # a scheduler tells every process; the agent
         signal.signal(signum, signal.SIG_IGN)  # ends this one, when the ranks have ended
     channel = socket.socket(fileno=fd)
@@ -197,6 +198,7 @@ def serve_store(where: Message, listen_fd: int) -> int:
     imported when the first rank knocks, for a job that never does need not have it.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    title.show("%s %s store" % (sys.executable, sys.argv[0]))
     select.select([listen_fd], [], [])
     distributed: Any = importlib.import_module("torch.distributed")
     store = distributed.TCPStore(

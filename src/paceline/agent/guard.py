@@ -39,8 +39,15 @@ def main(agent: int) -> int:
     signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
     _let_go([0, 1])
     status = _wait_for(agent)
+    if os.WIFSIGNALED(status):  # it could say nothing itself
+        sys.stderr.write("paceline guard: the agent was killed by %s\n" % _name(status))
+        sys.stderr.flush()
     procs.kill_job("", roots=[os.getpid()], spare=[])
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def _name(status: int) -> str:
+    return signal.Signals(os.WTERMSIG(status)).name
 
 
 def _let_go(fds: List[int]) -> None:

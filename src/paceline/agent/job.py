@@ -14,7 +14,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Tuple
 
-from . import forkserver, memory, procs, witness
+from . import forkserver, memory, procs, title, witness
 
 Message = Dict[str, Any]
 Post = Callable[..., None]
@@ -23,6 +23,11 @@ DRAIN_S = 1.0  # how long after a rank's end its pipes may stay open (grandchild
 MAX_LINE = 1 << 20
 STORE_END_S = 1.0
 UNDER_WAY = 16  # ranks that were ordered and have not begun
+ORDER_S = 2.0  # for an order to go out to the fork server
+LOOK_S = 0.5  # between two looks at the processes' states
+FROZEN_SERVER_S = 1.0  # how long a fork server may stand still before it is given up
+BUSY = 0.02  # of a CPU: who uses less does nothing
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Rank:
@@ -39,6 +44,23 @@ class Rank:
         self.partial = b""  # an unfinished line of the events pipe
         self.peak = 0  # bytes of memory, at most
         self.seen = witness.Testimony()
+        self.active_at = time.monotonic()  # when it last used a CPU or said something
+        self.stopped_at: Optional[float] = None  # since when it stands still by a signal
+        self._looked_at = self.active_at
+        self._cpu = 0
+
+    def look(self, now: float) -> None:
+        """Notes whether the process works, waits, or was stopped."""
+        stat = None if self.process is None else procs.read_stat(self.process.pid)
+        if stat is None or self.process is None or stat.start != self.process.start:
+            return
+        if stat.state != "T":
+            self.stopped_at = None
+        elif self.stopped_at is None:
+            self.stopped_at = now
+        if stat.cpu - self._cpu > BUSY * TICKS * (now - self._looked_at):
+            self.active_at = now
+        self._cpu, self._looked_at = stat.cpu, now
 
     @property
     def over(self) -> bool:
@@ -81,6 +103,9 @@ class NodeJob:
         self._store: Optional[procs.Process] = None
         self._unstarted: Deque[Tuple[Rank, Message]] = deque()
         self._kill_at: Optional[float] = None
+        self._looked_at = 0.0
+        self._frozen_at: Optional[float] = None  # since when the fork server stands still
+        self._given_up = False  # it was killed for that
         self._kills_before: Optional[int] = None
 
     # --- beginning ---------------------------------------------------------------------------
@@ -88,17 +113,20 @@ class NodeJob:
     def prepare(self, request: Message) -> None:
         """Starts the fork server, which reports when its imports are done.
 
+        A second time when the first one died.
+
         Args:
             request: ``python`` (absolute path), ``preload`` (modules), ``env`` (to be added),
                 ``unset`` (names to be removed), ``token``.
         """
         self.token = request["token"]
+        self._received, self._frozen_at, self._given_up = b"", None, False
         ours, theirs = socket.socketpair()
         env = environment(dict(os.environ), request)
         try:
             self._server = subprocess.Popen(
                 [request["python"], self._package, "forkserver", str(theirs.fileno())]
-                + [str(os.getpid()), *request["preload"]],
+                + [str(os.getpid()), title.ROOM, *request["preload"]],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr,
@@ -123,7 +151,7 @@ class NodeJob:
             store_listener: The held socket of the store when it is to be on this node.
         """
         if self._channel is None:
-            raise RuntimeError("start before prepare")
+            raise RuntimeError("the fork server is gone")
         procs.make_room_for_descriptors(forkserver.PIPES * len(request["ranks"]))
         self.ranks = [Rank(spec["rank"], spec["local_rank"]) for spec in request["ranks"]]
         self.running, self._kill_at = True, None
@@ -155,10 +183,14 @@ class NodeJob:
     def _order(self, order: Message, fds: Sequence[int] = ()) -> None:
         assert self._channel is not None
         data = json.dumps(order).encode()
-        self._channel.setblocking(True)  # an order larger than the buffer must go out whole
-        socket.send_fds(self._channel, [forkserver.LENGTH.pack(len(data))], fds)
-        self._channel.sendall(data)
-        self._channel.setblocking(False)
+        self._channel.settimeout(ORDER_S)  # an order larger than the buffer must go out whole
+        try:
+            socket.send_fds(self._channel, [forkserver.LENGTH.pack(len(data))], fds)
+            self._channel.sendall(data)
+        except OSError:  # it stands still, or has died: in both cases it is to be replaced
+            self._give_up_server()
+        finally:
+            self._channel.setblocking(False)
 
     # --- what happens ------------------------------------------------------------------------
 
@@ -225,7 +257,12 @@ class NodeJob:
         self._channel.close()
         self._channel = None
         status = self._server.wait() if self._server is not None else 0
-        self._post({"event": "forkserver", "died": status, "time": time.monotonic()})
+        died = {"event": "forkserver", "died": status, "time": time.monotonic()}
+        if self._given_up:
+            died["frozen"] = True
+        elif status == -signal.SIGKILL:
+            died["memory"] = memory.evidence(self._kills_before)
+        self._post(died)
         self._unstarted.clear()
         for rank in self.ranks:
             if rank.status is None:
@@ -264,13 +301,44 @@ class NodeJob:
                 rank.seen.take(line)
                 continue
             if isinstance(said, dict):
+                rank.active_at = time.monotonic()
                 self._post({"event": "said", "rank": rank.rank, "data": said})
 
     def witness(self) -> None:
         """Looks at what every rank is doing; it is told with the rank's end."""
-        for rank in self.ranks:
-            if rank.process is not None and rank.status is None:
+        for rank in self._alive():
+            if rank.process is not None:
                 rank.seen.ask(rank.process)
+
+    def seen(self) -> List[Message]:
+        """What every living rank was doing when :meth:`witness` looked.
+
+        ``stack`` (innermost line first), ``state`` as ``ps`` shows it, ``cpu_s`` that it and its
+        children have used so far.
+        """
+        stats = procs.all_stats()
+        found = []
+        for rank in self._alive():
+            if rank.process is None:
+                continue
+            pids = {rank.process.pid} | procs.descendants([rank.process.pid], stats)
+            ticks = sum(stats[pid].cpu for pid in pids if pid in stats)
+            about = {"rank": rank.rank, "pid": rank.process.pid, "cpu_s": ticks / TICKS}
+            found.append(dict(about, state=rank.seen.state, stack=list(rank.seen.stack)))
+        return found
+
+    def looks(self, now: float) -> Message:
+        """From outside: ``frozen``, seconds by rank that a signal has stopped; ``quiet_s``.
+
+        That is how long none of the ranks here has worked or said a word; null when none runs.
+        """
+        alive = self._alive()
+        frozen = {str(r.rank): now - r.stopped_at for r in alive if r.stopped_at is not None}
+        quiet_s = min((now - rank.active_at for rank in alive), default=None)
+        return {"frozen": frozen, "quiet_s": quiet_s}
+
+    def _alive(self) -> List[Rank]:
+        return [rank for rank in self.ranks if rank.status is None]
 
     # --- ending ------------------------------------------------------------------------------
 
@@ -296,8 +364,11 @@ class NodeJob:
                 os.killpg(process.pid, signal.SIGCONT)  # a stopped process takes no signal
 
     def tick(self) -> None:
-        """Regular work: kills after the grace, reports ends."""
+        """Regular work: kills after the grace, reports ends, sees who stands still."""
         now = time.monotonic()
+        if now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            self._look(now)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self.kill()
@@ -306,6 +377,23 @@ class NodeJob:
                 self._finish(rank)
         if self.running and all(rank.told for rank in self.ranks):
             self._end_attempt()
+
+    def _look(self, now: float) -> None:
+        for rank in self._alive():
+            rank.look(now)
+        stat = None if self._server is None else procs.read_stat(self._server.pid)
+        if stat is None or stat.state != "T":
+            self._frozen_at = None
+        elif self._frozen_at is None:
+            self._frozen_at = now
+        elif now - self._frozen_at >= FROZEN_SERVER_S:
+            self._give_up_server()
+
+    def _give_up_server(self) -> None:
+        """It sees no rank's end and starts none: its end is read like that of one that died."""
+        if self._server is not None and self._server.poll() is None:
+            self._given_up = True
+            self._server.kill()
 
     def _finish(self, rank: Rank) -> None:
         for fd in list(rank.fds):
@@ -332,7 +420,8 @@ class NodeJob:
         """SIGKILLs every process of the job but fork server and store; returns how many."""
         if self._server is None:
             return 0
-        spare = [self._server.pid] + ([self._store.pid] if self._store else [])
+        spare = [self._server.pid] if self._channel is not None else []
+        spare += [self._store.pid] if self._store else []
         # orphans of the job became children of this process
         return procs.kill_job(self.token, [os.getpid()], spare)
 

@@ -36,6 +36,7 @@ class Stat(NamedTuple):
     session: int
     state: str
     start: int
+    cpu: int = 0  # clock ticks of its own work, so far
 
 
 def parse_stat(text: str) -> Stat:
@@ -48,6 +49,7 @@ def parse_stat(text: str) -> Stat:
         parent=int(fields[1]),
         session=int(fields[3]),
         start=int(fields[19]),
+        cpu=int(fields[11]) + int(fields[12]),
     )
 
 

@@ -15,7 +15,7 @@ import types
 import zipfile
 from typing import Any, Callable, Dict, List
 
-from . import ending, master, procs, witness
+from . import ending, master, procs, title, witness
 
 Message = Dict[str, Any]
 TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
@@ -51,7 +51,11 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int) ->
 
 
 def _name_process(rank: Message, entry: Message) -> None:
-    """What ``ps -e`` and ``top`` call this process: ``rank3 train.py``, as far as 15 bytes go."""
+    """What ``top`` calls this process, as far as 15 bytes go, and its command line.
+
+    ``rank3 train.py`` and ``python train.py --lr 0.1 [rank 3 of 4, n2]``.
+    """
+    title.show(*title.of_rank(entry, rank["env"]))
     name = "rank%s %s" % (rank["env"].get("RANK", "?"), os.path.basename(entry["target"]))
     with contextlib.suppress(OSError):
         procs.set_name(name)

@@ -29,6 +29,7 @@ TICK_S = 0.05
 CLOSING_S = 0.6  # from KILL to the end of the agent itself
 LAST_GRACE_S = 3.0  # at most, between TERM and KILL when the launcher has gone
 CHUNK = 1 << 16
+GUARD_KILLED = "its guard (the agent's parent process) was killed"
 
 
 class Agent:
@@ -56,7 +57,6 @@ class Agent:
         self.chosen_python = sys.executable
         self._decoder = Decoder()
         self._leaving_at: Optional[float] = None
-        self._why = ""
         self._term = False
         self._parent = os.getppid()  # the guard
 
@@ -124,7 +124,7 @@ class Agent:
         except OSError:
             data = b""
         if not data:
-            self.leave("the launcher went away")
+            self.leave("launcher", "the launcher went away")
             return
         for message, blob in self._decoder.feed(data):
             self._dispatch(message, blob)
@@ -143,11 +143,11 @@ class Agent:
         if self._leaving_at is not None:
             return
         if self.outbox.broken:
-            self.leave("the connection to the launcher broke")
+            self.leave("broken", "the connection to the launcher broke")
         elif self.lease.ending(time.monotonic()):
-            self.leave("the lease of %.0f s ran out" % (self.lease.seconds or 0))
+            self.leave("lease", "the lease of %.0f s ran out" % (self.lease.seconds or 0))
         elif os.getppid() != self._parent:
-            self.leave("the guard was killed")
+            self.leave("guard", GUARD_KILLED)
         elif self._term:
             self._heed_term()
 
@@ -164,11 +164,19 @@ class Agent:
         if self.job.running and not self.outbox.broken:
             self.outbox.post({"event": "asked to end", "time": time.monotonic()})
         else:
-            self.leave("asked to end by SIGTERM")
+            self.leave("term", "asked to end by SIGTERM")
 
-    def leave(self, why: str) -> None:
-        """Begins the end: TERM for every rank, KILL a little later, then nothing is left."""
-        self._why = why
+    def leave(self, reason: str, why: str) -> None:
+        """Begins the end: TERM for every rank, KILL a little later, then nothing is left.
+
+        Args:
+            reason: One word for the launcher, if it still listens.
+            why: The same for people.
+        """
+        if os.getppid() != self._parent:  # with it the stream from the launcher may end, too
+            reason, why = "guard", GUARD_KILLED
+        about = {"event": "leaving", "reason": reason, "why": why, "time": time.monotonic()}
+        self.outbox.post(about)
         sys.stderr.write("paceline agent: leaving: %s\n" % why)
         grace = min(LAST_GRACE_S, max(0.1, self.lease.last_part - CLOSING_S))
         self._leaving_at = time.monotonic() + grace + CLOSING_S / 2
@@ -177,12 +185,19 @@ class Agent:
 
     def _close(self) -> None:
         self.job.close()
+        self._wake_guard()
         for listener in self.listeners.values():
             listener.close()
         if self.reserved is not None:
             self.reserved.close()
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _wake_guard(self) -> None:
+        """One that somebody stopped could not end after us."""
+        if os.getppid() == self._parent > 1:
+            with contextlib.suppress(OSError):
+                os.kill(self._parent, signal.SIGCONT)
 
     # --- helpers of the operations -----------------------------------------------------------
 
@@ -213,9 +228,13 @@ def describe(error: BaseException) -> str:
 
 
 def renew_lease(agent: Agent, request: Message, _: bytes) -> None:
-    """``seconds``; answers with this node's clocks, so that the launcher can compare them."""
-    agent.lease.renew(request["seconds"], time.monotonic())
-    agent.reply(request, monotonic=time.monotonic(), time=time.time())
+    """``seconds``; answers with this node's clocks, so that the launcher can compare them.
+
+    And with what the ranks look like from outside (see :meth:`NodeJob.looks`).
+    """
+    now = time.monotonic()
+    agent.lease.renew(request["seconds"], now)
+    agent.reply(request, monotonic=now, time=time.time(), **agent.job.looks(now))
 
 
 def prepare(agent: Agent, request: Message, _: bytes) -> None:
@@ -291,6 +310,15 @@ def witness(agent: Agent, request: Message, _: bytes) -> None:
     """Looks at what every rank is doing."""
     agent.job.witness()
     agent.reply(request)
+
+
+def seen(agent: Agent, request: Message, _: bytes) -> None:
+    """What was seen of the living ranks after ``witness``: the stacks need a moment to come."""
+
+    def work() -> None:  # it reads every process's state
+        agent.reply(request, ranks=agent.job.seen())
+
+    agent.in_thread(work, request)
 
 
 def stop(agent: Agent, request: Message, _: bytes) -> None:
@@ -436,7 +464,7 @@ def job_processes(agent: Agent, request: Message, _: bytes) -> None:
 
 def bye(agent: Agent, request: Message, _: bytes) -> None:
     agent.reply(request)
-    agent.leave("the launcher said so")
+    agent.leave("bye", "the launcher said so")
 
 
 OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
@@ -448,6 +476,7 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     "reserve_port": reserve_port,
     "start": start,
     "witness": witness,
+    "seen": seen,
     "stop": stop,
     "kill": kill,
     "compare_tree": compare_tree,

@@ -54,7 +54,7 @@ class Testimony:
         self.stack: List[str] = []
 
     def ask(self, process: procs.Process) -> None:
-        self.asked = True
+        self.asked, self.stack = True, []
         self.state = ask(process)
 
     def take(self, line: bytes) -> None:

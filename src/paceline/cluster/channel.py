@@ -28,6 +28,7 @@ from paceline.spec.hosts import Host
 Message = dict[str, Any]
 _BOOT = b"\xf5PLboot "
 STDERR_KEPT = 64 * 1024
+LAST_WORDS_S = 0.5
 HELLO_TIMEOUT_S = 30.0
 TRIES = 4
 LOGINS_AT_ONCE = 16
@@ -166,7 +167,12 @@ class Channel:
             pass
         finally:
             if not self.lost.is_set():
+                await self._last_words()
                 self._end()
+
+    async def _last_words(self) -> None:
+        """What ended the connection may say why on standard error, a moment later."""
+        await asyncio.wait(self._tasks[:1], timeout=LAST_WORDS_S)
 
     def _take(self, message: Message, blob: bytes) -> None:
         if "re" in message:

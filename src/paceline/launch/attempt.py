@@ -13,7 +13,7 @@ from paceline.cluster.channel import Event
 from paceline.launch import outcome
 from paceline.launch.fleet import Fleet, first_of, together, within
 from paceline.launch.interrupts import Interrupts
-from paceline.launch.node import Node
+from paceline.launch.node import Node, how_it_died
 from paceline.launch.outcome import Failure
 from paceline.launch.recorder import Recorder
 from paceline.launch.screen import Screen
@@ -129,7 +129,10 @@ class Attempt:
             await self._fleet.tell("witness")  # whoever waits in vain: what do the others do?
         patience = asyncio.sleep(outcome.settle_time(self._failures))
         await first_of(self._ended.wait(), self._interrupts.wait(), patience)
-        known = list(self._failures)
+        away = self._fleet.absence
+        known = outcome.own_absence(
+            self._failures, away.seconds if away else 0.0, self._fleet.lease_s
+        )
         wished = all(failure.wished for failure in known)
         if wished and self._interrupts.received:
             return await self._stop_for_user()
@@ -137,7 +140,8 @@ class Attempt:
         # what came after the stop may complete what was known, but is no failure of its own
         complete = {(f.host, f.rank): f for f in outcome.merge(self._failures)}
         first = outcome.first(known)
-        first = complete.get((first.host, first.rank), first)
+        if first.kind != "launcher":
+            first = complete.get((first.host, first.rank), first)
         return Result(first.status, first, others=len(outcome.merge(known)) - 1)
 
     async def _stop_for_user(self) -> Result:
@@ -189,7 +193,8 @@ class Attempt:
             return
         kind: outcome.Kind = "exit" if signum is None else "signal"
         when = node.to_launcher_time(said["time"])
-        headline = outcome.describe_end(code, signum)
+        peak, memory = int(said.get("peak_bytes") or 0), said.get("memory")
+        headline = outcome.describe_end(code, signum, memory, peak)
         self.fail(Failure(kind, node.name, said["rank"], when, code, signum, headline))
 
     def _rank_said(self, node: Node, said: dict[str, Any]) -> None:
@@ -218,8 +223,15 @@ class Attempt:
     def _fork_server(self, node: Node, said: dict[str, Any]) -> None:
         if "died" in said and node.running:
             when = node.to_launcher_time(said["time"])
-            headline = f"the fork server died (status {said['died']})"
+            headline = how_it_died(said)
             self.fail(Failure("forkserver", node.name, None, when, headline=headline))
+
+    def _leaving(self, node: Node, said: dict[str, Any]) -> None:
+        """The agent ends the ranks by itself: what they do from now on is its doing."""
+        when, lease_s = node.to_launcher_time(said["time"]), self._fleet.lease_s
+        failure = outcome.leaving(node.name, said["reason"], said["why"], when, lease_s)
+        if failure is not None and node.running:
+            self.fail(failure)
 
 
 _HEARD: dict[str, Callable[[Attempt, Node, dict[str, Any]], None]] = {
@@ -228,6 +240,7 @@ _HEARD: dict[str, Callable[[Attempt, Node, dict[str, Any]], None]] = {
     "ended": Attempt._node_ended,
     "forkserver": Attempt._fork_server,
     "asked to end": Attempt._asked_to_end,
+    "leaving": Attempt._leaving,
 }
 
 

@@ -4,16 +4,74 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.cluster.channel import Channel, Event
-from paceline.launch.node import Node
+from paceline.launch.node import Node, Trouble
 from paceline.spec.errors import PacelineError
 from paceline.spec.hosts import Host
 
 REQUEST_PATIENCE_S = 3.0
 GOODBYE_S = 5.0
+MOST_BEAT_S = 1.0  # between two renewals, whose answers also tell of the ranks
+OWN_TICK_S = 0.25  # how often we look whether we were away ourselves
+OWN_GAP_S = 1.0  # a shorter one is a busy machine's
+
+# What ends a connection says so itself: these lines count, whatever else stands beside them.
+_OWN_WORDS = re.compile(r"^paceline (?:agent|guard): (?:leaving: )?(?P<why>.+)$")
+_SSH_WORDS = re.compile(
+    r"^(?:ssh: .+|client_loop: .+|packet_write_\w+: .+|Timeout, server \S+ not responding\.?"
+    r"|Connection (?:to|from) .+|Connection (?:closed|reset) by .+|Received disconnect .+"
+    r"|Disconnected from .+|Read from remote host .+|Write failed: .+)$"
+)
+_LAST_WORD = 160  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """A time in which this very process did not run: stopped, or its machine asleep.
+
+    Attributes:
+        since: Seconds of the monotonic clock.
+        seconds: How long, sleep of the machine included.
+    """
+
+    since: float
+    seconds: float
+
+
+class Silence:
+    """How long somebody was silent while we listened: our own absence is not theirs. Pure.
+
+    Args:
+        beat_s: Seconds between two looks, as far as they are on time.
+        now: The beginning, in seconds of any clock.
+    """
+
+    def __init__(self, beat_s: float, now: float) -> None:
+        self._beat_s = beat_s
+        self._looked = now
+        self._heard = now
+        self._silent = 0.0
+
+    def look(self, now: float, last_heard: float) -> float:
+        """Seconds of silence until now.
+
+        Args:
+            now: A look that comes late shows that nobody listened: it counts as two beats at most.
+            last_heard: When something came last.
+        """
+        if last_heard > self._heard:
+            self._heard = last_heard
+            self._silent = min(now - last_heard, 2 * self._beat_s)
+        else:
+            self._silent += min(now - self._looked, 2 * self._beat_s)
+        self._looked = now
+        return self._silent
 
 
 class Fleet:
@@ -31,11 +89,13 @@ class Fleet:
                  on_event: Callable[[Node, Event], None],
                  on_lost: Callable[[Node, str], None]) -> None:  # fmt: skip
         self.nodes = [Node(channel.host, channel) for channel in channels]
-        self._lease_s = lease_s
+        self.lease_s = lease_s
+        self.absence: Absence | None = None  # the longest of our own
         self._on_lost = on_lost
         for node in self.nodes:
             node.channel.on_event = self._router(node, on_event)
         self._beats = [asyncio.create_task(self._beat(node)) for node in self.nodes]
+        self._beats.append(asyncio.create_task(self._watch_ourselves()))
 
     @property
     def hosts(self) -> list[Host]:
@@ -66,34 +126,42 @@ class Fleet:
             if event.message.get("event") != "lost":
                 on_event(node, event)
                 return
-            words = event.message["stderr"].strip().splitlines()
-            said = f": {words[-1]}" if words else ""
-            self.lose(node, f"the connection to {node.name} ended{said}")
+            self.lose(node, why_ended(node.name, event.message["stderr"]))
 
         return route
 
     async def _beat(self, node: Node) -> None:
-        """Renews the node's lease ten times as often as needed; notices its silence."""
+        """Renews the node's lease at least ten times as often as needed; notices its silence."""
         loop = asyncio.get_running_loop()
+        beat_s = min(self.lease_s / 10, MOST_BEAT_S)
+        silence = Silence(beat_s, loop.time())
         renewals: set[asyncio.Task[None]] = set()
         while not node.lost:
-            renewal = asyncio.create_task(node.renew_lease(self._lease_s))
+            renewal = asyncio.create_task(node.renew_lease(self.lease_s))
             renewals.add(renewal)
             renewal.add_done_callback(renewals.discard)
             # an answer that never comes is no error of ours: the silence is what counts
             renewal.add_done_callback(lambda task: task.cancelled() or task.exception())
-            await asyncio.sleep(self._lease_s / 10)
-            silence = loop.time() - node.channel.last_heard
-            if silence > self._lease_s / 2:
-                self.lose(node, f"no word from {node.name} for {silence:.1f} s "
+            await asyncio.sleep(beat_s)
+            seconds = silence.look(loop.time(), node.channel.last_heard)
+            if seconds > self.lease_s / 2:
+                self.lose(node, f"no word from {node.name} for {seconds:.1f} s "
                                 "(switched off, unplugged or frozen)")  # fmt: skip
+
+    async def _watch_ourselves(self) -> None:
+        """Notes when this process did not run: what others did meanwhile is not their fault."""
+        while True:
+            since, before = time.monotonic(), _awake_or_not()
+            await asyncio.sleep(OWN_TICK_S)
+            gap = _awake_or_not() - before - OWN_TICK_S
+            if gap > OWN_GAP_S and (self.absence is None or gap > self.absence.seconds):
+                self.absence = Absence(since, gap)
 
     def lose(self, node: Node, why: str) -> None:
         """Marks a node as lost, once."""
         if not node.lost:
-            node.lost = True
-            if node.ready is not None and not node.ready.done():
-                node.ready.set_result(why)
+            node.lost, node.why = True, why
+            node.settle(Trouble("lost", why))
             self._on_lost(node, why)
             node.running = False
             node.channel.abandon()
@@ -122,6 +190,29 @@ class Fleet:
         await asyncio.gather(
             *(node.channel.close(0.0 if node.lost else GOODBYE_S) for node in self.nodes)
         )
+
+
+def why_ended(name: str, stderr: str) -> str:
+    """Why a connection ended, from what was written on standard error. Pure.
+
+    Only lines that we or ssh write are a reason. Whatever else stands last there, a warning of a
+    start-up file or of a library, is shown for what it is.
+    """
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    own = [found["why"] for line in lines if (found := _OWN_WORDS.match(line))]
+    if own:
+        return f"the connection to {name} ended: {own[-1]}"
+    ssh = [line for line in lines if _SSH_WORDS.match(line)]
+    if ssh:
+        return f"the SSH connection to {name} ended: {ssh[-1]}"
+    last = f" (last on its standard error: {lines[-1][:_LAST_WORD]})" if lines else ""
+    return f"the connection to {name} ended{last}"
+
+
+def _awake_or_not() -> float:
+    """Seconds of a clock that goes on while the machine sleeps."""
+    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    return time.clock_gettime(clock)
 
 
 def _ignore(event: Event) -> None:

@@ -16,7 +16,7 @@ from paceline.launch.fleet import Fleet
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.mirroring import Mirror
 from paceline.launch.node import Node
-from paceline.launch.outcome import Failure
+from paceline.launch.outcome import HERE, Failure
 from paceline.launch.reach import Networks, find_networks, hold_port
 from paceline.launch.recorder import Recorder
 from paceline.launch.rundir import RunDirectory, safe, short
@@ -88,10 +88,6 @@ class Launcher:
                     raise
                 signum = interrupts.received[0]
                 return Result(128 + signum, interrupted=signum)
-            except ConnectionError as error:
-                raise NodeError(
-                    "a host went away before the job was started", found=str(error)
-                ) from None
             finally:
                 await self._transport.close(status)
 
@@ -104,6 +100,9 @@ class Launcher:
                 self._notes += self._inspect(fleet.hosts, fleet.facts(), noise_of(fleet))
             networks, code = await self._stage(fleet)
             return await self._attempts(fleet, interrupts, networks, code)
+        except ConnectionError as error:
+            lost = next((node for node in fleet.nodes if node.lost), fleet.first)
+            raise staging.went_away(lost.name, lost.why or str(error)) from None
         finally:
             await fleet.close()
             for node in fleet.nodes:
@@ -227,9 +226,7 @@ class Launcher:
     def _cannot_record(self, error: NodeError) -> None:
         """A full disk here ends the job: a run that leaves no trace is not worth its time."""
         if self._attempt is not None:
-            self._attempt.fail(
-                Failure("record", "this machine", None, time.monotonic(), headline=str(error))
-            )
+            self._attempt.fail(Failure("record", HERE, None, time.monotonic(), headline=str(error)))
 
     def _on_lost(self, node: Node, why: str) -> None:
         if self._attempt is not None:

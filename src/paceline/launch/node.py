@@ -6,10 +6,24 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from paceline.cluster.channel import Channel
+from paceline.launch.outcome import describe_end
 from paceline.spec.hosts import Host
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why a fork server is not there.
+
+    Attributes:
+        kind: Its imports failed, it died, or the whole node went away.
+        text: A traceback, or one line.
+    """
+
+    kind: Literal["import", "died", "lost"]
+    text: str
 
 
 @dataclass(slots=True)
@@ -22,11 +36,16 @@ class Node:
         offset: Launcher's monotonic clock minus the node's, in seconds.
         best_rtt: Round trip by which the offset was measured, in seconds.
         loaded: What the fork server really loaded; empty until it is up.
-        ready: Result of the fork server's imports; an exception text when they failed.
+        preparation: What the fork server was started with.
+        ready: Result of the fork server's imports; ``None`` in it when all went well.
         shared_run_dir: True when the node sees the launcher's run directory.
         run_folder: Where the run's files go on this node.
         running: True between the start of its ranks and the end of the last.
         lost: True after the connection has ended or fallen silent.
+        why: Why it is lost; empty while it is not.
+        frozen: Ranks that a signal has stopped there, and for how many seconds.
+        quiet_s: For how many seconds none of its ranks worked or said a word, when it was asked
+            last; ``None`` while none runs.
         copies: Trees that were built there for this job: name → (folder there, manifest).
     """
 
@@ -35,11 +54,15 @@ class Node:
     offset: float = 0.0
     best_rtt: float = float("inf")
     loaded: dict[str, Any] = field(default_factory=dict)
-    ready: asyncio.Future[str] | None = None
+    preparation: dict[str, Any] = field(default_factory=dict)
+    ready: asyncio.Future[Trouble | None] | None = None
     shared_run_dir: bool = True
     run_folder: str = ""
     running: bool = False
     lost: bool = False
+    why: str = ""
+    frozen: dict[int, float] = field(default_factory=dict)
+    quiet_s: float | None = None
     copies: dict[str, tuple[str, list[list[object]]]] = field(default_factory=dict)
 
     @property
@@ -58,19 +81,48 @@ class Node:
         if now - sent < self.best_rtt:
             self.best_rtt = now - sent
             self.offset = (sent + now) / 2 - float(answer["monotonic"])
+        self.quiet_s = answer.get("quiet_s")
+        self.frozen = {int(rank): seconds for rank, seconds in answer.get("frozen", {}).items()}
 
     def to_launcher_time(self, node_monotonic: float) -> float:
         """A moment of the node's monotonic clock on the launcher's."""
         return node_monotonic + self.offset
 
+    async def prepare(self) -> None:
+        """Starts the fork server, or a new one after the first has died."""
+        self.ready = asyncio.get_running_loop().create_future()
+        await self.channel.request("prepare", **self.preparation)
+
+    @property
+    def fork_server_died(self) -> bool:
+        ready = self.ready
+        return ready is not None and ready.done() and getattr(ready.result(), "kind", "") == "died"
+
     def take_fork_server(self, said: Mapping[str, Any]) -> None:
         """The fork server is up, or could not import, or died."""
-        problem = ""
+        trouble: Trouble | None = None
         if "failed" in said:
-            problem = str(said["traceback"])
+            trouble = Trouble("import", str(said["traceback"]))
         elif "died" in said:
-            problem = f"the fork server died (status {said['died']})"
+            trouble = Trouble("died", how_it_died(said))
         else:
             self.loaded = dict(said["loaded"])
+        self.settle(trouble)
+
+    def settle(self, trouble: Trouble | None) -> None:
+        """Tells whoever waits for the fork server, now or later."""
         if self.ready is not None and not self.ready.done():
-            self.ready.set_result(problem)
+            self.ready.set_result(trouble)
+        elif trouble is not None:
+            self.ready = asyncio.get_running_loop().create_future()
+            self.ready.set_result(trouble)
+
+
+def how_it_died(said: Mapping[str, Any]) -> str:
+    """Of a fork server, in one line."""
+    if said.get("frozen"):
+        return "the fork server stood still, stopped by a signal (SIGSTOP): it was ended"
+    status = int(said["died"])
+    end = describe_end(status, None) if status >= 0 else describe_end(
+        None, -status, said.get("memory"))  # fmt: skip
+    return f"the fork server ended: {end}" if status >= 0 else f"the fork server was {end}"

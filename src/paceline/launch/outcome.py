@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-Kind = Literal["exception", "exit", "signal", "lost", "forkserver", "record"]
+# "agent": it left by itself; "lease": because it heard nothing of the launcher; "launcher": which
+# was away; "early": a rank that ended in order while others needed it; "hang": nothing went on
+Kind = Literal["exception", "exit", "signal", "lost", "forkserver", "record", "agent", "lease",
+               "launcher", "early", "hang"]  # fmt: skip
+HERE = "this machine"
 
 # What a healthy rank says when another one has gone. Such a failure is the first one only if
 # there is no other.
@@ -58,6 +62,8 @@ class Failure:
 
     def describe(self) -> str:
         """``rank 1 on n2: ValueError: boom``."""
+        if self.kind == "launcher":
+            return self.headline
         who = self.host if self.rank is None else f"rank {self.rank} on {self.host}"
         return f"{who}: {self.headline}"
 
@@ -101,9 +107,69 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def describe_end(code: int | None, signum: int | None) -> str:
-    """How a process ended, in words."""
-    if signum is not None:
-        hint = " (the kernel's memory killer, or somebody's kill -9)" if signum == 9 else ""
-        return f"killed by {signal_name(signum)}{hint}"
-    return f"exit status {code}"
+def describe_end(code: int | None, signum: int | None,
+                 memory: Mapping[str, Any] | None = None, peak_bytes: int = 0) -> str:  # fmt: skip
+    """How a process ended, in words.
+
+    Args:
+        code, signum: One of the two.
+        memory: What the memory killer left (see ``agent.memory.evidence``), if that is known.
+        peak_bytes: Most memory that the process had; 0 when not known.
+    """
+    if signum is None:
+        return f"exit status {code}"
+    name = f"killed by {signal_name(signum)}"
+    if signum != signal.SIGKILL:
+        return name
+    if not memory:
+        return f"{name} (the kernel's memory killer, or somebody's kill -9)"
+    if memory.get("kills") or memory.get("kernel"):
+        return f"killed by the kernel for its memory{_memory_words(memory, peak_bytes)}"
+    if memory.get("kills") == 0:
+        return f"{name} (somebody's kill -9: the kernel's memory killer did nothing here)"
+    return f"{name} (the kernel's memory killer, or somebody's kill -9)"
+
+
+def _memory_words(memory: Mapping[str, Any], peak_bytes: int) -> str:
+    """Which limit, and how much there was of it."""
+    own = f" at {size_words(peak_bytes)}" if peak_bytes else ""
+    limit = memory.get("limit")
+    if not limit or not memory.get("kills"):
+        return f"{own} (the host's memory was used up)" if not limit else own
+    peak = f", peak {size_words(limit['peak'])}" if limit.get("peak") else ""
+    return f"{own} (limit {size_words(limit['bytes'])}{peak}, control group {limit['group']})"
+
+
+def size_words(count: int) -> str:
+    """``512 MiB``, ``1.5 GiB``."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def leaving(host: str, reason: str, why: str, when: float, lease_s: float) -> Failure | None:
+    """What it means that an agent leaves by itself; ``None`` when that says nothing new."""
+    if reason == "lease":
+        text = f"heard nothing of this launcher and ended its ranks (lease {lease_s:g} s)"
+        return Failure("lease", host, None, when, headline=text)
+    if reason == "guard":
+        return Failure("agent", host, None, when, headline=f"{why}; the agent ended its ranks")
+    return None
+
+
+def own_absence(failures: Sequence[Failure], away_s: float, lease_s: float) -> list[Failure]:
+    """The same failures; nodes that ended their ranks while we were away are not to blame.
+
+    Args:
+        failures: As reported.
+        away_s: The longest time in which this launcher did not run; 0 when it always did.
+        lease_s: How long nodes go on without us.
+    """
+    expired = [failure.time for failure in failures if failure.kind == "lease"]
+    if not expired or away_s < lease_s / 2:
+        return list(failures)
+    if away_s > lease_s:
+        than = f"longer than the lease of {lease_s:g} s"
+    else:
+        than = f"and nodes begin to end their ranks before the lease of {lease_s:g} s is over"
+    headline = f"this launcher was stopped for {away_s:.0f} s, {than}; the nodes ended their ranks"
+    us = Failure("launcher", HERE, None, min(expired), headline=headline)
+    return [us, *(failure for failure in failures if failure.time < us.time)]

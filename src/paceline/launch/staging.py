@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from paceline.launch import planning
 from paceline.launch.code import Tree, project_root, read_parts, read_tree
 from paceline.launch.fleet import Fleet, together
 from paceline.launch.mirroring import send_checkpoints
-from paceline.launch.node import Node
+from paceline.launch.node import Node, Trouble
 from paceline.launch.rundir import RunDirectory
 from paceline.launch.shipping import place_code, place_inputs, ship_tree, with_inputs
 from paceline.spec.errors import NodeError
@@ -81,15 +80,14 @@ async def begin(node: Node, job: Job, package: Tree | None, directory: RunDirect
     if package is not None and not (node.host.local and python == sys.executable):
         root = await ship_tree(node, package, "paceline", run_id)
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    node.ready = asyncio.get_running_loop().create_future()
-    await node.channel.request(
-        "prepare",
-        python=python,
-        preload=list(job.preload),
-        env=env,
-        unset=list(job.environment.unset),
-        token=token,
-    )
+    node.preparation = {
+        "python": python,
+        "preload": list(job.preload),
+        "env": env,
+        "unset": list(job.environment.unset),
+        "token": token,
+    }
+    await node.prepare()
 
 
 async def find_run_folder(node: Node, directory: RunDirectory) -> None:
@@ -152,23 +150,42 @@ async def would_place(node: Node, job: Job, tree: Tree | None) -> planning.Code:
 
 
 async def fork_servers_up(fleet: Fleet, job: Job) -> None:
-    """Waits for the imports everywhere; refuses nodes on which they failed or lack the backend."""
+    """Waits for the imports everywhere; refuses nodes on which they failed or lack the backend.
+
+    A fork server that died in an earlier attempt is replaced by a new one.
+    """
+    await together([node.prepare() for node in fleet.nodes if node.fork_server_died])
     for node in fleet.nodes:
-        if node.ready is not None and (problem := await node.ready):
-            raise _import_failed(node, problem, job)
+        if node.ready is not None and (trouble := await node.ready):
+            raise _no_fork_server(node, trouble, job)
     for node in fleet.nodes:
         backends = node.loaded.get("backends")
         if job.backend and backends is not None and job.backend not in backends:
             raise _no_backend(node, job.backend, backends)
 
 
-def _import_failed(node: Node, problem: str, job: Job) -> NodeError:
+def _no_fork_server(node: Node, trouble: Trouble, job: Job) -> NodeError:
+    if trouble.kind == "lost":
+        return went_away(node.name, trouble.text)
     modules = ", ".join(job.preload)
     python = planning.python_of(job, node.host)
+    if trouble.kind == "died":
+        return NodeError(
+            f"{node.name} could not start its ranks", found=f"{trouble.text} while starting"
+        )
     return NodeError(
         f"{node.name} cannot import {modules}",
-        found="\n".join(problem.strip().splitlines()[-8:]),
+        found="\n".join(trouble.text.strip().splitlines()[-8:]),
         remedy=f"Look there: {python} -c 'import {modules}'",
+    )
+
+
+def went_away(name: str, why: str) -> NodeError:
+    """A host was lost before its ranks ran."""
+    return NodeError(
+        f"{name} went away while starting",
+        found=why,
+        remedy=f"See that {name} is on and can be reached (paceline check), and run again",
     )
 
 

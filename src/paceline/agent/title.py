@@ -1,0 +1,71 @@
+"""What ``ps``, ``htop`` and ``nvidia-smi`` show as a process's command line.
+
+A fork keeps the command line of the process that it came from. The kernel shows the memory in
+which that line once was given, up to the first NUL when the last byte of it is none: so a process
+can write another line over it, without any rights. Formats: proc(5), fs/proc/base.c.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from typing import Dict, List, Tuple
+
+ROOM = " " * 2048  # an argument that makes room for a longer line than the first
+_REST = " ..."
+
+
+def show(text: str, tail: str = "") -> bool:
+    """Shows ``text`` and ``tail`` as this process's command line; False where it cannot be done.
+
+    Args:
+        text: Is cut where the room is too small.
+        tail: Is not.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        start, end = _area()
+        line = fitted(text.encode(errors="surrogateescape"), tail.encode(), end - start - 2)
+        if line:
+            ctypes.memset(start, 0, end - start - 1)
+            ctypes.memmove(start, line, len(line))
+            ctypes.memset(end - 1, ord("."), 1)
+            return True
+    return False
+
+
+def fitted(text: bytes, tail: bytes, room: int) -> bytes:
+    """The line in at most ``room`` bytes, without NUL and line breaks; empty when none fits."""
+    text = text.translate(bytes.maketrans(b"\0\n\r\t", b"    "))
+    if len(text) + len(tail) > room:
+        text = text[: max(0, room - len(tail) - len(_REST))] + _REST.encode()
+    line = text + tail
+    return line if len(line) <= room else b""
+
+
+def _area() -> Tuple[int, int]:
+    """Where this process's arguments lie in its memory: fields 48 and 49 of ``stat``."""
+    with open("/proc/self/stat", errors="replace") as file:
+        fields = file.read().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    if not 0 < start < end:  # hidden from us, as in some containers
+        raise ValueError("no arguments")
+    return start, end
+
+
+def of_agent_part(argv: List[str]) -> str:
+    """The line of one of the agent's own processes, without what only made room."""
+    return " ".join(word for word in argv if word != ROOM)
+
+
+def of_rank(entry: Dict[str, object], env: Dict[str, str]) -> Tuple[str, str]:
+    """``python train.py --lr 0.1`` and `` [rank 1 of 4, n2]``."""
+    args = entry.get("args")
+    words = ["python", "-m"] if entry["kind"] == "module" else ["python"]
+    words += [
+        str(entry["target"]),
+        *(str(word) for word in (args if isinstance(args, list) else [])),
+    ]
+    where = env.get("PACELINE_HOST", os.uname().nodename)
+    rank, world = env.get("RANK", "?"), env.get("WORLD_SIZE", "?")
+    return " ".join(words), " [rank %s of %s, %s]" % (rank, world, where)

@@ -1,0 +1,141 @@
+"""Whatever dies or stands still: the right one is named, quickly, and for a true reason."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from launches import Ended, Launch, Site, eventually, project_at
+
+pytestmark = pytest.mark.lab
+
+LEASE_S = 4.0
+OPTIONS = ("--no-torch", "--lease", str(LEASE_S))
+
+
+@pytest.fixture(scope="module")
+def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    folder = tmp_path_factory.mktemp("blame")
+    project = project_at(folder / "project")
+    return Site(new_lab(hosts=2, share=(str(project),)), project)
+
+
+@pytest.fixture
+def site(shared: Site) -> Iterator[Site]:
+    yield shared
+    shared.lab.heal()
+    assert shared.leftovers() == ""
+
+
+def running(site: Site, *words: str, attempt: str = "waiting") -> Launch:
+    launch = site.start(*OPTIONS, *words)
+    try:
+        launch.wait_for(attempt, times=2)
+    except BaseException:
+        launch.__exit__()
+        raise
+    return launch
+
+
+def process(site: Site, host: str, pattern: str) -> int:
+    """The one process of a host whose command line matches."""
+    (pid,) = (pid for pid, line in site.lab.processes(host) if re.search(pattern, line))
+    return pid
+
+
+def first(ended: Ended) -> Any:
+    return ended.json("result.json")["first_failure"]
+
+
+# --- the launcher itself
+
+
+def test_a_launcher_that_was_stopped_blames_nobody(site: Site) -> None:
+    with running(site, "end.py", "echo") as launch:
+        for seconds in (LEASE_S / 2, LEASE_S + 3):
+            launch.signal(signal.SIGSTOP)
+            time.sleep(seconds)
+            launch.signal(signal.SIGCONT)
+            if seconds < LEASE_S:
+                time.sleep(1.5)
+                assert launch.process.poll() is None, launch.err
+        ended = launch.end()
+    assert ended.code == 1
+    assert re.search(
+        r"failed first: this launcher was stopped for [78] s, longer than the lease of 4 s; "
+        "the nodes ended their ranks", ended.err,
+    )  # fmt: skip
+    assert not re.search(r"n[12] (went away|heard)|unplugged|failed first: n[12]", ended.err)
+    assert first(ended)["kind"] == "launcher"
+
+
+# --- agent, guard, ssh
+
+
+def test_a_killed_agent(site: Site) -> None:
+    with running(site, "end.py", "echo") as launch:
+        os.kill(process(site, "n2", "import sys;exec"), signal.SIGKILL)
+        ended = launch.end()
+    assert "failed first: n2: the connection to n2 ended: the agent was killed by SIGKILL" in (
+        ended.err
+    )
+
+
+def test_a_killed_guard(site: Site) -> None:
+    with running(site, "end.py", "save") as launch:
+        os.kill(process(site, "n2", " guard "), signal.SIGKILL)
+        ended = launch.end()
+    assert re.search(r"failed first: n2: its guard .* was killed; the agent ended", ended.err)
+
+
+def test_a_killed_ssh_server(site: Site) -> None:
+    with running(site, "end.py", "echo") as launch:
+        site.lab.fault("kill", "n2", "sshd: .*notty")
+        ended = launch.end()
+    assert re.search(r"failed first: n2: the SSH connection to n2 ended: .*closed", ended.err)
+
+
+def test_a_host_goes_away_while_starting(site: Site) -> None:
+    with site.start("--lease", "4", "train.py") as launch:
+        there = lambda: "forkserver" in str(site.processes().get("n2"))  # noqa: E731
+        assert eventually(there, 10)
+        site.lab.fault("power-off", "n2")
+        ended = launch.end()
+    assert ended.code == 1
+    assert "n2 went away while starting" in ended.err
+    assert "import" not in ended.err
+
+
+# --- the fork server
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_fork_server_is_replaced(site: Site, signum: int) -> None:
+    with running(site, "--max-restarts", "1", "end.py", "echo") as launch:
+        began = time.monotonic()
+        os.kill(process(site, "n2", "forkserver"), signum)
+        launch.wait_for("waiting", times=4)
+        assert time.monotonic() - began < 8
+        launch.signal(signal.SIGINT)
+        ended = launch.end()
+    assert ended.code == 130
+    how = "killed by SIGKILL" if signum == signal.SIGKILL else "stood still"
+    assert re.search(f"n2: the fork server .*{how}.*; starting all nodes again, 1 of 1", ended.err)
+
+
+# --- who is who
+
+
+def test_ranks_can_be_told_apart(site: Site) -> None:
+    with running(site, "-p", "1", "end.py", "echo", "7") as launch:
+        lines = [line for _, line in site.lab.processes("n2")]
+        assert [line for line in lines if "end.py" in line] == [
+            "python end.py echo 7 [rank 1 of 2, n2]"
+        ], lines
+        launch.signal(signal.SIGINT)
+        launch.end()

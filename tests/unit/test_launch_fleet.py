@@ -1,0 +1,156 @@
+"""The fleet: whose silence it is, why a connection ended, and what a lost node means."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from paceline.cluster.channel import Event
+from paceline.launch.fleet import Fleet, Silence, why_ended
+from paceline.launch.node import Node
+from paceline.spec.errors import NodeError
+from paceline.spec.hosts import Host
+
+
+class Agent:
+    """Stands in for a channel: answers renewals until it is told to be silent."""
+
+    def __init__(self, name: str) -> None:
+        self.host = Host(name)
+        self.on_event: Any = None
+        self.facts: dict[str, Any] = {}
+        self.last_heard = 0.0
+        self.silent = False
+        self.asked: list[str] = []
+        self.abandoned = False
+
+    async def request(self, op: str, **_: Any) -> dict[str, Any]:
+        self.asked.append(op)
+        if self.silent:
+            await asyncio.sleep(60)
+        if op == "refuse":
+            raise NodeError("no")
+        self.last_heard = asyncio.get_running_loop().time()
+        return {"monotonic": 0.0, "quiet_s": 3.5, "frozen": {"1": 2.0}}
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+    async def close(self, patience_s: float) -> None:
+        pass
+
+
+def fleet_of(*agents: Agent, lease_s: float = 1.0) -> tuple[Fleet, list[str], list[str]]:
+    events: list[str] = []
+    losses: list[str] = []
+    fleet = Fleet(
+        list(agents), lease_s,  # type: ignore[arg-type]
+        lambda node, event: events.append(f"{node.name} {event.message['event']}"),
+        lambda node, why: losses.append(why),
+    )  # fmt: skip
+    return fleet, events, losses
+
+
+def test_renews_leases_and_hears_of_the_ranks() -> None:
+    async def scene() -> tuple[Node, Agent, list[str]]:
+        agent = Agent("n1")
+        fleet, events, _ = fleet_of(agent)
+        agent.on_event(Event("n1", {"event": "started"}))
+        await asyncio.sleep(0.25)
+        await fleet.close()
+        return fleet.first, agent, events
+
+    node, agent, events = asyncio.run(scene())
+    assert agent.asked.count("lease") >= 2
+    assert agent.asked[-1] == "bye"
+    assert (node.quiet_s, node.frozen) == (3.5, {1: 2.0})
+    assert events == ["n1 started"]
+
+
+def test_a_silent_node_is_lost_once_and_only_that_one() -> None:
+    async def scene() -> tuple[Fleet, list[str]]:
+        silent, well = Agent("n1"), Agent("n2")
+        fleet, _, losses = fleet_of(silent, well)
+        silent.silent = True
+        await asyncio.sleep(1.2)
+        silent.on_event(Event("n1", {"event": "lost", "stderr": ""}))
+        await fleet.close()
+        return fleet, losses
+
+    fleet, losses = asyncio.run(scene())
+    assert len(losses) == 1
+    assert losses[0].startswith("no word from n1 for")
+    assert [node.lost for node in fleet.nodes] == [True, False]
+    assert not fleet.whole
+
+
+def test_our_own_absence_is_nobodys_silence() -> None:
+    import time
+
+    async def scene() -> tuple[Fleet, list[str]]:
+        fleet, _, losses = fleet_of(Agent("n1"), Agent("n2"))
+        await asyncio.sleep(0.3)
+        time.sleep(1.5)  # as if this process had been stopped: longer than a lease
+        await asyncio.sleep(0.6)
+        await fleet.close()
+        return fleet, losses
+
+    fleet, losses = asyncio.run(scene())
+    assert losses == []
+    assert fleet.absence is not None
+    assert 1.0 < fleet.absence.seconds < 3.0
+
+
+def test_telling_minds_neither_refusals_nor_lost_nodes() -> None:
+    async def scene() -> Agent:
+        gone, left = Agent("n1"), Agent("n2")
+        fleet, _, _ = fleet_of(gone, left)
+        fleet.lose(fleet.nodes[0], "unplugged")
+        await fleet.tell("refuse")
+        await fleet.close()
+        assert "refuse" not in gone.asked
+        assert gone.abandoned
+        return left
+
+    assert "refuse" in asyncio.run(scene()).asked
+
+
+def test_silence_is_counted_while_we_listen() -> None:
+    silence = Silence(1.0, now=0.0)
+    assert silence.look(1.0, last_heard=0.5) == pytest.approx(0.5)
+    assert silence.look(2.0, last_heard=0.5) == pytest.approx(1.5)
+    assert silence.look(22.0, last_heard=0.5) == pytest.approx(3.5)  # we were away for 19 s
+    assert silence.look(23.0, last_heard=22.9) == pytest.approx(0.1)
+    assert silence.look(24.0, last_heard=22.9) == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(
+    ("stderr", "why"),
+    [
+        ("", "the connection to n2 ended"),
+        (
+            "pyenv: cannot rehash\n",
+            "the connection to n2 ended (last on its standard error: pyenv: cannot rehash)",
+        ),
+        (
+            "[W socket.cpp] a warning\npaceline guard: the agent was killed by SIGKILL\n",
+            "the connection to n2 ended: the agent was killed by SIGKILL",
+        ),
+        (
+            "Connection to 10.77.0.12 closed by remote host.\npyenv: cannot rehash\n",
+            "the SSH connection to n2 ended: Connection to 10.77.0.12 closed by remote host.",
+        ),
+        (
+            "client_loop: send disconnect: Broken pipe",
+            "the SSH connection to n2 ended: client_loop: send disconnect: Broken pipe",
+        ),
+        (
+            "paceline agent: leaving: the lease of 10 s ran out",
+            "the connection to n2 ended: the lease of 10 s ran out",
+        ),
+    ],
+)
+def test_only_known_lines_are_a_reason(stderr: str, why: str) -> None:
+    assert why_ended("n2", stderr) == why

@@ -187,8 +187,10 @@ class NodeJob:
         try:
             socket.send_fds(self._channel, [forkserver.LENGTH.pack(len(data))], fds)
             self._channel.sendall(data)
-        except OSError:  # it stands still, or has died: in both cases it is to be replaced
+        except socket.timeout:
             self._give_up_server()
+        except OSError:  # it has just died, which its end of the socket tells
+            pass
         finally:
             self._channel.setblocking(False)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.batch import inner_words
 from paceline.launch.schedulers import WAYS, mpi, slurm
 from paceline.launch.schedulers.batch import BATCHES, BatchRequest, render
 from paceline.launch.schedulers.options import Options
@@ -35,7 +34,7 @@ REQUEST = BatchRequest(
     partition="gpu",
     account="lab",
     mem="16G",
-    gres="gpu:v100:2",
+    gres="gpu:2",
     cpus_per_task=8,
     arguments=("--qos=debug",),
     setup=("module load anaconda3", "source activate Env"),
@@ -108,6 +107,70 @@ def test_hostile_directives_are_refused(name: str, value: str) -> None:
         render(name, replace(REQUEST, partition=value))
 
 
+INJECTED = "x\n#PBS -q stolen\n#BSUB -q stolen\n#SBATCH --partition=stolen"
+
+
+@pytest.mark.parametrize("name", SHELL)
+def test_no_word_becomes_a_directive(name: str) -> None:
+    """Batch systems look for directives line by line, whatever the shell makes of the line."""
+    request = replace(REQUEST, words=(INJECTED,), workdir=f"/w/{INJECTED}", name=INJECTED)
+    lines = render(name, request).splitlines()
+    assert [line for line in lines if line.startswith("#") and "stolen" in line.split()] == []
+    assert [line for line in lines if re.match(r"#(PBS|BSUB|SBATCH) .*[= ]stolen$", line)] == []
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("folder", [INJECTED, 'a"b', "a%j", "a$(id)", "a`id`", "a^array_index^"])
+def test_a_hostile_run_directory_is_refused(name: str, folder: str) -> None:
+    with pytest.raises(SettingError, match=r"run directory .* cannot stand in a batch script"):
+        render(name, replace(REQUEST, run_dir=f"/runs/{folder}"))
+
+
+@pytest.mark.parametrize("name", ["pbs", "lsf", "kubernetes"])
+@pytest.mark.parametrize("gres", ["gpu:v100:2", "gpu", "license:1", "gpu:2,tmpdir:1"])
+def test_resources_that_cannot_be_written_are_refused(name: str, gres: str) -> None:
+    with pytest.raises(SettingError, match="cannot be written for this batch system"):
+        render(name, replace(REQUEST, gres=gres))
+
+
+def as_kubernetes_reads(word: str) -> str:
+    """What Kubernetes makes of a word of a command, by its documented rules."""
+    known = {"JOB_COMPLETION_INDEX": "1", "PACELINE_RDZV_KEY": "secret"}
+
+    def expand(match: re.Match[str]) -> str:
+        if match.group() == "$$":
+            return "$"
+        return known.get(match.group(1), match.group())
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", expand, word)
+
+
+@pytest.mark.parametrize(
+    "word", [*HOSTILE, "$(PACELINE_RDZV_KEY)", "$$(PACELINE_RDZV_KEY)", "$$$(X)", "a$", "$$"]
+)
+def test_words_reach_the_job_in_a_pod(word: str) -> None:
+    request = replace(REQUEST, words=("train.py", word))
+    _, jobset = (json.loads(text) for text in render("kubernetes", request).split("---\n"))
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    read = [as_kubernetes_reads(one) for one in pod["containers"][0]["command"]]
+    assert read[-2:] == ["train.py", word]
+    assert read[read.index("--node-rank") + 1] == "1"
+
+
+def test_a_manifest_that_was_not_filled_in_starts_nothing() -> None:
+    """The placeholder for the key is none."""
+    secret = json.loads(render("kubernetes", REQUEST).split("---\n")[0])
+    placeholder = secret["stringData"]["key"]
+    assert not re.fullmatch(r"[0-9a-f]{32,}", placeholder)
+    assert "openssl rand -hex 16" in placeholder
+
+
+def test_a_secret_stands_in_no_manifest() -> None:
+    with pytest.raises(SettingError, match="--env HF_TOKEN cannot be forwarded"):
+        render("kubernetes", replace(REQUEST, forwarded=("HF_TOKEN",)))
+    assert "#PBS -v HF_TOKEN\n" in render("pbs", replace(REQUEST, forwarded=("HF_TOKEN",)))
+
+
 def test_a_manifest_is_valid() -> None:
     """The pod's part against the rules of Kubernetes that a schema would check."""
     documents = [json.loads(text) for text in render("kubernetes", REQUEST).split("---\n")]
@@ -130,15 +193,6 @@ def test_a_manifest_is_valid() -> None:
 def test_kubernetes_needs_an_image() -> None:
     with pytest.raises(SettingError, match="needs an image"):
         render("kubernetes", replace(REQUEST, image=""))
-
-
-# --- the words of the submission are not those of the job
-
-
-def test_options_of_the_submission_stay_outside() -> None:
-    typed = ["--via", "slurm", "--nnodes=2", "--time", "1:00", "--requeue", "-p", "2",
-             "train.py", "--time", "3", "--detach"]  # fmt: skip
-    assert inner_words(typed, own=4) == ["-p", "2", "train.py", "--time", "3", "--detach"]
 
 
 # --- MPI

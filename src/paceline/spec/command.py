@@ -11,6 +11,18 @@ def shell_text(argv: Sequence[str]) -> str:
     return shlex.join(argv)
 
 
+def bash_line(argv: Sequence[str]) -> str:
+    """The same for bash, on one line: no line break in a word begins a line of a script."""
+    return " ".join(_without_breaks(word) for word in argv)
+
+
+def _without_breaks(word: str) -> str:
+    if not {"\n", "\r"} & set(word):
+        return shlex.quote(word)
+    plain = word.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'" + plain.replace("\n", "\\n").replace("\r", "\\r") + "'"
+
+
 def for_people(argv: Sequence[str], limit: int = 200) -> str:
     """The command in one line for a message, shortened in the middle of nowhere."""
     text = shell_text(argv)

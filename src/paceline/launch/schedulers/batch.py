@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from paceline.spec.command import shell_text
+from paceline.spec.command import bash_line
 from paceline.spec.errors import SettingError
 
 # name → (module with ``render(request) -> str``, how the user submits it, whether we tried it)
@@ -18,6 +19,7 @@ BATCHES: dict[str, tuple[str, str, bool]] = {
     "kubernetes": ("paceline.launch.schedulers.kubernetes_batch", "kubectl apply -f FILE", False),
 }
 OWNER_FILE = "owner.json"
+SUBMITTED = "PACELINE_SUBMITTED"  # set in the batches that are written here
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class BatchRequest:
         lead_s: How long before the limit.
         array: Index range of a job array, empty for none.
         image: Container image, where the scheduler needs one.
+        shm_size: Size of /dev/shm in it, as ``8g``; empty for no limit.
+        forwarded: Variables whose value of now the ranks shall have.
     """
 
     name: str
@@ -61,6 +65,8 @@ class BatchRequest:
     lead_s: int = 90
     array: str = ""
     image: str = ""
+    shm_size: str = ""
+    forwarded: tuple[str, ...] = ()
 
 
 def load(name: str) -> ModuleType:
@@ -78,15 +84,38 @@ def render(name: str, request: BatchRequest) -> str:
 def check(request: BatchRequest) -> None:
     """A directive is one line: nothing with a line break or a quote can stand in it."""
     single = (request.time, request.partition, request.account, request.mem, request.gres,
-              request.array, *request.arguments)  # fmt: skip
+              request.array, request.shm_size, *request.arguments)  # fmt: skip
     for value in single:
         if re.search(r"[\n\r\0\"'`$\\;&|<>#]", value):
             raise SettingError(
                 f"{value!r} cannot stand in a batch script",
                 found="quotes, dollars, line breaks and the like have no place in a directive",
             )
+    if re.search(r"[\x00-\x1f\x7f\"%^$`\\]", request.run_dir):
+        raise SettingError(
+            f"the run directory {request.run_dir!r} cannot stand in a batch script",
+            remedy="Give a --run-dir of letters, digits, dashes, dots and blanks",
+        )
     if request.nodes < 1:
         raise SettingError(f"{request.nodes} nodes cannot be", remedy="--nnodes N")
+
+
+def gpus_of(request: BatchRequest) -> int:
+    """GPUs a node, for a batch system that knows nothing else of ``--gres``.
+
+    Raises:
+        SettingError: Something else than a number of GPUs was asked for.
+    """
+    if not request.gres:
+        return 0
+    match = re.fullmatch(r"gpu:(\d+)", request.gres)
+    if match is None:
+        raise SettingError(
+            f"--gres {request.gres} cannot be written for this batch system",
+            found="a number of GPUs can: gpu:2",
+            remedy="--gres gpu:N, and --sbatch-arg for what the site calls the rest",
+        )
+    return int(match.group(1))
 
 
 def processes_of(request: BatchRequest) -> int | None:
@@ -97,8 +126,24 @@ def processes_of(request: BatchRequest) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def command(request: BatchRequest, hosts: list[str], run_dir: str) -> str:
-    """The line that runs the job; ``run_dir`` is shell text already."""
-    head = shell_text(request.argv)
-    rest = shell_text([*hosts, *request.words])
-    return f"{head} --run-dir {run_dir} {rest}".rstrip()
+def prologue(request: BatchRequest) -> list[str]:
+    """Lines of bash before the job."""
+    return [
+        # what the user's variables and files say of the submission has had its effect
+        f"export {SUBMITTED}=1",
+        f"cd {bash_line([request.workdir])} || exit",
+        *request.setup,
+    ]
+
+
+def command(request: BatchRequest, via: Sequence[str], run_dir: str) -> str:
+    """The line that runs the job; ``run_dir`` is shell text already.
+
+    Args:
+        request: For the command and its words.
+        via: Options that say how the nodes are started from within the batch.
+        run_dir: Run directory.
+    """
+    head = bash_line(request.argv)
+    rest = bash_line([*via, *request.words])
+    return f"{head} --run-dir {run_dir} {rest}"

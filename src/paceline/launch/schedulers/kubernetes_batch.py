@@ -10,11 +10,12 @@ import json
 import re
 from typing import Any
 
-from paceline.launch.schedulers.batch import BatchRequest, processes_of
+from paceline.launch.schedulers.batch import SUBMITTED, BatchRequest, gpus_of, processes_of
 from paceline.spec.errors import SettingError
 
 PORT = 29400
-WORD = "PACELINE_RDZV_ID"
+KEY = "PACELINE_RDZV_KEY"
+PLACEHOLDER = "replace this by the output of: openssl rand -hex 16"  # refused as a key
 _JOB = "node"
 
 
@@ -22,6 +23,12 @@ def render(request: BatchRequest) -> str:
     """Secret and JobSet as JSON documents, which are YAML too."""
     if not request.image:
         raise SettingError("Kubernetes needs an image", remedy="--image IMAGE")
+    if request.forwarded:
+        raise SettingError(
+            f"--env {request.forwarded[0]} cannot be forwarded into a manifest",
+            found="its value would stand there for all to read",
+            remedy="--env NAME=VALUE for what is no secret; else a Secret, put into the manifest",
+        )
     documents = [json.dumps(one, indent=2) for one in (secret(request), jobset(request))]
     return "---\n".join(f"{one}\n" for one in documents)
 
@@ -33,12 +40,12 @@ def name_of(request: BatchRequest) -> str:
 
 
 def secret(request: BatchRequest) -> dict[str, Any]:
-    """The meeting's word; the placeholder is to be replaced before it is applied."""
+    """The rendezvous' key; until the placeholder is replaced, the pods refuse to start."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {"name": f"{name_of(request)}-word"},
-        "stringData": {"word": "REPLACE-WITH-A-RANDOM-WORD"},
+        "metadata": {"name": f"{name_of(request)}-key"},
+        "stringData": {"key": PLACEHOLDER},
     }
 
 
@@ -58,7 +65,7 @@ def jobset(request: BatchRequest) -> dict[str, Any]:
         "metadata": {"name": name_of(request)},
         "spec": {
             "network": {"enableDNSHostnames": True},
-            "failurePolicy": {"maxRestarts": 3 if request.requeue else 0},
+            "failurePolicy": {"maxRestarts": 0},
             "replicatedJobs": [job],
         },
     }
@@ -73,29 +80,39 @@ def _pod(request: BatchRequest) -> dict[str, Any]:
                 "image": request.image,
                 "workingDir": request.workdir,
                 "command": _command(request),
-                "env": [_word(request), _index()],
+                "env": [_key(request), _index(), {"name": SUBMITTED, "value": "1"}],
                 "ports": [{"containerPort": PORT}],
                 "resources": _resources(request),
                 "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108
             }
         ],
-        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+        "volumes": [{"name": "shm", "emptyDir": _memory(request)}],
     }
+
+
+def _memory(request: BatchRequest) -> dict[str, str]:
+    limit = {"sizeLimit": _quantity(request.shm_size)} if request.shm_size else {}
+    return {"medium": "Memory", **limit}
 
 
 def _command(request: BatchRequest) -> list[str]:
     name = name_of(request)
     meeting = ["--rdzv", f"{name}-{_JOB}-0-0.{name}:{PORT}", "--nnodes", str(request.nodes)]
-    meeting += ["--node-rank", "$(JOB_COMPLETION_INDEX)"]
-    processes = processes_of(request)
-    each = ["-p", str(processes)] if processes else []
-    verb = request.argv[-1]
-    return ["paceline", verb, "--run-dir", request.run_dir, *meeting, *each, *request.words]
+    meeting += ["--via", "ssh", "--node-rank", "$(JOB_COMPLETION_INDEX)"]
+    derived = processes_of(request) if request.processes is None else None
+    each = ["-p", str(derived)] if derived else []
+    run_dir, *words = (_literal(word) for word in (request.run_dir, *request.words))
+    return ["paceline", request.argv[-1], "--run-dir", run_dir, *meeting, *each, *words]
 
 
-def _word(request: BatchRequest) -> dict[str, Any]:
-    source = {"secretKeyRef": {"name": f"{name_of(request)}-word", "key": "word"}}
-    return {"name": WORD, "valueFrom": source}
+def _literal(word: str) -> str:
+    """Kubernetes reads ``$(NAME)`` in a command as a variable, and ``$$`` as a dollar."""
+    return word.replace("$", "$$")
+
+
+def _key(request: BatchRequest) -> dict[str, Any]:
+    source = {"secretKeyRef": {"name": f"{name_of(request)}-key", "key": "key"}}
+    return {"name": KEY, "valueFrom": source}
 
 
 def _index() -> dict[str, Any]:
@@ -108,9 +125,14 @@ def _index() -> dict[str, Any]:
 def _resources(request: BatchRequest) -> dict[str, Any]:
     limits: dict[str, str] = {}
     if request.mem:
-        limits["memory"] = re.sub(r"(?<=[KMGT])B?$", "i", request.mem)
+        limits["memory"] = _quantity(request.mem)
     if request.cpus_per_task:
         limits["cpu"] = str(request.cpus_per_task * (processes_of(request) or 1))
-    if match := re.search(r"gpu(?::[\w.-]+)?:(\d+)", request.gres):
-        limits["nvidia.com/gpu"] = match.group(1)
+    if gpus := gpus_of(request):
+        limits["nvidia.com/gpu"] = str(gpus)
     return {"limits": limits} if limits else {}
+
+
+def _quantity(size: str) -> str:
+    """Kubernetes writes ``16Gi`` where Slurm writes ``16G`` and Docker ``16g``."""
+    return re.sub(r"(?<=\d)([kmgtKMGT])[bB]?$", lambda unit: unit.group(1).upper() + "i", size)

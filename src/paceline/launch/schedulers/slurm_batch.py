@@ -6,7 +6,13 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from paceline.launch.schedulers.batch import OWNER_FILE, BatchRequest, command, processes_of
+from paceline.launch.schedulers.batch import (
+    OWNER_FILE,
+    BatchRequest,
+    command,
+    processes_of,
+    prologue,
+)
 from paceline.spec.errors import SettingError
 from paceline.spec.rundir import RESULT
 
@@ -24,11 +30,11 @@ OVER = {
 def render(request: BatchRequest) -> str:
     """The script: directives, the user's set-up, and the same command as typed."""
     lines = ["#!/bin/bash", *(f"#SBATCH {one}" for one in directives(request)), ""]
-    lines += [f"cd {shlex.quote(request.workdir)} || exit", *request.setup]
+    lines += prologue(request)
     run_dir = shlex.quote(request.run_dir)
     if request.array:
         run_dir += '/"$SLURM_ARRAY_TASK_ID"'
-    line = command(request, [], run_dir)
+    line = command(request, ["--via", "slurm"], run_dir)
     if not request.requeue:
         return "\n".join([*lines, f"exec {line}"]) + "\n"
     return "\n".join([*lines, *_with_requeue(line, run_dir)]) + "\n"
@@ -51,7 +57,7 @@ def directives(request: BatchRequest) -> list[str]:
         "--array": request.array,
     }
     found += [f"{name}={value}" for name, value in optional.items() if value]
-    found += [f'--output="{_plain(output)}"', "--open-mode=append"]
+    found += [f'--output="{output}"', "--open-mode=append"]
     if request.requeue:
         found += ["--requeue", f"--signal=B:USR1@{request.lead_s}"]
     else:
@@ -61,15 +67,6 @@ def directives(request: BatchRequest) -> list[str]:
 
 def _name(name: str) -> str:
     return re.sub(r"[^\w.+-]", "_", name) or "paceline"
-
-
-def _plain(path: str) -> str:
-    if re.search(r"[\"\n%]", path.replace("/slurm-%j", "").replace("/slurm-%A_%a", "")):
-        raise SettingError(
-            f"the run directory {path!r} cannot stand in a batch script",
-            remedy="Give a --run-dir without quotes, per cents and line breaks",
-        )
-    return path
 
 
 def _with_requeue(line: str, run_dir: str) -> list[str]:

@@ -8,13 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import click
 
+from paceline.cli.applies import SUBMISSION, given
 from paceline.launch.rundir import fresh_path
 from paceline.launch.schedulers.batch import BATCHES, BatchRequest, render
 from paceline.launch.schedulers.slurm import ask
@@ -25,12 +26,8 @@ from paceline.spec.job import Job
 BATCH_FILE = "batch.json"  # scheduler and job id, by which status, logs and stop find the job
 LOOK_EVERY_S = 0.5
 REQUEUED_AFTER = {"NODE_FAIL", "PREEMPTED"}  # Slurm may be about to requeue: look twice
-# Options of the submission; inside the allocation they mean nothing any more.
-OUTER_OPTIONS = {
-    "--time", "--partition", "--account", "--cpus-per-task", "--mem", "--gres", "--sbatch-arg",
-    "--setup-command", "--array", "--run-dir", "--nnodes", "--via",
-}  # fmt: skip
-OUTER_FLAGS = {"--requeue", "--no-requeue", "--detach", "--plan"}
+# Options that the submission has used up, besides those that are for submissions only.
+_USED = {"via", "nnodes", "run_dir", "plan_only"}
 
 
 def submit(ctx: click.Context, job: Job, parent: Path, name: str = "slurm") -> int:
@@ -57,16 +54,14 @@ def request_of(ctx: click.Context, job: Job, directory: Path) -> BatchRequest:
     params = ctx.params
     if params["nnodes"] is None:
         raise SettingError("a batch needs the number of nodes", remedy="--nnodes N")
-    verb = ctx.info_name or "run"
-    words = sys.argv[sys.argv.index(verb) + 1 :] if verb in sys.argv else []
     return BatchRequest(
         name=job.name,
-        argv=(job.python, "-m", "paceline", verb),
-        words=tuple(inner_words(words, own=own_words(params))),
+        argv=(job.python, "-m", "paceline", ctx.info_name or "run"),
+        words=inner_words(ctx),
         workdir=job.workdir,
         run_dir=str(directory),
         nodes=params["nnodes"],
-        processes=params["nproc_per_node"],
+        processes=params["nproc_per_node"] if isinstance(params["nproc_per_node"], int) else None,
         time=params["time_limit"] or "",
         partition=params["partition"] or "",
         account=params["account"] or "",
@@ -78,31 +73,35 @@ def request_of(ctx: click.Context, job: Job, directory: Path) -> BatchRequest:
         requeue=params["requeue"],
         array=params["array"] or "",
         image=params["image"] or "",
+        shm_size=params["shm_size"] if "shm_size" in given(ctx) else "",
+        forwarded=tuple(job.environment.forwarded),
     )
 
 
-def own_words(params: Mapping[str, Any]) -> int:
-    """How many words at the end are the script's own, of which none is ours."""
-    return 1 + len(params["args"]) if "script" in params else 0
+def inner_words(ctx: click.Context) -> tuple[str, ...]:
+    """What was given for the job itself, as the command in the batch is told it.
 
-
-def inner_words(words: Sequence[str], own: int = 0) -> list[str]:
-    """The typed words without the options of the submission.
-
-    Args:
-        words: What follows the verb.
-        own: How many words at the end are passed on untouched.
+    Written from the options' values, not from the words that were typed: a variable or a file of
+    the launching machine may not be there when the batch runs.
     """
-    border = len(words) - own
-    rest, kept = list(words[:border]), []
-    while rest:
-        word = rest.pop(0)
-        name, equals, _ = word.partition("=")
-        if name in OUTER_OPTIONS and not equals and rest:
-            rest.pop(0)
-        elif name not in OUTER_OPTIONS and name not in OUTER_FLAGS:
-            kept.append(word)
-    return [*kept, *words[border:]]
+    asked = given(ctx, [param.name or "" for param in ctx.command.params])
+    words: list[str] = []
+    for option in ctx.command.params:
+        name = option.name or ""
+        if isinstance(option, click.Option) and name in asked.keys() - SUBMISSION - _USED:
+            words += _as_flags(option, ctx.params[name])
+    for argument in ctx.command.params:
+        if isinstance(argument, click.Argument):
+            value = ctx.params[argument.name or ""]
+            words += map(str, value if isinstance(value, tuple) else [value])
+    return tuple(words)
+
+
+def _as_flags(option: click.Option, value: Any) -> list[str]:
+    flag = max(option.opts, key=len)
+    if option.is_flag:
+        return [flag]
+    return [f"{flag}={one}" for one in (value if option.multiple else [value])]
 
 
 def _sbatch(text: str, directory: Path) -> str:

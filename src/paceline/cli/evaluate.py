@@ -9,9 +9,11 @@ from pathlib import Path
 
 import click
 
+from paceline.cli.applies import given
 from paceline.cli.data_files import gathered
 from paceline.cli.launching import job_of, launch, launch_options, prepare
 from paceline.cli.train import RECIPE_MODULES, quiet_torch, with_data
+from paceline.cli.via import Way
 from paceline.recipes.evaluate_options import EvaluateOptions
 from paceline.recipes.options import parse
 from paceline.spec.errors import SettingError
@@ -33,9 +35,9 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
     """
     typed = parse(EvaluateOptions, options, "paceline evaluate")
     folder = run_folder(run)
-    if ctx.params["hosts"] is None and ctx.params["nproc_per_node"] in (None, 1):
-        run_here(MODULE, ["--run", str(folder), *options])
     cluster, way = prepare(ctx)
+    if is_plain(ctx, way):
+        run_here(MODULE, ["--run", str(folder), *options])
     with gathered(data_files(folder, typed)) as files:
         job = job_of(
             ctx,
@@ -46,6 +48,12 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
         )
         job, parent = with_data(quiet_torch(job), files), folder / "evaluations"
         ctx.exit(launch(ctx, job, cluster, way, package=True, parent=parent))
+
+
+def is_plain(ctx: click.Context, way: Way) -> bool:
+    """Nothing was asked for that needs a launcher: one process on this machine will do."""
+    one = ctx.params["nproc_per_node"] in (None, 1)
+    return one and way.name in ("ssh", "local") and not given(ctx).keys() - {"nproc_per_node"}
 
 
 def data_files(folder: Path, typed: EvaluateOptions) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from paceline.cli.applies import refuse_ignored
 from paceline.cli.settings import (
     check_environment,
     parse_env,
@@ -22,7 +23,7 @@ from paceline.cli.settings import (
     use_file,
     variable_of,
 )
-from paceline.cli.via import VIA_OPTIONS, Way, hosts_source, way_of
+from paceline.cli.via import VIA_OPTIONS, Way, hosts_source, manner_of, way_of
 from paceline.cluster.inventory import apply_overrides, find_me, read_hosts
 from paceline.launch.transport import Transport
 from paceline.spec.hosts import Cluster, Host
@@ -152,6 +153,7 @@ def prepare(ctx: click.Context) -> tuple[Cluster, Way]:
     toml = read_settings_file(cwd)
     use_file(ctx, toml)
     check_environment(ctx)
+    refuse_ignored(ctx, manner_of(ctx.params, os.environ), os.environ)
     way = way_of(ctx.params)
     if way.name == "hand":
         return meeting_cluster(ctx.params["nnodes"]), way

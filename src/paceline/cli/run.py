@@ -39,6 +39,12 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
     cluster, way = prepare(ctx)
     entry = entry_of(script, args, module=module, no_python=no_python)
     torch = not (no_torch or no_python)
+    if any_world and not torch:
+        raise SettingError(
+            "--any-world needs a Python script that uses torch",
+            found="only there is the world compared with the plan",
+            remedy="Leave it out",
+        )
     job = job_of(
         ctx,
         entry,

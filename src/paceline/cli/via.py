@@ -82,6 +82,16 @@ class Way:
             self.transport.agree_on(job)
 
 
+def manner_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+    """How the command is carried out, as :mod:`paceline.cli.applies` names it."""
+    name = name_of(params, environ)
+    if params["rdzv"]:
+        return "hand"
+    if name == "slurm":
+        return "srun" if allocation(environ) else "sbatch"
+    return name
+
+
 def name_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> str:
     """The way that the options mean; inside an allocation srun, unless hosts are named."""
     if params["via"]:
@@ -152,21 +162,12 @@ def container_folders(params: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_options(params: Mapping[str, Any], name: str) -> None:
-    """Refuses options that the chosen way does not know."""
-    if name in CONTAINERS and not params["image"]:
+    """Refuses what the chosen way needs and has not, and options that contradict each other."""
+    if name in CONTAINERS and not params["image"] and not params["rdzv"]:
         raise SettingError(f"--via {name} needs an image", remedy="--image IMAGE")
-    if params["image"] and name not in (*CONTAINERS, "kubernetes"):
-        raise SettingError(
-            f"--image does not go with --via {name}",
-            remedy=f"--via {'|'.join(CONTAINERS)}, or leave --image out",
-        )
-    if params["mpiexec"] and name != "mpi":
-        raise SettingError(f"--mpiexec does not go with --via {name}", remedy="--via mpi")
     if params["rdzv"] and (params["hosts"] or params["via"] not in (None, "ssh", "local")):
         raise SettingError(
             "--rdzv means that the command is typed on each node",
             found="-H or --via says that something else starts the nodes",
             remedy="Leave out --rdzv, or leave out the other",
         )
-    if params["rdzv"] is None and params["node_rank"] is not None:
-        raise SettingError("--node-rank goes with --rdzv", remedy="--rdzv HOST:PORT")

@@ -1,0 +1,294 @@
+"""Every option of the launching verbs, with every way to start nodes and every batch system.
+
+Each is either shown to act, by what would be started or written, or refused with exit status 2.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from paceline.checks import examine
+from paceline.cli import applies, batch, launching, program
+from paceline.cli import bench_scaling as scaling_verb
+from paceline.cli import evaluate as evaluate_verb
+from paceline.cluster.channel import command_for
+from paceline.cluster.openssh import ssh_command
+from paceline.launch import running
+from paceline.launch.containers import Probe, engine
+from paceline.launch.schedulers import mpi, slurm
+from paceline.launch.schedulers.calling import CallingTransport
+from paceline.launch.schedulers.contained import ContainerTransport, container_for
+from paceline.launch.schedulers.hand import HandTransport
+from paceline.launch.schedulers.ssh import SshTransport
+from paceline.spec.hosts import Host
+from paceline.spec.rundir import MODEL_CONFIG
+
+HOSTS = (Host("n1"), Host("n2", "10.0.0.2"))
+ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+# manner → options that lead to it
+LEADING: dict[str, tuple[str, ...]] = {
+    "ssh": ("--via", "ssh", "-H", "n1,n2"),
+    "local": ("--via", "local"),
+    "mpi": ("--via", "mpi", "-H", "n1,n2"),
+    "srun": ("--via", "slurm"),
+    "docker": ("--image", "i:1", "-H", "n1,n2"),
+    "podman": ("--via", "podman", "--image", "i:1", "-H", "n1,n2"),
+    "apptainer": ("--via", "apptainer", "--image", "i.sif", "-H", "n1,n2"),
+    "hand": ("--rdzv", "127.0.0.1", "--nnodes", "2", "--node-rank", "0"),
+    "sbatch": ("--via", "slurm", "--nnodes", "3", "--plan"),
+    "pbs": ("--via", "pbs", "--nnodes", "3"),
+    "lsf": ("--via", "lsf", "--nnodes", "3"),
+    "kubernetes": ("--via", "kubernetes", "--nnodes", "3", "--image", "i:1"),
+}
+# verb → the words before and after the options
+VERBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "run": (("run",), ("job.py",)),
+    "train": (("train",), ("image", "--steps", "1")),
+    "evaluate": (("evaluate",), ("trained",)),
+    "scaling": (("bench", "scaling"), ("job.py",)),
+    "collectives": (("bench", "collectives", "--no-links"), ()),
+}
+# option → one value that is not its default; "" for a switch
+VALUES = {
+    "hosts": "n1", "ssh_config": "config", "accept_new_host_keys": "", "nnodes": "1",
+    "nproc_per_node": "2", "env": "T_A=1", "unset": "T_B", "iface": "eth7", "python": "/other/py",
+    "run_dir": "/r/7", "name": "other", "master_port": "5", "backend": "mpi", "ship": "never",
+    "bind": "none", "lease": "7", "grace": "3", "max_restarts": "2", "check_level": "full",
+    "show": "none", "plan_only": "", "as_json": "", "via_arg": "-v", "mpiexec": "/m/mpiexec",
+    "image": "other:2", "mount": "/m:/m", "shm_size": "2g", "rdzv_id": "other",
+    "rdzv_timeout": "77", "time_limit": "1:00:00", "partition": "p", "account": "a",
+    "cpus_per_task": "3", "mem": "5G", "gres": "gpu:4", "sbatch_arg": "--x=y",
+    "setup_command": "module load x", "requeue": "", "array": "1-3", "detach": "",
+}  # fmt: skip
+LEADS = {"via", "rdzv", "node_rank"}  # the manners themselves are made of these
+COMPANIONS = {"as_json": ("--plan",)}
+
+
+class Acted(Exception):
+    """What would have been done."""
+
+
+@dataclass
+class Deed:
+    """What the command was about to do, as text."""
+
+    text: str = ""
+    layouts: tuple[object, ...] = ()
+
+    def is_done(self, *parts: object) -> NoReturn:
+        self.text = "\n".join(map(str, [*parts, *self.layouts]))
+        raise Acted
+
+
+@pytest.fixture
+def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
+    """Everything up to the first connection is real; what follows is written down."""
+    done = Deed()
+
+    def started(job: Any, cluster: Any, transport: Any, screen: Any, **more: Any) -> NoReturn:
+        places = {name: more.get(name) for name in ("run_dir", "parent")}
+        places = {k: v for k, v in places.items() if not more.get("run_dir") or k == "run_dir"}
+        chosen = [host.name for host in cluster.hosts]
+        done.is_done("run", job, chosen, rendered(transport), vars(screen).get("_show"),
+                     sorted(places.items()), more.get("inspect") is None)  # fmt: skip
+
+    def planned(job: Any, cluster: Any, transport: Any, **how: Any) -> NoReturn:
+        done.is_done("plan", how["as_json"])
+
+    async def examined(*_: Any, **__: Any) -> NoReturn:
+        done.is_done("examined")
+
+    def written(text: str, directory: Path) -> NoReturn:
+        done.is_done("submitted", text)
+
+    real_ladder = scaling_verb.scaling.ladder
+
+    def ladder(nodes: int, processes: int) -> Any:
+        done.layouts = (nodes, processes)
+        return real_ladder(nodes, processes)
+
+    monkeypatch.setattr(scaling_verb.scaling, "ladder", ladder)
+    for module in (running, scaling_verb):
+        monkeypatch.setattr(module, "run_job", started)
+    monkeypatch.setattr(launching, "show_plan", planned)
+    monkeypatch.setattr(examine, "examine", examined)
+    monkeypatch.setattr(evaluate_verb, "run_here", lambda *words: done.is_done("here", words))
+    monkeypatch.setattr(batch, "_sbatch", written)
+    monkeypatch.setattr(launching, "own_names", lambda: set[str]())
+    monkeypatch.setattr(mpi, "find", lambda chosen: mpi.Mpi("mpich", "4", chosen or "mpiexec"))
+    monkeypatch.setattr(slurm.shutil, "which", lambda name, **_: f"/bin/{name}")
+    monkeypatch.setattr("paceline.launch.rundir.fresh_path", lambda parent, name: parent / name)
+    monkeypatch.setattr(batch, "fresh_path", lambda parent, name: parent / name)
+    monkeypatch.setattr("time.strftime", lambda *_: "now")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text("")
+    (tmp_path / "config").write_text("")
+    (tmp_path / "trained").joinpath(MODEL_CONFIG).parent.mkdir(parents=True)
+    (tmp_path / "trained" / MODEL_CONFIG).write_text("{}")
+    return done
+
+
+def rendered(transport: Any) -> object:
+    """The commands by which a transport starts its agents."""
+    if isinstance(transport, SshTransport):
+        return command_for(HOSTS[1], "python3", transport._ssh)
+    if isinstance(transport, HandTransport):
+        return transport._meeting
+    if isinstance(transport, CallingTransport):
+        start = transport._scheduler.start(HOSTS)
+        folder = getattr(transport._scheduler, "_config", "")
+        config = Path(folder).read_text() if folder else ""
+        transport._scheduler.end()
+        return [word.replace(folder or "\0", "CONFIG") for word in start.argv], config
+    if isinstance(transport, ContainerTransport):
+        probe = Probe("d", "", 0, 0, (), (), dri=False, nvidia=False)
+        container = container_for(HOSTS[1], probe, transport._options, "run")
+        wrapped = engine(transport._name).wrap(["agent"], container)
+        return ssh_command(HOSTS[1], transport._options.ssh, wrapped)
+    return type(transport).__name__
+
+
+def call(deed: Deed, verb: str, manner: str, options: Sequence[str]) -> tuple[int, str, str]:
+    """Exit status, what was said, and what was done."""
+    before, after = VERBS[verb]
+    deed.text, deed.layouts = "", ()
+    env: dict[str, str | None] = dict.fromkeys(ALLOCATION)
+    if manner == "srun":
+        env = {**ALLOCATION}
+    done = CliRunner(env=env).invoke(program, [*before, *LEADING[manner], *options, *after])
+    if isinstance(done.exception, Acted):
+        return 0, done.output, deed.text
+    status = getattr(done.exception, "exit_code", done.exit_code)
+    said = done.exception.render() if hasattr(done.exception, "render") else done.output
+    assert done.exception is None or hasattr(done.exception, "render") or status == 2, said
+    return status, said, done.output
+
+
+def options_of(verb: str) -> list[click.Option]:
+    words, _ = VERBS[verb]
+    found: Any = program
+    for word in words:
+        if not word.startswith("-"):
+            found = found.get_command(click.Context(found), word)
+    return [p for p in found.params if isinstance(p, click.Option) and p.name in applies.OPTIONS]
+
+
+def test_every_option_is_in_the_table() -> None:
+    """And nothing else."""
+    assert {option.name for option in options_of("run")} == set(applies.OPTIONS)
+    assert set(VALUES) | LEADS == set(applies.OPTIONS)
+    assert set(LEADING) == set(applies.MANNERS)
+    assert set(VERBS) == set(applies.VERBS)
+
+
+@pytest.mark.parametrize("manner", LEADING)
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -> None:
+    plain = call(deed, verb, manner, ())
+    if verb in applies.MEASURING and manner in {*applies.BATCHES, "hand"}:
+        assert plain[0] == 2, plain  # these two run here, started from here, or not at all
+        return
+    assert plain[0] == 0, plain[1]
+    for option in options_of(verb):
+        name = option.name or ""
+        if name in LEADS:
+            continue
+        flag = max(option.opts, key=len)
+        words = [*COMPANIONS.get(name, ()), flag, *([VALUES[name]] if VALUES[name] else [])]
+        if name == "detach" and manner == "sbatch":
+            continue  # shown below: it has to do with what follows the submission
+        if name == "plan_only" and manner in applies.BATCHES:
+            continue  # what these do at all, but for Slurm's, is to print
+        if name == "as_json" and verb in applies.MEASURING:
+            continue  # it has to do with how the figures are printed
+        if manner == "local" and name == "hosts":
+            words = [flag, "localhost"]
+        if manner == "local" and name == "nnodes":
+            words = [flag, "2"]
+        before = call(deed, verb, manner, COMPANIONS.get(name, ())) if name in COMPANIONS else plain
+        status, said, did = call(deed, verb, manner, words)
+        refused = status == 2 and flag in said
+        where = applies.OPTIONS[name]
+        fits = manner in where.manners and verb in where.verbs
+        assert refused or (status == 0 and did != before[2]), (verb, manner, words, said, did)
+        assert refused is not fits, (verb, manner, words, said)
+
+
+@pytest.mark.parametrize("name", ["mem", "detach", "via_arg", "shm_size", "ssh_config"])
+def test_wherever_it_was_given(deed: Deed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                               name: str) -> None:  # fmt: skip
+    """In the environment and in paceline.toml, too; the error says where it stands."""
+    (option,) = [option for option in options_of("run") if option.name == name]
+    flag, value = max(option.opts, key=len), VALUES[name]
+    variable = f"PACELINE_OPT_{flag[2:].replace('-', '_').upper()}"
+    with monkeypatch.context() as patched:
+        patched.setenv(variable, value or "1")
+        status, said, _ = call(deed, "run", "local", ())
+    assert status == 2
+    assert f"{flag} ({variable}) does not apply to --via local" in said
+    text = "true" if not value else json.dumps([value] if option.multiple else value)
+    (tmp_path / "paceline.toml").write_text(f"[run]\n{flag[2:]} = {text}\n")
+    status, said, _ = call(deed, "run", "local", ())
+    assert status == 2
+    assert f"{flag} ([run] of paceline.toml) does not apply to --via local" in said
+
+
+def test_detached(deed: Deed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submitted and left; without the option it is followed."""
+    followed: list[str] = []
+
+    async def follow(number: str, *_: object) -> int:
+        followed.append(number)
+        return 0
+
+    monkeypatch.setattr(batch, "_sbatch", lambda text, directory: "7")
+    monkeypatch.setattr(batch, "follow", follow)
+    words = ["run", "--via", "slurm", "--nnodes", "2"]
+    assert CliRunner().invoke(program, [*words, "--detach", "job.py"]).exit_code == 0
+    assert followed == []
+    assert CliRunner().invoke(program, [*words, "job.py"]).exit_code == 0
+    assert followed == ["7"]
+
+
+def test_json_is_for_a_plan(deed: Deed) -> None:
+    status, said, _ = call(deed, "run", "local", ["--json"])
+    assert status == 2
+    assert "--json does not apply to a run" in said
+
+
+def test_a_batch_does_not_stumble_over_its_own_submission(
+    deed: Deed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the file and the variables say of the submission has had its effect before."""
+    (tmp_path / "paceline.toml").write_text('[run]\nmem = "5G"\nvia = "slurm"\n')
+    monkeypatch.setenv("PACELINE_OPT_TIME", "1:00")
+    assert call(deed, "run", "srun", ())[0] == 2
+    monkeypatch.setenv("PACELINE_SUBMITTED", "1")
+    assert call(deed, "run", "srun", ())[0] == 0
+    assert call(deed, "run", "srun", ("--mem", "5G"))[0] == 2
+
+
+def test_the_job_in_a_batch_is_told_all_that_is_its_own(
+    deed: Deed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the command line, the environment and the file; nothing of the submission."""
+    (tmp_path / "paceline.toml").write_text('[run]\nlease = 7.0\npartition = "debug"\n')
+    monkeypatch.setenv("PACELINE_OPT_GRACE", "3")
+    words = ["--time", "1:00", "--name=--mem", "-p", "2", "--env", "A=x y", "--no-torch", "job.py",
+             "--time", "3", "--detach"]  # fmt: skip
+    before = ["run", *LEADING["sbatch"]]
+    script = CliRunner().invoke(program, [*before, *words]).output.splitlines()
+    (line,) = [line for line in script if line.startswith("exec ")]
+    _, told = line.split("--run-dir ", 1)
+    assert told.split(" ", 1)[1] == (
+        "--via slurm --nproc-per-node=2 '--env=A=x y' --name=--mem --lease=7.0 --grace=3.0 "
+        "--no-torch job.py --time 3 --detach"
+    )

@@ -38,6 +38,9 @@ def boot(digest, chosen):
     if sys.version_info < (3, 9):
         say("old %d.%d %s" % (sys.version_info[0], sys.version_info[1], sys.executable))
         sys.exit(1)
+    if not sys.platform.startswith("linux"):
+        say("system " + sys.platform)
+        sys.exit(1)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(base, "paceline", "agent", digest)
     extra = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from paceline.bench import bandwidth
 from paceline.bench.bandwidth import Row
 from paceline.cli.launching import F, job_of, launch_options, prepare
 from paceline.cli.via import Way
+from paceline.cluster import this_machine
 from paceline.spec.errors import JobError, PacelineError, SettingError
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Entry
@@ -201,7 +201,7 @@ async def _examine(ctx: click.Context, cluster: Cluster, ssh: Any) -> Scene:
     from paceline.checks.scene import Wishes
 
     hosts = cluster.hosts[: ctx.params["nnodes"] or len(cluster.hosts)]
-    python = ctx.params["python"] or sys.executable
+    python = ctx.params["python"] or this_machine.default_python()
     wishes = Wishes(
         pythons={host.name: host.python or python for host in hosts},
         workdirs={host.name: host.workdir or str(Path.cwd()) for host in hosts},

@@ -18,6 +18,7 @@ from paceline.checks.link import bits
 from paceline.checks.scene import Scene, Wishes
 from paceline.cli.launching import read_cluster
 from paceline.cli.settings import read_settings_file
+from paceline.cluster import this_machine
 from paceline.cluster.openssh import SshOptions
 from paceline.launch import planning
 from paceline.report import findings as report
@@ -132,7 +133,7 @@ def subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions]:
         name="check",
         entry=Entry("module", "paceline"),
         workdir=str(cwd),
-        python=given["python"] or sys.executable,
+        python=given["python"] or this_machine.default_python(),
         nnodes=Setting(given["nnodes"], Source.COMMAND_LINE),
         nproc_per_node=Setting(given["nproc_per_node"], Source.COMMAND_LINE),
         interface=Setting(given["iface"], Source.COMMAND_LINE),

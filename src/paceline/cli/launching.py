@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from paceline.cli.settings import (
     variable_of,
 )
 from paceline.cli.via import VIA_OPTIONS, Way, hosts_source, manner_of, way_of
+from paceline.cluster import this_machine
 from paceline.cluster.inventory import apply_overrides, find_me, read_hosts
 from paceline.launch.transport import Transport
 from paceline.spec.hosts import Cluster, Host
@@ -107,12 +107,7 @@ def own_names() -> set[str]:
 
 
 def own_addresses() -> set[str]:
-    from paceline.agent import netlink
-
-    try:
-        return {str(entry["address"]) for entry in netlink.addresses()}
-    except OSError:  # no netlink: launching from macOS
-        return {"127.0.0.1", "::1"}
+    return {str(entry["address"]) for entry in this_machine.addresses()}
 
 
 def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
@@ -131,7 +126,7 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
         name=ctx.params["name"] or name,
         entry=entry,
         workdir=str(Path.cwd()),
-        python=ctx.params["python"] or ("python3" if ctx.params["image"] else sys.executable),
+        python=ctx.params["python"] or this_machine.default_python(image=ctx.params["image"]),
         environment=Environment(public, forwarded, ctx.params["unset"]),
         nproc_per_node=setting(ctx, "nproc_per_node"),
         nnodes=setting(ctx, "nnodes"),

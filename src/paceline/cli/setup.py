@@ -13,6 +13,7 @@ import click
 from paceline.cli.launching import read_cluster
 from paceline.cli.settings import read_settings_file
 from paceline.cli.setup_containers import command as containers
+from paceline.cluster import this_machine
 from paceline.cluster.openssh import SshOptions
 from paceline.cluster.setup import aliases, keys
 from paceline.cluster.setup import hosts as steps
@@ -403,7 +404,7 @@ def names(ctx: click.Context, /, **_: object) -> None:
     from paceline.cluster.setup import names as lines
 
     hosts, ssh = cluster_hosts(ctx)
-    pythons = {host.name: host.python or sys.executable for host in hosts}
+    pythons = {host.name: host.python or this_machine.default_python() for host in hosts}
     wishes = Wishes(pythons, dict.fromkeys(pythons, str(Path.cwd())))
     scene = asyncio.run(examine(hosts, ssh, wishes, "quick"))
     addresses = {name: scene.address(name) for name in scene.names}

@@ -7,9 +7,9 @@ import time
 
 import click
 
-from paceline.agent import procs
 from paceline.cli.batch import cancel
 from paceline.cli.runs import RunState, find_run, look_at
+from paceline.cluster import this_machine
 from paceline.cluster.ownership import owner_here
 from paceline.spec.errors import NodeError
 
@@ -47,6 +47,5 @@ def end(state: RunState, now: bool) -> None:
             f"the launcher of {state.path} runs on {owner.get('host')}",
             remedy=f"Type this there: ssh {owner.get('host')}",
         )
-    process = procs.Process(int(owner["pid"]), int(owner.get("start", 0)))
     for _ in range(2 if now else 1):
-        procs.send(process, signal.SIGTERM)
+        this_machine.send(int(owner["pid"]), owner.get("start", 0), signal.SIGTERM)

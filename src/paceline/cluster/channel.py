@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.agent.frames import Decoder, encode
+from paceline.cluster import this_machine
 from paceline.cluster.link import Link, ProcessLink
 from paceline.cluster.openssh import (
     Refusal,
@@ -107,6 +109,9 @@ class Channel:
             await self._write(b"%010d" % len(ship.archive) + ship.archive)
         elif words[0] == "old":
             self._stderr += f"\npaceline-boot: no Python: {words[2]} is {words[1]}".encode()
+            raise EOFError
+        elif words[0] == "system":
+            self._stderr += f"\npaceline-boot: not Linux: this is {words[1]}".encode()
             raise EOFError
         elif words[0] == "disk":
             self._stderr += b"\npaceline-boot: " + " ".join(words).encode()
@@ -270,6 +275,9 @@ async def connect(host: Host, python: str, options: SshOptions, wrap: Wrap = unw
         options: How to log in.
         wrap: Puts the agent's command into another, such as a container engine's.
     """
+    if host.local and wrap is unwrapped and not this_machine.LINUX:
+        words = f"paceline-boot: not Linux: this is {sys.platform}"
+        raise LoginRefused(host, classify(words, 1, host))
     for attempt in itertools.count(1):
         process = await asyncio.create_subprocess_exec(
             *command_for(host, python, options, wrap),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.agent.procs import make_room_for_descriptors
 from paceline.cluster.channel import (
     LOGINS_AT_ONCE,
     Channel,
@@ -19,6 +23,8 @@ from paceline.cluster.openssh import SshOptions, fingerprint, offending_line
 from paceline.spec.errors import ConnectError
 from paceline.spec.hosts import Host
 
+FILES_A_HOST = 4  # three pipes of its ssh, and what waits for its end
+
 
 async def reach_all(
     hosts: Sequence[Host],
@@ -26,7 +32,12 @@ async def reach_all(
     options: SshOptions,
     wrap: Wrap = unwrapped,
 ) -> list[Channel | LoginRefused]:
-    """Logs in everywhere at once; one outcome a host, in order. No refusal hides another."""
+    """Logs in everywhere at once; one outcome a host, in order. No refusal hides another.
+
+    ConnectError when this machine may not open so many files.
+    """
+    _make_room(len(hosts))
+    wait_without_threads()
     gate = asyncio.Semaphore(LOGINS_AT_ONCE)
 
     async def one(host: Host, python: str) -> Channel | LoginRefused:
@@ -48,6 +59,25 @@ async def reach_all(
             if isinstance(outcome, Channel):
                 await outcome.close()
         raise
+
+
+def _make_room(hosts: int) -> None:
+    try:
+        make_room_for_descriptors(FILES_A_HOST * hosts)
+    except OSError as error:
+        raise ConnectError(
+            f"this machine may not hold connections to {hosts} hosts",
+            found=str(error.strerror),
+            remedy="Raise its hard limit of open files, or take fewer hosts: --nnodes N",
+        ) from None
+
+
+def wait_without_threads() -> None:
+    """asyncio of Python 3.10 and 3.11 starts a thread for each child unless told otherwise."""
+    if sys.version_info < (3, 12):
+        with contextlib.suppress(AttributeError, OSError):  # macOS; kernels before 5.3
+            os.close(os.pidfd_open(os.getpid()))
+            asyncio.set_child_watcher(asyncio.PidfdChildWatcher())
 
 
 async def connect_all(

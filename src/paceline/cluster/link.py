@@ -81,5 +81,6 @@ class ProcessLink:
 
     def _signal(self, signum: int) -> None:
         """To the child's whole group: a ProxyCommand would go on, with our pipes in its hands."""
-        with contextlib.suppress(ProcessLookupError):
+        # macOS says "not permitted" of a group that has just ended
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signum)

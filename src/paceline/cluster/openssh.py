@@ -164,6 +164,12 @@ CAUSES: tuple[_Cause, ...] = (
         'python = "/path/to/python" under [hosts.{name}] in paceline.toml',
     ),
     _Cause(
+        "not Linux",
+        r"paceline-boot: not Linux",
+        "A job's processes run on Linux only; paceline itself may be typed elsewhere. Name Linux "
+        "hosts: -H n1,n2",
+    ),
+    _Cause(
         "login shell fails",
         r"This account is currently not available|/sbin/nologin|No such file or directory",
         "The login shell of that user does not run commands: chsh -s /bin/sh USER on {name}",
@@ -200,7 +206,7 @@ def clean(stderr: str) -> str:
 
 
 def _essence(text: str) -> str:
-    lines = text.splitlines()
+    lines = [line.removeprefix("paceline-boot: ") for line in text.splitlines()]
     return "\n".join(lines if len(lines) <= 12 else [*lines[:4], "…", *lines[-7:]])
 
 

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from paceline.agent import procs
+from paceline.cluster import this_machine
 from paceline.spec import rundir as names
 
 
@@ -24,8 +24,8 @@ def owner_alive(owner: dict[str, Any]) -> bool:
     """False only when the owner is known to be gone; on another machine we cannot know."""
     if not owner_here(owner):
         return True
-    found = procs.identify(int(owner["pid"]))
-    return found is not None and found.start == owner.get("start", found.start)
+    start = this_machine.started(int(owner["pid"]))
+    return start is not None and start == owner.get("start", start)
 
 
 def owner_here(owner: dict[str, Any]) -> bool:

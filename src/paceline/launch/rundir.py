@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.agent import procs
+from paceline.cluster import this_machine
 from paceline.cluster.ownership import owner_alive, read_owner
 from paceline.launch.blotting import Blotter
 from paceline.spec import rundir as names
@@ -70,11 +70,10 @@ class RunDirectory:
                 found=f"by process {owner['pid']} on {owner['host']}, since {owner['since']}",
                 remedy="Wait for it, or give another --run-dir",
             )
-        me = procs.identify(os.getpid())
         mark = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "start": me.start if me else 0,
+            "start": this_machine.started(os.getpid()),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
         self.write_json(names.OWNER, mark)

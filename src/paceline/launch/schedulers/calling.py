@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from paceline.agent import caller, netlink
+from paceline.agent import caller
+from paceline.cluster import this_machine
 from paceline.cluster.callback import (
     Call,
     CallLink,
@@ -245,7 +246,8 @@ async def end_group(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(process.wait(), TERM_PATIENCE_S)
     if process.returncode is None:  # so the group is still its own
-        with contextlib.suppress(ProcessLookupError):
+        # macOS says "not permitted" of a group that has just ended
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
@@ -298,6 +300,6 @@ def usable_addresses() -> list[dict[str, Any]]:
     """Addresses of this machine that others may reach."""
     return [
         entry
-        for entry in netlink.addresses()
+        for entry in this_machine.addresses()
         if entry["scope"] == "global" and entry["usable"] and entry["interface"] != "lo"
     ]

@@ -11,9 +11,13 @@ import os
 import selectors
 import socket
 import time
-from typing import Any, Dict, List, Optional, Tuple
+from collections import deque
+from typing import Any, Deque, Dict, List, Optional, Tuple
+
+from . import procs
 
 IDENTITY_BYTES = 16
+AT_ONCE = 512  # connections being tried
 BUSY_S = 10.0  # how long a peer that took the connection may take to say who it is
 Result = Dict[str, Any]
 
@@ -105,6 +109,10 @@ class _Attempt:
             rtt=time.monotonic() - self.started,
         )
 
+    def deadline(self, timeout_s: float) -> float:
+        """When to give up. What has connected is there, but its agent may be busy."""
+        return self.started + timeout_s + (BUSY_S if self.connected else 0.0)
+
     def given_up(self) -> Result:
         """The time is over."""
         return self.failed(errno.EBUSY if self.connected else errno.ETIMEDOUT)
@@ -119,11 +127,11 @@ class _Attempt:
 
 
 def connect_all(targets: List[Result], timeout_s: float, settle_s: float) -> List[Result]:
-    """Tries every target at once; one result a target.
+    """Tries every target, many at once; one result a target.
 
     Args:
         targets: ``{"host", "address", "port", "identity"}`` each.
-        timeout_s: When to give up on what has not answered.
+        timeout_s: When to give up on one that has not answered.
         settle_s: Once every host has answered on some address, how much longer to wait for its
             other addresses.
 
@@ -131,38 +139,51 @@ def connect_all(targets: List[Result], timeout_s: float, settle_s: float) -> Lis
         ``{"host", "address", "ok"}`` with ``local_address`` and ``rtt`` (seconds) when something
         answered, ``errno`` and ``error`` when not. ``reached`` is the identity that answered.
     """
+    procs.make_room_for_descriptors(min(len(targets), AT_ONCE))
     results: List[Result] = []
-    selector = selectors.DefaultSelector()
-    for attempt in (_Attempt(target) for target in targets):
-        over = attempt.begin()
-        if over is None:
+    waiting = deque(targets)
+    missing = {target["host"] for target in targets}  # that no address of has answered
+    settled = float("inf")
+    with selectors.DefaultSelector() as selector:
+        while waiting or selector.get_map():
+            over = _begin(selector, waiting)
+            over += _round(selector, min(settled, _next_deadline(selector, timeout_s)))
+            over += _give_up(selector, timeout_s)
+            results += over
+            missing -= {result["host"] for result in over if result["ok"]}
+            if not missing:
+                settled = min(settled, time.monotonic() + settle_s)
+            if time.monotonic() >= settled:
+                break
+        results += [key.data.given_up() for key in list(selector.get_map().values())]
+    return results + [_Attempt(target).given_up() for target in waiting]
+
+
+def _begin(selector: selectors.BaseSelector, waiting: Deque[Result]) -> List[Result]:
+    """Begins as many attempts as there may be at once; those that failed with that."""
+    over = []
+    while waiting and len(selector.get_map()) < AT_ONCE:
+        attempt = _Attempt(waiting.popleft())
+        failed = attempt.begin()
+        if failed is None:
             selector.register(attempt.socket, selectors.EVENT_WRITE, attempt)
         else:
-            results.append(over)
-    deadline = time.monotonic() + timeout_s
-    while selector.get_map() and time.monotonic() < deadline:
-        results += _round(selector, deadline)
-        if _all_reached(targets, results):
-            deadline = min(deadline, time.monotonic() + settle_s)
-            settle_s = max(0.0, deadline - time.monotonic())
-    results += _wait_for_identities(selector, 0.0 if _all_reached(targets, results) else BUSY_S)
-    for key in list(selector.get_map().values()):
-        results.append(key.data.given_up())
-    selector.close()
-    return results
+            over.append(failed)
+    return over
 
 
-def _wait_for_identities(selector: selectors.BaseSelector, patience_s: float) -> List[Result]:
-    """What connected in time may still answer: its machine is there, but its agent is busy."""
-    results: List[Result] = []
-    for key in list(selector.get_map().values()):
-        if not key.data.connected:
-            results.append(key.data.given_up())
-            selector.unregister(key.fileobj)
-    deadline = time.monotonic() + patience_s
-    while selector.get_map() and time.monotonic() < deadline:
-        results += _round(selector, deadline)
-    return results
+def _next_deadline(selector: selectors.BaseSelector, timeout_s: float) -> float:
+    attempts = [key.data for key in selector.get_map().values()]
+    return min((attempt.deadline(timeout_s) for attempt in attempts), default=0.0)
+
+
+def _give_up(selector: selectors.BaseSelector, timeout_s: float) -> List[Result]:
+    """The attempts whose time is over."""
+    now = time.monotonic()
+    late = [key for key in selector.get_map().values() if key.data.deadline(timeout_s) <= now]
+    for key in late:
+        selector.unregister(key.fileobj)
+    return [key.data.given_up() for key in late]
 
 
 def _round(selector: selectors.BaseSelector, deadline: float) -> List[Result]:
@@ -182,10 +203,6 @@ def _step(selector: selectors.BaseSelector, attempt: _Attempt) -> Optional[Resul
     elif not was_connected:
         selector.modify(file, selectors.EVENT_READ, attempt)
     return over
-
-
-def _all_reached(targets: List[Result], results: List[Result]) -> bool:
-    return {t["host"] for t in targets} <= {r["host"] for r in results if r["ok"]}
 
 
 def who_listens(port: int) -> List[Tuple[int, str]]:

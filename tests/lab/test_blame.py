@@ -15,14 +15,15 @@ from launches import Ended, Launch, Site, eventually, project_at
 pytestmark = pytest.mark.lab
 
 LEASE_S = 4.0
-OPTIONS = ("--no-torch", "--lease", str(LEASE_S))
+OPTIONS = ("--nnodes", "2", "--no-torch", "--lease", str(LEASE_S))
+TRAIN = ("--nnodes", "2", "--lease", str(LEASE_S))
 
 
 @pytest.fixture(scope="module")
 def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
     folder = tmp_path_factory.mktemp("blame")
     project = project_at(folder / "project")
-    return Site(new_lab(hosts=2, share=(str(project),)), project)
+    return Site(new_lab(hosts=3, share=(str(project),)), project)
 
 
 @pytest.fixture
@@ -36,6 +37,20 @@ def running(site: Site, *words: str, attempt: str = "waiting") -> Launch:
     launch = site.start(*OPTIONS, *words)
     try:
         launch.wait_for(attempt, times=2)
+    except BaseException:
+        launch.__exit__()
+        raise
+    return launch
+
+
+def training(site: Site, *words: str, **how: Any) -> Launch:
+    """A launch whose first checkpoints were made."""
+    launch = site.start(*TRAIN, *words, **how)
+    try:
+        pointer = launch.directory / "checkpoints" / "latest.json"
+        ready = lambda: pointer.exists() or launch.process.poll() is not None  # noqa: E731
+        assert eventually(ready, 30), launch.err
+        assert pointer.exists(), launch.err
     except BaseException:
         launch.__exit__()
         raise
@@ -139,3 +154,75 @@ def test_ranks_can_be_told_apart(site: Site) -> None:
         ], lines
         launch.signal(signal.SIGINT)
         launch.end()
+
+
+# --- ranks that end before their time
+
+
+def test_the_rank_that_was_told_to_stop(site: Site) -> None:
+    with training(site, "steps.py") as launch:
+        os.kill(process(site, "n2", r"rank 1 of 2"), signal.SIGTERM)
+        ended = launch.end()
+    assert re.search(r"failed first: rank 1 on n2: Stopped: stopped on SIGTERM", ended.err)
+    assert first(ended)["rank"] == 1
+
+
+def test_a_rank_that_ends_in_order_too_early(site: Site) -> None:
+    ended = site.run(*TRAIN, "steps.py", "1000", "exit", "1", "5")
+    assert ended.code == 1
+    assert (
+        "failed first: rank 1 on n2: ended with status 0 while the others were still training"
+        in ended.err
+    )
+
+
+# --- the user's wish, at any moment
+
+
+def test_nohup_outlives_the_terminal(site: Site) -> None:
+    directory = site.fresh()
+    argv = site.argv("--run-dir", str(directory), *OPTIONS, "end.py", "echo")
+    with Launch(site, ["nohup", *argv], directory) as launch:
+        launch.wait_for("waiting", times=2)
+        launch.signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert launch.process.poll() is None
+        launch.signal(signal.SIGTERM)
+        assert launch.end().code == 143
+
+
+def test_interrupted_while_restarting(site: Site) -> None:
+    """Once, at any moment between the failure and the next start."""
+    for delay in (0.1, 0.9, 1.6):
+        with running(site, "--max-restarts", "3", "end.py", "ignore") as launch:
+            os.kill(process(site, "n2", r"rank 1 of 2"), signal.SIGKILL)
+            time.sleep(delay)
+            began = time.monotonic()
+            launch.signal(signal.SIGINT)
+            if delay > 1:  # the ranks run again, and ignore the first wish
+                time.sleep(0.2)
+                launch.signal(signal.SIGINT)
+            ended = launch.end()
+            assert time.monotonic() - began < 2.5, (delay, ended.err)
+            assert ended.code == 130, ended.err
+            assert "Traceback" not in ended.err
+        assert eventually(lambda: site.clean(), 4)
+
+
+# --- where rank 0's host is gone for good
+
+
+def test_goes_on_elsewhere_at_once(site: Site) -> None:
+    with training(site, "steps.py") as launch:
+        site.lab.fault("power-off", "n1")
+        assert launch.end().code == 1
+    home = launch.directory / "checkpoints"
+    assert not (home / "writer.json").exists()
+    words = ["--run-dir", str(launch.directory), *TRAIN, "steps.py", "300"]
+    again = Launch(site, site.argv(*words, hosts="n2,n3"), launch.directory)
+    with again:
+        again.wait_for("from ", times=2)
+        assert "going on after step" in again.out, again.out + again.err
+        again.signal(signal.SIGINT)
+        again.end()
+    assert "another job writes" not in again.err

@@ -102,6 +102,21 @@ def test_nodes_that_ended_their_ranks_while_we_were_away_are_not_to_blame() -> N
     assert outcome.first(outcome.own_absence([own, *after], 20.0, 10.0)) == own
 
 
+def test_what_every_rank_raises_belongs_to_the_one_that_met_it() -> None:
+    there = failure(0, 1.0, "Stopped: stopped on SIGTERM", origin=1)
+    here = failure(1, 1.1, "Stopped: stopped on SIGTERM", origin=1)
+    assert outcome.first([there, here]) == here
+
+
+def test_an_end_in_order_is_to_blame_where_only_echoes_follow() -> None:
+    early = failure(1, 1.01, "ended with status 0", "early", code=0)
+    late = failure(2, 9.0, "ended with status 0", "early", code=0)
+    echo = failure(0, 1.0, ECHOES[0])
+    assert outcome.first(outcome.early_end([echo], [late, early])).rank == 1
+    own = failure(0, 1.0, "ValueError: boom")
+    assert outcome.first(outcome.early_end([own], [early])) == own
+
+
 def test_an_agent_that_leaves_for_its_guard_is_named() -> None:
     left = outcome.leaving("n2", "guard", "its guard was killed", 1.0, 10.0)
     assert left is not None

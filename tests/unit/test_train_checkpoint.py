@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,29 @@ def test_writer_on_another_machine(tmp_path: Path) -> None:
     late = Lock(tmp_path)
     late.take()
     late.release()
+
+
+def test_a_writer_whose_launcher_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our launcher holds the run directory, so that of the other run has ended, or was killed."""
+    monkeypatch.setattr("paceline.train.checkpoints.lock.WATCH_SECONDS", 0.4)
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    owner = {"host": "far", "pid": 1, "since": "2030-01-01 00:00:00", "run": "r1"}
+    path = folder / "writer.json"
+    path.write_text(json.dumps(owner))
+    monkeypatch.setenv("PACELINE_RUN_DIR", str(tmp_path))
+    ours = Lock(folder, "r2")
+    ours.take()
+    ours.release()
+    path.write_text(json.dumps({**owner, "run": ""}))  # not under a launcher: it may well live
+    with pytest.raises(SettingError):
+        Lock(folder, "r2").take()
+    path.write_text(json.dumps(owner))
+    alive = threading.Timer(0.2, os.utime, [path])  # a rank of it that is still on its way out
+    alive.start()
+    with pytest.raises(SettingError):
+        Lock(folder, "r2").take()
+    alive.join()
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,7 @@ def _tell_exception(error: BaseException, events: int) -> None:
             "message": str(error)[:2000],
             "traceback": text[-TRACEBACK_LIMIT:],
             "hooked": _hooked(),
+            "origin": getattr(error, "origin_rank", None),
             "time": time.monotonic(),
         },
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,30 @@ from paceline.spec.job import Job
 
 # of the warnings, these matter to a job of ours; the others are for `paceline check`
 TOLD = {"limits", "disk", "torch"}
+EXPLAIN_S = 4.0  # for the explanation after a failure; `paceline explain` takes its time
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """TimeoutError in what takes longer.
+
+    By a signal, which reaches into regular expressions, too: a thread would go on beside us and,
+    inside such an expression, keep the interpreter to itself.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def preflight(ctx: click.Context, job: Job, cluster: Cluster, way: Way) -> None:
@@ -103,11 +129,16 @@ def explained(run_dir: Path) -> Iterator[None]:
 def explain_run(run_dir: Path, shown: bool) -> None:
     """The conclusion after a failed run: into findings.json, and shown.
 
-    A problem in here must not hide how the run ended.
+    A problem in here must not hide how the run ended, nor keep the user waiting for it.
     """
     from paceline.cli.explain import after_failure
+    from paceline.launch.rundir import short
 
     with contextlib.suppress(PacelineError, OSError, ValueError):
-        text = after_failure(run_dir)
+        try:
+            with at_most(EXPLAIN_S):
+                text = after_failure(run_dir)
+        except TimeoutError:
+            text = f"paceline: to look for the cause: paceline explain {short(run_dir)}"
         if shown and text:
             click.echo(text, err=True)

@@ -23,6 +23,7 @@ from paceline.spec.plan import NodePlan, Plan
 
 FAILURE_GRACE_S = 3.0  # for the others, once one rank has failed
 END_PATIENCE_S = 3.0  # after SIGKILL, until a node that does not answer is given up
+AT_ONCE_S = 0.8  # the same when the user has asked twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,14 @@ class Attempt:
                  screen: Screen, recorder: Recorder) -> None:  # fmt: skip
         self.plan = plan
         self.joined = 0
+        self.watching = False
         self._job = job
         self._fleet = fleet
         self._interrupts = interrupts
         self._screen = screen
         self._recorder = recorder
         self._failures: list[Failure] = []
+        self._early: list[Failure] = []  # not failures unless others still needed them
         self._failed = asyncio.Event()
         self._ended = asyncio.Event()
 
@@ -73,6 +76,7 @@ class Attempt:
             node.running = True
         begun = time.monotonic()
         await together([self._start(node, part) for node, part in parts])
+        self.watching = True
         self._recorder.next_attempt()
         self._recorder.event("started", attempt=self.plan.attempt, world_size=self.plan.world_size)
         result = await self._watch()
@@ -131,12 +135,18 @@ class Attempt:
         await first_of(self._ended.wait(), self._interrupts.wait(), patience)
         away = self._fleet.absence
         known = outcome.own_absence(
-            self._failures, away.seconds if away else 0.0, self._fleet.lease_s
+            outcome.early_end(self._failures, self._early),
+            away.seconds if away else 0.0,
+            self._fleet.lease_s,
         )
         wished = all(failure.wished for failure in known)
         if wished and self._interrupts.received:
             return await self._stop_for_user()
-        await self._stop_all(self._job.grace_s.value if wished else FAILURE_GRACE_S)
+        grace_s = self._job.grace_s.value if wished else FAILURE_GRACE_S
+        await first_of(self._stop_all(grace_s), self._interrupts.wait())
+        if self._interrupts.received:
+            await self._fleet.tell("kill", patience_s=AT_ONCE_S)
+            await within(self._ended.wait(), AT_ONCE_S)
         # what came after the stop may complete what was known, but is no failure of its own
         complete = {(f.host, f.rank): f for f in outcome.merge(self._failures)}
         first = outcome.first(known)
@@ -153,8 +163,10 @@ class Attempt:
         await first_of(asyncio.shield(stopping), self._interrupts.wait(2))
         if not stopping.done():
             self._screen.note("paceline: stopping at once")
-            await self._fleet.tell("kill")
-        await stopping
+            await self._fleet.tell("kill", patience_s=AT_ONCE_S)
+            await within(self._ended.wait(), AT_ONCE_S)
+            stopping.cancel()
+        await asyncio.gather(stopping, return_exceptions=True)
         return Result(128 + signum, interrupted=signum)
 
     async def _stop_all(self, grace_s: float) -> None:
@@ -190,6 +202,9 @@ class Attempt:
     def _rank_ended(self, node: Node, said: dict[str, Any]) -> None:
         code, signum = said["code"], said["signal"]
         if code == 0:
+            text = "ended with status 0 while the others were still training"
+            when = node.to_launcher_time(said["time"])
+            self._early.append(Failure("early", node.name, said["rank"], when, 0, headline=text))
             return
         kind: outcome.Kind = "exit" if signum is None else "signal"
         when = node.to_launcher_time(said["time"])
@@ -205,7 +220,8 @@ class Attempt:
             when = node.to_launcher_time(data["time"])
             self.fail(
                 Failure("exception", node.name, rank, when,
-                        headline=exception_headline(data), traceback=data["traceback"])
+                        headline=exception_headline(data), traceback=data["traceback"],
+                        origin=data.get("origin"))
             )  # fmt: skip
         elif data.get("event") == "world joined":
             self.joined += 1

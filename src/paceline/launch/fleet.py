@@ -17,6 +17,7 @@ from paceline.spec.hosts import Host
 
 REQUEST_PATIENCE_S = 3.0
 GOODBYE_S = 5.0
+HURRY_S = 0.4
 MOST_BEAT_S = 1.0  # between two renewals, whose answers also tell of the ranks
 OWN_TICK_S = 0.25  # how often we look whether we were away ourselves
 OWN_GAP_S = 1.0  # a shorter one is a busy machine's
@@ -170,25 +171,30 @@ class Fleet:
         """Does something on every node at once; the first failure ends it all."""
         return await together([work(node) for node in self.nodes])
 
-    async def tell(self, op: str, **fields: Any) -> None:
+    async def tell(self, op: str, *, patience_s: float = REQUEST_PATIENCE_S, **fields: Any) -> None:
         """Asks every node that is left, and does not mind who fails."""
 
         async def ask(node: Node) -> None:
             with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
-                await asyncio.wait_for(node.channel.request(op, **fields), REQUEST_PATIENCE_S)
+                await asyncio.wait_for(node.channel.request(op, **fields), patience_s)
 
         await asyncio.gather(*(ask(node) for node in self.nodes if not node.lost))
 
-    async def close(self) -> None:
-        """Sends every agent home and closes the connections."""
+    async def close(self, hurry: bool = False) -> None:
+        """Sends every agent home and closes the connections.
+
+        Args:
+            hurry: Somebody waits: agents that take their time end by themselves.
+        """
         for beat in self._beats:
             beat.cancel()
         await asyncio.gather(*self._beats, return_exceptions=True)
         for node in self.nodes:
             node.channel.on_event = _ignore
-        await self.tell("bye")
+        goodbye_s = HURRY_S if hurry else GOODBYE_S
+        await self.tell("bye", patience_s=HURRY_S if hurry else REQUEST_PATIENCE_S)
         await asyncio.gather(
-            *(node.channel.close(0.0 if node.lost else GOODBYE_S) for node in self.nodes)
+            *(node.channel.close(0.0 if node.lost else goodbye_s) for node in self.nodes)
         )
 
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paceline.cluster.channel import Event
@@ -71,6 +72,8 @@ class Launcher:
         self._attempt: Attempt | None = None
         self._mirror: Mirror | None = None
         self._all_home = False
+        self._failure: Failure | None = None  # the last attempt's
+        self._closing = False
         self.recorder = Recorder(directory, screen)
 
     async def run(self) -> Result:
@@ -87,7 +90,7 @@ class Launcher:
                 if not interrupts.received:
                     raise
                 signum = interrupts.received[0]
-                return Result(128 + signum, interrupted=signum)
+                return Result(128 + signum, self._failure, interrupted=signum)
             finally:
                 await self._transport.close(status)
 
@@ -104,13 +107,15 @@ class Launcher:
             lost = next((node for node in fleet.nodes if node.lost), fleet.first)
             raise staging.went_away(lost.name, lost.why or str(error)) from None
         finally:
-            await fleet.close()
+            self._closing = True
+            await fleet.close(hurry=bool(interrupts.received))
             for node in fleet.nodes:
                 self.recorder.agent_log(node)
 
     def _interrupted(self, task: asyncio.Task[Any]) -> None:
         """Before ranks run, a signal just ends everything; later the attempt deals with it."""
-        if self._attempt is None:
+        watched = self._attempt is not None and self._attempt.watching
+        if not watched and not self._closing:
             task.cancel()
 
     async def _connect(self) -> Fleet:
@@ -148,12 +153,17 @@ class Launcher:
             if number == 0:
                 self._announce(plan)
             result = await self._execute(plan, fleet, interrupts)
+            self._failure = result.failure
             await self._bring_home(fleet)
-            if result.failure is None or number == allowed or not fleet.whole:
+            if interrupts.received and result.failure is not None:
+                signum = interrupts.received[0]
+                result = replace(result, exit_code=128 + signum, interrupted=signum)
+            failure = result.failure
+            if failure is None or interrupts.received or number == allowed or not fleet.whole:
                 await self._clear(fleet.first)
                 return result
             self._screen.note(
-                f"paceline: {result.failure.describe()}; starting all nodes again, "
+                f"paceline: {failure.describe()}; starting all nodes again, "
                 f"{number + 1} of {allowed}"
             )
         raise AssertionError("unreachable")
@@ -238,7 +248,7 @@ class Launcher:
     async def _bring_home(self, fleet: Fleet) -> None:
         """Fetches rank 0's run files, and what ranks wrote into shipped copies of the code."""
         for node in fleet.nodes:
-            if node.lost:
+            if node.lost or node.running:  # one whose ranks could not be ended answers nothing
                 continue
             try:
                 await self._bring_from(node, rank_zero=node is fleet.first)

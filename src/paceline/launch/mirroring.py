@@ -17,7 +17,7 @@ from paceline.launch.node import Node
 from paceline.launch.rundir import RunDirectory
 from paceline.launch.shipping import Fetcher
 from paceline.spec.errors import PacelineError
-from paceline.spec.rundir import CHECKPOINTS
+from paceline.spec.rundir import CHECKPOINTS, WRITER
 
 
 async def send_checkpoints(node: Node, directory: RunDirectory) -> None:
@@ -26,7 +26,8 @@ async def send_checkpoints(node: Node, directory: RunDirectory) -> None:
     Files that the node has are left: it may hold newer checkpoints than we do, from a run whose
     launcher was killed.
     """
-    here = sorted(p for p in (directory.path / CHECKPOINTS).rglob("*") if p.is_file())
+    folder = directory.path / CHECKPOINTS
+    here = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / WRITER)
     if not here:
         return
     answer = await node.channel.request("list_results", root=node.run_folder, manifest=None)
@@ -90,7 +91,7 @@ class Mirror:
         """Brings what is new on the node, and removes what the node has removed."""
         root = f"{self._node.run_folder}/{CHECKPOINTS}"
         answer = await self._node.channel.request("list_results", root=root, manifest=None)
-        files: list[dict[str, Any]] = answer["files"]
+        files: list[dict[str, Any]] = [f for f in answer["files"] if f["path"] != WRITER]
         if not files:
             return
         wanted = [f["path"] for f in files if self._lacks(f)]

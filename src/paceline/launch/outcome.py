@@ -39,6 +39,7 @@ class Failure:
         signal: Number of the signal, if one ended it.
         headline: One line: the exception's, or what happened.
         traceback: Of the exception, if there was one.
+        origin: The rank that met it, where every rank raises what one of them met.
     """
 
     kind: Kind
@@ -49,10 +50,13 @@ class Failure:
     signal: int | None = None
     headline: str = ""
     traceback: str = ""
+    origin: int | None = None
 
     @property
     def echo(self) -> bool:
         """True when this looks like the consequence of somebody else's failure."""
+        if self.origin is not None:
+            return self.origin != self.rank
         return self.kind in ("exception", "exit") and bool(_ECHO.search(self.headline))
 
     @property
@@ -143,6 +147,21 @@ def _memory_words(memory: Mapping[str, Any], peak_bytes: int) -> str:
 def size_words(count: int) -> str:
     """``512 MiB``, ``1.5 GiB``."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def early_end(failures: Sequence[Failure], early: Sequence[Failure]) -> list[Failure]:
+    """The failures, and what they echo where that is a rank that ended in order, but too early.
+
+    Args:
+        failures: As reported.
+        early: Ranks that had ended with status 0 while others were still training.
+    """
+    if early and all(failure.echo and failure.origin is None for failure in failures):
+        before = min((failure.time for failure in failures), default=0.0)
+        # the others may notice it before it is really over
+        return [*(replace(one, time=min(one.time, before)) for one in early
+                  if one.time <= before + SETTLE_S), *failures]  # fmt: skip
+    return list(failures)
 
 
 def leaving(host: str, reason: str, why: str, when: float, lease_s: float) -> Failure | None:

@@ -27,6 +27,7 @@ class PacelineError(Exception):
     """
 
     exit_code: int = 1
+    origin_rank: int | None = None  # who met it, where every rank of a job raises the same
 
     def __init__(
         self, message: str, *, found: str = "", remedy: str = "", exit_code: int | None = None

@@ -17,6 +17,7 @@ LOGS = "logs"  # logs/HOST/RANK.log: complete output of a rank; logs/HOST/agent.
 MODEL = "model"  # the result: model.safetensors, config.json
 WEIGHTS = "model/model.safetensors"
 MODEL_CONFIG = "model/config.json"
+WRITER = "writer.json"  # inside checkpoints/: who writes there; it never leaves its disk
 CHECKPOINTS = "checkpoints"  # checkpoints/STEP/: weights, state, manifest with hashes
 KEY = ".paceline-key"  # names the folder on nodes that do not see it
 OWNER = "owner.json"  # who runs in this folder: launcher's host, pid, start time

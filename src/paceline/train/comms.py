@@ -114,4 +114,6 @@ def _rebuilt(
 ) -> PacelineError:
     where = f"rank {rank} on {host}"
     error: type[PacelineError] = getattr(errors, kind, JobError)
-    return error(message, found=f"{found}\n({where})" if found else where, remedy=remedy)
+    rebuilt = error(message, found=f"{found}\n({where})" if found else where, remedy=remedy)
+    rebuilt.origin_rank = rank
+    return rebuilt

@@ -149,14 +149,17 @@ class Keeper:
     def _stop(self) -> None:
         self._writer.wait()
         self.report()
-        reasons = [text for text in self._comms.texts(self._notice.stop or self._full) if text]
+        reasons = self._comms.texts(self._notice.stop or self._full)
+        asked = next((rank for rank, text in enumerate(reasons) if text), None)
         step = self._training.progress.step
         home = os.environ.get(jobenv.HOME_DIR) or str(self._shelf.root.parent)
-        raise Stopped(
-            f"stopped on {reasons[0] if reasons else 'request'} after step {step}",
+        stopped = Stopped(
+            f"stopped on {'request' if asked is None else reasons[asked]} after step {step}",
             found=f"checkpoint of step {self._saved_step} in {home}",
             remedy=f"the same command with --run-dir {home} goes on from there",
         )
+        stopped.origin_rank = asked
+        raise stopped
 
     def save(self, best: bool = False) -> None:
         """Makes a checkpoint of the present state; the training pays for the copy only."""

@@ -12,10 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
+from paceline.spec.rundir import WRITER
 
-NAME = "writer.json"
 STALE_SECONDS = 60.0  # without a sign of life from another machine
+SIGN_SECONDS = 2.0  # between two signs of life
+WATCH_SECONDS = 6.0  # for a sign of one whose launcher is known to be gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Lock:
     """
 
     def __init__(self, folder: Path, run: str = "") -> None:
-        self._path = folder / NAME
+        self._path = folder / WRITER
         self._run = run
         self._descriptor: int | None = None
         self._refresh_at = 0.0
@@ -75,7 +78,25 @@ class Lock:
             or (owner.run and owner.run == self._run)
         ):
             return False
-        return time.time() - os.fstat(descriptor).st_mtime < STALE_SECONDS
+        seen = os.fstat(descriptor).st_mtime
+        if time.time() - seen >= STALE_SECONDS:
+            return False
+        return not (owner.run and self._launched_here()) or self._gives_a_sign(seen)
+
+    def _launched_here(self) -> bool:
+        """Our launcher holds the whole run directory: that of any earlier run there is gone."""
+        ours = os.environ.get(jobenv.RUN_DIR)
+        return bool(self._run and ours) and Path(str(ours)) == self._path.parent.parent
+
+    def _gives_a_sign(self, seen: float) -> bool:
+        """Whether the holder is alive after all: its ranks may be on their way out."""
+        deadline = time.monotonic() + WATCH_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(WATCH_SECONDS / 20)
+            with contextlib.suppress(OSError), self._path.open("rb") as again:  # not a cached one
+                if os.fstat(again.fileno()).st_mtime != seen:
+                    return True
+        return False
 
     def _refused(self, owner: Owner | None) -> SettingError:
         return SettingError(
@@ -93,7 +114,7 @@ class Lock:
         """The sign of life; cheap enough for every step."""
         now = time.monotonic()
         if self._descriptor is not None and now >= self._refresh_at:
-            self._refresh_at = now + STALE_SECONDS / 6
+            self._refresh_at = now + SIGN_SECONDS
             with contextlib.suppress(OSError):
                 os.utime(self._path)
 

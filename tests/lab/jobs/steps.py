@@ -1,0 +1,54 @@
+"""Small steps of a session: ``steps.py [STEPS [WAY RANK AT]]``; a rank does WAY in step AT.
+
+``exit`` ends with status 0, ``sleep`` and ``spin`` stop joining, ``evaluate`` works alone.
+"""
+
+import os
+import sys
+import time
+
+import torch
+from torch import nn
+
+from paceline import train
+
+steps = int(sys.argv[1]) if len(sys.argv) > 1 else 10**6
+way, rank, at = (
+    (sys.argv[2], int(sys.argv[3]), int(sys.argv[4])) if len(sys.argv) > 2 else ("", 0, 0)
+)
+
+
+def crunch(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        torch.ones(100, 100) @ torch.ones(100, 100)
+
+
+def misbehave() -> None:
+    if way == "exit":
+        os._exit(0)
+    if way == "sleep":
+        time.sleep(600)
+    if way == "spin":
+        crunch(600)
+    if way == "evaluate":
+        session.phase("evaluate alone")
+        crunch(15)
+
+
+session = train.join(seed=0)
+inputs = torch.randn(1024, 8)
+data = torch.utils.data.TensorDataset(inputs, inputs[:, :1])
+network = session.place(nn.Linear(8, 1))
+model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.01))
+loader = session.loader(data, global_batch=16)
+session.checkpoints(every="10")
+print("from", session.progress.step, flush=True)
+for _ in session.epochs(loader, steps=steps):
+    for x, y in loader:
+        if way and session.world.rank == rank and session.progress.step == at:
+            misbehave()
+        session.step(((model(x) - y) ** 2).mean(1))
+        time.sleep(0.05)
+session.save_model({"network": "8-1"})
+session.close()

@@ -24,10 +24,13 @@ _OWN_FILES = {"__pycache__", "build", "dist", ".git"}
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _marked_session() -> Iterator[None]:
-    os.environ[MARK] = f"{os.getpid()}"
-    yield
-    del os.environ[MARK]
+def _marked_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A mark for what tests start, and a place of our own for what the user trusts."""
+    mine = {MARK: f"{os.getpid()}", "XDG_CONFIG_HOME": str(tmp_path_factory.mktemp("config"))}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in mine.items():
+            patch.setenv(name, value)
+        yield
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.checks import examine
-from paceline.cli import applies, batch, launching, program
+from paceline.cli import applies, batch, launching, program, settings, trust
 from paceline.cli import bench_scaling as scaling_verb
 from paceline.cli import evaluate as evaluate_verb
 from paceline.cluster.channel import command_for
@@ -235,7 +235,9 @@ def test_wherever_it_was_given(deed: Deed, tmp_path: Path, monkeypatch: pytest.M
     assert status == 2
     assert f"{flag} ({variable}) does not apply to --via local" in said
     text = "true" if not value else json.dumps([value] if option.multiple else value)
-    (tmp_path / "paceline.toml").write_text(f"[run]\n{flag[2:]} = {text}\n")
+    settings_file = tmp_path / "paceline.toml"
+    settings_file.write_text(f"[run]\n{flag[2:]} = {text}\n")
+    trust.remember(settings_file, settings.read_settings_file(tmp_path))
     status, said, _ = call(deed, "run", "local", ())
     assert status == 2
     assert f"{flag} ([run] of paceline.toml) does not apply to --via local" in said

@@ -49,6 +49,13 @@ class Ended:
         return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
+def trust_settings(folder: Path) -> None:
+    """Types ``paceline trust`` there."""
+    argv = [sys.executable, "-m", "paceline", "trust"]
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    subprocess.run(argv, cwd=folder, env=env, check=True, capture_output=True)
+
+
 @dataclass
 class Site:
     """A lab, and a project folder with the jobs, seen by all its hosts or by the launcher only."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import trust_settings
 
 from paceline.cluster.lab import Lab, LabOptions
 
@@ -169,6 +170,7 @@ def test_a_private_folder_is_not_a_shared_one(three: Lab) -> None:
 
 def test_a_missing_interpreter_is_named(three: Lab, tmp_path: Path) -> None:
     (tmp_path / "paceline.toml").write_text('[hosts.n3]\npython = "/no/such/python"\n')
+    trust_settings(tmp_path)
     code, said = check(three, "--quick", cwd=tmp_path)
     assert code == 1
     assert "n3 has no Python at /no/such/python" in worst(said)["message"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import SOURCE, Ended, Site, project_at
+from launches import SOURCE, Ended, Site, project_at, trust_settings
 
 pytestmark = pytest.mark.lab
 
@@ -229,6 +229,7 @@ def test_logins_that_are_always_dropped(strict: Site) -> None:
 def with_python(site: Site, python: str, *words: str) -> Ended:
     settings = site.project / "paceline.toml"
     settings.write_text(f'[hosts.n2]\npython = "{python}"\n')
+    trust_settings(site.project)
     try:
         return site.run(*words)
     finally:

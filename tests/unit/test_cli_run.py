@@ -2,82 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from paceline.cli import launching, program, run, settings
+from paceline.cli import launching, program, settings
 from paceline.cli.run import entry_of, preload_of
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster, Host
-from paceline.spec.settings import Source
 
-# --- where a value comes from
-
-
-def sources(toml: dict[str, Any], *typed: str, **environment: str) -> dict[str, Any]:
-    """The settings that a command with the common options would get."""
-    found: dict[str, Any] = {}
-
-    @click.command(context_settings={"auto_envvar_prefix": settings.ENV_PREFIX})
-    @launching.launch_options
-    @click.pass_context
-    def command(ctx: click.Context, **_: object) -> None:
-        settings.use_file(ctx, toml)
-        for name in ("nnodes", "lease", "ship", "env", "accept_new_host_keys"):
-            found[name] = settings.setting(ctx, name)
-
-    done = CliRunner().invoke(command, list(typed), env=environment, standalone_mode=False)
-    if done.exception is not None:
-        raise done.exception
-    return found
-
-
-def test_a_default_is_said_to_be_one() -> None:
-    found = sources({})
-    assert (found["lease"].value, found["lease"].source) == (10.0, Source.DEFAULT)
-
-
-def test_the_file_goes_before_the_default() -> None:
-    found = sources({"run": {"nnodes": 2, "ship": "never", "env": ["A=1", "B=2"]}})
-    assert found["nnodes"].describe() == "2 (file: paceline.toml)"
-    assert found["ship"].value == "never"
-    assert found["env"].value == ("A=1", "B=2")
-
-
-def test_the_environment_goes_before_the_file() -> None:
-    found = sources({"run": {"nnodes": 2}}, PACELINE_OPT_NNODES="3")
-    assert found["nnodes"].describe() == "3 (environment: PACELINE_OPT_NNODES)"
-
-
-def test_variables_are_called_like_the_flags() -> None:
-    found = {settings.variable_of(p) for p in run.command.params if isinstance(p, click.Option)}
-    assert {"PACELINE_OPT_PLAN", "PACELINE_OPT_CHECK", "PACELINE_OPT_NPROC_PER_NODE"} <= found
-    done = CliRunner().invoke(run.command, ["none.py"], env={"PACELINE_OPT_CHECK": "some"})
-    assert "'some' is not one of" in done.output
-
-
-def test_the_command_line_goes_before_all() -> None:
-    found = sources({"run": {"nnodes": 2}}, "--nnodes", "4", PACELINE_OPT_NNODES="3")
-    assert found["nnodes"].describe() == "4 (command line)"
-
-
-def test_both_spellings_of_a_key() -> None:
-    for key in ("accept-new-host-keys", "accept_new_host_keys"):
-        assert sources({"run": {key: True}})["accept_new_host_keys"].value is True
-
-
-def test_an_unknown_key_is_refused_with_the_nearest() -> None:
-    with pytest.raises(SettingError) as caught:
-        sources({"run": {"nnode": 2}})
-    assert "Did you mean nnodes?" in caught.value.remedy
+# --- what a value in the file may be
 
 
 @pytest.mark.parametrize(
@@ -85,15 +26,31 @@ def test_an_unknown_key_is_refused_with_the_nearest() -> None:
     [
         ("ship", "sometimes"),
         ("nnodes", True),
+        ("nnodes", 1.5),
+        ("lease", float("inf")),
+        ("lease", datetime.date(2026, 1, 1)),
         ("accept-new-host-keys", "yes"),
         ("accept-new-host-keys", 1),
         ("env", {"A": "1"}),
         ("env", [True]),
+        ("env", [["A=1"]]),
+        ("name", "a\nb"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(key: str, value: object) -> None:
     with pytest.raises(SettingError, match=key):
-        sources({"run": {key: value}})
+        settings.converted(settings.all_settings()[key], key, value)
+
+
+def test_values_of_the_file() -> None:
+    def taken(key: str, value: object) -> object:
+        return settings.converted(settings.all_settings()[key], key, value)
+
+    assert taken("lease", 20) == 20.0
+    assert taken("env", "A=1") == ("A=1",)
+    assert taken("env", ["A=1", "B=2"]) == ("A=1", "B=2")
+    assert taken("accept-new-host-keys", True) is True
+    assert taken("time", "1:00") == "1:00"
 
 
 # --- --env

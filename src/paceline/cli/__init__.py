@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 import paceline
+from paceline.cli.verb import VerbGroup
 from paceline.spec.errors import PacelineError
 
 # verb → (module, one line for --help)
@@ -34,16 +35,17 @@ VERBS: dict[str, tuple[str, str]] = {
     "stop": ("paceline.cli.stop", "End a run from any terminal."),
     "env": ("paceline.cli.env", "The place that mpirun, mpiexec or srun gave this process."),
     "setup": ("paceline.cli.setup", "Prepare the hosts: keys, host keys, sshd, environment."),
+    "trust": ("paceline.cli.trust", "Let paceline.toml of this folder name programs."),
     "hosts": ("paceline.cli.hosts", "Show the hosts that a host file or list names."),
     "lab": ("paceline.cli.lab", "A virtual cluster on this machine, with faults on demand."),
 }
 
 
-class Verbs(click.Group):
+class Verbs(VerbGroup):
     """Knows every verb by name and one line; imports a verb's module when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return [*VERBS]  # not list(…): the verb of that name is a module here
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
@@ -75,7 +77,7 @@ class Verbs(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Verbs)
 @click.version_option(paceline.__version__, prog_name="paceline")
 def program() -> None:
     """Take a PyTorch training job from one machine to all the machines you have."""

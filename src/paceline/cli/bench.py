@@ -6,6 +6,8 @@ import importlib
 
 import click
 
+from paceline.cli.verb import VerbGroup
+
 # name → (module with ``command``, one line for --help)
 BENCHES: dict[str, tuple[str, str]] = {
     "collectives": (
@@ -16,7 +18,7 @@ BENCHES: dict[str, tuple[str, str]] = {
 }
 
 
-class Benches(click.Group):
+class Benches(VerbGroup):
     """Knows every measurement by name; imports its module when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

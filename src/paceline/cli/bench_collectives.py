@@ -15,6 +15,7 @@ import click
 from paceline.bench import bandwidth
 from paceline.bench.bandwidth import Row
 from paceline.cli.launching import F, job_of, launch_options, prepare
+from paceline.cli.verb import Verb
 from paceline.cli.via import Way
 from paceline.cluster import this_machine
 from paceline.spec.errors import JobError, PacelineError, SettingError
@@ -56,7 +57,7 @@ def count_option(*flags: str, least: int, default: int, help: str) -> Callable[[
     )
 
 
-@click.command("collectives")
+@click.command("collectives", cls=Verb)
 @launch_options
 @click.option("-b", "--minbytes", default="8", show_default=True, help="Smallest size.")
 @click.option("-e", "--maxbytes", default="4M", show_default=True, help="Largest size.")

@@ -14,6 +14,7 @@ from paceline.bench import scaling
 from paceline.cli.launching import job_of, launch_options, prepare
 from paceline.cli.run import entry_of, opens_store
 from paceline.cli.train import recipe_job
+from paceline.cli.verb import Verb
 from paceline.cli.via import way_of
 from paceline.launch.running import report_failure, run_job
 from paceline.launch.screen import Screen
@@ -25,7 +26,7 @@ from paceline.spec.rundir import EVENTS
 from paceline.spec.settings import Setting, Source
 
 
-@click.command("scaling", context_settings={"allow_interspersed_args": False})
+@click.command("scaling", cls=Verb, context_settings={"allow_interspersed_args": False})
 @launch_options
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a Python module.")
 @click.option("--recipe", is_flag=True, help="SCRIPT is the name of a built-in recipe.")

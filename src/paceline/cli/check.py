@@ -16,8 +16,22 @@ from paceline.checks.check import Level, rate
 from paceline.checks.examine import examine, judge
 from paceline.checks.link import bits
 from paceline.checks.scene import Scene, Wishes
-from paceline.cli.launching import read_cluster
-from paceline.cli.settings import read_settings_file
+from paceline.cli.launching import chosen_hosts
+from paceline.cli.options import (
+    ACCEPT_NEW_HOST_KEYS,
+    HOSTS,
+    IFACE,
+    MASTER_PORT,
+    NNODES,
+    NO_TORCH,
+    NPROC_PER_NODE,
+    PYTHON,
+    SSH_CONFIG,
+    together,
+    with_settings,
+)
+from paceline.cli.settings import setting
+from paceline.cli.verb import Verb
 from paceline.cluster import this_machine
 from paceline.cluster.openssh import SshOptions
 from paceline.launch import planning
@@ -25,61 +39,27 @@ from paceline.report import findings as report
 from paceline.spec.finding import Finding
 from paceline.spec.hosts import Host
 from paceline.spec.job import Entry, Job
-from paceline.spec.settings import Setting, Source
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_OPTIONS = [
-    click.option(
-        "-H",
-        "--hosts",
-        metavar="SOURCE",
-        help="Host file, comma list, or slurm, pbs, …"
-        " (see `paceline hosts --help`). Default: this machine.",
-    ),
-    click.option(
-        "--ssh-config",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="ssh config file to use instead of yours.",
-    ),
-    click.option(
-        "--accept-new-host-keys", is_flag=True, help="Pin the keys of hosts met for the first time."
-    ),
+_WHERE = [HOSTS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS, NNODES, NPROC_PER_NODE, PYTHON, IFACE,
+          MASTER_PORT, NO_TORCH]  # fmt: skip
+_WHAT = [
     click.option("--quick", is_flag=True, help="Only what takes well under a second a host."),
-    click.option(
-        "--trial/--no-trial",
-        default=True,
-        help="At the end, load torch everywhere and try collectives.",
-    ),
-    click.option("--nnodes", type=int, help="Check the first N hosts. Default: all."),
-    click.option("-p", "--nproc-per-node", type=int, help="Processes a node, as for run."),
-    click.option("--python", metavar="PATH", help="Interpreter. Default: paceline's own."),
-    click.option("--iface", metavar="NAME", help="Network interface for the job's traffic."),
-    click.option(
-        "--master-port",
-        type=click.IntRange(0, 65535),
-        default=0,
-        help="Rendezvous port that the job will ask for.",
-    ),
-    click.option("--no-torch", is_flag=True, help="The job does not use torch."),
+    click.option("--trial/--no-trial", default=True,
+                 help="At the end, load torch everywhere and try collectives."),
     click.option("--data", multiple=True, metavar="PATH", help="Must be equal on all hosts."),
-    click.option(
-        "--shared",
-        multiple=True,
-        metavar="PATH",
-        help="Must be one and the same folder on all hosts.",
-    ),
-]
+    click.option("--shared", multiple=True, metavar="PATH",
+                 help="Must be one and the same folder on all hosts."),
+]  # fmt: skip
 
 
 def check_options(command: F) -> F:
     """Adds the options that say what is checked."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    return with_settings(together(command, _WHAT), _WHERE)
 
 
-@click.command("check")
+@click.command("check", cls=Verb)
 @check_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--plain", is_flag=True, help="No colours, no live line: for logs.")
@@ -127,17 +107,16 @@ def worth_a_trial(scene: Scene, findings: Sequence[Finding], level: Level) -> bo
 
 def subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions]:
     """The hosts, a job that stands for those to come, and how to log in."""
-    cwd, given = Path.cwd(), ctx.params
-    cluster = read_cluster(given["hosts"], read_settings_file(cwd), cwd)
+    given, cluster = ctx.params, chosen_hosts(ctx)
     job = Job(
         name="check",
         entry=Entry("module", "paceline"),
-        workdir=str(cwd),
+        workdir=str(Path.cwd()),
         python=given["python"] or this_machine.default_python(),
-        nnodes=Setting(given["nnodes"], Source.COMMAND_LINE),
-        nproc_per_node=Setting(given["nproc_per_node"], Source.COMMAND_LINE),
-        interface=Setting(given["iface"], Source.COMMAND_LINE),
-        master_port=Setting(given["master_port"], Source.COMMAND_LINE),
+        nnodes=setting(ctx, "nnodes"),
+        nproc_per_node=setting(ctx, "nproc_per_node"),
+        interface=setting(ctx, "iface"),
+        master_port=setting(ctx, "master_port"),
         needs_torch=not given["no_torch"],
     )
     ssh = SshOptions(given["ssh_config"], given["accept_new_host_keys"])

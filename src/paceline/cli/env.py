@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from paceline.cli.verb import Verb
 from paceline.spec import jobenv
 from paceline.spec.command import shell_text
 from paceline.spec.errors import SettingError
@@ -19,7 +20,7 @@ NAMES = (
 )  # fmt: skip
 
 
-@click.command("env", context_settings={"allow_interspersed_args": False})
+@click.command("env", cls=Verb, context_settings={"allow_interspersed_args": False})
 @click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
 @click.option("--master-addr", metavar="ADDRESS", help="Where rank 0 runs, if nothing tells it.")
 @click.option("--master-port", type=click.IntRange(1, 65535), help="Port of the store there.")

@@ -13,6 +13,7 @@ from paceline.cli.applies import given
 from paceline.cli.data_files import gathered
 from paceline.cli.launching import job_of, launch, launch_options, prepare
 from paceline.cli.train import RECIPE_MODULES, quiet_torch, with_data
+from paceline.cli.verb import Verb
 from paceline.cli.via import Way
 from paceline.recipes.evaluate_options import EvaluateOptions
 from paceline.recipes.options import parse
@@ -23,7 +24,7 @@ from paceline.spec.rundir import CONFIG, MODEL, MODEL_CONFIG
 MODULE = "paceline.recipes.evaluate"
 
 
-@click.command("evaluate", context_settings={"ignore_unknown_options": True})
+@click.command("evaluate", cls=Verb, context_settings={"ignore_unknown_options": True})
 @launch_options
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)

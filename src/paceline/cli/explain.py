@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from paceline.cli.runs import find_run
+from paceline.cli.verb import Verb
 from paceline.diagnose.conclude import Conclusion, conclude, to_findings
 from paceline.diagnose.evidence import Evidence
 from paceline.diagnose.gather import from_log, from_run, read
@@ -22,7 +23,7 @@ from paceline.spec.errors import SettingError
 SHOWN_ANYWAY = ("exception", "said-why")  # their words stand in the last lines of a failed run
 
 
-@click.command("explain")
+@click.command("explain", cls=Verb)
 @click.argument("run", required=False, type=click.Path(path_type=Path))
 @click.option(
     "--log",

@@ -6,21 +6,21 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from paceline.cluster.inventory import (
-    apply_overrides,
-    load_toml,
-    lost_fields,
-    read_hosts,
-    write_hosts,
-)
-from paceline.cluster.inventory.overrides import TOML_NAME
+from paceline.cli.launching import origin
+from paceline.cli.options import HOSTS, SSH_CONFIG, F, with_settings
+from paceline.cli.settings import setting, toml_of
+from paceline.cli.verb import Verb, use_lab
+from paceline.cluster.inventory import apply_overrides, lost_fields, read_hosts, write_hosts
+from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster, Host
+from paceline.spec.settings import Source
 
 Rows = Sequence[Sequence[str]]
 
@@ -28,35 +28,58 @@ _TITLES = {"identity_file": "key", "job_address": "job address", "local": "this 
 _ALWAYS = ("name", "slots")
 
 
-@click.command("hosts")
+def _settings(command: F) -> F:
+    return with_settings(command, [HOSTS, SSH_CONFIG])
+
+
+@click.command("hosts", cls=Verb)
+@_settings
 @click.argument("source", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--write", "target", metavar="DIALECT", help="Print the hosts in another dialect.")
 @click.option("--dialect", metavar="DIALECT", help="Read SOURCE as this dialect, undetected.")
 @click.option("--colon", metavar="MEANING", help="What `host:n` means: slots, port, rendezvous.")
+@click.pass_context
 def command(
-    source: str | None, as_json: bool, target: str | None, dialect: str | None, colon: str | None
-) -> None:
+    ctx: click.Context, /, source: str | None, as_json: bool, target: str | None,
+    dialect: str | None, colon: str | None, **_: object,
+) -> None:  # fmt: skip
     """Show the hosts that SOURCE names, as paceline understands them.
 
-    SOURCE is a host file of any dialect; a list such as n1,n2:4,me@n3 or node[01-04]; slurm,
-    pbs, mpi, torchrun, kubernetes or auto for what the environment says; DIALECT:FILE, such as
-    accelerate:default_config.yaml or ssh-config:~/.ssh/config; or local for this machine, which
-    is also the default. [hosts.NAME] tables of ./paceline.toml win over it. The file is only
-    read.
+    SOURCE is a host file of any dialect; a list such as n1,n2:4,me@n3 or node[01-04]; lab for
+    the lab that is up (lab:NAME where there are several); slurm, pbs, mpi, torchrun, kubernetes
+    or auto for what the environment says; DIALECT:FILE, such as accelerate:default_config.yaml
+    or ssh-config:~/.ssh/config; or local for this machine. The file is only read.
+
+    Without SOURCE: PACELINE_OPT_HOSTS, else [run] hosts of ./paceline.toml, else the hosts of
+    the Slurm allocation, else the [hosts.NAME] tables of that file, else this machine. The tables
+    also win over whatever else describes a host.
 
     Dialects: plain, slots (openmpi, deepspeed), colon (mpich, intel), port, tlt, list, slurm,
     pbs, ssh-config, accelerate, toml; to read only: mpi, torchrun, kubernetes.
     """
-    cwd = Path.cwd()
-    described = read_hosts(source, environ=os.environ, cwd=cwd, colon=colon, dialect=dialect)
-    cluster = apply_overrides(described, load_toml(cwd / TOML_NAME))
+    if source is not None:
+        take_source(ctx, source)
+    meant = None if dialect and source is None else ctx.params["hosts"]
+    described = read_hosts(meant, environ=os.environ, cwd=Path.cwd(), colon=colon, dialect=dialect)
+    cluster = apply_overrides(described, toml_of(ctx))
+    if meant is not None and setting(ctx, "hosts").source is not Source.COMMAND_LINE:
+        cluster = replace(cluster, source=origin(ctx, cluster))
     if target:
         _write(cluster, target)
     elif as_json:
         click.echo(json.dumps(to_json(cluster), indent=2, ensure_ascii=False))
     else:
-        _show(cluster)
+        _show(cluster, ctx.params["ssh_config"])
+
+
+def take_source(ctx: click.Context, source: str) -> None:
+    """SOURCE is the same as ``-H SOURCE``."""
+    if setting(ctx, "hosts").source is Source.COMMAND_LINE:
+        raise SettingError("SOURCE and -H exclude each other", remedy=f"paceline hosts {source}")
+    ctx.params["hosts"] = source
+    ctx.set_parameter_source("hosts", ParameterSource.COMMANDLINE)
+    use_lab(ctx)
 
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
@@ -93,13 +116,15 @@ def _write(cluster: Cluster, target: str) -> None:
         click.echo(f"paceline: {target} cannot say: {lost}", err=True)
 
 
-def _show(cluster: Cluster) -> None:
+def _show(cluster: Cluster, ssh_config: Path | None) -> None:
     titles, rows = table(cluster)
     if sys.stdout.isatty():
         _draw(titles, rows)
     else:
         click.echo("\n".join(aligned(titles, rows)))
     click.echo(f"\n{_count(cluster)} from {cluster.source}")
+    if ssh_config is not None:
+        click.echo(f"reached by the ssh config {ssh_config}")
     for note in cluster.notes:
         click.echo(f"note: {note}")
 

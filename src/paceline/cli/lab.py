@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from paceline.cli.verb import Verb, VerbGroup
 from paceline.cluster.lab import Lab, LabOptions
 from paceline.cluster.lab.faults import FAULTS
 from paceline.cluster.lab.lab import names_up, wait
@@ -22,7 +23,7 @@ _NAME = click.option(
 _PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-@click.group("lab")
+@click.group("lab", cls=VerbGroup)
 def command() -> None:
     """A virtual cluster on this machine, to rehearse jobs and their failures.
 
@@ -32,7 +33,7 @@ def command() -> None:
     """
 
 
-@command.command("up")
+@command.command("up", cls=Verb)
 @_NAME
 @click.option("--hosts", default=2, show_default=True, help="Number of hosts: n1, n2, …")
 @click.option("--foreground", is_flag=True, help="Stay; Ctrl-C takes the lab down.")
@@ -89,7 +90,7 @@ def _introduce(lab: Lab, seconds: float) -> None:
     click.echo("try:")
     click.echo(f"  paceline lab shell{option} {lab.names[0]}")
     click.echo(f"  ssh -F {lab.ssh_config} {lab.names[0]}")
-    click.echo(f"  paceline run --hosts {lab.hostfile} --ssh-config {lab.ssh_config} SCRIPT")
+    click.echo(f"  paceline run -H lab{'' if lab.name == 'default' else f':{lab.name}'} SCRIPT")
     click.echo(f"  paceline lab down{option}")
 
 
@@ -110,7 +111,7 @@ def _stay(lab: Lab) -> None:
         lab.down()
 
 
-@command.command("down")
+@command.command("down", cls=Verb)
 @_NAME
 @click.option("--all", "everything", is_flag=True, help="Every lab of yours.")
 def down(name: str, everything: bool) -> None:
@@ -123,7 +124,7 @@ def down(name: str, everything: bool) -> None:
         click.echo("no lab is up" if everything else f"no lab called {name!r} is up")
 
 
-@command.command("status")
+@command.command("status", cls=Verb)
 @click.option("--name", envvar="PACELINE_LAB", help="One lab only.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, by lab.")
 def status(name: str | None, as_json: bool) -> None:
@@ -170,7 +171,7 @@ def _padded(row: tuple[str, ...], widths: list[int]) -> str:
     return "  " + "  ".join(cells).rstrip()
 
 
-@command.command("shell", context_settings=_PASS_THROUGH)
+@command.command("shell", cls=Verb, context_settings=_PASS_THROUGH)
 @_NAME
 @click.argument("host")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND…]")
@@ -187,7 +188,7 @@ def shell(name: str, host: str, words: tuple[str, ...]) -> None:
 command.add_command(shell, "exec")
 
 
-@command.command("fault", context_settings=_PASS_THROUGH)
+@command.command("fault", cls=Verb, context_settings=_PASS_THROUGH)
 @_NAME
 @click.option("--undo", is_flag=True, help="End the fault instead.")
 @click.argument("kind")
@@ -211,7 +212,7 @@ def _fault_help() -> str:
 fault.help = _fault_help()
 
 
-@command.command("heal")
+@command.command("heal", cls=Verb)
 @_NAME
 @click.argument("host", required=False)
 def heal(name: str, host: str | None) -> None:

@@ -5,65 +5,70 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from paceline.cli import trust
 from paceline.cli.applies import refuse_ignored
-from paceline.cli.settings import (
-    check_environment,
-    parse_env,
-    read_settings_file,
-    refuse_ours,
-    setting,
-    use_file,
-    variable_of,
+from paceline.cli.options import (
+    ACCEPT_NEW_HOST_KEYS,
+    HOSTS,
+    IFACE,
+    MASTER_PORT,
+    NNODES,
+    NPROC_PER_NODE,
+    PYTHON,
+    SSH_CONFIG,
+    Seconds,
+    with_settings,
 )
+from paceline.cli.settings import parse_env, refuse_ours, setting, toml_of
+from paceline.cli.verb import TABLES_ARE_HOSTS
 from paceline.cli.via import VIA_OPTIONS, Way, hosts_source, manner_of, way_of
 from paceline.cluster import this_machine
 from paceline.cluster.inventory import apply_overrides, find_me, read_hosts
+from paceline.cluster.inventory.lab import lab_name
+from paceline.cluster.inventory.overrides import TOML_NAME
 from paceline.launch.transport import Transport
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Job
 from paceline.spec.rundir import DEFAULT_PARENT
+from paceline.spec.settings import Source
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS = [
-    click.option("-H", "--hosts", metavar="SOURCE", help="Host file, comma list, or slurm, pbs, …"
-                 " (see `paceline hosts --help`). Default: this machine."),
-    click.option("--ssh-config", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-                 help="ssh config file to use instead of yours."),
-    click.option("--accept-new-host-keys", is_flag=True,
-                 help="Pin the keys of hosts met for the first time, and show them."),
-    click.option("--nnodes", type=int, help="Use the first N hosts. Default: all."),
-    click.option("-p", "--nproc-per-node", type=int,
-                 help="Processes a node. Default: its slots, else one an accelerator, else 1."),
+    HOSTS,
+    SSH_CONFIG,
+    ACCEPT_NEW_HOST_KEYS,
+    NNODES,
+    NPROC_PER_NODE,
     click.option("--env", "env", multiple=True, metavar="NAME[=VALUE]",
-                 help="Set a variable for every rank; without value, forward mine unrecorded."),
+                 help="Set a variable for every rank; NAME alone passes your current value without"
+                 " recording it."),
     click.option("--unset", multiple=True, metavar="NAME", help="Hide a variable from the ranks."),
-    click.option("--iface", metavar="NAME", help="Network interface for the job's traffic."
-                 " Default: found by trying, for each node by itself."),
-    click.option("--python", metavar="PATH", help="Interpreter. Default: paceline's own."),
+    IFACE,
+    PYTHON,
     click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path),
-                 help="The run's folder. Default: runs/NAME-DATE-TIME."),
-    click.option("--name", help="Name of the run. Default: from the script."),
-    click.option("--master-port", type=click.IntRange(0, 65535), default=0,
-                 help="Port of the rendezvous store on the first host. Default: a free one, held."),
+                 help="The run's folder.", show_default="runs/NAME-DATE-TIME"),
+    click.option("--name", help="Name of the run.", show_default="from the script"),
+    MASTER_PORT,
     click.option("--backend", type=click.Choice(["gloo", "nccl", "xccl", "mpi"]),
                  help="Refuse to start where torch lacks this backend."),
     click.option("--ship", type=click.Choice(["auto", "always", "never"]), default="auto",
-                 help="Copy the code to hosts where it is missing or different."),
+                 help="Copy the code to the hosts; auto: where it is missing or different."),
     click.option("--bind", type=click.Choice(["auto", "none"]), default="auto",
                  help="auto gives each rank of a CPU node its own share of the CPUs."),
-    click.option("--lease", type=click.FloatRange(2.0), default=10.0, metavar="SECONDS",
-                 help="A node that hears nothing of the launcher for this long ends the job."),
-    click.option("--grace", type=click.FloatRange(0.0), default=8.0, metavar="SECONDS",
+    click.option("--lease", type=Seconds(2.0), default=10.0, metavar="SECONDS",
+                 help="Heartbeat timeout: a node stops its ranks after this long without the"
+                 " launcher."),
+    click.option("--grace", type=Seconds(0.0), default=8.0, metavar="SECONDS",
                  help="Time between TERM and KILL when you stop the job."),
-    click.option("--max-restarts", type=click.IntRange(0), default=0,
+    click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N",
                  help="After a failure start all nodes again, in step, up to N times."),
     click.option("--check", "check_level", type=click.Choice(["full", "quick", "none"]),
                  default="quick", help="What to check before the start: quick looks at what the"
@@ -78,18 +83,53 @@ _OPTIONS = [
 
 def launch_options(command: F) -> F:
     """Adds the common options to a verb."""
-    for option in reversed([*_OPTIONS, *VIA_OPTIONS]):
-        command = option(command)
-    for made in command.__click_params__:  # type: ignore[attr-defined]
-        own = [made.envvar] if made.envvar else []  # PACELINE_RDZV_ID is a name of its own
-        made.envvar = [*own, variable_of(made)]
-    return command
+    return with_settings(command, [*_OPTIONS, *VIA_OPTIONS])
 
 
-def read_cluster(source: str | None, toml: Mapping[str, Any], cwd: Path) -> Cluster:
-    """The hosts, with what paceline.toml says of them; this machine is marked."""
-    cluster = apply_overrides(read_hosts(source, environ=os.environ, cwd=cwd), toml)
-    return mark_me(cluster)
+def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
+    """The hosts, with what paceline.toml says of them; this machine is marked.
+
+    Args:
+        ctx: The verb's context, with its settings.
+        source: Where the hosts are described: ``hosts`` of the settings, or what stands for it.
+    """
+    cwd, toml = Path.cwd(), toml_of(ctx)
+    cluster = mark_me(apply_overrides(read_hosts(source, environ=os.environ, cwd=cwd), toml))
+    if any(host.python for host in cluster.hosts) and lab_name(source or "") is None:
+        from_file = setting(ctx, "hosts").source is Source.FILE
+        trust.require_hosts(cwd / TOML_NAME, toml, described=from_file)
+    return cluster
+
+
+def chosen_hosts(ctx: click.Context) -> Cluster:
+    """The hosts that the settings name, and where they were named, said on standard error."""
+    cluster = read_cluster(ctx, ctx.params["hosts"])
+    say_hosts(ctx, cluster)
+    return cluster
+
+
+def say_hosts(ctx: click.Context, cluster: Cluster) -> None:
+    """Names hosts that were not typed with the command, and where they come from."""
+    source = setting(ctx, "hosts").source
+    if source is not Source.COMMAND_LINE and not all(host.local for host in cluster.hosts):
+        click.echo(f"paceline: hosts: {named(cluster)} ({origin(ctx, cluster)})", err=True)
+
+
+def named(cluster: Cluster, most: int = 6) -> str:
+    """The hosts' names, the middle of a long list left out."""
+    names = [host.name for host in cluster.hosts]
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[: most - 2])}, … {names[-1]}: {len(names)} hosts"
+
+
+def origin(ctx: click.Context, cluster: Cluster) -> str:
+    """Where the hosts come from: which setting, and what that names."""
+    found = setting(ctx, "hosts")
+    where = found.detail or ("" if found.value is None else found.source.label)
+    if found.source is Source.FILE and found.value == TABLES_ARE_HOSTS:
+        return f"[hosts] of {where}"
+    return ": ".join(part for part in (where, cluster.source) if part)
 
 
 def mark_me(cluster: Cluster) -> Cluster:
@@ -143,17 +183,16 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
 
 
 def prepare(ctx: click.Context) -> tuple[Cluster, Way]:
-    """Applies paceline.toml; reads the hosts and how they are started."""
-    cwd = Path.cwd()
-    toml = read_settings_file(cwd)
-    use_file(ctx, toml)
-    check_environment(ctx)
+    """Reads the hosts and how they are started."""
     refuse_ignored(ctx, manner_of(ctx.params, os.environ), os.environ)
     way = way_of(ctx.params)
     if way.name == "hand":
         return meeting_cluster(ctx.params["nnodes"]), way
-    source = hosts_source(ctx.params, os.environ)
-    return read_cluster(source if way.kind == "run" else None, toml, cwd), way
+    if way.kind != "run":
+        return read_cluster(ctx, None), way
+    cluster = read_cluster(ctx, hosts_source(ctx.params, os.environ))
+    say_hosts(ctx, cluster)
+    return cluster, way
 
 
 def meeting_cluster(nodes: int) -> Cluster:

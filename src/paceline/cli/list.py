@@ -6,13 +6,14 @@ import json
 
 import click
 
+from paceline.cli.verb import Verb
 from paceline.recipes import RECIPES
 from paceline.recipes.catalogue import Entry, catalogue
 
 _KINDS = ("recipes", "models", "data", "augmentations", "presets")
 
 
-@click.command("list", context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("list", cls=Verb)
 @click.argument("kind", type=click.Choice(_KINDS), required=False)
 @click.option("--recipe", "only", type=click.Choice(list(RECIPES)), help="Of this recipe only.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")

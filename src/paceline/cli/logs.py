@@ -11,13 +11,14 @@ from typing import IO
 import click
 
 from paceline.cli.runs import find_run, look_at
+from paceline.cli.verb import Verb
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 
 LOOK_EVERY_S = 0.3
 
 
-@click.command("logs")
+@click.command("logs", cls=Verb)
 @click.argument("run", required=False)
 @click.option("--rank", type=click.IntRange(0), help="Only this rank.")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run is over.")

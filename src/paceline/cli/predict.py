@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 
 from paceline.cli.evaluate import run_folder, run_here
+from paceline.cli.verb import Verb
 
 
-@click.command("predict", context_settings={"ignore_unknown_options": True})
+@click.command("predict", cls=Verb, context_settings={"ignore_unknown_options": True})
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.UNPROCESSED)
 def command(run: Path, inputs: tuple[str, ...]) -> None:

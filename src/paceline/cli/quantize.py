@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 
 from paceline.cli.evaluate import run_folder, run_here
+from paceline.cli.verb import Verb
 
 
-@click.command("quantize", context_settings={"ignore_unknown_options": True})
+@click.command("quantize", cls=Verb, context_settings={"ignore_unknown_options": True})
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("options", nargs=-1, metavar="[OPTIONS]", type=click.UNPROCESSED)
 def command(run: Path, options: tuple[str, ...]) -> None:

@@ -7,23 +7,24 @@ from pathlib import Path
 
 import click
 
+from paceline.cli.verb import Verb, VerbGroup
 from paceline.recipes import RECIPES, recipe
 from paceline.spec.errors import SettingError
 
 
-@click.group("recipe", context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("recipe", cls=VerbGroup)
 def command() -> None:
     """Show or copy the script of a built-in recipe."""
 
 
-@command.command("show")
+@command.command("show", cls=Verb)
 @click.argument("name", metavar="RECIPE")
 def show(name: str) -> None:
     """Print the script of RECIPE."""
     click.echo(script(name), nl=False)
 
 
-@command.command("copy")
+@command.command("copy", cls=Verb)
 @click.argument("name", metavar="RECIPE")
 @click.argument("target", type=click.Path(path_type=Path), required=False)
 @click.option("--force", is_flag=True, help="Overwrite a file that is there.")
@@ -45,7 +46,7 @@ def copy(name: str, target: Path | None, force: bool) -> None:
     click.echo(f"{path}\nrun it: paceline run {path} --help")
 
 
-@command.command("options")
+@command.command("options", cls=Verb)
 @click.argument("name", metavar="RECIPE")
 def options(name: str) -> None:
     """Print the reference of RECIPE's options, as a Markdown table."""

@@ -9,23 +9,19 @@ import click
 
 from paceline.agent.master import spawns_and_names_master
 from paceline.cli.launching import job_of, launch, launch_options, prepare
-from paceline.cli.settings import ENV_PREFIX
+from paceline.cli.options import NO_TORCH
+from paceline.cli.settings import as_settings
+from paceline.cli.verb import Verb
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry
 
 
-@click.command(
-    "run",
-    context_settings={
-        "ignore_unknown_options": False,
-        "allow_interspersed_args": False,
-        "auto_envvar_prefix": ENV_PREFIX,
-    },
-)
+@click.command("run", cls=Verb, context_settings={"allow_interspersed_args": False})
+@as_settings
 @launch_options
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a Python module.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program of any kind.")
-@click.option("--no-torch", is_flag=True, help="The script does not use torch.")
+@NO_TORCH
 @click.option("--any-world", is_flag=True, help="Accept a world other than the planned one.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

@@ -1,23 +1,30 @@
-"""Where a setting comes from: command line before environment before file before default."""
+"""Where a setting comes from: command line before environment before file before default.
+
+A setting is an option that has a variable, ``PACELINE_OPT_…``. Every verb that has such an option
+takes its value from the same three places: click asks the variable, then the ``default_map``,
+which here is ``[run]`` of ``paceline.toml``.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from paceline.cluster.inventory import load_toml
 from paceline.cluster.inventory.overrides import TOML_NAME
+from paceline.cluster.inventory.problems import nearest, shown
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.spec.settings import Setting, Source
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 TABLES = ("run", "hosts", "train")
-RUN_TABLE = "run"  # [run] in paceline.toml holds defaults for the options of run and train
+RUN_TABLE = "run"  # [run] in paceline.toml holds defaults for the options of every verb
 ENV_PREFIX = "PACELINE_OPT"  # PACELINE_OPT_NNODES=2 stands for --nnodes 2
 
 _SOURCES = {
@@ -27,92 +34,224 @@ _SOURCES = {
 }
 
 
-def read_settings_file(cwd: Path) -> dict[str, Any]:
-    """paceline.toml of the folder; empty when there is none."""
-    toml = dict(load_toml(cwd / TOML_NAME))
-    for table in toml:
-        if table not in TABLES:
-            raise _unknown(f"{TOML_NAME} has an unknown table [{table}]", table, TABLES)
-    return toml
+def as_settings(command: F, besides: Sequence[click.Parameter] = ()) -> F:
+    """Makes the options that a verb has so far settings: each gets its variable.
+
+    Args:
+        command: The verb's function, with its options.
+        besides: Options that are only this verb's own.
+    """
+    for made in command.__click_params__:  # type: ignore[attr-defined]
+        if isinstance(made, click.Option) and made not in besides and not is_setting(made):
+            own = [made.envvar] if isinstance(made.envvar, str) else []  # such as PACELINE_RDZV_ID
+            made.envvar = [*own, variable_of(made)]
+    return command
 
 
-def check_environment(ctx: click.Context) -> None:
-    """SettingError for a ``PACELINE_OPT_…`` variable that names no option."""
-    legal = [variable_of(p) for p in ctx.command.params if isinstance(p, click.Option)]
-    for name in os.environ:
-        if name.startswith(f"{ENV_PREFIX}_") and name not in legal:
-            raise _unknown(f"the variable {name} names no option", name, legal)
+def is_setting(option: click.Parameter) -> bool:
+    """Whether the option may also stand in the environment and in ``paceline.toml``."""
+    return isinstance(option, click.Option) and variable_of(option) in (option.envvar or ())
 
 
 def variable_of(option: click.Option) -> str:
     """The variable that stands for an option, by its long flag."""
-    flag = max(option.opts, key=len).lstrip("-")
-    return f"{ENV_PREFIX}_{flag.replace('-', '_').upper()}"
+    return f"{ENV_PREFIX}_{key_of(option).replace('-', '_').upper()}"
+
+
+def key_of(option: click.Option) -> str:
+    """The key of ``[run]`` that stands for an option: its first long flag."""
+    longs = [flag for flag in option.opts if flag.startswith("--")]
+    return (longs or option.opts)[0].lstrip("-")
+
+
+def all_settings() -> dict[str, click.Option]:
+    """Every setting there is, by its key: the options of ``paceline run``."""
+    from paceline.cli.run import command
+
+    return {key_of(o): o for o in command.params if isinstance(o, click.Option) and is_setting(o)}
+
+
+# --- the file
+
+
+def read_settings_file(cwd: Path) -> dict[str, Any]:
+    """paceline.toml of the folder; empty when there is none.
+
+    Raises:
+        SettingError: It has an unknown table or an unknown key in ``[run]``.
+        HostsError: It is no TOML, or a ``[hosts.NAME]`` table is wrong.
+    """
+    from paceline.cluster.inventory import load_toml
+
+    toml = dict(load_toml(cwd / TOML_NAME))
+    for table, content in toml.items():
+        if table not in TABLES:
+            raise _unknown(f"{TOML_NAME} has an unknown table [{shown(table)}]", table, TABLES)
+        if not isinstance(content, Mapping):
+            raise SettingError(
+                f"{table} in {TOML_NAME} must be a table",
+                found=shown(f"{table} = {content!r}"),
+                remedy=f"[{RUN_TABLE}]\n{table} = …" if table == "hosts" else f"[{table}]",
+            )
+    if toml.get(RUN_TABLE):
+        _check_keys(toml[RUN_TABLE])
+    return toml
+
+
+def _check_keys(table: Mapping[str, Any]) -> None:
+    legal = list(all_settings())
+    seen: dict[str, str] = {}
+    for key in table:
+        plain = key.replace("_", "-")
+        if plain not in legal:
+            message = f"{TOML_NAME} has an unknown key {shown(key)!r} in [{RUN_TABLE}]"
+            raise _unknown(message, plain, legal)
+        if plain in seen:
+            raise SettingError(
+                f"{seen[plain]} and {key} in [{RUN_TABLE}] of {TOML_NAME} are one key"
+            )
+        seen[plain] = key
+
+
+def check_environment() -> None:
+    """SettingError for a ``PACELINE_OPT_…`` variable that names no setting."""
+    given = [name for name in os.environ if name.startswith(f"{ENV_PREFIX}_")]
+    if not given:
+        return
+    legal = [variable_of(option) for option in all_settings().values()]
+    for name in given:
+        if name not in legal:
+            raise _unknown(f"the variable {shown(name)} names no option", name, legal)
 
 
 def _unknown(message: str, word: str, legal: Sequence[str]) -> SettingError:
-    import difflib
-
-    near = difflib.get_close_matches(word, legal, n=1)
-    listed = ", ".join(sorted(legal))
-    return SettingError(message, found=f"there are: {listed}",
-                        remedy=f"Did you mean {near[0]}?" if near else "")  # fmt: skip
+    near = nearest(word, legal)
+    if near:
+        return SettingError(message, remedy=f"Did you mean {near}?")
+    return SettingError(message, found=f"there are: {', '.join(sorted(legal))}")
 
 
-def use_file(ctx: click.Context, toml: Mapping[str, Any]) -> None:
-    """Lets ``[run]`` stand in for options that were not typed. SettingError on an unknown key."""
-    table = toml.get(RUN_TABLE, {})
-    names = {name: option for option in ctx.command.params for name in _spellings(option)}
-    for key in table:
-        if key not in names:
-            legal = [name for name in names if "_" not in name]
-            raise _unknown(f"{TOML_NAME} has an unknown key {key!r} in [{RUN_TABLE}]", key, legal)
-    for key, value in table.items():
-        option = names[key]
-        assert option.name is not None
-        if ctx.get_parameter_source(option.name) is ParameterSource.DEFAULT:
-            ctx.params[option.name] = _converted(ctx, option, key, value)
-            ctx.set_parameter_source(option.name, ParameterSource.DEFAULT_MAP)
+class FromFile(MutableMapping[str, Any]):
+    """``[run]`` of paceline.toml as click's ``default_map`` of one verb.
+
+    It is read when the first setting is looked up that neither the command line nor the
+    environment gives, so that ``--help`` works beside a broken file.
+    """
+
+    def __init__(self, options: Sequence[click.Parameter], cwd: Path) -> None:
+        self._options = {
+            o.name: o for o in options if isinstance(o, click.Option) and is_setting(o)
+        }
+        self._cwd = cwd
+        self._toml: dict[str, Any] | None = None
+
+    @property
+    def toml(self) -> dict[str, Any]:
+        """The whole file."""
+        if self._toml is None:
+            self._toml = read_settings_file(self._cwd)
+        return self._toml
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        option = self._options[name]
+        key, value = self._entry(option)
+        return converted(option, key, value)
+
+    def _entry(self, option: click.Option) -> tuple[str, Any]:
+        from paceline.cli import trust
+
+        plain = key_of(option)
+        table = self.toml.get(RUN_TABLE, {})
+        key = next(one for one in (plain, plain.replace("-", "_")) if one in table)
+        trust.require(self._cwd / TOML_NAME, self.toml, plain)
+        return key, table[key]
+
+    def __contains__(self, name: object) -> bool:
+        option = self._options.get(name)  # type: ignore[call-overload]
+        if option is None:
+            return False
+        plain, table = key_of(option), self.toml.get(RUN_TABLE, {})
+        return plain in table or plain.replace("-", "_") in table
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def __iter__(self) -> Iterator[str]:
+        return (str(name) for name in self._options if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise TypeError("the settings file is only read")
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("the settings file is only read")
 
 
-def _spellings(option: click.Parameter) -> list[str]:
-    if not isinstance(option, click.Option):
-        return []
-    longs = [spelling[2:] for spelling in option.opts if spelling.startswith("--")]
-    return [*longs, *(name.replace("-", "_") for name in longs)]
-
-
-def _converted(ctx: click.Context, option: click.Parameter, key: str, value: Any) -> Any:
+def converted(option: click.Option, key: str, value: Any) -> Any:
+    """A value of the file as its option takes it. SettingError when it cannot be used."""
     try:
         _check_kind(option, value)
         if option.multiple:
             values = value if isinstance(value, list) else [value]
-            return tuple(option.type.convert(one, option, ctx) for one in values)
-        return option.type.convert(value, option, ctx)
-    except click.BadParameter as error:
+            return tuple(option.type.convert(one, option, None) for one in values)
+        return option.type.convert(value, option, None)
+    except (click.BadParameter, ValueError, OverflowError) as error:
+        found = error.message if isinstance(error, click.BadParameter) else str(error)
         raise SettingError(
-            f"{key} = {value!r} in [{RUN_TABLE}] of {TOML_NAME} cannot be used",
-            found=error.message,
+            f"{key} = {shown(repr(value))} in [{RUN_TABLE}] of {TOML_NAME} cannot be used",
+            found=shown(found),
         ) from None
 
 
-def _check_kind(option: click.Parameter, value: Any) -> None:
-    """Refuses what click would take for something else: true as 1, "false" as a word."""
+_KINDS: dict[type, tuple[type, ...]] = {  # what TOML may hold for a type of click's
+    click.types.BoolParamType: (bool,),
+    click.types.IntParamType: (int, str),
+    click.types.FloatParamType: (int, float, str),
+}
+
+
+def _check_kind(option: click.Option, value: Any) -> None:
+    """Refuses what click would take for something else: true as 1, a date as a word."""
     given = value if option.multiple and isinstance(value, list) else [value]
-    switch = isinstance(option.type, click.types.BoolParamType)
+    allowed = next((a for kind, a in _KINDS.items() if isinstance(option.type, kind)), (str, int))
     for one in given:
-        if isinstance(one, bool) is not switch or isinstance(one, dict | list):
-            wanted = "one of true and false" if switch else f"of the kind {option.type.name}"
+        if not isinstance(one, allowed) or (isinstance(one, bool) and bool not in allowed):
+            wanted = "one of true and false" if bool in allowed else f"a {option.type.name}"
             raise click.BadParameter(f"{one!r} is not {wanted}")
+        if isinstance(one, str) and not one.replace("\t", " ").isprintable():
+            raise click.BadParameter(f"{one!r} has control characters")
+
+
+# --- what the other modules ask
 
 
 def setting(ctx: click.Context, name: str) -> Setting[Any]:
     """The value of an option, with its source."""
     source = ctx.get_parameter_source(name)
     found = _SOURCES.get(source, Source.DEFAULT) if source is not None else Source.DEFAULT
-    options = (p for p in ctx.command.params if isinstance(p, click.Option) and p.name == name)
-    details = {Source.FILE: TOML_NAME, Source.ENVIRONMENT: variable_of(next(options))}
+    option = next(p for p in ctx.command.params if isinstance(p, click.Option) and p.name == name)
+    details = {Source.FILE: TOML_NAME, Source.ENVIRONMENT: variable_in_use(option)}
     return Setting(ctx.params[name], found, details.get(found, ""))
+
+
+def variable_in_use(option: click.Option) -> str:
+    """The variable that gives the option its value, or would."""
+    names = option.envvar if isinstance(option.envvar, list) else [variable_of(option)]
+    return next((name for name in names if os.environ.get(name)), variable_of(option))
+
+
+def toml_of(ctx: click.Context) -> Mapping[str, Any]:
+    """paceline.toml, as the verb's settings were taken from it."""
+    if isinstance(ctx.default_map, FromFile):
+        return ctx.default_map.toml
+    return read_settings_file(Path.cwd())
 
 
 def refuse_ours(flag: str, name: str) -> None:

@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 import click
 
-from paceline.cli.launching import read_cluster
-from paceline.cli.settings import read_settings_file
+from paceline.cli.launching import chosen_hosts
+from paceline.cli.options import HOSTS, SSH_CONFIG, with_settings
+from paceline.cli.settings import setting
 from paceline.cli.setup_containers import command as containers
+from paceline.cli.verb import Verb, VerbGroup
 from paceline.cluster import this_machine
 from paceline.cluster.openssh import SshOptions
 from paceline.cluster.setup import aliases, keys
@@ -27,29 +29,13 @@ from paceline.spec.hosts import Host
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_HOSTS = [
-    click.option(
-        "-H",
-        "--hosts",
-        metavar="SOURCE",
-        help="Host file, comma list, … (see `paceline hosts --help`).",
-    ),
-    click.option(
-        "--ssh-config",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="ssh config file to use instead of yours.",
-    ),
-]
-
 
 def host_options(command: F) -> F:
     """Adds the options that say which hosts."""
-    for option in reversed(_HOSTS):
-        command = option(command)
-    return command
+    return with_settings(command, [HOSTS, SSH_CONFIG])
 
 
-@click.group("setup", invoke_without_command=True)
+@click.group("setup", cls=VerbGroup, invoke_without_command=True)
 @host_options
 @click.option(
     "--key",
@@ -97,17 +83,24 @@ def command(ctx: click.Context, /, key: Path | None, key_type: str, password_std
 
 def cluster_hosts(ctx: click.Context) -> tuple[tuple[Host, ...], SshOptions]:
     """The hosts and how to reach them. SettingError when none but this machine is meant."""
-    cwd = Path.cwd()
-    cluster = read_cluster(given(ctx, "hosts"), read_settings_file(cwd), cwd)
+    take_from_parent(ctx)
+    cluster = chosen_hosts(ctx)
     if all(host.local for host in cluster.hosts):
         raise SettingError("setup needs hosts other than this machine", remedy="-H n1,n2 or a file")
-    return cluster.hosts, SshOptions(given(ctx, "ssh_config"))
+    return cluster.hosts, SshOptions(ctx.params["ssh_config"])
 
 
-def given(ctx: click.Context, name: str) -> Any:
-    """An option that may stand before or behind the name of the part."""
-    own = ctx.params.get(name)
-    return own if own is not None or ctx.parent is None else ctx.parent.params.get(name)
+def take_from_parent(ctx: click.Context) -> None:
+    """Options typed before the name of the part count as if they stood behind it."""
+    before = ctx.parent
+    for name in ("hosts", "ssh_config"):
+        if before is None or before.params.get(name) is None:
+            continue
+        if setting(before, name).source > setting(ctx, name).source:
+            ctx.params[name] = before.params[name]
+            source = before.get_parameter_source(name)
+            assert source is not None
+            ctx.set_parameter_source(name, source)
 
 
 def find_identity(key: Path | None, hosts: Sequence[Host], ssh: SshOptions) -> Identity:
@@ -272,7 +265,7 @@ async def take_all_back(hosts: Sequence[Host], ssh: SshOptions, journal: Journal
     return 0
 
 
-@command.command("sshd")
+@command.command("sshd", cls=Verb)
 @host_options
 @click.argument("action", type=click.Choice(["start", "stop", "status"]))
 @click.option("--port", type=int, default=12345, help="Where it listens.")
@@ -286,7 +279,8 @@ def sshd(ctx: click.Context, /, action: str, port: int, address: str, folder: Pa
 
     words = [action, "--port", str(port), "--address", address]
     words += ["--folder", str(folder)] if folder else []
-    if given(ctx, "hosts") is None:
+    take_from_parent(ctx)
+    if ctx.params["hosts"] is None:
         ctx.exit(worker_sshd.main(words))
     hosts, ssh = cluster_hosts(ctx)
     ctx.exit(asyncio.run(_sshd_everywhere(hosts, ssh, words, Path(worker_sshd.__file__))))
@@ -305,7 +299,7 @@ async def _sshd_everywhere(hosts: Sequence[Host], ssh: SshOptions, words: list[s
     return max(answer.status for answer in answers)
 
 
-@command.command("env")
+@command.command("env", cls=Verb)
 @host_options
 @click.option(
     "--requirements",
@@ -374,7 +368,7 @@ async def _environment(channel: Any, wanted: Any, wheels: Path | None) -> Paceli
     return None
 
 
-@command.command("mounts")
+@command.command("mounts", cls=Verb)
 @click.option("--kind", type=click.Choice(["nfs", "cifs"]), required=True)
 @click.option("--server", required=True, help="Name or address.")
 @click.option("--path", required=True, help="Exported path (nfs) or name of the share (cifs).")
@@ -394,7 +388,7 @@ def mounts(kind: Any, server: str, path: str, at: str, user: str) -> None:
     click.echo(f"\n# then: paceline check -H HOSTS --shared {at}")
 
 
-@command.command("hosts")
+@command.command("hosts", cls=Verb)
 @host_options
 @click.pass_context
 def names(ctx: click.Context, /, **_: object) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from paceline.cli.verb import Verb
 from paceline.launch.containers.matched_set import (
     FIRST_PORT,
     HOST_KEY,
@@ -23,7 +24,7 @@ from paceline.launch.containers.matched_set import (
 from paceline.spec.errors import NodeError, SettingError
 
 
-@click.command("containers", context_settings={"allow_interspersed_args": False})
+@click.command("containers", cls=Verb, context_settings={"allow_interspersed_args": False})
 @click.option("--worker", "workers", multiple=True, required=True, metavar="ALIAS=ADDRESS",
               help="A worker and the machine that it runs on; repeat it.")  # fmt: skip
 @click.option("--image", required=True, help="Image with Python, torch and MPI.")

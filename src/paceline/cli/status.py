@@ -7,9 +7,10 @@ import json
 import click
 
 from paceline.cli.runs import RunState, find_run, look_at
+from paceline.cli.verb import Verb
 
 
-@click.command("status")
+@click.command("status", cls=Verb)
 @click.argument("run", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def command(run: str | None, as_json: bool) -> None:

@@ -9,6 +9,7 @@ import click
 
 from paceline.cli.batch import cancel
 from paceline.cli.runs import RunState, find_run, look_at
+from paceline.cli.verb import Verb
 from paceline.cluster import this_machine
 from paceline.cluster.ownership import owner_here
 from paceline.spec.errors import NodeError
@@ -17,7 +18,7 @@ LOOK_EVERY_S = 0.2
 PATIENCE_S = 30.0
 
 
-@click.command("stop")
+@click.command("stop", cls=Verb)
 @click.argument("run", required=False)
 @click.option("--now", is_flag=True, help="Do not give the ranks time to save anything.")
 def command(run: str | None, now: bool) -> None:

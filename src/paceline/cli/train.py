@@ -12,20 +12,15 @@ import click
 
 from paceline.cli.data_files import gathered
 from paceline.cli.launching import job_of, launch, launch_options, prepare
-from paceline.cli.settings import ENV_PREFIX, read_settings_file
+from paceline.cli.settings import toml_of
+from paceline.cli.verb import Verb
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
 from paceline.recipes.options import Options, as_flags, known, option_names
 from paceline.spec.job import Entry, Input, Job
 
 
 @click.command(
-    "train",
-    context_settings={
-        "ignore_unknown_options": True,
-        "help_option_names": ["-h", "--help"],
-        "auto_envvar_prefix": ENV_PREFIX,
-    },
-    add_help_option=False,
+    "train", cls=Verb, context_settings={"ignore_unknown_options": True}, add_help_option=False
 )
 @launch_options
 @click.option("-h", "--help", "wants_help", is_flag=True, help="Show this, or a recipe's options.")
@@ -51,7 +46,7 @@ def command(ctx: click.Context, /, chosen: str | None, options: tuple[str, ...],
 def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
     """Checks the recipe's options here, then runs it on every host."""
     shared = ["--backend", ctx.params["backend"]] if ctx.params["backend"] else []
-    table = read_settings_file(Path.cwd()).get("train", {}).get(name, {})
+    table = toml_of(ctx).get("train", {}).get(name, {})
     options = parse_options(name, [*from_table(name, table), *shared, *argv])
     cluster, way = prepare(ctx)
     files = {field: getattr(options, field, "") for field in DATA_FILES}

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import click
 
+from paceline.cli.options import Seconds
 from paceline.cluster.openssh import SshOptions
 from paceline.launch.schedulers import WAYS, ContainerOptions, Options
 from paceline.launch.schedulers.batch import BATCHES
@@ -40,7 +41,7 @@ VIA_OPTIONS = [
     click.option("--node-rank", type=click.IntRange(0), metavar="K",
                  help="With --rdzv: this node's place. Default: 0 where HOST is this machine, "
                  "else in order of arrival."),
-    click.option("--rdzv-timeout", type=click.FloatRange(1.0), default=300.0, metavar="SECONDS",
+    click.option("--rdzv-timeout", type=Seconds(1.0), default=300.0, metavar="SECONDS",
                  help="How long to wait for the other nodes."),
     click.option("--time", "time_limit", metavar="H:MM:SS", help="Slurm: time limit."),
     click.option("--partition", metavar="NAME", help="Slurm: partition."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,18 @@ from paceline.cluster.inventory.dialect import (
     Reading,
 )
 from paceline.cluster.inventory.files import read_text, with_includes
+from paceline.cluster.inventory.lab import find_lab
+from paceline.cluster.inventory.overrides import apply_overrides
 from paceline.cluster.inventory.problems import did_you_mean
 from paceline.cluster.inventory.registry import DIALECTS, ENVIRONMENTS, canonical_name
-from paceline.cluster.inventory.source import Environment, File, Inline, classify, no_file
+from paceline.cluster.inventory.source import (
+    Environment,
+    File,
+    Inline,
+    Lab,
+    classify,
+    no_file,
+)
 from paceline.spec.errors import HostsError, SettingError
 from paceline.spec.hosts import Cluster, Host
 
@@ -108,6 +117,8 @@ def _described(source: str, context: _Context) -> Cluster:
             return _file(name, dialect, context.cwd, context)
         case Environment(name):
             return _environment(name, context)
+        case Lab(name):
+            return _lab(name, context)
         case Inline() as inline:
             return _inline(inline, context)
 
@@ -131,6 +142,14 @@ def _file(name: str, dialect: str | None, folder: Path, context: _Context) -> Cl
         reading = _reading(context, with_includes(text, path.parent), name, forced)
     parsed = chosen.parse(reading) if text.strip() else Parsed()
     return _followed(parsed, f"{name} ({chosen.title})", path.parent, context)
+
+
+def _lab(name: str, context: _Context) -> Cluster:
+    """The hosts of a lab, each with its own interpreter where the lab was told one."""
+    found = find_lab(name, context.environ)
+    hosts = _file(str(found.hostfile), "plain", context.cwd, context)
+    source = f"lab {found.root.name!r}"
+    return apply_overrides(replace(hosts, source=source), load_toml(found.settings))
 
 
 def _environment(name: str, context: _Context) -> Cluster:

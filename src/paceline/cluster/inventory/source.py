@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from paceline.cluster.inventory.lab import lab_name
 from paceline.cluster.inventory.problems import nearest
 from paceline.cluster.inventory.registry import DIALECTS, ENVIRONMENTS, canonical_name
 from paceline.spec.errors import HostsError
@@ -37,6 +38,13 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True)
+class Lab:
+    """The lab of that name; empty for the one that is up."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Inline:
     """The description itself."""
 
@@ -44,7 +52,7 @@ class Inline:
     note: str = ""
 
 
-Source = File | Environment | Inline
+Source = File | Environment | Lab | Inline
 
 
 def classify(source: str, exists: bool, folder: Collection[str]) -> Source:
@@ -60,6 +68,8 @@ def classify(source: str, exists: bool, folder: Collection[str]) -> Source:
     """
     if source == "auto" or canonical_name(source) in ENVIRONMENTS:
         return Environment(canonical_name(source))
+    if (lab := lab_name(source)) is not None:
+        return Lab(lab)
     if exists:
         return File(source)
     prefixed = _prefixed(source)

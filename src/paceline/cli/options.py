@@ -1,0 +1,70 @@
+"""Options that several verbs share, with one meaning and one text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from paceline.cli.settings import as_settings
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Seconds(click.FloatRange):
+    """A length of time; not for ever, and not no number at all."""
+
+    name = "number of seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is no length of time", param, ctx)
+        return found
+
+
+HOSTS = click.option(
+    "-H", "--hosts", metavar="SOURCE", show_default="this machine",
+    help="Host file, comma list, lab, slurm, pbs, … (see `paceline hosts --help`).",
+)  # fmt: skip
+SSH_CONFIG = click.option(
+    "--ssh-config", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="ssh config file to use instead of yours.",
+)  # fmt: skip
+ACCEPT_NEW_HOST_KEYS = click.option(
+    "--accept-new-host-keys", is_flag=True,
+    help="Pin the keys of hosts met for the first time, and show them.",
+)  # fmt: skip
+NNODES = click.option("--nnodes", type=int, help="Use the first N hosts.", metavar="N",
+                      show_default="all")  # fmt: skip
+NPROC_PER_NODE = click.option(
+    "-p", "--nproc-per-node", type=int, metavar="N", help="Processes a node.",
+    show_default="its slots, else one an accelerator, else 1",
+)  # fmt: skip
+IFACE = click.option(
+    "--iface", metavar="NAME", help="Network interface for the job's traffic.",
+    show_default="found by trying, on each node",
+)  # fmt: skip
+PYTHON = click.option("--python", metavar="PATH", help="Interpreter on the hosts.",
+                      show_default="paceline's own")  # fmt: skip
+MASTER_PORT = click.option(
+    "--master-port", type=click.IntRange(0, 65535), default=0, metavar="PORT",
+    help="Port of the rendezvous store on the first host.", show_default="a free one",
+)  # fmt: skip
+NO_TORCH = click.option("--no-torch", is_flag=True, help="The script does not use torch.")
+
+
+def together(command: F, options: Sequence[Callable[[F], F]]) -> F:
+    """Adds options to a command, in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def with_settings(command: F, options: Sequence[Callable[[F], F]]) -> F:
+    """Adds options that may also stand in the environment and in paceline.toml."""
+    own = list(getattr(command, "__click_params__", []))
+    return as_settings(together(command, options), besides=own)

@@ -1,0 +1,192 @@
+"""``paceline trust``: lets the settings file of this folder name programs.
+
+A ``paceline.toml`` comes with a cloned project, or lies in a folder that others can write. Most of
+its settings only say where and how many; a few start programs here or on the hosts, hand out
+values of this machine, or weaken how hosts are recognised. These count only once the user has
+looked at them, and are refused in files that somebody else can change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.cli.verb import Verb
+from paceline.cluster.inventory.overrides import TOML_NAME
+from paceline.cluster.inventory.problems import shown
+from paceline.spec.errors import SettingError
+
+# key of [run] → what it can do
+GUARDED = {
+    "ssh-config": "can start programs (ProxyCommand)",
+    "mpiexec": "is started",
+    "python": "is started",
+    "image": "is started",
+    "mount": "opens folders of the hosts to a container",
+    "via-arg": "can start programs",
+    "sbatch-arg": "can start programs",
+    "setup-command": "is run",
+    "env": "can make programs load other code, and hand out variables of yours",
+    "rdzv": "lets another machine start programs here",
+    "accept-new-host-keys": "trusts hosts never met before",
+}
+HOST_GUARDED = {"python": "is started"}  # the same for [hosts.NAME]
+
+
+def guarded(toml: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a file that need trust: ``[run] KEY`` or ``[hosts.NAME] KEY`` → value."""
+    run = toml.get("run", {})
+    keys = {*GUARDED, "hosts"}  # what a description of hosts says may be a program, too
+    found = {f"[run] {key}": v for key, v in run.items() if key.replace("_", "-") in keys}
+    for name, table in toml.get("hosts", {}).items():
+        found |= {f"[hosts.{name}] {k}": v for k, v in table.items() if k in HOST_GUARDED}
+    return found
+
+
+def require(path: Path, toml: Mapping[str, Any], key: str) -> None:
+    """SettingError when a key of ``[run]`` needs trust and the file does not have it.
+
+    Args:
+        path: The settings file.
+        toml: Its content.
+        key: With dashes.
+    """
+    if key in GUARDED:
+        value = toml["run"].get(key, toml["run"].get(key.replace("-", "_")))
+        _demand(path, toml, {f"[run] {key}": value}, key, GUARDED[key])
+
+
+def require_hosts(path: Path, toml: Mapping[str, Any], described: bool) -> None:
+    """The same for the interpreters of hosts.
+
+    Args:
+        path, toml: The settings file and its content.
+        described: Its ``[run] hosts`` is what describes the hosts, interpreters included.
+    """
+    about = ("[hosts.", "[run] hosts") if described else ("[hosts.",)
+    needed = {name: value for name, value in guarded(toml).items() if name.startswith(about)}
+    if needed:
+        _demand(path, toml, needed, "the Python of a host", "is started")
+
+
+def _demand(path: Path, toml: Mapping[str, Any], needed: Mapping[str, Any], key: str,
+            what: str) -> None:  # fmt: skip
+    listed = "\n".join(shown(f"{name} = {_text(value)}") for name, value in needed.items())
+    if why := foreign(path):
+        raise SettingError(
+            f"{TOML_NAME} may not set {key}: it {what}, and the file {why}",
+            found=listed,
+            remedy=f"Type it yourself, or copy {TOML_NAME} to a folder of yours",
+        )
+    if _record(path, toml) not in _trusted():
+        raise SettingError(
+            f"{TOML_NAME} sets {key}, which {what}, and you have not trusted it yet",
+            found=listed,
+            remedy="Look at it, then type: paceline trust",
+        )
+
+
+def foreign(path: Path) -> str:
+    """Why a file is not the user's alone, for people; empty when it is."""
+    for info in (path.lstat(), path.stat()):  # a link can be planted, too
+        if info.st_uid not in (os.geteuid(), 0):
+            return "belongs to another user"
+    if info.st_mode & stat.S_IWOTH or (info.st_mode & stat.S_IWGRP and not _own_group(info.st_gid)):
+        return "can be written by others"
+    return ""
+
+
+def _own_group(number: int) -> bool:
+    """Whether a group is the user's private one, as many systems make for every user."""
+    import grp
+    import pwd
+
+    try:
+        me, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
+    except KeyError:
+        return False
+    return group.gr_name == me.pw_name and set(group.gr_mem) <= {me.pw_name}
+
+
+def trust_file() -> Path:
+    """Where it is written down what the user trusts."""
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    folder = Path(base) if base.startswith("/") else Path("~/.config").expanduser()
+    return folder / "paceline" / "trusted"
+
+
+def _record(path: Path, toml: Mapping[str, Any]) -> str:
+    """One line: the hash of what needs trust in a file, and its place."""
+    text = json.dumps(guarded(toml), sort_keys=True, default=str)
+    return f"{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()} {path.resolve()}"
+
+
+def _trusted() -> list[str]:
+    try:
+        if foreign(trust_file()):
+            return []
+        return trust_file().read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+
+
+def remember(path: Path, toml: Mapping[str, Any], trusted: bool = True) -> None:
+    """Writes down, or takes back, that the user trusts a file as it is now."""
+    file, place = trust_file(), f" {path.resolve()}"
+    kept = [line for line in _trusted() if not line.endswith(place)]
+    lines = [*kept, _record(path, toml)] if trusted else kept
+    fresh = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        text = "".join(f"{line}\n" for line in lines)
+        fresh.write_text(text, encoding="utf-8", errors="surrogateescape")
+        fresh.chmod(0o600)
+        fresh.replace(file)
+    except OSError as error:
+        raise SettingError(f"{file} cannot be written", found=str(error)) from None
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+@click.command("trust", cls=Verb)
+@click.option("--revoke", is_flag=True, help="Take the trust back.")
+def command(revoke: bool) -> None:
+    """Let paceline.toml of this folder set what starts programs.
+
+    Settings such as ssh-config, python, mpiexec and env count only after this. It holds for the
+    values as they are now; a file that somebody else can change is refused.
+    """
+    from paceline.cli.settings import read_settings_file
+
+    path = Path.cwd() / TOML_NAME
+    if not path.exists():
+        raise SettingError(f"there is no {TOML_NAME} in this folder", found=str(Path.cwd()))
+    if revoke:
+        remember(path, {}, trusted=False)
+        click.echo(f"{path}: no longer trusted")
+        return
+    toml = read_settings_file(Path.cwd())
+    if why := foreign(path):
+        raise SettingError(
+            f"{path} cannot be trusted: it {why}",
+            remedy=f"chmod go-w {TOML_NAME}"
+            if "written" in why
+            else "Copy it to a folder of yours",
+        )
+    needed = guarded(toml)
+    for name, value in needed.items():
+        click.echo(shown(f"{name} = {_text(value)}"))
+    if not needed:
+        click.echo(f"nothing in {path} needs trust")
+        return
+    remember(path, toml)
+    click.echo(f"trusted: {path}, until these settings change")

@@ -1,0 +1,107 @@
+"""What every verb is made of: the same settings from three places, and the same help."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from paceline.cli import settings
+from paceline.cli.settings import FromFile, is_setting
+from paceline.cluster.inventory.overrides import TOML_NAME
+
+
+class Verb(click.Command):
+    """A command whose settings may stand on the line, in the environment, and in the file."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        given = more.pop("context_settings", None) or {}
+        more["context_settings"] = {**CONTEXT, **given}
+        super().__init__(*args, **more)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not any(is_setting(param) for param in self.params) or ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        ctx.default_map = from_file = FromFile(self.params, Path.cwd())
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            name_variable(ctx, error)
+            raise
+        settings.check_environment()
+        _ = from_file.toml  # an unknown key is an error, even where every setting was typed
+        settle_hosts(ctx, from_file)
+        return rest
+
+
+class VerbGroup(Verb, click.Group):
+    """A verb that has verbs of its own."""
+
+
+CONTEXT: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda word: word.replace("_", "-"),  # torchrun's spellings
+}
+
+
+def name_variable(ctx: click.Context, error: click.BadParameter) -> None:
+    """Lets an error about an option's value name the variable that it came from."""
+    option = error.param
+    if not isinstance(option, click.Option) or option.name is None or error.param_hint:
+        return
+    if ctx.get_parameter_source(option.name) is ParameterSource.ENVIRONMENT:
+        error.param_hint = f"{settings.key_of(option)} (in {settings.variable_in_use(option)})"
+
+
+TABLES_ARE_HOSTS = f"toml:{TOML_NAME}"
+# where --via would take hosts from a description
+_DESCRIBED = (None, "ssh", "mpi", "docker", "podman", "apptainer")
+
+
+def settle_hosts(ctx: click.Context, from_file: FromFile) -> None:
+    """What stands for hosts that nobody named, and how the lab's are reached.
+
+    Without any other word they are those of the allocation that we are in, else of the
+    ``[hosts.NAME]`` tables; nodes that meet at ``--rdzv`` need none.
+    """
+    params = ctx.params
+    if "hosts" not in params:
+        return
+    open_to_us = not params.get("rdzv") and params.get("via") in _DESCRIBED
+    if not open_to_us and weaker(ctx, "hosts", "rdzv" if params.get("rdzv") else "via"):
+        params["hosts"] = None  # what was typed now means other hosts than usual
+        ctx.set_parameter_source("hosts", ParameterSource.DEFAULT)
+    if params["hosts"] is None and open_to_us:
+        if in_allocation():
+            params["hosts"] = None if "via" in params else "slurm"  # the way knows it by itself
+        elif from_file.toml.get("hosts"):
+            params["hosts"] = TABLES_ARE_HOSTS
+            ctx.set_parameter_source("hosts", ParameterSource.DEFAULT_MAP)
+    if params["hosts"] is not None and "ssh_config" in params:
+        use_lab(ctx)
+
+
+def weaker(ctx: click.Context, one: str, other: str) -> bool:
+    """Whether a setting comes from a weaker place than another."""
+    return settings.setting(ctx, one).source < settings.setting(ctx, other).source
+
+
+def in_allocation() -> bool:
+    """Whether Slurm has chosen hosts for us."""
+    from paceline.launch.schedulers.slurm import allocation
+
+    return bool(allocation(os.environ))
+
+
+def use_lab(ctx: click.Context) -> None:
+    """The lab's hosts are reached by the lab's ssh config, unless one is named as strongly."""
+    from paceline.cluster.inventory.lab import find_lab, lab_name
+
+    name = lab_name(ctx.params["hosts"])
+    if name is not None and (
+        ctx.params["ssh_config"] is None or weaker(ctx, "ssh_config", "hosts")
+    ):
+        ctx.params["ssh_config"] = find_lab(name, os.environ).ssh_config

@@ -1,0 +1,352 @@
+"""Every verb × every setting × the three places in which it may stand.
+
+A setting that a verb has means the same typed, in the environment and in ``paceline.toml``; the
+stronger place wins; hosts that nobody named are the same for every verb.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.core import ParameterSource
+from click.testing import CliRunner
+
+from paceline.cli import VERBS, launching, program, settings, trust
+from paceline.cli.verb import TABLES_ARE_HOSTS
+from paceline.spec.errors import HostsError, PacelineError, SettingError
+from paceline.spec.hosts import Host
+
+# what has to be typed besides, by verb
+ARGUMENTS = {"run": ["script.py"], "train": ["image"], "evaluate": ["here"],
+             "bench scaling": ["script.py"], "setup env": ["--requirements", "script.py"],
+             "setup sshd": ["status"]}  # fmt: skip
+# settings whose values are not free: key → two that differ
+VALUES: dict[str, tuple[Any, Any]] = {
+    "ssh-config": ("one", "two"),
+    "run-dir": ("runs/one", "runs/two"),
+    "time": ("1:00", "2:00"),
+    "nproc-per-node": (2, 3),
+    "requeue": (True, False),
+    "env": (["A=1", "B=2"], ["C=3"]),
+}
+
+
+def verbs(group: click.Group, before: str = "") -> Iterator[tuple[str, click.Command]]:
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        assert command is not None
+        yield f"{before}{name}", command
+        if isinstance(command, click.Group):
+            yield from verbs(command, f"{name} ")
+
+
+WITH_SETTINGS = {
+    name: [p for p in command.params if isinstance(p, click.Option) and settings.is_setting(p)]
+    for name, command in verbs(program)
+}
+CASES = [
+    pytest.param(verb, option, id=f"{verb} {settings.key_of(option)}")
+    for verb, options in WITH_SETTINGS.items()
+    for option in options
+]
+TAKE_HOSTS = [
+    verb
+    for verb, options in WITH_SETTINGS.items()
+    if any(settings.key_of(option) == "hosts" for option in options)
+]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "PACELINE_LAB"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for name in ("script.py", "one", "two", "here"):
+        (folder / name).write_text("")
+    monkeypatch.chdir(folder)
+
+
+def taken(verb: str, *typed: str, **environment: str) -> click.Context:
+    """The verb's context as its function would find it; the function itself is not called."""
+    group: click.Command = program
+    words = verb.split()
+    with click.Context(program) as parent:
+        for word in words[:-1]:
+            assert isinstance(group, click.Group)
+            found = group.get_command(parent, word)
+            assert found is not None
+            group = found
+        assert isinstance(group, click.Group)
+        command = group.get_command(parent, words[-1])
+        assert command is not None
+        with CliRunner().isolation(env=environment):
+            return command.make_context(verb, [*typed, *ARGUMENTS.get(verb, [])])
+
+
+def settings_file(text: str) -> None:
+    path = Path("paceline.toml")
+    path.write_text(text)
+    trust.remember(path, settings.read_settings_file(Path.cwd()))
+
+
+def values_of(option: click.Option) -> tuple[Any, Any]:
+    key = settings.key_of(option)
+    if key in VALUES:
+        return VALUES[key]
+    kind = option.type
+    if isinstance(kind, click.types.BoolParamType):
+        return True, False
+    if isinstance(kind, click.Choice):
+        first, second, *_ = sorted(kind.choices, key=lambda choice: choice == option.default)
+        return first, second
+    if isinstance(kind, click.types.IntParamType | click.types.FloatParamType):
+        return 5, 6
+    return "one", "two"
+
+
+def as_typed(option: click.Option, value: Any) -> list[str]:
+    flag = f"--{settings.key_of(option)}"
+    if isinstance(value, bool):
+        return [flag] if value else list(option.secondary_opts)
+    given = value if isinstance(value, list) else [value]
+    return [f"{flag}={one}" for one in given]
+
+
+def as_variable(value: Any) -> str:
+    return " ".join(value) if isinstance(value, list) else str(value)
+
+
+@pytest.mark.parametrize(("verb", "option"), CASES)
+def test_a_setting_means_the_same_in_all_three_places(verb: str, option: click.Option) -> None:
+    key, variable = settings.key_of(option), settings.variable_of(option)
+    name = option.name or ""
+    first, second = values_of(option)
+    typed = taken(verb, *as_typed(option, first))
+    by_variable = taken(verb, **{variable: as_variable(first)})
+    settings_file(f"[run]\n{key} = {json.dumps(first)}\n")
+    by_file = taken(verb)
+    assert typed.params[name] == by_variable.params[name] == by_file.params[name]
+    assert typed.params[name] != option.get_default(typed)
+    sources = [ctx.get_parameter_source(name) for ctx in (typed, by_variable, by_file)]
+    assert sources == [ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT,
+                       ParameterSource.DEFAULT_MAP]  # fmt: skip
+
+    # the stronger place wins
+    other = taken(verb, **{variable: as_variable(second)})
+    assert other.get_parameter_source(name) is ParameterSource.ENVIRONMENT
+    words = as_typed(option, first)
+    both = taken(verb, *words, **{variable: as_variable(second)})
+    assert both.params[name] == typed.params[name]
+
+
+@pytest.mark.parametrize("verb", [verb for verb, options in WITH_SETTINGS.items() if options])
+def test_unknown_keys_and_variables_are_refused(verb: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        taken(verb, PACELINE_OPT_HOST="n1")
+    assert "PACELINE_OPT_HOSTS" in caught.value.remedy
+    Path("paceline.toml").write_text("[run]\nnnode = 2\n")
+    with pytest.raises(SettingError) as caught:
+        taken(verb)
+    assert "nnodes" in caught.value.remedy
+    Path("paceline.toml").write_text("[rum]\nnnodes = 2\n")
+    with pytest.raises(SettingError, match="rum"):
+        taken(verb)
+
+
+@pytest.mark.parametrize("verb", [verb for verb, options in WITH_SETTINGS.items() if options])
+def test_settings_of_other_verbs_are_no_errors(verb: str) -> None:
+    Path("paceline.toml").write_text(
+        "[run]\nlease = 20.0\nno_torch = true\n[train.image]\nlr = 1\n"
+    )
+    taken(verb, PACELINE_OPT_GRACE="9")
+
+
+def test_both_spellings_of_a_key_are_one() -> None:
+    Path("paceline.toml").write_text("[run]\nmax_restarts = 2\n")
+    assert taken("run").params["max_restarts"] == 2
+    Path("paceline.toml").write_text("[run]\nmax_restarts = 2\nmax-restarts = 3\n")
+    with pytest.raises(SettingError, match="one key"):
+        taken("run")
+
+
+def test_the_variable_stands_in_the_error() -> None:
+    with pytest.raises(click.BadParameter) as caught:
+        taken("run", PACELINE_OPT_LEASE="long")
+    assert "PACELINE_OPT_LEASE" in caught.value.format_message()
+
+
+# --- hosts
+
+JOB_VERBS = {"run", "train", "evaluate", "bench scaling", "bench collectives"}
+
+
+def test_the_verbs_that_take_hosts() -> None:
+    others = {"hosts", "check", "setup", "setup sshd", "setup env", "setup hosts"}
+    assert set(TAKE_HOSTS) == JOB_VERBS | others
+
+
+@pytest.mark.parametrize("verb", TAKE_HOSTS)
+def test_where_hosts_come_from(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hosts(*typed: str, **environment: str) -> Any:
+        return taken(verb, *typed, **environment).params["hosts"]
+
+    assert hosts() is None
+    settings_file("[hosts.n1]\n[hosts.n2]\n")
+    assert hosts() == TABLES_ARE_HOSTS
+    cluster = launching.read_cluster(taken(verb), TABLES_ARE_HOSTS)
+    assert [host.name for host in cluster.hosts] == ["n1", "n2"]
+    assert hosts("-H", "local") == "local"
+    with monkeypatch.context() as inside:  # an allocation goes before tables, which only describe
+        inside.setenv("SLURM_JOB_ID", "1")
+        inside.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+        assert hosts() == (None if verb in JOB_VERBS else "slurm")
+    settings_file('[run]\nhosts = "n3,n4"\n[hosts.n1]\n')
+    assert hosts() == "n3,n4"
+    assert hosts(PACELINE_OPT_HOSTS="n5,n6") == "n5,n6"
+    assert hosts("-H", "n7,n8", PACELINE_OPT_HOSTS="n5,n6") == "n7,n8"
+
+
+@pytest.mark.parametrize("typed", [("--rdzv", "h:1"), ("--via", "local"), ("--via", "slurm")])
+def test_tables_are_no_hosts_where_something_else_chooses(typed: tuple[str, ...]) -> None:
+    settings_file("[hosts.n1]\n")
+    assert taken("run", *typed).params["hosts"] is None
+    settings_file('[run]\nhosts = "n1,n2"\n')  # nor is what is usual, where this is typed
+    assert taken("run", *typed).params["hosts"] is None
+    assert taken("run", "-H", "n1", *typed).params["hosts"] == "n1"  # to be refused
+
+
+@pytest.mark.parametrize("verb", sorted(set(TAKE_HOSTS)))
+def test_the_lab_brings_its_ssh_config(verb: str, monkeypatch: pytest.MonkeyPatch,
+                                       tmp_path: Path) -> None:  # fmt: skip
+    from paceline.cluster.inventory import lab
+    from paceline.cluster.lab.layout import Layout
+
+    monkeypatch.setattr(lab, "find_lab", lambda name, environ: Layout(tmp_path / (name or "up")))
+
+    def config(*typed: str, **environment: str) -> Any:
+        return taken(verb, *typed, **environment).params["ssh_config"]
+
+    settings_file('[run]\nhosts = "lab"\n')
+    assert config() == tmp_path / "up" / "ssh_config"
+    assert config("-H", "lab:mine") == tmp_path / "mine" / "ssh_config"
+    assert config("-H", "lab:4") is None  # a host called lab, with four slots
+    assert config("-H", "lab", "--ssh-config", "one") == Path("one")
+    assert config("-H", "lab", PACELINE_OPT_SSH_CONFIG="one") == tmp_path / "up" / "ssh_config"
+    assert config(PACELINE_OPT_SSH_CONFIG="one") == Path("one")
+
+
+def test_which_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from paceline.cluster.inventory.lab import find_lab
+    from paceline.cluster.lab import state
+    from paceline.cluster.lab.layout import Layout
+
+    up: list[Layout] = []
+    monkeypatch.setattr(state, "labs", lambda: up)
+    monkeypatch.setattr(state, "alive", lambda layout: True)
+    with pytest.raises(HostsError, match="no lab is up"):
+        find_lab("", {})
+    up.append(Layout(tmp_path / "a"))
+    assert find_lab("", {}) is up[0]
+    up.append(Layout(tmp_path / "b"))
+    assert find_lab("b", {}) is find_lab("", {"PACELINE_LAB": "b"}) is up[1]
+    with pytest.raises(HostsError, match="-H lab:a"):
+        find_lab("", {})
+    with pytest.raises(HostsError, match="up are: a, b"):
+        find_lab("c", {})
+
+
+# --- trust
+
+
+def demand(key: str, value: object, verb: str = "run") -> PacelineError:
+    Path("paceline.toml").write_text(f"[run]\n{key} = {json.dumps(value)}\n")
+    with pytest.raises(SettingError) as caught:
+        taken(verb)
+    return caught.value
+
+
+@pytest.mark.parametrize("key", sorted(trust.GUARDED))
+def test_a_file_names_programs_only_when_it_is_trusted(key: str) -> None:
+    value = values_of(settings.all_settings()[key])[0]
+    assert "paceline trust" in demand(key, value).remedy
+    done = CliRunner().invoke(trust.command)
+    assert done.exit_code == 0, done.output
+    assert f"[run] {key} =" in done.output
+    taken("run")
+    Path("paceline.toml").write_text(Path("paceline.toml").read_text() + "nnodes = 2\n")
+    taken("run")  # what needs no trust may change
+    CliRunner().invoke(trust.command, ["--revoke"])
+    with pytest.raises(SettingError, match="not trusted"):
+        taken("run")
+
+
+def test_trust_ends_when_the_setting_changes() -> None:
+    demand("mpiexec", "./good.sh")
+    CliRunner().invoke(trust.command)
+    taken("run")
+    demand("mpiexec", "./evil.sh")
+
+
+def test_what_is_typed_needs_no_trust() -> None:
+    Path("paceline.toml").write_text('[run]\nmpiexec = "./evil.sh"\n')
+    assert taken("run", "--mpiexec", "mine").params["mpiexec"] == "mine"
+    assert taken("run", PACELINE_OPT_MPIEXEC="mine").params["mpiexec"] == "mine"
+    taken("check")  # has no such option
+
+
+@pytest.mark.parametrize("text", ['[hosts.n1]\npython = "/x"\n', '[run]\nhosts = "other"\n'])
+def test_the_python_of_a_host_needs_trust(text: str) -> None:
+    Path("other").write_text('[hosts.n1]\npython = "/x"\n')
+    Path("paceline.toml").write_text(text)
+    ctx = taken("check")
+    with pytest.raises(SettingError, match="Python of a host"):
+        launching.read_cluster(ctx, ctx.params["hosts"])
+    typed = taken("check", "-H", "other")
+    if "run" in text:  # a description that was typed says what it likes
+        assert launching.read_cluster(typed, "other").hosts == (Host("n1", python="/x"),)
+    CliRunner().invoke(trust.command)
+    ctx = taken("check")
+    assert launching.read_cluster(ctx, ctx.params["hosts"]).hosts[0].python == "/x"
+
+
+@pytest.mark.parametrize("how", ["of another user", "writable for all", "a planted link"])
+def test_a_file_of_somebody_else_runs_nothing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    path = Path("paceline.toml")
+    path.write_text('[run]\nmpiexec = "./evil.sh"\nnnodes = 2\n')
+    trust.remember(path, settings.read_settings_file(Path.cwd()))
+    if how == "writable for all":
+        path.chmod(0o646)
+    elif os.geteuid() == 0:
+        if how == "a planted link":
+            path.rename("real.toml")
+            path.symlink_to("real.toml")
+        os.chown(path, 12345, 12345, follow_symlinks=False)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(SettingError, match="may not set mpiexec"):
+        taken("run")
+    assert taken("run", "--mpiexec", "mine").params["nnodes"] == 2  # the rest is used
+    refused = CliRunner().invoke(trust.command)
+    assert isinstance(refused.exception, SettingError)
+
+
+def test_every_verb_is_made_of_the_same_parts() -> None:
+    from paceline.cli.verb import Verb
+
+    for name, command in verbs(program):
+        assert isinstance(command, Verb), name
+
+
+def test_every_verb_stands_in_its_module() -> None:
+    for name, (module, _) in VERBS.items():
+        assert importlib.import_module(module).command.name == name

@@ -19,6 +19,7 @@ from paceline.agent import (
     facts,
     forkserver,
     frames,
+    inside,
     job,
     netlink,
     probe,
@@ -29,6 +30,7 @@ from paceline.agent import (
 from paceline.agent.frames import MAGIC, Decoder, encode
 from paceline.agent.lease import Lease
 from paceline.agent.outbox import HIGH_WATER, Outbox
+from paceline.agent.transfer import Arrivals
 
 # --- frames
 
@@ -255,7 +257,11 @@ def entry(path: str, content: bytes, mode: int = 0o644) -> list[Any]:
 
 
 def store(content: bytes) -> None:
-    snapshot.put(hashlib.sha256(content).hexdigest(), 0, content, True)
+    digest = hashlib.sha256(content).hexdigest()
+    cache = snapshot.cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    block = {"offset": 0, "last": True, "sha256": digest}
+    Arrivals().take(str(cache), snapshot.blob_path(digest), block, content, False)
 
 
 def test_a_tree_is_built_from_contents(cache: Path, tmp_path: Path) -> None:
@@ -295,8 +301,10 @@ def test_differences_are_named(tmp_path: Path) -> None:
 
 
 def test_content_that_is_not_what_its_name_says(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    block = {"offset": 0, "last": True, "sha256": "0" * 64}
     with pytest.raises(ValueError, match="hash"):
-        snapshot.put("0" * 64, 0, b"something", True)
+        Arrivals().take(str(cache), snapshot.blob_path("0" * 64), block, b"something", False)
     assert not [path for path in cache.rglob("*") if path.is_file()]
 
 
@@ -305,9 +313,110 @@ def test_damaged_cache_is_noticed_and_forgotten(cache: Path, tmp_path: Path) -> 
     manifest = [entry("f", b"good")]
     (blob,) = [path for path in cache.rglob("*") if path.is_file()]
     blob.write_bytes(b"evil")
-    with pytest.raises(ValueError, match="damaged"):
-        snapshot.materialise(str(tmp_path / "t"), manifest)
+    assert snapshot.materialise(str(tmp_path / "t"), manifest) == [manifest[0][1]]
+    assert not (tmp_path / "t").exists()
     assert snapshot.lacking(manifest) == [manifest[0][1]]
+
+
+# --- folders of runs
+
+KEY = "0123456789abcdef01234567"
+NO_KEYS = ["", "..", "../../../Documents", "/etc", "0123", KEY + "0", KEY.upper(), KEY + "\n",
+           "0" * 23 + "/", "\udcff" * 24]  # fmt: skip
+
+
+def test_a_folder_of_a_run_carries_our_mark(cache: Path) -> None:
+    folder = snapshot.make_run_folder(KEY)
+    assert folder == snapshot.make_run_folder(KEY)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert snapshot.changed_files(str(folder), None) == []
+    (folder / "model").mkdir()
+    assert not snapshot.discard_run_folder(KEY, only_empty=True)
+    assert snapshot.discard_run_folder(KEY)
+    assert list((cache / "runs").iterdir()) == []
+
+
+def test_an_empty_folder_of_a_run_goes(cache: Path) -> None:
+    snapshot.make_run_folder(KEY)
+    assert snapshot.discard_run_folder(KEY, only_empty=True)
+    assert list((cache / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("key", NO_KEYS)
+def test_what_is_no_key_names_no_folder(cache: Path, key: str) -> None:
+    kept = cache / "runs" / "kept"
+    kept.mkdir(parents=True)
+    for work in (snapshot.run_folder, snapshot.make_run_folder, snapshot.discard_run_folder):
+        with pytest.raises(ValueError, match="not the key"):
+            work(key)
+    assert kept.exists()
+
+
+@pytest.mark.parametrize("how", ["no mark", "another mark", "link", "linked mark"])
+def test_a_folder_that_we_did_not_make_stays(cache: Path, tmp_path: Path, how: str) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "thesis").write_text("mine")
+    folder = cache / "runs" / KEY
+    folder.parent.mkdir(parents=True)
+    if how == "link":
+        (theirs / snapshot.MARK).write_text(KEY)
+        folder.symlink_to(theirs)
+    else:
+        theirs.rename(folder)
+        if how == "another mark":
+            (folder / snapshot.MARK).write_text("f" * 24)
+        elif how == "linked mark":
+            (tmp_path / "mark").write_text(KEY)
+            (folder / snapshot.MARK).symlink_to(tmp_path / "mark")
+    assert not snapshot.discard_run_folder(KEY)
+    assert (folder / "thesis").read_text() == "mine"
+
+
+def test_what_lies_behind_a_link_is_not_removed(cache: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "thesis").write_text("mine")
+    (snapshot.make_run_folder(KEY) / "data").symlink_to(theirs)
+    assert snapshot.discard_run_folder(KEY)
+    assert (theirs / "thesis").read_text() == "mine"
+
+
+@pytest.mark.parametrize("path", ["../x", "/x", "a/../../x", "", "a//b", "./x", "a\0b", "x" * 5000])
+def test_no_name_leads_out(tmp_path: Path, path: str) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    for work in (lambda: inside.write_file(str(root), path, b"x"),
+                 lambda: inside.rename(str(root), "a", path),
+                 lambda: inside.open_file(str(root), path, os.O_RDONLY)):  # fmt: skip
+        with pytest.raises(ValueError, match="not a path inside"):
+            work()
+    assert list(tmp_path.iterdir()) == [root]
+
+
+def test_no_link_is_followed(tmp_path: Path) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    for folder in (root / "deep", other):
+        folder.mkdir(parents=True)
+    (other / "bashrc").write_text("theirs")
+    (root / "file").symlink_to(other / "bashrc")
+    (root / "deep" / "folder").symlink_to(other)
+    for path in ("file", "deep/folder/bashrc", "deep/folder/new"):
+        with pytest.raises(OSError, match="symbolic link"):
+            os.close(inside.open_file(str(root), path, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
+    inside.write_file(str(root), "file", b"ours")  # in the link's place
+    assert (root / "file").read_bytes() == b"ours"
+    with pytest.raises(OSError, match="symbolic link"):
+        inside.write_file(str(root), "deep/folder/bashrc", b"ours")
+    assert (other / "bashrc").read_text() == "theirs"
+    assert [path.name for path in other.iterdir()] == ["bashrc"]
+
+
+def test_a_named_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "events.jsonl")
+    for flags in (os.O_WRONLY | os.O_APPEND, os.O_RDONLY):
+        with pytest.raises(OSError):
+            inside.open_file(str(tmp_path), "events.jsonl", flags)
 
 
 def test_blocks_of_a_file(tmp_path: Path) -> None:

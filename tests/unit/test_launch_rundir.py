@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.agent import procs
+from paceline.agent import procs, snapshot
 from paceline.launch import rundir
 from paceline.launch.rundir import RunDirectory
 from paceline.spec.errors import NodeError, SettingError
@@ -125,12 +126,101 @@ def test_secrets_are_blotted_out_of_whole_files(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_explained(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    (tmp_path / "log").symlink_to("/dev/full")
+    directory._files["log"] = open("/dev/full", "ab", buffering=0)  # noqa: PTH123, SIM115
     with pytest.raises(NodeError) as caught:
         directory.append_bytes("log", b"x")
     assert "No space left" in caught.value.found
     assert "--run-dir" in caught.value.remedy
     directory.close()
+
+
+def test_a_run_directory_is_for_its_user_alone(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "runs" / "run")
+    directory.append_bytes("logs/n1/0.log", b"x")
+    for folder in ("", "logs", "logs/n1"):
+        assert (directory.path / folder).stat().st_mode & 0o777 == 0o700
+    directory.close()
+
+
+@pytest.mark.parametrize("name", ["logs", "logs/n1", "logs/n1/0.log", "events.jsonl", "plan.json"])
+def test_links_in_a_run_directory_are_not_followed(tmp_path: Path, name: str) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    (run / name).parent.mkdir(parents=True)
+    other.mkdir()
+    (other / "0.log").write_text("theirs")
+    (run / name).symlink_to(other / "0.log" if "." in name else other)
+    directory = RunDirectory(run)
+    if name == "plan.json":
+        directory.write_json(name, {})  # takes the link's place
+    else:
+        with pytest.raises(NodeError, match="cannot write") as caught:
+            directory.append_bytes("logs/n1/0.log" if "logs" in name else name, b"ours")
+        assert "symbolic link" in caught.value.found
+        assert "ls -l" in caught.value.remedy
+    directory.close()
+    assert [path.name for path in other.iterdir()] == ["0.log"]
+    assert (other / "0.log").read_text() == "theirs"
+
+
+# --- the key
+
+
+def test_a_key_is_made_once(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    key = directory.key
+    assert snapshot.is_key(key)
+    directory.close()
+    again = RunDirectory(tmp_path)
+    assert again.key == key
+    again.close()
+
+
+def test_an_empty_key_is_made_anew(tmp_path: Path) -> None:
+    (tmp_path / ".paceline-key").write_text("\n")
+    directory = RunDirectory(tmp_path)
+    assert snapshot.is_key(directory.key)
+    directory.close()
+
+
+@pytest.mark.parametrize("text", ["../../../Documents", "/home/u/thesis", ".", "0" * 23, "0" * 25,
+                                  "\x00" * 24, "0" * 5000])  # fmt: skip
+def test_a_foreign_key_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / ".paceline-key").write_text(text)
+    with pytest.raises(SettingError, match="no key of a run") as caught:
+        RunDirectory(tmp_path)
+    assert f"rm {tmp_path}/.paceline-key" in caught.value.remedy
+    assert len(caught.value.found) < 300
+
+
+def test_a_linked_key_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("0" * 24)
+    (tmp_path / ".paceline-key").symlink_to(tmp_path / "other")
+    with pytest.raises(NodeError, match="cannot write") as caught:
+        RunDirectory(tmp_path)
+    assert "symbolic link" in caught.value.found
+
+
+def test_a_full_disk_leaves_no_empty_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory(tmp_path)
+
+    def full(fd: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(NodeError, match="cannot write"):
+            _ = directory.key
+    assert not (tmp_path / ".paceline-key").exists()
+    assert snapshot.is_key(directory.key)
+    directory.close()
+
+
+def test_what_is_never_taken_from_a_node() -> None:
+    ours = ["plan.json", "events.jsonl", "logs/n1/0.log", ".paceline-key", "files/n2/x",
+            ".paceline-incoming/x", "owner.json", "result.json", "checkpoints/10/weights",
+            "metrics-before-20200101-000000.jsonl"]  # fmt: skip
+    assert all(map(rundir.names.is_ours, ours))
+    assert not any(map(rundir.names.is_ours, ["model/model.safetensors", "config.json", "x.log"]))
 
 
 def test_a_place_where_nothing_can_be() -> None:

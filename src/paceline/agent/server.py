@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import selectors
 import shutil
 import signal
@@ -19,17 +20,21 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
-from . import facts, guard, probe, procs, snapshot, survey
+from . import facts, guard, inside, probe, procs, snapshot, survey
 from .frames import Decoder, Message
 from .job import NodeJob
 from .lease import Lease
 from .outbox import Outbox
+from .transfer import Arrivals, Departures
 
 TICK_S = 0.05
 CLOSING_S = 0.6  # from KILL to the end of the agent itself
 LAST_GRACE_S = 3.0  # at most, between TERM and KILL when the launcher has gone
+CLEANING_S = 3.0  # at most, for the folders of the job: their disk may hang
 CHUNK = 1 << 16
 GUARD_KILLED = "its guard (the agent's parent process) was killed"
+ARRIVING, DEPARTING = "arriving", "departing"  # lines of work: see Agent.in_line
+Work = Callable[[], None]
 
 
 class Agent:
@@ -53,8 +58,14 @@ class Agent:
         self.listeners: Dict[str, socket.socket] = {}
         self.sinks: List[socket.socket] = []  # swallow what a bandwidth test sends
         self.reserved: Optional[socket.socket] = None
-        self.folders: List[str] = []  # made for this job, removed with it
+        self.folders: List[Path] = []  # made for this job, removed with it
+        self.run_keys: Dict[str, bool] = {}  # of runs with a folder here: has it served?
         self.chosen_python = sys.executable
+        self.arrivals = Arrivals()
+        self.departures = Departures()
+        self._todo: "queue.SimpleQueue[Work]" = queue.SimpleQueue()
+        self._lines: Dict[str, "queue.SimpleQueue[Optional[Work]]"] = {}
+        self._wake_write = wake_write
         self._decoder = Decoder()
         self._leaving_at: Optional[float] = None
         self._term = False
@@ -109,6 +120,8 @@ class Agent:
         elif fd == self._wake_read:
             with contextlib.suppress(BlockingIOError):
                 os.read(fd, CHUNK)
+            while not self._todo.empty():
+                self._todo.get()()
         elif fd == self.outbox.fd:
             self.outbox.flush()
         elif fd in listening:
@@ -190,8 +203,23 @@ class Agent:
             listener.close()
         if self.reserved is not None:
             self.reserved.close()
-        for folder in self.folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        cleaned = threading.Event()
+        self.in_line(DEPARTING, self.departures.drop, {})
+        self.in_line(ARRIVING, lambda: self._clean_up(cleaned), {})  # after what is in the line
+        for line in self._lines.values():
+            line.put(None)
+        cleaned.wait(CLEANING_S)
+
+    def _clean_up(self, cleaned: threading.Event) -> None:
+        try:
+            self.arrivals.drop()
+            for folder in self.folders:
+                snapshot.remove_tree(folder)
+            for key, served in self.run_keys.items():
+                with contextlib.suppress(OSError):
+                    snapshot.discard_run_folder(key, only_empty=not served)
+        finally:
+            cleaned.set()
 
     def _wake_guard(self) -> None:
         """One that somebody stopped could not end after us."""
@@ -201,20 +229,41 @@ class Agent:
 
     # --- helpers of the operations -----------------------------------------------------------
 
-    def reply(self, request: Message, **answer: Any) -> None:
+    def reply(self, request: Message, blob: bytes = b"", **answer: Any) -> None:
         if "id" in request:
-            self.outbox.post(dict(answer, re=request["id"]))
+            self.outbox.post(dict(answer, re=request["id"]), blob)
 
-    def in_thread(self, work: Callable[[], None], request: Optional[Message] = None) -> None:
+    def in_thread(self, work: Work, request: Optional[Message] = None) -> None:
         """Runs what may take long beside the loop; its failure is the request's answer."""
+        threading.Thread(target=self._guarded(work, request), daemon=True).start()
 
+    def in_line(self, name: str, work: Work, request: Message) -> None:
+        """As :meth:`in_thread`, but one after the other among those of the same name."""
+        if name not in self._lines:
+            self._lines[name] = queue.SimpleQueue()
+            threading.Thread(target=_stand, args=(self._lines[name],), daemon=True).start()
+        self._lines[name].put(self._guarded(work, request))
+
+    def on_loop(self, work: Work, request: Message) -> None:
+        """Has the loop do what only it may do; from any thread."""
+        self._todo.put(self._guarded(work, request))
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"w")
+
+    def _guarded(self, work: Work, request: Optional[Message]) -> Work:
         def guarded() -> None:
             try:
                 work()
             except Exception as error:
                 self.reply(request or {}, error=describe(error))
 
-        threading.Thread(target=guarded, daemon=True).start()
+        return guarded
+
+
+def _stand(line: "queue.SimpleQueue[Optional[Work]]") -> None:
+    """Does one work after the other; ``None`` is the last."""
+    for work in iter(line.get, None):
+        work()
 
 
 def describe(error: BaseException) -> str:
@@ -238,8 +287,18 @@ def renew_lease(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def prepare(agent: Agent, request: Message, _: bytes) -> None:
-    agent.job.prepare(request)
-    agent.reply(request)
+    """Starts the fork server, once its interpreter was seen: it may lie on a dead disk."""
+
+    def begin() -> None:
+        agent.job.prepare(request)
+        agent.reply(request)
+
+    def look_first() -> None:
+        if "/" in request["python"]:
+            os.stat(request["python"])
+        agent.on_loop(begin, request)
+
+    agent.in_thread(look_first, request)
 
 
 def listen(agent: Agent, request: Message, _: bytes) -> None:
@@ -345,92 +404,122 @@ def lacking_blobs(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def put_blob(agent: Agent, request: Message, blob: bytes) -> None:
-    snapshot.put(request["sha256"], request["offset"], blob, request["last"])
+    """The next block of the content ``sha256`` for the cache."""
+    agent.in_line(ARRIVING, lambda: _put(
+        agent, request, blob, snapshot.cache_folder(), snapshot.blob_path(request["sha256"])
+    ), request)  # fmt: skip
+
+
+def put_file(agent: Agent, request: Message, blob: bytes) -> None:
+    """The next block of the file ``path`` in the run folder under ``key``."""
+    agent.in_line(ARRIVING, lambda: _put(
+        agent, request, blob, snapshot.make_run_folder(request["key"]), request["path"]
+    ), request)  # fmt: skip
+
+
+def _put(agent: Agent, request: Message, blob: bytes, root: Path, path: str) -> None:
+    # a content of the cache is looked at again before it is used: it need not be flushed
+    durable = request["op"] != "put_blob"
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    agent.arrivals.take(str(root), path, request, blob, durable)
     agent.reply(request)
 
 
-def build_tree(agent: Agent, request: Message, _: bytes) -> None:
-    """Builds ``manifest`` at ``root`` inside the run's folder; answers the folder."""
-    root = Path(job_folder(agent, request["run_id"])) / request["name"]
+def place(agent: Agent, request: Message, _: bytes) -> None:
+    """Gives ``path`` in the run folder under ``key`` the name ``target``, in that one's place."""
 
     def work() -> None:
-        snapshot.materialise(str(root), request["manifest"])
-        agent.reply(request, root=str(root))
+        root = str(snapshot.run_folder(request["key"]))
+        with contextlib.suppress(FileNotFoundError):
+            inside.remove(root, request["target"])
+        inside.rename(root, request["path"], request["target"])
+        agent.reply(request)
 
-    agent.in_thread(work, request)
+    agent.in_line(ARRIVING, work, request)
+
+
+def build_tree(agent: Agent, request: Message, _: bytes) -> None:
+    """Builds ``manifest`` at ``name`` in the job's folder; answers the tree's folder.
+
+    ``damaged`` are hashes whose content has to be sent again; with any, there is no tree.
+    """
+
+    def work() -> None:
+        folder = snapshot.job_folder(request["run_id"])
+        if folder not in agent.folders:
+            agent.folders.append(folder)
+        (name,) = inside.parts_of(request["name"])
+        damaged = snapshot.materialise(str(folder / name), request["manifest"])
+        agent.reply(request, root=str(folder / name), damaged=damaged)
+
+    agent.in_line(ARRIVING, work, request)  # what it is made of may still be arriving
 
 
 def run_folder(agent: Agent, request: Message, _: bytes) -> None:
     """Where the run's files go on this node: the launcher's folder if it is seen here.
 
     ``path`` and ``token``: the launcher wrote the token into ``path``/``token_file``; a node that
-    reads the same there sees the same folder, and shows by a file of its own (``sign``) that its
-    writing arrives, too: a container or an overlay may see the folder and keep what it writes.
-    Else, or when ``own`` says so, a folder of the node's own under ``key``: it outlives the agent
-    until the launcher says that it has everything (``discard_run_folder``).
+    reads the same there sees the same folder, and shows by a file of its own (its identity is in
+    the name) that its writing arrives, too: a container or an overlay may see the folder and keep
+    what it writes. Else, or when ``own`` says so, a folder of the node's own under ``key``: it
+    outlives the agent until the launcher says that it has everything (``discard_run_folder``).
     """
-    if not request.get("own"):
-        with contextlib.suppress(OSError):
-            shared = Path(request["path"])
-            if (shared / request["token_file"]).read_text() == request["token"]:
-                sign = ".paceline-seen-" + agent.identity.hex()
-                (shared / sign).write_text("")
-                agent.reply(request, shared=True, folder=request["path"], sign=sign)
-                return
-    folder = snapshot.run_folder(request["key"])
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    agent.reply(request, shared=False, folder=str(folder))
 
+    def work() -> None:
+        if not request.get("own"):
+            with contextlib.suppress(OSError):
+                token = (Path(request["path"]) / request["token_file"]).read_text()
+                if token == request["token"]:
+                    sign = snapshot.SIGN + agent.identity.hex()
+                    os.close(inside.open_file(request["path"], sign, os.O_WRONLY | os.O_CREAT))
+                    agent.reply(request, shared=True, folder=request["path"])
+                    return
+        folder = snapshot.make_run_folder(request["key"])
+        agent.run_keys.setdefault(request["key"], False)
+        agent.reply(request, shared=False, folder=str(folder))
 
-def put_file(agent: Agent, request: Message, blob: bytes) -> None:
-    """A block of a file for the run folder under ``key``."""
-    root = snapshot.run_folder(request["key"])
-    snapshot.write_block(root / request["path"], request["offset"], blob, request["last"])
-    agent.reply(request)
+    agent.in_thread(work, request)
 
 
 def discard_run_folder(agent: Agent, request: Message, _: bytes) -> None:
-    agent.folders.append(str(snapshot.run_folder(request["key"])))
+    """Removes the run folder under ``key`` at the end: the launcher has all that is in it."""
+    if not snapshot.is_key(request["key"]):
+        raise ValueError("not the key of a run")
+    agent.run_keys[request["key"]] = True
     agent.reply(request)
-
-
-def job_folder(agent: Agent, run_id: str) -> str:
-    """A folder for this run on this node, removed when the agent ends."""
-    folder = str(snapshot.cache_folder() / "jobs" / run_id)
-    if folder not in agent.folders:
-        Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-        agent.folders.append(folder)
-    return folder
 
 
 def look(agent: Agent, request: Message, _: bytes) -> None:
     """What is at ``paths`` here: exists, is a file, can be executed."""
-    agent.reply(
-        request,
-        paths=[
-            {
-                "path": path,
-                "exists": Path(path).exists(),
-                "file": Path(path).is_file(),
-                "executable": os.access(path, os.X_OK),
-            }
-            for path in request["paths"]
-        ],
-    )
+    agent.in_thread(lambda: agent.reply(request, paths=[
+        {
+            "path": path,
+            "exists": Path(path).exists(),
+            "file": Path(path).is_file(),
+            "executable": os.access(path, os.X_OK),
+        }
+        for path in request["paths"]
+    ]), request)  # fmt: skip
 
 
 def which(agent: Agent, request: Message, _: bytes) -> None:
     """Where ``program`` is on this node's PATH, seen from ``workdir``; null when nowhere."""
+    agent.in_thread(lambda: agent.reply(request, path=_where(request)), request)
+
+
+def _where(request: Message) -> Optional[str]:
     program = request["program"]
     if "/" in program:
         found = str(Path(request["workdir"]) / program)
-        agent.reply(request, path=found if os.access(found, os.X_OK) else None)
-        return
-    agent.reply(request, path=shutil.which(program, path=request.get("path")))
+        return found if os.access(found, os.X_OK) else None
+    return shutil.which(program, path=request.get("path"))
 
 
 def disk(agent: Agent, request: Message, _: bytes) -> None:
-    agent.reply(request, disks=[facts.disk_facts(path) for path in request["paths"]])
+    agent.in_thread(
+        lambda: agent.reply(request, disks=[facts.disk_facts(path) for path in request["paths"]]),
+        request,
+    )
 
 
 def list_results(agent: Agent, request: Message, _: bytes) -> None:
@@ -443,17 +532,14 @@ def list_results(agent: Agent, request: Message, _: bytes) -> None:
     )
 
 
-def fetch(agent: Agent, request: Message, _: bytes) -> None:
-    """Sends ``files`` (relative to ``root``) as ``file`` events, then the answer."""
+def read_block(agent: Agent, request: Message, _: bytes) -> None:
+    """The next ``count`` bytes of ``path`` below ``root``; with the ``last`` the file's hash."""
 
     def work() -> None:
-        for path in request["files"]:
-            for offset, data in snapshot.read_blocks(Path(request["root"]) / path):
-                about = {"event": "file", "fetch": request["id"], "path": path, "offset": offset}
-                agent.outbox.post_when_room(about, data)
-        agent.reply(request)
+        about, data = agent.departures.block(request)
+        agent.reply(request, data, **about)
 
-    agent.in_thread(work, request)
+    agent.in_line(DEPARTING, work, request)
 
 
 def job_processes(agent: Agent, request: Message, _: bytes) -> None:
@@ -485,12 +571,13 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     "build_tree": build_tree,
     "run_folder": run_folder,
     "put_file": put_file,
+    "place": place,
     "discard_run_folder": discard_run_folder,
     "look": look,
     "which": which,
     "disk": disk,
     "list_results": list_results,
-    "fetch": fetch,
+    "read_block": read_block,
     "job_processes": job_processes,
     "bye": bye,
     **survey.OPERATIONS,
@@ -516,6 +603,6 @@ def main(package: str, chosen_python: str, temporary: bool) -> int:
     agent = Agent(input_fd, output_fd, package)
     agent.chosen_python = chosen_python
     if temporary:
-        agent.folders.append(package)
+        agent.folders.append(Path(package).parent)
     signal.signal(signal.SIGTERM, agent.take_term)
     return agent.run()

@@ -8,15 +8,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
+import secrets
 import shutil
+import stat
 import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+from . import inside
 
 Entry = List[Any]
 Message = Dict[str, Any]
 BLOCK = 1 << 20
 KEPT_S = 30 * 24 * 3600.0
+MARK = ".paceline-run"  # in a run's folder: we made it, so we may remove it; holds the key
+SIGN = ".paceline-seen-"  # begins the name of a file by which an agent shows that it writes here
+OWN = (MARK, inside.INCOMING)
+_KEY = re.compile("[0-9a-f]{24}")
+_HASH = re.compile("[0-9a-f]{64}")
+_RUN_ID = re.compile("[0-9A-Za-z_-]{1,64}")
 
 
 def cache_folder() -> Path:
@@ -49,10 +60,6 @@ def compare(root: str, manifest: List[Entry]) -> Message:
     return {"exists": Path(root).is_dir(), "missing": missing, "different": different}
 
 
-def _blob(sha256: str) -> Path:
-    return cache_folder() / "blobs" / sha256[:2] / sha256
-
-
 def lacking(manifest: List[Entry]) -> List[str]:
     """Hashes of the manifest whose content is not in the cache, each once."""
     wanted = {entry[1]: entry[3] for entry in manifest}
@@ -61,47 +68,84 @@ def lacking(manifest: List[Entry]) -> List[str]:
 
 def _has(sha256: str, size: int) -> bool:
     with contextlib.suppress(OSError):
-        return _blob(sha256).stat().st_size == size
+        return (cache_folder() / blob_path(sha256)).stat().st_size == size
     return False
 
 
-def put(sha256: str, offset: int, data: bytes, last: bool) -> None:
-    """Stores a block of one content; it counts once the last block has come and the hash fits.
+def blob_path(sha256: str) -> str:
+    """Where a content lies below the cache's folder."""
+    if not _HASH.fullmatch(sha256):
+        raise ValueError("not a SHA-256: %r" % sha256[:100])
+    return "blobs/%s/%s" % (sha256[:2], sha256)
 
-    Blocks come in order. ValueError when the whole is not what its name says.
-    """
-    write_block(_blob(sha256), offset, data, last, sha256)
+
+# --- folders of runs ----------------------------------------------------------------------------
 
 
-def write_block(target: Path, offset: int, data: bytes, last: bool, sha256: str = "") -> None:
-    """Writes a block of a file that appears under its name once it is whole.
-
-    Args:
-        target: The file.
-        offset: Where the block belongs; blocks come in order.
-        data: The block.
-        last: It is the last one.
-        sha256: Hash that the whole must have; empty for none.
-    """
-    part = target.with_name("%s.%d.part" % (target.name, os.getpid()))
-    part.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
-        with part.open("r+b" if offset else "wb") as file:
-            file.seek(offset)
-            file.write(data)
-        if last:
-            if sha256 and hash_file(part) != sha256:
-                raise ValueError("content does not have the hash %s" % sha256)
-            part.replace(target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
+def is_key(text: str) -> bool:
+    """Whether ``text`` has the one form of a run's key."""
+    return bool(_KEY.fullmatch(text))
 
 
 def run_folder(key: str) -> Path:
-    """This node's own folder for the files of a run directory that it does not see."""
+    """This node's own folder for the files of a run directory that it does not see.
+
+    ValueError for what is no key.
+    """
+    if not is_key(key):
+        raise ValueError("not the key of a run: %r" % key[:100])
     return cache_folder() / "runs" / key
+
+
+def make_run_folder(key: str) -> Path:
+    """The folder of the run, made and marked as ours where it is not there."""
+    folder = run_folder(key)
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not folder.is_symlink() and folder.is_dir():
+        return folder
+    new = folder.with_name(".new-%s" % secrets.token_hex(8))
+    new.mkdir(mode=0o700)
+    (new / MARK).write_text(key)
+    new.rename(folder)  # with its mark in it from the first moment
+    return folder
+
+
+def discard_run_folder(key: str, only_empty: bool = False) -> bool:
+    """Removes the folder of a run if it carries our mark; says whether it did.
+
+    Args:
+        key: Of the run.
+        only_empty: Leave it where anything but the mark is in it.
+    """
+    folder = run_folder(key)
+    if not _is_marked(folder, key) or (only_empty and os.listdir(str(folder)) != [MARK]):
+        return False
+    remove_tree(folder)
+    return True
+
+
+def _is_marked(folder: Path, key: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        about, mark = folder.lstat(), (folder / MARK).lstat()
+        ours = about.st_uid == mark.st_uid == os.getuid()
+        plain = stat.S_ISDIR(about.st_mode) and stat.S_ISREG(mark.st_mode)
+        return ours and plain and (folder / MARK).read_text() == key
+    return False
+
+
+def remove_tree(folder: Path) -> None:
+    """Removes a folder of ours: moved aside first, so that nobody meets half of it."""
+    aside = folder.with_name(".gone-%s" % secrets.token_hex(8))
+    with contextlib.suppress(OSError):
+        folder.rename(aside)
+        shutil.rmtree(str(aside), ignore_errors=True)
+
+
+def job_folder(run_id: str) -> Path:
+    """A folder for this run on this node. ValueError for what is no name of a run."""
+    if not _RUN_ID.fullmatch(run_id):
+        raise ValueError("not the name of a run: %r" % run_id[:100])
+    return cache_folder() / "jobs" / run_id
 
 
 def forget_old(keep: str, max_age_s: float = KEPT_S) -> None:
@@ -112,33 +156,59 @@ def forget_old(keep: str, max_age_s: float = KEPT_S) -> None:
         max_age_s: Age in seconds.
     """
     before = time.time() - max_age_s
-    for folder in ("agent", "blobs", "runs", "jobs"):
+    for folder in ("agent", "blobs", "runs", "jobs", inside.INCOMING):
         for path in (cache_folder() / folder).glob("*"):
             with contextlib.suppress(OSError):
                 if str(path) != keep and _newest(path) < before:
-                    shutil.rmtree(str(path))
+                    path.unlink() if not path.is_dir() else shutil.rmtree(str(path))
 
 
 def _newest(folder: Path) -> float:
     """When anything in a folder was last changed or used."""
-    times = [folder.stat().st_mtime]
+    times = [folder.lstat().st_mtime]
     for path in folder.rglob("*"):
-        stat = path.stat()
-        times.append(max(stat.st_mtime, stat.st_atime))
+        about = path.lstat()
+        times.append(max(about.st_mtime, about.st_atime))
     return max(times)
 
 
-def materialise(root: str, manifest: List[Entry]) -> None:
-    """Builds the tree at ``root`` (a folder of its own) from the cache; checks every hash."""
-    Path(root).mkdir(parents=True, exist_ok=True)
-    for path, sha256, mode, _ in manifest:
-        target = Path(root) / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(str(_blob(sha256)), str(target))
-        target.chmod(mode)
-        if hash_file(target) != sha256:
-            _blob(sha256).unlink()
-            raise ValueError("the cached content of %s was damaged; try again" % path)
+def materialise(root: str, manifest: List[Entry]) -> List[str]:
+    """Builds the tree at ``root`` from the cache; nothing is there before it is whole.
+
+    Returns:
+        Hashes whose cached content was damaged and is forgotten; with any, no tree was built.
+    """
+    target = Path(root)
+    new = target.with_name(".new-%s" % secrets.token_hex(8))
+    new.mkdir(parents=True, mode=0o700)
+    try:
+        damaged = [sha256 for path, sha256, mode, _ in manifest
+                   if not _copy(sha256, new, path, mode)]  # fmt: skip
+        if not damaged:
+            if target.exists():
+                remove_tree(target)
+            new.rename(target)
+    finally:
+        shutil.rmtree(str(new), ignore_errors=True)
+    return damaged
+
+
+def _copy(sha256: str, root: Path, path: str, mode: int) -> bool:
+    """Copies a content from the cache to its place; False, and it is forgotten, when damaged."""
+    blob = cache_folder() / blob_path(sha256)
+    digest = hashlib.sha256()
+    fd = inside.open_file(str(root), path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    with os.fdopen(fd, "wb") as target:
+        with contextlib.suppress(FileNotFoundError):
+            for _, data in read_blocks(blob):
+                digest.update(data)
+                target.write(data)
+        os.fchmod(target.fileno(), mode & 0o777)
+    if digest.hexdigest() == sha256:
+        return True
+    with contextlib.suppress(OSError):
+        blob.unlink()
+    return False
 
 
 def changed_files(root: str, manifest: Optional[List[Entry]]) -> List[Message]:
@@ -153,7 +223,8 @@ def changed_files(root: str, manifest: Optional[List[Entry]]) -> List[Message]:
     for path, size in _walk(Path(root)):
         entry = before.get(path)
         same = entry and entry[3] == size and hash_file(Path(root) / path) == entry[1]
-        if not same and "__pycache__" not in path.split("/"):
+        names = path.split("/")
+        if not same and names[0] not in OWN and "__pycache__" not in names:
             found.append({"path": path, "size": size})
     return found
 

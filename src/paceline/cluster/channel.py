@@ -78,7 +78,7 @@ class Channel:
         self._link = link
         self._decoder = Decoder()
         self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._waiting: dict[int, asyncio.Future[tuple[Message, bytes]]] = {}
         self._stderr = bytearray()
         self._tasks: list[asyncio.Task[None]] = []
         self._hello: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -92,7 +92,7 @@ class Channel:
         self._tasks.append(asyncio.create_task(self._read_stderr()))
         try:
             await asyncio.wait_for(self._boot(), HELLO_TIMEOUT_S)
-            self._tasks.append(asyncio.create_task(self._read_frames()))
+            self.listen()
             await asyncio.wait_for(asyncio.shield(self._hello), HELLO_TIMEOUT_S)
         except (OSError, EOFError, asyncio.TimeoutError) as error:
             timed_out = isinstance(error, asyncio.TimeoutError)
@@ -100,6 +100,10 @@ class Channel:
             raise LoginRefused(self.host, self._refusal(timed_out)) from None
         if newly_pinned(self.stderr):
             self.fingerprint = pinned_key(self.stderr)
+
+    def listen(self) -> None:
+        """Takes what the agent says from now on."""
+        self._tasks.append(asyncio.create_task(self._read_frames()))
 
     async def _boot(self) -> None:
         ship = shipment()
@@ -145,16 +149,21 @@ class Channel:
 
         ConnectionError when the connection ends before the answer.
         """
+        message, _ = await self.ask(op, blob=blob, **fields)
+        return message
+
+    async def ask(self, op: str, *, blob: bytes = b"", **fields: Any) -> tuple[Message, bytes]:
+        """As :meth:`request`; also the bytes that came with the answer."""
         if self.lost.is_set():
             raise ConnectionError(f"{self.host.name} is gone")
         number = next(self._ids)
         answer = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         await self._write(encode({"op": op, "id": number, **fields}, blob))
-        message: Message = await answer
+        message, data = await answer
         if "error" in message:
             raise AgentRefusal(self.host, op, message)
-        return message
+        return message, data
 
     async def _write(self, data: bytes) -> None:
         with contextlib.suppress(ConnectionError):
@@ -183,7 +192,7 @@ class Channel:
         if "re" in message:
             waiting = self._waiting.pop(message["re"], None)
             if waiting is not None and not waiting.done():
-                waiting.set_result(message)
+                waiting.set_result((message, blob))
         elif message.get("event") == "hello":
             self.facts, self.identity = message["facts"], message["identity"]
             self.chosen_python = message["chosen_python"]

@@ -31,11 +31,6 @@ from paceline.spec.hosts import Host
 from paceline.spec.job import Job
 from paceline.spec.plan import Plan
 
-# written here as things happen: a node's own copies stay where they are
-OWN_FILES = {names.PLAN, names.EVENTS, names.METRICS, names.HOSTS, names.RESULT, names.LOGS,
-             names.OWNER, names.FINDINGS, names.CHECKPOINTS, ".paceline-probe"}  # fmt: skip
-
-
 # hosts, facts by host, what start-up files printed by host -> notes for the user
 Inspect = Callable[[Sequence[Host], Mapping[str, Any], Mapping[str, str]], list[str]]
 
@@ -68,7 +63,7 @@ class Launcher:
         self._notes = list(notes)
         self._inspect = inspect
         self._token = os.urandom(16).hex()
-        self._fetcher = Fetcher()
+        self._fetcher = Fetcher(directory.path)
         self._attempt: Attempt | None = None
         self._mirror: Mirror | None = None
         self._all_home = False
@@ -222,8 +217,6 @@ class Launcher:
         kind = event.message.get("event")
         if kind == "forkserver":
             node.take_fork_server(event.message)
-        elif kind == "file":
-            self._fetcher.take(event)
         if self._attempt is not None:
             self._attempt.take(node, event)
         if self._mirror is not None and is_checkpoint(event):
@@ -266,11 +259,11 @@ class Launcher:
         if rank_zero and not node.shared_run_dir and self._mirror is not None:
             await self._mirror.finish()
             await self._mirror.sync()
-            await self._fetcher.fetch(node, node.run_folder, None, target, OWN_FILES)
+            await self._fetcher.fetch(node, node.run_folder, None, target, leave=names.is_ours)
             self._all_home = True
         if "code" in node.copies:
             root, manifest = node.copies["code"]
-            folder = target / "files" / safe(node.name)
+            folder = target / names.FETCHED / safe(node.name)
             came = await self._fetcher.fetch(node, root, manifest, folder)
             if came:
                 count = f"{len(came)} new file{'s' * (len(came) > 1)}"

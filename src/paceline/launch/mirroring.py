@@ -8,44 +8,111 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
+from collections.abc import Awaitable, Collection, Iterable
 from pathlib import Path
-from typing import Any
 
-from paceline.agent.snapshot import read_blocks
+from paceline.agent import inside
+from paceline.cluster.blobs import send_blocks
+from paceline.cluster.channel import AgentRefusal
 from paceline.launch.node import Node
 from paceline.launch.rundir import RunDirectory
 from paceline.launch.shipping import Fetcher
 from paceline.spec.errors import PacelineError
 from paceline.spec.rundir import CHECKPOINTS, WRITER
 
+Sizes = dict[str, int]  # by path relative to the folder of checkpoints
+MOST_DIGITS = 20  # of a step
+
 
 async def send_checkpoints(node: Node, directory: RunDirectory) -> None:
     """Puts the run directory's checkpoints into the node's run folder where it lacks them.
 
-    Files that the node has are left: it may hold newer checkpoints than we do, from a run whose
+    What the node has is left: it may hold newer checkpoints than we do, from a run whose
     launcher was killed.
     """
-    folder = directory.path / CHECKPOINTS
-    here = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / WRITER)
+    here = await asyncio.to_thread(sizes_below, directory.path / CHECKPOINTS)
     if not here:
         return
-    answer = await node.channel.request("list_results", root=node.run_folder, manifest=None)
-    there = {file["path"] for file in answer["files"]}
-    for path in here:
-        name = path.relative_to(directory.path).as_posix()
-        if name not in there:
-            await _send(node, directory.key, name, path)
+    there = await _sizes_on(node)
+    steps = [step for step, files in by_step(here).items() if files != by_step(there).get(step)]
+    for step in sorted(steps, key=int):
+        if step in by_step(there) and not _lies_within(by_step(there)[step], by_step(here)[step]):
+            continue  # another checkpoint of that step: theirs is the later one
+        await _send_step(node, directory, step, list(by_step(here)[step]))
+    for pointer in here:
+        if "/" not in pointer and pointer not in there:
+            await _send(node, directory, pointer, f"{CHECKPOINTS}/{pointer}")
 
 
-async def _send(node: Node, key: str, name: str, path: Path) -> None:
-    size = path.stat().st_size
-    for offset, data in read_blocks(path):
-        if data or not size:
-            last = offset + len(data) >= size
-            await node.channel.request(
-                "put_file", key=key, path=name, offset=offset, last=last, blob=data
-            )
+async def _send_step(node: Node, directory: RunDirectory, step: str, files: list[str]) -> None:
+    """A whole checkpoint or none: its folder has another name until the last file is there."""
+    part = f"{CHECKPOINTS}/.{step}.arriving.tmp"
+    for name in files:
+        await _send(node, directory, f"{step}/{name}", f"{part}/{name}")
+    await node.channel.request(
+        "place", key=directory.key, path=part, target=f"{CHECKPOINTS}/{step}"
+    )
+
+
+async def _send(node: Node, directory: RunDirectory, name: str, target: str) -> None:
+    path = directory.path / CHECKPOINTS / name
+    await send_blocks(node.channel, path, "put_file", key=directory.key, path=target)
+
+
+async def _sizes_on(node: Node) -> Sizes:
+    """The finished checkpoints' files on the node, and the pointers beside them."""
+    root = f"{node.run_folder}/{CHECKPOINTS}"
+    answer = await node.channel.request("list_results", root=root, manifest=None)
+    return {f["path"]: f["size"] for f in answer["files"] if _counts(f["path"])}
+
+
+def sizes_below(folder: Path) -> Sizes:
+    """As :func:`_sizes_on` tells of a node, the files of a folder here; no link counts."""
+    found = {}
+    for above, _, names in os.walk(folder):
+        for path in (Path(above) / name for name in names):
+            relative = path.relative_to(folder).as_posix()
+            if _counts(relative) and path.is_file() and not path.is_symlink():
+                found[relative] = path.stat().st_size
+    return found
+
+
+def _counts(path: str) -> bool:
+    """Files of checkpoints that were published, and pointers to them."""
+    first, inner, _ = path.partition("/")
+    if not inner:
+        return first != WRITER and not first.startswith(".")
+    return first.isascii() and first.isdecimal() and len(first) < MOST_DIGITS
+
+
+def by_step(sizes: Sizes) -> dict[str, Sizes]:
+    """By step, the files of its checkpoint with their sizes; without the pointers."""
+    found: dict[str, Sizes] = {}
+    for path, size in sizes.items():
+        step, inner, name = path.partition("/")
+        if inner:
+            found.setdefault(step, {})[name] = size
+    return found
+
+
+def _lies_within(some: Sizes, all_of_them: Sizes) -> bool:
+    return some.items() <= all_of_them.items()
+
+
+def outdated(here: Iterable[str], there: Collection[str]) -> list[str]:
+    """Steps that the node has removed: it has a newer one."""
+    newest = max(map(int, there), default=-1)
+    return [step for step in here if step not in there and int(step) < newest]
+
+
+async def _refusal_of(work: Awaitable[None]) -> AgentRefusal | None:
+    try:
+        await work
+    except AgentRefusal as refusal:
+        return refusal
+    return None
 
 
 class Mirror:
@@ -59,6 +126,7 @@ class Mirror:
 
     def __init__(self, node: Node, directory: RunDirectory, fetcher: Fetcher) -> None:
         self._node = node
+        self._run = str(directory.path)
         self._target = directory.path / CHECKPOINTS
         self._fetcher = fetcher
         self._task: asyncio.Task[None] | None = None
@@ -88,23 +156,41 @@ class Mirror:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def sync(self) -> None:
-        """Brings what is new on the node, and removes what the node has removed."""
+        """Brings what is new on the node, and removes what the node has removed.
+
+        A checkpoint has its name here once all of its files have come. AgentRefusal, after all
+        the rest was done, when one changed while it was read.
+        """
+        there = await _sizes_on(self._node)
+        known = by_step(await asyncio.to_thread(sizes_below, self._target))
+        steps = by_step(there)
+        new = [(step, files) for step, files in steps.items() if known.get(step) != files]
+        pointers = {name: size for name, size in there.items() if "/" not in name}
+        refused = [
+            *[await _refusal_of(self._bring(step, files)) for step, files in new],
+            await _refusal_of(self._fetch(pointers, self._target)),
+        ]
+        await asyncio.to_thread(self._drop, outdated(known, steps))
+        for refusal in filter(None, refused):
+            raise refusal
+
+    async def _bring(self, step: str, files: Sizes) -> None:
+        arriving = self._target / f".{step}.arriving.tmp"
+        await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
+        await self._fetch({f"{step}/{name}": size for name, size in files.items()}, arriving)
+        await asyncio.to_thread(self._place, arriving.name, step)
+
+    async def _fetch(self, files: Sizes, target: Path) -> None:
         root = f"{self._node.run_folder}/{CHECKPOINTS}"
-        answer = await self._node.channel.request("list_results", root=root, manifest=None)
-        files: list[dict[str, Any]] = [f for f in answer["files"] if f["path"] != WRITER]
-        if not files:
-            return
-        wanted = [f["path"] for f in files if self._lacks(f)]
-        if wanted:
-            await self._fetcher.fetch_files(self._node, root, wanted, self._target)
-        self._drop({f["path"].split("/")[0] for f in files})
+        await self._fetcher.fetch_files(self._node, root, files, target)
 
-    def _lacks(self, file: dict[str, Any]) -> bool:
-        """Files of a checkpoint never change; the pointers beside them do."""
-        path = self._target / file["path"]
-        return "/" not in file["path"] or not path.exists() or path.stat().st_size != file["size"]
+    def _place(self, arriving: str, step: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            inside.remove(self._run, f"{CHECKPOINTS}/{step}")
+        inside.rename(self._run, f"{CHECKPOINTS}/{arriving}/{step}", f"{CHECKPOINTS}/{step}")
+        inside.remove(self._run, f"{CHECKPOINTS}/{arriving}")
 
-    def _drop(self, there: set[str]) -> None:
-        for folder in self._target.iterdir() if self._target.exists() else ():
-            if folder.is_dir() and folder.name.isdigit() and folder.name not in there:
-                shutil.rmtree(folder, ignore_errors=True)
+    def _drop(self, steps: Iterable[str]) -> None:
+        for step in steps:
+            with contextlib.suppress(OSError):
+                inside.remove(self._run, f"{CHECKPOINTS}/{step}")

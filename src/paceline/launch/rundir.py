@@ -7,16 +7,19 @@ import errno
 import json
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from paceline.agent import inside, snapshot
 from paceline.cluster import this_machine
 from paceline.cluster.ownership import owner_alive, read_owner
 from paceline.launch.blotting import Blotter
 from paceline.spec import rundir as names
+from paceline.spec.command import shell_text
 from paceline.spec.errors import NodeError, SettingError
 
 OPEN_FILES = 64  # at once: there is a log for every rank
@@ -24,6 +27,8 @@ OPEN_FILES = 64  # at once: there is a log for every rank
 
 class RunDirectory:
     """One run's folder, owned by this process until :meth:`close`.
+
+    It is made for the user alone, and what is written into it follows no link inside it.
 
     Attributes:
         path: Absolute path.
@@ -37,7 +42,9 @@ class RunDirectory:
         self._blotter = Blotter(secrets)
         self._files: dict[str, IO[bytes]] = {}  # the last used at the end
         with self._explained():
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self._read_key()
             self._own()
 
     @property
@@ -46,17 +53,39 @@ class RunDirectory:
 
     @property
     def key(self) -> str:
-        """Names this very folder on nodes that do not see it; a new folder has a new one."""
-        file = self.path / names.KEY
-        with self._explained():
-            if not file.exists():
-                file.write_text(os.urandom(12).hex())
-            return file.read_text().strip()
+        """Names this very folder on nodes that do not see it; a new folder has a new one.
 
-    def take_sign(self, name: str) -> bool:
-        """Whether a node's sign arrived here; removes it."""
+        SettingError when the folder holds something else in its place.
+        """
+        with self._explained():
+            key = self._read_key()
+            if not key:
+                key = os.urandom(12).hex()
+                inside.write_file(str(self.path), names.KEY, key.encode())
+            return key
+
+    def _read_key(self) -> str:
+        """The key, if there is one yet: an empty file is what an older full disk left."""
         try:
-            (self.path / name).unlink()
+            fd = inside.open_file(str(self.path), names.KEY, os.O_RDONLY)
+        except FileNotFoundError:
+            return ""
+        with os.fdopen(fd, "rb") as file:
+            key = file.read(64).decode(errors="replace").strip()
+        if key and not snapshot.is_key(key):
+            raise SettingError(
+                f"{self.path / names.KEY} holds no key of a run",
+                found=repr(key),
+                remedy="If the folder is yours, have it made anew: "
+                + shell_text(["rm", str(self.path / names.KEY)])
+                + "\n(checkpoints that never came home from a node are not found there then)",
+            )
+        return key
+
+    def take_sign(self, identity: str) -> bool:
+        """Whether the sign of the agent with that identity arrived here; removes it."""
+        try:
+            (self.path / f"{snapshot.SIGN}{identity}").unlink()
         except OSError:
             return False
         return True
@@ -77,15 +106,13 @@ class RunDirectory:
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
         self.write_json(names.OWNER, mark)
-        (self.path / self.probe_file).write_text(self.token)
+        inside.write_file(str(self.path), self.probe_file, self.token.encode())
 
     def write_json(self, name: str, value: Any) -> None:
         """Writes a whole JSON file at once."""
         with self._explained():
-            target = self.path / name
-            new = target.with_name(target.name + ".new")
-            new.write_bytes(self._blotter.whole(json.dumps(value, indent=2).encode()) + b"\n")
-            new.replace(target)
+            data = self._blotter.whole(json.dumps(value, indent=2).encode()) + b"\n"
+            inside.write_file(str(self.path), name, data)
 
     def append_line(self, name: str, value: dict[str, Any]) -> None:
         """Adds one object to a ``.jsonl`` file."""
@@ -122,9 +149,9 @@ class RunDirectory:
         """The file, open for adding; those that were not added to for longest are closed."""
         file = self._files.pop(name, None)
         if file is None:
-            target = self.path / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            file = target.open("ab", buffering=0)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            fd = inside.open_file(str(self.path), name, flags)
+            file = os.fdopen(fd, "ab", buffering=0)
         self._files[name] = file
         if len(self._files) > OPEN_FILES:
             self._files.pop(next(iter(self._files))).close()
@@ -149,11 +176,14 @@ class RunDirectory:
             yield
         except OSError as error:
             free = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            linked = error.errno == errno.ELOOP
             raise NodeError(
                 f"cannot write to the run directory {self.path} on this machine",
                 found=f"{error.strerror}" + (f" ({error.filename})" if error.filename else ""),
                 remedy="Free some space there, or give --run-dir on another disk"
                 if free
+                else f"Look at what is there: {shell_text(['ls', '-l', str(error.filename)])}"
+                if linked
                 else "Give a --run-dir that you may write to",
             ) from error
 
@@ -165,6 +195,7 @@ class RunDirectory:
         for file in self._files.values():
             file.close()
         self._files.clear()
+        shutil.rmtree(self.path / inside.INCOMING, ignore_errors=True)
         for name in (names.OWNER, self.probe_file):
             with contextlib.suppress(OSError):
                 (self.path / name).unlink()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from paceline.cluster.blobs import send_file
-from paceline.cluster.channel import AgentRefusal, Event
+from paceline.agent.inside import Arriving
+from paceline.cluster.blobs import fetch_file, send_tree
+from paceline.cluster.channel import AgentRefusal
 from paceline.launch.code import Manifest, Tree, entry_at, relocate
 from paceline.launch.node import Node
 from paceline.launch.planning import Code
@@ -23,8 +24,9 @@ async def ship_tree(node: Node, tree: Tree, name: str, run_id: str) -> str:
 
     NodeError when the node cannot take it.
     """
+    files = {str(entry[0]): tree.root / str(entry[0]) for entry in tree.manifest}
     try:
-        root = await _build_tree(node, tree, name, run_id)
+        root = await send_tree(node.channel, tree.manifest, files, run_id, name)
     except AgentRefusal as refusal:
         raise NodeError(
             f"{node.name} cannot take the files of {tree.root}",
@@ -34,17 +36,6 @@ async def ship_tree(node: Node, tree: Tree, name: str, run_id: str) -> str:
         ) from None
     node.copies[name] = (root, tree.manifest)
     return root
-
-
-async def _build_tree(node: Node, tree: Tree, name: str, run_id: str) -> str:
-    answer = await node.channel.request("lacking_blobs", manifest=tree.manifest)
-    where = {str(entry[1]): str(entry[0]) for entry in tree.manifest}
-    for digest in answer["hashes"]:
-        await send_file(node.channel, digest, tree.root / where[digest])
-    built = await node.channel.request(
-        "build_tree", manifest=tree.manifest, name=name, run_id=run_id
-    )
-    return str(built["root"])
 
 
 async def place_code(node: Node, job: Job, tree: Tree | None, run_id: str) -> Code:
@@ -104,104 +95,59 @@ def with_inputs(entry: Entry, places: dict[str, str]) -> Entry:
     return Entry(entry.kind, entry.target, tuple(places.get(arg, arg) for arg in entry.args))
 
 
-def stays_below(path: str) -> bool:
-    """Whether a relative path leads nowhere else; a node does not choose where we write."""
-    return not path.startswith("/") and ".." not in path.split("/")
-
-
 class Fetcher:
-    """Receives files from agents; hand it every ``file`` event."""
+    """Brings files of nodes into the run directory, each under its name once it is whole.
 
-    def __init__(self) -> None:
-        self._open: dict[tuple[str, str], BinaryIO] = {}
-        self._targets: dict[str, Path] = {}
-        self._problems: dict[str, OSError] = {}
+    Args:
+        directory: The run directory: no link inside it is followed.
+    """
 
-    def take(self, event: Event) -> None:
-        """Writes one block at its place."""
-        target = self._targets.get(event.host)
-        if target is None:
-            return
-        try:
-            self._write(target, event)
-        except OSError as problem:
-            self._problems[event.host] = problem
-            self._drop(event.host)
-
-    def _drop(self, host: str) -> None:
-        """Takes no more of this host, and leaves no half file under a whole one's name."""
-        del self._targets[host]
-        for key in [key for key in self._open if key[0] == host]:
-            file = self._open.pop(key)
-            with contextlib.suppress(OSError):
-                file.close()
-            Path(file.name).unlink(missing_ok=True)
-
-    def _write(self, target: Path, event: Event) -> None:
-        path = target / event.message["path"]
-        if not stays_below(event.message["path"]):
-            return
-        key = (event.host, event.message["path"])
-        file = self._open.get(key)
-        if file is None:
-            self._close_of(event.host)  # files come one after the other
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._open[key] = path.with_name(path.name + ".part").open("wb")
-        file.seek(event.message["offset"])
-        file.write(event.blob)
-
-    def _close_of(self, host: str) -> None:
-        for key in [key for key in self._open if key[0] == host]:
-            file = self._open.pop(key)
-            file.close()
-            part = Path(file.name)
-            part.replace(part.with_name(part.name.removesuffix(".part")))
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
 
     async def fetch(self, node: Node, root: str, manifest: Manifest | None, target: Path,
-                    leave: Iterable[str] = ()) -> list[str]:  # fmt: skip
+                    leave: Callable[[str], bool] = lambda path: False) -> list[str]:  # fmt: skip
         """Brings the new and changed files below ``root`` of a node to ``target``.
 
         Args:
             node: From where.
             root: Folder there.
             manifest: What was there before the job; ``None`` when nothing was.
-            target: Folder here.
-            leave: First parts of paths that stay there.
+            target: Folder here, in the run directory.
+            leave: True for paths that stay there.
 
         Returns:
             The paths that came, relative to ``target``.
         """
         answer = await node.channel.request("list_results", root=root, manifest=manifest)
-        skipped = set(leave)
-        files = [
-            f
-            for f in answer["files"]
-            if stays_below(f["path"]) and f["path"].split("/")[0] not in skipped
-        ]
-        total = sum(f["size"] for f in files)
+        files = {str(f["path"]): int(f["size"]) for f in answer["files"] if not leave(f["path"])}
+        total = sum(files.values())
         if total > RESULT_LIMIT:
             raise NodeError(
                 f"the results on {node.name} are larger than what is brought back",
                 found=f"{total >> 20} MiB in {root}",
                 remedy=f"Copy them by hand: scp -r {node.host.address}:{root} .",
             )
-        paths = [str(f["path"]) for f in files]
-        if paths:
-            await self.fetch_files(node, root, paths, target)
-        return paths
+        await self.fetch_files(node, root, files, target)
+        return list(files)
 
-    async def fetch_files(self, node: Node, root: str, paths: list[str], target: Path) -> None:
-        """Brings these files below ``root``; one call a node at a time."""
-        self._targets[node.name] = target
-        try:
-            await node.channel.request("fetch", root=root, files=paths)
-        finally:
-            with contextlib.suppress(OSError):
-                self._close_of(node.name)
-            self._targets.pop(node.name, None)
-        if problem := self._problems.pop(node.name, None):
-            raise NodeError(
-                f"cannot write what {node.name} sends",
-                found=f"{problem.strerror} ({problem.filename or target})",
-                remedy=f"Make room there, or copy by hand: scp -r {node.host.address}:{root} .",
-            )
+    async def fetch_files(self, node: Node, root: str, files: Mapping[str, int],
+                          target: Path) -> None:  # fmt: skip
+        """Brings these files below ``root``, by their sizes in bytes."""
+        below = target.relative_to(self._directory).as_posix()
+        for path, size in files.items():
+            name = path if below == "." else f"{below}/{path}"
+            try:
+                arriving = await asyncio.to_thread(Arriving, str(self._directory), name)
+                await fetch_file(node.channel, root, path, size, arriving)
+            except OSError as problem:
+                if isinstance(problem, ConnectionError):
+                    raise
+                raise self._cannot_write(node, root, problem) from None
+
+    def _cannot_write(self, node: Node, root: str, problem: OSError) -> NodeError:
+        return NodeError(
+            f"cannot write what {node.name} sends",
+            found=f"{problem.strerror} ({problem.filename or self._directory})",
+            remedy=f"Make room there, or copy by hand: scp -r {node.host.address}:{root} .",
+        )

@@ -19,6 +19,19 @@ WEIGHTS = "model/model.safetensors"
 MODEL_CONFIG = "model/config.json"
 WRITER = "writer.json"  # inside checkpoints/: who writes there; it never leaves its disk
 CHECKPOINTS = "checkpoints"  # checkpoints/STEP/: weights, state, manifest with hashes
+FETCHED = "files"  # files/HOST/: what ranks wrote into shipped copies of the code
 KEY = ".paceline-key"  # names the folder on nodes that do not see it
 OWNER = "owner.json"  # who runs in this folder: launcher's host, pid, start time
 DEFAULT_PARENT = "runs"
+
+# Written by the launcher alone, and never taken from a node.
+OURS = {PLAN, EVENTS, METRICS, HOSTS, RESULT, LOGS, OWNER, FINDINGS, CHECKPOINTS, FETCHED}
+
+
+def is_ours(path: str) -> bool:
+    """Whether a path in the run directory belongs to the launcher.
+
+    Checkpoints do too: they are brought by their own way.
+    """
+    first = path.split("/")[0]
+    return first in OURS or first.startswith((".paceline", "events-before-", "metrics-before-"))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent.snapshot import hash_file
-from paceline.cluster.blobs import send_file
+from paceline.cluster.blobs import send_tree
 from paceline.cluster.channel import Channel
 from paceline.spec.errors import NodeError, PacelineError, SettingError
 
@@ -88,14 +88,7 @@ async def _ship(channel: Channel, requirements: Path, wheels: Path | None) -> st
     for file in sorted(wheels.iterdir()) if wheels else []:
         files[f"wheels/{file.name}"] = file
     manifest = [[name, hash_file(f), 0o600, f.stat().st_size] for name, f in files.items()]
-    answer = await channel.request("lacking_blobs", manifest=manifest)
-    missing = set(answer["hashes"])
-    for (_, sha256, _, _), file in zip(manifest, files.values(), strict=True):
-        if sha256 in missing:
-            missing.discard(str(sha256))
-            await send_file(channel, str(sha256), file)
-    built = await channel.request("build_tree", run_id="setup", name="env", manifest=manifest)
-    return str(built["root"])
+    return await send_tree(channel, manifest, files, run_id="setup", name="env")
 
 
 async def _write(channel: Channel, path: str, text: str) -> None:

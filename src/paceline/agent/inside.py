@@ -1,0 +1,204 @@
+"""Files below a folder of ours: no name leads out of it, and no link inside it is followed.
+
+The folder itself may be reached through links: it is what the user named. Used on nodes for the
+cache, and on the launching machine for the run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+from typing import List
+
+INCOMING = ".paceline-incoming"  # below the folder: what has not come as a whole yet
+MOST_CHARACTERS = 4096
+
+
+def parts_of(path: str) -> List[str]:
+    """The names on a relative path; ValueError for one that could lead anywhere else."""
+    parts = path.split("/")
+    if len(path) > MOST_CHARACTERS or "\0" in path or not {"", ".", ".."}.isdisjoint(parts):
+        raise ValueError("not a path inside a folder: %r" % path[:100])
+    return parts
+
+
+def open_folder(root: str, path: str, make: bool = False) -> int:
+    """A descriptor of the folder ``path`` below ``root``; empty for ``root`` itself.
+
+    Args:
+        root: A folder, named as the user likes.
+        path: Relative; where it is a link or anything but a folder, OSError is raised.
+        make: Makes what is missing, for the user alone.
+    """
+    found = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    for name in parts_of(path) if path else []:
+        try:
+            inner = _enter(found, name, make)
+        except OSError as problem:
+            raise _explained(problem, root, path, found, name) from None
+        finally:
+            os.close(found)
+        found = inner
+    return found
+
+
+def _enter(folder: int, name: str, make: bool) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    try:
+        return os.open(name, flags, dir_fd=folder)
+    except FileNotFoundError:
+        if not make:
+            raise
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=folder)
+    return os.open(name, flags, dir_fd=folder)
+
+
+def _explained(problem: OSError, root: str, path: str, folder: int, name: str) -> OSError:
+    """The same problem with the whole path; a link is called by its name."""
+    whole = os.path.join(root, path)
+    with contextlib.suppress(OSError):
+        if stat.S_ISLNK(os.lstat(name, dir_fd=folder).st_mode):
+            words = "%s is a symbolic link, and links in there are not followed" % name
+            return OSError(errno.ELOOP, words, whole)
+    return OSError(problem.errno or errno.EIO, problem.strerror, whole)
+
+
+def open_file(root: str, path: str, flags: int) -> int:
+    """A descriptor of the plain file ``path`` below ``root``.
+
+    Folders on the way are made when ``flags`` has ``O_CREAT``. OSError where a link or anything
+    but a plain file has the name.
+    """
+    *above, name = parts_of(path)
+    folder = open_folder(root, "/".join(above), make=bool(flags & os.O_CREAT))
+    try:
+        # O_NONBLOCK: a named pipe must not keep us waiting for its other end
+        found = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666, dir_fd=folder)
+    except OSError as problem:
+        raise _explained(problem, root, path, folder, name) from None
+    finally:
+        os.close(folder)
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise OSError(errno.EINVAL, "not a plain file", os.path.join(root, path))
+    return found
+
+
+def rename(root: str, path: str, target: str, durable: bool = True) -> None:
+    """Gives what is at ``path`` the name ``target``; folders on the way are made.
+
+    With ``durable`` it has that name after a power cut, too.
+    """
+    *above, name = parts_of(path)
+    *target_above, target_name = parts_of(target)
+    source = open_folder(root, "/".join(above))
+    try:
+        folder = open_folder(root, "/".join(target_above), make=True)
+        try:
+            os.replace(name, target_name, src_dir_fd=source, dst_dir_fd=folder)
+            if durable:
+                os.fsync(folder)
+        except OSError as problem:
+            raise OSError(problem.errno, problem.strerror, os.path.join(root, target)) from None
+        finally:
+            os.close(folder)
+    finally:
+        os.close(source)
+
+
+def write_file(root: str, path: str, data: bytes) -> None:
+    """Writes a whole file: under its name is either what was there before or all of ``data``."""
+    file = Arriving(root, path)
+    try:
+        file.add(0, data)
+        file.finish()
+    finally:
+        file.drop()
+
+
+def remove(root: str, path: str) -> None:
+    """Removes a file or folder: first moved aside, so that its name never holds half of it.
+
+    What cannot be removed is left aside; OSError when it cannot even be moved.
+    """
+    os.close(open_folder(root, INCOMING, make=True))
+    aside = "%s/%s" % (INCOMING, secrets.token_hex(8))
+    rename(root, path, aside)
+    whole = os.path.join(root, aside)
+    if stat.S_ISDIR(os.lstat(whole).st_mode):
+        shutil.rmtree(whole, ignore_errors=True)
+    else:
+        os.unlink(whole)
+
+
+class Arriving:
+    """A file that comes block by block: it has its name once it is whole, checked and flushed.
+
+    Args:
+        root: The folder.
+        path: Where the file belongs below it.
+        durable: Flush it to the disk first. Needless only where its hash is looked at again.
+
+    Attributes:
+        size: Bytes that have come.
+    """
+
+    def __init__(self, root: str, path: str, durable: bool = True) -> None:
+        parts_of(path)
+        self.size = 0
+        self._durable = durable
+        self._root, self._path = root, path
+        self._part = "%s/%s" % (INCOMING, secrets.token_hex(8))
+        self._fd = open_file(root, self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._digest = hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        """Hash of what has come, in hexadecimal."""
+        return self._digest.hexdigest()
+
+    def add(self, offset: int, data: bytes) -> None:
+        """Adds a block. ValueError when it is not the next one."""
+        if offset != self.size:
+            raise ValueError("a block at byte %d came where %d was next" % (offset, self.size))
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        self._digest.update(data)
+        self.size += len(data)
+
+    def finish(self, size: int = -1, sha256: str = "") -> None:
+        """The last block has come: flushes the file and gives it its name.
+
+        Args:
+            size: What was announced; -1 for nothing.
+            sha256: What was announced; empty for nothing.
+
+        Raises:
+            ValueError: The file is not what was announced. Nothing has its name then.
+        """
+        if size not in (-1, self.size):
+            raise ValueError("%d bytes came instead of %d" % (self.size, size))
+        if sha256 and sha256 != self.sha256:
+            raise ValueError("content does not have the hash %s" % sha256)
+        if self._durable:
+            os.fsync(self._fd)
+        rename(self._root, self._part, self._path, self._durable)
+        self._part = ""
+        self.drop()
+
+    def drop(self) -> None:
+        """Forgets what has come, unless it is finished."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._part:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self._root, self._part))
+            self._part = ""

@@ -1,0 +1,392 @@
+"""Shipping, fetching and mirroring: nothing unfinished has its final name, on either side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import random
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import ENDLESS, Served, agent_in_thread
+
+from paceline.agent import inside, snapshot
+from paceline.cluster import blobs
+from paceline.cluster.channel import AgentRefusal
+from paceline.launch import mirroring
+from paceline.launch.code import read_parts
+from paceline.launch.mirroring import Mirror, send_checkpoints
+from paceline.launch.rundir import RunDirectory
+from paceline.launch.shipping import Fetcher, ship_tree
+from paceline.spec.errors import NodeError, PacelineError
+
+BLOCK = 512
+CUTS = 200
+KEY = "0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own for the agent; short blocks, so that little makes many."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(blobs, "BLOCK", BLOCK)
+    return tmp_path / "cache" / "paceline"
+
+
+def content(seed: str, size: int) -> bytes:
+    return random.Random(f"{seed} {size}").randbytes(size)
+
+
+def fill(root: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    return root
+
+
+def below(root: Path) -> dict[str, bytes]:
+    """What has its final name below ``root``: not what is still arriving or on its way out."""
+    found = {}
+    for path in root.rglob("*"):
+        name = path.relative_to(root).as_posix()
+        if path.is_file() and not any(part.startswith(".") for part in name.split("/")):
+            found[name] = path.read_bytes()
+    return found
+
+
+FILES = {"a.py": content("a", 100), "empty": b"", "b/even": content("b", 4 * BLOCK),
+         "b/odd": content("c", 3 * BLOCK + 7)}  # fmt: skip
+
+
+def steps(*names: int) -> dict[str, bytes]:
+    sizes = {"weights": 3 * BLOCK, "state": 40, "manifest.json": 9}
+    return {f"{step}/{file}": content(f"{step}{file}", size)
+            for step in names for file, size in sizes.items()}  # fmt: skip
+
+
+# --- whole transfers
+
+
+def run(work: Callable[[Served], Coroutine[Any, Any, Any]], left: int = ENDLESS) -> Any:
+    async def go() -> Any:
+        async with agent_in_thread(left) as served:
+            return await work(served), served.line.passed
+
+    return asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_a_tree_is_shipped(tmp_path: Path) -> None:
+    tree = read_parts(fill(tmp_path / "project", FILES), ())
+
+    async def work(served: Served) -> dict[str, bytes]:
+        root = await ship_tree(served.node, tree, "code", "run1")
+        assert served.node.copies["code"][0] == root
+        return below(Path(root))
+
+    assert run(work)[0] == FILES
+
+
+def test_a_damaged_cache_is_filled_again(tmp_path: Path, cache: Path) -> None:
+    tree = read_parts(fill(tmp_path / "project", FILES), ())
+
+    async def work(served: Served) -> dict[str, bytes]:
+        await ship_tree(served.node, tree, "code", "run1")
+        blob = cache / snapshot.blob_path(str(tree.manifest[0][1]))
+        blob.write_bytes(b"x" * blob.stat().st_size)
+        return below(Path(await ship_tree(served.node, tree, "code", "run1")))
+
+    assert run(work)[0] == FILES
+
+
+def test_fetcher_brings_what_is_new(tmp_path: Path) -> None:
+    there, home = fill(tmp_path / "there", FILES), tmp_path / "run"
+    (there / "out").symlink_to("/etc")
+    home.mkdir()
+    manifest = [["a.py", hashlib.sha256(FILES["a.py"]).hexdigest(), 0o644, 100]]
+
+    async def work(served: Served) -> list[str]:
+        fetcher = Fetcher(home)
+        return await fetcher.fetch(served.node, str(there), manifest, home / "files" / "n1",
+                                   leave=lambda path: path == "empty")  # fmt: skip
+
+    assert sorted(run(work)[0]) == ["b/even", "b/odd"]
+    assert below(home) == {f"files/n1/{name}": FILES[name] for name in ("b/even", "b/odd")}
+
+
+def test_fetcher_follows_no_link_of_the_run_directory(tmp_path: Path) -> None:
+    there, home = fill(tmp_path / "there", FILES), tmp_path / "run"
+    (tmp_path / "elsewhere").mkdir()
+    home.mkdir()
+    (home / "b").symlink_to(tmp_path / "elsewhere")
+
+    async def work(served: Served) -> None:
+        await Fetcher(home).fetch(served.node, str(there), None, home)
+
+    with pytest.raises(NodeError, match="cannot write what n1 sends") as caught:
+        run(work)
+    assert "b is a symbolic link" in caught.value.found
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer", "gone"])
+def test_a_file_that_changes_while_it_is_read_does_not_come(tmp_path: Path, change: str) -> None:
+    there, home = fill(tmp_path / "there", {"f": bytes(BLOCK * 3)}), tmp_path / "run"
+    home.mkdir()
+    size = {"shorter": BLOCK * 4, "longer": BLOCK * 2, "gone": 5}[change]
+
+    async def work(served: Served) -> None:
+        name = "none" if change == "gone" else "f"
+        await Fetcher(home).fetch_files(served.node, str(there), {name: size}, home)
+
+    with pytest.raises(AgentRefusal):
+        run(work)
+    assert below(home) == {}
+    assert not list((home / inside.INCOMING).iterdir())
+
+
+def test_what_is_not_what_was_read_there_does_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, home = fill(tmp_path / "there", {"f": bytes(BLOCK * 3)}), tmp_path / "run"
+    home.mkdir()
+    add = inside.Arriving.add
+    monkeypatch.setattr(
+        inside.Arriving, "add", lambda self, at, data: add(self, at, b"x" + data[1:])
+    )
+
+    async def work(served: Served) -> None:
+        await Fetcher(home).fetch_files(served.node, str(there), {"f": BLOCK * 3}, home)
+
+    with pytest.raises(NodeError, match="did not arrive as it is there"):
+        run(work)
+    assert below(home) == {}
+
+
+# --- checkpoints
+
+
+def mirror(served: Served, home: RunDirectory, there: Path) -> Mirror:
+    served.node.run_folder, served.node.shared_run_dir = str(there), False
+    return Mirror(served.node, home, Fetcher(home.path))
+
+
+def test_mirror_follows_the_node(tmp_path: Path) -> None:
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    shelf, ours = there / "checkpoints", home.path / "checkpoints"
+    fill(shelf, {**steps(10, 20), "latest.json": b"{20}", "writer.json": b"me",
+                 ".30.77.tmp/weights": b"unfinished"})  # fmt: skip
+
+    async def work(served: Served) -> None:
+        follow = mirror(served, home, there)
+        await follow.sync()
+        assert below(ours) == {**steps(10, 20), "latest.json": b"{20}"}
+        fill(shelf, {**steps(30), "latest.json": b"{30}"})
+        for file in (shelf / "10").iterdir():
+            file.unlink()
+        follow.wanted()
+        follow.wanted()
+        await follow.finish()
+        assert below(ours) == {**steps(20, 30), "latest.json": b"{30}"}
+
+    run(work)
+    home.close()
+
+
+def test_mirror_takes_a_half_checkpoint_of_its_own_for_none(tmp_path: Path) -> None:
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    fill(there / "checkpoints", steps(10))
+    fill(home.path / "checkpoints", {"10/weights": b"half"})
+
+    async def work(served: Served) -> None:
+        await mirror(served, home, there).sync()
+
+    run(work)
+    assert below(home.path / "checkpoints") == steps(10)
+    home.close()
+
+
+def test_mirror_brings_the_others_when_one_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    fill(there / "checkpoints", steps(10, 20))
+    sizes = mirroring._sizes_on
+
+    async def believed(node: Any) -> dict[str, int]:
+        return {**await sizes(node), "10/weights": 5}  # it is longer by now
+
+    monkeypatch.setattr(mirroring, "_sizes_on", believed)
+
+    async def work(served: Served) -> None:
+        with pytest.raises(AgentRefusal):
+            await mirror(served, home, there).sync()
+
+    run(work)
+    assert below(home.path / "checkpoints") == steps(20)
+    home.close()
+
+
+def test_a_node_without_newer_checkpoints_removes_none_here() -> None:
+    assert mirroring.outdated(["10", "20", "9"], ["20", "30"]) == ["10", "9"]
+    assert mirroring.outdated(["10", "20"], []) == []
+    assert mirroring.outdated(["40"], ["20"]) == []
+
+
+def test_checkpoints_are_sent_as_a_whole(tmp_path: Path, cache: Path) -> None:
+    home = RunDirectory(tmp_path / "run")
+    fill(
+        home.path / "checkpoints",
+        {**steps(10, 20, 30), "latest.json": b"ours", "writer.json": b"x"},
+    )
+    shelf = cache / "runs" / home.key / "checkpoints"
+
+    async def work(served: Served) -> None:
+        served.node.run_folder = str(snapshot.make_run_folder(home.key))
+        fill(shelf, {**steps(10), "20/weights": steps(20)["20/weights"], "30/weights": b"newer",
+                     "latest.json": b"theirs"})  # fmt: skip
+        await send_checkpoints(served.node, home)
+        await served.ask("discard_run_folder", key=KEY)  # of another run
+        assert below(shelf) == {**steps(10, 20), "30/weights": b"newer", "latest.json": b"theirs"}
+
+    run(work)
+    home.close()
+    assert below(shelf)  # it was not said that it may go
+
+
+# --- cut lines
+
+
+async def ship(served: Served, tmp_path: Path, home: RunDirectory) -> None:
+    tree = read_parts(tmp_path / "project", ())
+    await ship_tree(served.node, tree, "code", "run1")
+
+
+async def send(served: Served, tmp_path: Path, home: RunDirectory) -> None:
+    served.node.run_folder = str(snapshot.make_run_folder(home.key))
+    await send_checkpoints(served.node, home)
+
+
+async def fetch(served: Served, tmp_path: Path, home: RunDirectory) -> None:
+    await Fetcher(home.path).fetch(
+        served.node, str(tmp_path / "project"), None, home.path / "files"
+    )
+
+
+async def follow(served: Served, tmp_path: Path, home: RunDirectory) -> None:
+    await mirror(served, home, tmp_path / "node").sync()
+
+
+WAYS = {"shipping": ship, "sending checkpoints": send, "fetching": fetch, "mirroring": follow}
+
+
+def right(name: str, data: bytes) -> bool:
+    """Whether a file with its final name is what belongs there."""
+    wanted = {**FILES, **steps(10, 20, 30)}
+    if name.split("/")[0] == "blobs":
+        return hashlib.sha256(data).hexdigest() == name.split("/")[-1]
+    return any(name.endswith(end) and data == whole for end, whole in wanted.items())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cut_line_leaves_no_wrong_file(way: str, tmp_path: Path, cache: Path,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """The connection dies at 50 moments for each way: 200 in all, the same ones each time."""
+    fill(tmp_path / "project", FILES)
+    fill(tmp_path / "node" / "checkpoints", steps(10, 20))
+    chosen = random.Random(way)
+
+    def once(number: int, left: int) -> tuple[bool, int]:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"{number}"))
+        home = RunDirectory(tmp_path / f"run{number}")
+        fill(home.path / "checkpoints", steps(30) if way != "mirroring" else {})
+
+        async def work(served: Served) -> bool:
+            with contextlib.suppress(PacelineError, ConnectionError):
+                await WAYS[way](served, tmp_path, home)
+                return True
+            return False
+
+        whole, passed = run(work, left)
+        home.close()
+        for root in (home.path, tmp_path / f"{number}" / "paceline"):
+            for name, data in below(root).items():
+                assert right(name, data), (left, name)
+        if way == "mirroring":  # a checkpoint is there as a whole or not at all
+            kept = below(home.path / "checkpoints")
+            assert kept in ({}, steps(10), steps(20), steps(10, 20)), left
+        return whole, passed
+
+    whole, passed = once(0, ENDLESS)
+    assert whole
+    cuts = [chosen.randrange(passed) for _ in range(CUTS // len(WAYS))]
+    for number, left in enumerate(cuts, 1):
+        once(number, left)
+    assert once(len(cuts) + 1, ENDLESS)[0]
+
+
+# --- the agent's loop
+
+
+def test_a_hanging_disk_does_not_stop_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever looks at a path of a dead mount, leases are still renewed."""
+    dead, free = str(tmp_path / "dead"), threading.Event()
+    found, opened = os.stat, os.open
+
+    def stat(path: Any, *rest: Any, **more: Any) -> Any:
+        if str(path).startswith(dead):
+            free.wait(20)
+        return found(path, *rest, **more)
+
+    def open_(path: Any, *rest: Any, **more: Any) -> int:
+        if str(path).startswith(dead):
+            free.wait(20)
+        return opened(path, *rest, **more)
+
+    async def work(served: Served) -> None:
+        monkeypatch.setattr(os, "stat", stat)
+        monkeypatch.setattr(os, "open", open_)
+        monkeypatch.setenv("XDG_CACHE_HOME", dead)
+        digest = hashlib.sha256(b"").hexdigest()
+        entry = ["f", digest, 0o644, 0]
+        block = {"offset": 0, "last": True, "size": 0, "sha256": digest}
+        asked = [
+            ("look", {"paths": [dead]}),
+            ("which", {"program": f"{dead}/x", "workdir": "/"}),
+            ("disk", {"paths": [dead]}),
+            ("run_folder", {"path": dead, "token_file": "t", "token": "t", "key": KEY}),
+            ("put_blob", block),
+            ("put_file", {**block, "key": KEY, "path": "f"}),
+            ("place", {"key": KEY, "path": "f", "target": "g"}),
+            ("build_tree", {"run_id": "r", "name": "code", "manifest": [entry]}),
+            ("lacking_blobs", {"manifest": [entry]}),
+            ("compare_tree", {"root": dead, "manifest": [entry]}),
+            ("list_results", {"root": dead, "manifest": None}),
+            ("read_block", {"root": dead, "path": "f", "offset": 0, "count": 1, "last": True}),
+            ("prepare", {"python": f"{dead}/python", "preload": [], "env": {}, "token": "t"}),
+        ]
+        waiting = [asyncio.ensure_future(served.ask(op, **fields)) for op, fields in asked]
+        for _ in range(5):
+            await asyncio.wait_for(served.ask("lease", seconds=60.0), 5)
+        free.set()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    run(work)
+
+
+def test_large_files_are_hashed_as_they_come(tmp_path: Path) -> None:
+    """No second reading, and none on the loop: the hash is known with the last block."""
+    arriving = inside.Arriving(str(tmp_path), "big")
+    data = content("big", 3000)
+    for at in range(0, 3000, 1000):
+        arriving.add(at, data[at : at + 1000])
+    with pytest.raises(ValueError, match="where 3000 was next"):
+        arriving.add(0, b"x")
+    arriving.finish(3000, hashlib.sha256(data).hexdigest())
+    assert (tmp_path / "big").read_bytes() == data

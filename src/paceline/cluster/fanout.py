@@ -77,7 +77,9 @@ def wait_without_threads() -> None:
     if sys.version_info < (3, 12):
         with contextlib.suppress(AttributeError, OSError):  # macOS; kernels before 5.3
             os.close(os.pidfd_open(os.getpid()))
-            asyncio.set_child_watcher(asyncio.PidfdChildWatcher())
+            watcher = asyncio.PidfdChildWatcher()
+            watcher.attach_loop(asyncio.get_running_loop())
+            asyncio.set_child_watcher(watcher)
 
 
 async def connect_all(

@@ -1,14 +1,15 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
-.PHONY: help demo test lint format env system clean
+.PHONY: help demo test pythons lint format env system clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 help:
-	@echo "make demo   environment, then train the bundled digits on a two-host virtual cluster"
-	@echo "make test   environment and system parts, then all tests"
-	@echo "make lint   ruff, mypy, import-linter"
-	@echo "make clean  remove the environment and caches"
+	@echo "make demo     environment, then train the bundled digits on a two-host virtual cluster"
+	@echo "make test     environment and system parts, then all tests"
+	@echo "make pythons  the unit tests under every Python from 3.10 on that is here"
+	@echo "make lint     ruff, mypy, import-linter"
+	@echo "make clean    remove the environment and caches"
 
 # the environment is remade when what it is made from has changed
 env: $(VENV)/.made
@@ -34,6 +35,9 @@ test: env system
 	$(BIN)/python -m pytest tests/train tests/lab || status=1; \
 	exit $$status
 
+pythons: env
+	@$(BIN)/python tools/pythons.py
+
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,4 +49,4 @@ format: env
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-pythons build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -112,7 +112,8 @@ def test_an_end_in_order_is_to_blame_where_only_echoes_follow() -> None:
     early = failure(1, 1.01, "ended with status 0", "early", code=0)
     late = failure(2, 9.0, "ended with status 0", "early", code=0)
     echo = failure(0, 1.0, ECHOES[0])
-    assert outcome.first(outcome.early_end([echo], [late, early])).rank == 1
+    left = failure(0, 1.1, "exit status 1", "exit", code=1)
+    assert outcome.first(outcome.early_end([echo, left], [late, early])).rank == 1
     own = failure(0, 1.0, "ValueError: boom")
     assert outcome.first(outcome.early_end([own], [early])) == own
 

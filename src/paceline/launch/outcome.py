@@ -156,7 +156,7 @@ def early_end(failures: Sequence[Failure], early: Sequence[Failure]) -> list[Fai
         failures: As reported.
         early: Ranks that had ended with status 0 while others were still training.
     """
-    if early and all(failure.echo and failure.origin is None for failure in failures):
+    if early and all(failure.echo and failure.origin is None for failure in merge(failures)):
         before = min((failure.time for failure in failures), default=0.0)
         # the others may notice it before it is really over
         return [*(replace(one, time=min(one.time, before)) for one in early

@@ -128,7 +128,7 @@ def test_help_names_every_verb_without_importing_it() -> None:
 
 
 def test_help_of_run_says_where_options_stand() -> None:
-    done = CliRunner().invoke(program, ["run", "--help"])
+    done = CliRunner().invoke(program, ["run", "--help-all"])
     assert done.exit_code == 0
     for option in ("--hosts", "--nnodes", "--plan", "--lease", "--max-restarts", "--env"):
         assert option in done.output

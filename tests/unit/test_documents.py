@@ -68,6 +68,6 @@ def recipe_flags(shown: Shown) -> set[str]:
     if shown.words[1:2] == ("train",):
         for name in RECIPES:
             with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-                parse_options(name, ["--help"])
+                parse_options(name, ["--help-all"])
         return set(re.findall(r"--[a-z][\w-]*", text.getvalue()))
     return set()

@@ -14,6 +14,7 @@ import click
 import paceline
 from paceline.cli.verb import VerbGroup
 from paceline.spec.errors import PacelineError
+from paceline.spec.helptext import Row, Section
 
 # verb → (module, one line for --help)
 VERBS: dict[str, tuple[str, str]] = {
@@ -54,9 +55,8 @@ class Verbs(VerbGroup):
         assert isinstance(command, click.Command)
         return command
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in VERBS.items()])
+    def sections(self, ctx: click.Context) -> list[Section]:
+        return [("Commands", [Row(name, line) for name, (_, line) in VERBS.items()])]
 
     def invoke(self, ctx: click.Context) -> Any:
         """Ctrl-C gives the status that a shell knows, 128 + SIGINT."""

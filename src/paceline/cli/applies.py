@@ -13,9 +13,9 @@ import click
 from click.core import ParameterSource
 
 from paceline.cli.settings import RUN_TABLE, variable_of
-from paceline.cluster.inventory.overrides import TOML_NAME
 from paceline.launch.schedulers.batch import SUBMITTED
 from paceline.spec.errors import SettingError
+from paceline.spec.settings import TOML_NAME
 
 # manner → how it is asked for, for people
 WAYS = {

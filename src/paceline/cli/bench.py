@@ -7,6 +7,7 @@ import importlib
 import click
 
 from paceline.cli.verb import VerbGroup
+from paceline.spec.helptext import Row, Section
 
 # name → (module with ``command``, one line for --help)
 BENCHES: dict[str, tuple[str, str]] = {
@@ -31,9 +32,8 @@ class Benches(VerbGroup):
         assert isinstance(command, click.Command)
         return command
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in BENCHES.items()])
+    def sections(self, ctx: click.Context) -> list[Section]:
+        return [("Commands", [Row(name, line) for name, (_, line) in BENCHES.items()])]
 
 
 @click.group("bench", cls=Benches)

@@ -24,16 +24,13 @@ from paceline.spec.rundir import CONFIG, MODEL, MODEL_CONFIG
 MODULE = "paceline.recipes.evaluate"
 
 
-@click.command("evaluate", cls=Verb, context_settings={"ignore_unknown_options": True})
+@click.command("evaluate", cls=Verb, options_of="paceline.recipes.evaluate_options:EvaluateOptions")
 @launch_options
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: object) -> None:
-    """Evaluate the model of RUN; the same figure as its training reported, to the digit.
-
-    OPTIONS: --split NAME, --data NAME|PATH, --data-dir PATH, --device NAME.
-    """
+    """Evaluate the model of RUN; the same figure as its training reported, to the digit."""
     typed = parse(EvaluateOptions, options, "paceline evaluate")
     folder = run_folder(run)
     cluster, way = prepare(ctx)

@@ -10,14 +10,12 @@ from paceline.cli.evaluate import run_folder, run_here
 from paceline.cli.verb import Verb
 
 
-@click.command("export", cls=Verb, context_settings={"ignore_unknown_options": True})
+@click.command("export", cls=Verb, options_of="paceline.recipes.use_options:ExportOptions")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("options", nargs=-1, metavar="[OPTIONS]", type=click.UNPROCESSED)
 def command(run: Path, options: tuple[str, ...]) -> None:
     """Write the model of RUN for other programs.
 
-    --format onnx (default), torch (a torch.export program), or transformers (that library's own
-    models only); --to FOLDER, default: export/FORMAT in RUN. What is written runs no code when
-    it is loaded.
+    What is written runs no code when it is loaded.
     """
     run_here("paceline.recipes.export", ["--run", str(run_folder(run)), *options])

@@ -16,6 +16,7 @@ from paceline.cluster.lab import Lab, LabOptions
 from paceline.cluster.lab.faults import FAULTS
 from paceline.cluster.lab.lab import names_up, wait
 from paceline.spec.errors import LabError
+from paceline.spec.helptext import Row, Section
 
 _NAME = click.option(
     "--name", default="default", envvar="PACELINE_LAB", show_default=True, help="Which lab."
@@ -176,8 +177,21 @@ def _padded(row: tuple[str, ...], widths: list[int]) -> str:
 @click.argument("host")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND…]")
 def shell(name: str, host: str, words: tuple[str, ...]) -> None:
-    """Open a shell on HOST, or run COMMAND there."""
-    lab = Lab.attach(name)
+    """Open a shell on HOST, or run COMMAND there as `exec` does."""
+    become(Lab.attach(name), host, words)
+
+
+@command.command("exec", cls=Verb, context_settings=_PASS_THROUGH)
+@_NAME
+@click.argument("host")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND…", required=True)
+def execute(name: str, host: str, words: tuple[str, ...]) -> None:
+    """Run COMMAND on HOST, without ssh, and end with its exit status."""
+    become(Lab.attach(name), host, words)
+
+
+def become(lab: Lab, host: str, words: tuple[str, ...]) -> None:
+    """Becomes the command on the host, or its shell."""
     command = [word for at, word in enumerate(words) if not (at == 0 and word == "--")]
     kept = {key: os.environ[key] for key in ("TERM", "LANG", "COLORTERM") if key in os.environ}
     environment = {**lab.environment(host), **kept}
@@ -185,31 +199,28 @@ def shell(name: str, host: str, words: tuple[str, ...]) -> None:
     os.execvpe(argv[0], argv, environment)  # noqa: S606 - becomes the command, with its status
 
 
-command.add_command(shell, "exec")
+class Fault(Verb):
+    """Names the faults in its help."""
+
+    def sections(self, ctx: click.Context) -> list[Section]:
+        rows = [Row(f"{one.name} HOST {one.usage}".strip(), one.summary) for one in FAULTS.values()]
+        return [("Faults", rows)]
 
 
-@command.command("fault", cls=Verb, context_settings=_PASS_THROUGH)
+@command.command("fault", cls=Fault, context_settings=_PASS_THROUGH)
 @_NAME
 @click.option("--undo", is_flag=True, help="End the fault instead.")
 @click.argument("kind")
 @click.argument("host")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def fault(name: str, undo: bool, kind: str, host: str, arguments: tuple[str, ...]) -> None:
+    """Inject a fault into HOST; with --undo, end it."""
     lab = Lab.attach(name)
     undo = undo or "--undo" in arguments
     arguments = tuple(word for word in arguments if word != "--undo")
     (lab.undo if undo else lab.fault)(kind, host, *arguments)
     said = " ".join([kind, host, *arguments])
-    click.echo(f"ended: {said}" if undo else f"struck: {said}")
-
-
-def _fault_help() -> str:
-    wide = max(len(f"{one.name} HOST {one.usage}") for one in FAULTS.values())
-    rows = [f"{f'{one.name} HOST {one.usage}':<{wide}}  {one.summary}" for one in FAULTS.values()]
-    return "Do a fault to HOST (or, with --undo, end it).\n\n\b\n" + "\n".join(rows)
-
-
-fault.help = _fault_help()
+    click.echo(f"fault ended: {said}" if undo else f"fault active: {said}")
 
 
 @command.command("heal", cls=Verb)

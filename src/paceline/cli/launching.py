@@ -32,12 +32,11 @@ from paceline.cli.via import VIA_OPTIONS, Way, hosts_source, manner_of, way_of
 from paceline.cluster import this_machine
 from paceline.cluster.inventory import apply_overrides, find_me, read_hosts
 from paceline.cluster.inventory.lab import lab_name
-from paceline.cluster.inventory.overrides import TOML_NAME
 from paceline.launch.transport import Transport
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Job
 from paceline.spec.rundir import DEFAULT_PARENT
-from paceline.spec.settings import Source
+from paceline.spec.settings import TOML_NAME, Source
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,7 +76,8 @@ _OPTIONS = [
                  help="Whose output is shown live. The logs are complete in any case."),
     click.option("--plan", "plan_only", is_flag=True,
                  help="Print what would run where, and stop."),
-    click.option("--json", "as_json", is_flag=True, help="With --plan: print it as JSON."),
+    click.option("--json", "as_json", is_flag=True,
+                 help="Print JSON: the plan of --plan, or what was measured."),
 ]  # fmt: skip
 
 

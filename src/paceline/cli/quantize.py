@@ -10,13 +10,13 @@ from paceline.cli.evaluate import run_folder, run_here
 from paceline.cli.verb import Verb
 
 
-@click.command("quantize", cls=Verb, context_settings={"ignore_unknown_options": True})
+@click.command("quantize", cls=Verb, options_of="paceline.recipes.use_options:QuantizeOptions")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("options", nargs=-1, metavar="[OPTIONS]", type=click.UNPROCESSED)
 def command(run: Path, options: tuple[str, ...]) -> None:
     """Write the model of RUN with weights of 8 bits, for CPUs.
 
     It is evaluated on the held-out data first, and refused when it loses more accuracy than
-    --max-drop (default 0.01). --to FILE, default: quantized/model.onnx in RUN.
+    --max-drop.
     """
     run_here("paceline.recipes.quantize", ["--run", str(run_folder(run)), *options])

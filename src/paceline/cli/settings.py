@@ -15,11 +15,9 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from paceline.cluster.inventory.overrides import TOML_NAME
-from paceline.cluster.inventory.problems import nearest, shown
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
-from paceline.spec.settings import Setting, Source
+from paceline.spec.settings import TOML_NAME, Setting, Source
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -124,7 +122,16 @@ def check_environment() -> None:
             raise _unknown(f"the variable {shown(name)} names no option", name, legal)
 
 
+def shown(text: str) -> str:
+    """A text of the file or a variable as it may stand in an error: visible, and not too long."""
+    from paceline.cluster.inventory import problems
+
+    return problems.shown(text)
+
+
 def _unknown(message: str, word: str, legal: Sequence[str]) -> SettingError:
+    from paceline.cluster.inventory.problems import nearest
+
     near = nearest(word, legal)
     if near:
         return SettingError(message, remedy=f"Did you mean {near}?")

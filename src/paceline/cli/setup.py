@@ -270,7 +270,12 @@ async def take_all_back(hosts: Sequence[Host], ssh: SshOptions, journal: Journal
 @click.argument("action", type=click.Choice(["start", "stop", "status"]))
 @click.option("--port", type=int, default=12345, help="Where it listens.")
 @click.option("--address", default="0.0.0.0", help="On which address.")  # noqa: S104 - keys only
-@click.option("--folder", type=click.Path(path_type=Path), help="Where its files are.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="Where its files are.",
+    show_default="~/.local/share/paceline/sshd",
+)
 @click.pass_context
 def sshd(ctx: click.Context, /, action: str, port: int, address: str, folder: Path | None,
          **_: object) -> None:  # fmt: skip

@@ -13,33 +13,41 @@ import click
 from paceline.cli.data_files import gathered
 from paceline.cli.launching import job_of, launch, launch_options, prepare
 from paceline.cli.settings import toml_of
-from paceline.cli.verb import Verb
+from paceline.cli.verb import ALL, Verb
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
 from paceline.recipes.options import Options, as_flags, known, option_names
+from paceline.spec.helptext import Row, Section
 from paceline.spec.job import Entry, Input, Job
 
 
+class Train(Verb):
+    """Names the recipes in its help."""
+
+    def sections(self, ctx: click.Context) -> list[Section]:
+        return [("Recipes", [Row(one.name, one.summary) for one in RECIPES.values()])]
+
+
 @click.command(
-    "train", cls=Verb, context_settings={"ignore_unknown_options": True}, add_help_option=False
+    "train", cls=Train, context_settings={"ignore_unknown_options": True}, add_help_option=False
 )
 @launch_options
 @click.option("-h", "--help", "wants_help", is_flag=True, help="Show this, or a recipe's options.")
+@click.option("--help-all", is_flag=True, help="Show every option and exit.")
 @click.argument("chosen", metavar="RECIPE", required=False)
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(ctx: click.Context, /, chosen: str | None, options: tuple[str, ...],
-            wants_help: bool, **_: object) -> None:  # fmt: skip
+            wants_help: bool, help_all: bool, **_: object) -> None:  # fmt: skip
     """Train RECIPE; its own OPTIONS may stand among those below.
 
     `paceline train RECIPE --help` lists the recipe's options.
     """
+    ctx.meta[ALL] = help_all
     if chosen is None:
         click.echo(ctx.get_help())
-        listed = "\n".join(f"  {r.name:<12} {r.summary}" for r in RECIPES.values())
-        click.echo(f"\nRecipes:\n{listed}")
-        ctx.exit(0 if wants_help else 2)
-    if wants_help:
-        parse_options(chosen, ["--help"])
+        ctx.exit(0 if wants_help or help_all else 2)
+    if wants_help or help_all:
+        parse_options(chosen, ["--help-all" if help_all else "--help"])
     ctx.exit(train(ctx, chosen, options))
 
 

@@ -10,15 +10,14 @@ from paceline.cli.evaluate import run_folder, run_here
 from paceline.cli.verb import Verb
 
 
-@click.command("translate", cls=Verb, context_settings={"ignore_unknown_options": True})
+@click.command(
+    "translate", cls=Verb, options_of="paceline.recipes.evaluate_options:TranslateOptions"
+)
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("sentences", nargs=-1, metavar="[SENTENCE...]", type=click.UNPROCESSED)
 def command(run: Path, sentences: tuple[str, ...]) -> None:
     """Translate each SENTENCE with the model of RUN, or each line of standard input.
 
     One translation a line, and nothing else, is written to standard output.
-
-    --beam N searches with N beams; --attention FILE.png draws what the first sentence's
-    translation looked at.
     """
     run_here("paceline.recipes.translate", ["--run", str(run_folder(run)), *sentences])

@@ -19,9 +19,9 @@ from typing import Any
 import click
 
 from paceline.cli.verb import Verb
-from paceline.cluster.inventory.overrides import TOML_NAME
 from paceline.cluster.inventory.problems import shown
 from paceline.spec.errors import SettingError
+from paceline.spec.settings import TOML_NAME
 
 # key of [run] → what it can do
 GUARDED = {

@@ -10,16 +10,24 @@ import click
 from click.core import ParameterSource
 
 from paceline.cli import settings
+from paceline.cli.helping import has_more, help_of
 from paceline.cli.settings import FromFile, is_setting
-from paceline.cluster.inventory.overrides import TOML_NAME
+from paceline.spec.helptext import Row, Section
+from paceline.spec.settings import TOML_NAME
 
 
 class Verb(click.Command):
-    """A command whose settings may stand on the line, in the environment, and in the file."""
+    """A command whose settings may stand on the line, in the environment, and in the file.
+
+    Args:
+        options_of: ``MODULE:CLASS`` of further options, which are passed on.
+    """
 
     def __init__(self, *args: Any, **more: Any) -> None:
+        self._options_of: str | None = more.pop("options_of", None)
+        passed_on = {"ignore_unknown_options": True} if self._options_of else {}
         given = more.pop("context_settings", None) or {}
-        more["context_settings"] = {**CONTEXT, **given}
+        more["context_settings"] = {**CONTEXT, **passed_on, **given}
         super().__init__(*args, **more)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -36,9 +44,54 @@ class Verb(click.Command):
         settle_hosts(ctx, from_file)
         return rest
 
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The options, and --help-all where the help is short at first."""
+        params = super().get_params(ctx)
+        if ctx.help_option_names and not any(param.name == ALL for param in params):
+            params.insert(len(params) - 1, _HELP_ALL if has_more(self) else _HELP_ALL_HIDDEN)
+        return params
+
+    def get_help(self, ctx: click.Context) -> str:
+        """The help as people see it; ``meta`` says whether all of it is wanted."""
+        return help_of(ctx, self.sections(ctx), bool(ctx.meta.get(ALL)))
+
+    def sections(self, ctx: click.Context) -> list[Section]:
+        """What stands before the options: those of a recipe or of what it trained."""
+        if self._options_of is None:
+            return []
+        from paceline.recipes.reference import sections_of
+
+        return sections_of(self._options_of, everything=True)
+
+
+def _show_all(ctx: click.Context, option: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+ALL = "help_all"
+_HELP_ALL, _HELP_ALL_HIDDEN = (
+    click.Option(
+        ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all,
+        hidden=hidden, help="Show every option and exit.",
+    )
+    for hidden in (False, True)
+)  # fmt: skip
+
 
 class VerbGroup(Verb, click.Group):
     """A verb that has verbs of its own."""
+
+    def sections(self, ctx: click.Context) -> list[Section]:
+        """The verbs, each with its first sentence."""
+        rows = []
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                rows.append(Row(name, (command.help or "").strip().partition("\n\n")[0]))
+        return [("Commands", rows)]
 
 
 CONTEXT: dict[str, Any] = {

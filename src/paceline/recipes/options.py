@@ -11,6 +11,7 @@ import difflib
 import io
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class Options:
     epochs: int = 1
     """Passes over the training data."""
     steps: int = 0
-    """End after so many global steps instead of --epochs (0: not)."""
+    """Maximum number of steps; overrides --epochs (0: unlimited)."""
     global_batch: int = 64
     """Samples of one step over all processes together; the same at any number of them."""
     batch_per_process: int = 0
@@ -55,7 +56,7 @@ class Options:
     schedule: Literal["cosine", "linear", "inverse-sqrt", "constant", "step", "plateau"] = "cosine"
     """Course of the learning rate over all global steps."""
     milestones: tuple[float, ...] = (0.5, 0.75)
-    """Parts of all steps after which the schedule step divides the learning rate by ten."""
+    """With --schedule step: fractions of training at which the rate is divided by 10."""
     warm_up: float = 0.05
     """Part of all steps over which the learning rate rises."""
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
@@ -109,7 +110,7 @@ class Options:
     log_every: int = 0
     """Global steps between two log records (0: by the length of an epoch)."""
     check_every: int = 100
-    """Global steps between two proofs that all ranks hold the same parameters."""
+    """Verify every N steps that all ranks have identical parameters."""
 
     def validate(self) -> None:
         """Refuses values that cannot be, without loading anything.
@@ -202,6 +203,11 @@ def parse(kind: type[O], argv: Sequence[str], prog: str) -> O:
         SettingError: An unknown flag (with the nearest one) or a value of the wrong kind.
         SystemExit: After ``--help``.
     """
+    if wanted := {"-h", "--help", "--help-all"}.intersection(argv):
+        from paceline.recipes.reference import help_of
+
+        sys.stdout.write(help_of(kind, prog, everything="--help-all" in wanted) + "\n")
+        raise SystemExit(0)
     import tyro
 
     rest, default = _from_record(kind, list(argv))

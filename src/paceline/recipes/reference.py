@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
+import itertools
+import shutil
 import textwrap
+import typing
 from typing import Any
 
-from paceline.recipes import recipe
+from paceline.recipes import options, recipe
+from paceline.spec.helptext import WIDTH, Row, Section, render
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,12 +25,28 @@ class Option:
         kind: Of the value.
         default: As typed; empty for none.
         text: What it does.
+        name: Of the field.
+        choices: The values that it may have, where they are few.
     """
 
     flag: str
     kind: str
     default: str
     text: str
+    name: str = ""
+    choices: tuple[str, ...] = ()
+
+    def row(self) -> Row:
+        """The option in a help."""
+        if not self.kind:  # --flag / --no-flag
+            return Row(self.flag, self.text, self.default)
+        joined = "|".join(self.choices)
+        short = bool(joined) and len(joined) <= 24
+        value = joined if short else _METAVARS.get(self.kind, "TEXT")
+        return Row(f"{self.flag} {value}", self.text, self.default, () if short else self.choices)
+
+
+_METAVARS = {"whole number": "N", "number": "X", "words": "TEXT…", "one of": "NAME"}
 
 
 def options_of(name: str) -> list[Option]:
@@ -34,14 +55,79 @@ def options_of(name: str) -> list[Option]:
     Raises:
         SettingError: Unknown recipe.
     """
-    kind = recipe(name).options_class()
+    return options_in(recipe(name).options_class())
+
+
+def options_in(kind: type) -> list[Option]:
+    """The same for any class of options."""
     texts: dict[str, str] = {}
     for one in reversed(kind.__mro__[:-1]):
         texts |= _texts(one)
     fields = dataclasses.fields(kind)
     own = _texts(kind)
     ordered = sorted(fields, key=lambda field: field.name not in own)
-    return [_option(field, texts[field.name]) for field in ordered]
+    return [_option(field, texts[field.name]) for field in ordered if _typed(field)]
+
+
+def _typed(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field is an option: not what stands without a flag."""
+    return field.name != "run" and "Positional" not in str(field.type)
+
+
+# title → fields, in the order of a help; what stands in none is about model and data
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Training": (
+        "epochs", "steps", "global_batch", "batch_per_process", "micro_batch", "lr", "scale_lr",
+        "schedule", "milestones", "warm_up", "optimizer", "nesterov", "momentum", "weight_decay",
+        "clip_norm", "label_smoothing", "evaluate_every", "patience", "stop_at", "seed",
+    ),
+    "Computing": ("device", "dtype", "fast", "compile", "shard", "backend"),
+    "Run directory and checkpoints": (
+        "run_dir", "resume", "checkpoint_every", "keep", "when_full", "log_every", "check_every",
+    ),
+    "Trackers": ("track", "track_project", "track_each_node"),
+}  # fmt: skip
+AT_HAND = frozenset({
+    "preset", "model", "weights", "data", "data_dir", "test_data", "target", "freeze", "augment",
+    "image_size", "tokenizer", "epochs", "global_batch", "lr", "schedule", "optimizer", "patience",
+    "seed", "device", "dtype", "run_dir", "resume", "checkpoint_every", "track",
+})  # fmt: skip
+
+
+def sections_of(where: str, everything: bool) -> list[Section]:
+    """The options of ``MODULE:CLASS`` for a help, in groups where they are many.
+
+    Args:
+        where: The class.
+        everything: Also those that are rarely needed.
+    """
+    module, name = where.split(":")
+    return sections_in(getattr(importlib.import_module(module), name), everything)
+
+
+def sections_in(kind: type, everything: bool) -> list[Section]:
+    """The same, of a class."""
+    rows = {
+        option.name: option.row()
+        for option in options_in(kind)
+        if option.flag and (everything or option.name in AT_HAND)
+    }
+    grouped = {title: [rows.pop(n) for n in names if n in rows] for title, names in GROUPS.items()}
+    if sum(map(len, grouped.values())) < 4:
+        return [("Options", [*rows.values(), *itertools.chain(*grouped.values())])]
+    return [("Model and data", list(rows.values())), *grouped.items()]
+
+
+def help_of(kind: type, prog: str, everything: bool) -> str:
+    """The help of a recipe's options."""
+    sections = sections_in(kind, everything)
+    shown = sum(len(rows) for _, rows in sections)
+    left = len([option for option in options_in(kind) if option.flag]) - shown
+    after = [f"{left} more options: {prog} --help-all"] if left else []
+    if prog.startswith("paceline train"):
+        after.append("Hosts, processes and what else a run takes: paceline train --help")
+    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    return render(f"{prog} [OPTIONS]", kind.__doc__ or "", sections, after, width)
 
 
 def _texts(kind: type) -> dict[str, str]:
@@ -60,9 +146,20 @@ def _option(field: dataclasses.Field[Any], text: str) -> Option:
     flag = "--" + field.name.replace("_", "-")
     if isinstance(field.default, bool):
         both = f"{flag} / --no-{flag[2:]}"
-        return Option(both, "", "on" if field.default else "off", text)
+        return Option(both, "", "on" if field.default else "off", text, field.name)
     several = field.default if isinstance(field.default, tuple) else (field.default,)
-    return Option(flag, _kind(field), " ".join(map(str, several)), text)
+    default = " ".join(map(str, several))
+    return Option(flag, _kind(field), default, text, field.name, _choices(field))
+
+
+def _choices(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    words = str(field.type)
+    named = {"Dtype": options.Dtype, "Device": options.Device, "Backend": options.Backend}
+    if words in named:
+        return tuple(map(str, typing.get_args(named[words])))
+    if words.startswith("Literal["):
+        return tuple(filter(None, ast.literal_eval(f"[{words[8:-1]}]")))
+    return ()
 
 
 def _kind(field: dataclasses.Field[Any]) -> str:

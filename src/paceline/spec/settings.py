@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+TOML_NAME = "paceline.toml"  # the file of settings, in the folder that one starts from
+
 
 class Source(IntEnum):
     """Where a value came from; a higher source wins over a lower one."""

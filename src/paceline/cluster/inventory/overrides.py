@@ -11,8 +11,7 @@ from paceline.cluster.inventory.problems import nearest
 from paceline.cluster.inventory.tables import BadTableError, host_tables, with_table
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
-
-TOML_NAME = "paceline.toml"
+from paceline.spec.settings import TOML_NAME
 
 
 def apply_overrides(cluster: Cluster, toml: Mapping[str, Any]) -> Cluster:

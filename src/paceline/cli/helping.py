@@ -1,0 +1,124 @@
+"""The help of a verb: its options in groups, those at hand first, the others on request."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+
+import click
+
+from paceline.spec.helptext import WIDTH, Row, Section, render
+
+# title → parameters, in the order of the help; what stands in none is the verb's own
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Hosts and processes": (
+        "hosts", "ssh_config", "nnodes", "nproc_per_node", "python", "iface", "via",
+        "accept_new_host_keys", "master_port", "backend", "bind",
+    ),
+    "The run": (
+        "run_dir", "name", "plan_only", "as_json", "env", "unset", "show", "check_level",
+        "max_restarts", "ship", "lease", "grace",
+    ),
+    "The same command typed on each node": ("rdzv", "rdzv_id", "node_rank", "rdzv_timeout"),
+    "MPI and containers": ("mpiexec", "image", "mount", "shm_size", "via_arg"),
+    "Batch systems": (
+        "time_limit", "partition", "account", "cpus_per_task", "mem", "gres", "array", "requeue",
+        "detach", "setup_command", "sbatch_arg",
+    ),
+}  # fmt: skip
+AT_HAND = frozenset({
+    "hosts", "ssh_config", "nnodes", "nproc_per_node", "via", "run_dir", "name", "plan_only",
+    "env", "show", "check_level", "max_restarts",
+})  # fmt: skip
+_GROUPED = frozenset(name for names in GROUPS.values() for name in names)
+MANY = 20  # a verb with fewer options shows all of them at once
+
+
+def help_of(ctx: click.Context, more: Sequence[Section] = (), everything: bool = False) -> str:
+    """The help of the context's verb.
+
+    Args:
+        ctx: The verb's context.
+        more: Sections that stand before its options: verbs of a group, a recipe's options.
+        everything: Also the options that are rarely needed.
+    """
+    command = ctx.command
+    options = options_of(command, command.get_params(ctx))
+    few = len(options) < MANY
+    shown = [o for o in options if few or everything or o.name not in _GROUPED - AT_HAND]
+    own = [o for o in shown if o.name not in _GROUPED]
+    groups = {title: _of(shown, names) for title, names in GROUPS.items()}
+    if few:  # short enough for one list
+        own, groups = shown, {}
+    sections: dict[str, list[Row]] = {title: list(rows) for title, rows in more}
+    sections.setdefault("Options", []).extend(row_of(option) for option in own)
+    sections |= {title: [row_of(one) for one in found] for title, found in groups.items()}
+    after = []
+    if len(shown) < len(options):
+        after.append(f"{len(options) - len(shown)} more options: {ctx.command_path} --help-all")
+    usage = " ".join([ctx.command_path, *command.collect_usage_pieces(ctx)])
+    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    return render(usage, command.help or "", list(sections.items()), after, width)
+
+
+def options_of(command: click.Command, params: Sequence[click.Parameter]) -> list[click.Option]:
+    """The options that have an effect with the verb, and are no mere alias."""
+    found = [param for param in params if isinstance(param, click.Option) and not param.hidden]
+    if not _GROUPED.intersection(option.name for option in found):
+        return found
+    from paceline.cli.applies import OPTIONS, VERBS
+
+    verb = command.name or ""
+    if verb not in VERBS:
+        return found
+    return [o for o in found if o.name not in OPTIONS or verb in OPTIONS[o.name].verbs]
+
+
+def has_more(command: click.Command) -> bool:
+    """Whether the help leaves options out at first."""
+    names = [option.name for option in options_of(command, command.params)]
+    return len(names) >= MANY - 1 and not AT_HAND.issuperset(_GROUPED.intersection(names))
+
+
+def _of(options: Sequence[click.Option], names: Sequence[str]) -> list[click.Option]:
+    by_name = {option.name: option for option in options}
+    return [by_name[name] for name in names if name in by_name]
+
+
+def row_of(option: click.Option) -> Row:
+    """One option as a row."""
+    flags = ", ".join(sorted(option.opts, key=len))
+    if option.secondary_opts:
+        flags += " / " + ", ".join(option.secondary_opts)
+    choices: tuple[str, ...] = ()
+    if not option.is_flag and not option.count:
+        choices = tuple(option.type.choices) if isinstance(option.type, click.Choice) else ()
+        flags += f" {_metavar(option, choices)}"
+        choices = () if "|" in flags else choices
+    return Row(flags, option.help or "", _default(option), choices, option.required)
+
+
+def _metavar(option: click.Option, choices: Sequence[str]) -> str:
+    if option.metavar:
+        return option.metavar
+    if choices:
+        joined = "|".join(choices)
+        return joined if len(joined) <= 24 else "NAME"
+    if isinstance(option.type, click.Path):
+        return "FILE" if not option.type.dir_okay else "FOLDER"
+    return {"integer": "N", "integer range": "N", "float": "X"}.get(option.type.name, "TEXT")
+
+
+def _default(option: click.Option) -> str:
+    if isinstance(option.show_default, str):
+        return option.show_default
+    value = option.default
+    if option.is_flag:
+        return ("on" if value is True else "off") if option.secondary_opts else ""
+    if value is None or option.multiple or callable(value) or value == "" or _unset(value):
+        return ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _unset(value: object) -> bool:
+    return type(value).__name__ == "Sentinel"  # click 8.2 and later mark a missing default so

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import forking
@@ -12,6 +13,7 @@ import torch._dynamo
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
@@ -39,6 +41,9 @@ def world(folder: Path) -> None:
             "sharded and accumulated": trained(session, limit=1, shard=True, clip_norm=0.5),
             "partly used": partly_used(session),
             "with buffers": with_buffers(session),
+            "counted": counted(session),
+            "in step": in_step(session) if session.world.size > 1 else {},
+            "held up": held_up(session) if session.world.size > 1 else [],
             "clipped": trained(session, limit=0, clip_norm=0.5),
             "diverged": refused(lambda: diverge(session)) if session.world.size > 1 else "",
         }
@@ -76,6 +81,67 @@ def partly_used(session: train.Session) -> list[float]:
             step = session.progress.step
             session.step(mse_loss(model(inputs, step), targets, reduction="none")[:, 0])
     return torch.cat([one.detach().flatten() for one in network.parameters()]).tolist()
+
+
+def counted(session: train.Session) -> list[float]:
+    """Three samples, counted by the length of each batch."""
+    meter = session.meter()
+    for (values,) in session.shard(TensorDataset(torch.ones(3)), size=1):
+        meter.add(len(values), hits=values)
+    means = meter.result()
+    return [means.count, means["hits"]]
+
+
+def in_step(session: train.Session) -> dict[str, object]:
+    """Whether buffers, and replicas of sharded parameters, that differ are found."""
+    session.progress.step = session.progress.epoch = session.progress.offset = 0
+    network = session.place(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    network.register_buffer("table", torch.ones(2))
+    model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    loader = session.loader(numbers(24), 12)
+    for _ in session.epochs(loader, 1):
+        for inputs, targets in loader:
+            session.step(mse_loss(model(inputs), targets, reduction="none")[:, 0])
+        statistics = network[1].running_mean.tolist()  # what an evaluation would use
+    changed = session.world.rank == 1
+    network.table += changed
+    buffer = refused(session.verify)
+    network.table.fill_(1)
+
+    torch.manual_seed(3)  # the ranks' generators differ by now
+    mesh = init_device_mesh("cpu", (session.world.size, 1), mesh_dim_names=("copies", "shards"))
+    sharded = torch.distributed.fsdp.fully_shard(nn.Linear(3, 1).double(), mesh=mesh)
+    sharded.register_buffer("table", torch.ones(2))
+    model = session.prepare(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+    sharded.table += changed
+    beside = refused(session.verify)
+    sharded.table.fill_(1)
+    model(torch.ones(1, 3, dtype=torch.float64))  # leaves whole parameters behind
+    session.verify()
+    with torch.no_grad():
+        sharded.weight.to_local().add_(1e-12 * changed)
+    return {
+        "statistics": statistics,
+        "buffer": buffer,
+        "beside": beside,
+        "replica": refused(session.verify),
+    }
+
+
+def held_up(session: train.Session) -> list[str]:
+    """What is said at the end of a training in which rank 1 is slow."""
+    session.progress.step = session.progress.epoch = session.progress.offset = 0
+    said: list[str] = []
+    session.say = said.append  # type: ignore[method-assign]
+    network = session.place(nn.Linear(3, 1))
+    model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    loader = session.loader(numbers(24), 4)
+    for _ in session.epochs(loader, 2):
+        for inputs, targets in loader:
+            time.sleep(0.05 * (session.world.rank == 1))
+            session.step(mse_loss(model(inputs), targets, reduction="none")[:, 0])
+    del session.say
+    return said[-1].splitlines()
 
 
 def with_buffers(session: train.Session) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,37 @@ def test_metrics_count_every_sample_once(worlds: Any) -> None:
             assert [count for count, _ in one["odd"]] == [1, 2, 3, 7, 11]
             means = [mean for _, mean in one["odd"]]
             assert np.allclose(means, [mean for _, mean in expected], rtol=0, atol=1e-12)
+
+
+def test_stand_ins_are_left_out_of_any_count(worlds: Any) -> None:
+    assert all(one["counted"] == [3, 1.0] for found in worlds.values() for one in found)
+
+
+def test_buffers_are_in_step(worlds: Any) -> None:
+    for size in (2, 3):
+        found = [one["in step"] for one in worlds[size]]
+        assert all(one["statistics"] == found[0]["statistics"] for one in found)
+        for one in found:
+            assert "first differing tensor: table" in one["buffer"]
+            assert "first differing tensor: table" in one["beside"]
+
+
+def test_sharded_models_are_in_step(worlds: Any) -> None:
+    for one in worlds[3]:
+        assert "first differing tensor: weight; rank 1 on" in one["in step"]["replica"]
+
+
+def test_the_slow_rank_is_named(worlds: Any) -> None:
+    """It sleeps: nobody communicates in that time."""
+    for size in (2, 3):
+        first, second = worlds[size][0]["held up"]
+        shares = {
+            name: int(part)
+            for name, part in re.findall(r"(slower ranks|communication) (\d+)%", first)
+        }
+        assert shares["slower ranks"] > 50
+        assert shares["communication"] < 30
+        assert second.startswith("slowest: rank 1 on ")
 
 
 def test_networks_with_buffers_train(worlds: Any) -> None:

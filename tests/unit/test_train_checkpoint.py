@@ -21,18 +21,21 @@ from safetensors.torch import load_file
 
 from paceline.spec.errors import DataError, SettingError
 from paceline.train.checkpoints import manifest, randomness, shelf, tensorfile
-from paceline.train.checkpoints.exchange import load
+from paceline.train.checkpoints.exchange import Loaded, load
 from paceline.train.checkpoints.lock import STALE_SECONDS, Lock
 from paceline.train.checkpoints.manifest import Damaged
 from paceline.train.checkpoints.pack import pack, unpack
 from paceline.train.checkpoints.policy import Policy, policy
 from paceline.train.checkpoints.shelf import BEST, Shelf, surplus
-from paceline.train.checkpoints.staging import Staging
+from paceline.train.checkpoints.staging import Staging, Torn
+from paceline.train.checkpoints.state import Training, capture, restore
 from paceline.train.checkpoints.writer import STATE, Snapshot, Writer
 from paceline.train.comms import Comms
+from paceline.train.loader import Progress
 from paceline.train.pulse import next_beat
 from paceline.train.records import Records, last_steps
 from paceline.train.signals import Notice
+from paceline.train.update import Updater
 from paceline.train.world import World
 
 ALONE = Comms(World(), torch.device("cpu"))
@@ -215,13 +218,69 @@ def test_the_copy_is_of_the_moment(tmp_path: Path) -> None:
     """Parameters may change after the wait, buffers at once."""
     staging = Staging()
     weight, buffer = torch.ones(3), torch.ones(3)
-    finish = staging.begin({"f": {"weight": weight, "buffer": buffer}}, frozenset({"buffer"}))
+    finish = staging.begin({"f": {"weight": weight, "buffer": buffer}}, frozenset({"weight"}))
     buffer += 1
     copied = finish()
     staging.wait()
     weight += 1
     assert copied["f"]["weight"].tolist() == [1, 1, 1]
     assert copied["f"]["buffer"].tolist() == [1, 1, 1]
+
+
+def test_what_the_script_changes_between_steps_is_found_out() -> None:
+    """The copy is given up, and from then on everything is copied at once."""
+    staging, weight = Staging(), torch.ones(3)
+    finish = staging.begin({"f": {"weight": weight}}, frozenset({"weight"}))
+    weight.clamp_(max=0.5)
+    with pytest.raises(Torn, match=r"weight changed outside session\.step"):
+        finish()
+    staging.wait()
+    finish = staging.begin({"f": {"weight": weight}}, frozenset({"weight"}))
+    weight += 1
+    assert finish()["f"]["weight"].tolist() == [0.5] * 3
+
+
+def test_a_moving_average_is_of_the_moment() -> None:
+    """It may be updated as soon as the step has returned, while a thread still copies."""
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    adam = torch.optim.AdamW(network.parameters())
+    network(torch.randn(4, 2)).sum().backward()
+    adam.step()
+    average = torch.optim.swa_utils.AveragedModel(network)
+    training = Training(
+        Updater(network, adam, None, None, None), Progress(), 0, {"average": average}
+    )
+    taken = capture(training, ALONE, torch.zeros(1, 8, dtype=torch.uint8), best=False)
+    finish = Staging().begin(taken.tensors, taken.later)
+    expected = {name: one.clone() for name, one in average.state_dict().items()}
+    statistics = network[1].running_mean.clone()
+    with torch.no_grad():
+        for tensor in average.parameters():
+            tensor += 1
+        network[1].running_mean += 1
+    copied = finish()
+    kept = copied["optimizer.safetensors"]
+    for name, one in expected.items():
+        assert torch.equal(kept[f"extras.average.{name}"], one), name
+    assert torch.equal(copied["weights.safetensors"]["1.running_mean"], statistics)
+    assert {"0.weight", "training.optimizer.state.0.weight.exp_avg"} <= taken.later
+
+
+def test_generators_begin_the_same_at_another_world_size() -> None:
+    """Nobody's state fits; all generators begin anew, and always the same."""
+    network = torch.nn.Linear(2, 2)
+    training = Training(
+        Updater(network, torch.optim.SGD(network.parameters()), None, None, None), Progress(), 0
+    )
+    taken = capture(training, ALONE, torch.zeros(1, 8, dtype=torch.uint8), best=False)
+    state = json.loads(taken.state) | {"ranks": 2}
+    loaded = Loaded(3, state, taken.tensors, "here")
+    drawn = []
+    for number in range(2):
+        random.seed(number), np.random.seed(number), torch.manual_seed(number)
+        restore(loaded, training, ALONE)
+        drawn.append((random.random(), np.random.rand(), torch.rand(2).tolist()))
+    assert drawn[0] == drawn[1]
 
 
 def test_second_writer_is_told_the_first(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,40 @@ def test_epochs_are_the_sessions(session: train.Session) -> None:
 def test_checkpoints_come_after_prepare(session: train.Session) -> None:
     with pytest.raises(RuntimeError, match=r"session\.prepare comes before"):
         session.checkpoints()
+
+
+def test_shards_may_be_used_again(session: train.Session) -> None:
+    shard = session.shard(TensorDataset(torch.arange(5)), size=2)
+    assert len(shard) == 3
+    for _ in range(2):
+        assert torch.cat([values for (values,) in shard]).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_stand_ins_never_count() -> None:
+    """Two ranks share three samples: the first has nothing to do in one of its batches."""
+    real = 0
+    for rank in range(2):
+        session = train.join(quiet=True)
+        session.world = replace(session.world, rank=rank, size=2)
+        meter = session.meter()
+        for (values,) in session.shard(TensorDataset(torch.ones(3)), size=1):
+            meter.add(len(values), hits=values)
+        assert len(meter.result().sums) == 1
+        meter.add(1, hits=torch.ones(1))  # outside of the loop nothing stands in
+        assert meter.result().count == 1
+        real += sum(batch.count for batch in session.shard(TensorDataset(torch.ones(3)), size=1))
+    assert real == 3
+
+
+def test_a_meter_takes_one_number_for_each_sample(session: train.Session) -> None:
+    meter = session.meter()
+    for wrong in (torch.tensor(1.0), torch.ones(4, 2), torch.ones(3)):
+        with pytest.raises(ValueError, match="one number for each of the 4 samples, but loss has"):
+            meter.add(4, loss=wrong)
+
+
+def test_a_module_keeps_its_precision(session: train.Session) -> None:
+    assert session.place(nn.Linear(2, 1).double()).weight.dtype == torch.float64
 
 
 @pytest.mark.parametrize("shape", [(3,), (4, 2), (8,)])

@@ -125,6 +125,8 @@ class Fetch:
         self._make = _maker(data, self._collate)
         self._orders = _Orders()
         self._loader: DataLoader[Any] | None = None
+        # A copy from other memory is not asynchronous, whatever it is asked to be.
+        self._pins = device.type in ("cuda", "xpu")
 
     def __call__(self, wanted: Iterable[Wanted[T]]) -> Made[T]:
         """Each order's tag with its tensors. Close it when it is not used up."""
@@ -133,7 +135,7 @@ class Fetch:
                 if self._device.type == "cpu":
                     yield tag, tensors
                 else:
-                    yield tag, tuple(_moved(one, self._device) for one in tensors)
+                    yield tag, tuple(_moved(one, self._device, self._pins) for one in tensors)
 
     def _made(self, wanted: Iterable[Wanted[T]]) -> Made[T]:
         whole = isinstance(self._data, TensorDataset) and self._collate.is_default
@@ -152,6 +154,9 @@ class Fetch:
                 collate_fn=self._collate,
                 worker_init_fn=_end_on_sigterm,
                 persistent_workers=True,
+                pin_memory=self._pins,
+                # of its own: the script's generators must not depend on how often a run resumed
+                generator=torch.Generator(),
             )
         self._orders.wanted, self._orders.tags = wanted, queue.SimpleQueue()
         return ((self._orders.tags.get(), made) for made in self._loader)
@@ -280,10 +285,21 @@ class _Collated:
         return tuple(made) if isinstance(made, (list, tuple)) else (made,)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """The value with all its tensors on the device."""
+def _moved(value: Any, device: torch.device, pins: bool) -> Any:
+    """The value with all its tensors on the device.
+
+    Args:
+        value: Tensors, and lists and dictionaries of them.
+        device: An accelerator.
+        pins: Copies by way of pinned memory, and then without waiting for the copy.
+    """
     if isinstance(value, Mapping):
-        return {name: _moved(one, device) for name, one in value.items()}
+        return {name: _moved(one, device, pins) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_moved(one, device) for one in value]
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        return [_moved(one, device, pins) for one in value]
+    if not isinstance(value, Tensor) or value.device == device:
+        return value
+    if value.device.type == "cpu" and pins:
+        value = value if value.is_pinned() else value.pin_memory()
+        return value.to(device, non_blocking=True)
+    return value.to(device)

@@ -4,6 +4,11 @@ The checksum is linear in the tensor's bits with odd weights, modulo 2^64: it is
 device in any order with the same result, a single changed bit always changes it, and two
 diverged tensors agree with a chance of about 2^-64. It guards against accidents, not against an
 attacker.
+
+A parameter that is spread over the ranks (FSDP2) is compared as each rank puts it together, one
+after the other. A buffer that every rank has changed since they were last made equal holds batch
+statistics of each rank's own share; those of rank 0 are then taken by all, as DDP does before each
+forward pass. Any other difference between buffers is an error.
 """
 
 from __future__ import annotations
@@ -11,25 +16,88 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from paceline.spec.errors import JobError
+from paceline.train import wrapping
+from paceline.train.comms import Comms
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _CHUNK = 1 << 22
 _WEIGHT = 0x2545F4914F6CDD1D
 
 
+class Proof:
+    """Compares a module over all ranks, and remembers what its buffers were.
+
+    Args:
+        comms: All ranks must call every method.
+        module: As it was given to ``session.prepare``.
+    """
+
+    def __init__(self, comms: Comms, module: nn.Module) -> None:
+        self._comms, self._module = comms, module
+        self._replicated = not wrapping.is_sharded(module)
+        self._buffers, self._stepped = checksums(module.buffers()), False
+
+    def stepped(self) -> None:
+        """To be called after each optimizer step."""
+        self._stepped = True
+
+    def verify(self) -> None:
+        """Proves that parameters and buffers are bit-identical on all ranks.
+
+        Raises:
+            JobError: Names rank, host and the first tensor that differs.
+        """
+        wrapping.put_back(self._module)
+        parameters = [*self._module.named_parameters()]
+        buffers = checksums(self._module.buffers())
+        moved = (buffers != self._buffers).long()
+        mine = torch.cat([checksums(tensor for _, tensor in parameters), buffers, moved])
+        rows = self._comms.rows(mine)
+        if bool((rows == rows[0]).all()):
+            self._buffers, self._stepped = buffers, False
+            return
+        names = [name for name, _ in parameters]
+        self._compare(names, rows[:, : len(names)])
+        sums, changed = rows[:, len(names) :].tensor_split(2, dim=1)
+        # DDP has made them equal in each forward pass. Elsewhere a rank that has something else
+        # than one that kept what all had is not in step.
+        own = changed.bool().all(dim=0) | self._replicated if self._stepped else False
+        kept = sums.masked_fill(torch.as_tensor(own), 0)
+        self._compare([name for name, _ in self._module.named_buffers()], kept)
+        self.align()
+
+    def _compare(self, names: Sequence[str], by_rank: Tensor) -> None:
+        if not bool((by_rank == by_rank[0]).all()):
+            compare(names, by_rank, self._comms.texts(self._comms.world.host))
+
+    def align(self) -> None:
+        """Gives every rank the buffers of rank 0."""
+        buffers = [buffer.detach() for buffer in self._module.buffers() if buffer.numel()]
+        if buffers:
+            # As bytes: backends do not know every format. Copied, so that each part is aligned.
+            raw = torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for one in buffers])
+            raw = raw.to(self._comms.device)
+            dist.broadcast(raw, 0, group=self._comms.group)
+            sizes = [one.numel() * one.element_size() for one in buffers]
+            for one, part in zip(buffers, torch.split(raw, sizes), strict=True):
+                one.copy_(part.clone().view(one.dtype).reshape(one.shape))
+        self._buffers, self._stepped = checksums(self._module.buffers()), False
+
+
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """One int64 for each tensor, on the CPU, shape ``[n]``."""
+    """One int64 for each tensor, on the CPU, shape ``[n]``; a collective for shards."""
     sums = [_checksum(tensor) for tensor in tensors]
     return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
 
 
 @torch.no_grad()
 def _checksum(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous().flatten()
-    words = flat.view(_WORDS[flat.element_size()])
+    flat = wrapping.whole_tensor(tensor.detach()).contiguous().flatten()
+    words = flat.view(_WORDS.get(flat.element_size(), torch.int64))
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _CHUNK):
         chunk = words[start : start + _CHUNK].to(torch.int64)

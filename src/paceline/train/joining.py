@@ -29,6 +29,7 @@ def join(
     log_every: int = 0,
     check_every: int = 100,
     timeout: timedelta | None = None,
+    deterministic: bool = False,
     quiet: bool = False,
 ) -> Session:
     """Takes this process's place in the job and waits for the others.
@@ -45,8 +46,10 @@ def join(
         dtype: ``float32``, ``float64``, ``bf16`` or ``fp16`` (the last two by autocast).
         run_dir: Where rank 0 leaves files; the launcher's choice wins.
         log_every: Global steps between two records; 0 chooses by the length of an epoch.
-        check_every: Global steps between two proofs that all ranks are equal.
+        check_every: Global steps after which all ranks prove that they hold the same model.
         timeout: Longest wait in a collective; torch's default without.
+        deterministic: On accelerators, only kernels that give the same bits every time: slower,
+            and an operation that has no such kernel fails. CPUs do so anyway.
         quiet: Leaves no metrics and events behind; for evaluation and prediction.
 
     Raises:
@@ -59,7 +62,7 @@ def join(
     target = devices.choose_device(device, found, place.local_rank)
     chosen = devices.choose_backend(backend, target, found)
     numbers = precision(dtype)
-    _settle(target)
+    _settle(target, deterministic)
     ours = place.joined and not dist.is_initialized()
     if ours:
         _make_group(chosen, target, timeout)
@@ -78,13 +81,14 @@ def _make_group(backend: str, device: torch.device, timeout: timedelta | None) -
     dist.init_process_group(backend, timeout=timeout, device_id=bound)
 
 
-def _settle(device: torch.device) -> None:
-    """Makes an accelerator this process's own, and its arithmetic repeatable."""
-    if device.type == "cpu":
-        return
-    torch.get_device_module(device).set_device(device)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.deterministic = True
+def _settle(device: torch.device, deterministic: bool) -> None:
+    """Makes an accelerator this process's own and, where that is asked, its results repeatable."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)
 
 
 def _folder(name: str, asked: str | Path | None) -> Path:

@@ -89,14 +89,12 @@ class Progress:
         epoch: The running epoch, from 0.
         offset: Samples of the running epoch that are done.
         steps: Global steps of the whole training; 0 while unknown.
-        waited: Seconds spent waiting for data.
     """
 
     step: int = 0
     epoch: int = 0
     offset: int = 0
     steps: int = 0
-    waited: float = 0.0
 
     @property
     def finished(self) -> bool:
@@ -115,7 +113,8 @@ class Loader:
         global_batch: Samples of one step over all ranks; the last of an epoch may be smaller.
         limit: Most samples that one rank computes at once (0: no limit).
         progress: Shared with the session, which advances it.
-        hand_over: Called with each batch before it is given out.
+        hand_over: Called with each batch before it is given out, and with ``None`` at the end.
+        waited: Called with the seconds that each wait for data took.
 
     Attributes:
         every: Global steps after which an iteration pauses, for an evaluation (0: at the end of
@@ -130,12 +129,13 @@ class Loader:
         global_batch: int,
         limit: int,
         progress: Progress,
-        hand_over: Callable[[Batch], None],
+        waited: Callable[[float], None],
+        hand_over: Callable[[Batch | None], None],
     ) -> None:
         check_batch(global_batch, order.size, place[1])
         self._fetch, self.order, self._place = fetch, order, place
         self.global_batch, self._limit = global_batch, limit
-        self._progress, self._hand_over = progress, hand_over
+        self._progress, self._waited, self._hand_over = progress, waited, hand_over
         self.every = 0
 
     def __len__(self) -> int:
@@ -146,10 +146,17 @@ class Loader:
         """The batches from where the epoch stands to its end, the training's, or a pause."""
         progress, pause = self._progress, False
         wanted = self._wanted(progress.epoch, progress.offset)
-        with closing(self._fetch(wanted)) as batches:
-            while progress.offset < self.order.size and not progress.finished and not pause:
-                yield from self._step(batches)
-                pause = self.every > 0 and progress.step % self.every == 0
+        try:
+            with closing(self._fetch(wanted)) as batches:
+                while progress.offset < self.order.size and not progress.finished and not pause:
+                    yield from self._step(batches)
+                    pause = self.pauses()
+        finally:
+            self._hand_over(None)
+
+    def pauses(self) -> bool:
+        """True when the script has control after this step, for an evaluation."""
+        return self.every > 0 and self._progress.step % self.every == 0
 
     def _step(self, batches: Iterator[tuple[Batch, tuple[Any, ...]]]) -> Iterator[Batch]:
         """All pieces of one global batch."""
@@ -157,7 +164,7 @@ class Loader:
         while not last:
             before = time.perf_counter()
             empty, data = next(batches)
-            self._progress.waited += time.perf_counter() - before
+            self._waited(time.perf_counter() - before)
             batch, last = replace(empty, data=data), empty.last
             self._hand_over(batch)
             yield batch
@@ -177,25 +184,47 @@ class Loader:
                 yield Wanted(ids, Draws(self.order.seed, epoch, positions), tag)
 
 
-def shard(fetch: Fetch, samples: int, place: tuple[int, int], size: int) -> Iterator[Batch]:
+class Shard:
     """This rank's share of all samples in their stored order, for evaluation.
+
+    Made by ``session.shard``; may be iterated over as often as is liked, from its beginning every
+    time. It gives batches without augmentation, the same number on every rank (so that the model
+    may communicate); where a share is used up, one of count 0.
 
     Args:
         fetch: Turns ids into tensors.
         samples: Number of samples.
         place: This rank and the number of ranks.
         size: Most samples in a batch.
-
-    Yields:
-        Batches without augmentation, the same number on every rank (so that the model may
-        communicate); where a share is used up, one of count 0.
+        hand_over: Called with each batch before it is given out, and with ``None`` at the end.
     """
-    with closing(fetch(_evaluated(samples, place, size))) as made:
-        for empty, data in made:
-            yield replace(empty, data=data)
 
+    def __init__(
+        self,
+        fetch: Fetch,
+        samples: int,
+        place: tuple[int, int],
+        size: int,
+        hand_over: Callable[[Batch | None], None] = lambda batch: None,
+    ) -> None:
+        self._fetch, self._samples, self._hand_over = fetch, samples, hand_over
+        self._shares = shares(0, samples, *place, size) if samples else []
 
-def _evaluated(samples: int, place: tuple[int, int], size: int) -> Iterator[Wanted[Batch]]:
-    for first, end in shares(0, samples, *place, size):
-        ids = np.arange(first, end) if end > first else np.array([0])
-        yield Wanted(ids, None, Batch((), end - first, samples, ids, end))
+    def __len__(self) -> int:
+        """Batches of an iteration, the same on every rank."""
+        return len(self._shares)
+
+    def __iter__(self) -> Iterator[Batch]:
+        try:
+            with closing(self._fetch(self._wanted())) as made:
+                for empty, data in made:
+                    batch = replace(empty, data=data)
+                    self._hand_over(batch)
+                    yield batch
+        finally:
+            self._hand_over(None)
+
+    def _wanted(self) -> Iterator[Wanted[Batch]]:
+        for first, end in self._shares:
+            ids = np.arange(first, end) if end > first else np.array([0])
+            yield Wanted(ids, None, Batch((), end - first, self._samples, ids, end))

@@ -50,10 +50,16 @@ class Meter:
     Args:
         reduce: Sums a float64 vector over all ranks; every rank must call :meth:`result`.
         device: Where the sums are made.
+        real: From how many samples a batch holds to how many of them count.
     """
 
-    def __init__(self, reduce: Reduce, device: torch.device) -> None:
-        self._reduce = reduce
+    def __init__(
+        self,
+        reduce: Reduce,
+        device: torch.device,
+        real: Callable[[int], int] = lambda count: count,
+    ) -> None:
+        self._reduce, self._real = reduce, real
         self._device = device
         self._kept: dict[str, list[Tensor]] = {}
         self._count = 0
@@ -64,7 +70,23 @@ class Meter:
         return not self._kept
 
     def add(self, count: int, **values: Tensor) -> None:
-        """Takes the first ``count`` entries of each value, shape ``[n >= count]``."""
+        """Takes the first ``count`` entries of each value.
+
+        Args:
+            count: How many samples; ``batch.count``, or the length of the batch. A stand-in, which
+                is there so that every rank takes part in every step, never counts.
+            values: One number (or bool) for each sample, shape ``[n >= count]``.
+
+        Raises:
+            ValueError: A value has not one number for each sample.
+        """
+        count = self._real(count)
+        for name, value in values.items():
+            if value.dim() != 1 or len(value) < count:
+                raise ValueError(
+                    f"meter.add needs one number for each of the {count} samples,"
+                    f" but {name} has the shape {list(value.shape)}"
+                )
         self._count += count
         for name, value in values.items():
             self._kept.setdefault(name, []).append(value.detach()[:count])

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
 from paceline.spec.errors import SettingError
 
@@ -25,6 +26,16 @@ class Precision:
     name: str
     parameters: torch.dtype
     compute: torch.dtype | None = None
+
+    def widened(self, module: nn.Module) -> nn.Module:
+        """The module with parameters in this format; wider ones keep theirs."""
+
+        def wide(tensor: Tensor) -> Tensor:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return tensor
+            return tensor.to(torch.promote_types(tensor.dtype, self.parameters))
+
+        return module._apply(wide)  # type: ignore[no-untyped-call,no-any-return]
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """The context for forward passes; costs nothing without autocast."""

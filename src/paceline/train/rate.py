@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+
+from paceline.train.pace import Shares
 
 
 class Rate:
@@ -37,22 +40,44 @@ class Rate:
         self._since = time.perf_counter()
 
 
-def summary(steps: int, samples: int, seconds: float, waited: float, exposed: float | None) -> str:
-    """The whole training in one line.
+def summary(
+    steps: int,
+    samples: int,
+    seconds: float,
+    waited: float,
+    shares: Shares | None,
+    hosts: Sequence[str] = (),
+) -> str:
+    """The whole training in one line, and a second one about a rank that holds the others up.
 
     Args:
         steps, samples: Done in this process's life, over all ranks.
         seconds: Spent on training.
         waited: Seconds of these in which rank 0 waited for data.
-        exposed: Part of the rest in which only communication happened; ``None`` if unknown.
+        shares: Of all ranks' time; ``None`` where they are not known.
+        hosts: Of each rank.
     """
     seconds = max(seconds, 1e-9)
-    data = min(1.0, waited / seconds)
-    parts = [f"waiting for data {data:.0%}"]
-    if exposed is not None:
-        parts.append(f"communication {exposed * (1 - data):.0%}")
-        parts.append(f"computing {(1 - exposed) * (1 - data):.0%}")
-    return (
-        f"trained {steps:,} steps, {samples:,} samples in {seconds:.1f} s:"
-        f" {samples / seconds:,.0f} samples/s ({', '.join(parts)})"
+    if shares is None:
+        parts = f"waiting for data {min(1.0, waited / seconds):.0%}"
+    else:
+        parts = (
+            f"waiting for data {shares.data:.0%}, waiting for slower ranks {shares.others:.0%},"
+            f" communication {shares.exchange:.0%}, computing {shares.computing:.0%}"
+        )
+    text = (
+        f"trained {counted(steps, 'step')}, {counted(samples, 'sample')} in {seconds:.1f} s:"
+        f" {samples / seconds:,.0f} samples/s ({parts})"
     )
+    if shares is None or shares.slowest is None:
+        return text
+    itself = f", and waits for its data {shares.its_data:.0%} of the time"
+    return (
+        f"{text}\nslowest: rank {shares.slowest} on {hosts[shares.slowest]}, for which the others"
+        f" wait {shares.late:.3f} s a step{itself if shares.its_data >= 0.1 else ''}"
+    )
+
+
+def counted(number: int, name: str) -> str:
+    """``1 step``, ``1,024 steps``."""
+    return f"{number:,} {name}{'s' * (number != 1)}"

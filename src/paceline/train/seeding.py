@@ -12,4 +12,4 @@ def seed_all(seed: int) -> None:
     """Seeds Python, numpy's legacy generator and torch on every device."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**64)

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import rundir
 from paceline.spec.errors import JobError
-from paceline.train import files, grouping, insync, loader, once, trackers, weights, world, wrapping
+from paceline.train import files, grouping, insync, once, trackers, weights, world, wrapping
 from paceline.train.checkpoints.keeper import Keeper, Stopped
 from paceline.train.checkpoints.policy import policy
 from paceline.train.checkpoints.shelf import FOLDER, Shelf
@@ -28,9 +28,10 @@ from paceline.train.cpus import allowed, loader_workers
 from paceline.train.fetching import Collate, Data, Fetch
 from paceline.train.grouping import Stated
 from paceline.train.leaving import leave
-from paceline.train.loader import Batch, Loader, Progress
+from paceline.train.loader import Batch, Loader, Progress, Shard
 from paceline.train.metrics import Carried, Meter
 from paceline.train.order import Order
+from paceline.train.pace import Pace
 from paceline.train.precision import Precision
 from paceline.train.rate import Rate, summary
 from paceline.train.report import Reporter
@@ -79,12 +80,18 @@ class Session:
         self._updater: Updater | None = None
         self._batch: Batch | None = None
         self._unsynced = ExitStack()
+        self._training: Batch | None = None  # what was given out last, until the loop ends
+        self._evaluating: Batch | None = None
+        self._proof: insync.Proof | None = None
+        self._pace = Pace(self.comms, self._module)
+        self._waited = 0.0
         self._keeper: Keeper | None = None
         self._best: Best | None = None
         self._carried = Carried()
         self._trackers: list[Guard] = []
         self._resumed_at = -1
         self._epochs, self._epoch_size = 0, 0
+        self._pauses: Callable[[], bool] = lambda: False
         self._loss = float("nan")
         self._rate = Rate()
 
@@ -123,20 +130,25 @@ class Session:
         self._model = (
             wrapping.replicated(module, self.device, unused=unused) if replicate else module
         )
+        if not self.comms.alone:
+            self._proof = insync.Proof(self.comms, module)
         self.verify()
+        self._pace = Pace(self.comms, self._model)
         seed_all(self._seed + 1 + self.world.rank)
         self._reporter.event("prepared", parameters=sum(p.numel() for p in module.parameters()))
         return torch.compile(self._model) if compile else self._model  # type: ignore[return-value]
 
     def place(self, module: nn.Module, *, shard: bool = False) -> nn.Module:
-        """The module on this session's device and in its number format.
+        """The module on this session's device, its parameters in this session's precision.
+
+        A tensor of higher precision keeps it: a module in float64 stays in float64.
 
         Args:
             module: Changed in place.
             shard: Spreads parameters, gradients and optimizer state over the ranks (FSDP2). Make
                 the optimizer afterwards.
         """
-        placed = module.to(device=self.device, dtype=self.precision.parameters)
+        placed = self.precision.widened(module.to(self.device))
         return wrapping.sharded(placed) if shard and not self.comms.alone else placed
 
     def loader(
@@ -181,7 +193,14 @@ class Session:
         elif lengths is not None:
             visited = grouping.by_length(visited, lengths, global_batch)
         return Loader(
-            fetch, visited, self._place, global_batch, limit, self.progress, self._hand_over
+            fetch,
+            visited,
+            self._place,
+            global_batch,
+            limit,
+            self.progress,
+            self._has_waited,
+            self._hand_over,
         )
 
     def _agreed(self, order: Order) -> Order:
@@ -190,10 +209,10 @@ class Session:
         self.agree("the order of the samples", digest)
         return order
 
-    def shard(
-        self, data: Data, size: int = 512, *, collate: Collate | None = None
-    ) -> Iterator[Batch]:
+    def shard(self, data: Data, size: int = 512, *, collate: Collate | None = None) -> Shard:
         """This rank's share of every sample exactly once, for evaluation.
+
+        In their stored order, every time anew: it may be made once and used in every epoch.
 
         Args:
             data: As for :meth:`loader`.
@@ -201,15 +220,23 @@ class Session:
             collate: Makes a batch of a list of samples.
         """
         fetch = Fetch(data, self.device, collate=collate)
-        for batch in loader.shard(fetch, len(data), self._place, size):
+        return Shard(fetch, len(data), self._place, size, self._hand_over_evaluated)
+
+    def _hand_over_evaluated(self, batch: Batch | None) -> None:
+        self._evaluating = batch
+        if batch is not None:
             self._reporter.heartbeat(self.progress.step, "evaluate")
             if self._keeper is not None:
                 self._keeper.look_up()
-            yield batch
 
     def meter(self) -> Meter:
         """Collects per-sample values and reduces them exactly over all ranks."""
-        return Meter(self.comms.sum, self.device)
+        return Meter(self.comms.sum, self.device, self._real)
+
+    def _real(self, count: int) -> int:
+        """How many samples of the batch that was given out last count: a stand-in does not."""
+        given = self._evaluating or self._training
+        return 0 if given is not None and not given.count else count
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -297,7 +324,7 @@ class Session:
             every: Gives the number of the running epoch again after so many global steps, for
                 an evaluation in between (0: not).
         """
-        loader.every = every
+        loader.every, self._pauses = every, loader.pauses
         self.progress.steps = steps or epochs * len(loader)
         self._epochs = -(-self.progress.steps // len(loader))
         self._log_every = self._log_every or _interval(len(loader))
@@ -305,6 +332,7 @@ class Session:
         begun = self.progress.step
         while not self.progress.finished:
             self._rate.restart()
+            self._pace.restart()
             yield self.progress.epoch
             ended = self.progress.offset >= loader.order.size
             if ended:
@@ -314,15 +342,19 @@ class Session:
         self._summarise(self.progress.step - begun)
 
     def _summarise(self, steps: int) -> None:
-        rate, waited = self._rate, self.progress.waited
-        if steps:
-            exposed = wrapping.exposed_communication(self._model)
-            self.say(summary(steps, rate.samples, rate.seconds, waited, exposed))
+        """Where the time went, over all ranks; they must have made the same steps."""
+        if not steps:
+            return
+        shares = self._pace.shares()
+        hosts = self.comms.texts(self.world.host) if shares and shares.slowest is not None else ()
+        rate = self._rate
+        self.say(summary(steps, rate.samples, rate.seconds, self._waited, shares, hosts))
 
     def _evaluated(self, ended: bool) -> None:
         if self._keeper is not None:
             best = self._best is not None and self._best.step == self.progress.step
             self._keeper.after_evaluation(best, ended)
+            self._keeper.settle()
 
     def stop(self, why: str) -> None:
         """Ends the training after this step; every rank must say so in the same step."""
@@ -355,7 +387,10 @@ class Session:
         scale = self.world.size / batch.total
         loss = per_sample[: batch.count].sum() * scale if batch.count else per_sample.sum() * 0.0
         updater = self._prepared()
+        if batch.last:
+            self._pace.before_backward(loss, self.progress.step)
         updater.backward(loss)
+        self._pace.after_backward()
         self._unsynced.close()
         self._train.add(batch.count, loss=per_sample, **values)
         if not batch.last:
@@ -364,14 +399,20 @@ class Session:
         self._advance(batch)
         return True
 
-    def _hand_over(self, batch: Batch) -> None:
+    def _hand_over(self, batch: Batch | None) -> None:
+        self._batch = self._training = batch
+        if batch is None:
+            return
         if not self.progress.steps:
             raise RuntimeError(
                 "the training loader is to be used within: for epoch in session.epochs(loader, N)"
             )
-        self._batch = batch
         if not batch.last:  # only the last part of a global batch exchanges gradients
             self._unsynced.enter_context(wrapping.unsynced(self._model))
+
+    def _has_waited(self, seconds: float) -> None:
+        self._waited += seconds
+        self._pace.waited(seconds)
 
     def _taken(self) -> Batch:
         batch, self._batch = self._batch, None
@@ -389,6 +430,9 @@ class Session:
         progress.step += 1
         progress.offset = batch.stop
         self._rate.add(batch.total)
+        self._pace.step()
+        if self._proof is not None:
+            self._proof.stepped()
         ended = progress.finished or progress.offset == self._epoch_size
         if ended or progress.step % self._log_every == 0:
             self._flush()
@@ -405,6 +449,15 @@ class Session:
         )
         if self._keeper is not None:
             self._keeper.after_step()
+        if ended or self._pauses():
+            self._settle()
+
+    def _settle(self) -> None:
+        """The script may evaluate now, or change the model: all ranks hold the same one."""
+        if self._proof is not None:
+            self._proof.align()
+        if self._keeper is not None:
+            self._keeper.settle()
 
     def _collect(self) -> None:
         """Reduces what was measured since the last time, without recording it yet."""
@@ -516,17 +569,16 @@ class Session:
         once.once(self.comms, folder, make)
 
     def verify(self) -> None:
-        """Proves that the parameters are bit-identical on all ranks.
+        """Proves that parameters and buffers are bit-identical on all ranks.
+
+        Also those of sharded models, as each rank puts them together. Batch statistics, which
+        every rank gathers from its own share, are made those of rank 0.
 
         Raises:
             JobError: Names rank, host and the first tensor that differs.
         """
-        if self.comms.alone:
-            return
-        named = [] if wrapping.is_sharded(self._module) else [*self._module.named_parameters()]
-        sums = self.comms.rows(insync.checksums(tensor for _, tensor in named))
-        if not bool((sums == sums[0]).all()):
-            insync.compare([name for name, _ in named], sums, self.comms.texts(self.world.host))
+        if self._proof is not None:
+            self._proof.verify()
 
     def save_config(self, config: Mapping[str, Any]) -> None:
         """Keeps the effective settings in the run directory."""

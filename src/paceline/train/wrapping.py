@@ -39,23 +39,10 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def exposed_communication(model: nn.Module) -> float | None:
-    """Part of forward and backward passes in which nothing but communication happened.
-
-    From DDP's own clocks, which sample some steps. ``None`` where there are none.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        return None
-    said: dict[str, float] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    exposed = said.get("avg_backward_comm_time", 0) - said.get(
-        "avg_backward_compute_comm_overlap_time", 0
-    )
-    compute = said.get("avg_forward_compute_time", 0) + said.get("avg_backward_compute_time", 0)
-    return max(0.0, exposed / (exposed + compute)) if compute > 0 else None
-
-
-def _put_back(module: nn.Module) -> None:
+def put_back(module: nn.Module) -> None:
     """After an evaluation FSDP still holds whole parameters, which are not the optimizer's."""
+    if not is_sharded(module):
+        return
     from torch.distributed.fsdp import FSDPModule
 
     for one in module.modules():
@@ -150,7 +137,7 @@ def _module_state(module: nn.Module, whole: bool) -> dict[str, Tensor]:
         return module.state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    _put_back(module)
+    put_back(module)
     options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
     return cast(dict[str, Tensor], get_model_state_dict(module, options=options))
 
@@ -162,7 +149,7 @@ def load_whole_state(module: nn.Module, state: dict[str, Tensor]) -> None:
         return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    _put_back(module)
+    put_back(module)
     set_model_state_dict(module, dict(state), options=StateDictOptions(full_state_dict=True))
 
 
@@ -178,7 +165,7 @@ def optimizer_state(
         return renamed(optimizer.state_dict(), dict(enumerate(_names(module, optimizer))))
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-    _put_back(module)
+    put_back(module)
     options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
     return dict(get_optimizer_state_dict(module, optimizer, options=options))
 
@@ -193,16 +180,23 @@ def load_optimizer_state(
         return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    _put_back(module)
+    put_back(module)
     options = StateDictOptions(full_state_dict=whole)
     set_optimizer_state_dict(module, optimizer, state, options=options)
 
 
 def is_shard(tensor: Tensor) -> bool:
     """True for a tensor that is spread over the ranks."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The tensor as this rank puts it together: a collective for a shard."""
+    return cast(Tensor, tensor.full_tensor()) if is_shard(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _names(module: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -129,6 +129,10 @@ class Keeper:
         if best or (epoch_ended and self._policy.epochs):
             self.save(best=best)
 
+    def settle(self) -> None:
+        """Returns when the script may change the model: no copy of it is under way."""
+        self._writer.staging.wait()
+
     def _wants_stop(self) -> bool:
         return bool(self._notice.stop or (self._full and self._stop_when_full))
 

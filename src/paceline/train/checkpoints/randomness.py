@@ -43,7 +43,7 @@ def restore(state: Tensor, device: torch.device) -> None:
     start = offset + 16 + keys.nbytes
     end = start + torch.get_rng_state().numel()
     torch.set_rng_state(_tensor(raw[start:end]))
-    if device.type != "cpu":
+    if device.type != "cpu" and len(raw) > end:  # else it was made on a CPU
         _module(device).set_rng_state(_tensor(raw[end:]), device)
 
 

@@ -2,8 +2,12 @@
 
 Parameters and optimizer states change only when the optimizer steps. So a thread copies them
 while the next forward and backward passes run, and the next optimizer step waits for the copy
-if it has to. Buffers (batch statistics) change in the forward pass and are copied at once. On
-an accelerator the copies are queued on its stream, before everything that comes later.
+if it has to. Everything else may change as soon as the script goes on (batch statistics in the
+forward pass, a moving average whenever it likes) and is copied at once. On an accelerator the
+copies are queued on its stream, before everything that comes later.
+
+A script that changes parameters between its steps is found out by torch's version counters: the
+copy that it spoiled is given up, and from then on all copies are made at once.
 """
 
 from __future__ import annotations
@@ -18,10 +22,15 @@ Files = dict[str, dict[str, Tensor]]
 """Tensors by file name and by their name in the file."""
 
 
+class Torn(Exception):
+    """The state changed while it was copied."""
+
+
 class Staging:
     """Host memory for one copy of the state, used again for every checkpoint."""
 
     def __init__(self) -> None:
+        self._cautious = False
         self._kept: dict[tuple[str, str], Tensor] = {}
         self._copied = threading.Event()
         self._copied.set()
@@ -30,19 +39,29 @@ class Staging:
         """Returns when the last copy is complete and the originals may change."""
         self._copied.wait()
 
-    def begin(self, live: Files, at_once: frozenset[str]) -> Callable[[], Files]:
+    def begin(self, live: Files, later: frozenset[str]) -> Callable[[], Files]:
         """Begins a copy; what is returned ends it, in whichever thread calls it.
 
         Args:
-            live: The state; its tensors must not change before :meth:`wait` returns.
-            at_once: Names, in any file, of tensors that change earlier: copied before this
-                method returns.
+            live: The state.
+            later: Names, in any file, of tensors that do not change before :meth:`wait` returns.
+                All others are copied before this method returns.
+
+        Raises:
+            Torn: By what is returned: one of these changed all the same.
         """
+        late = frozenset[str]() if self._cautious else later
         early = {
             (file, name): self._copy(file, name, tensor)
             for file, tensors in live.items()
             for name, tensor in tensors.items()
-            if name in at_once or tensor.device.type != "cpu"
+            if name not in late or tensor.device.type != "cpu"
+        }
+        watched = {
+            name: (tensor, _version(tensor))
+            for file, tensors in live.items()
+            for name, tensor in tensors.items()
+            if (file, name) not in early
         }
         marks = _marks(live)
         self._copied.clear()
@@ -51,11 +70,22 @@ class Staging:
             try:
                 for mark in marks:
                     mark.synchronize()
-                return {file: self._rest(file, tensors, early) for file, tensors in live.items()}
+                copied = {file: self._rest(file, tensors, early) for file, tensors in live.items()}
+                self._check(watched)
+                return copied
             finally:
                 self._copied.set()
 
         return finish
+
+    def _check(self, watched: Mapping[str, tuple[Tensor, int]]) -> None:
+        changed = [name for name, (one, version) in watched.items() if _version(one) != version]
+        if changed:
+            self._cautious = True
+            raise Torn(
+                f"{changed[0]} changed outside session.step while it was copied;"
+                " the next checkpoints are copied at once"
+            )
 
     def _rest(
         self, file: str, tensors: Mapping[str, Tensor], early: Mapping[tuple[str, str], Tensor]
@@ -75,6 +105,10 @@ class Staging:
             self._kept[key] = kept
         kept.copy_(tensor, non_blocking=True)
         return kept
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _marks(live: Files) -> list[torch.Event]:

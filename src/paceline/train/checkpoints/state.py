@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.spec.errors import SettingError
 from paceline.train import wrapping
@@ -20,6 +19,7 @@ from paceline.train.checkpoints.pack import pack, unpack
 from paceline.train.checkpoints.writer import Snapshot
 from paceline.train.comms import Comms
 from paceline.train.loader import Progress
+from paceline.train.seeding import seed_all
 from paceline.train.update import Updater
 
 _FORMAT = 1
@@ -88,7 +88,7 @@ def capture(
     snapshot = Snapshot(
         training.progress.step,
         {names.RANDOM: {str(rank): row for rank, row in enumerate(generators)}},
-        frozenset(name for name, _ in module.named_buffers()),
+        _changed_by_steps_only(module, rest),
         (json.dumps(state, indent=1) + "\n").encode(),
         {"time": time.strftime("%FT%T%z"), "ranks": comms.world.size, "host": comms.world.host},
         best,
@@ -98,6 +98,12 @@ def capture(
     weights = dict(wrapping.whole_state(module))
     tensors = {names.WEIGHTS: weights, names.OPTIMIZER: rest, **snapshot.tensors}
     return replace(snapshot, tensors=tensors)
+
+
+def _changed_by_steps_only(module: nn.Module, rest: Mapping[str, Tensor]) -> frozenset[str]:
+    """Names of what may be copied late: parameters, and what the optimizer keeps of them."""
+    kept = (name for name in rest if name.startswith("training.optimizer.state."))
+    return frozenset((*(name for name, _ in module.named_parameters()), *kept))
 
 
 def _described(
@@ -177,4 +183,4 @@ def _restore_generators(loaded: Loaded, training: Training, comms: Comms) -> Non
     if loaded.state["ranks"] == comms.world.size:
         randomness.restore(loaded.tensors[names.RANDOM][str(rank)], comms.device)
     else:  # other ranks have no state to go on from: new ones, but always the same
-        torch.manual_seed(training.seed * 1_000_003 + loaded.step * 4_001 + rank)
+        seed_all(training.seed * 1_000_003 + loaded.step * 4_001 + rank)

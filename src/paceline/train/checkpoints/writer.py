@@ -29,7 +29,7 @@ class Snapshot:
     Attributes:
         step: Global steps done.
         tensors: By file and name; still those of the training.
-        at_once: Names of tensors that change before the next optimizer step.
+        later: Names of tensors that do not change before the next optimizer step.
         state: Content of ``state.json``, as bytes.
         about: For the manifest.
         best: True when it is the best so far.
@@ -39,7 +39,7 @@ class Snapshot:
 
     step: int
     tensors: Files
-    at_once: frozenset[str]
+    later: frozenset[str]
     state: bytes
     about: Mapping[str, Any]
     best: bool = False
@@ -80,7 +80,7 @@ class Writer:
     def begin(self, snapshot: Snapshot) -> None:
         """Begins to write; waits first for the one before."""
         self.wait()
-        finish = self.staging.begin(snapshot.tensors, snapshot.at_once)
+        finish = self.staging.begin(snapshot.tensors, snapshot.later)
         self._thread = threading.Thread(
             target=self._work, args=(snapshot, finish), name="paceline-checkpoint", daemon=True
         )

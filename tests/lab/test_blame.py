@@ -164,6 +164,8 @@ def test_the_rank_that_was_told_to_stop(site: Site) -> None:
         os.kill(process(site, "n2", r"rank 1 of 2"), signal.SIGTERM)
         ended = launch.end()
     assert re.search(r"failed first: rank 1 on n2: Stopped: stopped on SIGTERM", ended.err)
+    assert re.search(r"\nto resume: paceline run --run-dir \S+ .*steps.py\n", ended.err)
+    assert ended.err.count("stopped on SIGTERM") <= 2, ended.err
     assert first(ended)["rank"] == 1
 
 
@@ -222,7 +224,7 @@ def test_goes_on_elsewhere_at_once(site: Site) -> None:
     again = Launch(site, site.argv(*words, hosts="n2,n3"), launch.directory)
     with again:
         again.wait_for("from ", times=2)
-        assert "going on after step" in again.out, again.out + again.err
+        assert "resumed after step" in again.out, again.out + again.err
         again.signal(signal.SIGINT)
         again.end()
     assert "another job writes" not in again.err

@@ -157,7 +157,7 @@ def test_over_the_time_limit_and_back(batch: Way, slurm: Slurm) -> None:
         out, err = child.communicate(timeout=60)
     assert child.returncode == 0, (out, err)
     assert "Restarts=1 " in slurm.job(number_of(err))
-    found = re.search(r"going on after step (\d+)", out)
+    found = re.search(r"resumed after step (\d+)", out)
     assert found, out
     steps = [record["step"] for record in records(where) if record["split"] == "train"]
     assert steps == list(range(1, max(steps) + 1))
@@ -201,7 +201,7 @@ def test_a_node_lost_while_running(batch: Way, slurm: Slurm) -> None:
     assert child.returncode == 0, (out, err)
     assert re.search(r"Slurm says that n3 is \S*DRAIN\S* \(disk\)", out), out
     assert "PENDING (" in err
-    assert re.search(r"going on after step [1-9]", out), out
+    assert re.search(r"resumed after step [1-9]", out), out
     assert (where / "logs" / "n2" / "1.log").exists()
     assert largest_difference(where, reference(batch.site)) < 1e-10
     batch.site.lab.heal()

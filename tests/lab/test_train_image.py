@@ -139,7 +139,7 @@ def test_goes_on_without_a_shared_disk(two_hosts: Lab, tmp_path: Path) -> None:
 
     second = paceline(*where, "--hosts", "n2", *on(two_hosts)[2:], cwd=tmp_path)
     assert second.returncode == 0, second.stderr
-    assert "going on after step" in second.stdout
+    assert "resumed after step" in second.stdout
     records = [json.loads(line) for line in log.read_text().splitlines()]
     steps = [record["step"] for record in records if record["split"] == "train"]
     assert steps == sorted(set(steps))

@@ -14,6 +14,7 @@ import pytest
 from paceline.agent import procs, snapshot
 from paceline.launch import rundir
 from paceline.launch.rundir import RunDirectory
+from paceline.launch.running import last_lines
 from paceline.spec.errors import NodeError, SettingError
 
 
@@ -243,3 +244,13 @@ def test_fresh_names(tmp_path: Path) -> None:
     two = rundir.fresh_path(tmp_path, "my job")
     assert one.name.startswith("my_job-")
     assert one != two
+
+
+def test_the_last_lines_are_of_this_run(tmp_path: Path) -> None:
+    """What an earlier run left in a log of the same folder is not this failure's."""
+    for text in (b"of the first run\n", b"of the second run\n"):
+        directory = RunDirectory(tmp_path)
+        name = directory.log_name("n1", 0)
+        directory.append_bytes(name, text)
+        directory.close()
+    assert last_lines(tmp_path / name, directory.begins[name]) == "of the second run"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.recipes.running import guarded
 from paceline.spec import launched
 from paceline.spec.errors import DataError, JobError, SettingError
 from paceline.train import insync, once, weights, world
@@ -19,7 +20,7 @@ from paceline.train.metrics import Meter
 from paceline.train.pace import Shares, divided
 from paceline.train.precision import precision
 from paceline.train.rate import summary
-from paceline.train.report import BarScreen, Eta, ToFolder, ToLauncher, plain
+from paceline.train.report import BarScreen, Eta, ToFolder, ToLauncher, figures, plain
 
 CPU = torch.device("cpu")
 BARE = Found({"cuda": 0, "xpu": 0}, frozenset({"gloo"}))
@@ -146,18 +147,26 @@ def test_a_lost_launcher_stops_nothing() -> None:
 
 def test_folder_gets_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reporter = ToFolder(tmp_path / "run")
-    reporter.metrics(step=1, epoch=1, split="test", loss=0.5)
+    reporter.metrics(step=1, epoch=1, split="train", loss=0.5)
+    reporter.metrics(step=1, epoch=1, split="test", loss=0.25)  # the session says these
     reporter.event("joined")
     reporter.say("accuracy 1.0")
-    record = json.loads((tmp_path / "run/metrics.jsonl").read_text())
-    assert record["loss"] == 0.5
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == [0.5, 0.25]
     assert "joined" in (tmp_path / "run/events.jsonl").read_text()
-    assert capsys.readouterr().out == "epoch 1 step 1 test: loss 0.5\naccuracy 1.0\n"
+    assert capsys.readouterr().out == "epoch 1  step 1  train: loss 0.5\naccuracy 1.0\n"
 
 
 def test_plain_line() -> None:
     line = plain({"step": 2, "epoch": 1, "split": "train", "loss": 0.123456, "samples": 9})
-    assert line == "epoch 1 step 2 train: loss 0.1235"
+    assert line == "epoch 1  step 2  train: loss 0.1235"
+
+
+def test_line_of_an_epoch() -> None:
+    parts = [("train", {"loss": 2 / 3}), ("test", {"samples": 9, "accuracy": 0.9755555555555555})]
+    assert figures(0, 3, 9, parts) == (
+        "epoch 0  step 3/9  train: loss 0.6667  test: accuracy 0.9756"
+    )
 
 
 def test_weights_come_back(tmp_path: Path) -> None:
@@ -347,3 +356,29 @@ def test_tied_weights_are_kept_twice(tmp_path: Path) -> None:
     weights.load_weights(tmp_path, other)
     assert torch.equal(other[0].weight, other[1].weight)
     assert torch.equal(other[0].weight, tied[0].weight)
+
+
+def test_what_every_rank_raises_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rank that met it; with a launcher, by that: the log has it on every rank."""
+    error = JobError("stopped", found="checkpoint of step 3", exit_code=143)
+
+    def fail() -> None:
+        raise error
+
+    for origin, rank, shown in ((None, 1, True), (0, 1, False), (1, 1, True)):
+        monkeypatch.setenv("RANK", str(rank))
+        error.origin_rank = origin
+        assert guarded(fail) == 143
+        assert ("checkpoint of step 3" in capsys.readouterr().err) == shown
+    read, write = os.pipe()
+    monkeypatch.setenv("PACELINE_EVENT_FD", str(write))
+    error.origin_rank = 0
+    assert guarded(fail) == 143
+    os.close(write)
+    said = json.loads(os.read(read, 10_000))
+    os.close(read)
+    assert (said["kind"], said["origin"], said["message"]) == ("exception", 0, "stopped")
+    assert said["traceback"] == "  found:  checkpoint of step 3"
+    assert capsys.readouterr().err.startswith("paceline: stopped")

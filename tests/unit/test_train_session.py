@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,42 @@ def prepared(session: train.Session) -> train.Loader:
 def test_epochs_are_the_sessions(session: train.Session) -> None:
     with pytest.raises(RuntimeError, match=r"session\.epochs"):
         list(prepared(session))
+
+
+def test_the_screen_and_the_loop_count_epochs_alike(
+    session: train.Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line an epoch with the training's and the evaluation's figures; from 0, as the loop."""
+    loader, model = prepared(session), session._model
+    for epoch in session.epochs(loader, 3):
+        for (inputs,) in loader:
+            session.step(model(inputs).square().mean(1))
+        if epoch == 1:
+            session.log("val", accuracy=0.123456789)
+    session.log("test", accuracy=1.0)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    whole = [line for line in lines if "lr" not in line]
+    assert [line.split("  ")[:2] for line in whole] == [
+        [f"epoch {epoch}", f"step {2 * epoch + 2}/6"] for epoch in (0, 1, 2, 2)
+    ]
+    assert "train: loss" in whole[1]
+    assert whole[1].endswith("val: accuracy 0.1235")
+    assert whole[3].endswith("/6  test: accuracy 1")
+    records = (session.folder / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line)["epoch"] for line in records} == {0, 1, 2}
+
+
+def test_a_finished_training_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for epochs in (4, 2):
+        with train.join(run_dir=tmp_path) as session:
+            loader, model = prepared(session), session._model
+            session.checkpoints()
+            for _ in session.epochs(loader, epochs):
+                for (inputs,) in loader:
+                    session.step(model(inputs).square().mean(1))
+    said = capsys.readouterr().out
+    assert "nothing is left to train: step 8, in epoch 4, is done already" in said
+    assert "and 4 steps (2 epochs) were asked for" in said
 
 
 def test_checkpoints_come_after_prepare(session: train.Session) -> None:

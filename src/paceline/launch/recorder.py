@@ -24,6 +24,7 @@ class Recorder:
         self._metrics = MetricsLog(directory)
         self._directory = directory
         self._screen = screen
+        self.resumable = False  # the training was stopped, and its state is saved
 
     @property
     def shown_path(self) -> str:
@@ -95,6 +96,7 @@ class Recorder:
     def _said_event(self, node: Node, rank: int, data: Said) -> None:
         own = {"kind", "event", "rank", "host", "time"}
         details = {key: value for key, value in data.items() if key not in own}
+        self.resumable = self.resumable or data.get("event") == "stopped"
         self.event(str(data.get("event", "event")), node.name, rank, **details)
 
     def _said_exception(self, node: Node, rank: int, data: Said) -> None:

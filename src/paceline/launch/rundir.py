@@ -41,6 +41,7 @@ class RunDirectory:
         self.token = os.urandom(16).hex()
         self._blotter = Blotter(secrets)
         self._files: dict[str, IO[bytes]] = {}  # the last used at the end
+        self.begins: dict[str, int] = {}  # bytes that earlier runs left in a file
         with self._explained():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
@@ -151,6 +152,7 @@ class RunDirectory:
         if file is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             fd = inside.open_file(str(self.path), name, flags)
+            self.begins.setdefault(name, os.fstat(fd).st_size)
             file = os.fdopen(fd, "ab", buffering=0)
         self._files[name] = file
         if len(self._files) > OPEN_FILES:

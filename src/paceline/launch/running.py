@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from paceline.launch import planning
 from paceline.launch.attempt import Result
 from paceline.launch.launcher import Inspect, Launcher, plan_only
 from paceline.launch.outcome import Failure, describe_end, signal_name
-from paceline.launch.rundir import RunDirectory, fresh_path, short
+from paceline.launch.rundir import RunDirectory, fresh_path, safe, short
 from paceline.launch.screen import Screen
 from paceline.launch.staging import Package
 from paceline.launch.transport import Transport
 from paceline.spec import rundir as names
+from paceline.spec.command import shell_text
 from paceline.spec.errors import PacelineError
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job
@@ -36,12 +38,16 @@ class RunOutcome:
         result: How it ended.
         metrics: The last value of every metric that was reported.
         seconds: From the call to the end.
+        begins: Bytes that earlier runs had left in the logs, by name.
+        resumable: The training was asked to stop and saved its state.
     """
 
     path: Path
     result: Result
     metrics: dict[str, Any]
     seconds: float
+    begins: Mapping[str, int] = field(default_factory=dict)
+    resumable: bool = False
 
     @property
     def shown(self) -> Path:
@@ -93,7 +99,11 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
     finally:
         screen.close()
         directory.close()
-    return RunOutcome(directory.path, result, launcher.recorder.metrics, time.monotonic() - began)
+    recorder = launcher.recorder
+    seconds = time.monotonic() - began
+    return RunOutcome(
+        directory.path, result, recorder.metrics, seconds, directory.begins, recorder.resumable
+    )
 
 
 def new_run_id() -> str:
@@ -131,7 +141,8 @@ def report_failure(outcome: RunOutcome) -> str:
     result = outcome.result
     if result.failure is None:
         if result.interrupted is not None:
-            return f"paceline: stopped by {signal_name(result.interrupted)}: {short(outcome.path)}"
+            text = f"paceline: stopped by {signal_name(result.interrupted)}: {short(outcome.path)}"
+            return "\n".join([text, *_to_resume(outcome)])
         return ""
     failure = result.failure
     lines = [f"paceline: failed first: {failure.describe()}"]
@@ -139,20 +150,30 @@ def report_failure(outcome: RunOutcome) -> str:
         lines[0] += f" ({describe_end(failure.code, failure.signal)})" if failure.code else ""
         lines.append(_indent(failure.traceback))
     elif failure.rank is not None:
-        log = outcome.path / names.LOGS / failure.host / f"{failure.rank}.log"
-        if last := last_lines(log):
+        name = f"{names.LOGS}/{safe(failure.host)}/{failure.rank}.log"
+        if last := last_lines(outcome.path / name, outcome.begins.get(name, 0)):
             lines += ["  its last lines:", _indent(last)]
     if result.others:
         noun = "rank" if result.others == 1 else "ranks"
         lines.append(f"  {result.others} other {noun} failed after it")
     lines.append(f"  logs: {short(outcome.path / names.LOGS)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_to_resume(outcome)])
 
 
-def last_lines(log: Path, count: int = LAST_LINES) -> str:
-    """The end of a log; empty when there is none."""
+def _to_resume(outcome: RunOutcome) -> list[str]:
+    """The command that was typed, as it goes on in the same run directory."""
+    if not outcome.resumable:
+        return []
+    argv = ["paceline", *sys.argv[1:]]
+    if not any(word.split("=")[0] == "--run-dir" for word in argv):
+        argv[2:2] = ["--run-dir", short(outcome.path)]
+    return [f"to resume: {shell_text(argv)}"]
+
+
+def last_lines(log: Path, begins: int = 0, count: int = LAST_LINES) -> str:
+    """The end of a log, without the bytes that it had at the beginning; empty when there is none."""
     try:
-        data = log.read_bytes()[-16384:]
+        data = log.read_bytes()[begins:][-16384:]
     except OSError:
         return ""
     return "\n".join(data.decode(errors="replace").splitlines()[-count:])

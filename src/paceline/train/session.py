@@ -29,12 +29,12 @@ from paceline.train.fetching import Collate, Data, Fetch
 from paceline.train.grouping import Stated
 from paceline.train.leaving import leave
 from paceline.train.loader import Batch, Loader, Progress, Shard
-from paceline.train.metrics import Carried, Meter
+from paceline.train.metrics import Carried, Means, Meter
 from paceline.train.order import Order
 from paceline.train.pace import Pace
 from paceline.train.precision import Precision
-from paceline.train.rate import Rate, summary
-from paceline.train.report import Reporter
+from paceline.train.rate import Rate, counted, summary
+from paceline.train.report import Reporter, figures
 from paceline.train.seeding import seed_all
 from paceline.train.stopping import Best
 from paceline.train.trackers import About, Tracker
@@ -93,6 +93,7 @@ class Session:
         self._epochs, self._epoch_size = 0, 0
         self._pauses: Callable[[], bool] = lambda: False
         self._loss = float("nan")
+        self._passed, self._shown = Means(0, {}), False  # the training since the last line
         self._rate = Rate()
 
     # -- before the training -------------------------------------------------------------
@@ -295,7 +296,7 @@ class Session:
         if loaded is not None:
             self._resumed_at = loaded.step
             self.verify()
-            self.say(f"going on after step {loaded.step} from {loaded.source}")
+            self.say(f"resumed after step {loaded.step} from {loaded.source}")
             self.event("resumed", step=loaded.step, source=loaded.source)
         return loaded is not None
 
@@ -330,16 +331,30 @@ class Session:
         self._log_every = self._log_every or _interval(len(loader))
         self._epoch_size = loader.order.size
         begun = self.progress.step
+        if self.progress.finished:
+            self._say_finished()
         while not self.progress.finished:
             self._rate.restart()
             self._pace.restart()
+            self._passed, self._shown = Means(0, {}), False
             yield self.progress.epoch
+            if not self._shown:
+                self._show("", {})
             ended = self.progress.offset >= loader.order.size
             if ended:
                 self.progress.epoch, self.progress.offset = self.progress.epoch + 1, 0
             self._evaluated(ended or self.progress.finished)
         self.verify()
         self._summarise(self.progress.step - begun)
+
+    def _say_finished(self) -> None:
+        done = self.progress
+        self.say(
+            f"nothing is left to train: step {done.step:,}, in epoch {done.epoch}, is done already,"
+            f" and {done.steps:,} steps ({counted(self._epochs, 'epoch')}) were asked for\n"
+            "more epochs or steps train it further; --resume never, or a run directory of its own,"
+            " starts a new training"
+        )
 
     def _summarise(self, steps: int) -> None:
         """Where the time went, over all ranks; they must have made the same steps."""
@@ -442,10 +457,10 @@ class Session:
         self._reporter.progress(
             step=progress.step,
             steps=progress.steps,
-            epoch=progress.epoch + 1,
+            epoch=progress.epoch,
             epochs=self._epochs,
             loss=self._loss,
-            samples_per_s=self._rate.value,
+            samples_per_s=self._rate.value or None,  # unknown until the first record
         )
         if self._keeper is not None:
             self._keeper.after_step()
@@ -469,8 +484,9 @@ class Session:
         self._collect()
         means = self._carried.take()
         self._loss = means["loss"]
+        self._passed += means
         extra = {"lr": self._prepared().lr, "samples_per_s": round(self._rate.measure(), 1)}
-        self.log("train", samples=means.count, **means.values(), **extra)
+        self._record("train", {"samples": means.count, **means.values(), **extra})
         if not math.isfinite(self._loss) and self._prepared().scaler is None:
             raise self._diverged()
 
@@ -486,9 +502,29 @@ class Session:
     # -- what is said and kept -----------------------------------------------------------
 
     def log(self, split: str, **values: Any) -> None:
-        """Records values under the present step; printed and written once, by rank 0."""
+        """Records values under the present step and shows them, once for the job.
+
+        The first line in each epoch also has the means of the training since its last one.
+        """
+        self._record(split, values)
+        self._show(split, values)
+
+    def _show(self, split: str, values: Mapping[str, Any]) -> None:
+        done, passed = self.progress, self._passed.values()
+        parts = [(name, some) for name, some in (("train", passed), (split, values)) if some]
+        if parts:
+            self.say(figures(self._epoch, done.step, done.steps, parts))
+        self._passed, self._shown = Means(0, {}), True
+
+    @property
+    def _epoch(self) -> int:
+        """The number that the loop over epochs has, also right after its end."""
         done = self.progress
-        self._reporter.metrics(step=done.step, epoch=done.epoch + 1, split=split, **values)
+        return done.epoch - 1 if done.finished and done.epoch and not done.offset else done.epoch
+
+    def _record(self, split: str, values: Mapping[str, Any]) -> None:
+        done = self.progress
+        self._reporter.metrics(step=done.step, epoch=self._epoch, split=split, **values)
         for guard in self._trackers:
             guard.put(Record(split, done.step, numbers(values)))
 

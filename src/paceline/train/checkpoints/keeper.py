@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +28,7 @@ from paceline.train.signals import Notice
 
 
 class Stopped(JobError):
-    """The training was asked to stop, and its state is saved."""
+    """The training was asked to stop, and its state is saved; raised on every rank."""
 
     exit_code = 143  # as a process that SIGTERM ended
 
@@ -155,14 +156,18 @@ class Keeper:
         self.report()
         reasons = self._comms.texts(self._notice.stop or self._full)
         asked = next((rank for rank, text in enumerate(reasons) if text), None)
-        step = self._training.progress.step
-        home = os.environ.get(jobenv.HOME_DIR) or str(self._shelf.root.parent)
+        why = "request" if asked is None else reasons[asked]
+        step, home = self._training.progress.step, os.environ.get(jobenv.HOME_DIR)
+        if self._comms.world.rank == 0:
+            self._tell("stopped", step=step, why=why)
+        where = home or str(self._shelf.root.parent)
+        again = f"{jobenv.RUN_DIR}={shlex.quote(where)} before the same command resumes it"
         stopped = Stopped(
-            f"stopped on {'request' if asked is None else reasons[asked]} after step {step}",
-            found=f"checkpoint of step {self._saved_step} in {home}",
-            remedy=f"the same command with --run-dir {home} goes on from there",
+            f"stopped on {why} after step {step}",
+            found=f"checkpoint of step {self._saved_step} in {where}",
+            remedy="" if home else again,  # the launcher tells its own command, once
         )
-        stopped.origin_rank = asked
+        stopped.origin_rank = asked or 0
         raise stopped
 
     def save(self, best: bool = False) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from paceline.recipes.datasets import folder
 from paceline.recipes.datasets.find import load
 from paceline.recipes.datasets.images import ImageData, Request
 from paceline.recipes.pictures import normalisation
@@ -122,6 +123,93 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no image batch needs"):
         read(tmp_path)
     assert not target.exists()
+
+
+class Described:
+    """Pickles as an array whose state says something else than it holds."""
+
+    def __init__(self, *state: Any) -> None:
+        self.state = state
+
+    def __reduce__(self) -> Any:
+        make = np.empty(0).__reduce__()[0]
+        return make, (np.ndarray, (0,), b"b"), self.state
+
+
+U1 = np.dtype("u1")
+
+
+@pytest.mark.parametrize(
+    ("data", "labels"),
+    [
+        (Described(1, (2, 3072), np.dtype("O"), False, b"\1" * 2 * 3072 * 8), [3, 9]),
+        (Described(1, (2, 3072), U1, False, b"short"), [3, 9]),
+        (Described(1, (2**62, 3072), U1, False, b""), [3, 9]),
+        (Described(1, (2, 3072), U1, True, b"\1" * 6144), [3, 9]),
+        (Described(1, (2, 3071), U1, False, b"\1" * 6142), [3, 9]),
+        (np.zeros((2, 3072), np.float64), [3, 9]),
+        ([[1]], [3, 9]),
+        (np.zeros((2, 3072), np.uint8), [3, [9]]),
+        (np.zeros((2, 3072), np.uint8), [3, 2**80]),
+        (np.zeros((2, 3072), np.uint8), np.array([3, 9])),
+    ],
+)
+def test_a_crafted_batch_is_refused(tmp_path: Path, data: Any, labels: Any) -> None:
+    """What the file says of its arrays is checked before numpy sees it."""
+    write_cifar(tmp_path, binary=False)
+    crafted = pickle.dumps({b"data": data, b"labels": labels}, protocol=2)
+    (tmp_path / "data_batch_2").write_bytes(crafted)
+    with pytest.raises(DataError, match=r"data_batch_2 is (truncated, damaged or )?no CIFAR-10|of"):
+        read(tmp_path)
+
+
+def test_numpy_is_not_called_by_a_file(tmp_path: Path) -> None:
+    """ndarray(shape, dtype("O"), bytes) would make pointers of the bytes."""
+    write_cifar(tmp_path, binary=False)
+
+    class Pointers:
+        def __reduce__(self) -> Any:
+            return np.ndarray, ((4,), np.dtype("O"), b"\1" * 32)
+
+    content = {b"data": Pointers(), b"labels": [Pointers(), 1]}
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps(content, protocol=4))
+    with pytest.raises(DataError, match="data_batch_1"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_every_form_of_a_batch_is_read(tmp_path: Path, protocol: int) -> None:
+    write_cifar(tmp_path, binary=False)
+    expected = read(tmp_path).fingerprint
+    for file in tmp_path.iterdir():
+        file.write_bytes(pickle.dumps(pickle.loads(file.read_bytes()), protocol=protocol))
+    assert read(tmp_path).fingerprint == expected
+
+
+def test_a_small_file_may_not_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path, {"a": 5, "b": 5})
+    Image.new("L", (8000, 5000)).save(tmp_path / "a/0.png")
+    with pytest.raises(DataError, match="8000 × 5000 pixels, more than the 32 million") as caught:
+        read(tmp_path)
+    assert "0.png" in caught.value.render()
+    assert len(read(tmp_path, skip_damaged=True).splits["train"].labels) == 7
+    (tmp_path / "a/0.png").unlink()
+    Image.new("RGB", (800, 600)).save(tmp_path / "a/0.jpg")
+    monkeypatch.setattr(folder, "MOST_PIXELS", 200_000)
+    read_all(read(tmp_path))  # a JPEG is decoded at a part of its size
+
+
+def test_a_packed_file_unpacks_to_what_its_header_says(tmp_path: Path) -> None:
+    write_idx(tmp_path)
+    labels = next(tmp_path.glob("train-labels*"))
+    header = bytes((0, 0, 8, 1)) + (6).to_bytes(4, "big")
+    packed = gzip.compress(header + bytes(1 << 26))
+    labels.unlink()
+    labels.with_name("train-labels-idx1-ubyte.gz").write_bytes(packed)
+    with pytest.raises(DataError, match="expected 14 bytes of content, found 3"):
+        read("mnist", tmp_path)
 
 
 def test_folders_with_parts(tmp_path: Path) -> None:

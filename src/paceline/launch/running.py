@@ -171,7 +171,7 @@ def _to_resume(outcome: RunOutcome) -> list[str]:
 
 
 def last_lines(log: Path, begins: int = 0, count: int = LAST_LINES) -> str:
-    """The end of a log, without the bytes that it had at the beginning; empty when there is none."""
+    """The end of what a log has beyond its first bytes; empty when there is none."""
     try:
         data = log.read_bytes()[begins:][-16384:]
     except OSError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,8 @@ SUFFIXES = frozenset(
     (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 )
 DEFAULT_SIZE = 64
+MOST_PIXELS = 32_000_000
+"""Of an image file: a small one may stand for gigabytes."""
 _SPLITS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation"),
@@ -81,7 +84,7 @@ def decode(path: Path, channels: int, height: int, width: int, crop: bool = Fals
         DataError: The file is missing, damaged or no image.
     """
     try:
-        with Image.open(path) as image:
+        with opened(path, (width, height)) as image:
             made = image.convert("L" if channels == 1 else "RGB")
             if made.size != (width, height) and crop:
                 made = ImageOps.fit(made, (width, height), Image.Resampling.BILINEAR)
@@ -91,6 +94,28 @@ def decode(path: Path, channels: int, height: int, width: int, crop: bool = Fals
     except Exception as error:  # a damaged image may raise anything
         raise _unreadable(path, error) from None
     return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+@contextmanager
+def opened(path: Path, size: tuple[int, int] = (1, 1)) -> Iterator[Image.Image]:
+    """An image file whose pixels are not decoded yet; a JPEG that is too large, reduced.
+
+    Args:
+        path: The file.
+        size: Width and height that are wanted of it at least.
+
+    Raises:
+        ValueError: It would need too much memory.
+    """
+    with Image.open(path) as image:
+        if image.width * image.height > MOST_PIXELS:
+            image.draft(None, size)
+        if image.width * image.height > MOST_PIXELS:
+            raise ValueError(
+                f"{image.width} × {image.height} pixels, more than the {MOST_PIXELS // 1_000_000}"
+                " million that are decoded"
+            )
+        yield image
 
 
 def matches(folder: Path) -> bool:
@@ -203,7 +228,7 @@ def _readable(paths: Sequence[Path], labels: Labels) -> Listed:
 
 def _is_readable(path: Path) -> bool:
     try:
-        with Image.open(path) as image:
+        with opened(path) as image:
             image.load()
     except Exception:  # a damaged image may raise anything
         return False
@@ -215,7 +240,7 @@ def _check_headers(paths: Sequence[Path]) -> None:
         return
     for path in paths:
         try:
-            with Image.open(path):
+            with opened(path):
                 pass
         except Exception as error:  # a damaged image may raise anything
             raise _unreadable(path, error) from None

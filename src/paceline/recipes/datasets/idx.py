@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from paceline.spec.errors import DataError
 
 _TRAIN, _TEST = "train", "t10k"
 _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
+
+
+_HEADER = 16  # of images; that of labels has 8 bytes
+_MOST_BYTES = 1 << 30
 
 
 def matches(folder: Path) -> bool:
@@ -73,7 +78,7 @@ def _array(path: Path, dimensions: int) -> NDArray[np.uint8]:
             remedy="get the file again",
         )
     shape = np.frombuffer(content, ">u4", dimensions, 4).astype(int)
-    expected = header + int(np.prod(shape))
+    expected = header + math.prod(shape.tolist())
     if len(content) != expected:
         raise DataError(
             f"{path} is truncated or damaged",
@@ -95,7 +100,11 @@ def _unpacked(path: Path, raw: bytes) -> bytes:
     """The content as far as it goes: what is missing is told by the IDX header."""
     unpack = zlib.decompressobj(wbits=31)
     try:
-        return unpack.decompress(raw)
+        # A small file may unpack to any size; a whole one has what its header says.
+        head = unpack.decompress(raw, _HEADER)
+        sizes = np.frombuffer(head, ">u4", len(head) // 4)[1:][: head[3] if len(head) > 3 else 0]
+        rest = min(math.prod(sizes.tolist()) + _HEADER, _MOST_BYTES)
+        return head + unpack.decompress(unpack.unconsumed_tail, rest)
     except zlib.error as error:
         raise DataError(
             f"{path} is damaged",

@@ -345,7 +345,7 @@ def nothing_held_out(folder: Path) -> None:
         (labels_too_short, "mnist", "5 labels, 6 images"),
         (cifar_cut, "cifar10", "data_batch_3.bin is truncated or damaged"),
         (cifar_cut, "cifar10", "expected 3073 bytes (a multiple of 3073), found 3072"),
-        (cifar_pickle_cut, "cifar10", "bytes: pickle data was truncated"),
+        (cifar_pickle_cut, "cifar10", "bytes: it ends too early"),
         (empty_class, "", "holds no images"),
         (no_classes, "", "holds no folders for at least two classes"),
         (torn_image, "", "1.png is no readable image"),

@@ -86,17 +86,18 @@ def _pickled(path: Path, content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.
             raise ValueError("the labels are no list of numbers")
         return _rows(rows), np.array(labels, dtype=np.int64)
     except Exception as error:  # a damaged pickle may raise anything
+        why = "it ends too early" if isinstance(error, EOFError) else str(error)[:200]
         raise DataError(
             f"{path} is truncated, damaged or no CIFAR-10 batch",
             found=f"expected a pickled batch, found {len(content)} bytes:"
-            f" {str(error)[:200] or type(error).__name__}",
+            f" {why or type(error).__name__}",
             remedy="get the file again",
         ) from None
 
 
 def _rows(described: Any) -> NDArray[np.uint8]:
     """The pixels out of what a pickled array says of itself; numpy only sees checked bytes."""
-    if type(described) is not _Stub or described.state is None:
+    if type(described) is not _Stub or type(described.state) is not tuple:
         raise ValueError("the data are no array")
     _, shape, kind, by_columns, content = described.state
     images, pixels = shape
@@ -115,7 +116,8 @@ class _Stub:
     __slots__ = ("arguments", "state")
 
     def __init__(self, *arguments: Any) -> None:
-        self.arguments, self.state = arguments, None
+        self.arguments = arguments
+        self.state: Any = None
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -131,7 +133,7 @@ _STUBS = frozenset(
 )
 
 
-class _Plain(pickle._Unpickler):  # type: ignore[name-defined,misc]
+class _Plain(pickle._Unpickler):
     """Unpickles numbers, texts, lists and dictionaries; arrays come as their description.
 
     Written in Python, unlike the ordinary one: no word of the file is an index into memory.

@@ -15,6 +15,7 @@ import paceline
 from paceline.cli.verb import VerbGroup
 from paceline.spec.errors import PacelineError
 from paceline.spec.helptext import Row, Section
+from paceline.spec.terminal import for_reader
 
 # verb → (module, one line for --help)
 VERBS: dict[str, tuple[str, str]] = {
@@ -88,5 +89,5 @@ def main(argv: list[str] | None = None) -> None:
     try:
         program.main(args=argv, prog_name="paceline")
     except PacelineError as error:
-        sys.stderr.write(error.render() + "\n")
+        sys.stderr.write(for_reader(error.render(), sys.stderr) + "\n")
         sys.exit(error.exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import IO, Any
 import click
 
 from paceline.cli.applies import SUBMISSION, given
+from paceline.cluster import records
 from paceline.launch.rundir import fresh_path
 from paceline.launch.schedulers.batch import BATCHES, BatchRequest, render
 from paceline.launch.schedulers.slurm import ask
@@ -242,8 +244,6 @@ def cancel(number: str, kill: bool = False) -> None:
 
 def record_of(directory: Path) -> dict[str, Any] | None:
     """Which batch a run directory belongs to, if to one."""
-    try:
-        record = json.loads((directory / BATCH_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) and "job" in record else None
+    record = records.read_object(directory / BATCH_FILE) or {}
+    number = str(record.get("job", ""))[:40]
+    return {**record, "job": number} if re.fullmatch(r"[0-9][0-9._+\[\]-]*", number) else None

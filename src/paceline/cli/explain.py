@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ import click
 
 from paceline.cli.runs import find_run
 from paceline.cli.verb import Verb
+from paceline.cluster.records import is_regular, read_object
 from paceline.diagnose.conclude import Conclusion, conclude, to_findings
 from paceline.diagnose.evidence import Evidence
-from paceline.diagnose.gather import from_log, from_run, read
+from paceline.diagnose.gather import from_log, from_run, read, read_given
 from paceline.diagnose.rules import load_all
 from paceline.report import explanation
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
+from paceline.spec.terminal import for_reader
 
+WHOLE = 8 << 20  # bytes of a file that go whole into the bundle; of a larger one both ends
 SHOWN_ANYWAY = ("exception", "said-why")  # their words stand in the last lines of a failed run
 
 
@@ -48,7 +52,7 @@ def command(ctx: click.Context, /, run: Path | None, log: Path | None, as_json: 
     if log is not None:
         if run is not None:
             raise SettingError("RUN and --log exclude each other")
-        evidence = from_log(sys.stdin.read() if str(log) == "-" else read(log))
+        evidence = from_log(read_given(log))
     else:
         run = run or find_run(None)
         evidence = from_run(run)
@@ -69,14 +73,15 @@ def well(evidence: Evidence) -> bool:
 def show(found: Conclusion, evidence: Evidence, as_json: bool) -> None:
     """Prints the explanation."""
     if as_json:
-        click.echo(json.dumps(to_json(found), indent=2, ensure_ascii=False))
+        click.echo(json.dumps(to_json(found), indent=2))
         return
     if well(evidence):
         click.echo("nothing went wrong: the run ended with status 0")
         return
     first, *rest = explanation.lines(found, evidence)
+    first = for_reader(first, sys.stdout)
     click.echo(click.style(first, bold=True) if sys.stdout.isatty() else first)
-    click.echo("\n".join(rest))
+    click.echo(for_reader("\n".join(rest), sys.stdout))
 
 
 def to_json(found: Conclusion) -> dict[str, Any]:
@@ -102,13 +107,21 @@ def to_json(found: Conclusion) -> dict[str, Any]:
 def keep(run: Path, found: Conclusion) -> None:
     """Writes the conclusion into the run's findings.json, behind what the checks found."""
     file = run / names.FINDINGS
-    before: list[Any] = []
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        before = json.loads(file.read_text(encoding="utf-8")).get("findings", [])
-    kept = [one for one in before if not str(one.get("check", "")).startswith("explain/")]
+    before = (read_object(file) or {}).get("findings")
+    kept = [
+        one
+        for one in (before if isinstance(before, list) else [])
+        if isinstance(one, dict) and not str(one.get("check", "")).startswith("explain/")
+    ]
     both = [*kept, *(finding.to_json() for finding in to_findings(found))]
+    new = file.with_name(f".{file.name}-{os.getpid()}")
     with contextlib.suppress(OSError):  # a run on a full or foreign disk can still be explained
-        file.write_text(json.dumps({"findings": both}, indent=2) + "\n", encoding="utf-8")
+        with new.open("x", encoding="utf-8") as out:
+            json.dump({"findings": both}, out, indent=2)
+            out.write("\n")
+        new.replace(file)
+    with contextlib.suppress(OSError):
+        new.unlink()
 
 
 def pack(bundle: Path, run: Path | None, evidence: Evidence, found: Conclusion) -> None:
@@ -120,8 +133,8 @@ def pack(bundle: Path, run: Path | None, evidence: Evidence, found: Conclusion) 
         who = "log" if log.rank is None else f"{log.rank}"
         contents[f"logs/{log.host or 'job'}/{who}.log"] = log.text
     for name in (names.PLAN, names.EVENTS, names.RESULT, names.HOSTS, names.METRICS):
-        if run is not None and (run / name).exists():
-            contents[name] = read(run / name)
+        if run is not None and is_regular(run / name):
+            contents[name] = read(run / name, WHOLE)
     write(bundle, contents)
     click.echo(f"paceline: wrote {bundle}", err=True)
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 import threading
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.finding import Finding
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Job
+from paceline.spec.terminal import for_reader
 
 # of the warnings, these matter to a job of ours; the others are for `paceline check`
 TOLD = {"limits", "disk", "torch"}
@@ -63,7 +65,7 @@ def preflight(ctx: click.Context, job: Job, cluster: Cluster, way: Way) -> None:
     refuse(found)
     for finding in found:
         if finding.outcome == "warn":
-            click.echo(f"paceline: warning: {finding.message}", err=True)
+            click.echo(for_reader(f"paceline: warning: {finding.message}", sys.stderr), err=True)
 
 
 def wishes_of(job: Job, hosts: Sequence[Host]) -> Any:
@@ -141,4 +143,4 @@ def explain_run(run_dir: Path, shown: bool) -> None:
         except TimeoutError:
             text = f"paceline: to look for the cause: paceline explain {short(run_dir)}"
         if shown and text:
-            click.echo(text, err=True)
+            click.echo(for_reader(text, sys.stderr), err=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.batch import record_of, state_of
+from paceline.cluster import records
 from paceline.cluster.ownership import owner_alive, read_owner
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 
+LAST_BYTES = 64 << 10  # of metrics.jsonl, to find the last record
 _SIGNS = (names.PLAN, names.EVENTS, names.OWNER, "batch.json")
 
 
@@ -41,7 +42,7 @@ class RunState:
 
     @property
     def over(self) -> bool:
-        return self.exit_code is not None or self.word == "lost"
+        return self.exit_code is not None or self.word in ("lost", "ended")
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -76,43 +77,40 @@ def find_run(given: str | None) -> Path:
 
 
 def is_run(path: Path) -> bool:
-    return any((path / sign).exists() for sign in _SIGNS)
+    return any(records.is_regular(path / sign) for sign in _SIGNS)
 
 
 def newest(parent: Path, count: int = 5) -> list[str]:
     """Names of the runs below a folder, the newest first."""
-    found = [path for path in parent.glob("*") if path.is_dir() and is_run(path)]
-    return [p.name for p in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)][:count]
+    found = [path for path in records.folders_in(parent) if is_run(path)]
+    return [p.name for p in sorted(found, key=lambda p: p.lstat().st_mtime, reverse=True)][:count]
 
 
 def look_at(path: Path) -> RunState:
     """The present state of a run."""
-    result, owner, record = _json(path / names.RESULT), read_owner(path), record_of(path)
-    failure = (result or {}).get("first_failure") or {}
-    text = f"rank {failure['rank']} on {failure['host']}: {failure['headline']}" if failure else ""
-    last = _last_line(path / names.METRICS)
-    job = str(record["job"]) if record else None
+    result, owner, record = (
+        records.read_object(path / names.RESULT),
+        read_owner(path),
+        record_of(path),
+    )
+    text = _describe((result or {}).get("first_failure"))
+    last = next(reversed(records.read_records(path / names.METRICS, LAST_BYTES)), None)
+    job = record["job"] if record else None
     if job is not None and (state := asyncio.run(state_of(job))) is not None:
         code = state.exit_code if state.over else None
         return RunState(path, state.describe(), code, owner, job, text, last)
     if owner is not None and owner_alive(owner):
         return RunState(path, "running", None, owner, job, "", last)
     if result is not None:
-        return RunState(path, "ended", int(result["exit_code"]), None, job, text, last)
+        code = records.whole(result.get("exit_code"))
+        return RunState(path, "ended", code, None, job, text, last)
     return RunState(path, "lost" if owner else "not started", None, None, job, "", last)
 
 
-def _json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _last_line(path: Path) -> dict[str, Any] | None:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return dict(json.loads(lines[-1])) if lines else None
-    except (OSError, ValueError):
-        return None
+def _describe(failure: Any) -> str:
+    """``rank 1 on n2: ValueError: boom``, as far as result.json says it."""
+    said = records.mapping(failure)
+    rank, host = records.whole(said.get("rank")), records.words(said.get("host"), 255)
+    who = host if rank is None else f"rank {rank} on {host or 'an unnamed host'}"
+    headline = records.words(said.get("headline"), 2000)
+    return f"{who}: {headline}" if said else ""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import click
 
 from paceline.cli.runs import RunState, find_run, look_at
 from paceline.cli.verb import Verb
+from paceline.spec.terminal import for_reader
 
 
 @click.command("status", cls=Verb)
@@ -19,7 +21,10 @@ def command(run: str | None, as_json: bool) -> None:
     A batch is described in its scheduler's own words.
     """
     state = look_at(find_run(run))
-    click.echo(json.dumps(state.to_json(), indent=2) if as_json else describe(state))
+    if as_json:
+        click.echo(json.dumps(state.to_json(), indent=2))
+    else:
+        click.echo(for_reader(describe(state), sys.stdout))
 
 
 def describe(state: RunState) -> str:

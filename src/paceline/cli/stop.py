@@ -13,6 +13,7 @@ from paceline.cli.verb import Verb
 from paceline.cluster import this_machine
 from paceline.cluster.ownership import owner_here
 from paceline.spec.errors import NodeError
+from paceline.spec.terminal import clean
 
 LOOK_EVERY_S = 0.2
 PATIENCE_S = 30.0
@@ -26,7 +27,7 @@ def command(run: str | None, now: bool) -> None:
     path = find_run(run)
     state = look_at(path)
     if state.over or state.word == "not started":
-        click.echo(f"{path}: {state.word} already", err=True)
+        click.echo(clean(f"{path}: {state.word} already"), err=True)
         return
     end(state, now)
     deadline = time.monotonic() + PATIENCE_S
@@ -34,7 +35,7 @@ def command(run: str | None, now: bool) -> None:
         if time.monotonic() > deadline:
             raise NodeError(f"{path} has not ended within {PATIENCE_S:.0f} s", remedy="--now")
         time.sleep(LOOK_EVERY_S)
-    click.echo(f"{path}: stopped", err=True)
+    click.echo(clean(f"{path}: stopped"), err=True)
 
 
 def end(state: RunState, now: bool) -> None:

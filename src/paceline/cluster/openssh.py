@@ -96,13 +96,13 @@ class _Cause:
 CAUSES: tuple[_Cause, ...] = (
     _Cause(
         "host key changed",
-        r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for .* has changed",
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for .{1,300} has changed",
         "If the machine was reinstalled, check its fingerprint there "
         "(ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub), then: ssh-keygen -R {known}{file}",
     ),
     _Cause(
         "host key not known",
-        r"Host key verification failed|No .* host key is known",
+        r"Host key verification failed|No .{1,100} host key is known",
         "Compare the fingerprint with the machine's own "
         "(ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub there); if equal, add "
         "--accept-new-host-keys to this command once",
@@ -212,7 +212,7 @@ def _essence(text: str) -> str:
 
 def _fill(remedy: str, host: Host, text: str) -> str:
     offending = offending_line(text)
-    known = re.search(r"Host key for (\S+) has changed", text)  # as the file calls it
+    known = re.search(r"Host key for (\S{1,300}) has changed", text)  # as the file calls it
     values = {
         "name": host.name,
         "target": _target(host),
@@ -224,13 +224,13 @@ def _fill(remedy: str, host: Host, text: str) -> str:
 
 def offending_line(text: str) -> tuple[str, int] | None:
     """File and line (from 1) of the pinned key that a changed host key offends."""
-    match = re.search(r"Offending \S+ key in (.+):(\d+)", text)
+    match = re.search(r"Offending \S{1,50} key in (.{1,1000}):(\d{1,9})", text)
     return (match.group(1), int(match.group(2))) if match else None
 
 
 def fingerprint(line: str) -> str | None:
     """``ssh-ed25519 SHA256:…`` of a line of known_hosts; ``None`` when it holds no key."""
-    match = re.search(r"(ssh-\S+|ecdsa-\S+|sk-\S+) (\S+)", line)
+    match = re.search(r"(ssh-\S{1,100}|ecdsa-\S{1,100}|sk-\S{1,100}) (\S+)", line)
     if match is None:
         return None
     try:
@@ -249,7 +249,7 @@ def _target(host: Host) -> str:
 
 def pinned_key(stderr: str) -> str | None:
     """The fingerprint that ``ssh -v`` showed: ``ssh-ed25519 SHA256:…``."""
-    match = re.search(r"Server host key: (\S+ \S+)", stderr)
+    match = re.search(r"Server host key: (\S{1,100} \S+)", stderr)
     return match.group(1) if match else None
 
 

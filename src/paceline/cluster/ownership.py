@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster import this_machine
+from paceline.cluster import records, this_machine
 from paceline.spec import rundir as names
 
 
 def read_owner(path: Path) -> dict[str, Any] | None:
     """Who says that the folder is theirs; ``None`` when nobody readable does."""
-    try:
-        owner = json.loads((path / names.OWNER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    said = records.read_object(path / names.OWNER) or {}
+    pid = records.whole(said.get("pid"))
+    if pid is None or pid <= 0:
         return None
-    return owner if isinstance(owner, dict) and "pid" in owner else None
+    about = {name: records.words(said.get(name), 255) for name in ("host", "since")}
+    known = {"start": said["start"]} if records.number(said.get("start")) else {}
+    return {**about, "pid": pid, **known}
 
 
 def owner_alive(owner: dict[str, Any]) -> bool:

@@ -7,7 +7,29 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-ERASED = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+from paceline.spec.terminal import clean
+
+LINE_CHARS = 2000  # of a line that rules see: of a longer one its beginning and its end
+LINES = 20_000  # of a log that rules see: of a longer one its beginning and its end
+_HEAD_LINES = LINES // 10
+CUT = " […] "
+
+
+def lines_of(text: str) -> tuple[str, ...]:
+    """The lines of any text as rules see them: no colours, and bounded in length and number.
+
+    Whatever a rank printed, a rule's time is bounded by it.
+    """
+    lines = text.splitlines()
+    if len(lines) > LINES:
+        lines = [*lines[:_HEAD_LINES], *lines[_HEAD_LINES - LINES :]]
+    return tuple(clean(shortened(line)).rstrip() for line in lines)
+
+
+def shortened(line: str) -> str:
+    """The line, or the beginning and the end of a very long one."""
+    half = LINE_CHARS // 2
+    return line if len(line) <= LINE_CHARS else f"{line[:half]}{CUT}{line[-half:]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +45,11 @@ class Log:
     host: str
     rank: int | None
     lines: tuple[str, ...]
+
+    @classmethod
+    def of(cls, host: str, rank: int | None, text: str) -> Log:
+        """From what was written, bounded."""
+        return cls(host, rank, lines_of(text))
 
     @property
     def where(self) -> str:

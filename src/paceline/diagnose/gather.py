@@ -1,47 +1,63 @@
-"""Reads evidence: a run directory, or any log."""
+"""Reads evidence: a run directory, or any log. Both may hold anything."""
 
 from __future__ import annotations
 
-import json
+import signal
+import sys
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from paceline.cluster.ownership import owner_alive, owner_here, read_owner
+from paceline.cluster.records import (
+    folders_in,
+    head_and_tail,
+    is_regular,
+    mapping,
+    number,
+    read_object,
+    read_records,
+    whole,
+    words,
+)
 from paceline.diagnose import logs as cutting
-from paceline.diagnose.evidence import ERASED, End, Evidence, First, Launcher, Log
+from paceline.diagnose.evidence import End, Evidence, First, Launcher, Log
 from paceline.spec import rundir as names
 from paceline.spec.errors import DataError
 
 HEAD = 64 << 10  # bytes read of a log's beginning
 TAIL = 256 << 10  # and of its end, where causes stand
+ALL_LOGS = 4 << 20  # bytes read of all logs together, beside that of the rank that failed first
+MOST_LOGS = 4096
+STREAM = 1 << 30  # bytes taken of a log that comes through a pipe
 _SIGNS = (names.EVENTS, names.RESULT, names.PLAN, names.OWNER)
 
 
 def from_run(path: Path) -> Evidence:
     """The evidence of a run directory. DataError when it is none."""
-    if not any((path / name).exists() for name in _SIGNS):
+    if not any(is_regular(path / name) for name in _SIGNS):
         raise DataError(
             f"{path} is not a run directory",
             found="no events.jsonl, result.json or plan.json in it",
             remedy="Give the folder that the run printed (runs/NAME-DATE-TIME), or --log FILE",
         )
-    launcher, events = _launcher(path), _lines(path / names.EVENTS)
+    launcher, events = _launcher(path), read_records(path / names.EVENTS)
     # a run that has not ended leaves the result of the one before it in the folder
-    result = _json(path / names.RESULT) if launcher is None else {}
+    result = (read_object(path / names.RESULT) or {}) if launcher is None else {}
     first = _first(result.get("first_failure"))
     ends = _ends(events)
-    found = _rank_logs(path / names.LOGS, _hosts_of(events))
+    found = _rank_logs(path / names.LOGS, _hosts_of(events), first)
     return Evidence(
         logs=tuple(_ordered(found, first, ends)),
         ends=ends,
         first=first,
-        error=str(result.get("error") or ""),
+        error=words(result.get("error")),
         events=tuple(events),
-        metrics=tuple(_lines(path / names.METRICS)),
-        hosts=_json(path / names.HOSTS),
-        interrupted=result.get("interrupted"),
-        exit_code=result.get("exit_code"),
+        metrics=tuple(read_records(path / names.METRICS)),
+        hosts=read_object(path / names.HOSTS) or {},
+        interrupted=_signal(result.get("interrupted")),
+        exit_code=whole(result.get("exit_code")),
         launcher=launcher,
     )
 
@@ -51,8 +67,7 @@ def _launcher(path: Path) -> Launcher | None:
     if owner is None:
         return None
     alive = owner_alive(owner) if owner_here(owner) else None
-    about = str(owner.get("host", "")), int(owner["pid"]), str(owner.get("since", ""))
-    return Launcher(*about, alive)
+    return Launcher(owner["host"], owner["pid"], owner["since"], alive)
 
 
 def from_log(text: str) -> Evidence:
@@ -83,85 +98,121 @@ def _first(said: Any) -> First | None:
     if not isinstance(said, dict):
         return None
     return First(
-        str(said.get("kind", "")),
-        str(said.get("host") or ""),
-        said.get("rank"),
-        str(said.get("headline") or ""),
-        str(said.get("traceback") or ""),
+        words(said.get("kind"), 20),
+        words(said.get("host"), 255),
+        whole(said.get("rank")),
+        words(said.get("headline"), 2000),
+        words(said.get("traceback")),
     )
 
 
 def _ends(events: list[dict[str, Any]]) -> tuple[End, ...]:
     return tuple(
         End(
-            str(event.get("host", "")),
-            int(event.get("rank", 0)),
-            event.get("code"),
-            event.get("signal"),
-            float(event.get("time", 0)),
-            int(event.get("peak_bytes") or 0),
-            event.get("memory") or {},
-            event.get("seen") or {},
+            words(event.get("host"), 255),
+            whole(event.get("rank")) or 0,
+            whole(event.get("code")),
+            _signal(event.get("signal")),
+            number(event.get("time")),
+            whole(event.get("peak_bytes")) or 0,
+            _memory(mapping(event.get("memory"))),
+            _seen(mapping(event.get("seen"))),
         )
         for event in events
         if event.get("event") == "rank ended"
     )
 
 
+def _signal(value: Any) -> int | None:
+    """The number of a signal that this machine knows."""
+    return value if whole(value) in set(signal.Signals) else None
+
+
+def _memory(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What the memory killer left, of the kinds that rules expect."""
+    limit = mapping(said.get("limit"))
+    size, group = whole(limit.get("bytes")), words(limit.get("group"), 4096)
+    of_limit = {"limit": {"bytes": size, "group": group}} if size is not None else {}
+    rest = {name: value for name, value in said.items() if name != "limit"}
+    return {**rest, "kernel": _texts(said.get("kernel")), **of_limit} if said else {}
+
+
+def _seen(said: Mapping[str, Any]) -> dict[str, Any]:
+    stack = _texts(said.get("stack"))
+    return {"state": words(said.get("state"), 8), "stack": stack} if said else {}
+
+
+def _texts(value: Any) -> list[str]:
+    return [words(one, 2000) for one in value[:1000]] if isinstance(value, list) else []
+
+
 def _hosts_of(events: list[dict[str, Any]]) -> dict[str, str]:
     """Host by the name of its folder among the logs."""
-    hosts = {str(event["host"]) for event in events if event.get("host")}
+    hosts = {host for event in events if (host := words(event.get("host"), 255))}
     return {"".join(c if c.isalnum() or c in "._-" else "_" for c in h).lstrip("."): h
             for h in hosts}  # fmt: skip
 
 
-def _rank_logs(folder: Path, hosts: Mapping[str, str]) -> list[Log]:
-    if not folder.is_dir():
-        return []
-    files = sorted(folder.glob("*/*.log"))
-    return [
-        Log(
-            hosts.get(file.parent.name, file.parent.name),
-            int(file.stem) if file.stem.isdigit() else None,
-            tuple(ERASED.sub("", line).rstrip() for line in read(file).splitlines()),
-        )
-        for file in files
-    ]
+def _rank_logs(folder: Path, hosts: Mapping[str, str], first: First | None) -> list[Log]:
+    """Every rank's log; of many logs less each, but all of that of the first to fail."""
+    files = log_files(folder)
+    share = min(TAIL, ALL_LOGS // max(1, len(files)))
+    found = []
+    for file in files:
+        host, rank = hosts.get(file.parent.name, file.parent.name), rank_of(file)
+        blamed = first is not None and (first.host, first.rank) == (host, rank)
+        found.append(Log.of(host, rank, read(file, TAIL if blamed else share)))
+    return found
 
 
-def read(file: Path) -> str:
+def log_files(folder: Path) -> list[Path]:
+    """The logs below a run's ``logs/``: regular files two levels down, no links."""
+    found = []
+    for host in folders_in(folder):
+        found += [file for file in sorted(host.glob("*.log")) if is_regular(file)]
+        if len(found) >= MOST_LOGS:
+            break
+    return found[:MOST_LOGS]
+
+
+def rank_of(file: Path) -> int | None:
+    """The rank whose log it is; ``None`` for an agent's."""
+    named = file.stem.isascii() and file.stem.isdecimal() and len(file.stem) < 10
+    return int(file.stem) if named else None
+
+
+def read(file: Path, tail: int = TAIL) -> str:
     """Beginning and end of a log, as text. DataError when it cannot be read."""
     try:
+        begin, end = head_and_tail(file, min(HEAD, tail), tail)
+    except (OSError, ValueError) as error:
+        found = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"cannot read {file}", found=found) from None
+    return (begin + b"\n" * bool(end) + end).decode(errors="replace")
+
+
+def read_given(file: Path) -> str:
+    """Beginning and end of a log that the user names: also a link, a pipe, or - for the input.
+
+    DataError when it cannot be read.
+    """
+    try:
+        if str(file) == "-":
+            return _read_stream(sys.stdin.buffer)
         with file.open("rb") as stream:
-            size = file.stat().st_size
-            data = stream.read(HEAD)
-            if size > HEAD:
-                stream.seek(max(HEAD, size - TAIL))
-                data += b"\n" * (size - TAIL > HEAD) + stream.read()
-    except OSError as error:
-        raise DataError(f"cannot read {file}", found=str(error.strerror)) from None
-    return data.decode(errors="replace")
+            return _read_stream(stream)
+    except (OSError, ValueError) as error:
+        found = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"cannot read {file}", found=found) from None
 
 
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    found = []
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    for line in text.splitlines():
-        try:
-            one = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(one, dict):
-            found.append(one)
-    return found
+def _read_stream(stream: IO[bytes]) -> str:
+    begin = stream.read(HEAD)
+    ends: deque[bytes] = deque(maxlen=2)
+    taken = 0
+    while taken < STREAM and (part := stream.read(TAIL)):
+        ends.append(part)
+        taken += len(part)
+    end = b"".join(ends)
+    cut = b"\n" * (taken > TAIL)
+    return (begin + cut + (end[-TAIL:] if cut else end)).decode(errors="replace")

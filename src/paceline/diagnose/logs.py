@@ -8,16 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from paceline.diagnose.evidence import ERASED, First, Log
+from paceline.diagnose.evidence import First, Log, lines_of
 
 # Labels that cannot be mistaken for text.
 _SURE = tuple(
     re.compile(pattern)
     for pattern in (
-        r"^\[(?P<host>[A-Za-z0-9][\w.-]*)/(?P<rank>\d+)\] ?",  # paceline
-        r"^\[1,(?P<rank>\d+)\]<(?:stdout|stderr|stddiag)>: ?",  # mpirun --tag-output
-        r"^\[rank(?P<rank>\d+)\]:?(?:\[[^\]]*\])? ?",  # torch
-        r"^\[default(?P<rank>\d+)\]: ?",  # torchrun --tee
+        r"^\[(?P<host>[A-Za-z0-9][\w.-]*)/(?P<rank>\d{1,9})\] ?",  # paceline
+        r"^\[1,(?P<rank>\d{1,9})\]<(?:stdout|stderr|stddiag)>: ?",  # mpirun --tag-output
+        r"^\[rank(?P<rank>\d{1,9})\]:?(?:\[[^\]]*\])? ?",  # torch
+        r"^\[default(?P<rank>\d{1,9})\]: ?",  # torchrun --tee
     )
 )
 # Labels that may be text: believed when most lines have one.
@@ -25,22 +25,22 @@ _LIKELY = tuple(
     re.compile(pattern)
     for pattern in (
         r"^(?P<host>[A-Za-z][\w-]*(?:\.[\w-]+)*): ",  # pdsh, and with it DeepSpeed
-        r"^ *(?P<rank>\d+): ",  # srun -l
-        r"^\[(?P<rank>\d+)\] ",  # mpiexec -l
+        r"^ *(?P<rank>\d{1,9}): ",  # srun -l
+        r"^\[(?P<rank>\d{1,9})\] ",  # mpiexec -l
     )
 )
 _MOST = 0.6
-_ROOT = re.compile(
-    r"Root Cause \(first observed failure\):.*?host\s*: (?P<host>\S+).*?"
-    r"rank\s*: (?P<rank>\d+) .*?exitcode\s*: (?P<code>-?\d+)",
-    re.DOTALL,
+_ROOT = "Root Cause (first observed failure):"
+_ROOT_LINES = 12  # of the summary below it
+_FIELD = re.compile(
+    r"\b(?:(?P<host>host) {0,12}: (?P<name>\S+)|(?P<key>rank|exitcode) {0,12}: (?P<n>-?\d{1,9})\b)"
 )
 _SUMMARY = re.compile(r"^(?:[EW]\d{4} [\d:.]+ +\d+ \S+\] ?)")
 
 
 def split(text: str) -> list[Log]:
     """One log a rank, then what bears no label; ranks in order."""
-    lines = [ERASED.sub("", line).rstrip() for line in text.splitlines()]
+    lines = lines_of(text)
     labels = [*_SURE, *_believed(lines)]
     found: dict[tuple[str, int | None], list[str]] = {}
     for line in lines:
@@ -75,10 +75,14 @@ def _label(line: str, labels: Sequence[re.Pattern[str]]) -> tuple[tuple[str, int
 
 def root_cause(text: str) -> First | None:
     """Who failed first by torchrun's own summary, when the text has one."""
-    plain = "\n".join(_SUMMARY.sub("", ERASED.sub("", line)) for line in text.splitlines())
-    match = _ROOT.search(plain)
-    if match is None:
+    lines = lines_of(text)
+    start = next((at for at, line in enumerate(lines) if _ROOT in line), len(lines))
+    said: dict[str, str] = {}
+    for line in lines[start + 1 : start + 1 + _ROOT_LINES]:
+        if found := _FIELD.search(_SUMMARY.sub("", line)):
+            said.setdefault(found["host"] or found["key"], found["name"] or found["n"])
+    if not said.keys() >= {"host", "rank", "exitcode"} or int(said["rank"]) < 0:
         return None
-    code = int(match["code"])
+    code = int(said["exitcode"])
     kind = "signal" if code < 0 else "exit"
-    return First(kind, match["host"], int(match["rank"]), f"exit status {code}")
+    return First(kind, said["host"], int(said["rank"]), f"exit status {code}")

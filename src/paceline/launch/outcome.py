@@ -19,7 +19,7 @@ HERE = "this machine"
 _ECHO = re.compile(
     r"Connection (closed|reset) by peer|connectFullMesh|Broken pipe|Socket closed|"
     r"recvValue failed|remote process exited|Connection refused|Application timeout|"
-    r"Timed out waiting|DistNetworkError|failed to recv|Socket Timeout|NCCL.*(abort|remote)",
+    r"Timed out waiting|DistNetworkError|failed to recv|Socket Timeout|NCCL.{0,300}(abort|remote)",
     re.IGNORECASE,
 )
 SETTLE_S = 0.5  # how long to wait for an earlier failure that is still on its way

@@ -42,11 +42,11 @@ def lines(conclusion: Conclusion, evidence: Evidence, rules_page: str = "") -> l
 def _first(rule: Rule, match: Match, rules_page: str) -> list[str]:
     quoted = [f"    {line[:WIDTH]}" for line in match.lines if line.strip()]
     text = ["", "evidence:", *quoted] if quoted else [""]
-    text += _lines("why:     ", rule.sections["Cause"])
-    text += _lines("confirm: ", match.confirm or rule.sections["Confirm"])
-    text += _lines("remedy:  ", match.remedy or rule.sections["Remedy"])
-    text += [f"sure:    {match.confidence:.0%} ({rule.code})"]
-    return text + ([f"more:    {rules_page}{rule.code}.md"] if rules_page else [])
+    text += _lines("cause:      ", rule.sections["Cause"])
+    text += _lines("confirm:    ", match.confirm or rule.sections["Confirm"])
+    text += _lines("remedy:     ", match.remedy or rule.sections["Remedy"])
+    text += [f"confidence: {round(100 * match.confidence)} % (rule: {rule.code})"]
+    return text + ([f"more:       {rules_page}{rule.code}.md"] if rules_page else [])
 
 
 def _lines(label: str, text: str) -> list[str]:

@@ -16,6 +16,8 @@ Everything else that reaches the top is a bug of ours and shows its traceback.
 
 from __future__ import annotations
 
+from paceline.spec.terminal import clean
+
 
 class PacelineError(Exception):
     """A failure we understand, said in three parts.
@@ -46,7 +48,7 @@ class PacelineError(Exception):
             lines.append(_indented("found:  ", self.found))
         if self.remedy:
             lines.append(_indented("remedy: ", self.remedy))
-        return "\n".join(lines)
+        return clean("\n".join(lines))
 
     def __str__(self) -> str:
         return self.render().removeprefix("paceline: ")

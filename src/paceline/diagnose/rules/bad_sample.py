@@ -17,7 +17,7 @@ rule = in_log(
     "bad-sample",
     __doc__,
     [
-        "UnidentifiedImageError: cannot identify image file '?(?P<path>[^']+)",
+        "UnidentifiedImageError: cannot identify image file '?(?P<path>[^']{1,500})",
         "(?P<path>image file is truncated)",
         r"zipfile\.BadZipFile: (?P<path>.*)",
         "(?P<path>Truncated File Read)",

@@ -18,9 +18,9 @@ rule = in_log(
     "broken-library",
     __doc__,
     [
-        r"(?P<words>lib[\w.+-]+\.so[\w.]*: cannot open shared object file)",
+        r"(?P<words>lib[\w.+-]{1,200}: cannot open shared object file)",
         r"(?P<words>undefined symbol: \w+)",
-        r"(?P<words>version `(?:GLIBC|GLIBCXX|CXXABI)_[\d.]+' not found)",
+        r"(?P<words>version `(?:GLIBC|GLIBCXX|CXXABI)_[\d.]{1,20}' not found)",
     ],
     "{where}: a library cannot be loaded ({words})",
     confidence=0.96,

@@ -17,10 +17,10 @@ rule = in_log(
     "collective-timeout",
     __doc__,
     [
-        r"Watchdog caught collective operation timeout: (?P<words>WorkNCCL\([^)]*\))",
-        r"(?P<words>Timed out waiting \d+ms for (?:recv|send) operation)",
+        r"Watchdog caught collective operation timeout: (?P<words>WorkNCCL\([^)]{0,300}\))",
+        r"(?P<words>Timed out waiting \d{1,20}ms for (?:recv|send) operation)",
         "(?P<words>Application timeout caused pair closure)",
-        "(?P<words>Monitored barrier|monitoredBarrier).*(?:timed out|did not reach)",
+        "(?P<words>Monitored barrier|monitoredBarrier).{0,300}(?:timed out|did not reach)",
     ],
     "{where} waited in vain for another rank ({words})",
     confidence=0.6,

@@ -19,10 +19,10 @@ rule = in_log(
     __doc__,
     [
         (
-            r"(?:bash|sh|zsh|dash)(?:: line \d+)?(?:: \d+)?: (?P<name>[\w./-]+): (?:command"
-            " )?not found"
+            r"(?:bash|sh|zsh|dash)(?:: line \d{1,9})?(?:: \d{1,9})?: (?P<name>[\w./-]{1,300}):"
+            " (?:command )?not found"
         ),
-        r"paceline: cannot run (?P<name>\S+): No such file or directory",
+        r"paceline: cannot run (?P<name>\S{1,300}): No such file or directory",
     ],
     "{where}: there is no program {name}",
     confidence=0.93,

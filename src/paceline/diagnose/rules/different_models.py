@@ -19,7 +19,7 @@ rule = in_log(
     __doc__,
     [
         (
-            r"params?\[\d+\] in this process with sizes (?P<words>\[[^\]]*\]) appears not to"
+            r"params?\[\d+\] in this process with sizes (?P<words>\[[^\]]{0,300}\]) appears not to"
             " match"
         ),
         r"DDP expects same model across all ranks, but (?P<words>Rank \d+ has \d+ params)",

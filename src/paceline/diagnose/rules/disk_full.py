@@ -17,7 +17,7 @@ rule = in_log(
     "disk-full",
     __doc__,
     [
-        r"No space left on device(?!.*(?:/dev/shm|torch_\d))(?::? '?(?P<path>/[^'\s]+))?",
+        r"No space left on device(?!.{0,300}(?:/dev/shm|torch_\d))(?::? '?(?P<path>/[^'\s]+))?",
         "PytorchStreamWriter failed writing file",
     ],
     "{where}: the disk is full, writing {path}",

@@ -16,7 +16,7 @@ from paceline.diagnose.evidence import Evidence, Log
 from paceline.diagnose.rule import Match, define
 
 _START = "Traceback (most recent call last):"
-_FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_FRAME = re.compile(r'^ +File "(?P<file>[^"]{1,1000})", line (?P<line>\d+)')
 _LAST = re.compile(r"^(?P<kind>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure))"
                    r"(?::|$)")  # fmt: skip
 _LAUNCHERS = ("ChildFailedError", "CalledProcessError", "SignalException", "SystemExit")
@@ -33,7 +33,7 @@ LINES = 12
 def match(evidence: Evidence) -> Match | None:
     first = evidence.first
     if first is not None and first.kind == "exception" and first.traceback:
-        own = Log(first.host, first.rank, tuple(first.traceback.splitlines()))
+        own = Log.of(first.host, first.rank, first.traceback)
         return _of_log(own) or _headline(first.headline, own)
     found = (_of_log(log) for log in evidence.logs)
     return next((match for match in found if match is not None), None)

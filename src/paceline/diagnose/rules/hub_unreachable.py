@@ -17,7 +17,7 @@ rule = in_log(
     "hub-unreachable",
     __doc__,
     [
-        r"HTTPS?ConnectionPool\(host='(?P<name>[^']+)'",
+        r"HTTPS?ConnectionPool\(host='(?P<name>[^']{1,300})'",
         "(?P<name>LocalEntryNotFoundError|OfflineModeIsEnabled)",
         "HTTP Error (?P<name>403|407|429|503)",
         r"(?P<name>\d{3} Client Error: Too Many Requests)",

@@ -20,7 +20,7 @@ rule = in_log(
         r"Unable to find address for: (?P<name>\S+)",
         r"Unable to find interface for: (?P<name>\S+)",
         "Bootstrap : no socket interface found",
-        "NCCL WARN.*no (?:socket )?interface found",
+        "NCCL WARN.{0,300}no (?:socket )?interface found",
     ],
     "{where}: there is no usable network interface {name}",
     confidence=0.97,

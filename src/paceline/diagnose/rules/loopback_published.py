@@ -19,7 +19,7 @@ rule = in_log(
     __doc__,
     [
         (
-            r"(?:connect|Connection|SO_ERROR|remote=|peer|gloo).*\[?(?P<address>127\.0\.1\.1"
+            r"(?:connect|Connection|SO_ERROR|remote=|peer|gloo).{0,300}\[?(?P<address>127\.0\.1\.1"
             r"|127\.0\.0\.2)\b"
         )
     ],

@@ -20,8 +20,8 @@ from paceline.diagnose.rule import Match, define
 
 _WORDS = re.compile(
     r"Memory cgroup out of memory: Killed process|Out of memory: Kill(?:ed)? process"
-    r"|oom[-_]kill(?:er)? event|Detected \d+ oom[-_]kill|OOMKilled|Killed process \d+ .*anon-rss"
-    r"|worker.*\bkilled\b.*out of memory"
+    r"|oom[-_]kill(?:er)? event|Detected \d+ oom[-_]kill|OOMKilled"
+    r"|Killed process \d{1,12} .{0,300}anon-rss|worker.{0,200}\bkilled\b.{0,200}out of memory"
 )
 
 

@@ -17,11 +17,11 @@ rule = in_log(
     "missing-file",
     __doc__,
     [
-        r"FileNotFoundError: \[Errno 2\] No such file or directory: '(?P<path>[^']+)'",
-        r"can't open file '(?P<path>[^']+)': \[Errno 2\]",
+        r"FileNotFoundError: \[Errno 2\] No such file or directory: '(?P<path>[^']{1,1000})'",
+        r"can't open file '(?P<path>[^']{1,1000})': \[Errno 2\]",
         (
-            r"^(?:\S+: )?(?:cd|cannot access|stat"
-            "|open):? '?(?P<path>/[^':]+)'?: No such file or directory"
+            r"^(?:\S{1,300}: )?(?:cd|cannot access|stat"
+            "|open):? '?(?P<path>/[^':]{1,1000})'?: No such file or directory"
         ),
     ],
     "{where}: there is no {path}",

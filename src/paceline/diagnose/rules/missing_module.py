@@ -17,9 +17,9 @@ rule = in_log(
     "missing-module",
     __doc__,
     [
-        "ModuleNotFoundError: No module named '(?P<module>[^']+)'",
+        "ModuleNotFoundError: No module named '(?P<module>[^']{1,300})'",
         r"ImportError: No module named '?(?P<module>[\w.]+)'?",
-        r"No module named (?P<module>[\w.]+)$",
+        r"No module named (?P<module>[\w.]{1,300})$",
     ],
     "{where}: Python has no module {module}",
     confidence=0.97,

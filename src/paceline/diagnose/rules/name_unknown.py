@@ -16,9 +16,12 @@ rule = in_log(
     "name-unknown",
     __doc__,
     [
-        r"network addresses of \((?P<name>[^,]+), \d+\) cannot be retrieved \(gai error: -\d+",
         (
-            "(?:gaierror|getaddrinfo).*(?:Name or service not known"
+            r"network addresses of \((?P<name>[^,]{1,300}), \d{1,9}\)"
+            r" cannot be retrieved \(gai error: -\d"
+        ),
+        (
+            "(?:gaierror|getaddrinfo).{0,300}(?:Name or service not known"
             "|Temporary failure in name resolution)"
         ),
         r"unknown host:? (?P<name>\S+)",

@@ -19,11 +19,11 @@ rule = in_log(
     __doc__,
     [
         (
-            r"(?i:\b(?:train_|val_|eval_)?loss\b['\x22]?\s*(?:[:=]|is"
-            r"|became)?\s*(?P<words>nan|-?inf)\b)"
+            r"(?i:\b(?:train_|val_|eval_)?loss\b['\x22]?\s{0,20}(?:[:=]|is"
+            r"|became)?\s{0,20}(?P<words>nan|-?inf)\b)"
         ),
-        r"(?i:(?P<words>non-finite|not finite|nonfinite)\W+(?:\w+\W+){0,2}loss)",
-        r"(?i:loss\W+(?:\w+\W+){0,3}(?P<words>non-finite|not finite))",
+        r"(?i:(?P<words>non-finite|not finite|nonfinite)\W{1,20}(?:\w{1,30}\W{1,20}){0,2}loss)",
+        r"(?i:loss\W{1,20}(?:\w{1,30}\W{1,20}){0,3}(?P<words>non-finite|not finite))",
         "returned (?P<words>nan) values in its 0th output",
     ],
     "{where}: the loss became {words}",

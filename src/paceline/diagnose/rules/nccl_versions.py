@@ -17,7 +17,7 @@ rule = in_log(
     __doc__,
     [
         r"(?P<words>(?:Mismatched NCCL version|NCCL version mismatch)[^\n]*)",
-        "NCCL WARN.*(?P<words>version mismatch.*)",
+        "NCCL WARN.{0,300}(?P<words>version mismatch.*)",
     ],
     "{where}: {words}",
     confidence=0.96,

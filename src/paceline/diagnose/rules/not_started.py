@@ -15,7 +15,7 @@ import re
 from paceline.diagnose.evidence import Evidence
 from paceline.diagnose.rule import Match, define
 
-_PARTS = re.compile(r"^  (found|remedy): +(.*(?:\n   .*)*)", re.MULTILINE)
+_PARTS = re.compile(r"^  (found|remedy): +([^\n]*(?:\n   [^\n]*)*)", re.MULTILINE)
 
 
 def match(evidence: Evidence) -> Match | None:

@@ -17,7 +17,7 @@ rule = in_log(
     [
         r"(?P<words>Connection closed by peer(?: \S+)?)",
         "(?P<words>Connection reset by peer)",
-        r"(?:BrokenPipeError|\[c10d\]|gloo|NCCL|RuntimeError).*(?P<words>Broken pipe)",
+        r"(?:BrokenPipeError|\[c10d\]|gloo|NCCL|RuntimeError).{0,300}(?P<words>Broken pipe)",
         "(?P<words>Socket Timeout|remote process exited or there was a network error)",
     ],
     "{where} lost the connection to another rank ({words}), which failed first",

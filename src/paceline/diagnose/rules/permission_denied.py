@@ -16,8 +16,8 @@ rule = in_log(
     "permission-denied",
     __doc__,
     [
-        r"PermissionError: \[Errno 13\] Permission denied: '(?P<path>[^']+)'",
-        r"OSError: \[Errno 30\] Read-only file system: '(?P<path>[^']+)'",
+        r"PermissionError: \[Errno 13\] Permission denied: '(?P<path>[^']{1,1000})'",
+        r"OSError: \[Errno 30\] Read-only file system: '(?P<path>[^']{1,1000})'",
     ],
     "{where}: no permission for {path}",
     confidence=0.94,

@@ -20,7 +20,7 @@ rule = in_log(
         r"failed to listen on any local network address\. port: (?P<port>\d+)",
         (
             "(?:Address already in use|EADDRINUSE"
-            r"|address already in use)(?:.*?port[ :=]+(?P<port>\d+))?"
+            r"|address already in use)(?:.{0,300}?port[ :=]{1,5}(?P<port>\d{1,9}))?"
         ),
         r"\[Errno 98\]",
     ],

@@ -1,7 +1,7 @@
 """A rank said itself why it ended.
 
 Meaning: A recipe, or a script on paceline.train, met something that it understands and ended.
-Cause: In its own words: what was set, what was found.
+Cause: Reported by the program itself.
 Confirm: The last lines of that rank's log.
 Remedy: What it says.
 Source: paceline's own messages.

@@ -20,7 +20,7 @@ rule = in_log(
         "(?P<words>Unexpected bus error encountered in worker)",
         r"insufficient shared memory \(shm\)",
         "(?P<words>unable to (?:open|mmap|write|allocate) (?:to )?shared memory)",
-        "No space left on device.*(?P<words>/dev/shm)",
+        "No space left on device.{0,300}(?P<words>/dev/shm)",
         "(?P<words>Error while creating shared memory segment) /dev/shm/nccl",
     ],
     "{where}: /dev/shm is too small ({words})",

@@ -17,7 +17,7 @@ rule = in_log(
     "ssh-refused",
     __doc__,
     [
-        r"(?P<who>\S+@\S+): Permission denied \((?P<words>[^)]*)\)",
+        r"(?P<who>[^\s@]{1,100}@[^\s@]{1,300}): Permission denied \((?P<words>[^)]{0,300})\)",
         "(?P<words>Too many authentication failures)",
         "(?P<words>UNPROTECTED PRIVATE KEY FILE)",
     ],

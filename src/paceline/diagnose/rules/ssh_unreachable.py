@@ -17,8 +17,8 @@ rule = in_log(
     "ssh-unreachable",
     __doc__,
     [
-        r"ssh: connect to host (?P<host>\S+) port (?P<port>\d+): (?P<words>.+)",
-        "ssh: Could not resolve hostname (?P<host>[^:]+): (?P<words>.+)",
+        r"ssh: connect to host (?P<host>\S{1,300}) port (?P<port>\d{1,9}): (?P<words>.+)",
+        "ssh: Could not resolve hostname (?P<host>[^:]{1,300}): (?P<words>.+)",
     ],
     "SSH does not reach {host}: {words}",
     confidence=0.97,

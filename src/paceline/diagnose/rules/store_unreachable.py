@@ -18,10 +18,10 @@ rule = in_log(
     __doc__,
     [
         (
-            r"client socket has timed out after \d+ ?m?s while trying to connect to"
-            r" \((?P<host>[^,]+), (?P<port>\d+)\)"
+            r"client socket has timed out after \d{1,12} ?m?s while trying to connect to"
+            r" \((?P<host>[^,]{1,300}), (?P<port>\d{1,9})\)"
         ),
-        r"TCP client failed to connect/validate to host (?P<host>[^: ]+):(?P<port>\d+)",
+        r"TCP client failed to connect/validate to host (?P<host>[^: ]{1,300}):(?P<port>\d{1,9})",
     ],
     "{where}: the store at {host} port {port} does not answer",
     unless="gai error|ssh: connect",

@@ -15,7 +15,7 @@ from paceline.diagnose.rule import in_log
 rule = in_log(
     "time-limit",
     __doc__,
-    ["DUE TO (?P<words>TIME LIMIT)", r"PBS: job killed: (?P<words>walltime \S+ exceeded)"],
+    ["DUE TO (?P<words>TIME LIMIT)", r"PBS: job killed: (?P<words>walltime \S{1,50} exceeded)"],
     "the job's time was over ({words})",
     confidence=0.98,
 )

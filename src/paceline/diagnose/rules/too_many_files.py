@@ -16,7 +16,7 @@ from paceline.diagnose.rule import in_log
 rule = in_log(
     "too-many-files",
     __doc__,
-    [r"(?:\[Errno 24\] )?Too many open files(?:: '(?P<path>[^']+)')?"],
+    [r"(?:\[Errno 24\] )?Too many open files(?:: '(?P<path>[^']{1,1000})')?"],
     "{where}: too many open files",
     confidence=0.95,
 )

@@ -19,7 +19,7 @@ rule = in_log(
     [
         "error: (?P<words>unrecognized arguments: .+)",
         "error: (?P<words>the following arguments are required: .+)",
-        r"error: (?P<words>argument \S+: .+)",
+        r"error: (?P<words>argument \S{1,300}: .+)",
         "Error: (?P<words>No such option.*)",
     ],
     "{where}: {words}",

@@ -1,0 +1,90 @@
+"""Text of strangers, made fit for a terminal.
+
+What nodes, ssh, foreign files and run directories say may hold sequences that rename the window,
+fill the clipboard, move the cursor or turn the reading direction. Whatever we show passes here.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import TextIO
+
+_COLOUR = re.compile(r"(\x1b\[[0-9;:]{0,64}m)")
+_SEQUENCE = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,16}[@-~]"  # CSI: colours, cursor, erasing, modes
+    # OSC, DCS, PM, APC, SOS: up to their end
+    r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\n\x80-\x9f]*(?:\x07|\x1b\\|\x9c)"
+    r"|\x1b[ -/]{0,16}[0-Z\\^-~]"  # the short ones: reset, character sets
+    r"|\r{1,3}(?=\n)"
+)
+_CONTROLS = [*range(9), *range(0x0B, 0x20), *range(0x7F, 0xA0)]
+_DIRECTIONS = [0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
+_VISIBLE = {
+    **{number: f"\\x{number:02x}" for number in _CONTROLS},
+    **{number: f"\\u{number:04x}" for number in [*_DIRECTIONS, *range(0xD800, 0xE000)]},
+}
+_RESET = "\x1b[0m"
+
+
+def clean(text: str, colours: bool = False) -> str:
+    """The text without sequences that a terminal obeys; other controls are shown as ``\\x07``.
+
+    Args:
+        text: Anything. Line ends and tabs stay.
+        colours: Let colours pass, put back to normal at the end.
+    """
+    if not colours:
+        return _SEQUENCE.sub("", text).translate(_VISIBLE)
+    parts = _COLOUR.split(text)
+    parts[::2] = [clean(part) for part in parts[::2]]
+    return "".join(parts) + _RESET * (len(parts) > 1)
+
+
+def clean_line(text: str) -> str:
+    """As :func:`clean`, for what must stay on one line: a host's name, a message in a table."""
+    return clean(text).replace("\n", "\\n")
+
+
+_LABEL = re.compile(r"(?:paceline: |[a-z]{1,12}: {1,12}|→ )?")
+# what can be pasted must stay on one line: the terminal breaks it without a line end
+_COMMAND = re.compile(
+    r"(?:[a-z]{1,12}: {1,12}|→ )?(?:sudo|ssh|paceline|python|python3|pip|cp|scp|rsync|ping|nc|df"
+    r"|export|systemctl|docker|srun|mpiexec) \S"
+)
+_PROSE = re.compile(r"[a-zA-Z)][,;.:] ")
+
+
+def wrapped(text: str, width: int) -> str:
+    """The text with its long lines broken between words, continued under where they began.
+
+    Commands stay whole, as do words longer than the line.
+    """
+    return "\n".join(_wrapped_line(line, width) for line in text.split("\n"))
+
+
+def _wrapped_line(line: str, width: int) -> str:
+    bare = line.lstrip(" ")
+    label = _LABEL.match(bare)
+    hanging = len(line) - len(bare) + (label.end() if label else 0)
+    command = _COMMAND.match(bare) and not _PROSE.search(line[hanging:])
+    if len(line) <= width or command:
+        return line
+    below = " " * (2 if line.startswith("paceline: ") else hanging)
+    return textwrap.fill(line[hanging:], width, initial_indent=line[:hanging],
+                         subsequent_indent=below, break_long_words=False,
+                         break_on_hyphens=False)  # fmt: skip
+
+
+def for_reader(text: str, out: TextIO) -> str:
+    """Text of whatever origin for ``out``: clean, and on a terminal broken between words."""
+    if not out.isatty():
+        return clean(text)
+    return wrapped(clean(text), max(40, columns()))
+
+
+def columns() -> int:
+    """Width of the terminal; 80 where none can be asked."""
+    import shutil
+
+    return shutil.get_terminal_size((80, 24)).columns

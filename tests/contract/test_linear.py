@@ -1,0 +1,85 @@
+"""No line that a rank, a node or a log can bring makes one of our patterns take long.
+
+Every compiled pattern of the modules that read foreign text is fed with repetitions of its own
+beginnings, the way a backtracking search is made to take quadratic time or worse.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import paceline.checks
+from paceline.cluster.openssh import CAUSES
+from paceline.diagnose.conclude import conclude
+from paceline.diagnose.gather import from_log
+from paceline.diagnose.rules import RULES, load, load_all
+
+CHARS = 40_000  # twenty times the longest line that rules see
+BOUND_S = 3.0  # of CPU time; a linear pattern takes hundredths, a quadratic one some seconds
+EVERYWHERE = ["a", "a@", "@a", "a.", "a:", ": ", " ", "0", "(", "[", "[0]", "/", "-", "-a", "'", "z",
+              '"', "=", "a=", "://", "\x1b[", "\x1b]"]  # fmt: skip
+READERS = [
+    "paceline.diagnose.logs", "paceline.diagnose.stacks", "paceline.diagnose.rule",
+    "paceline.launch.outcome", "paceline.launch.screen", "paceline.report.bundle",
+    "paceline.spec.terminal", "paceline.cluster.openssh",
+    *(f"paceline.checks.{found.name}" for found in pkgutil.iter_modules(paceline.checks.__path__)),
+]  # fmt: skip
+
+
+def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
+    for code, module in RULES.items():
+        for name, value in vars(importlib.import_module(module)).items():
+            if isinstance(value, re.Pattern):
+                yield f"{code}.{name}", value
+        for name, value in inspect.getclosurevars(load(code).match).nonlocals.items():
+            if isinstance(value, re.Pattern):
+                yield f"{code}.{name}", value
+    for module in READERS:
+        for name, value in vars(importlib.import_module(module)).items():
+            if isinstance(value, re.Pattern):
+                yield f"{module}.{name}", value
+    for cause in CAUSES:
+        yield f"CAUSES.{cause.name}", re.compile(cause.pattern)
+    # written where they are used
+    for module in READERS:
+        source = Path(importlib.import_module(module).__file__ or "").read_text()
+        for raw in re.findall(r're\.(?:search|match|fullmatch|sub|findall)\(\s*r"([^"]+)"', source):
+            yield f"{module}: {raw}", re.compile(raw)
+
+
+ALL = list(patterns())
+
+
+def beginnings(pattern: re.Pattern[str]) -> set[str]:
+    """Pieces of text that bring a search some way into the pattern, again and again."""
+    literal = re.findall(r"[A-Za-z0-9@ :'\"(/\[.=-]{2,}", pattern.pattern.replace("\\", ""))
+    return {*EVERYWHERE, *literal, *(f"{one}{more}" for one in literal for more in ("x", " ", "0"))}
+
+
+@pytest.mark.parametrize("pattern", [p for _, p in ALL], ids=[name for name, _ in ALL])
+def test_takes_time_in_proportion_to_the_line(pattern: re.Pattern[str]) -> None:
+    for piece in sorted(beginnings(pattern)):
+        line = (piece * (CHARS // len(piece) + 1))[:CHARS] + "!"
+        began = time.process_time()
+        pattern.search(line)
+        assert time.process_time() - began < BOUND_S, (piece, pattern.pattern)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["a@b ", "@S0",
+     "Root Cause (first observed failure):", "Root Cause (first observed failure):\n",
+     "host      : n1 ", "x", "ssh: ", "[n1/0] ", "Traceback (most recent call last):\n"],
+)  # fmt: skip
+def test_a_huge_hostile_log_is_explained_soon(piece: str) -> None:
+    began = time.process_time()
+    conclude(from_log(piece * (320_000 // len(piece))), load_all())
+    assert time.process_time() - began < 20

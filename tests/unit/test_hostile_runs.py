@@ -1,0 +1,84 @@
+"""Run directories and logs that nobody would write: a clear answer, soon, and nothing obeyed."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+import hostile
+from paceline.cluster.records import open_regular, read_object, read_records
+from paceline.diagnose.evidence import LINE_CHARS, LINES, lines_of
+from paceline.diagnose.gather import from_run, read_given
+from paceline.spec import rundir as names
+
+
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_every_verb_answers(first: int, tmp_path: Path) -> None:
+    for seed in range(first, first + 10):
+        path = hostile.run_folder(seed, tmp_path)
+        for typed in hostile.verbs(path, seed):
+            began = time.monotonic()
+            said, trouble = hostile.call(*typed)
+            assert not trouble, (seed, typed, trouble)
+            assert not hostile.obeyed(said), (seed, typed)
+            assert time.monotonic() - began < 30, (seed, typed)
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(__file__)
+    for name in ("pipe", "link", ".", "none"):
+        with pytest.raises(OSError):
+            open_regular(tmp_path / name)
+
+
+def test_a_link_in_a_run_directory_is_not_written_through(tmp_path: Path) -> None:
+    run, target = tmp_path / "run", tmp_path / "bashrc"
+    run.mkdir()
+    target.write_text("mine")
+    (run / names.RESULT).write_text('{"exit_code": 1}')
+    (run / names.FINDINGS).symlink_to(target)
+    hostile.call("explain", str(run))
+    assert target.read_text() == "mine"
+
+
+def test_logs_behind_links_are_not_shown(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "logs" / "n1").mkdir(parents=True)
+    (run / names.RESULT).write_text('{"exit_code": 1}')
+    (tmp_path / "0.log").write_text("secret\n")
+    (run / "logs" / "n1" / "0.log").symlink_to(tmp_path / "0.log")
+    (run / "logs" / "n2").symlink_to(tmp_path)
+    assert from_run(run).logs == ()
+    assert "secret" not in hostile.call("logs", str(run))[0]
+
+
+def test_huge_files_are_read_in_part(tmp_path: Path) -> None:
+    for name in ("a.json", "a.jsonl"):
+        hostile.huge(tmp_path / name)
+    assert read_object(tmp_path / "a.json") is None
+    assert read_records(tmp_path / "a.jsonl") == []
+    file = tmp_path / "many.jsonl"
+    file.write_text("".join(f'{{"step": {n}}}\n' for n in range(100_000)))
+    found = read_records(file, size=1000)
+    assert (found[0], found[-1]) == ({"step": 0}, {"step": 99_999})
+    assert len(found) < 300
+
+
+def test_rules_see_bounded_lines() -> None:
+    (line,) = lines_of("a" * 50_000_000 + "ValueError: the end")
+    assert len(line) < LINE_CHARS + 20
+    assert line.endswith("ValueError: the end")
+    assert len(lines_of("x\n" * 3 * LINES)) == LINES
+
+
+def test_a_log_may_come_through_a_pipe_or_never_end(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.write(write, b"one\ntwo\n")
+    os.close(write)
+    assert read_given(Path(f"/dev/fd/{read}")) == "one\ntwo\n"
+    os.close(read)
+    assert len(read_given(Path("/dev/zero"))) < 1 << 20

@@ -1,0 +1,79 @@
+"""Text of strangers on a terminal: nothing that it obeys, and lines broken between words."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.spec.errors import NodeError
+from paceline.spec.terminal import clean, clean_line, wrapped
+
+OBEYED = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+@pytest.mark.parametrize(
+    ("hostile", "shown"),
+    [
+        ("a\x1b]0;title\x07b", "ab"),
+        ("a\x1b]52;c;ZXZpbA==\x1b\\b", "ab"),
+        ("a\x1bP+q544e\x1b\\b", "ab"),
+        ("a\x1b[2J\x1b[31mb", "ab"),
+        ("a\x1b[?1049hb\x1bcc", "abc"),
+        ("a\x9b31mb", "ab"),
+        ("never \x1b]0;ended", "never \\x1b]0;ended"),
+        ("bell\x07 back\x08", "bell\\x07 back\\x08"),
+        ("photo\u202egnp.exe", "photo\\u202egnp.exe"),
+        ("one\r\ntwo\rthree\tfour", "one\ntwo\\x0dthree\tfour"),
+        ("umläut 漢字 🙂", "umläut 漢字 🙂"),
+        ("\udce9", "\\udce9"),
+    ],
+)
+def test_what_a_terminal_would_obey(hostile: str, shown: str) -> None:
+    assert clean(hostile) == shown
+
+
+@given(st.text(st.characters() | st.sampled_from("\x1b[]0;\x07\x9b\x9d\\mPcH\r\n\u202e")))
+def test_nothing_is_obeyed(text: str) -> None:
+    assert OBEYED.search(clean(text)) is None
+    assert OBEYED.search(re.sub(r"\x1b\[[0-9;:]*m", "", clean(text, colours=True))) is None
+    assert "\n" not in clean_line(text)
+
+
+def test_colours_may_pass_and_end_with_the_line() -> None:
+    assert clean("\x1b[31mred\x1b[2J", colours=True) == "\x1b[31mred\x1b[0m"
+    assert clean("plain", colours=True) == "plain"
+
+
+@pytest.mark.parametrize(
+    "part", ["\x1b", "\x1b[", "\x1b]", "\x1b[1;", "\x9d", "\x1bP", "\r", "\x1b "]
+)
+def test_long_ones_take_no_time(part: str) -> None:
+    began = time.monotonic()
+    clean(part * (200_000 // len(part)))
+    assert time.monotonic() - began < 10
+
+
+def test_every_error_of_ours_is_clean() -> None:
+    error = NodeError("n\x1b]0;x\x07 says", found="\u202eno", remedy="a\x1b[2J")
+    assert error.render() == "paceline: n says\n  found:  \\u202eno\n  remedy: a"
+
+
+def test_lines_are_broken_between_words() -> None:
+    text = wrapped("  remedy: " + "word " * 20 + "a-path/" * 3, 40)
+    assert all(len(line) <= 40 for line in text.splitlines())
+    assert all(line.startswith(" " * 10) for line in text.splitlines()[1:])
+    assert "a-path/a-path/a-path/" in text
+    assert wrapped("paceline: " + "word " * 10, 40).splitlines()[1].startswith("  word")
+
+
+def test_what_can_be_pasted_stays_on_one_line() -> None:
+    command = "         → sudo ufw allow from 10.77.0.1 to any port 1024:65535 proto tcp"
+    assert wrapped(command, 40) == command
+    assert len(wrapped("  remedy: paceline check tells the cases apart, for all hosts", 40)
+               .splitlines()) == 2  # fmt: skip

@@ -16,21 +16,51 @@ from typing import Any
 import paceline
 from paceline.spec.errors import SettingError
 
-_SECRET = re.compile(
-    r"(?i)((?:[\w-]*(?:password|passwd|passphrase|secret|token|api[_-]?key|credential)[\w-]*)"
-    r"[\"']?\s*[:=]\s*[\"']?)([^\s\"',}]{4,})"
+# Own patterns rather than a scanner such as detect-secrets: that one reports places in files for a
+# person to judge and brings an HTTP client and a YAML parser; here text is changed, at once and in
+# time that grows with its length only, which is why every repetition below is bounded.
+_NAME = (
+    r"(?:passw(?:or)?d|passphrase|passwd|pwd|secret|token(?!iz)|api[_-]?key|access[_-]?key"
+    r"|private[_-]?key|auth[_-]?key|credential)"
 )
+_NAMED = re.compile(
+    rf"(?i)({_NAME}[\w-]{{0,60}}[\"']?\s{{0,9}}[:=]\s{{0,9}}[\"']?)([^\s\"',}}]{{1,9999}})"
+)
+# --password x, and the same as two elements of a list
+_OPTION = re.compile(
+    rf"(?i)(--?(?:[a-z0-9]{{1,20}}[_-]){{0,5}}{_NAME}[\w-]{{0,60}}"
+    r"(?:[ \t]{1,9}[\"']?|[\"'],\s{0,60}[\"']))([^\s\"',}-][^\s\"',}]{0,9999})"
+)
+_HEADER = re.compile(r"(?i)(\b(?:bearer|authorization:? {1,3}\w{1,20}) {1,9})([\w.~+/=-]{4,9999})")
 _KNOWN = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|sk-[A-Za-z0-9_-]{20,})\b"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----"
-    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)",
-    re.DOTALL,
+    r"\b(?:hf_[A-Za-z0-9]{20,200}|gh[pousr]_[A-Za-z0-9]{20,255}|github_pat_\w{20,255}"
+    r"|glpat-[\w-]{20,255}|(?:AKIA|ASIA)[0-9A-Z]{16}|[sr]k[-_][\w-]{20,255}|xox[abeoprs]-[\w-]{10,255}"
+    r"|AIza[\w-]{35}|ya29\.[\w-]{20,999}|npm_[A-Za-z0-9]{30,99}|pypi-[\w-]{40,999}|nvapi-[\w-]{20,255}"
+    r"|dop_v1_[0-9a-f]{30,99}|SG\.[\w-]{16,99}\.[\w-]{16,99}"
+    r"|eyJ[\w-]{5,4000}\.[\w-]{5,4000}(?:\.[\w-]{0,4000})?)"
+    r"|(?<=://)[^/\s:@]{0,200}:[^/\s@]{1,500}(?=@)"
 )
+_KEY_BEGIN = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----")
+_KEY_END = re.compile(r"-----END [A-Z ]{0,40}PRIVATE KEY-----")
+BLOT = "[secret]"
 
 
 def blot(text: str) -> str:
     """The text without what looks like a secret: by the name before it, or by its own shape."""
-    return _SECRET.sub(r"\1[secret]", _KNOWN.sub("[secret]", text))
+    text = _KNOWN.sub(BLOT, _without_keys(text))
+    for named in (_HEADER, _OPTION, _NAMED):
+        text = named.sub(rf"\1{BLOT}", text)
+    return text
+
+
+def _without_keys(text: str) -> str:
+    """Without private keys; one whose end was cut off takes the rest of the text with it."""
+    parts, at = [], 0
+    while begin := _KEY_BEGIN.search(text, at):
+        end = _KEY_END.search(text, begin.end())
+        parts += [text[at : begin.start()], BLOT]
+        at = end.end() if end else len(text)
+    return "".join([*parts, text[at:]])
 
 
 def write(path: Path, contents: Mapping[str, Any]) -> None:

@@ -1,0 +1,65 @@
+"""What leaves this machine in a support bundle holds no secrets."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from paceline.report.bundle import blot
+
+HEX = "0123456789abcdef" * 3
+JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4fwpMeJf36POk6yJV"
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("train.py --password hunter2 --lr 0.1", "hunter2"),
+        ("--password x", " x"),
+        ("--wandb-api-key=abcdef", "abcdef"),
+        ('"args": ["--hub-token", "abc123", "--lr", "1"]', "abc123"),
+        (json.dumps({"args": ["--db_password", "pw-1"]}, indent=2), "pw-1"),
+        ("DB_PASSWORD=geheim", "geheim"),
+        ('"api_key": "k-1"', "k-1"),
+        ("Authorization: Bearer abc.def-ghi", "abc.def-ghi"),
+        ("authorization: Basic dXNlcjpwYXNz", "dXNlcjpwYXNz"),
+        ("curl -H 'Authorization: token 123456789'", "123456789"),
+        (f"got {JWT} back", "eyJ"),
+        (f"key hf_{HEX[:34]}", "hf_0"),
+        (f"ghp_{HEX[:36]} and github_pat_{HEX}", "0123456789ab"),
+        (f"glpat-{HEX[:20]}", "0123456789ab"),
+        (f"sk-proj-{HEX} sk_live_{HEX}", "0123456789ab"),
+        (f"xoxb-{HEX}", "0123456789ab"),
+        (f"AIza{HEX[:35]}", "0123456789ab"),
+        (f"nvapi-{HEX} npm_{HEX} pypi-{HEX}", "0123456789ab"),
+        ("AKIAIOSFODNN7EXAMPLE", "IOSFODNN7"),
+        ("https://user:pass@host/x", "pass"),
+        ("-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n-----END OPENSSH PRIVATE KEY-----\n", "abc"),
+        ("-----BEGIN PRIVATE KEY-----\nabc, cut off", "abc"),
+    ],
+)
+def test_no_secret_is_left(text: str, secret: str) -> None:
+    assert secret not in blot(text)
+    assert "[secret]" in blot(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["loss 0.31 at step 12", "tokenizer: bert-base", "samples 812", "File \"a.py\", line 3, in f",
+     "https://download.pytorch.org/whl"],
+)  # fmt: skip
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert blot(text) == text
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["passwd", "-", "a-", "--password ", "token=", "eyJ", "-eyJa.", "://", "://a:", "hf_", "sk-",
+     "bearer ", "authorization: x ", "-----BEGIN PRIVATE KEY-----", "AIza", '"secret" ', "--a-"],
+)  # fmt: skip
+def test_long_hostile_texts_take_no_time(part: str) -> None:
+    began = time.monotonic()
+    blot(part * (200_000 // len(part)))
+    assert time.monotonic() - began < 20

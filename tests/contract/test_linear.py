@@ -24,7 +24,7 @@ from paceline.diagnose.rules import RULES, load, load_all
 
 CHARS = 40_000  # twenty times the longest line that rules see
 BOUND_S = 3.0  # of CPU time; a linear pattern takes hundredths, a quadratic one some seconds
-EVERYWHERE = ["a", "a@", "@a", "a.", "a:", ": ", " ", "0", "(", "[", "[0]", "/", "-", "-a", "'", "z",
+EVERYWHERE = ["a", "a@", "@a", "a.", "a:", ": ", " ", "0", "(", "[", "[0]", "/", "-", "-a", "'",
               '"', "=", "a=", "://", "\x1b[", "\x1b]"]  # fmt: skip
 READERS = [
     "paceline.diagnose.logs", "paceline.diagnose.stacks", "paceline.diagnose.rule",

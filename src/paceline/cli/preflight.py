@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import json
 import signal
-import threading
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

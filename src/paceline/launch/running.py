@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import sys
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.cluster.records import open_regular
 from paceline.launch import planning
 from paceline.launch.attempt import Result
 from paceline.launch.launcher import Inspect, Launcher, plan_only
@@ -27,6 +29,7 @@ from paceline.spec.job import Job
 from paceline.spec.plan import Plan
 
 LAST_LINES = 20
+LAST_BYTES = 16384  # read of a log for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,10 @@ def _to_resume(outcome: RunOutcome) -> list[str]:
 def last_lines(log: Path, begins: int = 0, count: int = LAST_LINES) -> str:
     """The end of what a log has beyond its first bytes; empty when there is none."""
     try:
-        data = log.read_bytes()[begins:][-16384:]
+        with open_regular(log) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(begins, size - LAST_BYTES))
+            data = file.read(LAST_BYTES)
     except OSError:
         return ""
     return "\n".join(data.decode(errors="replace").splitlines()[-count:])

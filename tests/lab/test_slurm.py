@@ -81,6 +81,22 @@ def test_salloc_around_the_command(site: Site, slurm: Slurm) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("asked", "typed", "ranks"),
+    [((), ("-p", "2"), 4), ((), (), 2), (("--ntasks-per-node=2",), ("-p", "3"), 6)],
+)
+def test_processes_are_typed_or_asked_of_slurm(
+    site: Site, slurm: Slurm, asked: tuple[str, ...], typed: tuple[str, ...], ranks: int
+) -> None:
+    """One task a node is Slurm's default, and what was asked of Slurm yields to `-p`."""
+    prefix = ("salloc", "-N2", *asked, "--mem=100", "--nodelist=n[1-2]")
+    way = Way(site, (), prefix=prefix, env=slurm.env)
+    ended = way.run("--no-torch", *typed, "tell.py")
+    assert ended.code == 0, ended.err
+    assert ended.said(ranks - 1)["place"]["WORLD_SIZE"] == str(ranks)
+    assert ("the allocation's tasks are fewer: n1 2, n2 2" in ended.err) is bool(asked)
+
+
 def test_an_allocation_that_is_too_small(inside: Way) -> None:
     ended = inside.run("--nnodes", "3", "tell.py")
     assert ended.code == 2

@@ -84,6 +84,16 @@ def test_open_files_limit_the_processes_of_a_host(hard: int, most: int | None) -
     assert planning.processes_on(job(nproc_per_node=asked(most)), Host("a"), there).value == most
 
 
+def test_a_schedulers_tasks_yield_to_what_is_typed() -> None:
+    tasks = Host("a", slots=2, slots_yield=True)
+    assert planning.processes_on(job(), tasks, facts()).value == 2
+    assert planning.processes_on(job(nproc_per_node=asked(4)), tasks, facts()).value == 4
+    (note,) = planning.slot_notes(job(nproc_per_node=asked(4)), (tasks,))
+    assert "tasks are fewer: a 2" in note
+    assert planning.slot_notes(job(nproc_per_node=asked(2)), (tasks,)) == []
+    assert planning.slot_notes(job(), (tasks,)) == []
+
+
 def test_more_processes_than_slots() -> None:
     with pytest.raises(SettingError) as caught:
         planning.processes_on(job(nproc_per_node=asked(4)), Host("a", slots=2), facts())

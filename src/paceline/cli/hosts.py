@@ -93,7 +93,7 @@ def to_json(cluster: Cluster) -> dict[str, Any]:
 
 def columns(cluster: Cluster) -> list[str]:
     """The fields worth a column: name and slots, and those in which some host says something."""
-    names = [field.name for field in fields(Host)]
+    names = [field.name for field in fields(Host) if field.name != "slots_yield"]
     return [n for n in names if n in _ALWAYS or any(_cell(host, n) for host in cluster.hosts)]
 
 

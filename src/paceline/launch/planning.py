@@ -97,13 +97,24 @@ def _asked_processes(count: int, asked: Setting[int | None], host: Host) -> Sett
         raise SettingError(
             f"--nproc-per-node {count} makes no sense", remedy="Give a number from 1 on"
         )
-    if host.slots is not None and count > host.slots:
+    if host.slots is not None and count > host.slots and not host.slots_yield:
         raise SettingError(
             f"{count} processes a node were asked for ({asked.source.label})",
             found=f"{host.name} has {host.slots} slots",
             remedy=f"--nproc-per-node {host.slots}, or raise the slots of {host.name}",
         )
     return Setting(count, asked.source, asked.detail)
+
+
+def slot_notes(job: Job, hosts: Sequence[Host]) -> list[str]:
+    """Where more processes were asked for than the scheduler has tasks."""
+    count = job.nproc_per_node.value
+    over = [h for h in hosts if h.slots_yield and h.slots and isinstance(count, int)
+            and count > h.slots]  # fmt: skip
+    if not over:
+        return []
+    tasks = ", ".join(f"{host.name} {host.slots}" for host in over)
+    return [f"{count} processes a node as asked for; the allocation's tasks are fewer: {tasks}"]
 
 
 def available_cpus(facts: Facts) -> list[int]:
@@ -196,7 +207,7 @@ def make_plan(
         nodes=tuple(nodes),
         environment=job.environment.shown(),
         settings=_settings(job, hosts, facts, master_port),
-        notes=tuple(notes),
+        notes=(*notes, *slot_notes(job, hosts)),
     )
 
 

@@ -13,6 +13,7 @@ class Host:
         name: What the user calls it and what logs show; unique in a cluster.
         address: What SSH connects to (name, alias of the ssh config, IPv4 or IPv6 address).
         slots: How many processes fit; ``None`` when the description does not say.
+        slots_yield: The slots are a scheduler's tasks: more processes may be asked for.
         user: Login name; ``None`` leaves it to the ssh config.
         port: SSH port; ``None`` leaves it to the ssh config.
         identity_file: Private key; ``None`` leaves it to the ssh config.
@@ -34,6 +35,7 @@ class Host:
     python: str | None = None
     workdir: str | None = None
     local: bool = False
+    slots_yield: bool = False
 
     def __post_init__(self) -> None:
         if not self.address:

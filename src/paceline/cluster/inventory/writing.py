@@ -11,7 +11,9 @@ from paceline.cluster.inventory.registry import DIALECTS, canonical_name
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster, Host
 
-_IMPLIED = frozenset({"name", "address", "local"})  # never lost in a way that matters to say
+_IMPLIED = frozenset(
+    {"name", "address", "local", "slots_yield"}
+)  # never lost in a way that matters to say
 
 
 def write_hosts(cluster: Cluster, dialect: str) -> str:

@@ -47,7 +47,9 @@ def _allocation(environ: Mapping[str, str]) -> Parsed:
         )
     names = _names(variable, environ[variable])
     counted, slots = _slots(environ, len(names))
-    hosts = tuple(Host(name, slots=n) for name, n in zip(names, slots, strict=True))
+    hosts = tuple(
+        Host(name, slots=n, slots_yield=n is not None) for name, n in zip(names, slots, strict=True)
+    )
     return Parsed(hosts, (f"hosts from ${variable}", *_slot_notes(environ, counted)))
 
 
@@ -59,13 +61,24 @@ def _names(variable: str, value: str) -> list[str]:
 
 
 def _slots(environ: Mapping[str, str], nodes: int) -> tuple[str, Sequence[int | None]]:
-    """The variable that gives the slots, and one number for each node."""
+    """The variable that gives the slots, and one number for each node.
+
+    Nobody asked for one task a node: it is what Slurm says when nobody says anything.
+    """
     for variable in TASKS:
         value = environ.get(variable, "")
         counts = _counts(variable, value) if value else []
-        if len(counts) == nodes:
+        if len(counts) == nodes and (max(counts) > 1 or _asked_for_tasks(environ)):
             return variable, counts
     return "", [None] * nodes
+
+
+def _asked_for_tasks(environ: Mapping[str, str]) -> bool:
+    """Whether somebody gave ``--ntasks`` or ``--ntasks-per-node``; a step has one of its own."""
+    in_a_step = bool(environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID"))
+    return bool(
+        environ.get("SLURM_NTASKS_PER_NODE") or (environ.get("SLURM_NTASKS") and not in_a_step)
+    )
 
 
 def _counts(variable: str, value: str) -> list[int]:
@@ -78,7 +91,7 @@ def _counts(variable: str, value: str) -> list[int]:
 def _slot_notes(environ: Mapping[str, str], counted: str) -> list[str]:
     if counted:
         return [f"slots from ${counted} ({environ[counted]})"]
-    notes = ["Slurm's variables do not say how many tasks go on each node: slots are left open"]
+    notes = ["nobody asked Slurm for a number of tasks on each node: slots are left open"]
     if environ.get(CPUS):
         notes.append(f"processors on each node: {environ[CPUS]} (${CPUS})")
     return notes

@@ -55,8 +55,9 @@ def host_tables(document: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def with_table(host: Host, table: Mapping[str, Any]) -> Host:
     """The host with the table's values over its own. Raises BadTableError."""
     values: dict[str, Any] = {FIELDS[key]: _value(host.name, key, table[key]) for key in table}
-    fixed = {"slots_yield": False} if "slots" in values else {}
-    return replace(host, **values, **fixed)
+    if "slots" in values:
+        values["slots_yield"] = False
+    return replace(host, **values)
 
 
 def host_from_table(name: str, table: Mapping[str, Any]) -> Host:

@@ -5,6 +5,7 @@ Each is either shown to act, by what would be started or written, or refused wit
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ def rendered(transport: Any) -> object:
     if isinstance(transport, HandTransport):
         return transport._meeting
     if isinstance(transport, CallingTransport):
-        start = transport._scheduler.start(HOSTS)
+        start = asyncio.run(transport._scheduler.start(HOSTS))
         folder = getattr(transport._scheduler, "_config", "")
         config = Path(folder).read_text() if folder else ""
         transport._scheduler.end()

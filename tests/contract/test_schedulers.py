@@ -224,6 +224,52 @@ def test_the_command_of_an_mpi(flavour: str) -> None:
     assert mpi.command(found, HOSTS, options, "/c") == shlex.split(MPIS[flavour])
 
 
+@pytest.mark.parametrize("flavour", ["intel", "mpich"])
+def test_hydra_calls_back_by_address(flavour: str) -> None:
+    """By the interface that the hosts reach, unless the user says otherwise."""
+    found = mpi.Mpi(flavour, "1", "mpiexec")
+
+    def iface(*arguments: str, interface: str | None = None) -> list[str]:
+        options = Options(interface=interface, arguments=arguments)
+        words = mpi.command(found, HOSTS, options, "/c", "wlan7")
+        return [words[at + 1] for at, word in enumerate(words) if word == "-iface"]
+
+    assert iface() == ["wlan7"]
+    assert iface(interface="eth0") == ["eth0"]
+    assert iface("-iface", "ib0") == ["ib0"]
+    assert iface("-localhost", "10.0.0.9") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "cause", "remedy"),
+    [
+        (
+            "HYDU_sock_connect (sock.c:111): unable to get host address for laptop\n"
+            "main (pmip.c:149): unable to connect to server laptop at port 4 (firewalls?)",
+            "name resolution failed",
+            "an entry for laptop in its /etc/hosts",
+        ),
+        (
+            "getaddrinfo returned error -3 (Temporary failure in name resolution)\n"
+            "main (x.c:532): unable to connect to server vm at port 46803 (check for firewalls!)",
+            "name resolution failed",
+            "an entry for vm in its /etc/hosts",
+        ),
+        (
+            "unable to connect from n2 to 10.0.0.1 (Connection refused)",
+            "could not connect back",
+            "ufw allow from",
+        ),
+        ("Segmentation fault", "did not start a program", "--via ssh"),
+    ],
+)
+def test_the_words_of_an_mpi_decide(words: str, cause: str, remedy: str) -> None:
+    refusal = mpi.failed_alone(HOSTS[1], words)
+    assert cause in refusal.cause
+    assert remedy in refusal.remedy
+    assert refusal.found
+
+
 def test_the_ssh_config_of_an_mpi() -> None:
     text = mpi.ssh_config(HOSTS, Options().ssh)
     assert text.startswith("Host 10.0.0.2\n    User ann\n    Port 2222\nHost *\n")

@@ -93,6 +93,31 @@ def test_host_names_through_mpi(way: Way) -> None:
     assert [ended.lines(rank) for rank in range(3)] == [["n1"], ["n2"], ["n3"]]
 
 
+@pytest.mark.parametrize("typed_on", ["n3", "n1"])
+def test_a_launching_machine_whose_name_nobody_knows(way: Way, typed_on: str) -> None:
+    """As an ordinary laptop: neither the hosts nor it itself can resolve what it is called."""
+    unknown = ("unshare", "--uts", "sh", "-c", 'hostname a-laptop; exec "$@"', "sh")
+    laptop = Way(way.site, way.options, host=typed_on, prefix=unknown)
+    ended = laptop.run("--no-python", "hostname")
+    assert ended.code == 0, ended.err
+    assert ended.lines(0) in (["n1"], ["a-laptop"])  # itself, where MPI starts it without ssh
+    assert ended.lines(1) == ["n2"]
+
+
+def test_a_name_that_cannot_be_resolved_is_said_to_be_one(way: Way) -> None:
+    """The words of the log decide: no word of ports and firewalls."""
+    if "openmpi" in way.options[-1]:
+        return  # it has no such name: its daemons are told addresses
+    unknown = ("unshare", "--uts", "sh", "-c", 'hostname a-laptop; exec "$@"', "sh")
+    by_name = (*way.options, "--via-arg=-localhost", "--via-arg=a-laptop")
+    ended = Way(way.site, by_name, host="n3", prefix=unknown).run("--no-python", "hostname")
+    assert ended.code == 1
+    assert "name resolution failed" in ended.err
+    assert "/etc/hosts" in ended.err
+    assert "all TCP ports" not in ended.err
+    assert "Traceback" not in ended.err
+
+
 def test_an_mpi_that_one_host_lacks(site: Site) -> None:
     """Intel MPI at a path that only the first host has."""
     source = Path(mpiexec("intel")).parents[1]

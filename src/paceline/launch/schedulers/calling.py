@@ -7,8 +7,11 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.agent import caller
@@ -21,6 +24,8 @@ from paceline.cluster.callback import (
     caller_config,
 )
 from paceline.cluster.channel import Channel, LoginRefused
+from paceline.cluster.openssh import SshOptions
+from paceline.cluster.setup.ssh import effective
 from paceline.launch.schedulers.options import Options
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.hosts import Host
@@ -29,6 +34,7 @@ WORDS_KEPT = 16 * 1024
 END_PATIENCE_S = 5.0
 TERM_PATIENCE_S = 3.0
 LOOK_EVERY_S = 0.25
+ROUTES_LOOKED_AT = 8  # hosts: the others are reached the same way
 STRAGGLERS_S = 2.0  # for those whose call is on its way when the scheduler gives up
 
 
@@ -53,7 +59,7 @@ class Start:
 class Scheduler(Protocol):
     """What differs between the schedulers; :class:`CallingTransport` does the rest."""
 
-    def start(self, hosts: Sequence[Host]) -> Start:
+    async def start(self, hosts: Sequence[Host]) -> Start:
         """How to start one process on each host. PacelineError when that cannot be."""
 
     async def explain(self, hosts: Sequence[Host], missing: Sequence[Host], status: int | None,
@@ -156,8 +162,8 @@ class CallingTransport:
         """ConnectError names the hosts that did not call, and what the scheduler said."""
         gathering = Gathering(hosts)
         board = Switchboard(secrets.token_bytes(32), gathering.take)
-        start = self._scheduler.start(hosts)
         try:
+            start = await self._scheduler.start(hosts)
             await board.open(own_addresses(self._options.interface, hosts))
             await self._start(start, board, pythons)
             await self._wait(gathering)
@@ -239,17 +245,19 @@ class CallingTransport:
 
 async def end_group(process: asyncio.subprocess.Process) -> None:
     """Ends a command that leads a process group: politely, then with all that it has started."""
-    if process.returncode is not None:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(process.wait(), TERM_PATIENCE_S)
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(process.wait(), TERM_PATIENCE_S)
     if process.returncode is None:  # so the group is still its own
         # macOS says "not permitted" of a group that has just ended
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
+    transport = getattr(process, "_transport", None)  # asyncio offers no other way
+    if transport is not None:
+        transport.close()  # what it has started may hold the pipes open
 
 
 async def open_channels(channels: Sequence[Channel]) -> list[Channel]:
@@ -294,6 +302,35 @@ def own_addresses(interface: str | None, hosts: Sequence[Host]) -> list[str]:
             remedy="--iface NAME with one of these" if listed else "Bring up a network interface",
         )
     return [str(a["address"]) for a in wanted]
+
+
+async def interface_towards(hosts: Sequence[Host], ssh: SshOptions) -> str | None:
+    """The interface of this machine from which the hosts are reached.
+
+    For programs that otherwise tell the hosts to call back by this machine's name, which perhaps
+    nobody can resolve. ``None`` when no route can be found.
+    """
+    others = [host for host in hosts if not host.local][:ROUTES_LOOKED_AT]
+    if not others:
+        return "lo" if Path("/sys/class/net/lo").is_dir() else None
+    names = await asyncio.gather(*(effective(host, ssh) for host in others))
+    targets = [name.get("hostname", [host.address])[0] for name, host in zip(names, others,
+               strict=True)]  # fmt: skip
+    sources = await asyncio.gather(*(asyncio.to_thread(source_towards, one) for one in targets))
+    by_address = {str(entry["address"]): str(entry["interface"]) for entry in usable_addresses()}
+    used = Counter(by_address[source] for source in sources if source in by_address)
+    return used.most_common(1)[0][0] if used else None
+
+
+def source_towards(target: str) -> str | None:
+    """The address of this machine from which the kernel would send to another. Sends nothing."""
+    try:
+        kind, _, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as way:
+            way.connect(where)
+            return str(way.getsockname()[0])
+    except OSError:
+        return None
 
 
 def usable_addresses() -> list[dict[str, Any]]:

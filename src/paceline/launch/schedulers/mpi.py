@@ -17,7 +17,13 @@ from pathlib import Path
 
 from paceline.agent.caller import KEY
 from paceline.cluster.openssh import Refusal, SshOptions, classify
-from paceline.launch.schedulers.calling import CallingTransport, Start, end_group
+from paceline.launch.schedulers.calling import (
+    WORDS_KEPT,
+    CallingTransport,
+    Start,
+    end_group,
+    interface_towards,
+)
 from paceline.launch.schedulers.options import Options
 from paceline.launch.transport import Transport
 from paceline.spec.command import shell_text
@@ -127,21 +133,41 @@ def _mixed(pair: Sequence[Mpi]) -> SettingError:
 # --- rendering: pure ----------------------------------------------------------------------------
 
 
-def command(mpi: Mpi, hosts: Sequence[Host], options: Options, ssh_config: str) -> list[str]:
-    """The mpiexec call that starts one process on each host; the command follows it."""
-    return [mpi.path, *_RENDERERS[mpi.flavour](hosts, options, ssh_config), *options.arguments]
+def command(mpi: Mpi, hosts: Sequence[Host], options: Options, ssh_config: str,
+            callback: str | None = None) -> list[str]:  # fmt: skip
+    """The mpiexec call that starts one process on each host; the command follows it.
+
+    Args:
+        mpi: Which MPI.
+        hosts: Where.
+        options: What the user said.
+        ssh_config: Path of the ssh config for MPI's own logins.
+        callback: Interface of this machine that the hosts reach; ``None`` when unknown.
+    """
+    render = _RENDERERS[mpi.flavour]
+    return [mpi.path, *render(hosts, options, ssh_config, callback), *options.arguments]
 
 
-def _hydra(launcher: str) -> Callable[[Sequence[Host], Options, str], list[str]]:
-    def render(hosts: Sequence[Host], options: Options, ssh_config: str) -> list[str]:
+_Renderer = Callable[[Sequence[Host], Options, str, "str | None"], list[str]]
+
+
+def _hydra(launcher: str) -> _Renderer:
+    """Hydra's proxies call back by this machine's name, unless it is given an interface."""
+
+    def render(hosts: Sequence[Host], options: Options, ssh_config: str,
+               callback: str | None) -> list[str]:  # fmt: skip
         names = ",".join(host.address for host in hosts)
-        iface = ["-iface", options.interface] if options.interface else []
+        own = {"-iface", "-localhost"} & set(options.arguments)
+        interface = options.interface or (None if own else callback)
+        iface = ["-iface", interface] if interface else []
         return [launcher, "ssh", *iface, "-hosts", names, "-ppn", "1", "-n", str(len(hosts))]
 
     return render
 
 
-def _openmpi(hosts: Sequence[Host], options: Options, ssh_config: str) -> list[str]:
+def _openmpi(hosts: Sequence[Host], options: Options, ssh_config: str,
+             callback: str | None) -> list[str]:  # fmt: skip
+    """Open MPI's daemons call back by address: they are told all that this machine has."""
     names = ",".join(f"{host.address}:1" for host in hosts)
     mca = {"plm_rsh_agent": "ssh", "plm_rsh_args": f"-F {ssh_config}"}
     if options.interface:
@@ -151,7 +177,7 @@ def _openmpi(hosts: Sequence[Host], options: Options, ssh_config: str) -> list[s
     return [*settings, "--host", names, "-np", str(len(hosts)), *placing, "-x", KEY]
 
 
-_RENDERERS: dict[str, Callable[[Sequence[Host], Options, str], list[str]]] = {
+_RENDERERS: dict[str, _Renderer] = {
     "intel": _hydra("-bootstrap"),
     "mpich": _hydra("-launcher"),
     "openmpi": _openmpi,
@@ -200,7 +226,7 @@ def _quoted(path: str) -> str:
 _HOPELESS = re.compile(
     r"ssh: connect to host|ssh: Could not resolve|Permission denied \(|"
     r"Host key verification failed|ORTE was unable|Unable to run bstrap_proxy|"
-    r"proxy: (not found|No such file)"
+    r"proxy: (not found|No such file)|unable to get host address for|getaddrinfo returned error"
 )
 
 
@@ -219,13 +245,44 @@ def lacks_mpi(mpi: Mpi, host: Host) -> Refusal:
     )
 
 
-def unexplained(words: str) -> Refusal:
+# what MPI itself says -> cause, and what to type; the words of the log decide
+_UNRESOLVED = (
+    r"unable to get host address for (?P<name>\S+)|getaddrinfo returned error.*?"
+    r"(?:unable to connect to server (?P<server>\S+)|$)|name resolution|Name or service not known"
+)
+_CAUSES = (
+    (
+        _UNRESOLVED,
+        "it cannot resolve a host's name: name resolution failed",
+        "Give every host an entry for {name} in its /etc/hosts, or name the interface by whose "
+        "address MPI shall call back: --iface NAME",
+    ),
+    (
+        r"unable to connect to server|unable to connect from|Connection refused|No route to host|"
+        r"Connection timed out|check for firewalls",
+        "its MPI could not connect back to the launching machine",
+        "Let {host} connect to this machine on TCP ports (sudo ufw allow from ADDRESS_OF_{host}), "
+        "or --iface for another network",
+    ),
+)
+
+
+def cause_of(words: str, host: str) -> tuple[str, str] | None:
+    """Cause and remedy from the words of MPI; ``None`` when they say nothing known."""
+    for pattern, cause, remedy in _CAUSES:
+        if match := re.search(pattern, words, re.DOTALL):
+            name = next((one for one in match.groupdict().values() if one), "the launching machine")
+            return cause, remedy.format(name=name, host=host)
+    return None
+
+
+def failed_alone(host: Host, words: str) -> Refusal:
     """A host on which MPI fails though ssh and MPI's own files are there."""
-    return Refusal(
+    cause, remedy = cause_of(words, host.name) or (
         "MPI did not start a program there",
-        tail(words),
-        "Let the hosts connect to each other on all TCP ports, or --iface for another network",
+        "Read MPI's words above; --via ssh does without it",
     )
+    return Refusal(cause, tail(words), remedy)
 
 
 # --- the scheduler --------------------------------------------------------------------------------
@@ -237,13 +294,15 @@ class MpiScheduler:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._mpi = find(options.mpiexec)
+        self._callback: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-mpi-")
         self._config = str(Path(self._folder.name) / "ssh_config")
 
-    def start(self, hosts: Sequence[Host]) -> Start:
+    async def start(self, hosts: Sequence[Host]) -> Start:
         """The mpiexec call."""
         Path(self._config).write_text(ssh_config(hosts, self._options.ssh), encoding="utf-8")
-        argv = command(self._mpi, hosts, self._options, self._config)
+        self._callback = await interface_towards(hosts, self._options.ssh)
+        argv = command(self._mpi, hosts, self._options, self._config, self._callback)
         return Start(tuple(argv), self._environment(), PLACES, STRIP)
 
     def _environment(self) -> Mapping[str, str | None]:
@@ -292,9 +351,9 @@ class MpiScheduler:
                 return classify(words, status, host)
             if status:
                 return lacks_mpi(self._mpi, host)
-        argv = [*command(self._mpi, [host], self._options, self._config), "hostname"]
-        status, words = await said_by(argv, {KEY: "", **self._environment()})
-        return unexplained(words) if status != 0 else None
+        head = command(self._mpi, [host], self._options, self._config, self._callback)
+        status, words = await said_by([*head, "hostname"], {KEY: "", **self._environment()})
+        return failed_alone(host, words) if status != 0 else None
 
 
 async def said_by(argv: Sequence[str], env: Mapping[str, str | None]) -> tuple[int | None, str]:
@@ -308,12 +367,22 @@ async def said_by(argv: Sequence[str], env: Mapping[str, str | None]) -> tuple[i
         env={name: value for name, value in own.items() if value is not None},
         start_new_session=True,
     )
+    assert process.stdout is not None
+    words = bytearray()
     try:
-        words, _ = await asyncio.wait_for(process.communicate(), PROBE_S)
+        await asyncio.wait_for(_read(process.stdout, words), PROBE_S)
+        await asyncio.wait_for(process.wait(), PROBE_S)
     except asyncio.TimeoutError:
-        await end_group(process)
-        return None, f"Operation timed out: no answer within {PROBE_S:.0f} s"
-    return process.returncode, words.decode(errors="replace")
+        words += f"\nOperation timed out: no end within {PROBE_S:.0f} s".encode()
+    status = process.returncode
+    await end_group(process)
+    return status, words.decode(errors="replace").strip()
+
+
+async def _read(stream: asyncio.StreamReader, words: bytearray) -> None:
+    while data := await stream.read(1 << 16):
+        words += data
+        del words[:-WORDS_KEPT]
 
 
 def dead_hosts(mpi: Mpi, hosts: Sequence[Host], dead: Mapping[str, Refusal]) -> ConnectError:
@@ -333,11 +402,12 @@ def no_call(mpi: Mpi, missing: Sequence[Host], status: int | None, words: str) -
     """The error for hosts that MPI reaches one by one and that did not reach us."""
     names = ", ".join(host.name for host in missing)
     if status:
+        cause, remedy = cause_of(words, names) or ("", "Try again, or do without MPI: --via ssh")
         return ConnectError(
-            f"{mpi.title} failed on all hosts together, and works on each of them alone",
+            f"{mpi.title} failed on all hosts together, and works on each of them alone"
+            + (f": {cause}" if cause else ""),
             found=f"mpiexec ended with status {status}\n{tail(words)}".strip(),
-            remedy="Try again; if it fails again, let the hosts connect to each other on all TCP "
-            "ports, or --iface for another network",
+            remedy=remedy,
         )
     return ConnectError(
         f"{mpi.title} runs programs on all hosts, but no agent called from {names}",

@@ -146,7 +146,7 @@ class SlurmScheduler:
             )
         self._srun = srun
 
-    def start(self, hosts: Sequence[Host]) -> Start:
+    async def start(self, hosts: Sequence[Host]) -> Start:
         """The srun call."""
         argv = command(self._srun, hosts, self._arguments)
         return Start(tuple(argv), dict.fromkeys(_UNSET), PLACES, STRIP)

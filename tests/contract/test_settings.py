@@ -31,6 +31,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "ssh-config": ("one", "two"),
     "run-dir": ("runs/one", "runs/two"),
     "time": ("1:00", "2:00"),
+    "nnodes": (2, 3),
     "nproc-per-node": (2, 3),
     "requeue": (True, False),
     "env": (["A=1", "B=2"], ["C=3"]),

@@ -94,6 +94,22 @@ def test_a_schedulers_tasks_yield_to_what_is_typed() -> None:
     assert planning.slot_notes(job(), (tasks,)) == []
 
 
+def test_processes_by_what_each_host_has() -> None:
+    def count(word: str, gpus: int, **more: Any) -> int:
+        asked_for = job(nproc_per_node=asked(word), **more)
+        return planning.processes_on(asked_for, Host("a"), facts(cpus=4, gpus=gpus)).value
+
+    assert (count("cpu", 2), count("gpu", 2), count("auto", 2), count("auto", 0)) == (4, 2, 2, 4)
+    some = Environment({"CUDA_VISIBLE_DEVICES": "1"})
+    assert (count("gpu", 2, environment=some), count("auto", 2, environment=some)) == (1, 1)
+    with pytest.raises(SettingError, match="a has no GPU"):
+        count("gpu", 0)
+    none = Environment({"CUDA_VISIBLE_DEVICES": ""})
+    assert count("auto", 2, environment=none) == 4
+    with pytest.raises(SettingError, match="no GPU"):
+        count("gpu", 2, environment=none)
+
+
 def test_more_processes_than_slots() -> None:
     with pytest.raises(SettingError) as caught:
         planning.processes_on(job(nproc_per_node=asked(4)), Host("a", slots=2), facts())

@@ -73,6 +73,8 @@ def climb(ctx: click.Context, job: Job, cluster: Cluster, folder: Path, repeat: 
     nodes = job.nnodes.value or len(cluster.hosts)
     slots = cluster.hosts[0].slots
     processes = job.nproc_per_node.value or slots or 1
+    if not isinstance(processes, int):
+        raise SettingError(f"bench scaling needs a number, not -p {processes}", remedy="-p N")
     measured = []
     for layout in scaling.ladder(nodes, processes):
         runs = []

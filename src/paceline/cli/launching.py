@@ -27,6 +27,7 @@ from paceline.cli.options import (
     with_settings,
 )
 from paceline.cli.settings import parse_env, refuse_ours, setting, toml_of
+from paceline.cli.torchrun import torchrun_options
 from paceline.cli.verb import TABLES_ARE_HOSTS
 from paceline.cli.via import VIA_OPTIONS, Way, hosts_source, manner_of, way_of
 from paceline.cluster import this_machine
@@ -83,7 +84,7 @@ _OPTIONS = [
 
 def launch_options(command: F) -> F:
     """Adds the common options to a verb."""
-    return with_settings(command, [*_OPTIONS, *VIA_OPTIONS])
+    return torchrun_options(with_settings(command, [*_OPTIONS, *VIA_OPTIONS]))
 
 
 def read_cluster(ctx: click.Context, source: str | None) -> Cluster:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from paceline.cli.settings import as_settings
+from paceline.cli.torchrun import Nodes, Processes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,11 +39,12 @@ ACCEPT_NEW_HOST_KEYS = click.option(
     "--accept-new-host-keys", is_flag=True,
     help="Pin the keys of hosts met for the first time, and show them.",
 )  # fmt: skip
-NNODES = click.option("--nnodes", type=int, help="Use the first N hosts.", metavar="N",
+NNODES = click.option("--nnodes", type=Nodes(), help="Use the first N hosts.", metavar="N",
                       show_default="all")  # fmt: skip
 NPROC_PER_NODE = click.option(
-    "-p", "--nproc-per-node", type=int, metavar="N", help="Processes a node.",
-    show_default="its slots, else one an accelerator, else 1",
+    "-p", "--nproc-per-node", type=Processes(), metavar="N", help="Processes a node: a number,"
+    " gpu (one a GPU), cpu (one a CPU), or auto (gpu, else cpu).",
+    show_default="its slots, else one a GPU, else 1",
 )  # fmt: skip
 IFACE = click.option(
     "--iface", metavar="NAME", help="Network interface for the job's traffic.",

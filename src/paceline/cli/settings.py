@@ -40,7 +40,9 @@ def as_settings(command: F, besides: Sequence[click.Parameter] = ()) -> F:
         besides: Options that are only this verb's own.
     """
     for made in command.__click_params__:  # type: ignore[attr-defined]
-        if isinstance(made, click.Option) and made not in besides and not is_setting(made):
+        if not isinstance(made, click.Option) or made.hidden or made in besides:
+            continue
+        if not is_setting(made):
             own = [made.envvar] if isinstance(made.envvar, str) else []  # such as PACELINE_RDZV_ID
             made.envvar = [*own, variable_of(made)]
     return command

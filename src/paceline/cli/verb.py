@@ -12,8 +12,10 @@ from click.core import ParameterSource
 from paceline.cli import settings
 from paceline.cli.helping import has_more, help_of
 from paceline.cli.settings import FromFile, is_setting
+from paceline.cli.torchrun import STANDALONE
+from paceline.spec.errors import SettingError
 from paceline.spec.helptext import Row, Section
-from paceline.spec.settings import TOML_NAME
+from paceline.spec.settings import TOML_NAME, Source
 
 
 class Verb(click.Command):
@@ -123,6 +125,8 @@ def settle_hosts(ctx: click.Context, from_file: FromFile) -> None:
     params = ctx.params
     if "hosts" not in params:
         return
+    if ctx.meta.get(STANDALONE):
+        stand_alone(ctx)
     open_to_us = not params.get("rdzv") and params.get("via") in _DESCRIBED
     if not open_to_us and weaker(ctx, "hosts", "rdzv" if params.get("rdzv") else "via"):
         params["hosts"] = None  # what was typed now means other hosts than usual
@@ -135,6 +139,15 @@ def settle_hosts(ctx: click.Context, from_file: FromFile) -> None:
             ctx.set_parameter_source("hosts", ParameterSource.DEFAULT_MAP)
     if params["hosts"] is not None and "ssh_config" in params:
         use_lab(ctx)
+
+
+def stand_alone(ctx: click.Context) -> None:
+    """torchrun's --standalone is our ``-H local``."""
+    if settings.setting(ctx, "hosts").source is Source.COMMAND_LINE:
+        raise SettingError("--standalone means this machine alone", found="-H names hosts, too",
+                           remedy="Leave out one of the two")  # fmt: skip
+    ctx.params["hosts"] = "local"
+    ctx.set_parameter_source("hosts", ParameterSource.COMMANDLINE)
 
 
 def weaker(ctx: click.Context, one: str, other: str) -> bool:

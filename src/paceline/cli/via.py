@@ -11,6 +11,7 @@ from typing import Any, Literal
 import click
 
 from paceline.cli.options import Seconds
+from paceline.cli.torchrun import Aliased
 from paceline.cluster.openssh import SshOptions
 from paceline.launch.schedulers import WAYS, ContainerOptions, Options
 from paceline.launch.schedulers.batch import BATCHES
@@ -34,7 +35,7 @@ VIA_OPTIONS = [
                  help="Folder of the host to be seen in the container."),
     click.option("--shm-size", default="8g", metavar="SIZE",
                  help="Size of /dev/shm in the container."),
-    click.option("--rdzv", metavar="HOST:PORT",
+    click.option("--rdzv", cls=Aliased, aliases=("--rdzv-endpoint",), metavar="HOST:PORT",
                  help="Type the same command on each node; they meet at this address."),
     click.option("--rdzv-id", envvar="PACELINE_RDZV_ID", metavar="WORD",
                  help="Secret word of the meeting, the same on each node."),

@@ -45,7 +45,7 @@ def choose_hosts(job: Job, cluster: Cluster) -> tuple[Host, ...]:
     if wanted is None:
         return cluster.hosts
     if wanted < 1:
-        raise SettingError(f"--nnodes {wanted} makes no sense", remedy="Give a number from 1 on")
+        raise SettingError(f"--nnodes {wanted}: at least 1", remedy="--nnodes 1")
     if wanted > len(cluster.hosts):
         raise SettingError(
             f"{wanted} nodes were asked for ({job.nnodes.source.label})",
@@ -83,24 +83,47 @@ def most_processes(facts: Facts) -> int | None:
 def _wanted_processes(job: Job, host: Host, facts: Facts) -> Setting[int]:
     asked = job.nproc_per_node
     if asked.value is not None:
-        return _asked_processes(asked.value, asked, host)
+        count = asked.value
+        number = count if isinstance(count, int) else _counted(count, job, host, facts)
+        return _asked_processes(number, asked, host)
     if host.slots is not None:
         return Setting(host.slots, Source.FILE, "slots")
-    accelerators = len((facts.get("devices") or {}).get("nvidia", ()))
-    if accelerators:
-        return Setting(accelerators, Source.FOUND, "one an accelerator")
+    if gpus := usable_gpus(job, facts):
+        return Setting(gpus, Source.FOUND, "one a GPU")
     return Setting(1, Source.DEFAULT)
 
 
-def _asked_processes(count: int, asked: Setting[int | None], host: Host) -> Setting[int]:
-    if count < 1:
+def usable_gpus(job: Job, facts: Facts) -> int:
+    """How many GPUs of a host the ranks may see."""
+    present = len((facts.get("devices") or {}).get("nvidia", ()))
+    chosen = job.environment.all().get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return present
+    return min(present, len([one for one in chosen.split(",") if one.strip()]))
+
+
+def _counted(word: str, job: Job, host: Host, facts: Facts) -> int:
+    """One process a GPU or CPU of this host, as torchrun counts them. SettingError without a GPU.
+
+    The CPUs are those that the agent may use, which may be fewer than the machine has.
+    """
+    gpus = usable_gpus(job, facts)
+    if word == "gpu" and not gpus:
         raise SettingError(
-            f"--nproc-per-node {count} makes no sense", remedy="Give a number from 1 on"
+            f"--nproc-per-node gpu: {host.name} has no GPU",
+            found="no /dev/nvidia* there, or CUDA_VISIBLE_DEVICES hides them",
+            remedy="--nproc-per-node auto takes the CPUs where there is no GPU",
         )
+    return gpus if word != "cpu" and gpus else max(1, len(available_cpus(facts)))
+
+
+def _asked_processes(count: int, asked: Setting[Any], host: Host) -> Setting[int]:
+    if count < 1:
+        raise SettingError(f"--nproc-per-node {count}: at least 1", remedy="--nproc-per-node 1")
     if host.slots is not None and count > host.slots and not host.slots_yield:
         raise SettingError(
             f"{count} processes a node were asked for ({asked.source.label})",
-            found=f"{host.name} has {host.slots} slots",
+            found=f"{host.name} has {host.slots} slot{'s' * (host.slots != 1)}",
             remedy=f"--nproc-per-node {host.slots}, or raise the slots of {host.name}",
         )
     return Setting(count, asked.source, asked.detail)

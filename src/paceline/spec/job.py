@@ -12,6 +12,7 @@ from paceline.spec.settings import Setting
 EntryKind = Literal["script", "module", "binary"]
 Ship = Literal["auto", "always", "never"]
 Bind = Literal["auto", "none"]
+Processes = int | Literal["auto", "gpu", "cpu"]
 Show = Literal["all", "rank0", "none"]
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
@@ -94,7 +95,8 @@ class Job:
         workdir: Folder in which it runs, on the launching machine.
         python: Interpreter on the launching machine, and on the others unless they name their own.
         environment: Variables for the ranks.
-        nproc_per_node: Processes a node; ``None`` finds it out (slots, accelerators, else 1).
+        nproc_per_node: Processes a node, or one an accelerator or CPU of it; ``None`` finds it out
+            (slots, accelerators, else 1).
         nnodes: How many of the hosts; ``None`` takes all.
         interface: Network interface for the job's traffic, ``None`` finds it out.
         master_port: Port of the rendezvous store; 0 takes a free one.
@@ -117,7 +119,7 @@ class Job:
     workdir: str
     python: str
     environment: Environment = Environment()
-    nproc_per_node: Setting[int | None] = Setting(None)
+    nproc_per_node: Setting[Processes | None] = Setting(None)
     nnodes: Setting[int | None] = Setting(None)
     interface: Setting[str | None] = Setting(None)
     master_port: Setting[int] = Setting(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import torch._dynamo  # sets an environment variable when it is first imported
 from PIL import Image
 from safetensors.torch import load_file
 
+from paceline.cli import evaluate as cli
 from paceline.recipes import evaluate, image, predict
 from paceline.recipes.datasets.find import load
 from paceline.recipes.datasets.images import Request
+from paceline.train import weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
@@ -100,6 +103,42 @@ def test_prediction(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     guessed = [int(line.split(": ")[1][0]) for line in said.out.splitlines()]
     right = [label == guess for label, guess in zip(test.labels[::45], guessed, strict=True)]
     assert sum(right) >= 9
+
+
+def test_an_interrupted_run_is_evaluated(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its best checkpoint holds all that is needed."""
+    shutil.copytree(trained / "checkpoints", tmp_path / "checkpoints")
+    assert cli.run_folder(tmp_path) == tmp_path
+    best = json.loads((trained / "checkpoints/best.json").read_text())["step"]
+    assert f"no finished model: using its checkpoint {best}\n" in capsys.readouterr().err
+    assert cli.described(tmp_path)["data"]["source"] == "digits"
+    figures = tmp_path / "figures.json"
+    assert evaluate.main([f"--run={tmp_path}", f"--json={figures}"]) == 0
+    records = (json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines())
+    (told,) = [one for one in records if (one["split"], one["step"]) == ("test", best)]
+    assert json.loads(figures.read_text())["accuracy"] == told["accuracy"]
+    with (tmp_path / f"checkpoints/{best}/weights.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    assert evaluate.main([f"--run={tmp_path}"]) == 1
+    assert "has 1000 bytes instead of" in capsys.readouterr().err
+
+
+def test_another_network_is_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after training a changed copy of the recipe."""
+    shutil.copytree(trained / "model", tmp_path / "model")
+    state = load_file(tmp_path / "model/model.safetensors")
+    state["more"] = torch.zeros(1)
+    state["wrong"] = state.pop(next(iter(state)))
+    weights.save_model(tmp_path, state, json.loads((trained / "model/config.json").read_text()))
+    assert evaluate.main([f"--run={tmp_path}"]) == 1
+    said = capsys.readouterr().err
+    assert "holds the weights of another network than the recipe builds" in said
+    assert "is missing; " in said
+    assert "own script" in said
 
 
 def test_a_damaged_model_is_refused(

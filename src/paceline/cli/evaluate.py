@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,7 +21,7 @@ from paceline.recipes.evaluate_options import EvaluateOptions
 from paceline.recipes.options import parse
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry, Input
-from paceline.spec.rundir import CONFIG, MODEL, MODEL_CONFIG
+from paceline.spec.rundir import CHECKPOINTS, CONFIG, MODEL, MODEL_CONFIG, unfinished
 
 MODULE = "paceline.recipes.evaluate"
 
@@ -42,7 +44,7 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
             Entry("module", MODULE, ("--run", str(folder), *options)),
             name="evaluate",
             preload=RECIPE_MODULES,
-            inputs=(Input(str(folder), (MODEL, CONFIG)),),
+            inputs=(Input(str(folder), used_files(folder)),),
         )
         job, parent = with_data(quiet_torch(job), files), folder / "evaluations"
         ctx.exit(launch(ctx, job, cluster, way, package=True, parent=parent))
@@ -58,21 +60,42 @@ def data_files(folder: Path, typed: EvaluateOptions) -> list[str]:
     """Files that may hold the data of the evaluation: those that are named, else recorded."""
     if typed.data_dir:
         return []
-    recorded = json.loads((folder / MODEL_CONFIG).read_text(encoding="utf-8")).get("data", {})
+    recorded = described(folder).get("data", {})
     names = [recorded.get(key) for key in ("source", "target", "test")]
     return [typed.data, typed.target] if typed.data else [name for name in names if name]
 
 
+def described(folder: Path) -> dict[str, Any]:
+    """What the run says of its model; empty where that cannot be read, which a rank will tell."""
+    found = unfinished(folder)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        if (folder / MODEL_CONFIG).is_file() or found is None:
+            said = json.loads((folder / MODEL_CONFIG).read_text(encoding="utf-8"))
+        else:
+            said = json.loads((found / "state.json").read_text(encoding="utf-8"))["model"]
+        return said if isinstance(said, dict) and isinstance(said.get("data", {}), dict) else {}
+    return {}
+
+
 def run_folder(run: Path) -> Path:
-    """The run directory; SettingError when it holds no model."""
+    """The run directory; SettingError when it holds neither a model nor a checkpoint."""
     folder = run.absolute()
-    if not (folder / MODEL_CONFIG).is_file():
-        raise SettingError(
-            f"{run} holds no trained model",
-            found=f"no {folder / MODEL_CONFIG}",
-            remedy="Name the run directory that `paceline train` printed",
-        )
-    return folder
+    if (folder / MODEL_CONFIG).is_file():
+        return folder
+    if (found := unfinished(folder)) is not None:
+        click.echo(f"{run} has no finished model: using its checkpoint {found.name}", err=True)
+        return folder
+    raise SettingError(
+        f"{run} holds no trained model",
+        found=f"no {folder / MODEL_CONFIG}, and no checkpoint",
+        remedy="Name the run directory that `paceline train` printed",
+    )
+
+
+def used_files(folder: Path) -> tuple[str, ...]:
+    """What other hosts need of a run."""
+    finished = (folder / MODEL_CONFIG).is_file()
+    return (MODEL, CONFIG) if finished else (MODEL, CONFIG, CHECKPOINTS)
 
 
 def run_here(module: str, argv: list[str]) -> None:

@@ -66,7 +66,9 @@ def train_image(options: ImageOptions) -> None:
         model = setup.prepare(session, options, network, optimizer, schedule)
 
         best = Best(patience=options.patience)
-        setup.keep_checkpoints(session, options, best, data.fingerprint)
+        more = {"network": description, "number_format": options.dtype, "channels_last": fast}
+        about = describe(options, data, wants, shape, normalise) | more
+        setup.keep_checkpoints(session, options, best, data.fingerprint, about)
         for epoch in setup.epochs(session, loader, options):
             freezing.begin(epoch)
             for images, labels in loader:
@@ -83,8 +85,8 @@ def train_image(options: ImageOptions) -> None:
             setup.end_early(session, options, best, f"{data.watched} accuracy", result["accuracy"])
 
         result = evaluate(session, network, held_out)
-        more = {"network": description, "number_format": options.dtype, "channels_last": fast}
-        session.save_model(describe(options, data, wants, shape, normalise, result) | more)
+        figures = {"samples": result.count, **result.values()}
+        session.save_model({**about, "metrics": {data.held_out: figures}})
         hits = round(result.sums["accuracy"])
         session.say(f"accuracy {result['accuracy']:.4f} ({hits} of {result.count} held-out images)")
 
@@ -145,7 +147,6 @@ def describe(
     wants: Inputs,
     shape: tuple[int, int, int],
     normalise: Normalisation,
-    result: train.Means,
 ) -> dict[str, Any]:
     """Everything that is needed to use the model, and where it came from."""
     return {
@@ -165,7 +166,6 @@ def describe(
             "split": data.split,
             "sizes": {name: len(split.labels) for name, split in data.splits.items()},
         },
-        "metrics": {data.held_out: {"samples": result.count, **result.values()}},
         "seed": options.seed,
     }
 

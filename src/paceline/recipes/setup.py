@@ -115,16 +115,22 @@ def end_early(
 
 
 def keep_checkpoints(
-    session: train.Session, options: Options, best: Best, data: str, **identity: Any
+    session: train.Session,
+    options: Options,
+    best: Best,
+    data: str,
+    describes: dict[str, Any],
+    **identity: Any,
 ) -> None:
-    """Keeps the state as the options say, goes on from an earlier one, and feeds the trackers.
+    """Makes checkpoints as the options say, resumes from an earlier one, and feeds the trackers.
 
     Args:
         session: After :func:`prepare`.
         options: Of the recipe.
         best: Updated in each epoch.
         data: Fingerprint of the data.
-        identity: What else must be the same for a run to go on.
+        describes: What is needed to use the model of a checkpoint.
+        identity: What else must be the same for a run to be resumed.
     """
     same = {"model": options.model, "data": data, "seed": options.seed, "dtype": options.dtype}
     session.checkpoints(
@@ -133,6 +139,7 @@ def keep_checkpoints(
         resume=options.resume,
         best=best,
         identity={**same, **identity},
+        describes=describes,
         stop_when_full=options.when_full == "stop",
     )
     session.track(

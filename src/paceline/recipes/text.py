@@ -64,7 +64,8 @@ def train_text(options: TextOptions) -> None:
         model = setup.prepare(session, options, placed, optimizer, schedule)
 
         best = Best(patience=options.patience)
-        setup.keep_checkpoints(session, options, best, data.fingerprint)
+        about = describe(options, data, network)
+        setup.keep_checkpoints(session, options, best, data.fingerprint, about)
         figures: dict[str, float] = {}
         for epoch in setup.epochs(session, loader, options):
             freezing.begin(epoch)
@@ -84,7 +85,8 @@ def train_text(options: TextOptions) -> None:
 
         # Nothing was evaluated where a finished training was gone on with.
         figures = figures or evaluate(session, placed, held_out, len(data.classes))
-        session.save_model(describe(options, data, network, figures))
+        measured = {"samples": len(held_out), **figures}
+        session.save_model({**about, "metrics": {data.held_out: measured}})
         session.say(
             f"accuracy {figures['accuracy']:.4f}  f1 {figures['f1']:.4f}"
             f"  ({len(held_out)} held-out texts)"
@@ -210,7 +212,6 @@ def describe(
     options: TextOptions,
     data: TextData,
     network: TextClassifier | HubClassifier,
-    figures: dict[str, float],
 ) -> dict[str, Any]:
     """Everything that is needed to use the model, and where it came from."""
     return {
@@ -231,7 +232,6 @@ def describe(
             "split": data.split,
             "sizes": {name: len(labels) for name, (_, labels) in data.splits.items()},
         },
-        "metrics": {data.held_out: {"samples": len(data.splits[data.held_out][1]), **figures}},
         "seed": options.seed,
         # Not "dtype": transformers, which reads this file too, would want a torch dtype there.
         "number_format": options.dtype,

@@ -71,7 +71,8 @@ def train_translation(options: TranslationOptions) -> None:
         search = Search(START_ID, END_ID, limit, options.beam)
         last = -(-steps // len(loader)) - 1
         best = Best(patience=options.patience)
-        setup.keep_checkpoints(session, options, best, data.fingerprint, shape=shape)
+        about = describe(options, data, shape)
+        setup.keep_checkpoints(session, options, best, data.fingerprint, about, shape=shape)
         figures: dict[str, float] = {}
         for epoch in setup.epochs(session, loader, options):
             for source, target, expected in loader:
@@ -90,7 +91,8 @@ def train_translation(options: TranslationOptions) -> None:
         if "bleu" not in figures:  # a finished training was gone on with
             figures = evaluate(session, network, held_out)
             figures |= score(session, network, watched, tokenizers, search, options.samples)
-        session.save_model(describe(options, data, shape, figures))
+        measured = {"samples": len(watched), **figures}
+        session.save_model({**about, "metrics": {data.held_out: measured}})
         session.say(f"{summary(figures)}  ({len(watched)} {data.held_out} sentences)")
 
 
@@ -238,9 +240,7 @@ def describe_data(
     )
 
 
-def describe(
-    options: TranslationOptions, data: PairData, shape: Shape, figures: dict[str, float]
-) -> dict[str, Any]:
+def describe(options: TranslationOptions, data: PairData, shape: Shape) -> dict[str, Any]:
     """Everything that is needed to use the model, and where it came from."""
     return {
         "format": 1,
@@ -258,7 +258,6 @@ def describe(
             "split": data.split,
             "sizes": {name: len(pairs) for name, pairs in data.splits.items()},
         },
-        "metrics": {data.held_out: {"samples": len(data.splits[data.held_out]), **figures}},
         "seed": options.seed,
         "number_format": options.dtype,
     }

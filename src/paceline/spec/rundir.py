@@ -6,6 +6,10 @@ All JSON is UTF-8; ``*.jsonl`` files hold one object a line, appended.
 
 from __future__ import annotations
 
+import contextlib
+import json
+from pathlib import Path
+
 PLAN = "plan.json"  # the plan as executed, with the source of every setting
 CONFIG = "config.json"  # the effective settings of the recipe
 HOSTS = "hosts.json"  # facts of every host
@@ -26,6 +30,20 @@ DEFAULT_PARENT = "runs"
 
 # Written by the launcher alone, and never taken from a node.
 OURS = {PLAN, EVENTS, METRICS, HOSTS, RESULT, LOGS, OWNER, FINDINGS, CHECKPOINTS, FETCHED}
+
+
+def unfinished(folder: Path) -> Path | None:
+    """The checkpoint to use of a run without a finished model: the best, else the newest."""
+    root = folder / CHECKPOINTS
+    with contextlib.suppress(OSError):
+        steps = [one for one in root.iterdir() if one.name.isdecimal() and len(one.name) < 20]
+        complete = [one for one in steps if (one / "manifest.json").is_file()]
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            best = root / str(int(json.loads((root / "best.json").read_text())["step"]))
+            if best in complete:
+                return best
+        return max(complete, key=lambda one: int(one.name), default=None)
+    return None
 
 
 def is_ours(path: str) -> bool:

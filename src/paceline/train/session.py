@@ -252,6 +252,7 @@ class Session:
         best: Best | None = None,
         extras: Mapping[str, Stateful] | None = None,
         identity: Mapping[str, object] | None = None,
+        describes: Mapping[str, Any] | None = None,
         stop_when_full: bool = False,
     ) -> bool:
         """Keeps the training's state from now on, and goes on from an earlier one.
@@ -267,6 +268,8 @@ class Session:
             best: Updated by the script in each epoch; a checkpoint is made of every best state.
             extras: Further states to keep, by name.
             identity: What must be the same for a run to go on, by name.
+            describes: What :meth:`save_model` will be given, as far as it is known: with it a
+                checkpoint can be used like a finished model.
             stop_when_full: Stops cleanly when a checkpoint cannot be written; otherwise the
                 training goes on with a warning.
 
@@ -279,7 +282,9 @@ class Session:
         """
         kept = {**(extras or {}), "metrics": self._carried, **({"best": best} if best else {})}
         same = {name: str(value) for name, value in (identity or {}).items()}
-        training = Training(self._prepared(), self.progress, self._seed, kept, same)
+        training = Training(
+            self._prepared(), self.progress, self._seed, kept, same, describes or {}
+        )
         keeper = Keeper(
             training,
             self.comms,

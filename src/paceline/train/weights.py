@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from paceline.spec import rundir
 from paceline.spec.errors import DataError, NodeError
 from paceline.train import files
+from paceline.train.checkpoints import manifest, names
+from paceline.train.checkpoints.manifest import Damaged
 
 
 def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -> None:
@@ -51,25 +54,45 @@ def _apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """The description of a saved model.
+    """The description of a saved model, or of an interrupted run's best or newest checkpoint.
 
     Raises:
         DataError: The run directory holds no model, or not one of ours.
     """
-    path = folder / rundir.MODEL_CONFIG
+    path, found = folder / rundir.MODEL_CONFIG, rundir.unfinished(folder)
+    if not path.is_file() and found is not None:
+        return _of_checkpoint(found)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(
             f"{folder} holds no trained model",
-            found=f"no {path}",
-            remedy="name the directory of a run that has ended, for example runs/image-…",
+            found=f"no {path}, and no checkpoint",
+            remedy="name the directory of a run, for example runs/image-…",
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read", found=str(error)) from None
     if not isinstance(config, dict):
         raise DataError(f"{path} describes no model", found=type(config).__name__)
     return config
+
+
+def _of_checkpoint(path: Path) -> dict[str, Any]:
+    try:
+        manifest.read(path).verify(path)
+        config = json.loads((path / names.STATE).read_text(encoding="utf-8"))["model"]
+        if isinstance(config, dict) and config:
+            return config
+    except (Damaged, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"the checkpoint {path} cannot be used",
+            found=str(error),
+            remedy="start the training again with its --run-dir: it resumes from a sound one",
+        ) from None
+    raise DataError(
+        f"the checkpoint {path} does not describe its model",
+        remedy="start the training again with its --run-dir, and let it end",
+    )
 
 
 def load_weights(folder: Path, module: torch.nn.Module) -> None:
@@ -79,7 +102,10 @@ def load_weights(folder: Path, module: torch.nn.Module) -> None:
         DataError: The file is missing, damaged or does not fit the module.
     """
     path = folder / rundir.WEIGHTS
-    config = load_config(folder)
+    config, found = load_config(folder), rundir.unfinished(folder)
+    if not (folder / rundir.MODEL_CONFIG).is_file() and found is not None:
+        _fill(module, found, _checkpointed(found))
+        return
     try:
         content = path.read_bytes()
         if files.sha256(path) != config.get("sha256"):
@@ -88,6 +114,40 @@ def load_weights(folder: Path, module: torch.nn.Module) -> None:
                 found="its hash differs from the one in config.json",
                 remedy="copy the run directory again, or train again",
             )
-        module.load_state_dict(load(content))
+        state = load(content)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path} cannot be loaded", found=str(error)) from None
+    _fill(module, path, state)
+
+
+def _checkpointed(path: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint whose files were compared with its manifest."""
+    try:
+        if (path / names.WEIGHTS).is_file():
+            return load_file(path / names.WEIGHTS)
+        from paceline.train.checkpoints import sharding
+
+        return sharding.whole(path / names.WEIGHT_SHARDS)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise DataError(f"{path} cannot be loaded", found=str(error)) from None
+
+
+def _fill(module: torch.nn.Module, path: Path, state: Mapping[str, Tensor]) -> None:
+    """Loads a state that must be that of this very network."""
+    own = module.state_dict()
+    wrong = [f"{name} is missing" for name in own if name not in state]
+    wrong += [f"{name} is not of this network" for name in state if name not in own]
+    wrong += [
+        f"{name} has the shape {list(one.shape)} instead of {list(own[name].shape)}"
+        for name, one in state.items()
+        if name in own and one.shape != own[name].shape
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise DataError(
+            f"{path} holds the weights of another network than the recipe builds",
+            found="; ".join(wrong[:3]) + more,
+            remedy="a changed recipe is evaluated by its own script; paceline.train.load_weights"
+            " fills your own network",
+        )
+    module.load_state_dict(state)

@@ -41,7 +41,8 @@ class Training:
         progress: Position in the data.
         seed: Of the run.
         extras: Further states by name.
-        identity: What must be the same when the run goes on, by name.
+        identity: What must be the same when the run is resumed, by name.
+        describes: What is needed to build the model again; JSON values.
     """
 
     updater: Updater
@@ -49,6 +50,7 @@ class Training:
     seed: int
     extras: Mapping[str, Stateful] = field(default_factory=dict)
     identity: Mapping[str, str] = field(default_factory=dict)
+    describes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_identity(loaded: Loaded, identity: Mapping[str, str]) -> None:
@@ -117,6 +119,7 @@ def _described(
         "ranks": comms.world.size,
         "seed": training.seed,
         "identity": dict(training.identity),
+        "model": dict(training.describes),
         "training": pack(training.updater.state(whole=whole), rest, "training"),
         "extras": pack({k: v.state_dict() for k, v in training.extras.items()}, rest, "extras"),
     }

@@ -77,6 +77,7 @@ cd "$machine"
 pivot_root . .before
 umount -l /.before
 hostname fresh
+[ -s /etc/machine-id ] || tr -d - </proc/sys/kernel/random/uuid >/etc/machine-id  # the first boot does
 cd /root/paceline
 status=0
 bash -c "$command" || status=$?

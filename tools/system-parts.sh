@@ -11,6 +11,9 @@ launchers="mpich:mpiexec.hydra openmpi-bin:mpiexec.openmpi slurm-wlm:/usr/sbin/s
 # what comes from PyPI and must not get into the environment that is tested
 extra=${PACELINE_TEST_PARTS:-/opt/paceline-test}
 frameworks="accelerate lightning pytorch-lightning lightning-utilities torchmetrics transformers huggingface_hub tokenizers regex tqdm psutil packaging requests httpx httpcore h11 anyio idna certifi sniffio urllib3 charset-normalizer hf-xet typer shellingham fsspec"
+torchvision="torchvision==0.28.0"  # the release for the torch of constraints.txt
+# somebody else's scripts, which the pages name: NAME REPOSITORY COMMIT FOLDER
+scripts="pytorch-examples https://github.com/pytorch/examples 77f55b912142e11fcfdf5b530231fb9c52f181e8 imagenet"
 
 case "${1:-lab}" in
   lab) wanted="$lab" ;;
@@ -35,19 +38,38 @@ pip_parts() {
     echo "installing: Intel MPI (impi-rt) in $extra/impi"
     "$python" -m venv "$extra/impi" && "$extra/impi/bin/pip" install -q impi-rt
   fi
-  if [ ! -e "$extra/frameworks/.made" ]; then
-    echo "installing: Accelerate, Lightning, Transformers in $extra/frameworks"
-    # --no-deps: they are to use the torch of the environment that is tested
-    "$python" -m pip install -q --no-deps --upgrade --target "$extra/frameworks" $frameworks &&
-      touch "$extra/frameworks/.made"
-  fi
+  # --no-deps: they are to use the torch of the environment that is tested
+  into frameworks $frameworks
+  into torchvision $torchvision
+}
+
+# into FOLDER PACKAGE…: made again when the list has changed
+into() {
+  folder=$extra/$1
+  shift
+  [ "$(cat "$folder/.made" 2>/dev/null)" != "$*" ] || return 0
+  echo "installing in $folder: $*"
+  "$python" -m pip install -q --no-deps --upgrade --target "$folder" "$@" && echo "$*" >"$folder/.made"
+}
+
+# Without a way to their repository the tests run a script of ours that meets as theirs does.
+other_scripts() {
+  # shellcheck disable=SC2086
+  set -- $scripts
+  folder=$extra/scripts/$1
+  [ ! -d "$folder" ] || return 0
+  echo "fetching $2 at $3 into $folder"
+  { git init -q "$folder.part" && git -C "$folder.part" fetch -q --depth 1 "$2" "$3" &&
+    git -C "$folder.part" checkout -q FETCH_HEAD -- "$4" LICENSE && mv "$folder.part" "$folder"; } \
+    2>/dev/null || { rm -rf "$folder.part"; echo "not fetched (no way to $2): its test runs our own" >&2; }
 }
 
 if [ "${1:-lab}" = all ]; then
   if mkdir -p "$extra" 2>/dev/null && [ -w "$extra" ]; then
     pip_parts || echo "not installed: what comes from PyPI for the launchers' tests" >&2
+    other_scripts
   else
-    echo "not installed (may not write to $extra): Intel MPI, Accelerate, Lightning, Transformers" >&2
+    echo "not installed (may not write to $extra): Intel MPI, Accelerate, Lightning, Transformers, torchvision" >&2
   fi
 fi
 [ -n "$missing" ] || exit 0

@@ -23,6 +23,9 @@ from ways import PARTS, Way, missing, site_in
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 SCRIPTS = Path(__file__).with_name("coming")
+# pytorch/examples, where tools/system-parts.sh could fetch it; else ours that meets as theirs does
+IMAGENET = PARTS / "scripts" / "pytorch-examples" / "imagenet" / "main.py"
+TORCHVISION = (Path(__file__).with_name("cpu_torchvision"), PARTS / "torchvision")
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
 FRAMEWORKS = PARTS / "frameworks"
 
@@ -33,9 +36,32 @@ def cluster(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     site = site_in(new_lab, folder)
     shutil.copytree(SCRIPTS, site.project, dirs_exist_ok=True)
     (site.project / "hostfile").write_text("n1\nn2\n")
-    (site.project / "data").mkdir()
+    cifar10(site.project / "data")
+    resnet(site.project / "microsoft" / "resnet-50")
     with slurm_on(site.lab, folder / "slurm") as slurm:
         yield site, slurm
+
+
+def cifar10(folder: Path) -> None:
+    """Two pictures in each of the six files."""
+    folder.mkdir()
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        rows = (bytes([label]) + bytes([20 * label]) * 3072 for label in (3, 9))
+        (folder / f"{name}.bin").write_bytes(b"".join(rows))
+
+
+def resnet(folder: Path) -> None:
+    """A tiny one in the form of the published one; a folder of that name answers to the id."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"
+    )
+    transformers.ResNetForImageClassification(config).save_pretrained(folder)
+    size = {"shortest_edge": 224}
+    content = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": size, "crop_pct": 0.875}
+    (folder / "preprocessor_config.json").write_text(json.dumps(content))
 
 
 @pytest.fixture
@@ -57,14 +83,17 @@ def over_two(site: Site, script: str, *words: str, processes: int = 2) -> list[s
 
 def test_a_script_that_spawns_its_ranks(site: Site) -> None:
     """One start a node; the ranks meet at the address that the launcher holds."""
-    lines = over_two(site, "main.py", "--multiprocessing-distributed", processes=1)
+    env = ("--dist-url", "env://", "--dist-backend", "gloo")
+    lines = over_two(site, "main.py", *env, "--multiprocessing-distributed", processes=1)
     assert lines == [f"spawned {rank} of 4" for rank in range(4)]
 
 
 def test_a_script_with_an_address_of_its_own(site: Site) -> None:
     """It opens the store itself: under a launcher that says it holds one, it would wait forever."""
     address = f"tcp://{site.lab.address('n1')}:23457"
-    lines = over_two(site, "main.py", "--dist-url", address, processes=1)
+    typed = f"exec {sys.executable} main.py --dist-url {address} --dist-backend gloo"
+    typed += " --multiprocessing-distributed --world-size 2 --rank $RANK data"
+    lines = over_two(site, "--no-python", "sh", "-c", typed, processes=1)
     assert lines == [f"spawned {rank} of 4" for rank in range(4)]
 
 
@@ -97,17 +126,59 @@ def commands() -> list[str]:
 # what a script for torchrun says on two hosts
 FOUR = [f"trained as {rank} of 4" for rank in range(4)]
 SAYS = {"paceline run -H hostfile -p 2 train.py": FOUR}
+# the length of a training is cut, and nothing else
+SHORTER = {"paceline train ": ["--steps", "3"]}
 LADDER = next(text for text in commands() if "bench scaling" in text)
 
 
-@pytest.mark.parametrize("text", [text for text in commands() if text != LADDER])
+IMAGENET_LINE = next(text for text in commands() if " main.py " in text)
+
+
+@pytest.mark.parametrize("text", [t for t in commands() if t not in (LADDER, IMAGENET_LINE)])
 def test_each_command_of_the_guide(cluster: tuple[Site, Slurm], text: str) -> None:
     """As typed on the first host, in a folder with the scripts that the guide speaks of."""
     site, slurm = cluster
-    words = [sys.executable, "-m", *shlex.split(text)]
+    more = next((words for start, words in SHORTER.items() if text.startswith(start)), [])
+    words = [sys.executable, "-m", *shlex.split(text), *more]
     done = site.lab.exec("n1", words, env=variables(slurm), cwd=site.project, timeout=100)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     assert [line for line in SAYS.get(text, []) if line not in done.stdout] == []
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("script", [SCRIPTS / "main.py", *([IMAGENET] * IMAGENET.exists())])
+def test_the_imagenet_line(cluster: tuple[Site, Slurm], script: Path, tmp_path: Path) -> None:
+    """As typed, in a folder with the script, unmodified; its 90 epochs are cut."""
+    site, slurm = cluster
+    folder = site.project.parent / f"imagenet-{script.parent.name}"
+    pictures(folder / "data")
+    shutil.copy(script, folder)
+    shutil.copy(site.project / "hostfile", folder)
+    env = variables(slurm)
+    env["PYTHONPATH"] = ":".join(map(str, (env["PYTHONPATH"], *TORCHVISION)))
+    words = [sys.executable, "-m", *shlex.split(IMAGENET_LINE), "--epochs", "1"]
+    # two hosts that share the CPUs, see the lab's page
+    words[4:4] = ["--env", "PYTHONPATH", "--env", "OMP_NUM_THREADS=1"]
+    if script == IMAGENET:
+        words += ["--workers", "0"]
+    done = site.lab.exec("n1", words, env=env, cwd=folder, timeout=190)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    if script == IMAGENET:
+        assert done.stdout.count("=> creating model 'resnet50'") == 2, done.stdout
+        assert done.stdout.count("*   Acc@1 ") == 2, done.stdout
+        assert (folder / "checkpoint.pth.tar").exists()
+    else:
+        assert [f"spawned {rank} of 4" in done.stdout for rank in range(4)] == [True] * 4
+
+
+def pictures(folder: Path) -> None:
+    """Two classes of two images, to train with and to evaluate."""
+    from PIL import Image
+
+    for part, label, number in itertools.product(("train", "val"), ("cat", "dog"), range(2)):
+        where = folder / part / label
+        where.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (64, 64), (90 * number, 9, 99)).save(where / f"{number}.jpg")
 
 
 def test_the_guide_runs_a_script_for_torchrun() -> None:

@@ -205,7 +205,8 @@ class Launcher:
             self._screen.note(f"paceline: note: {text}")
 
     def _warn_never_joined(self, plan: Plan) -> None:
-        if self._job.entry.kind != "binary" and self._job.needs_torch:
+        spawns = self._job.own_store  # processes of the script's own, which nobody counts
+        if self._job.entry.kind != "binary" and self._job.needs_torch and not spawns:
             self._screen.note(
                 f"paceline: warning: {plan.world_size} ranks ran, but none called "
                 "init_process_group: they may have trained separate models"

@@ -1,4 +1,8 @@
-"""As the ImageNet example: one start a node, which spawns its ranks and gives them an address."""
+"""Meets as pytorch/examples' imagenet/main.py does, without its data, models and torchvision.
+
+The same options with the same defaults, the multicast address and nccl included, so that a command
+line that lacks one fails here, too. It spawns two ranks a node, as on a machine with two GPUs.
+"""
 
 import argparse
 import os
@@ -11,6 +15,8 @@ PER_NODE = 2
 
 
 def worker(local: int, options: argparse.Namespace) -> None:
+    if options.dist_url == "env://" and options.rank == -1:
+        options.rank = int(os.environ["RANK"])
     rank = options.rank * PER_NODE + local
     dist.init_process_group(
         options.dist_backend, init_method=options.dist_url, world_size=options.world_size, rank=rank
@@ -23,17 +29,16 @@ def worker(local: int, options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("data", nargs="?", default="")
+    parser.add_argument("data", nargs="?", default="imagenet")
     parser.add_argument("-a", "--arch", default="resnet18")
-    parser.add_argument("--dist-url", default="env://")
-    parser.add_argument("--dist-backend", default="gloo")
+    parser.add_argument("--epochs", type=int, default=90)
+    parser.add_argument("--dist-url", default="tcp://224.66.41.62:23456")
+    parser.add_argument("--dist-backend", default="nccl")
     parser.add_argument("--world-size", type=int, default=-1)
     parser.add_argument("--rank", type=int, default=-1)
     parser.add_argument("--multiprocessing-distributed", action="store_true")
     options = parser.parse_args()
-    if options.world_size == -1:
+    if options.dist_url == "env://" and options.world_size == -1:
         options.world_size = int(os.environ["WORLD_SIZE"])
-    if options.rank == -1:
-        options.rank = int(os.environ["RANK"])
     options.world_size *= PER_NODE
     mp.spawn(worker, nprocs=PER_NODE, args=(options,))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`(paceline [^`]+)`")
+# what a reader fills in: capitals, or dots
+_PLACEHOLDER = re.compile(r"…|\b[A-Z]{3,}\b|\[")
 
 
 @dataclass(frozen=True)
@@ -20,36 +24,58 @@ class Shown:
 
     Attributes:
         page: File name.
-        words: The command, split as a shell does, without its comment.
+        text: The line, continuations joined.
+        output: The lines below it in a block of ``console``; none elsewhere.
+        inline: It stands in running text or in a table.
     """
 
     page: str
-    words: tuple[str, ...]
+    text: str
+    output: tuple[str, ...] = ()
+    inline: bool = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Split as a shell does, without the comment."""
+        try:
+            return tuple(shlex.split(self.text, comments=True))
+        except ValueError:  # an apostrophe in a placeholder
+            return tuple(self.text.split())
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is a command of paceline alone."""
+        return self.words[:1] == ("paceline",) and "|" not in self.words
+
+    @property
+    def template(self) -> bool:
+        """Whether a reader has to fill something in."""
+        return _PLACEHOLDER.search(self.text.partition(" #")[0]) is not None
 
     def __str__(self) -> str:
         return f"{self.page}: {shlex.join(self.words)}"
 
 
 def in_blocks(page: Path) -> list[Shown]:
-    """Commands in fenced blocks of shell, whole lines with their continuations."""
+    """Every command in a fenced block of shell: all lines of ``sh``, the prompts of the others."""
     found = []
     for language, text in _FENCE.findall(page.read_text(encoding="utf-8")):
-        if language in ("sh", "console", "bash", ""):
-            for line in text.replace("\\\n", " ").splitlines():
-                line = line.strip().removeprefix("$ ")
-                if line.startswith("paceline ") and "…" not in line:
-                    found.append(Shown(page.name, tuple(shlex.split(line, comments=True))))
-    return found
+        lines = text.replace("\\\n", " ").splitlines()
+        if language in ("sh", "bash"):
+            found += [Shown(page.name, line.strip()) for line in lines if line.strip("# ")]
+        elif language in ("console", ""):
+            found += _prompts(page.name, lines)
+    return [shown for shown in found if not shown.text.startswith("#")]
+
+
+def _prompts(page: str, lines: list[str]) -> Iterator[Shown]:
+    at = [number for number, line in enumerate(lines) if line.startswith("$ ")]
+    for begin, end in itertools.pairwise([*at, len(lines)]):
+        yield Shown(page, lines[begin][2:], tuple(lines[begin + 1 : end]))
 
 
 def inline(page: Path) -> list[Shown]:
     """Commands in running text."""
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
-    return [Shown(page.name, tuple(_split(command))) for command in _INLINE.findall(text)]
-
-
-def _split(command: str) -> list[str]:
-    try:
-        return shlex.split(command)
-    except ValueError:  # an apostrophe in a placeholder
-        return command.split()
+    commands = [" ".join(command.split()) for command in _INLINE.findall(text)]
+    return [Shown(page.name, command, inline=True) for command in commands]

@@ -22,7 +22,7 @@ STARTS = {"run", "Popen", "popen", "check_call", "check_output", "call", "exec",
 
 # essential or required in Debian, or on any Linux that has a shell
 ANY_DEBIAN = {"bash", "cat", "find", "ldd", "mount", "rm", "sh", "sleep", "tar", "test",
-              "true"}  # fmt: skip
+              "true", "unshare"}  # fmt: skip
 
 # what the README asks for before the two commands
 ASKED_FOR = {"git": "git", "make": "make", "python": "python3", "python3": "python3"}

@@ -1,12 +1,18 @@
-"""The commands of the README and of docs/run.md run as they stand, in the lab.
+"""Every command of every page runs, as it stands, in a lab.
 
-They run on ``n1``, with ``n2`` reachable by SSH, in a folder with the files that the pages name.
-Only the length of trainings is cut.
+A page is typed from top to bottom on ``n1``, in a folder with the files that pages speak of, with
+``n2`` and ``n3`` reachable by SSH. A command that is new in a page is typed, too, without a word
+here; one that cannot be stands in ``ELSEWHERE`` with what runs it instead. Only the length of
+trainings is cut.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,30 +20,93 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from documents import PAGES, Shown, in_blocks
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+import hub_folders
+from launches import SOURCE
+from test_tutorial import applied
+
+from documents import PAGES, Shown, in_blocks, inline
 from paceline.cluster.lab import Lab, LabOptions
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 RUN = "runs/image-20261120-101500"
-SHOWN = [s for page in PAGES if page.name in ("README.md", "run.md") for s in in_blocks(page)]
-COMMANDS = [s for s in SHOWN if s.words[1] != "lab"]
-LAB_COMMANDS = [s for s in SHOWN if s.words[1] == "lab"]
+TRANSLATION = "runs/translation-20261120-111500"
 
-SCRIPT = """
-import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-dist.destroy_process_group()
-"""
+# by the beginning of a command: what runs it, or why nothing does
+ELSEWHERE = {
+    "make ": "tools/fresh-machine.sh, on a machine made from nothing",
+    "git clone": "tools/fresh-machine.sh",
+    "cd paceline": "tools/fresh-machine.sh",
+    "sudo apt ": "tools/fresh-machine.sh",
+    ". .venv/bin/activate": "every command here finds paceline as it does after that line",
+    "paceline lab ": "test_lab_commands_run",
+    "paceline run -H hostfile --image": "tests/lab/test_docker.py, with an image made there",
+}
+PAGES_ELSEWHERE = {"coming-from.md": "tests/lab/test_coming_from.py"}
+
+# by pattern: what is added, so that it takes seconds
+SHORTER = [
+    (r"paceline train image .*--preset imagenet", "--steps 1 --global-batch 4"),
+    (r"paceline train .*fashion-mnist", "--steps 2 --data-dir fewer"),
+    (r"paceline train translation", "--steps 2 --model tiny --score-every 1000"),
+    (r"paceline train ", "--steps 2"),
+    (r"paceline run my_text.py", "--steps 2"),
+    (r"paceline bench collectives", "-e 64K -n 2"),
+    (r"paceline check (?!.*--quick)", "--no-trial"),
+    (r"paceline benchmark ", "--iterations 3 --warm-up 1"),
+]
+# what stands for something of the reader's own
+FILLED_IN = {r"\bRUN\b": RUN, r"INPUT…": "photo.png", r"\bNAME\b": "image", r"/mnt/data": "$PWD"}
+# of what fails on purpose
+STATUS = {
+    ("hosts.md", "paceline hosts hostfile"): 2,  # shows how an error looks
+    ("README.md", "paceline check -H lab"): 1,  # n2 is unplugged
+}
 
 
-LOG = """\
-[rank1]: Traceback (most recent call last):
-[rank1]:   File "/work/train.py", line 3, in <module>
-[rank1]:     import wheels
-[rank1]: ModuleNotFoundError: No module named 'wheels'
-"""
+def to_type() -> dict[str, list[Shown]]:
+    """By page, the commands that are typed here: all in blocks, and complete ones in tables."""
+    found: dict[str, list[Shown]] = {}
+    for page in PAGES:
+        if page.name in PAGES_ELSEWHERE or page.parent.name == "rules":
+            continue
+        whole = [s for s in in_blocks(page) if not re.search(r"…|\[", s.text)]
+        complete = [s for s in inline(page) if len(s.words) > 2 and not filled(s).template]
+        commands = [s for s in (*whole, *complete) if not elsewhere(s)]
+        if commands:
+            found[page.name] = list(dict.fromkeys(commands))
+    return found
+
+
+def elsewhere(shown: Shown) -> str:
+    """What else runs it; empty when it is typed here."""
+    if "-H lab" in shown.text:
+        return "test_lab_commands_run"
+    return next((why for start, why in ELSEWHERE.items() if shown.text.startswith(start)), "")
+
+
+def filled(shown: Shown) -> Shown:
+    """With what a reader would put in."""
+    text = shown.text
+    values = FILLED_IN
+    if "translate" in shown.words:
+        values = {**values, r"\bRUN\b": TRANSLATION, '"sentence"…': '"forty-two"'}
+    for pattern, value in values.items():
+        text = re.sub(pattern, value, text)
+    return Shown(shown.page, text, shown.output, shown.inline)
+
+
+def shortened(text: str) -> str:
+    text = text.partition(" #")[0].rstrip()
+    more = next((words for pattern, words in SHORTER if re.search(pattern, text)), "")
+    return f"{text} {more}"
+
+
+def wanted(shown: Shown) -> int:
+    """Its exit status."""
+    return STATUS.get((shown.page, shown.text.partition(" #")[0].rstrip()), 0)
 
 
 @pytest.fixture(scope="module")
@@ -45,62 +114,196 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Path]
     reason = Lab.available()
     if reason is not None:
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("project")
-    with Lab(LabOptions(hosts=2, share=(str(folder),))) as lab:
+    folder = tmp_path_factory.mktemp("documents")
+    with Lab(LabOptions(hosts=3, share=(str(folder),))) as lab:
         ssh = lab.home("n1") / ".ssh"
         ssh.mkdir(exist_ok=True, mode=0o700)
         shutil.copy(lab.ssh_config, ssh / "config")
-        furnish(folder)
-        typed(lab, folder, ["train", "image", "--steps", "2", "--run-dir", RUN])
-        yield lab, folder
+        project = folder / "project"
+        furnish(project)
+        for run in (f"image --run-dir {RUN}", f"translation --run-dir {TRANSLATION} --model tiny"):
+            done = typed(lab, project, f"paceline train {run} --steps 2")
+            assert done.returncode == 0, done.stderr
+        failing = "paceline run --run-dir runs/train-20260301-101500 --no-torch broken.py"
+        assert typed(lab, project, failing).returncode == 1
+        yield lab, project
+
+
+def typed(lab: Lab, folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    """Types a line on n1, where paceline is installed."""
+    programs = Path(sys.executable).parent
+    env = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(SOURCE), "COLUMNS": "80",
+           "HF_HUB_OFFLINE": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMP_NUM_THREADS": "1",
+           "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+           "OMPI_MCA_rmaps_base_oversubscribe": "1"}  # fmt: skip
+    return lab.exec("n1", ["bash", "-c", text], env=env, cwd=str(folder), timeout=100)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("page", to_type())
+def test_page_runs(
+    page: str, place: tuple[Lab, Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    lab, project = place
+    folder = Path(shutil.copytree(project, project.parent / page.removesuffix(".md")))
+    write_files_of(page, folder)
+    failed = []
+    for shown in to_type()[page]:
+        done = typed(lab, folder, shortened(filled(shown).text))
+        if done.returncode != wanted(shown):
+            failed.append(f"{shown.text}\n{done.stdout[-1500:]}{done.stderr[-1500:]}")
+        said = (done.stdout + done.stderr).splitlines()
+        failed += [
+            f"{shown.text}\nnot said: {line}" for line in promised(shown) if line not in said
+        ]
+    assert not failed, "\n\n".join(failed)
+
+
+def promised(shown: Shown) -> list[str]:
+    """Lines that the page shows below a command, and that do not depend on the moment."""
+    return [line for line in shown.output if shown.page == "hosts.md" and line]
+
+
+def test_every_command_that_is_run_elsewhere_is_still_shown() -> None:
+    texts = [s.text for page in PAGES for s in (*in_blocks(page), *inline(page))]
+    shown = {start for start in ELSEWHERE if any(text.startswith(start) for text in texts)}
+    optional = {"git clone", "cd paceline", "sudo apt ", ". .venv/bin/activate"}
+    assert ELSEWHERE.keys() - optional <= shown
+
+
+def test_lab_commands_run(tmp_path: Path) -> None:
+    """On this machine, page by page; the folder of labs is ours, and so is every lab in it."""
+    reason = Lab.available()
+    if reason is not None:
+        pytest.skip(reason)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    programs = Path(sys.executable).parent
+    env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(SOURCE),
+           "XDG_RUNTIME_DIR": str(tmp_path)}  # fmt: skip
+    failed = []
+    for page in PAGES:
+        for shown in in_blocks(page):
+            if elsewhere(shown) != "test_lab_commands_run":
+                continue
+            text = shortened(
+                shown.text.replace("/tmp/paceline-lab-1000", str(tmp_path / "paceline-lab"))
+            )
+            if text.startswith("paceline lab shell"):
+                text += " -- hostname"  # nobody types here
+            done = subprocess.run(
+                ["bash", "-c", text], capture_output=True, text=True, timeout=100, check=False,
+                env=env, cwd=tmp_path,
+            )  # fmt: skip
+            if done.returncode != wanted(shown):
+                failed.append(f"{shown}\n{done.stdout[-1000:]}{done.stderr[-1000:]}")
+    assert not failed, "\n\n".join(failed)
+
+
+# --- the folder that pages speak of
+
+SCRIPT = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
+"""
+LOG = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/work/train.py", line 3, in <module>
+[rank1]:     import wheels
+[rank1]: ModuleNotFoundError: No module named 'wheels'
+"""
+MACHINES = "n1:2\nme@n2:50022 slots=4\n"
+MISSPELT = "n1\nn2 slotz=4\n"
 
 
 def furnish(folder: Path) -> None:
     """The files that the pages speak of."""
+    (folder / "package").mkdir(parents=True)
+    (folder / "package" / "__init__.py").write_text("")
+    for name in ("train.py", "package/train.py"):
+        (folder / name).write_text(SCRIPT)
+    (folder / "script.py").write_text("print('hello')\n")
+    (folder / "broken.py").write_text("import wheels\n")
+    (folder / "requirements.txt").write_text("# nothing, because a lab has no way out\n")
+    for name in ("hostfile", "hosts"):
+        (folder / name).write_text("n1\nn2\n")
+    for name in ("torchrun.log", "slurm-812.out"):
+        (folder / name).write_text(LOG)
+    pictures(folder)
+    texts(folder)
+    fewer_garments(folder / "fewer")
+
+
+def pictures(folder: Path) -> None:
     from PIL import Image
 
-    (folder / "train.py").write_text(SCRIPT)
-    (folder / "script.py").write_text("print('hello')\n")
-    (folder / "package").mkdir()
-    (folder / "package" / "__init__.py").write_text("")
-    (folder / "package" / "train.py").write_text(SCRIPT)
-    (folder / "hostfile").write_text("n1\nn2\n")
-    for name in ("cats", "dogs"):
-        (folder / "my-images" / name).mkdir(parents=True)
-        for number in range(6):
-            Image.new("RGB", (16, 16), (40 * number, 9, 99)).save(
-                folder / "my-images" / name / f"{number}.png"
-            )
+    for place, part in (
+        ("my-images", ""),
+        ("photos", ""),
+        ("imagenet", "train"),
+        ("imagenet", "val"),
+    ):
+        for label in ("cats", "dogs"):
+            where = folder / place / part / label
+            where.mkdir(parents=True)
+            for number in range(6):
+                Image.new("RGB", (16, 16), (40 * number, 9, 99)).save(where / f"{number}.png")
     Image.new("L", (8, 8), 7).save(folder / "photo.png")
-    (folder / "torchrun.log").write_text(LOG)
+    # a folder of that name answers to what would be an id
+    hub_folders.vit(folder / "google" / "vit-base-patch16-224")
 
 
-def typed(lab: Lab, folder: Path, args: list[str]) -> None:
-    command = [sys.executable, "-m", "paceline", *args]
-    done = lab.exec("n1", command, cwd=str(folder), timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
+def texts(folder: Path) -> None:
+    hub_folders.bert(folder / "bert")
+    rows = [
+        f"{('bad', 'good')[n % 2]},the soup was {('cold', 'fine')[n % 2]} {n}" for n in range(40)
+    ]
+    (folder / "reviews.csv").write_text("label,text\n" + "\n".join(rows) + "\n")
+    for part in ("train", "test"):
+        news = [f"{n % 4 + 1},title {n},body of number {n}" for n in range(40)]
+        (folder / "ag_news").mkdir(exist_ok=True)
+        (folder / "ag_news" / f"{part}.csv").write_text("\n".join(news) + "\n")
+    pairs = [(f"number {n} in words", f"numero {n} in parole") for n in range(60)]
+    (folder / "pairs.tsv").write_text("".join(f"{one}\t{other}\n" for one, other in pairs))
+    for at, name in enumerate(("europarl.de", "europarl.en")):
+        (folder / name).write_text("".join(f"{pair[at]}\n" for pair in pairs))
+    (folder / "sentences").write_text("forty-two\nseven\n")
+    books = folder / "USER" / "opus_books"
+    books.mkdir(parents=True)
+    lines = [json.dumps({"translation": {"en": one, "it": other}}) for one, other in pairs]
+    (books / "train.jsonl").write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.parametrize("shown", COMMANDS, ids=str)
-def test_command_runs(shown: Shown, place: tuple[Lab, Path]) -> None:
-    lab, folder = place
-    cut = ["--steps", "2"] if shown.words[1] == "train" else []
-    typed(lab, folder, [*shown.words[1:], *cut])
+def fewer_garments(folder: Path) -> None:
+    """Fashion-MNIST with 600 and 200 pictures, in files of the same form."""
+    import gzip
+
+    folder.mkdir()
+    for name, count, start, each in (
+        ("train-images-idx3", 600, 16, 784), ("train-labels-idx1", 600, 8, 1),
+        ("t10k-images-idx3", 200, 16, 784), ("t10k-labels-idx1", 200, 8, 1),
+    ):  # fmt: skip
+        shape = [0x800 + start // 4 - 1, count, *([28, 28] if each > 1 else [])]
+        content = b"".join(number.to_bytes(4, "big") for number in shape)
+        content += bytes(number % 10 for number in range(count * each))
+        (folder / f"{name}-ubyte.gz").write_bytes(gzip.compress(content))
 
 
-def test_lab_commands_run(capfd: pytest.CaptureFixture[str]) -> None:
-    reason = Lab.available()
-    if reason is not None:
-        pytest.skip(reason)
-    import subprocess
-
-    for shown in LAB_COMMANDS:
-        words = list(shown.words[1:])
-        if words[:2] == ["lab", "shell"]:
-            words += ["--", "hostname"]  # nobody types here
-        words[2:2] = ["--name", "documents"]
-        done = subprocess.run(
-            [sys.executable, "-m", "paceline", *words], capture_output=True, text=True, timeout=60,
-            check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, f"{shown}: {done.stderr}"
+def write_files_of(page: str, folder: Path) -> None:
+    """Files that the page itself spells out (``file=NAME``), the last form of each."""
+    if page == "hosts.md":
+        (folder / "machines.txt").write_text(MACHINES)
+        (folder / "hostfile").write_text(MISSPELT)
+    if page == "run.md":
+        (folder / "paceline.toml").write_text("[run]\nlease = 20.0\n")
+    path = next(path for path in PAGES if path.name == page)  # the README's own comes first
+    blocks = re.findall(
+        r"^```(\w+) file=(\S+)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL
+    )
+    for language, name, text in blocks:
+        file = folder / name
+        lines = text.splitlines()
+        if language == "diff":
+            lines, _ = applied(file.read_text().splitlines(), lines)
+        file.write_text("\n".join(lines) + "\n")

@@ -13,7 +13,7 @@ from documents import PAGES, Shown, in_blocks, inline
 from paceline.cli import program
 from paceline.recipes import RECIPES, parse_options
 
-EVERY = [shown for page in PAGES for shown in (*in_blocks(page), *inline(page))]
+EVERY = [s for page in PAGES for s in (*in_blocks(page), *inline(page)) if s.ours]
 
 
 @pytest.mark.parametrize("shown", EVERY, ids=str)

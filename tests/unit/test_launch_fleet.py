@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from paceline.cluster.channel import Event
+from paceline.launch import again
 from paceline.launch.fleet import Fleet, Silence, why_ended
 from paceline.launch.node import Node
-from paceline.spec.errors import NodeError
+from paceline.spec.errors import ConnectError, NodeError
 from paceline.spec.hosts import Host
+from paceline.spec.job import Entry, Job
+from paceline.spec.settings import Setting
 
 
 class Agent:
@@ -154,3 +157,50 @@ def test_silence_is_counted_while_we_listen() -> None:
 )
 def test_only_known_lines_are_a_reason(stderr: str, why: str) -> None:
     assert why_ended("n2", stderr) == why
+
+
+class Dialling:
+    """A transport whose hosts come back at the second try, or never."""
+
+    def __init__(self, comes_back: bool, redials: bool = True) -> None:
+        self.redials = redials
+        self.tries = 0
+        self._comes_back = comes_back
+
+    async def open(self, hosts: Any, pythons: Any) -> list[Any]:
+        self.tries += 1
+        if self.tries < 2 or not self._comes_back:
+            raise ConnectError("cannot log in", found="no answer: n2: timed out")
+        return [Agent(host.name) for host in hosts]
+
+    async def close(self, exit_code: int) -> None: ...
+
+    async def tell_of(self, host: Host) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("transport", "back", "told"),
+    [
+        (Dialling(comes_back=True), ["n2"], "dialling n2 again, for up to"),
+        (Dialling(comes_back=False), [], "n2 did not come back within 3 s: no answer: n2"),
+        (Dialling(comes_back=True, redials=False), [], "n2 cannot be joined again"),
+    ],
+)
+def test_lost_hosts_are_dialled_again(transport: Dialling, back: list[str], told: str) -> None:
+    entry = Entry("script", "a.py")
+    job = Job("a", entry, "/", "python3", lease_s=Setting(0.5))
+
+    async def scene() -> tuple[Fleet, list[str], list[str]]:
+        notes: list[str] = []
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
+        fleet.lose(fleet.nodes[1], "unplugged")
+        found = await again.dial_lost(fleet, job, transport, notes.append)
+        await fleet.close()
+        return fleet, found, notes
+
+    fleet, found, notes = asyncio.run(scene())
+    assert found == back
+    assert told in "\n".join(notes)
+    assert fleet.whole == bool(back)
+    assert [node.name for node in fleet.nodes] == ["n1", "n2"]

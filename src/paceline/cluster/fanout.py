@@ -77,6 +77,9 @@ def wait_without_threads() -> None:
     if sys.version_info < (3, 12):
         with contextlib.suppress(AttributeError, OSError):  # macOS; kernels before 5.3
             os.close(os.pidfd_open(os.getpid()))
+            current = asyncio.get_child_watcher()
+            if isinstance(current, asyncio.PidfdChildWatcher) and current.is_active():
+                return  # another one would forget the children of this one
             watcher = asyncio.PidfdChildWatcher()
             watcher.attach_loop(asyncio.get_running_loop())
             asyncio.set_child_watcher(watcher)

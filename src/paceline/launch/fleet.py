@@ -92,7 +92,7 @@ class Fleet:
         self.nodes = [Node(channel.host, channel) for channel in channels]
         self.lease_s = lease_s
         self.absence: Absence | None = None  # the longest of our own
-        self._on_lost = on_lost
+        self._on_event, self._on_lost = on_event, on_lost
         for node in self.nodes:
             node.channel.on_event = self._router(node, on_event)
         self._beats = [asyncio.create_task(self._beat(node)) for node in self.nodes]
@@ -166,6 +166,14 @@ class Fleet:
             self._on_lost(node, why)
             node.running = False
             node.channel.abandon()
+
+    def take_back(self, channels: Sequence[Channel]) -> None:
+        """Puts freshly connected nodes into the places of lost ones of the same name."""
+        for channel in channels:
+            place = [node.name for node in self.nodes].index(channel.host.name)
+            node = self.nodes[place] = Node(channel.host, channel)
+            channel.on_event = self._router(node, self._on_event)
+            self._beats.append(asyncio.create_task(self._beat(node)))
 
     async def each(self, work: Callable[[Node], Awaitable[Any]]) -> list[Any]:
         """Does something on every node at once; the first failure ends it all."""

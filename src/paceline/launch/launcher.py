@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.cluster.channel import Event
-from paceline.launch import planning, staging
+from paceline.launch import again, planning, staging
 from paceline.launch.attempt import Attempt, Result
 from paceline.launch.fleet import Fleet
 from paceline.launch.interrupts import Interrupts
@@ -125,10 +125,7 @@ class Launcher:
 
     async def _stage(self, fleet: Fleet) -> tuple[Networks, dict[str, planning.Code]]:
         """Network and places at once, for both take their time."""
-        supplies = await asyncio.to_thread(staging.gather_supplies, self._job, fleet, self._package)
-        staged = asyncio.ensure_future(
-            staging.stage(fleet, self._job, supplies, self._directory, self._run_id, self._token)
-        )
+        staged = asyncio.ensure_future(self._place(fleet))
         try:
             networks, notes = await find_networks(fleet, self._job)
             self._notes += notes
@@ -137,31 +134,69 @@ class Launcher:
             staged.cancel()
             await asyncio.gather(staged, return_exceptions=True)
 
+    async def _place(self, fleet: Fleet) -> dict[str, planning.Code]:
+        """Readies the nodes that are new; where the code is on each."""
+        supplies = await asyncio.to_thread(staging.gather_supplies, self._job, fleet, self._package)
+        return await staging.stage(
+            fleet, self._job, supplies, self._directory, self._run_id, self._token
+        )
+
     async def _attempts(self, fleet: Fleet, interrupts: Interrupts, networks: Networks,
                         code: dict[str, planning.Code]) -> Result:  # fmt: skip
         """Starts all nodes; after a failure again, all in step, as often as was allowed."""
         allowed = self._job.max_restarts.value
         self._mirror = Mirror(fleet.first, self._directory, self._fetcher)
         for number in range(allowed + 1):
-            plan = await self._make_plan(number, fleet, networks, code)
-            await staging.fork_servers_up(fleet, self._job)
-            if number == 0:
-                self._announce(plan)
-            result = await self._execute(plan, fleet, interrupts)
-            self._failure = result.failure
+            try:
+                plan = await self._make_plan(number, fleet, networks, code)
+                await staging.fork_servers_up(fleet, self._job)
+                if number == 0:
+                    self._announce(plan)
+                result = await self._execute(plan, fleet, interrupts)
+            except (ConnectionError, NodeError):
+                if number == 0 or fleet.whole:
+                    raise
+                result = Result(1, lost_between(fleet))
+            self._failure = failure = result.failure
             await self._bring_home(fleet)
-            if interrupts.received and result.failure is not None:
-                signum = interrupts.received[0]
-                result = replace(result, exit_code=128 + signum, interrupted=signum)
-            failure = result.failure
-            if failure is None or interrupts.received or number == allowed or not fleet.whole:
-                await self._clear(fleet.first)
-                return result
+            if failure is None or interrupts.received or number == allowed:
+                break
+            if why := await again.full_disk(fleet, failure):
+                self._screen.note(f"paceline: {why}: the job is not started again")
+                break
+            what = failure.describe()
+            if not fleet.whole:
+                self._screen.note(f"paceline: {what}")
+                if not (back := await self._whole_again(fleet, code)):
+                    break
+                networks, _ = await find_networks(fleet, self._job)
+                what = f"{', '.join(back)} {'is' if len(back) == 1 else 'are'} back"
             self._screen.note(
-                f"paceline: {failure.describe()}; starting all nodes again, "
-                f"{number + 1} of {allowed}"
+                f"paceline: {what}; starting all nodes again, {number + 1} of {allowed}"
             )
-        raise AssertionError("unreachable")
+        await self._clear(fleet.first)
+        if interrupts.received and failure is not None:
+            signum = interrupts.received[0]
+            return replace(result, exit_code=128 + signum, interrupted=signum)
+        return result
+
+    async def _whole_again(self, fleet: Fleet, code: dict[str, planning.Code]) -> list[str]:
+        """Has lost hosts join once more; names them when they did.
+
+        ``code`` learns where theirs is.
+        """
+        try:
+            back = await again.dial_lost(fleet, self._job, self._transport, self._screen.note)
+            if not back:
+                return []
+            check_nodes(fleet, self._job)
+            self.recorder.event("connected", hosts=back)
+            code.update(await self._place(fleet))
+        except (PacelineError, ConnectionError) as error:
+            self._screen.note(f"paceline: not started again: {error}")
+            return []
+        self._mirror = Mirror(fleet.first, self._directory, self._fetcher)
+        return back
 
     async def _make_plan(self, number: int, fleet: Fleet, networks: Networks,
                          code: dict[str, planning.Code]) -> Plan:  # fmt: skip
@@ -269,6 +304,12 @@ class Launcher:
             if came:
                 count = f"{len(came)} new file{'s' * (len(came) > 1)}"
                 self._screen.note(f"paceline: {count} of {node.name}: {short(folder)}")
+
+
+def lost_between(fleet: Fleet) -> Failure:
+    """The loss of a node before the ranks of a further attempt ran."""
+    node = next(node for node in fleet.nodes if node.lost)
+    return Failure("lost", node.name, None, time.monotonic(), headline=node.why)
 
 
 async def connect(job: Job, hosts: Sequence[Host], transport: Transport,

@@ -22,6 +22,7 @@ _ECHO = re.compile(
     r"Timed out waiting|DistNetworkError|failed to recv|Socket Timeout|NCCL.{0,300}(abort|remote)",
     re.IGNORECASE,
 )
+_FULL = re.compile(r"No space left on device|Disk quota exceeded|is too full|disk .{0,200}is full")
 SETTLE_S = 0.5  # how long to wait for an earlier failure that is still on its way
 SETTLE_ECHO_S = 2.5  # the same while only echoes were heard
 
@@ -97,6 +98,11 @@ def first(failures: Sequence[Failure]) -> Failure:
     """The failure that the others follow from: the earliest that is not an echo."""
     merged = merge(failures)
     return next((failure for failure in merged if not failure.echo), merged[0])
+
+
+def about_full_disk(failure: Failure) -> bool:
+    """Whether it failed because a disk took no more."""
+    return bool(_FULL.search(failure.headline) or _FULL.search(failure.traceback[-2000:]))
 
 
 def settle_time(failures: Sequence[Failure]) -> float:

@@ -62,13 +62,14 @@ def package_tree(parts: Package) -> Tree:
 
 async def stage(fleet: Fleet, job: Job, supplies: Supplies, directory: RunDirectory,
                 run_id: str, token: str) -> dict[str, planning.Code]:  # fmt: skip
-    """Readies every node; says where the code is on each."""
-    begun = [begin(node, job, supplies.package, directory, run_id, token) for node in fleet.nodes]
-    placed = [place(node, job, supplies, run_id) for node in fleet.nodes]
+    """Readies every node that is not ready yet; says where the code is on each of them."""
+    nodes = [node for node in fleet.nodes if not node.preparation]
+    begun = [begin(node, job, supplies.package, directory, run_id, token) for node in nodes]
+    placed = [place(node, job, supplies, run_id) for node in nodes]
     results = await together([*begun, *placed])
-    if not fleet.first.shared_run_dir:
+    if fleet.first in nodes and not fleet.first.shared_run_dir:
         await send_checkpoints(fleet.first, directory)
-    return dict(zip((node.name for node in fleet.nodes), results[len(begun) :], strict=True))
+    return dict(zip((node.name for node in nodes), results[len(begun) :], strict=True))
 
 
 async def begin(node: Node, job: Job, package: Tree | None, directory: RunDirectory,

@@ -10,7 +10,13 @@ from paceline.spec.hosts import Host
 
 
 class Transport(Protocol):
-    """Starts the agents of one run and ends with it. Used once: open, then close."""
+    """Starts the agents of one run and ends with it. Used once: open, then close.
+
+    Attributes:
+        redials: :meth:`open` may be called again on the way, for hosts that were lost.
+    """
+
+    redials: bool
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str]) -> list[Channel]:
         """One agent on each host, in the order of the hosts; leaves nothing when it fails.

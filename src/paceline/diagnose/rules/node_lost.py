@@ -4,7 +4,8 @@ Meaning: The launcher heard nothing more of a node, or the connection to it ende
 Cause: Switched off, restarted, unplugged, frozen, or a network failure.
 Confirm: ping the host; uptime there (restarted?); its console.
 Remedy: Bring the host back and run again (it resumes from the last checkpoint), or leave it out:
-    --nnodes, or the host list without it. --max-restarts starts all nodes again by itself.
+    --nnodes, or the host list without it. With --max-restarts N, over SSH, a lost host is dialled
+    again for six leases (--lease), and all nodes start again once it is back.
 Source: pytorch 67742 and 111646.
 """
 

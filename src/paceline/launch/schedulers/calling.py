@@ -151,6 +151,8 @@ class CallingTransport:
         options: For the interface to listen on and the time to wait.
     """
 
+    redials = False  # the scheduler starts all agents at once
+
     def __init__(self, scheduler: Scheduler, options: Options) -> None:
         self._scheduler = scheduler
         self._options = options

@@ -23,6 +23,8 @@ CACHE = "/tmp/paceline-cache"  # noqa: S108 - a folder inside the container, gon
 class ContainerTransport:
     """One container a host, with the same image, in which the agent and its ranks run."""
 
+    redials = False  # the lost one's container may still be there
+
     def __init__(self, name: str, options: Options) -> None:
         self._name = name
         self._options = options

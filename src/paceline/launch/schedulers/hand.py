@@ -247,6 +247,8 @@ class Guests:
 class HandTransport:
     """The first node: listens, waits for the others, launches."""
 
+    redials = False
+
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
         self._command = ""

@@ -16,6 +16,8 @@ from paceline.spec.hosts import Host
 class LocalTransport:
     """Refuses every host but this one."""
 
+    redials = True
+
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str]) -> list[Channel]:
         """SettingError when a host is another machine."""
         others = [host.name for host in hosts if not host.local]

@@ -14,6 +14,8 @@ from paceline.spec.hosts import Host
 class SshTransport:
     """The agent talks on the standard streams of its ssh."""
 
+    redials = True
+
     def __init__(self, options: Options) -> None:
         self._ssh = options.ssh
 

@@ -35,6 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own for the agent; short blocks, so that little makes many."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(blobs, "BLOCK", BLOCK)
+    monkeypatch.setattr(blobs, "SMALL", BLOCK // 2)
     return tmp_path / "cache" / "paceline"
 
 
@@ -89,6 +90,52 @@ def test_a_tree_is_shipped(tmp_path: Path) -> None:
         return below(Path(root))
 
     assert run(work)[0] == FILES
+
+
+MANY = {f"{at % 7}/{at}": content("many", at % 50) + b"%d" % (at % 90) for at in range(100)}
+
+
+@pytest.mark.parametrize("piece", [1, 7, 99, 100, 1000])
+def test_a_tree_of_many_files_comes_in_pieces(
+    tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blobs, "PIECE", piece)
+    tree = read_parts(fill(tmp_path / "project", MANY), ())
+
+    async def work(served: Served) -> list[dict[str, bytes]]:
+        roots = [await ship_tree(served.node, tree, "code", "run1") for _ in range(2)]
+        return [below(Path(root)) for root in roots]
+
+    assert run(work)[0] == [MANY, MANY]
+
+
+def test_a_file_of_many_that_changed_since_it_was_hashed_is_refused(tmp_path: Path) -> None:
+    tree = read_parts(fill(tmp_path / "project", MANY), ())
+    (tmp_path / "project" / "3" / "3").write_bytes(b"other")
+
+    async def work(served: Served) -> None:
+        with pytest.raises(NodeError, match="cannot take the files") as caught:
+            await ship_tree(served.node, tree, "code", "run1")
+        assert "content does not have the hash" in caught.value.found
+
+    run(work)
+
+
+def test_an_empty_tree_is_a_folder(tmp_path: Path) -> None:
+    tree = read_parts(fill(tmp_path / "project", {}), ())
+
+    async def work(served: Served) -> bool:
+        return Path(await ship_tree(served.node, tree, "code", "run1")).is_dir()
+
+    assert run(work)[0]
+
+
+def test_messages_of_small_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blobs, "BLOCK", 10 * blobs.SMALLEST)
+    sizes = {**{f"e{at}": 0 for at in range(25)}, "l": 8 * blobs.SMALLEST, "m": 50}
+    handfuls = list(blobs._handfuls(list(sizes), sizes))
+    assert [name for handful in handfuls for name in handful] == list(sizes)
+    assert [len(handful) for handful in handfuls] == [10, 10, 6, 1]
 
 
 def test_a_damaged_cache_is_filled_again(tmp_path: Path, cache: Path) -> None:
@@ -356,6 +403,7 @@ def test_a_hanging_disk_does_not_stop_the_agent(
         digest = hashlib.sha256(b"").hexdigest()
         entry = ["f", digest, 0o644, 0]
         block = {"offset": 0, "last": True, "size": 0, "sha256": digest}
+        whole = {"first": True, "last": True}
         asked = [
             ("look", {"paths": [dead]}),
             ("which", {"program": f"{dead}/x", "workdir": "/"}),
@@ -364,7 +412,8 @@ def test_a_hanging_disk_does_not_stop_the_agent(
             ("put_blob", block),
             ("put_file", {**block, "key": KEY, "path": "f"}),
             ("place", {"key": KEY, "path": "f", "target": "g"}),
-            ("build_tree", {"run_id": "r", "name": "code", "manifest": [entry]}),
+            ("put_blobs", {"contents": [[digest, 0]]}),
+            ("build_tree", {"run_id": "r", "name": "code", "manifest": [entry], **whole}),
             ("lacking_blobs", {"manifest": [entry]}),
             ("compare_tree", {"root": dead, "manifest": [entry]}),
             ("list_results", {"root": dead, "manifest": None}),

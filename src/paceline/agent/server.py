@@ -410,6 +410,23 @@ def put_blob(agent: Agent, request: Message, blob: bytes) -> None:
     ), request)  # fmt: skip
 
 
+def put_blobs(agent: Agent, request: Message, blob: bytes) -> None:
+    """Several whole contents for the cache, one after the other: ``contents``: hash, size."""
+
+    def work() -> None:
+        root = snapshot.cache_folder()
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        at = 0
+        for sha256, size in request["contents"]:
+            block = {"offset": 0, "last": True, "sha256": sha256, "size": size}
+            data = blob[at : at + size]
+            agent.arrivals.take(str(root), snapshot.blob_path(sha256), block, data, durable=False)
+            at += size
+        agent.reply(request)
+
+    agent.in_line(ARRIVING, work, request)
+
+
 def put_file(agent: Agent, request: Message, blob: bytes) -> None:
     """The next block of the file ``path`` in the run folder under ``key``."""
     agent.in_line(ARRIVING, lambda: _put(
@@ -441,7 +458,8 @@ def place(agent: Agent, request: Message, _: bytes) -> None:
 def build_tree(agent: Agent, request: Message, _: bytes) -> None:
     """Builds ``manifest`` at ``name`` in the job's folder; answers the tree's folder.
 
-    ``damaged`` are hashes whose content has to be sent again; with any, there is no tree.
+    A large tree comes in several requests, ``first`` to ``last``: it has its name with the last.
+    ``damaged`` are hashes whose content has to be sent again, and with them the same request.
     """
 
     def work() -> None:
@@ -449,7 +467,9 @@ def build_tree(agent: Agent, request: Message, _: bytes) -> None:
         if folder not in agent.folders:
             agent.folders.append(folder)
         (name,) = inside.parts_of(request["name"])
-        damaged = snapshot.materialise(str(folder / name), request["manifest"])
+        damaged = snapshot.materialise(
+            str(folder / name), request["manifest"], request["first"], request["last"]
+        )
         agent.reply(request, root=str(folder / name), damaged=damaged)
 
     agent.in_line(ARRIVING, work, request)  # what it is made of may still be arriving
@@ -568,6 +588,7 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     "compare_tree": compare_tree,
     "lacking_blobs": lacking_blobs,
     "put_blob": put_blob,
+    "put_blobs": put_blobs,
     "build_tree": build_tree,
     "run_folder": run_folder,
     "put_file": put_file,

@@ -172,24 +172,30 @@ def _newest(folder: Path) -> float:
     return max(times)
 
 
-def materialise(root: str, manifest: List[Entry]) -> List[str]:
+def materialise(root: str, manifest: List[Entry], first: bool = True,
+                last: bool = True) -> List[str]:  # fmt: skip
     """Builds the tree at ``root`` from the cache; nothing is there before it is whole.
 
+    Args:
+        root: The tree's folder.
+        manifest: Its files, or the next of them.
+        first: They are the first.
+        last: They are the last.
+
     Returns:
-        Hashes whose cached content was damaged and is forgotten; with any, no tree was built.
+        Hashes whose cached content was damaged and is forgotten; with any, the call counts for
+        nothing and has to be repeated.
     """
     target = Path(root)
-    new = target.with_name(".new-%s" % secrets.token_hex(8))
-    new.mkdir(parents=True, mode=0o700)
-    try:
-        damaged = [sha256 for path, sha256, mode, _ in manifest
-                   if not _copy(sha256, new, path, mode)]  # fmt: skip
-        if not damaged:
-            if target.exists():
-                remove_tree(target)
-            new.rename(target)
-    finally:
+    new = target.with_name(".new-" + target.name)
+    if first:
         shutil.rmtree(str(new), ignore_errors=True)
+        new.mkdir(parents=True, mode=0o700)
+    damaged = [sha256 for path, sha256, mode, _ in manifest if not _copy(sha256, new, path, mode)]
+    if last and not damaged:
+        if target.exists():
+            remove_tree(target)
+        new.rename(target)
     return damaged
 
 
@@ -197,7 +203,7 @@ def _copy(sha256: str, root: Path, path: str, mode: int) -> bool:
     """Copies a content from the cache to its place; False, and it is forgotten, when damaged."""
     blob = cache_folder() / blob_path(sha256)
     digest = hashlib.sha256()
-    fd = inside.open_file(str(root), path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    fd = inside.open_file(str(root), path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     with os.fdopen(fd, "wb") as target:
         with contextlib.suppress(FileNotFoundError):
             for _, data in read_blocks(blob):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +16,9 @@ from paceline.spec.errors import NodeError
 
 TRIES = 3  # for a node whose cache turns out to be damaged
 Entry = Sequence[object]
+PIECE = 2000  # entries of a manifest in a message
+SMALL = 1 << 16  # bytes: files up to here travel several in a message
+SMALLEST = 1 << 10  # bytes that a file counts at least, so that a message holds at most 1024
 UNDER_WAY = 4  # blocks: enough for a far node, few enough for the agent's memory
 
 
@@ -54,35 +57,80 @@ class Window:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def send_tree(channel: Channel, manifest: Sequence[Entry], files: Mapping[str, Path],
+async def send_tree(channel: Channel, manifest: Sequence[Entry], where: Callable[[str], Path],
                     run_id: str, name: str) -> str:  # fmt: skip
     """Has a node build a tree out of what is cached there and what is sent; the tree's folder.
 
     Args:
         channel: To the node.
         manifest: Path, SHA-256, mode and size of every file.
-        files: Where each lies here, by path.
+        where: Says of a path where that file lies here.
         run_id, name: The tree's name there; it goes when the agent goes.
 
     Raises:
         AgentRefusal: The node cannot take it.
         NodeError: Its cache is damaged again and again.
     """
-    where = {str(entry[1]): files[str(entry[0])] for entry in manifest}
-    answer = await channel.request("lacking_blobs", manifest=manifest)
-    lacking = answer["hashes"]
+    starts = range(0, max(1, len(manifest)), PIECE)
+    for start in starts:
+        about = {"run_id": run_id, "name": name, "first": start == 0, "last": start == starts[-1]}
+        root = await _send_piece(channel, manifest[start : start + PIECE], where, about)
+    return root
+
+
+async def _send_piece(channel: Channel, piece: Sequence[Entry], where: Callable[[str], Path],
+                      about: dict[str, Any]) -> str:  # fmt: skip
+    """The next entries of a manifest: a node holds no more of a large one than that."""
+    answer = await channel.request("lacking_blobs", manifest=piece)
+    lacking = set(answer["hashes"])
     for _ in range(TRIES):
-        for digest in lacking:
-            await send_file(channel, digest, where[digest])
-        built = await channel.request("build_tree", manifest=manifest, name=name, run_id=run_id)
-        lacking = built["damaged"]
+        await _send_contents(channel, [entry for entry in piece if entry[1] in lacking], where)
+        built = await channel.request("build_tree", manifest=piece, **about)
+        lacking = set(built["damaged"])
         if not lacking:
             return str(built["root"])
+    damaged = next(where(str(entry[0])) for entry in piece if entry[1] in lacking)
     raise NodeError(
         f"{channel.host.name} does not keep what it is sent",
-        found=f"{where[lacking[0]]} is damaged in its cache each time",
+        found=f"{damaged} is damaged in its cache each time",
         remedy=f"Look for a broken disk there: ssh {channel.host.address} dmesg",
     )
+
+
+async def _send_contents(channel: Channel, entries: Sequence[Entry],
+                         where: Callable[[str], Path]) -> None:  # fmt: skip
+    """Puts contents into the node's cache: large ones in blocks, small ones many in a message."""
+    paths = {str(entry[1]): where(str(entry[0])) for entry in entries}
+    sizes = {str(entry[1]): int(str(entry[3])) for entry in entries}
+    small = [digest for digest in paths if sizes[digest] <= SMALL]
+    async with Window() as window:
+        for digests in _handfuls(small, sizes):
+            contents = await asyncio.to_thread(_read, [paths[digest] for digest in digests])
+            if window.full:
+                await window.next()
+            listed = [[d, len(c)] for d, c in zip(digests, contents, strict=True)]
+            window.add(channel.request("put_blobs", contents=listed, blob=b"".join(contents)))
+        await window.rest()
+    for digest in (digest for digest in paths if sizes[digest] > SMALL):
+        await send_file(channel, digest, paths[digest])
+
+
+def _read(paths: Sequence[Path]) -> list[bytes]:
+    return [path.read_bytes() for path in paths]
+
+
+def _handfuls(digests: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Contents in groups of about a block."""
+    handful: list[str] = []
+    room = BLOCK
+    for digest in digests:
+        handful.append(digest)
+        room -= sizes[digest] + SMALLEST
+        if room <= 0:
+            yield handful
+            handful, room = [], BLOCK
+    if handful:
+        yield handful
 
 
 async def send_file(channel: Channel, digest: str, path: Path) -> None:
@@ -117,7 +165,8 @@ async def _send_blocks(channel: Channel, file: BinaryIO, op: str, about: dict[st
     data = await asyncio.to_thread(file.read, BLOCK)
     while not last:
         after = await asyncio.to_thread(file.read, BLOCK)
-        await asyncio.to_thread(digest.update, data)
+        if "sha256" not in about:
+            await asyncio.to_thread(digest.update, data)
         last = not after
         end = {"sha256": digest.hexdigest(), "size": offset + len(data)} if last else {}
         if window.full:

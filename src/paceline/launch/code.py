@@ -89,9 +89,16 @@ def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
 
 def read_parts(root: Path, parts: Sequence[str]) -> Tree:
     """Hashes the files below ``root`` whose path begins with one of ``parts`` (all if none)."""
-    files = (path for path in sorted(root.rglob("*")) if path.is_file())
-    paths = (path.relative_to(root).as_posix() for path in files)
-    return _hashed(root, [path for path in paths if _is_within(path, parts)])
+    return _hashed(root, sorted(path for path in _below(root) if _is_within(path, parts)))
+
+
+def _below(root: Path) -> Iterator[str]:
+    """Relative paths, ``/``-separated, of all plain files."""
+    for folder, _, names in os.walk(root):
+        here = Path(folder).relative_to(root)
+        for name in names:
+            if (root / here / name).is_file():
+                yield (here / name).as_posix()
 
 
 def _is_within(path: str, parts: Sequence[str]) -> bool:

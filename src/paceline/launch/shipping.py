@@ -24,9 +24,8 @@ async def ship_tree(node: Node, tree: Tree, name: str, run_id: str) -> str:
 
     NodeError when the node cannot take it.
     """
-    files = {str(entry[0]): tree.root / str(entry[0]) for entry in tree.manifest}
     try:
-        root = await send_tree(node.channel, tree.manifest, files, run_id, name)
+        root = await send_tree(node.channel, tree.manifest, tree.root.joinpath, run_id, name)
     except AgentRefusal as refusal:
         raise NodeError(
             f"{node.name} cannot take the files of {tree.root}",

@@ -88,7 +88,7 @@ async def _ship(channel: Channel, requirements: Path, wheels: Path | None) -> st
     for file in sorted(wheels.iterdir()) if wheels else []:
         files[f"wheels/{file.name}"] = file
     manifest = [[name, hash_file(f), 0o600, f.stat().st_size] for name, f in files.items()]
-    return await send_tree(channel, manifest, files, run_id="setup", name="env")
+    return await send_tree(channel, manifest, files.__getitem__, run_id="setup", name="env")
 
 
 async def _write(channel: Channel, path: str, text: str) -> None:

@@ -1,0 +1,173 @@
+"""Shipping a folder to a host of a virtual cluster, beside `rsync` over the same ssh.
+
+What a start pays for a folder that the hosts do not have: hashing it here, logging in, comparing,
+sending what is missing, building the copy. `rsync -a` logs in, compares sizes and times, and sends.
+Once with nothing there, once with everything there unchanged. Our copy of the job's is built from
+the host's cache each time, so it is written twice when it is new, and once when it is not.
+
+    python bench/shipping/shipping.py [--large-mib 2048] [--small 100000] [--folder D] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.lab import Lab, LabOptions
+
+BLOCK = os.urandom(1 << 20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--large-mib", type=int, default=2048, help="size of the one large file")
+    parser.add_argument("--small", type=int, default=100_000, help="number of files of 1 KB")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--ship", nargs=2, metavar=("FOLDER", "LAB"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.ship:
+        print(json.dumps(asyncio.run(ship(Path(options.ship[0]), options.ship[1]))))
+        return
+    load = os.getloadavg()[0]
+    lines = [
+        f"# Shipping a folder, {datetime.date.today().isoformat()}",
+        "",
+        f"{platform.machine()}, {os.cpu_count()} CPUs for the launcher, ssh, sshd and the host "
+        f"together; load average {load:.1f} when this began. Memory is the highest resident.",
+        "",
+        "| folder | there | rsync s | Paceline s | ratio | of that hashing here s "
+        "| launcher MiB | agent MiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    work = Path(tempfile.mkdtemp(prefix="paceline-shipping-", dir=options.folder))
+    try:
+        if options.large_mib:
+            make_large(work / "large", options.large_mib)
+            lines += rows(f"1 file of {options.large_mib} MiB", work / "large", work)
+            shutil.rmtree(work / "large")
+        if options.small:
+            make_small(work / "small", options.small)
+            lines += rows(f"{options.small:,} files of 1 KB", work / "small", work)
+    finally:
+        shutil.rmtree(work)
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if options.out:
+        options.out.write_text(text)
+
+
+def make_large(folder: Path, mib: int) -> None:
+    folder.mkdir()
+    with (folder / "weights.bin").open("wb") as file:
+        for number in range(mib):
+            file.write(number.to_bytes(8, "big") + BLOCK[8:])
+
+
+def make_small(folder: Path, count: int) -> None:
+    for number in range(count):
+        path = folder / f"{number // 1000:04d}" / f"{number:07d}.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        at = number % 1000
+        path.write_bytes(number.to_bytes(8, "big") + BLOCK[at : at + 1016])
+
+
+def rows(name: str, folder: Path, work: Path) -> list[str]:
+    """One line with nothing there, one with everything there."""
+    there = work / "there"
+    for part in ("cache", "rsync"):
+        (there / part).mkdir(parents=True)
+    lines = []
+    with Lab(LabOptions(hosts=1, share=(str(there),))) as lab:
+        link = f"mkdir -p ~/.cache && ln -sfn {there}/cache ~/.cache/paceline"
+        assert lab.popen(lab.names[0], ["sh", "-c", link]).wait() == 0
+        for state in ("nothing", "all of it"):
+            plain = rsync(lab, folder, there / "rsync")
+            ours = shipped(folder, lab)
+            lines.append(
+                f"| {name} | {state} | {plain:.1f} | {ours['seconds']:.1f} "
+                f"| {ours['seconds'] / plain:.2f} | {ours['hashing']:.1f} "
+                f"| {ours['launcher']:.0f} | {ours['agent']:.0f} |"
+            )
+            print(lines[-1], flush=True)
+    shutil.rmtree(there)
+    return lines
+
+
+def rsync(lab: Lab, folder: Path, target: Path) -> float:
+    """Seconds of one call."""
+    begun = time.monotonic()
+    shell = f"ssh -F {lab.ssh_config}"
+    subprocess.run(["rsync", "-a", "-e", shell, f"{folder}/", f"{lab.names[0]}:{target}"],
+                   check=True)  # fmt: skip
+    os.sync()
+    return time.monotonic() - begun
+
+
+def shipped(folder: Path, lab: Lab) -> dict[str, float]:
+    """The same by Paceline, in a process of its own: seconds, and MiB of memory."""
+    argv = [sys.executable, __file__, "--ship", str(folder), str(lab.hostfile.parent)]
+    begun = time.monotonic()
+    said = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout
+    os.sync()
+    return {**json.loads(said), "seconds": time.monotonic() - begun}
+
+
+async def ship(folder: Path, lab: str) -> dict[str, float]:
+    """What a launcher does with a folder that its job needs."""
+    from paceline.cluster.fanout import connect_all
+    from paceline.cluster.inventory import read_hosts
+    from paceline.cluster.openssh import SshOptions
+    from paceline.launch.code import read_parts
+    from paceline.launch.node import Node
+    from paceline.launch.shipping import ship_tree
+
+    begun = time.monotonic()
+    tree = read_parts(folder, ())
+    hashing = time.monotonic() - begun
+    hostfile, config = sorted(Path(lab).glob("hostfile*"))[0], Path(lab) / "ssh_config"
+    hosts = read_hosts(str(hostfile), environ={}, cwd=Path.cwd()).hosts
+    (channel,) = await connect_all(hosts, [sys.executable], SshOptions(config))
+    try:
+        node = Node(channel.host, channel)
+        await ship_tree(node, tree, "input0", "bench")
+        return {"hashing": hashing, "launcher": own_peak(), "agent": agent_peak()}
+    finally:
+        await channel.request("bye")
+        await channel.close(60)
+
+
+def own_peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def agent_peak() -> float:
+    """Of the largest agent that runs on this machine, its hosts included."""
+    return max(map(peak_of, (p for p in Path("/proc").iterdir() if p.name.isdigit())), default=0.0)
+
+
+def peak_of(process: Path) -> float:
+    try:
+        words: Any = (process / "cmdline").read_bytes()
+        if b"sys.stdin.buffer.raw.readline" not in words:
+            return 0.0
+        lines = (process / "status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM")), 0.0)
+
+
+if __name__ == "__main__":
+    main()

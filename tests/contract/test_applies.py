@@ -63,14 +63,15 @@ VALUES = {
     "nproc_per_node": "2", "env": "T_A=1", "unset": "T_B", "iface": "eth7", "python": "/other/py",
     "run_dir": "/r/7", "name": "other", "master_port": "5", "backend": "mpi", "ship": "never",
     "bind": "none", "lease": "7", "grace": "3", "max_restarts": "2", "check_level": "full",
-    "show": "none", "plan_only": "", "as_json": "", "via_arg": "-v", "mpiexec": "/m/mpiexec",
+    "show": "none", "plan_only": "", "as_json": "", "verbose": "", "via_arg": "-v",
+    "mpiexec": "/m/mpiexec",
     "image": "other:2", "mount": "/m:/m", "shm_size": "2g", "rdzv_id": "other",
     "rdzv_timeout": "77", "time_limit": "1:00:00", "partition": "p", "account": "a",
     "cpus_per_task": "3", "mem": "5G", "gres": "gpu:4", "sbatch_arg": "--x=y",
     "setup_command": "module load x", "requeue": "", "array": "1-3", "detach": "",
 }  # fmt: skip
 LEADS = {"via", "rdzv", "node_rank"}  # the manners themselves are made of these
-COMPANIONS = {"as_json": ("--plan",)}
+COMPANIONS = {"as_json": ("--plan",), "verbose": ("--plan",)}
 
 
 class Acted(Exception):

@@ -269,7 +269,7 @@ def test_restarts_run_out(site: Site) -> None:
 
 def test_plan_prints_and_starts_nothing(site: Site) -> None:
     before = site.processes()
-    argv = site.argv("--plan", "-p", "1", "--no-torch", "tell.py", "a b", ";")
+    argv = site.argv("--plan", "-v", "-p", "1", "--no-torch", "tell.py", "a b", ";")
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run(argv, cwd=site.project, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -289,7 +289,7 @@ def test_plan_prints_and_starts_nothing(site: Site) -> None:
 
 
 def test_the_plan_by_hand_trains(site: Site) -> None:
-    argv = site.argv("--plan", "train.py")
+    argv = site.argv("--plan", "-v", "train.py")
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run(argv, cwd=site.project, env=env, capture_output=True, text=True)
     commands = re.findall(r"^ +rank \d+: (.*)$", done.stdout, re.MULTILINE)

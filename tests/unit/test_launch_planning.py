@@ -217,12 +217,35 @@ def test_named_secrets_are_blotted_out() -> None:
 
 
 def test_the_plan_in_words() -> None:
-    text = showing.describe(plan(job()))
+    text = showing.everything(plan(job()))
     assert "world size 2: 2 hosts, rank 0 on n1, store at 10.0.0.1 port 29400" in text
     assert "29400 (found: free)" in text
     assert "note: a note" in text
     assert "'a b' ';' '' " in text
     assert "GLOO_SOCKET_IFNAME=eth0" in text
+
+
+def test_the_plan_at_a_glance() -> None:
+    many = tuple(Host(f"n{at}") for at in range(1, 17))
+    chosen = job(nproc_per_node=asked(2), lease_s=Setting(20.0, Source.FILE, "paceline.toml"),
+                 hosts=Setting("lab", Source.ENVIRONMENT, "PACELINE_OPT_HOSTS"))  # fmt: skip
+    text = showing.describe(plan(chosen, many))
+    assert "32 ranks on 16 hosts, rank 0 on n1" in text
+    assert "n16 (PACELINE_OPT_HOSTS)" in text
+    assert "lease_s: 20.0 (paceline.toml)" in text
+    assert "nproc_per_node: 2 (command line)" in text
+    assert "n2    10.0.0.2   2-3    eth0       4 CPUs, 2 a rank" in text
+    assert text.count("'a b' ';' ''") == 1
+    assert "note: a note" in text
+    for noise in ("None", "default", "GLOO", "(n2)", "grace"):
+        assert noise not in text
+    assert len(text.splitlines()) < 32
+
+
+def test_what_differs_between_hosts_is_said() -> None:
+    text = showing.describe(plan(job(), (Host("n1"), Host("n2", python="/opt/py"))))
+    assert "each rank on n1 runs, in /w:\n  /py" in text
+    assert "each rank on n2 runs, in /w:\n  /opt/py" in text
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ OPTIONS: dict[str, Applies] = {
     "show": Applies(verbs=_JOBS),
     "plan_only": Applies(verbs=_JOBS),
     "as_json": Applies(NOW),
+    "verbose": Applies(NOW, _JOBS),
     "via": Applies(),
     "via_arg": Applies(frozenset({"mpi", "srun", "sbatch"}) | ENGINES),
     "mpiexec": Applies(frozenset({"mpi"})),
@@ -167,12 +168,15 @@ def refuse_ignored(ctx: click.Context, manner: str, environ: Mapping[str, str]) 
             continue
         if manner not in where.manners or verb not in where.verbs:
             raise _ignored(spelled, _valued(where, spelled), where, manner, verb)
-    if ctx.params.get("as_json") and verb in _JOBS and not ctx.params.get("plan_only"):
-        raise SettingError(
-            f"{given(ctx).get('as_json', '--json')} does not apply to a run",
-            found="it prints a plan as JSON",
-            remedy="--plan --json, or leave it out",
-        )
+    about_plans = {"as_json": "prints a plan as JSON", "verbose": "shows all of a plan"}
+    for name, what in about_plans.items():
+        if ctx.params.get(name) and verb in _JOBS and not ctx.params.get("plan_only"):
+            spelled = given(ctx)[name]
+            raise SettingError(
+                f"{spelled} does not apply to a run",
+                found=f"it {what}",
+                remedy=f"--plan {spelled.split()[0]}, or leave it out",
+            )
 
 
 def _valued(where: Applies, spelled: str) -> str:

@@ -16,7 +16,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "accept_new_host_keys", "master_port", "backend", "bind",
     ),
     "The run": (
-        "run_dir", "name", "plan_only", "as_json", "env", "unset", "show", "check_level",
+        "run_dir", "name", "plan_only", "verbose", "as_json", "env", "unset", "show", "check_level",
         "max_restarts", "ship", "lease", "grace",
     ),
     "The same command typed on each node": ("rdzv", "rdzv_id", "node_rank", "rdzv_timeout"),

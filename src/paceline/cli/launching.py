@@ -28,7 +28,7 @@ from paceline.cli.options import (
 )
 from paceline.cli.settings import parse_env, refuse_ours, setting, toml_of
 from paceline.cli.torchrun import torchrun_options
-from paceline.cli.verb import TABLES_ARE_HOSTS
+from paceline.cli.verb import TABLES_ARE_HOSTS, in_allocation
 from paceline.cli.via import VIA_OPTIONS, Way, hosts_source, manner_of, way_of
 from paceline.cluster import this_machine
 from paceline.cluster.inventory import apply_overrides, find_me, read_hosts
@@ -37,7 +37,7 @@ from paceline.launch.transport import Transport
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Job
 from paceline.spec.rundir import DEFAULT_PARENT
-from paceline.spec.settings import TOML_NAME, Source
+from paceline.spec.settings import TOML_NAME, Setting, Source
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,6 +77,8 @@ _OPTIONS = [
                  help="Whose output is shown live. The logs are complete in any case."),
     click.option("--plan", "plan_only", is_flag=True,
                  help="Print what would run where, and stop."),
+    click.option("-v", "--verbose", is_flag=True,
+                 help="With --plan: all variables, and the command of every rank."),
     click.option("--json", "as_json", is_flag=True,
                  help="Print JSON: the plan of --plan, or what was measured."),
 ]  # fmt: skip
@@ -114,6 +116,18 @@ def say_hosts(ctx: click.Context, cluster: Cluster) -> None:
     source = setting(ctx, "hosts").source
     if source is not Source.COMMAND_LINE and not all(host.local for host in cluster.hosts):
         click.echo(f"paceline: hosts: {named(cluster)} ({origin(ctx, cluster)})", err=True)
+
+
+def described_by(ctx: click.Context) -> Setting[str | None]:
+    """The setting that names the hosts, in the words of a plan."""
+    found = setting(ctx, "hosts")
+    if found.value is None:
+        where = "--rdzv" if ctx.params["rdzv"] else ""
+        chosen = where or ("the allocation" if in_allocation() else "this machine")
+        return Setting(None, Source.FOUND, chosen)
+    where = {Source.COMMAND_LINE: f"-H {found.value}"}.get(found.source, found.detail)
+    tables = found.value == TABLES_ARE_HOSTS
+    return Setting(found.value, found.source, f"[hosts] of {where}" if tables else where)
 
 
 def named(cluster: Cluster, most: int = 6) -> str:
@@ -171,6 +185,7 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
         environment=Environment(public, forwarded, ctx.params["unset"]),
         nproc_per_node=setting(ctx, "nproc_per_node"),
         nnodes=setting(ctx, "nnodes"),
+        hosts=described_by(ctx),
         interface=setting(ctx, "iface"),
         master_port=setting(ctx, "master_port"),
         backend=ctx.params["backend"],
@@ -231,7 +246,12 @@ def launch(
     way.agree_on(job)
     if ctx.params["plan_only"]:
         return show_plan(
-            job, cluster, way.transport, as_json=ctx.params["as_json"], package=package
+            job,
+            cluster,
+            way.transport,
+            as_json=ctx.params["as_json"],
+            verbose=ctx.params["verbose"],
+            package=package,
         )
     from paceline.cli.preflight import explain_run, explained, inspector, preflight
     from paceline.launch.rundir import fresh_path
@@ -260,11 +280,14 @@ def launch(
 
 
 def show_plan(job: Job, cluster: Cluster, transport: Transport, *, as_json: bool,
-              package: bool) -> int:  # fmt: skip
+              verbose: bool, package: bool) -> int:  # fmt: skip
     """Prints what would run where."""
     from paceline.launch.running import make_plan
-    from paceline.launch.showing import describe
+    from paceline.launch.showing import describe, everything
 
     plan = make_plan(job, cluster, transport, package)
-    click.echo(json.dumps(plan.to_json(), indent=2) if as_json else describe(plan))
+    if as_json:
+        click.echo(json.dumps(plan.to_json(), indent=2))
+    else:
+        click.echo(everything(plan) if verbose else describe(plan))
     return 0

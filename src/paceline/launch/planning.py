@@ -266,7 +266,15 @@ def _node(
         ranks=tuple(
             RankPlan(first_rank + local, local, binding[local]) for local in range(processes)
         ),
+        devices=_devices(job, facts),
     )
+
+
+def _devices(job: Job, facts: Facts) -> str:
+    """What a host's ranks compute on: its GPUs where they see some, else its CPUs."""
+    gpus = usable_gpus(job, facts)
+    number, noun = (gpus, "GPU") if gpus else (len(available_cpus(facts)), "CPU")
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def python_of(job: Job, host: Host) -> str:
@@ -278,8 +286,10 @@ def _settings(
     job: Job, hosts: Sequence[Host], facts: Mapping[str, Facts], master_port: Setting[int]
 ) -> dict[str, Setting[Any]]:
     first = processes_on(job, hosts[0], facts[hosts[0].name])
+    names = ", ".join(host.name for host in hosts)
     return {
-        "nnodes": Setting(len(hosts), job.nnodes.source),
+        "hosts": Setting(names, job.hosts.source, job.hosts.detail or job.hosts.source.label),
+        "nnodes": Setting(len(hosts), job.nnodes.source, job.nnodes.detail),
         "nproc_per_node": first,
         "iface": job.interface,
         "master_port": master_port,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from paceline.spec.command import shell_text
 from paceline.spec.job import Entry
 from paceline.spec.plan import NodePlan, Plan, RankPlan
+from paceline.spec.settings import Setting, Source
 
 # Without our agent nobody holds a store; typed by hand, rank 0 holds its own.
 _NOT_BY_HAND = {"TORCHELASTIC_USE_AGENT_STORE", "PACELINE_RUN_ID", "PACELINE_ATTEMPT"}
@@ -30,15 +34,96 @@ def rank_command(plan: Plan, node: NodePlan, rank: RankPlan) -> list[str]:
 
 
 def describe(plan: Plan) -> str:
-    """The whole plan: world, settings with their sources, and a command for every rank."""
-    hosts = len(plan.nodes)
+    """What would run where, at a glance: hosts and settings with their sources, one command."""
+    ranks, hosts = plan.world_size, len(plan.nodes)
     lines = [
-        f"world size {plan.world_size}: {hosts} host{'s' * (hosts > 1)}, rank 0 on "
+        f"{_counted(ranks, 'rank')} on {_counted(hosts, 'host')}, rank 0 on {plan.nodes[0].host}",
+        f"store: {plan.master_addr} port {plan.master_port}",
+        f"hosts: {_sourced(plan.settings['hosts'])}",
+        *(f"{name}: {_sourced(setting)}" for name, setting in _chosen(plan).items()),
+        "",
+        *_table(plan),
+        "",
+        *_commands(plan),
+        *(f"  {name}={value}" for name, value in plan.environment.items()),
+        "",
+        *(f"note: {note}" for note in plan.notes),
+        "All variables and the command of every rank: --plan -v, or --plan --json",
+    ]
+    return "\n".join(lines)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _sourced(setting: Setting[Any]) -> str:
+    """A value with where it stands, which is nowhere for what was found out."""
+    where = setting.detail or setting.source.label
+    return str(setting.value) if where == str(setting.value) else f"{setting.value} ({where})"
+
+
+def _chosen(plan: Plan) -> dict[str, Setting[Any]]:
+    """The settings that somebody chose."""
+    return {
+        name: setting
+        for name, setting in plan.settings.items()
+        if name != "hosts" and setting.source in (Source.FILE, Source.ENVIRONMENT,
+                                                  Source.COMMAND_LINE)
+    }  # fmt: skip
+
+
+def _table(plan: Plan) -> list[str]:
+    """One line a host; a column in which all hosts are alike and say nothing is left out."""
+    titles = ("host", "address", "ranks", "interface", "devices", "code")
+    rows = [
+        (node.host, node.address, _span([rank.rank for rank in node.ranks]), node.interface,
+         _devices(node), node.code)
+        for node in plan.nodes
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (titles, *rows)
+    ]
+
+
+def _devices(node: NodePlan) -> str:
+    shares = {len(rank.cpus) for rank in node.ranks}
+    each = f", {shares.pop()} a rank" if len(shares) == 1 and node.ranks[0].cpus else ""
+    return f"{node.devices}{each}"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+
+
+def _commands(plan: Plan) -> list[str]:
+    """The command of a rank, with its folder: once where it is the same on every host."""
+    by_command: dict[tuple[str, str], list[str]] = {}
+    for node in plan.nodes:
+        command = shell_text(entry_argv(node.entry, node.python))
+        by_command.setdefault((command, node.workdir), []).append(node.host)
+    lines = []
+    for (command, folder), hosts in by_command.items():
+        who = "each rank" if len(by_command) == 1 else f"each rank on {_few(hosts)}"
+        lines += [f"{who} runs, in {folder}:", f"  {command}"]
+    return lines
+
+
+def _few(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names if len(names) <= most else [*names[: most - 2], "…", names[-1]])
+
+
+def everything(plan: Plan) -> str:
+    """The whole plan: world, settings with their sources, and a command for every rank."""
+    lines = [
+        f"world size {plan.world_size}: {_counted(len(plan.nodes), 'host')}, rank 0 on "
         f"{plan.nodes[0].host}, store at {plan.master_addr} port {plan.master_port}"
         f" (held by {'the agent' if plan.agent_store else 'rank 0'})",
         "",
         "settings",
-        *(f"  {name:<16} {setting.describe()}" for name, setting in plan.settings.items()),
+        *(f"  {name:<16} {_described(setting)}" for name, setting in plan.settings.items()),
     ]
     if plan.environment:
         lines += ["", "environment", *(f"  {k}={v}" for k, v in plan.environment.items())]
@@ -49,10 +134,15 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _described(setting: Setting[Any]) -> str:
+    return "found on each host" if setting.value is None else setting.describe()
+
+
 def _describe_node(plan: Plan, node: NodePlan) -> list[str]:
+    login = "" if node.login == node.host else f" ({node.login})"
     lines = [
-        f"{node.host} ({node.login}): {len(node.ranks)} "
-        f"rank{'s' * (len(node.ranks) > 1)}, {node.interface} {node.address}, code {node.code}",
+        f"{node.host}{login}: {_counted(len(node.ranks), 'rank')}, {node.interface} "
+        f"{node.address}, {node.devices}, code {node.code}",
         *(f"  {name:<32} {setting.describe()}" for name, setting in node.env.items()),
     ]
     for rank in node.ranks:

@@ -98,6 +98,7 @@ class Job:
         nproc_per_node: Processes a node, or one an accelerator or CPU of it; ``None`` finds it out
             (slots, accelerators, else 1).
         nnodes: How many of the hosts; ``None`` takes all.
+        hosts: Where they were described; ``None`` for this machine, or what the way decides.
         interface: Network interface for the job's traffic, ``None`` finds it out.
         master_port: Port of the rendezvous store; 0 takes a free one.
         preload: Modules that a node imports once, before its ranks are forked; one whose name
@@ -121,6 +122,7 @@ class Job:
     environment: Environment = Environment()
     nproc_per_node: Setting[Processes | None] = Setting(None)
     nnodes: Setting[int | None] = Setting(None)
+    hosts: Setting[str | None] = Setting(None)
     interface: Setting[str | None] = Setting(None)
     master_port: Setting[int] = Setting(0)
     preload: tuple[str, ...] = ("torch",)

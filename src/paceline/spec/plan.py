@@ -47,6 +47,7 @@ class NodePlan:
         env: Variables of this node's ranks that we set, with their sources. Values of forwarded
             variables do not stand here.
         ranks: Its processes.
+        devices: What they compute on, for people: "2 GPUs", "8 CPUs".
     """
 
     host: str
@@ -60,6 +61,7 @@ class NodePlan:
     entry: Entry
     env: Mapping[str, Setting[str]]
     ranks: tuple[RankPlan, ...]
+    devices: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ class Plan:
             "python": node.python,
             "workdir": node.workdir,
             "code": node.code,
+            "devices": node.devices,
             "entry": _entry_json(node.entry),
             "env": {name: _setting_json(setting) for name, setting in node.env.items()},
             "ranks": [

@@ -16,23 +16,45 @@ from typing import Any, Dict, List, Optional, Tuple
 
 MAGIC = b"\xf5PL1"
 _HEADER = struct.Struct(">4sII")
-MAX_JSON = 64 * 1024 * 1024
+MAX_JSON = 64 * 1024 * 1024  # bytes
 MAX_BLOB = 64 * 1024 * 1024
+MAX_ANSWER = 12 * 1024 * 1024  # of JSON from a node: parsed, it may take twenty times as much
+MAX_ANSWER_BLOB = 2 * 1024 * 1024
+MOST_DIGITS = 20  # of a whole number
+MOST_WASTED = 64 * 1024 * 1024  # bytes of what looked like frames and was none
 
 Message = Dict[str, Any]
 
 
-def encode(message: Message, blob: bytes = b"") -> bytes:
-    """One frame. ``message`` must be JSON; lone surrogates (undecodable bytes) survive."""
+class FrameError(ValueError):
+    """So much that looks like frames and is none cannot be an accident."""
+
+
+def encode(message: Message, blob: bytes = b"", most: int = MAX_JSON) -> bytes:
+    """One frame. ``message`` must be JSON; lone surrogates (undecodable bytes) survive.
+
+    ValueError when the JSON is longer than ``most`` bytes.
+    """
     body = json.dumps(message, separators=(",", ":")).encode("ascii")
+    if len(body) > most:
+        raise ValueError("a message of %d MiB is too long" % (len(body) >> 20))
     return _HEADER.pack(MAGIC, len(body), len(blob)) + body + blob
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError("a number of %d digits" % len(digits))
+    return int(digits)
+
+
+_JSON = json.JSONDecoder(parse_int=_whole)
 
 
 def _parse(body: bytearray) -> Optional[Message]:
     """The JSON object of a frame; ``None`` when it is none, so that it was no frame."""
     try:
-        message = json.loads(body)
-    except ValueError:
+        message = _JSON.decode(body.decode())
+    except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
 
@@ -40,17 +62,32 @@ def _parse(body: bytearray) -> Optional[Message]:
 class Decoder:
     """Takes bytes as they arrive, gives whole frames.
 
+    Args:
+        keep_noise: How many bytes of noise are kept.
+        max_json, max_blob: Bytes above which it is no frame.
+
     Attributes:
         noise: Bytes that stood outside frames, at most ``keep_noise`` of them.
     """
 
-    def __init__(self, keep_noise: int = 8192) -> None:
+    def __init__(self, keep_noise: int = 8192, max_json: int = MAX_JSON,
+                 max_blob: int = MAX_BLOB) -> None:  # fmt: skip
         self._buffer = bytearray()
         self._keep = keep_noise
+        self._max_json, self._max_blob = max_json, max_blob
+        self._wasted = 0
         self.noise = bytearray()
 
+    @property
+    def halfway(self) -> bool:
+        """True while a frame has begun and not ended."""
+        return self._buffer.startswith(MAGIC)
+
     def feed(self, data: bytes) -> List[Tuple[Message, bytes]]:
-        """Adds ``data``; returns the frames that are now whole, in order."""
+        """Adds ``data``; returns the frames that are now whole, in order.
+
+        FrameError when too much looked like frames and was none.
+        """
         self._buffer += data
         frames: List[Tuple[Message, bytes]] = []
         while True:
@@ -58,7 +95,9 @@ class Decoder:
             if len(self._buffer) < _HEADER.size:
                 return frames
             magic, body_length, blob_length = _HEADER.unpack_from(self._buffer)
-            if body_length > MAX_JSON or blob_length > MAX_BLOB:
+            too_long = body_length > self._max_json or blob_length > self._max_blob
+            first = bytes(self._buffer[_HEADER.size : _HEADER.size + 1])
+            if too_long or first not in (b"", b"{"):
                 self._drop(len(MAGIC))  # not a frame after all: look for the next one
                 continue
             end = _HEADER.size + body_length + blob_length
@@ -66,6 +105,9 @@ class Decoder:
                 return frames
             message = _parse(self._buffer[_HEADER.size : _HEADER.size + body_length])
             if message is None:
+                self._wasted += end
+                if self._wasted > MOST_WASTED:
+                    raise FrameError("%d MiB of broken messages" % (self._wasted >> 20))
                 self._drop(len(MAGIC))
                 continue
             frames.append((message, bytes(self._buffer[_HEADER.size + body_length : end])))
@@ -80,6 +122,10 @@ class Decoder:
             self._drop(len(self._buffer) - len(MAGIC) + 1)
 
     def _drop(self, count: int) -> None:
-        self.noise += self._buffer[:count]
-        del self.noise[: -self._keep]
+        self.take_noise(bytes(self._buffer[:count]))
         del self._buffer[:count]
+
+    def take_noise(self, data: bytes) -> None:
+        """Keeps the last of what is no frame."""
+        self.noise += data[-self._keep :]
+        del self.noise[: -self._keep]

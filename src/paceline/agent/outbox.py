@@ -6,7 +6,7 @@ import os
 import threading
 from typing import Optional
 
-from .frames import Message, encode
+from .frames import MAX_ANSWER, Message, encode
 
 HIGH_WATER = 8 * 1024 * 1024  # bytes after which the ranks' output is not read on
 
@@ -35,8 +35,8 @@ class Outbox:
         return self.pending > HIGH_WATER
 
     def post(self, message: Message, blob: bytes = b"") -> None:
-        """Queues a frame; from any thread."""
-        frame = encode(message, blob)
+        """Queues a frame; from any thread. ValueError when it is longer than a launcher takes."""
+        frame = encode(message, blob, MAX_ANSWER)
         with self._changed:
             if not self.broken:
                 self._data += frame

@@ -191,7 +191,8 @@ def materialise(root: str, manifest: List[Entry], first: bool = True,
     if first:
         shutil.rmtree(str(new), ignore_errors=True)
         new.mkdir(parents=True, mode=0o700)
-    damaged = [sha256 for path, sha256, mode, _ in manifest if not _copy(sha256, new, path, mode)]
+    damaged = sorted({sha256 for path, sha256, mode, _ in manifest
+                      if not _copy(sha256, new, path, mode)})  # fmt: skip
     if last and not damaged:
         if target.exists():
             remove_tree(target)

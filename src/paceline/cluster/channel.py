@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.agent.frames import Decoder, encode
-from paceline.cluster import this_machine
+from paceline.agent.frames import MAX_ANSWER, MAX_ANSWER_BLOB, Decoder, FrameError, encode
+from paceline.cluster import protocol, this_machine
 from paceline.cluster.link import Link, ProcessLink
 from paceline.cluster.openssh import (
     Refusal,
@@ -23,15 +23,16 @@ from paceline.cluster.openssh import (
     pinned_key,
     ssh_command,
 )
+from paceline.cluster.protocol import Untrue
 from paceline.cluster.shipment import shipment
 from paceline.spec.errors import NodeError
 from paceline.spec.hosts import Host
 
 Message = dict[str, Any]
-_BOOT = b"\xf5PLboot "
 STDERR_KEPT = 64 * 1024
 LAST_WORDS_S = 0.5
 HELLO_TIMEOUT_S = 30.0
+STALL_S = 5.0  # for the rest of a greeting that has begun
 TRIES = 4
 LOGINS_AT_ONCE = 16
 
@@ -64,6 +65,7 @@ class Channel:
         noise: What stood outside frames (login banners), decoded.
         fingerprint: The host key that this login pinned for the first time, if it did.
         lost: Set when the connection has ended.
+        trouble: What the host sent that no agent sends, if it did: its connection ends with it.
     """
 
     def __init__(self, host: Host, link: Link) -> None:
@@ -76,7 +78,10 @@ class Channel:
         self.last_heard = 0.0
         self.on_event: Callable[[Event], None] = lambda event: None
         self._link = link
-        self._decoder = Decoder()
+        self.trouble = ""
+        self._decoder = Decoder(max_json=MAX_ANSWER, max_blob=MAX_ANSWER_BLOB)
+        self._conversation = protocol.Conversation()
+        self._early = b""  # came with the first line
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[tuple[Message, bytes]]] = {}
         self._stderr = bytearray()
@@ -93,7 +98,11 @@ class Channel:
         try:
             await asyncio.wait_for(self._boot(), HELLO_TIMEOUT_S)
             self.listen()
-            await asyncio.wait_for(asyncio.shield(self._hello), HELLO_TIMEOUT_S)
+            await asyncio.wait_for(self._greeting(), HELLO_TIMEOUT_S)
+        except Untrue as lie:
+            self.trouble = self.trouble or str(lie)
+            await self.close()
+            raise LoginRefused(self.host, self._not_our_agent()) from None
         except (OSError, EOFError, asyncio.TimeoutError) as error:
             timed_out = isinstance(error, asyncio.TimeoutError)
             await self.close()
@@ -104,6 +113,15 @@ class Channel:
     def listen(self) -> None:
         """Takes what the agent says from now on."""
         self._tasks.append(asyncio.create_task(self._read_frames()))
+
+    async def _greeting(self) -> None:
+        """Waits for it; once begun it has to come at once."""
+        loop = asyncio.get_running_loop()
+        while not self._hello.done():
+            await asyncio.wait([self._hello], timeout=STALL_S / 10)
+            if self._decoder.halfway and loop.time() - self.last_heard > STALL_S:
+                raise Untrue(f"the beginning of a message, and then nothing for {STALL_S:.0f} s")
+        self._hello.result()
 
     async def _boot(self) -> None:
         ship = shipment()
@@ -122,15 +140,26 @@ class Channel:
             raise EOFError
 
     async def _boot_words(self) -> list[str]:
-        while True:
-            line = await self._link.reader.readline()
-            if not line:
+        heard = bytearray()
+        while (at := heard.find(protocol.BOOT)) < 0 or (end := heard.find(b"\n", at)) < 0:
+            data = await self._link.reader.read(1 << 16)
+            if not data:
+                self._decoder.take_noise(bytes(heard))
                 raise EOFError
-            at = line.find(_BOOT)
-            if at >= 0:
-                self._decoder.noise += line[:at]
-                return line[at + len(_BOOT) :].decode(errors="replace").split()
-            self._decoder.noise += line
+            heard += data
+            if len(heard) > protocol.MOST_BANNER:
+                raise Untrue(f"more than {protocol.MOST_BANNER >> 20} MiB before the agent's words")
+        self._decoder.take_noise(bytes(heard[:at]))
+        self._early = bytes(heard[end + 1 :])
+        return protocol.boot_words(bytes(heard[at + len(protocol.BOOT) : end]))
+
+    def _not_our_agent(self) -> Refusal:
+        return Refusal(
+            "not our agent",
+            f"it sent {self.trouble}",
+            f"Look at the shell start-up files of that user on {self.host.name}, and at the "
+            f"Python there: ssh {self.host.address}",
+        )
 
     def _refusal(self, timed_out: bool) -> Refusal:
         if timed_out and not self.stderr.strip():
@@ -159,6 +188,7 @@ class Channel:
         number = next(self._ids)
         answer = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
+        self._conversation.ask(number, op, fields)
         await self._write(encode({"op": op, "id": number, **fields}, blob))
         message, data = await answer
         if "error" in message:
@@ -173,15 +203,21 @@ class Channel:
     async def _read_frames(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while data := await self._link.reader.read(1 << 18):
+            data = self._early
+            while data or (data := await self._link.reader.read(1 << 18)):
                 self.last_heard = loop.time()
                 for message, blob in self._decoder.feed(data):
                     self._take(message, blob)
+                data = b""
         except ConnectionError:
             pass
+        except (Untrue, FrameError) as lie:
+            self.trouble = str(lie)
+            self._link.writer.transport.abort()
         finally:
             if not self.lost.is_set():
-                await self._last_words()
+                if not self.trouble:
+                    await self._last_words()
                 self._end()
 
     async def _last_words(self) -> None:
@@ -190,10 +226,12 @@ class Channel:
 
     def _take(self, message: Message, blob: bytes) -> None:
         if "re" in message:
-            waiting = self._waiting.pop(message["re"], None)
+            waiting = self._waiting.pop(self._conversation.answer(message, blob), None)
             if waiting is not None and not waiting.done():
                 waiting.set_result((message, blob))
-        elif message.get("event") == "hello":
+        elif not self._conversation.event(message, blob):
+            return
+        elif message["event"] == "hello":
             self.facts, self.identity = message["facts"], message["identity"]
             self.chosen_python = message["chosen_python"]
             if not self._hello.done():
@@ -211,11 +249,16 @@ class Channel:
         self.lost.set()
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(ConnectionError(f"{self.host.name} is gone"))
+                waiting.set_exception(
+                    Untrusted(self.host, self.trouble)
+                    if self.trouble
+                    else ConnectionError(f"{self.host.name} is gone")
+                )
         self._waiting.clear()
         if not self._hello.done():
-            self._hello.set_exception(EOFError())
-        self.on_event(Event(self.host.name, {"event": "lost", "stderr": self.stderr[-2000:]}))
+            self._hello.set_exception(Untrue(self.trouble) if self.trouble else EOFError())
+        about = {"event": "lost", "stderr": self.stderr[-2000:], "trouble": self.trouble}
+        self.on_event(Event(self.host.name, about))
 
     async def _read_stderr(self) -> None:
         with contextlib.suppress(ConnectionError):
@@ -259,6 +302,18 @@ class AgentRefusal(NodeError):
         )
         self.host = host
         self.answer = answer
+
+
+class Untrusted(NodeError):
+    """A host sent what no agent sends; its connection has ended."""
+
+    def __init__(self, host: Host, trouble: str) -> None:
+        super().__init__(
+            f"{host.name} sent what no agent of this version sends",
+            found=trouble,
+            remedy=f"Leave {host.name} out until it is known what answers there: "
+            f"ssh {host.address}",
+        )
 
 
 Wrap = Callable[[Host, list[str]], list[str]]

@@ -127,7 +127,10 @@ class Fleet:
             if event.message.get("event") != "lost":
                 on_event(node, event)
                 return
-            self.lose(node, why_ended(node.name, event.message["stderr"]))
+            if trouble := event.message["trouble"]:
+                self.lose(node, f"{node.name} sent what no agent sends: {trouble}")
+            else:
+                self.lose(node, why_ended(node.name, event.message["stderr"]))
 
         return route
 

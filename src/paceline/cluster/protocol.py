@@ -1,0 +1,529 @@
+"""What an agent may say: one schema, held against every message before anything else sees it.
+
+No node is believed. An answer must be what was asked for, an event must be of what runs there, and
+all of it must have the shape that an agent of this version gives it. Anything else is
+:class:`Untrue`, and the node fails for it, alone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.agent.frames import MOST_DIGITS
+from paceline.agent.inside import parts_of
+
+Message = dict[str, Any]
+Shape = Callable[[Any, str], None]
+Fields = Mapping[str, Any]
+
+TEXT, LONG_TEXT = 4096, 1 << 20  # characters
+MANY = 1 << 18  # entries of a list
+LARGEST = 1 << 53
+DEPTH = 12  # of what is passed on as it came
+BOOT = b"\xf5PLboot "
+MOST_BANNER = 4 << 20  # bytes of what a login prints before the agent speaks
+MOST_WORDS = 4096
+
+
+class Untrue(Exception):
+    """No agent of this version says that; the text says what is wrong."""
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.60}" if isinstance(value, (str, int, float, bool)) else type(value).__name__
+
+
+def _fail(where: str, value: Any, wanted: str) -> None:
+    raise Untrue(f"{where} is {_shown(value)} instead of {wanted}")
+
+
+# --- shapes -------------------------------------------------------------------------------------
+
+
+def text(most: int = TEXT) -> Shape:
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, str):
+            _fail(where, value, "text")
+        if len(value) > most:
+            raise Untrue(f"{where} has {len(value)} characters, more than {most}")
+
+    return check
+
+
+def form(pattern: str, what: str) -> Shape:
+    matches = re.compile(pattern).fullmatch
+
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, str) or len(value) > TEXT or not matches(value):
+            _fail(where, value, what)
+
+    return check
+
+
+def whole(low: int = 0, high: int = LARGEST) -> Shape:
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            _fail(where, value, f"a whole number from {low} to {high}")
+
+    return check
+
+
+def number(value: Any, where: str) -> None:
+    """A finite number, of a size that clocks and rates have."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        _fail(where, value, "a number")
+    if not math.isfinite(value) or abs(value) > 1e18:
+        _fail(where, value, "a finite number")
+
+
+def flag(value: Any, where: str) -> None:
+    if not isinstance(value, bool):
+        _fail(where, value, "true or false")
+
+
+def nothing(value: Any, where: str) -> None:
+    if value is not None:
+        _fail(where, value, "null")
+
+
+def address(value: Any, where: str) -> None:
+    """An IP address."""
+    try:
+        ipaddress.ip_address(value if isinstance(value, str) else "")
+    except ValueError:
+        _fail(where, value, "an IP address")
+
+
+def path_inside(value: Any, where: str) -> None:
+    """A relative path that stays below its folder."""
+    text()(value, where)
+    try:
+        parts_of(value)
+    except ValueError:
+        _fail(where, value, "a path inside the folder")
+
+
+def one_of(*values: Any) -> Shape:
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, (str, int)) or value not in values:
+            _fail(where, value, " or ".join(map(repr, values)))
+
+    return check
+
+
+def maybe(shape: Shape) -> Shape:
+    def check(value: Any, where: str) -> None:
+        if value is not None:
+            shape(value, where)
+
+    return check
+
+
+def each(shape: Shape, most: int = MANY) -> Shape:
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, list):
+            _fail(where, value, "a list")
+        if len(value) > most:
+            raise Untrue(f"{where} has {len(value)} entries, more than {most}")
+        for at, one in enumerate(value):
+            shape(one, f"{where}[{at}]")
+
+    return check
+
+
+def row(*shapes: Shape) -> Shape:
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, list) or len(value) != len(shapes):
+            _fail(where, value, f"a list of {len(shapes)}")
+        for at, shape in enumerate(shapes):
+            shape(value[at], f"{where}[{at}]")
+
+    return check
+
+
+def table(shape: Shape, key: Shape | None = None, most: int = MANY) -> Shape:
+    check_key = key or text()
+
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, dict) or len(value) > most:
+            _fail(where, value, f"a table of at most {most}")
+        for name, one in value.items():
+            check_key(name, f"a name in {where}")
+            shape(one, f"{where}.{name:.40}")
+
+    return check
+
+
+def free(value: Any, where: str, depth: int = DEPTH) -> None:
+    """Anything that is not nested too deeply and has no absurd numbers."""
+    if depth == 0:
+        raise Untrue(f"{where} is nested too deeply")
+    if isinstance(value, dict):
+        for name, one in value.items():
+            free(one, f"{where}.{name:.40}", depth - 1)
+    elif isinstance(value, list):
+        for one in value:
+            free(one, where, depth - 1)
+    elif isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+        _fail(where, value, "a number of usual size")
+
+
+def anything(value: Any, where: str) -> None:
+    """What is looked at elsewhere."""
+
+
+def record(optional: Mapping[str, Shape] | None = None, **required: Shape) -> Shape:
+    """A table with these names; what else it holds is only bounded."""
+    shapes = {**(optional or {}), **required}
+
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, dict):
+            _fail(where, value, "a table")
+        for name in required:
+            if name not in value:
+                raise Untrue(f"{where} lacks {name}")
+        for name, one in value.items():
+            shapes.get(name, free)(one, f"{where}.{name:.40}")
+
+    return check
+
+
+# --- words --------------------------------------------------------------------------------------
+
+PORT = whole(1, 65535)
+SIZE = whole()
+RANK = whole(0, 1 << 24)
+SHA256 = form("[0-9a-f]{64}", "a SHA-256")
+IDENTITY = form("[0-9a-f]{32}", "an identity")
+PROCESS = whole(0, 1 << 31)
+HOLDERS = each(row(PROCESS, text(LONG_TEXT)), 1000)
+SMALL = text(256)
+
+_ADDRESS = record(interface=SMALL, address=address, prefix=whole(0, 128), family=one_of(4, 6),
+                  scope=SMALL, usable=flag)  # fmt: skip
+_LINK = record(name=SMALL, kind=SMALL, state=SMALL, mtu=whole(0, 1 << 31),
+               speed=whole(-LARGEST), addresses=each(_ADDRESS, 10_000))  # fmt: skip
+_DISK = record({"total": SIZE, "free": SIZE, "writable": flag}, path=text())
+_PYTHON = record(executable=maybe(text()), version=SMALL)
+_TORCH = record({"cuda": maybe(SMALL), "hip": maybe(SMALL)}, version=maybe(SMALL))
+_NAME = record(hostname=SMALL, resolves_to=maybe(each(address, 1000)),
+               hosts_lines=each(text(), 10_000))  # fmt: skip
+_CPU = record(available=each(whole(0, 1 << 20), 1 << 16), model=text(), machine=SMALL)
+_DEVICES = record(nvidia=each(SMALL, 1000), render=each(SMALL, 1000), nvidia_driver=maybe(SMALL))
+_LIMITS = record(nofile=whole(-1), memlock=whole(-1, 1 << 64), shm=SIZE)
+
+# facts that nothing works without; of the others a node may have none
+_FACTS = record(
+    {
+        "torch": maybe(_TORCH),
+        "interfaces": maybe(each(_LINK, 10_000)),
+        "cpu": maybe(_CPU),
+        "memory": maybe(record(total=SIZE, available=SIZE)),
+        "devices": maybe(_DEVICES),
+        "limits": maybe(_LIMITS),
+        "environment": maybe(table(text(LONG_TEXT), SMALL, 10_000)),
+        "disks": maybe(table(_DISK, SMALL, 100)),
+        "kernel": maybe(SMALL),
+        "boot_id": maybe(SMALL),
+        "errors": table(text(LONG_TEXT), SMALL, 100),
+    },
+    python=_PYTHON,
+    name=_NAME,
+    ephemeral_ports=row(whole(0, 65535), whole(0, 65535)),
+    clock=record(time=number, monotonic=number),
+    user=record({"shell": maybe(text())}, uid=whole(), home=text()),
+)
+
+_MEMORY = maybe(record({
+    "kills": maybe(whole(-LARGEST)),
+    "limit": maybe(record(bytes=SIZE, peak=maybe(SIZE), group=text())),
+    "kernel": each(text(), 100),
+}))  # fmt: skip
+_LOADED = record({"torch": SMALL, "cuda": maybe(SMALL), "nccl": SMALL, "backends": each(SMALL, 50)},
+                 python=SMALL, executable=text())  # fmt: skip
+_SEEN = record(state=SMALL, stack=each(text(), 1000))
+
+
+# --- events -------------------------------------------------------------------------------------
+
+EVENTS: dict[str, Shape] = {
+    "hello": record(pid=PROCESS, identity=IDENTITY, chosen_python=text(), facts=_FACTS),
+    "forkserver": record(
+        {"ready": flag, "import_s": number, "loaded": _LOADED, "failed": text(LONG_TEXT),
+         "traceback": text(LONG_TEXT), "died": whole(-1000, 1000), "time": number,
+         "memory": _MEMORY, "frozen": flag}
+    ),
+    "started": record(rank=RANK, pid=PROCESS),
+    "output": record(rank=RANK, stream=one_of("out", "err")),
+    "said": record(rank=RANK, data=anything),
+    "exit": record({"seen": _SEEN, "memory": _MEMORY}, rank=RANK, code=maybe(whole(0, 255)),
+                   signal=maybe(whole(1, 128)), time=number, peak_bytes=SIZE),
+    "ended": record(leftover=SIZE, time=number),
+    "asked to end": record(time=number),
+    "leaving": record(reason=SMALL, why=text(), time=number),
+}  # fmt: skip
+
+# by what they are: what a program in a rank says through its library. Another shape is a mistake
+# of the program, for it may write there what it likes: it is not heard
+SAYINGS: dict[str, Shape] = {
+    "event": record({"event": SMALL}),
+    "exception": record(type=text(), message=text(LONG_TEXT), traceback=text(LONG_TEXT),
+                        time=number),
+    "progress": record({
+        "step": whole(), "steps": maybe(whole()), "epoch": number, "epochs": maybe(number),
+    }),
+    "metrics": record({"step": maybe(whole()), "split": SMALL}),
+    "say": record(text=text(LONG_TEXT)),
+    "begin": record(),
+}  # fmt: skip
+
+_FORK_SERVER = (("ready", "import_s", "loaded"), ("failed", "traceback"), ("died", "time"))
+
+
+# --- answers ------------------------------------------------------------------------------------
+
+_DONE = record()
+_FILE = record(path=path_inside, size=SIZE)
+_LOOKED = record(path=text(), exists=flag, file=flag, executable=flag)
+_TRIED = record({"local_address": address, "rtt": number, "reached": form("[0-9a-f]{0,64}", "hex"),
+                 "errno": whole(0, 1 << 16), "error": text()},
+                host=text(), address=address, port=PORT, ok=flag)  # fmt: skip
+_OUTPUT = text(LONG_TEXT)
+
+ANSWERS: dict[str, Shape] = {
+    "lease": record(monotonic=number, time=number),
+    "prepare": _DONE,
+    "listen": record(ports=table(PORT, address), errors=table(text(), address)),
+    "stop_listening": _DONE,
+    "connect": record(results=each(_TRIED)),
+    "reserve_port": record(port=PORT),
+    "start": _DONE,
+    "witness": _DONE,
+    "seen": record(ranks=each(
+        record(rank=RANK, pid=PROCESS, cpu_s=number, state=SMALL, stack=each(text(), 1000))
+    )),
+    "stop": _DONE,
+    "kill": record(killed=SIZE),
+    "compare_tree": record(exists=flag, missing=each(text()), different=each(text())),
+    "lacking_blobs": record(hashes=each(SHA256)),
+    "put_blob": _DONE,
+    "put_file": _DONE,
+    "place": _DONE,
+    "build_tree": record(root=text(), damaged=each(SHA256)),
+    "run_folder": record(shared=flag, folder=text()),
+    "discard_run_folder": _DONE,
+    "look": record(paths=each(_LOOKED)),
+    "which": record(path=maybe(text())),
+    "disk": record(disks=each(_DISK)),
+    "list_results": record(files=each(_FILE)),
+    "read_block": record({"sha256": SHA256}),
+    "job_processes": record(pids=each(PROCESS)),
+    "bye": _DONE,
+    "clock": record(time=number, monotonic=number),
+    "resolve": record(names=table(maybe(each(address, 1000)))),
+    "open_ports": record(opened=each(PORT), taken=table(
+        record({"holders": HOLDERS}, error=maybe(text()))
+    )),
+    "half_open": record(peers=each(row(PORT, address)), rejects=each(address)),
+    "sink": record(port=PORT),
+    "transfer": record({"pmtu": whole(), "rtt": number, "retransmitted": whole(),
+                        "segments": whole()}, bytes=SIZE, seconds=number, sent=SIZE),
+    "counters": record(bytes=table(row(SIZE, SIZE))),
+    "leave_token": record({"step": SMALL, "why": maybe(text()), "errno": maybe(whole())}, ok=flag),
+    "see_tokens": record(exists=flag, seen=table(text(LONG_TEXT)), type=SMALL),
+    "take_token": _DONE,
+    "digest_tree": record({"files": SIZE, "bytes": SIZE, "digest": SHA256}, exists=flag),
+    "token_processes": record(processes=each(
+        record(pid=PROCESS, run=text(), owned=flag, age=number, command=text())
+    )),
+    "execute": record(code=whole(-1000, 1000), output=_OUTPUT),
+    "gpus": record({"missing": flag, "broken": _OUTPUT, "gpus": _OUTPUT, "apps": _OUTPUT}),
+    "packages": record(packages=table(SMALL, text())),
+}  # fmt: skip
+_REFUSAL = record({"holders": HOLDERS}, error=text(LONG_TEXT))
+
+
+def _among(found: Sequence[str], asked: Sequence[str] | set[str], what: str) -> None:
+    """Each once, and none that was not asked for."""
+    if len(set(found)) != len(found):
+        raise Untrue(f"{what} twice")
+    if foreign := set(found) - set(asked):
+        raise Untrue(f"{what} that nobody asked for: {_shown(min(foreign))}")
+
+
+def _about_tree(fields: Fields, answer: Message) -> None:
+    paths = {entry[0] for entry in fields["manifest"]}
+    _among([*answer["missing"], *answer["different"]], paths, "a path")
+
+
+def _about_blobs(fields: Fields, answer: Message) -> None:
+    hashes = {entry[1] for entry in fields["manifest"]}
+    _among(sorted({*answer.get("hashes", ()), *answer.get("damaged", ())}), hashes, "a hash")
+    if "root" in answer and not answer["root"].endswith(
+        f"/jobs/{fields['run_id']}/{fields['name']}"
+    ):
+        _fail("the folder of a tree", answer["root"], "one of the job's folder")
+
+
+def _about_run_folder(fields: Fields, answer: Message) -> None:
+    folder = answer["folder"]
+    own = folder.startswith("/") and folder.endswith(f"/paceline/runs/{fields['key']}")
+    if not (folder == fields["path"] if answer["shared"] else own):
+        _fail("the run's folder", folder, "the run directory or one under its key")
+
+
+def _about_results(fields: Fields, answer: Message) -> None:
+    if len({file["path"] for file in answer["files"]}) != len(answer["files"]):
+        raise Untrue("a file twice")
+
+
+def _about_looks(fields: Fields, answer: Message) -> None:
+    if [one["path"] for one in answer["paths"]] != fields["paths"]:
+        raise Untrue("other paths than were asked for")
+
+
+def _about_tries(fields: Fields, answer: Message) -> None:
+    key = lambda one: (one["host"], one["address"], one["port"])  # noqa: E731
+    tried, asked = map(key, answer["results"]), set(map(key, fields["targets"]))
+    if foreign := set(tried) - asked:
+        raise Untrue(f"a connection that nobody asked for: {foreign.pop()}")
+
+
+def _about_listeners(fields: Fields, answer: Message) -> None:
+    _among([*answer["ports"]], fields["addresses"], "an address")
+
+
+def _about_disks(fields: Fields, answer: Message) -> None:
+    if len(answer["disks"]) != len(fields["paths"]):
+        raise Untrue("other disks than were asked for")
+
+
+def _about_names(fields: Fields, answer: Message) -> None:
+    _among([*answer["names"]], fields["names"], "a name")
+
+
+def _about_ports(fields: Fields, answer: Message) -> None:
+    ports = {str(port) for port in fields["ports"]}
+    _among([*map(str, answer["opened"]), *answer["taken"]], ports, "a port")
+
+
+def _about_tokens(fields: Fields, answer: Message) -> None:
+    _among([*answer["seen"]], fields["names"], "a file")
+
+
+def _about_block(fields: Fields, answer: Message) -> None:
+    if fields["last"] != ("sha256" in answer):
+        raise Untrue("the hash of a file belongs to its last block")
+
+
+# what an answer must have to do with its request
+RELATIONS: dict[str, Callable[[Fields, Message], None]] = {
+    "compare_tree": _about_tree,
+    "lacking_blobs": _about_blobs,
+    "build_tree": _about_blobs,
+    "run_folder": _about_run_folder,
+    "list_results": _about_results,
+    "look": _about_looks,
+    "connect": _about_tries,
+    "listen": _about_listeners,
+    "disk": _about_disks,
+    "resolve": _about_names,
+    "open_ports": _about_ports,
+    "see_tokens": _about_tokens,
+    "read_block": _about_block,
+}
+
+
+# --- a conversation -----------------------------------------------------------------------------
+
+
+class Conversation:
+    """What one agent was asked, and so what it may say."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, tuple[str, Fields]] = {}
+        self._ranks: frozenset[int] = frozenset()
+        self._greeted = False
+
+    def ask(self, number: int, op: str, fields: Fields) -> None:
+        """A request goes out."""
+        self._asked[number] = op, fields
+        if op == "start":
+            self._ranks = frozenset(rank["rank"] for rank in fields["ranks"])
+
+    def answer(self, message: Message, blob: bytes) -> int:
+        """The number of the request that is answered. Untrue when none is, or not so."""
+        whole(1)(message["re"], "the number of an answer")
+        if message["re"] not in self._asked:
+            raise Untrue("an answer to what nobody asked")
+        op, fields = self._asked.pop(message["re"])
+        wanted = fields["count"] if op == "read_block" and "error" not in message else 0
+        if len(blob) != wanted:
+            raise Untrue(f"{len(blob)} bytes with the answer to {op} instead of {wanted}")
+        where = f"the answer to {op}"
+        if "error" in message:
+            _REFUSAL(message, where)
+        else:
+            ANSWERS.get(op, free)(message, where)
+            if op in RELATIONS:
+                RELATIONS[op](fields, message)
+            for one in message["ranks"] if op == "seen" else ():
+                self._own(one["rank"])
+        return int(message["re"])
+
+    def event(self, message: Message, blob: bytes) -> bool:
+        """Whether an event is to be heard. Untrue for one that no agent sends."""
+        kind = message.get("event")
+        if not isinstance(kind, str) or kind not in EVENTS:
+            raise Untrue(f"an event called {_shown(kind)}")
+        EVENTS[kind](message, f"the event {kind}")
+        if blob and kind != "output":
+            raise Untrue(f"{len(blob)} bytes with the event {kind}")
+        if "rank" in message:
+            self._own(message["rank"])
+        if kind == "hello":
+            if self._greeted:
+                raise Untrue("hello twice")
+            self._greeted = True
+        elif not self._greeted and kind not in ("leaving", "asked to end"):
+            raise Untrue(f"the event {kind} before hello")
+        elif kind == "forkserver":
+            if not any(set(names) <= message.keys() for names in _FORK_SERVER):
+                raise Untrue("the event forkserver says neither how it began nor how it ended")
+        elif kind == "said":
+            return _is_saying(message.get("data"))
+        return True
+
+    def _own(self, rank: int) -> None:
+        if rank not in self._ranks:
+            raise Untrue(f"rank {rank}, which does not run there")
+
+
+def _is_saying(data: Any) -> bool:
+    try:
+        free(data, "data")
+        if not isinstance(data, dict):
+            return False
+        kind = data.get("kind")
+        if isinstance(kind, str) and kind in SAYINGS:
+            SAYINGS[kind](data, "data")
+    except Untrue:
+        return False
+    return True
+
+
+# --- before the first frame ---------------------------------------------------------------------
+
+_BOOT_WORDS = {"have": 0, "need": 0, "old": 2, "system": 1, "disk": 1}  # and how many follow
+
+
+def boot_words(line: bytes) -> list[str]:
+    """What stands after the mark ``BOOT`` on a node's first line: a word, and what it is about."""
+    words = line.decode(errors="replace").split()
+    if not words or len(words) <= _BOOT_WORDS.get(words[0], MOST_WORDS):
+        raise Untrue(f"its first line is {_shown(' '.join(words))}")
+    return words

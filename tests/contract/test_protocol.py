@@ -65,6 +65,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
                      {"exists": True, "missing": ["d/f"], "different": []}, b""),
     "lacking_blobs": ({"manifest": [ENTRY]}, {"hashes": [HEX]}, b""),
     "put_blob": ({}, {}, b""),
+    "put_blobs": ({}, {}, b""),
     "put_file": ({}, {}, b""),
     "place": ({}, {}, b""),
     "build_tree": ({"manifest": [ENTRY], "run_id": "r", "name": "code"},

@@ -213,8 +213,9 @@ def _copy(sha256: str, root: Path, path: str, mode: int) -> bool:
         os.fchmod(target.fileno(), mode & 0o777)
     if digest.hexdigest() == sha256:
         return True
-    with contextlib.suppress(OSError):
-        blob.unlink()
+    for file in (blob, root / path):
+        with contextlib.suppress(OSError):
+            file.unlink()
     return False
 
 

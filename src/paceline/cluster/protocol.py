@@ -311,6 +311,7 @@ ANSWERS: dict[str, Shape] = {
     "compare_tree": record(exists=flag, missing=each(text()), different=each(text())),
     "lacking_blobs": record(hashes=each(SHA256)),
     "put_blob": _DONE,
+    "put_blobs": _DONE,
     "put_file": _DONE,
     "place": _DONE,
     "build_tree": record(root=text(), damaged=each(SHA256)),

@@ -69,14 +69,17 @@ STATUS = {
 def to_type() -> dict[str, list[Shown]]:
     """By page, the commands that are typed here: all in blocks, and complete ones in tables."""
     found: dict[str, list[Shown]] = {}
+    seen = set()  # what an earlier page has already shown is not typed twice
     for page in PAGES:
         if page.name in PAGES_ELSEWHERE or page.parent.name == "rules":
             continue
         whole = [s for s in in_blocks(page) if not re.search(r"…|\[", s.text)]
         complete = [s for s in inline(page) if len(s.words) > 2 and not filled(s).template]
-        commands = [s for s in (*whole, *complete) if not elsewhere(s)]
-        if commands:
-            found[page.name] = list(dict.fromkeys(commands))
+        for shown in (*whole, *complete):
+            key = shown.words if page.name != "hosts.md" else shown
+            if not elsewhere(shown) and key not in seen:
+                found.setdefault(page.name, []).append(shown)
+                seen.add(key)
     return found
 
 

@@ -103,7 +103,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
                      sorted(places.items()), more.get("inspect") is None)  # fmt: skip
 
     def planned(job: Any, cluster: Any, transport: Any, **how: Any) -> NoReturn:
-        done.is_done("plan", how["as_json"])
+        done.is_done("plan", how["as_json"], how["verbose"])
 
     async def examined(*_: Any, **__: Any) -> NoReturn:
         done.is_done("examined")
@@ -204,7 +204,8 @@ def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -
         if name in LEADS:
             continue
         flag = max(option.opts, key=len)
-        words = [*COMPANIONS.get(name, ()), flag, *([VALUES[name]] if VALUES[name] else [])]
+        beside = () if verb in applies.MEASURING else COMPANIONS.get(name, ())
+        words = [*beside, flag, *([VALUES[name]] if VALUES[name] else [])]
         if name == "detach" and manner == "sbatch":
             continue  # shown below: it has to do with what follows the submission
         if name == "plan_only" and manner in applies.BATCHES:
@@ -215,7 +216,7 @@ def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -
             words = [flag, "localhost"]
         if manner == "local" and name == "nnodes":
             words = [flag, "2"]
-        before = call(deed, verb, manner, COMPANIONS.get(name, ())) if name in COMPANIONS else plain
+        before = call(deed, verb, manner, beside) if beside else plain
         status, said, did = call(deed, verb, manner, words)
         refused = status == 2 and flag in said
         where = applies.OPTIONS[name]

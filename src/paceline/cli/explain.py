@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 
-from paceline.cli.runs import find_run
+from paceline.cli.options import of_a_run
+from paceline.cli.runs import find_run, named_run
 from paceline.cli.verb import Verb
 from paceline.cluster.records import is_regular, read_object
 from paceline.diagnose.conclude import Conclusion, conclude, to_findings
@@ -28,7 +29,7 @@ SHOWN_ANYWAY = ("exception", "said-why")  # their words stand in the last lines 
 
 
 @click.command("explain", cls=Verb)
-@click.argument("run", required=False, type=click.Path(path_type=Path))
+@of_a_run
 @click.option(
     "--log",
     type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
@@ -43,18 +44,22 @@ SHOWN_ANYWAY = ("exception", "said-why")  # their words stand in the last lines 
     help="Also pack plan, events, logs and findings for support: no secrets.",
 )
 @click.pass_context
-def command(ctx: click.Context, /, run: Path | None, log: Path | None, as_json: bool,
-            bundle: Path | None) -> None:  # fmt: skip
-    """Say what went wrong in RUN (a run directory; default: the newest below runs/).
+def command(ctx: click.Context, /, log: Path | None, as_json: bool,
+            bundle: Path | None, **_: object) -> None:  # fmt: skip
+    """Say what went wrong in RUN.
+
+    Without RUN: the newest below runs/.
 
     Exit status: 0 a cause was found (or nothing went wrong), 2 the cause is unknown.
     """
+    run: Path | None = None
     if log is not None:
-        if run is not None:
+        if ctx.params["run"] is not None:
             raise SettingError("RUN and --log exclude each other")
         evidence = from_log(read_given(log))
     else:
-        run = run or find_run(None)
+        named = named_run(ctx)
+        run = Path(named) if named else find_run(None)
         evidence = from_run(run)
     found = conclude(evidence, load_all())
     if run is not None and not well(evidence):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import click
 
-from paceline.cli.runs import find_run, look_at
+from paceline.cli.options import of_a_run
+from paceline.cli.runs import current_run, look_at
 from paceline.cli.verb import Verb
 from paceline.cluster.records import open_regular
 from paceline.diagnose.gather import log_files, rank_of
@@ -18,44 +21,74 @@ from paceline.spec.errors import SettingError
 from paceline.spec.terminal import clean
 
 LOOK_EVERY_S = 0.3
+MOST_BACK = 32 << 20  # bytes from the end in which last lines are looked for
 PIECE = 1 << 20  # bytes read at once, and the longest line that is kept whole
 
 
 @click.command("logs", cls=Verb)
-@click.argument("run", required=False)
+@of_a_run
 @click.option("--rank", type=click.IntRange(0), help="Only this rank.")
+@click.option("--host", metavar="NAME", help="Only the ranks of this host.")
+@click.option("-n", "--tail", type=click.IntRange(0), help="Begin with the last N lines of each.")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run is over.")
-def command(run: str | None, rank: int | None, follow: bool) -> None:
-    """Print the logs of RUN (the newest below runs/), each line labelled HOST/RANK."""
-    path = find_run(run)
+@click.pass_context
+def command(ctx: click.Context, /, rank: int | None, host: str | None, tail: int | None,
+            follow: bool, **_: object) -> None:  # fmt: skip
+    """Print the logs of RUN, each line labelled HOST/RANK.
+
+    Without RUN: the run below runs/ that is going on, else the newest there.
+    """
+    path = current_run(ctx)
     readers: dict[Path, Reader] = {}
     while True:
         over = not follow or look_at(path).over
-        for file in logs_of(path, rank):
+        for file in logs_of(path, rank, host):
             if file not in readers:
-                readers[file] = Reader(file)
+                readers[file] = Reader(file, tail)
             readers[file].show()
         if over:
             break
         time.sleep(LOOK_EVERY_S)
-    if not readers and rank is not None:
-        raise SettingError(f"{path} has no log of rank {rank}")
+    if not readers and (rank is not None or host is not None):
+        which = [f"rank {rank}"] if rank is not None else []
+        raise SettingError(
+            f"{path} has no log of {' on '.join([*which, *([host] if host else [])])}",
+            found=", ".join(f"{file.parent.name}/{file.stem}" for file in logs_of(path)[:20]),
+        )
 
 
-def logs_of(path: Path, rank: int | None) -> list[Path]:
+def logs_of(path: Path, rank: int | None = None, host: str | None = None) -> list[Path]:
     """Log files of ranks, in the order of the ranks."""
     found = [(number, file) for file in log_files(path / names.LOGS)
              if (number := rank_of(file)) is not None]  # fmt: skip
-    return [file for number, file in sorted(found) if rank is None or number == rank]
+    return [
+        file
+        for number, file in sorted(found)
+        if rank in (None, number) and host in (None, file.parent.name)
+    ]
+
+
+def seek_lines(file: IO[bytes], count: int) -> None:
+    """Goes to where the last ``count`` lines begin, reading from the end only."""
+    end = file.seek(0, os.SEEK_END)
+    at, seen = end, b""
+    while at > 0 and seen[:-1].count(b"\n") < count and len(seen) < MOST_BACK:
+        step = min(PIECE, at)
+        at = file.seek(at - step)
+        seen = file.read(step) + seen
+    lines = seen.splitlines(keepends=True)
+    file.seek(end - sum(map(len, lines[len(lines) - count :])) if count < len(lines) else at)
 
 
 class Reader:
     """Shows what is added to one log, whole lines only until the end."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tail: int | None = None) -> None:
         self._label = f"[{path.parent.name}/{path.stem}] "
         self._file = open_regular(path)
         self._rest = b""
+        if tail is not None:
+            seek_lines(self._file, tail)
 
     def show(self) -> None:
         colours = sys.stdout.isatty()

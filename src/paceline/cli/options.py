@@ -59,6 +59,17 @@ MASTER_PORT = click.option(
 NO_TORCH = click.option("--no-torch", is_flag=True, help="The script does not use torch.")
 
 
+RUN_DIR_OF = click.option(
+    "--run-dir", type=click.Path(file_okay=False, path_type=Path),
+    help="The run's folder, as RUN.", show_default="the run that is going on, else the newest",
+)  # fmt: skip
+
+
+def of_a_run(command: F) -> F:
+    """Adds what says which run is meant."""
+    return click.argument("run", required=False)(with_settings(command, [RUN_DIR_OF]))
+
+
 def together(command: F, options: Sequence[Callable[[F], F]]) -> F:
     """Adds options to a command, in this order."""
     for option in reversed(options):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+
 from paceline.cli.batch import record_of, state_of
+from paceline.cli.settings import setting
 from paceline.cluster import records
 from paceline.cluster.ownership import owner_alive, read_owner
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
+from paceline.spec.settings import Source
 
 LAST_BYTES = 64 << 10  # of metrics.jsonl, to find the last record
 _SIGNS = (names.PLAN, names.EVENTS, names.OWNER, "batch.json")
@@ -74,6 +79,53 @@ def find_run(given: str | None) -> Path:
             remedy="Name a run directory, or type this where you started the run",
         )
     return parent / found[0]
+
+
+def current_run(ctx: click.Context) -> Path:
+    """The run that a verb is about: as named, else the one that is going on, else the newest.
+
+    SettingError where several are going on: which one is meant is for the user to say.
+    """
+    named = named_run(ctx)
+    if named is not None:
+        return find_run(named)
+    found = going_on()
+    if len(found) > 1:
+        raise several(found)
+    return found[0] if found else find_run(None)
+
+
+def named_run(ctx: click.Context) -> str | None:
+    """The run that is named as RUN, or by the setting ``run-dir``."""
+    run, run_dir = ctx.params["run"], ctx.params["run_dir"]
+    if run is not None and setting(ctx, "run_dir").source is Source.COMMAND_LINE:
+        raise SettingError("RUN and --run-dir exclude each other")
+    return str(run or run_dir) if run or run_dir else None
+
+
+def several(found: Sequence[Path]) -> SettingError:
+    """The error where the user has to choose."""
+    listed = "\n".join(str(path) for path in found)
+    return SettingError(f"{len(found)} runs are going on", found=listed,
+                        remedy=f"Name one of them: {found[0]}")  # fmt: skip
+
+
+def going_on() -> list[Path]:
+    """The runs below runs/ that have not ended, the newest first; those of a measurement, too."""
+    top = [*records.folders_in(Path(names.DEFAULT_PARENT))]
+    inner = [path for folder in top if not is_run(folder) for path in records.folders_in(folder)]
+    found = [path for path in (*top, *inner) if is_run(path) and _goes_on(path)]
+    return sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True)
+
+
+def _goes_on(path: Path) -> bool:
+    owner = read_owner(path)
+    if owner is not None and owner_alive(owner):
+        return True
+    if record_of(path) is None or records.is_regular(path / names.RESULT):
+        return False
+    state = look_at(path)  # asks the scheduler
+    return not state.over and state.word != "not started"
 
 
 def is_run(path: Path) -> bool:

@@ -7,20 +7,24 @@ import sys
 
 import click
 
-from paceline.cli.runs import RunState, find_run, look_at
+from paceline.cli.options import of_a_run
+from paceline.cli.runs import RunState, current_run, look_at
 from paceline.cli.verb import Verb
 from paceline.spec.terminal import for_reader
 
 
 @click.command("status", cls=Verb)
-@click.argument("run", required=False)
+@of_a_run
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-def command(run: str | None, as_json: bool) -> None:
-    """Say whether RUN (the newest below runs/) is running, and how it ended.
+@click.pass_context
+def command(ctx: click.Context, /, as_json: bool, **_: object) -> None:
+    """Say whether RUN is running, and how it ended.
+
+    Without RUN: the run below runs/ that is going on, else the newest there.
 
     A batch is described in its scheduler's own words.
     """
-    state = look_at(find_run(run))
+    state = look_at(current_run(ctx))
     if as_json:
         click.echo(json.dumps(state.to_json(), indent=2))
     else:

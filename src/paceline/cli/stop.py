@@ -8,7 +8,8 @@ import time
 import click
 
 from paceline.cli.batch import cancel
-from paceline.cli.runs import RunState, find_run, look_at
+from paceline.cli.options import of_a_run
+from paceline.cli.runs import RunState, current_run, going_on, look_at, named_run
 from paceline.cli.verb import Verb
 from paceline.cluster import this_machine
 from paceline.cluster.ownership import owner_here
@@ -20,11 +21,18 @@ PATIENCE_S = 30.0
 
 
 @click.command("stop", cls=Verb)
-@click.argument("run", required=False)
+@of_a_run
 @click.option("--now", is_flag=True, help="Do not give the ranks time to save anything.")
-def command(run: str | None, now: bool) -> None:
-    """End RUN (the newest below runs/) on all its nodes; return when it is over."""
-    path = find_run(run)
+@click.pass_context
+def command(ctx: click.Context, /, now: bool, **_: object) -> None:
+    """End RUN on all its nodes; return when it is over.
+
+    Without RUN: the run below runs/ that is going on.
+    """
+    if named_run(ctx) is None and not going_on():
+        click.echo("paceline: no run below runs/ is going on", err=True)
+        return
+    path = current_run(ctx)
     state = look_at(path)
     if state.over or state.word == "not started":
         click.echo(clean(f"{path}: {state.word} already"), err=True)

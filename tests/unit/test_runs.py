@@ -1,0 +1,108 @@
+"""Which run is meant when none is named, and which lines of its logs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from paceline.cli import program, runs
+from paceline.cli.logs import seek_lines
+from paceline.spec.errors import SettingError
+
+ALIVE = 4711  # a process id that stands for one that lives
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "owner_alive", lambda owner: owner["pid"] == ALIVE)
+
+
+def make(name: str, *, alive: bool = False, code: int | None = 0, age: int = 0) -> Path:
+    folder = Path("runs") / name
+    (folder / "logs" / "n1").mkdir(parents=True)
+    (folder / "plan.json").write_text("{}")
+    owner = {"host": "x", "pid": ALIVE if alive else 7, "start": 1, "since": "now"}
+    (folder / "owner.json").write_text(json.dumps(owner))
+    if code is not None and not alive:
+        (folder / "result.json").write_text(json.dumps({"exit_code": code}))
+    os.utime(folder, (1e9 - age, 1e9 - age))
+    return folder
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(program, words, prog_name="paceline")
+
+
+def test_the_run_that_is_going_on_is_meant_not_the_newest() -> None:
+    make("old", alive=True, age=100)
+    make("new")
+    assert "runs/old: running" in call("status").output
+    assert [str(path) for path in runs.going_on()] == ["runs/old"]
+
+
+def test_a_run_of_a_measurement_counts_too() -> None:
+    make("scaling/2x1-1", alive=True)
+    assert [str(path) for path in runs.going_on()] == ["runs/scaling/2x1-1"]
+
+
+def test_without_any_the_newest_is_looked_at_but_none_is_stopped() -> None:
+    make("old", age=100)
+    make("new", code=3)
+    assert "runs/new: ended, exit status 3" in call("status").output
+    stopped = call("stop")
+    assert stopped.exit_code == 0
+    assert "no run below runs/ is going on" in stopped.output
+    assert "runs/old: ended already" in call("stop", "old").output
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "stop"])
+def test_several_are_listed(verb: str) -> None:
+    make("one", alive=True)
+    make("two", alive=True)
+    refused = call(verb)
+    assert isinstance(refused.exception, SettingError)
+    assert "2 runs are going on" in refused.exception.message
+    assert {"runs/one", "runs/two"} == set(refused.exception.found.splitlines())
+
+
+def test_the_run_may_be_named_in_the_settings() -> None:
+    make("one")
+    make("two", age=100, code=7)
+    Path("paceline.toml").write_text('[run]\nrun-dir = "runs/two"\n')
+    assert "runs/two: ended, exit status 7" in call("status").output
+    assert "runs/one" in call("status", "one").output
+    refused = call("status", "one", "--run-dir", "runs/two")
+    assert isinstance(refused.exception, SettingError)
+
+
+def test_logs_of_a_host_and_the_last_lines() -> None:
+    folder = make("one")
+    (folder / "logs" / "n2").mkdir()
+    (folder / "logs" / "n1" / "0.log").write_text("a\nb\nc\n")
+    (folder / "logs" / "n2" / "1.log").write_text("d\ne")
+    assert call("logs", "--tail", "1").output.splitlines() == ["[n1/0] c"]
+    assert call("logs", "-n", "2").output.splitlines() == ["[n1/0] b", "[n1/0] c", "[n2/1] d"]
+    assert call("logs", "--host", "n2").output.splitlines() == ["[n2/1] d"]
+    refused = call("logs", "--host", "n3")
+    assert isinstance(refused.exception, SettingError)
+    assert "n1/0, n2/1" in refused.exception.found
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_the_last_lines_without_reading_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr("paceline.cli.logs.PIECE", size)
+    path = tmp_path / "log"
+    for text in ("", "a", "a\n", "a\nb", "a\nb\n", "\n\n\n", "a\nb\nc\nd\n"):
+        path.write_text(text)
+        for count in range(5):
+            with path.open("rb") as file:
+                seek_lines(file, count)
+                left = file.read().decode().splitlines()
+            assert left == (text.splitlines()[-count:] if count else [])

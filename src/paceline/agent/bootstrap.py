@@ -1,13 +1,17 @@
 """The first lines that run on a node: find or take the agent's code, then become the agent.
 
-This file's source is sent as one line over standard input to ``python -c``; the launcher formats
-the names in capitals. It may use nothing but builtins and must run on any Python 3, to be able
-to say that one is too old.
+This file's source is sent over standard input to ``python -c``. It must run on any Python 3, to be
+able to say that one is too old.
+
+Code that was kept in the cache runs only where nobody but this user could have put it, and only
+when all of it has the hash that the launcher tells.
 """
 
 # ruff: noqa
 # fmt: off
 import os, sys
+
+COMPILED = "__pycache__"
 
 def say(word):
     os.write(1, b"\xf5PLboot " + word.encode() + b"\n")
@@ -21,18 +25,94 @@ def take(count):
         data += more
     return data
 
-def unpack(folder, archive):
-    import io, zipfile
-    new = folder + ".new%d" % os.getpid()
-    os.makedirs(new, 0o700)
-    zipfile.ZipFile(io.BytesIO(archive)).extractall(new)
+def ours_alone(path, sticky=False):
+    """Nobody else can change what is at a resolved path: like sshd, up to the root."""
+    while True:
+        about = os.lstat(path)
+        shared = about.st_mode & 0o022 and not (sticky and about.st_mode & 0o1000)
+        if shared or about.st_uid not in (0, os.getuid()):
+            return False
+        above = os.path.dirname(path)
+        if above == path:
+            return True
+        path, sticky = above, True
+
+def place(digest):
+    """The folder of that content in the cache; "" where somebody else could change it."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    parent = os.path.realpath(os.path.join(base, "paceline", "agent"))
     try:
-        os.rename(new, folder)
+        if not os.path.isdir(parent):
+            there = parent
+            while not os.path.lexists(there):
+                there = os.path.dirname(there)
+            if not ours_alone(there, True):
+                return ""
+            before = os.umask(0o077)
+            try:
+                os.makedirs(parent)
+            finally:
+                os.umask(before)
+        return os.path.join(parent, digest) if ours_alone(parent) else ""
     except OSError:
-        if not os.path.isdir(folder):
-            raise
-        import shutil
-        shutil.rmtree(new)
+        return ""
+
+def content(folder):
+    """What the folder's files hash to, as the launcher hashes them; "" with anything odd in it."""
+    import hashlib, marshal, stat
+    inner = os.path.join(folder, "paceline_agent")
+    names = sorted(name for name in os.listdir(inner) if name != COMPILED)
+    if set(os.listdir(folder)) - {COMPILED} != {"__main__.py", "paceline_agent"}:
+        return ""
+    digest = hashlib.sha256()
+    for name in ["__main__.py"] + ["paceline_agent/" + name for name in names]:
+        about = os.lstat(os.path.join(folder, name))
+        if not (ours(about) and stat.S_ISREG(about.st_mode) and name.endswith(".py")):
+            return ""
+        with open(os.path.join(folder, name), "rb") as file:
+            data = file.read()
+        digest.update(("%s\0%d\0" % (name, len(data))).encode() + data)
+    for compiled in (os.path.join(folder, COMPILED), os.path.join(inner, COMPILED)):
+        for name in os.listdir(compiled) if os.path.lexists(compiled) else []:
+            if sys.implementation.cache_tag in name:  # a power cut may have cut it off
+                with open(os.path.join(compiled, name), "rb") as file:
+                    marshal.loads(file.read()[16:])
+    return digest.hexdigest()
+
+def ours(about):
+    return about.st_uid == os.getuid()
+
+def whole(folder, digest):
+    """The content is there, and in a folder that nobody else can look into."""
+    try:
+        inner = os.path.join(folder, "paceline_agent")
+        dirs = [folder, inner]
+        links = map(os.path.islink, dirs + [os.path.join(name, COMPILED) for name in dirs])
+        about = os.lstat(folder)
+        closed = ours(about) and not about.st_mode & 0o077 and ours(os.lstat(inner))
+        return closed and not any(links) and content(folder) == digest
+    except Exception:
+        return False
+
+def unpack(folder, archive, digest):
+    """Puts the content in its place, unless another agent was faster."""
+    import io, shutil, zipfile
+    new = folder + ".new%d" % os.getpid()
+    old = folder + ".old%d" % os.getpid()
+    before = os.umask(0o077)
+    try:
+        os.makedirs(new, 0o700)
+        zipfile.ZipFile(io.BytesIO(archive)).extractall(new)
+        if os.path.lexists(folder) and not whole(folder, digest):
+            os.rename(folder, old)
+        if not os.path.lexists(folder):
+            os.rename(new, folder)
+    finally:
+        os.umask(before)
+        shutil.rmtree(new, True)
+        if os.path.lexists(old):
+            plain = os.path.isdir(old) and not os.path.islink(old)
+            shutil.rmtree(old, True) if plain else os.unlink(old)
 
 def boot(digest, chosen):
     if sys.version_info < (3, 9):
@@ -41,25 +121,27 @@ def boot(digest, chosen):
     if not sys.platform.startswith("linux"):
         say("system " + sys.platform)
         sys.exit(1)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = os.path.join(base, "paceline", "agent", digest)
+    folder = place(digest)
     extra = []
-    if os.path.isdir(folder):
+    if folder and whole(folder, digest):
         say("have")
     else:
         say("need")
         archive = take(int(take(10)))
         try:
-            unpack(folder, archive)
-        except OSError as problem:
-            import tempfile
-            try:
+            if folder:
+                try:
+                    unpack(folder, archive, digest)
+                except OSError:
+                    folder = folder if whole(folder, digest) else ""
+            if not folder:
+                import tempfile
                 folder = os.path.join(tempfile.mkdtemp(prefix="paceline-agent-"), digest)
-                unpack(folder, archive)
+                unpack(folder, archive, digest)
                 extra = ["--temporary"]
-            except OSError:
-                say("disk %s: %s" % (problem.filename, problem.strerror))
-                sys.exit(1)
+        except OSError as problem:
+            say("disk %s: %s" % (problem.filename, problem.strerror))
+            sys.exit(1)
     sys.path.insert(0, folder)
     from paceline_agent.entry import main
     sys.exit(main(["serve", chosen] + extra))

@@ -28,7 +28,8 @@ def fork_agent(package: str) -> None:
     agent = os.fork()
     if agent == 0:
         return
-    argv = [sys.executable, "-I", "-S", package, "guard", str(agent)]
+    # -B: the agent may be gone, and its folder with it, before this one has read its own code
+    argv = [sys.executable, "-I", "-S", "-B", package, "guard", str(agent)]
     os.execv(argv[0], argv)
 
 

@@ -60,6 +60,7 @@ class Agent:
         self.reserved: Optional[socket.socket] = None
         self.folders: List[Path] = []  # made for this job, removed with it
         self.run_keys: Dict[str, bool] = {}  # of runs with a folder here: has it served?
+        self.private: Optional[Path] = None  # instead of the cache
         self.chosen_python = sys.executable
         self.arrivals = Arrivals()
         self.departures = Departures()
@@ -218,6 +219,9 @@ class Agent:
             for key, served in self.run_keys.items():
                 with contextlib.suppress(OSError):
                     snapshot.discard_run_folder(key, only_empty=not served)
+            kept = self.private is not None and any(snapshot.cache_folder().glob("runs/*"))
+            if self.private is not None and not kept:
+                snapshot.remove_tree(self.private)
         finally:
             cleaned.set()
 
@@ -611,7 +615,7 @@ def main(package: str, chosen_python: str, temporary: bool) -> int:
     Args:
         package: Folder that this code lies in.
         chosen_python: The interpreter as the launcher named it.
-        temporary: Remove the folder at the end (it could not be kept in the cache).
+        temporary: It could not be kept in the cache, so nothing is: all goes at the end.
     """
     for signum in (signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
@@ -624,6 +628,7 @@ def main(package: str, chosen_python: str, temporary: bool) -> int:
     agent = Agent(input_fd, output_fd, package)
     agent.chosen_python = chosen_python
     if temporary:
-        agent.folders.append(Path(package).parent)
+        agent.private = Path(package).parent
+        snapshot.use_instead(agent.private / "paceline")
     signal.signal(signal.SIGTERM, agent.take_term)
     return agent.run()

@@ -30,8 +30,18 @@ _HASH = re.compile("[0-9a-f]{64}")
 _RUN_ID = re.compile("[0-9A-Za-z_-]{1,64}")
 
 
+_place: List[Path] = []
+
+
+def use_instead(place: Path) -> None:
+    """Has everything kept at ``place``: others can write to the usual one, or we cannot."""
+    _place[:] = [place]
+
+
 def cache_folder() -> Path:
     """Where the agent keeps what was shipped: ``$XDG_CACHE_HOME/paceline``."""
+    if _place:
+        return _place[0]
     base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     return Path(base) / "paceline"
 

@@ -13,6 +13,15 @@ from paceline import agent
 
 _FOLDER = Path(agent.__file__).parent
 _MAIN = "import sys\nfrom paceline_agent.entry import main\nsys.exit(main())\n"
+_READ = """import os, sys
+rest = b""
+while len(rest) < %(count)d:
+    more = os.read(0, %(count)d - len(rest))
+    if not more:
+        sys.exit(1)
+    rest += more
+exec(rest)
+"""
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the archive must depend on nothing but the files' content
 
 
@@ -21,9 +30,9 @@ class Shipment:
     """What a node needs to become an agent.
 
     Attributes:
-        digest: Names the content; the node caches under it.
+        digest: SHA-256 of the content. The node caches under it, and runs nothing else.
         archive: Zip archive of the agent's files.
-        first_line: Python source, one line, sent before anything else.
+        first_line: Python source, sent before anything else.
     """
 
     digest: str
@@ -41,7 +50,7 @@ def shipment() -> Shipment:
     digest = hashlib.sha256()
     for name, content in files.items():
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    name = digest.hexdigest()[:24]
+    name = digest.hexdigest()
     return Shipment(name, _archive(files), _first_line(name))
 
 
@@ -54,6 +63,7 @@ def _archive(files: dict[str, bytes]) -> bytes:
 
 
 def _first_line(digest: str) -> bytes:
+    """One line that reads the rest at once: the remote command reads its line byte by byte."""
     source = (_FOLDER / "bootstrap.py").read_text(encoding="utf-8")
-    call = f"{source}\nboot({digest!r}, sys.argv[1])\n"
-    return f"exec({call!a})\n".encode("ascii")
+    rest = f"{source}\nboot({digest!r}, sys.argv[1])\n".encode()
+    return f"exec({_READ % {'count': len(rest)}!a})\n".encode("ascii") + rest

@@ -164,7 +164,7 @@ def test_the_rank_that_was_told_to_stop(site: Site) -> None:
         os.kill(process(site, "n2", r"rank 1 of 2"), signal.SIGTERM)
         ended = launch.end()
     assert re.search(r"failed first: rank 1 on n2: Stopped: stopped on SIGTERM", ended.err)
-    assert re.search(r"\nto resume: paceline run --run-dir \S+ .*steps.py\n", ended.err)
+    assert re.search(r"\nto resume: paceline run .*--run-dir \S+ .*steps\.py\n", ended.err)
     assert ended.err.count("stopped on SIGTERM") <= 2, ended.err
     assert first(ended)["rank"] == 1
 

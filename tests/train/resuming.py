@@ -426,7 +426,9 @@ def saving(where: Shelf, step: int) -> None:
     writer = Writer(where, keep=2)
     while True:
         weights = {"w": torch.full((256, 1024), float(step))}
-        state = json.dumps({"progress": {"step": step}}).encode()
+        at = {"step": step, "epoch": 0, "offset": 0}
+        nothing: dict[str, Any] = {"identity": {}, "training": {}, "extras": {}}
+        state = json.dumps({"progress": at, "ranks": 1, **nothing}).encode()
         writer.begin(Snapshot(step, {"weights.safetensors": weights}, frozenset(), state, {}))
         writer.wait()
         step += 1

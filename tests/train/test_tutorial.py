@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ import ranks
 PAGE = (Path(__file__).parents[2] / "docs/train.md").read_text(encoding="utf-8")
 
 
-def block(kind: str) -> list[str]:
-    (found,) = re.findall(rf"```{kind} file=one.py\n(.*?)```", PAGE, re.DOTALL)
+def block(kind: str, file: str = "one") -> list[str]:
+    (found,) = re.findall(rf"```{kind} file={file}.py\n(.*?)```", PAGE, re.DOTALL)
     return found.splitlines()
 
 
@@ -47,3 +48,28 @@ def test_the_diff_is_what_it_takes(tmp_path: Path) -> None:
         assert "trained 80 steps, 4,995 samples" in ended[0].out
     for name, tensor in found[1].items():
         assert torch.allclose(tensor, found[2][name], atol=1e-5)
+
+
+def test_with_evaluation_best_and_schedule(tmp_path: Path) -> None:
+    changed, added = applied(block("python", "two"), block("diff", "two"))
+    assert added <= 18
+    script = tmp_path / "two.py"
+    script.write_text("\n".join(changed))
+    lines = {}
+    for size in (1, 2):
+        folder = tmp_path / str(size)
+        extra = {"PACELINE_RUN_DIR": str(folder / "run")}
+        ended = ranks.run_ok(size, [str(script)], folder, extra=extra)
+        shown = re.findall(
+            r"epoch (\d)  step \d+/128  train: .*held out: accuracy (\S+)", ended[0].out
+        )
+        assert [int(epoch) for epoch, _ in shown] == [*range(8)]
+        lines[size] = [float(accuracy) for _, accuracy in shown]
+        best = json.loads((folder / "run/checkpoints/best.json").read_text())["step"]
+        assert lines[size][best // 16 - 1] == max(lines[size])
+        weights = load_file(folder / f"run/checkpoints/{best}/weights.safetensors")
+        assert sorted(weights) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+        state = json.loads((folder / f"run/checkpoints/{128}/state.json").read_text())
+        assert state["extras"]["schedule"]["last_epoch"] == 8
+    assert max(abs(one - two) for one, two in zip(lines[1], lines[2], strict=True)) < 0.02
+    assert max(lines[1]) > 0.85

@@ -9,6 +9,7 @@ import pytest
 from paceline.bench.scaling import (
     Layout,
     Measured,
+    advice,
     ladder,
     limit,
     measure,
@@ -21,7 +22,12 @@ from paceline.bench.scaling import (
 
 SAID = (
     "trained 1,200 steps, 76,800 samples in 4.5 s: 17,067 samples/s"
-    " (waiting for data 30%, communication 10%, computing 60%)"
+    " (waiting for data 30%, waiting for slower ranks 5%, communication 10%, computing 55%)"
+)
+SLOW = (
+    "trained 100 steps, 6,400 samples in 11.3 s: 566 samples/s"
+    " (waiting for data 1%, waiting for slower ranks 70%, communication 2%, computing 27%)\n"
+    "slowest: rank 1 on n2, for which the others wait 0.077 s a step"
 )
 
 
@@ -48,7 +54,12 @@ def test_the_parts_add_up() -> None:
     assert found.startup + found.training + found.shutdown == found.wall
     assert found.samples == 76_800
     assert found.speed == pytest.approx(76_800 / 4.5)
-    assert found.shares == {"data": 0.3, "communication": 0.1, "computing": 0.6}
+    assert found.shares == {
+        "data": 0.3,
+        "slower ranks": 0.05,
+        "communication": 0.1,
+        "computing": 0.55,
+    }
 
 
 def test_a_script_that_tells_nothing() -> None:
@@ -86,6 +97,27 @@ def test_what_the_script_tells_goes_first() -> None:
     slow = measure(10.0, 0.0, [], [SAID])
     found = rows([(Layout(1, 1), [run(0.00001)]), (Layout(2, 2), [slow])])
     assert limit(found[1], found) == "data: 30% of the time was spent waiting for it"
+
+
+def test_waiting_for_a_slow_rank_is_no_communication() -> None:
+    slow = measure(20.0, 0.0, [], ["hello", SLOW])
+    fast = measure(20.0, 0.0, [], [SAID])
+    found = rows([(Layout(1, 1), [fast]), (Layout(2, 1), [slow])])
+    assert limit(found[1], found) == "waiting for rank 1 on n2: 70% of the time"
+
+
+def test_a_fixed_batch_of_each_process() -> None:
+    """Twice the work in nearly the same time is no poor efficiency."""
+    measured = [(Layout(1, 1), [run(8)]), (Layout(2, 1), [run(8.4)])]
+    strong, weak = rows(measured), rows(measured, weak=True)
+    assert round(strong[1].efficiency, 2) == 0.48
+    assert "use --weak" in advice(strong)
+    assert round(weak[1].efficiency, 2) == 0.95
+    assert limit(weak[1], weak) == advice(weak, weak=True) == ""
+    told = measure(10.0, 0.0, [], [SAID])
+    counted = [(Layout(1, 1), [told]), (Layout(2, 1), [told])]
+    assert rows(counted, weak=True)[1].speedup == 1.0  # its samples are known
+    assert advice(rows(counted)) == ""
 
 
 def test_what_is_shown() -> None:

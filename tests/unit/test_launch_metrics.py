@@ -83,6 +83,7 @@ def test_a_later_run_goes_on_or_begins_anew(directory: RunDirectory) -> None:
     assert kept(directory, before.name) == [1, 2, 3, 4]
 
 
-def test_torn_lines_are_no_records() -> None:
+def test_torn_lines_are_no_records(tmp_path: Path) -> None:
     lines = ['{"split": "train", "step": 3}', '{"split": "tr', "7", '{"step": null}', '{"a": 1}']
-    assert last_steps(lines) == {"train": 3}
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert last_steps(tmp_path / "metrics.jsonl") == {"train": 3}

@@ -38,6 +38,7 @@ from paceline.train.signals import Notice
 from paceline.train.update import Updater
 from paceline.train.world import World
 
+NOTHING: dict[str, Any] = {"ranks": 1, "identity": {}, "training": {}, "extras": {}}
 ALONE = Comms(World(), torch.device("cpu"))
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool]
 
@@ -81,7 +82,7 @@ def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
 
 def snapshot(step: int, best: bool = False) -> Snapshot:
     weights = torch.full((40, 25), float(step))
-    state = {"progress": {"step": step, "epoch": 0, "offset": 0}}
+    state = {"progress": {"step": step, "epoch": 0, "offset": 0}, **NOTHING}
     return Snapshot(
         step,
         {"weights.safetensors": {"w": weights}, "optimizer.safetensors": {"m": weights[:3] * 2}},

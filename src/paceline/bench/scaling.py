@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 _NUMBER = r"([\d,]+(?:\.\d+)?)"
-_TRAINED = re.compile(rf"trained {_NUMBER} steps, {_NUMBER} samples in {_NUMBER} s")
+_TRAINED = re.compile(rf"trained {_NUMBER} steps?, {_NUMBER} samples? in {_NUMBER} s")
+_SLOWEST = re.compile(r"^slowest: (rank \d+ on [^,]+), ", re.MULTILINE)
 _SHARES = {
     "data": re.compile(r"waiting for data (\d+)%"),
+    "slower ranks": re.compile(r"waiting for slower ranks (\d+)%"),
     "communication": re.compile(r"communication (\d+)%"),
     "computing": re.compile(r"computing (\d+)%"),
 }
@@ -52,7 +54,8 @@ class Measured:
         shutdown: The rest: results brought home, connections closed.
         samples: Samples trained on, ``None`` when the script does not tell.
         loop: Time in the training loop alone, as the script tells it.
-        shares: Parts of the loop: data, communication, computing.
+        shares: Parts of the loop: data, slower ranks, communication, computing.
+        slowest: The rank and its host for which the others mostly wait, if there is one.
     """
 
     wall: float
@@ -62,6 +65,7 @@ class Measured:
     samples: int | None = None
     loop: float | None = None
     shares: Mapping[str, float] | None = None
+    slowest: str = ""
 
     @property
     def speed(self) -> float:
@@ -89,7 +93,9 @@ def measure(wall: float, began: float, events: Sequence[Mapping[str, Any]],
     startup = min(max(ready - began, 0.0), wall)
     training = min(max(ended - ready, 0.0), wall - startup)
     samples, loop, shares = parse_summary(said)
-    return Measured(wall, startup, training, wall - startup - training, samples, loop, shares)
+    slowest = next((match[1] for line in said if (match := _SLOWEST.search(line))), "")
+    shutdown = wall - startup - training
+    return Measured(wall, startup, training, shutdown, samples, loop, shares, slowest)
 
 
 def parse_summary(
@@ -136,13 +142,20 @@ class Row:
         return statistics.fmean(found) if len(found) == len(self.runs) else None
 
 
-def rows(measured: Sequence[tuple[Layout, Sequence[Measured]]]) -> list[Row]:
-    """Speed-up and efficiency against the first."""
-    base = statistics.fmean(run.speed for run in measured[0][1])
+def rows(measured: Sequence[tuple[Layout, Sequence[Measured]]], *, weak: bool = False) -> list[Row]:
+    """Speed-up and efficiency against the first.
+
+    Args:
+        measured: Layouts with their runs.
+        weak: The batch of each process is fixed: where a run does not tell its samples, it did as
+            many times the work as it had processes.
+    """
     first = measured[0][0].world
     made = []
+    base = 0.0
     for layout, runs in measured:
-        speeds = [run.speed for run in runs]
+        speeds = [run.speed * (layout.world if weak and not run.samples else 1) for run in runs]
+        base = base or statistics.fmean(speeds)
         speed = statistics.fmean(speeds)
         spread = statistics.stdev(speeds) if len(speeds) > 1 else 0.0
         made.append(
@@ -163,8 +176,12 @@ def limit(row: Row, every: Sequence[Row]) -> str:
     if row.efficiency >= POOR or row.layout.world == 1:
         return ""
     data, communication = row.share("data"), row.share("communication")
+    slower = row.share("slower ranks")
     if data is not None and data > NOTICEABLE:
         return f"data: {data:.0%} of the time was spent waiting for it"
+    if slower is not None and slower > NOTICEABLE and slower >= (communication or 0):
+        named = next((run.slowest for run in row.runs if run.slowest), "slower ranks")
+        return f"waiting for {named}: {slower:.0%} of the time"
     if communication is not None and communication > NOTICEABLE:
         return f"communication: {communication:.0%} of the time"
     one_node = next((r for r in every if r.layout.nodes == 1 and r.layout.world > 1), None)
@@ -176,6 +193,18 @@ def limit(row: Row, every: Sequence[Row]) -> str:
     if one_node is not None and one_node.efficiency < POOR:
         return "computing: one node alone is slow already"
     return "unknown: neither one node nor one process a node is slow by itself"
+
+
+def advice(found: Sequence[Row], *, weak: bool = False) -> str:
+    """What the figures may not mean; empty when there is nothing to say."""
+    if weak or all(run.samples for row in found for run in row.runs):
+        return ""
+    if all(row.efficiency >= POOR for row in found):
+        return ""
+    return (
+        "The script does not tell its samples, so each layout is taken to do the same work. If the"
+        " batch of each process is fixed, the work grows with their number: use --weak."
+    )
 
 
 def table(found: Sequence[Row]) -> str:

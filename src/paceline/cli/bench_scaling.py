@@ -31,18 +31,25 @@ from paceline.spec.settings import Setting, Source
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a Python module.")
 @click.option("--recipe", is_flag=True, help="SCRIPT is the name of a built-in recipe.")
 @click.option("--repeat", type=click.IntRange(1), default=1, help="Runs of each layout.")
+@click.option(
+    "--weak",
+    is_flag=True,
+    help="The batch of each process is fixed, so the work grows with their number.",
+)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path),
               help="Folder for the runs, scaling.json and scaling.svg.")  # fmt: skip
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: bool,
-            recipe: bool, repeat: int, out: Path | None, **_: object) -> None:  # fmt: skip
+            recipe: bool, repeat: int, weak: bool, out: Path | None,
+            **_: object) -> None:  # fmt: skip
     """Run SCRIPT with ARGS as 1, 1×P, N×1 and N×P processes and compare.
 
     Let it do a fixed number of steps, of the same global batch: its own option for that stands
     among ARGS. Samples are counted where the script trains with paceline.train; otherwise the
-    work is taken to be the same at every layout, and the time of its ranks is compared.
+    work is taken to be the same at every layout (with --weak: to grow with the number of
+    processes), and the time of its ranks is compared.
     """
     cluster, _way = prepare(ctx)
     if recipe:
@@ -51,13 +58,15 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         entry = entry_of(script, args, module=module, no_python=False)
         job = job_of(ctx, entry, name=Path(script).stem, own_store=opens_store(entry))
     folder = out or Path("runs") / f"scaling-{time.strftime('%Y%m%d-%H%M%S')}"
-    found = climb(ctx, job, cluster, folder, repeat, package=recipe)
+    found = scaling.rows(climb(ctx, job, cluster, folder, repeat, package=recipe), weak=weak)
     (folder / "scaling.json").write_text(json.dumps(scaling.to_json(found), indent=2) + "\n")
     (folder / "scaling.svg").write_text(scaling.picture(found), encoding="utf-8")
     if ctx.params["as_json"]:
         click.echo(json.dumps(scaling.to_json(found), indent=2))
         return
     click.echo(scaling.table(found))
+    if said := scaling.advice(found, weak=weak):
+        click.echo(f"\n{said}")
     click.echo(f"\nnumbers {folder / 'scaling.json'}, picture {folder / 'scaling.svg'}")
 
 
@@ -68,7 +77,7 @@ def _recipe_job(ctx: click.Context, name: str, args: tuple[str, ...]) -> Job:
 
 
 def climb(ctx: click.Context, job: Job, cluster: Cluster, folder: Path, repeat: int,
-          package: bool) -> list[scaling.Row]:  # fmt: skip
+          package: bool) -> list[tuple[scaling.Layout, list[scaling.Measured]]]:  # fmt: skip
     """All layouts, one after the other; says where it is."""
     nodes = job.nnodes.value or len(cluster.hosts)
     slots = cluster.hosts[0].slots
@@ -83,7 +92,7 @@ def climb(ctx: click.Context, job: Job, cluster: Cluster, folder: Path, repeat: 
             where = folder / f"{layout.nodes}x{layout.processes}-{number + 1}"
             runs.append(run_once(ctx, job, cluster, layout, where, package))
         measured.append((layout, runs))
-    return scaling.rows(measured)
+    return measured
 
 
 class Listening(Screen):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from paceline.launch.rundir import RunDirectory
+from paceline.spec.records import last_steps
 from paceline.spec.rundir import METRICS
 
 
@@ -31,7 +30,7 @@ class MetricsLog:
     def begin(self, *, resumed: bool) -> None:
         """The training says whether it goes on; a new one leaves the earlier run's file aside."""
         if resumed:
-            self._known = _merged(self._known, last_steps(self._lines()))
+            self._known = _merged(self._known, last_steps(self._directory.path / METRICS))
         elif not self._seen:
             self._directory.set_aside(METRICS)
 
@@ -44,22 +43,6 @@ class MetricsLog:
         elif step > self._known.get(split, -1):
             self._directory.append_line(METRICS, dict(record))
             self._seen = _merged(self._seen, {split: step})
-
-    def _lines(self) -> list[str]:
-        with contextlib.suppress(OSError):
-            path = self._directory.path / METRICS
-            return path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return []
-
-
-def last_steps(lines: list[str]) -> dict[str, int]:
-    """The last step of each split; lines that are no records do not count."""
-    last: dict[str, int] = {}
-    for line in lines:
-        with contextlib.suppress(ValueError, LookupError, AttributeError, TypeError):
-            record = json.loads(line)
-            last = _merged(last, {str(record.get("split", "")): int(record["step"])})
-    return last
 
 
 def _merged(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

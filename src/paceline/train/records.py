@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from paceline.spec.records import last_steps
+
+_BLOCK = 1 << 16
 
 
 def line(message: Mapping[str, Any]) -> bytes:
@@ -62,21 +67,16 @@ class Records:
             self.path.rename(self.path.with_name(f"{self.path.stem}-before-{stamp}.jsonl"))
 
 
-def last_steps(path: Path) -> dict[str, int]:
-    """The last recorded step of each split."""
-    last: dict[str, int] = {}
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        for text in file:
-            with contextlib.suppress(ValueError):
-                record = json.loads(text)
-                split = str(record.get("split", ""))
-                last[split] = max(last.get(split, -1), record.get("step", -1))
-    return last
-
-
 def _end_with_a_whole_line(path: Path) -> None:
     """Cuts off what a killed process had begun to write."""
     with contextlib.suppress(OSError), path.open("rb+") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
+        end = size = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            if (found := file.read(end - start).rfind(b"\n")) >= 0:
+                end = start + found + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -195,14 +196,37 @@ def _from_disk(found: Found, *, whole: bool) -> tuple[dict[str, Any], Files]:
     if whole:
         found.manifest.verify(found.path)
     try:
-        state = json.loads((found.path / names.STATE).read_text(encoding="utf-8"))
+        state = _checked(json.loads((found.path / names.STATE).read_text(encoding="utf-8")))
         plain = [name for name in found.manifest.files if _is_plain(name)]
         tensors = {name: load_file(found.path / name) for name in plain}
         if whole and _has_shards(found):
             tensors = _put_together(found.path, tensors)
         return state, tensors
-    except (OSError, ValueError, RuntimeError) as error:
-        raise Damaged(f"cannot be read: {error}") from None
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError, SafetensorError) as error:
+        raise Damaged(f"cannot be read: {str(error)[:300] or type(error).__name__}") from None
+
+
+_FIELDS: dict[str, type] = {
+    "progress": dict,
+    "ranks": int,
+    "identity": dict,
+    "training": dict,
+    "extras": dict,
+}
+
+
+def _checked(state: Any) -> dict[str, Any]:
+    """The content of ``state.json``; ValueError when it is none."""
+    if not isinstance(state, dict):
+        raise ValueError(f"{names.STATE} holds no state")
+    for name, kind in _FIELDS.items():
+        if type(state.get(name)) is not kind:
+            raise ValueError(f"{names.STATE} says nothing usable of {name}")
+    for name in ("step", "epoch", "offset"):
+        value = state["progress"].get(name)
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise ValueError(f"{names.STATE}: {name} is no position in the data")
+    return state
 
 
 def _is_plain(name: str) -> bool:

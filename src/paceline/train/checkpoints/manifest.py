@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paceline.train import files
@@ -69,8 +69,9 @@ class Manifest:
                     raise Damaged(f"{name} has {size} bytes instead of {entry.bytes}")
                 if files.sha256(folder / name) != entry.sha256:
                     raise Damaged(f"{name} is not the file that was written (its hash differs)")
-            except OSError as error:
-                raise Damaged(f"{name} cannot be read: {error.strerror}") from None
+            except (OSError, ValueError) as error:
+                why = getattr(error, "strerror", None) or error
+                raise Damaged(f"{name} cannot be read: {why}") from None
 
 
 def _text(content: Mapping[str, Any]) -> bytes:
@@ -92,8 +93,25 @@ def read(folder: Path) -> Manifest:
         entries = {name: Entry(**entry) for name, entry in said["files"].items()}
         manifest = Manifest(said["step"], entries, said["about"])
         intact = manifest.encode() == raw
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{NAME} is damaged: {type(error).__name__}") from None
     if not intact:
         raise Damaged(f"{NAME} is damaged: its hash differs")
+    if problem := _problem(manifest):
+        raise Damaged(f"{NAME} is damaged: {problem}")
     return manifest
+
+
+def _problem(one: Manifest) -> str:
+    """What cannot be in a manifest although its hash is right; empty for nothing."""
+    if type(one.step) is not int or not 0 <= one.step < 1 << 63:
+        return "its step is no number of a step"
+    if not isinstance(one.about, dict):
+        return "it says nothing about the run"
+    for name, entry in one.files.items():
+        path = PurePosixPath(name)
+        if "\0" in name or not path.parts or path.is_absolute() or ".." in path.parts:
+            return f"{name!r:.100} is no file of a checkpoint"
+        if type(entry.bytes) is not int or not isinstance(entry.sha256, str):
+            return f"{name!r:.100} has no size and hash"
+    return ""

@@ -52,7 +52,11 @@ class Shelf:
 
     def _folders(self) -> list[Path]:
         with contextlib.suppress(OSError):
-            return [path for path in self.root.iterdir() if path.name.isdecimal() and path.is_dir()]
+            return [
+                path
+                for path in self.root.iterdir()
+                if path.name.isdecimal() and len(path.name) < 20 and path.is_dir()
+            ]
         return []
 
     def temporary(self, step: int) -> Path:
@@ -82,7 +86,9 @@ class Shelf:
 
     def pointed(self, name: str) -> int | None:
         """The step that was noted."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(
+            OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError
+        ):
             return int(json.loads((self.root / name).read_text())["step"])
         return None
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from paceline.spec.errors import SettingError
+from paceline.spec.errors import DataError, PacelineError, SettingError
 from paceline.train import wrapping
 from paceline.train.checkpoints import names, randomness
 from paceline.train.checkpoints.exchange import Loaded
@@ -59,9 +59,9 @@ def check_identity(loaded: Loaded, identity: Mapping[str, str]) -> None:
     Raises:
         SettingError: Names everything that differs.
     """
-    recorded: dict[str, str] = loaded.state["identity"]
+    recorded: dict[str, object] = loaded.state["identity"]
     differing = [
-        f"{name}: {recorded[name]} then, {value} now"
+        f"{name}: {recorded[name]!s:.200} then, {value} now"
         for name, value in identity.items()
         if name in recorded and recorded[name] != value
     ]
@@ -151,7 +151,24 @@ def _without_shards(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def restore(loaded: Loaded, training: Training, comms: Comms) -> None:
-    """Puts a training into a checkpoint's state, at whatever world size."""
+    """Puts a training into a checkpoint's state, at whatever world size.
+
+    Raises:
+        DataError: It is the state of something else.
+    """
+    try:
+        _restore(loaded, training, comms)
+    except PacelineError:
+        raise
+    except Exception as error:  # modules and optimizers raise what they like
+        raise DataError(
+            f"the checkpoint {loaded.source} does not fit this training",
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            remedy="the former model, optimizer and extras, or --resume never to begin anew",
+        ) from error
+
+
+def _restore(loaded: Loaded, training: Training, comms: Comms) -> None:
     state, rest = loaded.state, loaded.tensors[names.OPTIMIZER]
     if loaded.shards is None:
         wrapping.load_whole_state(training.updater.module, loaded.tensors[names.WEIGHTS])

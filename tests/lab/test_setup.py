@@ -115,7 +115,7 @@ def test_from_nothing_to_nothing_again(fresh: Lab) -> None:
 
     code, said = setup(fresh, "-y", "--password-stdin")
     assert code == 0, said
-    assert "2 hosts let us in" in said
+    assert "SSH login works on 2 hosts" in said
     keys = (fresh.home("n2") / ".ssh" / "authorized_keys").read_text()
     assert keys.count("ssh-ed25519") == 1
     assert (fresh.home("n3") / ".ssh" / "authorized_keys").read_text().count("\n") == 2
@@ -145,7 +145,7 @@ def test_two_commands_from_nothing_to_a_trained_model(fresh: Lab) -> None:
     before = snapshot(fresh)
     code, said = setup(fresh, "-y", "--password-stdin", hosts="n1,n2,n3")
     assert code == 0, said
-    assert "3 hosts let us in" in said
+    assert "SSH login works on 3 hosts" in said
     words = ["train", "image", "-H", "n1,n2,n3", "--steps", "3", "--run-dir", "/tmp/first"]
     done = paceline(fresh, "n1", *words)
     assert done.returncode == 0, done.stderr

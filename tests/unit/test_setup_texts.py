@@ -167,3 +167,25 @@ def test_the_hosts_file_is_changed_in_place_and_through_no_other(
 def test_only_names_are_taken_over_from_a_hosts_file() -> None:
     hostile = "127.0.1.1 n1 n1.lan ';rm $(id)` a/b & # n9"
     assert names.plain_names(hostile) == ["n1", "n1.lan"]
+
+
+# --- what setup says that it would do
+
+
+def test_nothing_to_do_is_said_only_where_it_is_so(capsys: pytest.CaptureFixture[str]) -> None:
+    from paceline.cli.setup import show_plan
+    from paceline.cluster.openssh import Refusal
+    from paceline.cluster.setup.hosts import Look
+
+    works = Look(Host("n1"), "works")
+    lost = Look(Host("n9"), "refused", refusal=Refusal("name not found", "no n9", "spell it"))
+
+    def said(looks: list[Look], todo: list[str]) -> str:
+        show_plan(looks, todo)
+        return capsys.readouterr().out
+
+    assert said([works], []) == "n1: SSH login already works\nnothing to do\n"
+    refused = said([works, lost], [])
+    assert "nothing to do" not in refused
+    assert "nothing can be done yet for n9: see above" in refused
+    assert "to do, but for n9:\n  a step\n" in said([lost], ["a step"])

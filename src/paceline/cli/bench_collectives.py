@@ -19,6 +19,7 @@ from paceline.cli.verb import Verb
 from paceline.cli.via import Way
 from paceline.cluster import this_machine
 from paceline.spec.errors import JobError, PacelineError, SettingError
+from paceline.spec.helptext import counted
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Entry
 
@@ -277,7 +278,8 @@ def conclusion(found: Found, problems: Sequence[str]) -> str:
     if problems:
         return f"failed: {problems[0]}"
     best = bandwidth.best(found.rows, "all_reduce")
-    where = f"{found.about['ranks']} ranks on {found.about['nodes']} hosts"
+    ranks, nodes = int(found.about["ranks"]), int(found.about["nodes"])
+    where = f"{counted(ranks, 'rank')} on {counted(nodes, 'host')}"
     text = f"{found.about['backend']}, {where}"
     if best:
         text += f": all_reduce {best:.3f} GB/s on the bus"

@@ -19,6 +19,7 @@ from paceline.cli.settings import setting, toml_of
 from paceline.cli.verb import Verb, use_lab
 from paceline.cluster.inventory import apply_overrides, lost_fields, read_hosts, write_hosts
 from paceline.spec.errors import SettingError
+from paceline.spec.helptext import counted
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.settings import Source
 
@@ -142,10 +143,10 @@ def _draw(titles: Sequence[str], rows: Rows) -> None:
 
 def _count(cluster: Cluster) -> str:
     count = len(cluster.hosts)
-    hosts = f"{count} host{'s' * (count != 1)}"
+    hosts = counted(count, "host")
     slots = [host.slots for host in cluster.hosts]
     known = [number for number in slots if number is not None]
-    return f"{hosts}, {sum(known)} slots," if len(known) == count else hosts
+    return f"{hosts}, {counted(sum(known), 'slot')}," if len(known) == count else hosts
 
 
 def _cell(host: Host, field: str) -> str:

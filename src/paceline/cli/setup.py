@@ -25,6 +25,7 @@ from paceline.cluster.setup.keys import Identity
 from paceline.cluster.setup.password import Passwords
 from paceline.cluster.setup.ssh import effective
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
+from paceline.spec.helptext import counted
 from paceline.spec.hosts import Host
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,7 +62,7 @@ def host_options(command: F) -> F:
 @click.pass_context
 def command(ctx: click.Context, /, key: Path | None, key_type: str, password_stdin: bool,
             yes: bool, dry_run: bool, revoke: bool, **_: object) -> None:  # fmt: skip
-    """Let this machine in on every host: key, pinned host keys, ssh config.
+    """Set up SSH login from this machine to every host: key, pinned host keys, ssh config.
 
     Safe to repeat: what is done already stays as it is. Further parts have commands of their own.
     """
@@ -145,11 +146,17 @@ def show_plan(looks: Sequence[Look], todo: Sequence[str]) -> None:
     """Each host's state, then the steps."""
     for one in looks:
         if one.state == "works":
-            click.echo(f"{one.host.name}: lets us in already")
+            here = "this machine" if one.host.local else "SSH login already works"
+            click.echo(f"{one.host.name}: {here}")
         elif one.state == "refused" and one.refusal is not None:
             click.echo(f"{one.host.name}: {one.refusal.cause}: {one.refusal.found}")
             click.echo(f"  remedy: {one.refusal.remedy}")
-    click.echo("to do:" if todo else "nothing to do")
+    refused = [one.host.name for one in looks if one.state == "refused"]
+    if not todo:
+        click.echo(f"nothing can be done yet for {', '.join(refused)}: see above" if refused
+                   else "nothing to do")  # fmt: skip
+        return
+    click.echo(f"to do, but for {', '.join(refused)}:" if refused else "to do:")
     for step in todo:
         click.echo(f"  {step}")
 
@@ -197,7 +204,7 @@ def do(ctx: click.Context, looks: Sequence[Look], identity: Identity, kind: str,
 
 
 def verify(hosts: Sequence[Host], ssh: SshOptions, failed: dict[str, str]) -> None:
-    """Looks whether every host lets us in now."""
+    """Looks whether the login works on every host now."""
     after = asyncio.run(steps.look(hosts, ssh))
     out = [one for one in after if one.state != "works"]
     if out:
@@ -208,7 +215,7 @@ def verify(hosts: Sequence[Host], ssh: SshOptions, failed: dict[str, str]) -> No
             found="\n".join(found),
             remedy="Type the same command again; other passwords: one host at a time, -H NAME",
         )
-    click.echo(f"{len(hosts)} hosts let us in")
+    click.echo(f"SSH login works on {counted(len(hosts), 'host')}")
 
 
 def _words(one: Look) -> str:

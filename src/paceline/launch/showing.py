@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.spec.command import shell_text
+from paceline.spec.helptext import counted
 from paceline.spec.job import Entry
 from paceline.spec.plan import NodePlan, Plan, RankPlan
 from paceline.spec.settings import Setting, Source
@@ -37,7 +38,7 @@ def describe(plan: Plan) -> str:
     """What would run where, at a glance: hosts and settings with their sources, one command."""
     ranks, hosts = plan.world_size, len(plan.nodes)
     lines = [
-        f"{_counted(ranks, 'rank')} on {_counted(hosts, 'host')}, rank 0 on {plan.nodes[0].host}",
+        f"{counted(ranks, 'rank')} on {counted(hosts, 'host')}, rank 0 on {plan.nodes[0].host}",
         f"store: {plan.master_addr} port {plan.master_port}",
         f"hosts: {_sourced(plan.settings['hosts'])}",
         *(f"{name}: {_sourced(setting)}" for name, setting in _chosen(plan).items()),
@@ -51,10 +52,6 @@ def describe(plan: Plan) -> str:
         "All variables and the command of every rank: --plan -v, or --plan --json",
     ]
     return "\n".join(lines)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _sourced(setting: Setting[Any]) -> str:
@@ -118,7 +115,7 @@ def _few(names: Sequence[str], most: int = 6) -> str:
 def everything(plan: Plan) -> str:
     """The whole plan: world, settings with their sources, and a command for every rank."""
     lines = [
-        f"world size {plan.world_size}: {_counted(len(plan.nodes), 'host')}, rank 0 on "
+        f"world size {plan.world_size}: {counted(len(plan.nodes), 'host')}, rank 0 on "
         f"{plan.nodes[0].host}, store at {plan.master_addr} port {plan.master_port}"
         f" (held by {'the agent' if plan.agent_store else 'rank 0'})",
         "",
@@ -141,7 +138,7 @@ def _described(setting: Setting[Any]) -> str:
 def _describe_node(plan: Plan, node: NodePlan) -> list[str]:
     login = "" if node.login == node.host else f" ({node.login})"
     lines = [
-        f"{node.host}{login}: {_counted(len(node.ranks), 'rank')}, {node.interface} "
+        f"{node.host}{login}: {counted(len(node.ranks), 'rank')}, {node.interface} "
         f"{node.address}, {node.devices}, code {node.code}",
         *(f"  {name:<32} {setting.describe()}" for name, setting in node.env.items()),
     ]

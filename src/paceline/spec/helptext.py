@@ -1,4 +1,4 @@
-"""The one form of every help: what it is, then options in groups, wrapped between words. Pure."""
+"""The one form of every help, and other texts: wrapped between words, with right plurals. Pure."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ class Row:
         if self.required:
             parts.append("Required")
         return " ".join(part if part.endswith((".", ")", "…")) else f"{part}." for part in parts)
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 host``, ``2 hosts``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 Section = tuple[str, Sequence[Row]]

@@ -20,6 +20,7 @@ from paceline.cluster.inventory.address import canonical, with_number
 from paceline.cluster.inventory.dialect import Colon, Parsed, Reading
 from paceline.cluster.inventory.lines import MOST_SLOTS, Mention, read_mentions
 from paceline.cluster.inventory.problems import bad_line
+from paceline.spec.helptext import counted
 from paceline.spec.hosts import Host
 
 FIRST_USER_PORT = 1024
@@ -141,7 +142,8 @@ def _colon_notes(mentions: Sequence[Mention], meanings: Sequence[Colon | None]) 
 def _colon_note(mention: Mention, meaning: str) -> str:
     written = f"`{with_number(mention.address, mention.number)}`"
     if meaning == "slots":
-        return f"{written} was read as {mention.number} slots; `--colon port` reads an SSH port"
+        slots = counted(mention.number or 0, "slot")
+        return f"{written} was read as {slots}; `--colon port` reads an SSH port"
     if meaning == "port":
         return f"{written} was read as SSH port {mention.number}; `--colon slots` reads slots"
     return (

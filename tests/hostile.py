@@ -171,7 +171,7 @@ def run_folder(seed: int, at: Path) -> Path:
         (logs / host).mkdir(parents=True, exist_ok=True)
         file = logs / host / f"{rank}.log"
         if dice.random() < 0.08:
-            odd_file(dice, file, 20 << 20)
+            odd_file(dice, file, 4 << 20)
         else:
             file.write_bytes(log_of(dice))
     return path

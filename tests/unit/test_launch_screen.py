@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import itertools
@@ -155,3 +156,103 @@ def test_closed_twice_or_unused() -> None:
     outlet = Outlet(io.StringIO())
     outlet.close()
     outlet.close()
+
+
+# --- the start
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_start_is_one_line_that_goes_away() -> None:
+    out = Terminal()
+    screen = Screen("all", out, out)
+    screen.starting("connecting", 0, 3)
+    screen.starting("connecting", 3, 3)
+    screen.starting("importing torch", 2, 3)
+    screen.started()
+    screen.note("paceline: 3 ranks")
+    screen.close()
+    shown = out.getvalue().replace("\r\x1b[2K", "|")
+    assert shown == (
+        "|paceline: connecting 0/3 …|paceline: connecting 3/3 …"
+        "|paceline: connecting 3/3 · importing torch 2/3 …|paceline: 3 ranks\n"
+    )
+
+
+def test_without_a_terminal_only_a_long_part_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.launch.screen.PLAIN_START_S", 0.02)
+    err = io.StringIO()
+
+    async def start() -> None:
+        screen = Screen("all", io.StringIO(), err)
+        screen.starting("connecting", 0, 2)
+        screen.starting("connecting", 2, 2)
+        screen.starting("importing torch", 1, 2)
+        await asyncio.sleep(0.2)
+        screen.started()
+        screen.close()
+
+    asyncio.run(start())
+    assert err.getvalue() == "paceline: importing torch (1 of 2 hosts so far)\n"
+
+
+def test_harmless_warnings_stay_in_the_log() -> None:
+    err = io.StringIO()
+    screen = Screen("all", io.StringIO(), err)
+    screen.output("n1", 0, "err", b"[W1122 00:10:11.1 socket.cpp:207] [c10d] The hostname of the "
+                  b"client socket cannot be retrieved. err=-3\nreal trouble\n")  # fmt: skip
+    screen.close()
+    assert err.getvalue() == "[n1/0] real trouble\n"
+
+
+def test_an_error_of_ours_is_told_by_one_rank() -> None:
+    err = io.StringIO()
+    screen = Screen("all", io.StringIO(), err)
+    for rank in range(3):
+        screen.output("n1", rank, "err", b"paceline: no data\n  found:  a\n  remedy: b\n")
+        screen.output("n1", rank, "err", b"by %d\n" % rank)
+    screen.close()
+    assert err.getvalue() == (
+        "[n1/0] paceline: no data\n[n1/0]   found:  a\n[n1/0]   remedy: b\n"
+        "[n1/0] by 0\n[n1/1] by 1\n[n1/2] by 2\n"
+    )
+
+
+def test_ranks_show_the_users_own_paths() -> None:
+    err = io.StringIO()
+    screen = Screen("all", io.StringIO(), err)
+    screen.homes.append(("n2", "/root/.cache/paceline/trees/ab", "/home/me/project"))
+    line = b'  File "/root/.cache/paceline/trees/ab/train.py", line 3\n'
+    screen.output("n2", 1, "err", line)
+    screen.output("n1", 0, "err", line)
+    screen.close()
+    own, other = err.getvalue().splitlines()
+    assert own == '[n2/1]   File "/home/me/project/train.py", line 3'
+    assert ".cache" in other
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_ranks_cannot_steer_the_terminal(terminal: bool) -> None:
+    out = Terminal() if terminal else io.StringIO()
+    screen = Screen("all", out, out)
+    screen.output("n\x1b]0;x\x07", 0, "out", b"\x1b]52;c;eA==\x07a\x1b[31mred\x1b[2J\xe2\x80\xae\n")
+    screen.note("agent \x1b]0;x\x07 says")
+    screen.close()
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    assert text == "[n/0] ared\\u202e\nagent  says\n"
+    assert ("\x1b[31mred" in out.getvalue()) is terminal
+    assert not terminal or "\\u202e\x1b[0m\n" in out.getvalue()
+
+
+def test_what_was_shown_a_moment_ago_is_not_repeated() -> None:
+    screen = Screen("all", io.StringIO(), io.StringIO())
+    screen.output("n1", 0, "err", b"last words\n")
+    assert screen.before_eyes("n1", 0)
+    assert not screen.before_eyes("n1", 1)
+    for _ in range(40):
+        screen.note("something else")
+    assert not screen.before_eyes("n1", 0)
+    screen.close()

@@ -255,8 +255,9 @@ def launch(
         )
     from paceline.cli.preflight import explain_run, explained, inspector, preflight
     from paceline.launch.rundir import fresh_path
-    from paceline.launch.running import report_failure, run_job
+    from paceline.launch.running import report_failure, report_success, run_job
     from paceline.launch.screen import Screen
+    from paceline.spec.terminal import clean
 
     preflight(ctx, job, cluster, way)
     run_dir = ctx.params["run_dir"] or fresh_path(parent, job.name)
@@ -272,10 +273,12 @@ def launch(
             inspect=inspector(ctx, job, run_dir),
         )
     if text := report_failure(outcome):
-        click.echo(text, err=True)
+        click.echo(clean(text), err=True)
         explain_run(outcome.path, shown=outcome.result.failure is not None)
     elif after is not None:
         after(outcome.shown)
+    else:
+        click.echo(report_success(outcome), err=True)
     return outcome.result.exit_code
 
 

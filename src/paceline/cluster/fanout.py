@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.agent.procs import make_room_for_descriptors
@@ -31,21 +32,28 @@ async def reach_all(
     pythons: Sequence[str],
     options: SshOptions,
     wrap: Wrap = unwrapped,
+    reached: Callable[[int], None] | None = None,
 ) -> list[Channel | LoginRefused]:
     """Logs in everywhere at once; one outcome a host, in order. No refusal hides another.
+
+    ``reached`` is told how many hosts answered by now.
 
     ConnectError when this machine may not open so many files.
     """
     _make_room(len(hosts))
     wait_without_threads()
     gate = asyncio.Semaphore(LOGINS_AT_ONCE)
+    there = itertools.count(1)
 
     async def one(host: Host, python: str) -> Channel | LoginRefused:
         async with gate:
             try:
-                return await connect(host, python, options, wrap)
+                channel = await connect(host, python, options, wrap)
             except LoginRefused as refused:
                 return refused
+            if reached is not None:
+                reached(next(there))
+            return channel
 
     tasks = [
         asyncio.create_task(one(host, python)) for host, python in zip(hosts, pythons, strict=True)
@@ -90,9 +98,10 @@ async def connect_all(
     pythons: Sequence[str],
     options: SshOptions,
     wrap: Wrap = unwrapped,
+    reached: Callable[[int], None] | None = None,
 ) -> list[Channel]:
     """Logs in everywhere at once; all refusals in one ConnectError, sorted by cause."""
-    outcomes = await reach_all(hosts, pythons, options, wrap)
+    outcomes = await reach_all(hosts, pythons, options, wrap, reached)
     channels = [outcome for outcome in outcomes if isinstance(outcome, Channel)]
     refused = [outcome for outcome in outcomes if isinstance(outcome, LoginRefused)]
     if refused:

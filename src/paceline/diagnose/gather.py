@@ -47,7 +47,11 @@ def from_run(path: Path) -> Evidence:
     result = (read_object(path / names.RESULT) or {}) if launcher is None else {}
     first = _first(result.get("first_failure"))
     ends = _ends(events)
-    found = _rank_logs(path / names.LOGS, _hosts_of(events), first)
+    homes = _homes(events)
+    found = [
+        Log(log.host, log.rank, tuple(_at_home(homes, log.host, line) for line in log.lines))
+        for log in _rank_logs(path / names.LOGS, _hosts_of(events), first)
+    ]
     return Evidence(
         logs=tuple(_ordered(found, first, ends)),
         ends=ends,
@@ -60,6 +64,23 @@ def from_run(path: Path) -> Evidence:
         exit_code=whole(result.get("exit_code")),
         launcher=launcher,
     )
+
+
+def _homes(events: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Host, shipped copy there, and the user's own folder that it is a copy of."""
+    found = (
+        tuple(words(event.get(name), 4096) for name in ("host", "copy", "home"))
+        for event in events
+        if event.get("event") == "copied"
+    )
+    return [(host, copy, home) for host, copy, home in found if copy.count("/") > 1][:10_000]
+
+
+def _at_home(homes: list[tuple[str, str, str]], host: str, line: str) -> str:
+    for name, copy, home in homes:
+        if name == host and copy in line:
+            line = line.replace(copy, home)
+    return line
 
 
 def _launcher(path: Path) -> Launcher | None:

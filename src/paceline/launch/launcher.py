@@ -24,7 +24,7 @@ from paceline.launch.rundir import RunDirectory, safe, short
 from paceline.launch.screen import Screen
 from paceline.launch.shipping import Fetcher
 from paceline.launch.staging import Package
-from paceline.launch.transport import Transport
+from paceline.launch.transport import Reached, Transport, nobody
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.hosts import Host
@@ -69,6 +69,8 @@ class Launcher:
         self._all_home = False
         self._failure: Failure | None = None  # the last attempt's
         self._closing = False
+        self._nodes: Sequence[Node] = ()
+        self.ranks = 0  # of the plan, once there is one
         self.recorder = Recorder(directory, screen)
 
     async def run(self) -> Result:
@@ -114,18 +116,24 @@ class Launcher:
             task.cancel()
 
     async def _connect(self) -> Fleet:
+        count = len(self._hosts)
+        self._screen.starting("connecting", 0, count)
         fleet = await connect(
-            self._job, self._hosts, self._transport, self._on_event, self._on_lost
-        )
+            self._job, self._hosts, self._transport, self._on_event, self._on_lost,
+            lambda reached: self._screen.starting("connecting", reached, count),
+        )  # fmt: skip
+        self._screen.starting("connecting", count, count)
         for node in fleet.nodes:
             if node.channel.fingerprint:
                 self._screen.note(f"paceline: pinned {node.name}: {node.channel.fingerprint}")
+        self._nodes = fleet.nodes
         self.recorder.event("connected", hosts=[node.name for node in fleet.nodes])
         return fleet
 
     async def _stage(self, fleet: Fleet) -> tuple[Networks, dict[str, planning.Code]]:
         """Network and places at once, for both take their time."""
         staged = asyncio.ensure_future(self._place(fleet))
+        self._importing(fleet.nodes)
         try:
             networks, notes = await find_networks(fleet, self._job)
             self._notes += notes
@@ -137,9 +145,30 @@ class Launcher:
     async def _place(self, fleet: Fleet) -> dict[str, planning.Code]:
         """Readies the nodes that are new; where the code is on each."""
         supplies = await asyncio.to_thread(staging.gather_supplies, self._job, fleet, self._package)
-        return await staging.stage(
+        places = await staging.stage(
             fleet, self._job, supplies, self._directory, self._run_id, self._token
         )
+        self._know_paths(fleet, supplies)
+        return places
+
+    def _importing(self, nodes: Sequence[Node]) -> None:
+        """How far the imports are, for who waits for them."""
+        if self._job.preload:
+            done = sum(1 for node in nodes if node.loaded)
+            module = self._job.preload[0].split(".")[0].rstrip("?")
+            self._screen.starting(f"importing {module}", done, len(nodes))
+
+    def _know_paths(self, fleet: Fleet, supplies: staging.Supplies) -> None:
+        """Which folders here the shipped copies are copies of."""
+        trees = {"code": supplies.code, "paceline": supplies.package}
+        for node in fleet.nodes:
+            for name, tree in trees.items():
+                if tree is None or name not in node.copies:
+                    continue
+                place = (node.name, node.copies[name][0], str(tree.root))
+                if place not in self._screen.homes:
+                    self._screen.homes.append(place)
+                    self.recorder.event("copied", node.name, copy=place[1], home=place[2])
 
     async def _attempts(self, fleet: Fleet, interrupts: Interrupts, networks: Networks,
                         code: dict[str, planning.Code]) -> Result:  # fmt: skip
@@ -151,6 +180,7 @@ class Launcher:
                 plan = await self._make_plan(number, fleet, networks, code)
                 await staging.fork_servers_up(fleet, self._job)
                 if number == 0:
+                    self._screen.started()
                     self._announce(plan)
                 result = await self._execute(plan, fleet, interrupts)
             except (ConnectionError, NodeError):
@@ -206,6 +236,7 @@ class Launcher:
             self._notes,
         )  # fmt: skip
         self._directory.write_json(names.PLAN, plan.to_json())
+        self.ranks = plan.world_size
         return plan
 
     async def _execute(self, plan: Plan, fleet: Fleet, interrupts: Interrupts) -> Result:
@@ -253,6 +284,7 @@ class Launcher:
         kind = event.message.get("event")
         if kind == "forkserver":
             node.take_fork_server(event.message)
+            self._importing(self._nodes)
         if self._attempt is not None:
             self._attempt.take(node, event)
         if self._mirror is not None and is_checkpoint(event):
@@ -313,10 +345,10 @@ def lost_between(fleet: Fleet) -> Failure:
 
 
 async def connect(job: Job, hosts: Sequence[Host], transport: Transport,
-                  on_event: Any, on_lost: Any) -> Fleet:  # fmt: skip
+                  on_event: Any, on_lost: Any, reached: Reached = nobody) -> Fleet:  # fmt: skip
     """Has an agent started on every host."""
     pythons = [planning.python_of(job, host) for host in hosts]
-    channels = await transport.open(hosts, pythons)
+    channels = await transport.open(hosts, pythons, reached)
     return Fleet(channels, job.lease_s.value, on_event, on_lost)
 
 

@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from paceline.launch.attempt import Result
 from paceline.launch.launcher import Inspect, Launcher, plan_only
 from paceline.launch.outcome import Failure, describe_end, signal_name
 from paceline.launch.rundir import RunDirectory, fresh_path, safe, short
-from paceline.launch.screen import Screen
+from paceline.launch.screen import Home, Screen, at_home
 from paceline.launch.staging import Package
 from paceline.launch.transport import Transport
 from paceline.spec import rundir as names
@@ -43,6 +43,9 @@ class RunOutcome:
         seconds: From the call to the end.
         begins: Bytes that earlier runs had left in the logs, by name.
         resumable: The training was asked to stop and saved its state.
+        ranks: How many were planned.
+        homes: Where shipped copies of folders of this machine were.
+        told: The last lines of the rank that failed first stand on the screen already.
     """
 
     path: Path
@@ -51,6 +54,9 @@ class RunOutcome:
     seconds: float
     begins: Mapping[str, int] = field(default_factory=dict)
     resumable: bool = False
+    ranks: int = 0
+    homes: Sequence[Home] = ()
+    told: bool = False
 
     @property
     def shown(self) -> Path:
@@ -96,6 +102,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         except PacelineError as error:
             _write_result(directory, run_id, error.exit_code, began, {}, {"error": error.render()})
             raise
+        result = _at_home(result, screen.homes)
         failure = _failure_json(result.failure) if result.failure else None
         _write_result(directory, run_id, result.exit_code, began, launcher.recorder.metrics,
                       {"first_failure": failure, "interrupted": result.interrupted})  # fmt: skip
@@ -104,9 +111,24 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         directory.close()
     recorder = launcher.recorder
     seconds = time.monotonic() - began
+    blamed = result.failure
+    told = blamed is not None and blamed.rank is not None and screen.before_eyes(
+        blamed.host, blamed.rank)  # fmt: skip
     return RunOutcome(
-        directory.path, result, recorder.metrics, seconds, directory.begins, recorder.resumable
+        directory.path, result, recorder.metrics, seconds, directory.begins, recorder.resumable,
+        launcher.ranks, tuple(screen.homes), told,
+    )  # fmt: skip
+
+
+def _at_home(result: Result, homes: Sequence[Home]) -> Result:
+    """The failure with the user's own paths."""
+    failure = result.failure
+    if failure is None:
+        return result
+    headline, traceback = (
+        at_home(homes, failure.host, text) for text in (failure.headline, failure.traceback)
     )
+    return replace(result, failure=replace(failure, headline=headline, traceback=traceback))
 
 
 def new_run_id() -> str:
@@ -139,6 +161,13 @@ def _failure_json(failure: Failure) -> dict[str, Any]:
     }
 
 
+def report_success(outcome: RunOutcome) -> str:
+    """One line at the end of a run that went well."""
+    ranks = f"{outcome.ranks} rank{'s' * (outcome.ranks != 1)}"
+    took = f"{outcome.seconds:.{0 if outcome.seconds >= 2 else 1}f} s"
+    return f"paceline: finished: {ranks}, {took}, logs {short(outcome.path / names.LOGS)}"
+
+
 def report_failure(outcome: RunOutcome) -> str:
     """The last thing the user reads: who failed first, its traceback, where the rest is."""
     result = outcome.result
@@ -152,9 +181,10 @@ def report_failure(outcome: RunOutcome) -> str:
     if failure.kind == "exception":
         lines[0] += f" ({describe_end(failure.code, failure.signal)})" if failure.code else ""
         lines.append(_indent(failure.traceback))
-    elif failure.rank is not None:
+    elif failure.rank is not None and not outcome.told:
         name = f"{names.LOGS}/{safe(failure.host)}/{failure.rank}.log"
         if last := last_lines(outcome.path / name, outcome.begins.get(name, 0)):
+            last = at_home(outcome.homes, failure.host, last)
             lines += ["  its last lines:", _indent(last)]
     if result.others:
         noun = "rank" if result.others == 1 else "ranks"
@@ -189,4 +219,11 @@ def _indent(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.rstrip().splitlines())
 
 
-__all__: Sequence[str] = ["RunOutcome", "last_lines", "make_plan", "report_failure", "run_job"]
+__all__: Sequence[str] = [
+    "RunOutcome",
+    "last_lines",
+    "make_plan",
+    "report_failure",
+    "report_success",
+    "run_job",
+]

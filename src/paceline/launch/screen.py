@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import re
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from paceline.launch.outlet import Outlet
 from paceline.spec.job import Show
+from paceline.spec.terminal import clean, clean_line, columns, for_reader
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -15,7 +20,28 @@ if TYPE_CHECKING:
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 REDRAW_S = 5.0  # how often a line that only returns the carriage is shown again
 PLAIN_PROGRESS_S = 5.0
+PLAIN_START_S = 1.0  # a part of the start that takes longer is told of without a terminal, too
 MAX_PARTIAL = 1 << 16
+RECENT = 30  # lines after which what a rank said is no longer before the reader's eyes
+_WIPE = "\r\x1b[2K"
+# what torch warns of on every rank though nothing is wrong; the logs keep it
+_HARMLESS = re.compile(
+    r"\[c10d\] The hostname of the client socket cannot be retrieved"
+    r"|\[c10d\] The (?:IPv6|IPv4) network addresses of \(localhost"
+    r"|^\[Gloo\] Rank \d{1,9} is connected to \d{1,9} peer ranks"
+)
+_ERROR = "paceline: "  # how an error of ours begins; its parts follow, indented
+
+# host, folder of a shipped copy there, the folder here that it is a copy of
+Home = tuple[str, str, str]
+
+
+def at_home(homes: Sequence[Home], host: str, text: str) -> str:
+    """The text with the user's own paths in place of those of shipped copies on the host."""
+    for name, copy, home in homes:
+        if name == host and copy in text:
+            text = text.replace(copy, home)
+    return text
 
 
 class Lines:
@@ -68,6 +94,15 @@ class Screen:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._plain_at = float("-inf")
+        self.homes: list[Home] = []
+        self._over = False  # the start
+        self._begun: dict[str, tuple[int, int]] = {}
+        self._begun_plain: dict[str, asyncio.TimerHandle] = {}
+        self._unwiped: set[int] = set()  # outlets that the line of the start may stand on
+        self._errors: set[str] = set()
+        self._repeating: set[tuple[str, int]] = set()  # ranks that repeat another's error
+        self._count = 0
+        self._last: dict[tuple[str, int], int] = {}
 
     @property
     def terminal(self) -> bool:
@@ -95,26 +130,91 @@ class Screen:
     def _labelled(self, host: str, rank: int, stream: str, line: bytes) -> None:
         if stream == "err" and (host, rank) in self._muted:
             return
-        label = f"[{host}/{rank}]"
+        text = at_home(self.homes, host, line.decode(errors="replace"))
+        if _HARMLESS.search(text[:500]) or (stream == "err" and self._repeated(host, rank, text)):
+            return
+        self._last[host, rank] = self._count
+        label = clean_line(f"[{host}/{rank}]")
         if self._colour:
             number = self._hosts.setdefault(host, len(self._hosts))
             label = f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{label}\x1b[0m"
         target = self._out if stream == "out" else self._err
-        self._write(target, f"{label} {line.decode(errors='replace')}")
+        self._write(target, f"{label} {clean(text, colours=target.isatty())}")
+
+    def _repeated(self, host: str, rank: int, text: str) -> bool:
+        """Whether this belongs to an error of ours that another rank has told already."""
+        if text.startswith(_ERROR):
+            known = text in self._errors
+            self._errors.add(text)
+            (self._repeating.add if known else self._repeating.discard)((host, rank))
+        elif not text.startswith("  "):
+            self._repeating.discard((host, rank))
+        return (host, rank) in self._repeating
+
+    def before_eyes(self, host: str, rank: int) -> bool:
+        """Whether what a rank said last was shown, and little since."""
+        last = self._last.get((host, rank))
+        return last is not None and self._count - last <= RECENT
 
     def say(self, text: str) -> None:
         """A line of the job for the user, without label, on standard output."""
-        self._write(self._out, text)
+        self._write(self._out, clean(text, colours=self._colour))
 
     def note(self, text: str) -> None:
         """A line of ours, on standard error."""
-        self._write(self._err, text)
+        self._write(self._err, for_reader(text, cast(TextIO, self._err)))
 
     def _write(self, target: Outlet, text: str) -> None:
+        self._count += 1
+        if id(target) in self._unwiped:
+            self._unwiped.discard(id(target))
+            text = _WIPE + text
         if self._progress is not None and target.isatty():
             self._progress.console.out(text, highlight=False)
             return
         target.write(text + "\n")
+        if target is self._err and self._begun and self.terminal:
+            self._draw_start()
+
+    # --- the start ---------------------------------------------------------------------------
+
+    def starting(self, part: str, done: int, of: int) -> None:
+        """Shows how far a part of the start is: ``connecting 2/3``.
+
+        On a terminal one line holds all parts; elsewhere a line tells of a part that takes long.
+        """
+        if self._over:
+            return
+        self._begun[part] = (done, of)
+        if self.terminal:
+            self._draw_start()
+        elif done < of and part not in self._begun_plain:
+            with contextlib.suppress(RuntimeError):  # nobody waits
+                loop = asyncio.get_running_loop()
+                self._begun_plain[part] = loop.call_later(PLAIN_START_S, self._tell_start, part)
+
+    def _draw_start(self) -> None:
+        parts = [f"{part} {done}/{of}" for part, (done, of) in self._begun.items()]
+        text = "paceline: " + " · ".join(parts) + " …"
+        self._err.write(_WIPE + text[: columns() - 1])
+        self._unwiped = {id(outlet) for outlet in (self._out, self._err) if outlet.isatty()}
+
+    def _tell_start(self, part: str) -> None:
+        done, of = self._begun.get(part, (0, 0))
+        if done < of:
+            noun = "host" if of == 1 else "hosts"
+            self.note(f"paceline: {part} ({done} of {of} {noun} so far)")
+
+    def started(self) -> None:
+        """The start is over: its line goes away."""
+        self._over = True
+        for waiting in self._begun_plain.values():
+            waiting.cancel()
+        self._begun.clear()
+        self._begun_plain.clear()
+        if id(self._err) in self._unwiped:
+            self._unwiped.discard(id(self._err))
+            self._err.write(_WIPE)
 
     # --- progress ----------------------------------------------------------------------------
 
@@ -166,6 +266,7 @@ class Screen:
 
     def close(self) -> None:
         """Takes the bar away, shows what is unfinished and waits until it was taken."""
+        self.started()
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

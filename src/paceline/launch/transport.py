@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.cluster.channel import Channel
 from paceline.spec.hosts import Host
+
+Reached = Callable[[int], None]  # told how many hosts have an agent by now
+
+
+def nobody(count: int) -> None:
+    """For whom it does not matter."""
 
 
 class Transport(Protocol):
@@ -18,12 +24,14 @@ class Transport(Protocol):
 
     redials: bool
 
-    async def open(self, hosts: Sequence[Host], pythons: Sequence[str]) -> list[Channel]:
+    async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
+                   reached: Reached = nobody) -> list[Channel]:  # fmt: skip
         """One agent on each host, in the order of the hosts; leaves nothing when it fails.
 
         Args:
             hosts: In rank order.
             pythons: The interpreter for each.
+            reached: Told of every host that was reached.
 
         Raises:
             PacelineError: Some host has no agent; all such hosts are named.

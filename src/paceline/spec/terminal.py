@@ -46,11 +46,11 @@ def clean_line(text: str) -> str:
     return clean(text).replace("\n", "\\n")
 
 
-_LABEL = re.compile(r"(?:paceline: |[a-z]{1,12}: {1,12}|→ )?")
+_LABEL = re.compile(r"(?:paceline: |(?:to )?[a-z]{1,12}: {1,12}|→ )?")
 # what can be pasted must stay on one line: the terminal breaks it without a line end
 _COMMAND = re.compile(
-    r"(?:[a-z]{1,12}: {1,12}|→ )?(?:sudo|ssh|paceline|python|python3|pip|cp|scp|rsync|ping|nc|df"
-    r"|export|systemctl|docker|srun|mpiexec) \S"
+    r"(?:(?:to )?[a-z]{1,12}: {1,12}|→ )?(?:sudo|ssh|paceline|python|python3|pip|cp|scp|rsync|ping"
+    r"|nc|df|export|systemctl|docker|srun|mpiexec) \S"
 )
 _PROSE = re.compile(r"[a-zA-Z)][,;.:] ")
 

@@ -27,6 +27,7 @@ from paceline.cluster.channel import Channel, LoginRefused
 from paceline.cluster.openssh import SshOptions
 from paceline.cluster.setup.ssh import effective
 from paceline.launch.schedulers.options import Options
+from paceline.launch.transport import Reached, nobody
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.hosts import Host
 
@@ -88,6 +89,7 @@ class Gathering:
     """Puts calls in their places until every host has both of its streams."""
 
     hosts: Sequence[Host]
+    reached: Reached = nobody
     done: asyncio.Event = field(default_factory=asyncio.Event)
     _frames: dict[int, Call] = field(default_factory=dict)
     _errors: dict[int, Call] = field(default_factory=dict)
@@ -105,6 +107,7 @@ class Gathering:
         else:
             stream[place] = call
             call.accept()
+            self.reached(len(self._errors))
             self._check_done()
 
     def _place(self, call: Call) -> int | None:
@@ -160,9 +163,10 @@ class CallingTransport:
         self._words = bytearray()
         self._readers: list[asyncio.Task[None]] = []
 
-    async def open(self, hosts: Sequence[Host], pythons: Sequence[str]) -> list[Channel]:
+    async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
+                   reached: Reached = nobody) -> list[Channel]:  # fmt: skip
         """ConnectError names the hosts that did not call, and what the scheduler said."""
-        gathering = Gathering(hosts)
+        gathering = Gathering(hosts, reached)
         board = Switchboard(secrets.token_bytes(32), gathering.take)
         try:
             start = await self._scheduler.start(hosts)

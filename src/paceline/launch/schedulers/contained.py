@@ -14,6 +14,7 @@ from paceline.cluster.openssh import classify, ssh_command
 from paceline.launch.containers import Container, Probe, engine, parse_probe, probe_command
 from paceline.launch.schedulers.mpi import SSH_FAILED, said_by
 from paceline.launch.schedulers.options import Options
+from paceline.launch.transport import Reached, nobody
 from paceline.spec.errors import ConnectError, NodeError
 from paceline.spec.hosts import Host
 
@@ -30,7 +31,8 @@ class ContainerTransport:
         self._options = options
         self._run = secrets.token_hex(4)
 
-    async def open(self, hosts: Sequence[Host], pythons: Sequence[str]) -> list[Channel]:
+    async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
+                   reached: Reached = nobody) -> list[Channel]:  # fmt: skip
         """Looks at the image everywhere first; NodeError where it is missing or another one."""
         probes = await self._probe_all(hosts)
         check_images(self._name, self._options.container.image, probes)
@@ -39,7 +41,7 @@ class ContainerTransport:
             container = container_for(host, probes[host.name], self._options, self._run)
             return engine(self._name).wrap(agent, container)
 
-        channels = await connect_all(hosts, pythons, self._options.ssh, wrap)
+        channels = await connect_all(hosts, pythons, self._options.ssh, wrap, reached)
         for channel in channels:  # a container here has other files than this machine
             channel.host = replace(channel.host, local=False)
         return channels

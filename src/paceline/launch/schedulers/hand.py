@@ -23,6 +23,7 @@ from paceline.cluster.channel import Channel, connect
 from paceline.cluster.openssh import SshOptions
 from paceline.launch.schedulers.calling import open_channels, usable_addresses
 from paceline.launch.showing import entry_argv
+from paceline.launch.transport import Reached, nobody
 from paceline.spec.command import shell_text
 from paceline.spec.errors import ConnectError, SettingError
 from paceline.spec.hosts import Host
@@ -259,7 +260,8 @@ class HandTransport:
         """Nodes that were given something else to run will be refused."""
         self._command = command_hash(self._meeting.word, job)
 
-    async def open(self, hosts: Sequence[Host], pythons: Sequence[str]) -> list[Channel]:
+    async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
+                   reached: Reached = nobody) -> list[Channel]:  # fmt: skip
         """Waits for all nodes. ConnectError when they do not come in time."""
         changed = asyncio.Event()
         guests = self._guests = Guests(self._meeting.nodes, self._command, changed.set)

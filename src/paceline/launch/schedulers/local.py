@@ -8,7 +8,7 @@ from paceline.cluster.channel import Channel
 from paceline.cluster.fanout import connect_all
 from paceline.cluster.openssh import SshOptions
 from paceline.launch.schedulers.options import Options
-from paceline.launch.transport import Transport
+from paceline.launch.transport import Reached, Transport, nobody
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 
@@ -18,7 +18,8 @@ class LocalTransport:
 
     redials = True
 
-    async def open(self, hosts: Sequence[Host], pythons: Sequence[str]) -> list[Channel]:
+    async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
+                   reached: Reached = nobody) -> list[Channel]:  # fmt: skip
         """SettingError when a host is another machine."""
         others = [host.name for host in hosts if not host.local]
         if others:
@@ -27,7 +28,7 @@ class LocalTransport:
                 found=f"other hosts: {', '.join(others)}",
                 remedy="Leave -H out, or --via ssh",
             )
-        return await connect_all(hosts, pythons, SshOptions())
+        return await connect_all(hosts, pythons, SshOptions(), reached=reached)
 
     async def close(self, exit_code: int) -> None:
         """The agent has ended with its channel."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.cluster.channel import Channel
 from paceline.cluster.fanout import connect_all
 from paceline.launch.schedulers.options import Options
-from paceline.launch.transport import Transport
+from paceline.launch.transport import Reached, Transport, nobody
 from paceline.spec.hosts import Host
 
 
@@ -19,9 +19,10 @@ class SshTransport:
     def __init__(self, options: Options) -> None:
         self._ssh = options.ssh
 
-    async def open(self, hosts: Sequence[Host], pythons: Sequence[str]) -> list[Channel]:
+    async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
+                   reached: Reached = nobody) -> list[Channel]:  # fmt: skip
         """Logs in everywhere. ConnectError names all who refuse."""
-        return await connect_all(hosts, pythons, self._ssh)
+        return await connect_all(hosts, pythons, self._ssh, reached=reached)
 
     async def close(self, exit_code: int) -> None:
         """Every channel has ended its own ssh."""

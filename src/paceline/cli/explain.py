@@ -24,7 +24,7 @@ from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 from paceline.spec.terminal import for_reader
 
-WHOLE = 8 << 20  # bytes of a file that go whole into the bundle; of a larger one both ends
+WHOLE = 2 << 20  # bytes of a file that go whole into the bundle; of a larger one both ends
 SHOWN_ANYWAY = ("exception", "said-why")  # their words stand in the last lines of a failed run
 
 

@@ -29,6 +29,9 @@ class Silent(Screen):
     def note(self, text: str) -> None:
         """The launcher's lines would stand between ours."""
 
+    def starting(self, part: str, done: int, of: int) -> None:
+        """Ours says that collectives are tried."""
+
 
 def attempt(scene: Scene, job: Job, ssh: SshOptions) -> dict[str, Any]:
     """Evidence for the check ``trial``: loaded versions by host, rows, or why it failed."""

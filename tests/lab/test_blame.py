@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from launches import Ended, Launch, Site, eventually, project_at
+from launches import SOURCE, Ended, Launch, Site, eventually, project_at
 
 pytestmark = pytest.mark.lab
 
 LEASE_S = 4.0
+ENV = {**os.environ, "PYTHONPATH": str(SOURCE)}
 OPTIONS = ("--nnodes", "2", "--no-torch", "--lease", str(LEASE_S))
 TRAIN = ("--nnodes", "2", "--lease", str(LEASE_S))
 
@@ -241,3 +244,52 @@ def test_a_host_that_comes_back_is_joined_again(site: Site) -> None:
         ended = launch.end()
     assert ended.code == 130, ended.err
     assert "n2 is back; starting all nodes again, 1 of 1" in ended.err
+
+
+# --- hangs
+
+
+def hung(launch: Launch, text: str, patience: float) -> float:
+    """Seconds until the hang was told."""
+    began = time.monotonic()
+    assert eventually(lambda: text in launch.err, patience), launch.err
+    return time.monotonic() - began
+
+
+def test_a_stopped_rank_is_told_of_and_goes_on(site: Site) -> None:
+    with training(site, "steps.py") as launch:
+        rank = process(site, "n2", "rank 1 of 2")
+        os.kill(rank, signal.SIGSTOP)
+        hung(launch, "rank 1 on n2 is frozen: stopped by a signal", 8.0)
+        os.kill(rank, signal.SIGCONT)
+        hung(launch, "paceline: the job goes on, after", 6.0)
+        launch.signal(signal.SIGINT)
+        assert launch.end().code == 130
+
+
+def test_a_rank_that_stops_joining_is_told_of_with_its_line(site: Site) -> None:
+    with training(site, "steps.py", "1000", "sleep", "1", "60") as launch:
+        hung(launch, "rank 1 on n2 stands still at steps.py, line ", 25.0)
+        assert ", in misbehave while rank 0 on n1 waits for it in" in launch.err
+        launch.signal(signal.SIGINT)
+        time.sleep(0.2)
+        launch.signal(signal.SIGINT)
+        ended = launch.end()
+    assert ended.seconds < 3
+    words = [sys.executable, "-m", "paceline", "explain", str(ended.directory)]
+    said = subprocess.run(words, capture_output=True, text=True, env=ENV, timeout=30).stdout
+    assert "the job hung: rank 1 on n2 stands still" in said
+
+
+def test_a_hang_is_ended_after_its_time(site: Site) -> None:
+    words = ("--hang-timeout", "7", "steps.py", "1000", "sleep", "1", "60")
+    with training(site, *words) as launch:
+        ended = launch.end(40)
+    assert ended.code == 1
+    assert "rank 1 on n2: hung for longer than --hang-timeout 7: stands still at" in ended.err
+
+
+def test_work_of_one_rank_alone_is_no_hang(site: Site) -> None:
+    ended = site.run(*TRAIN, "steps.py", "80", "evaluate", "0", "60")
+    assert ended.code == 0, ended.err
+    assert "no step for" not in ended.err

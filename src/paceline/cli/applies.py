@@ -92,6 +92,7 @@ OPTIONS: dict[str, Applies] = {
     "lease": Applies(),
     "grace": Applies(),
     "max_restarts": Applies(),
+    "hang_timeout": Applies(),
     "check_level": Applies(frozenset({"ssh", "local", "pbs", "lsf"}), _JOBS, value="full",
                            hint="`paceline check` first"),
     "show": Applies(verbs=_JOBS),

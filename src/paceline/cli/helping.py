@@ -17,7 +17,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "The run": (
         "run_dir", "name", "plan_only", "verbose", "as_json", "env", "unset", "show", "check_level",
-        "max_restarts", "ship", "lease", "grace",
+        "max_restarts", "hang_timeout", "ship", "lease", "grace",
     ),
     "The same command typed on each node": ("rdzv", "rdzv_id", "node_rank", "rdzv_timeout"),
     "MPI and containers": ("mpiexec", "image", "mount", "shm_size", "via_arg"),

@@ -68,6 +68,9 @@ _OPTIONS = [
                  " launcher."),
     click.option("--grace", type=Seconds(0.0), default=8.0, metavar="SECONDS",
                  help="Time between TERM and KILL when you stop the job."),
+    click.option("--hang-timeout", type=Seconds(0.0), default=0.0, metavar="SECONDS",
+                 help="End a job that hangs for this long, so that --max-restarts starts it"
+                 " again; 0 only says who hangs where."),
     click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N",
                  help="After a failure start all nodes again, in step, up to N times."),
     click.option("--check", "check_level", type=click.Choice(["full", "quick", "none"]),
@@ -193,6 +196,7 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
         bind=setting(ctx, "bind"),
         lease_s=setting(ctx, "lease"),
         grace_s=setting(ctx, "grace"),
+        hang_timeout_s=setting(ctx, "hang_timeout"),
         max_restarts=setting(ctx, "max_restarts"),
         **more,
     )

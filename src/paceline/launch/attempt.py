@@ -12,6 +12,8 @@ from typing import Any
 from paceline.cluster.channel import Event
 from paceline.launch import outcome
 from paceline.launch.fleet import Fleet, first_of, together, within
+from paceline.launch.hanging import Hang
+from paceline.launch.hangwatch import HangWatch
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.node import Node, how_it_died
 from paceline.launch.outcome import Failure
@@ -68,18 +70,24 @@ class Attempt:
         self._early: list[Failure] = []  # not failures unless others still needed them
         self._failed = asyncio.Event()
         self._ended = asyncio.Event()
+        self._hangs = HangWatch(fleet, self._hang_told, self._hang_over, job.hang_timeout_s.value)
 
     async def run(self) -> Result:
         """From the start of the ranks to the end of the last."""
         parts = list(zip(self._fleet.nodes, self.plan.nodes, strict=True))
         for node, _ in parts:
-            node.running = True
+            node.running, node.quiet_s, node.frozen = True, None, {}
         begun = time.monotonic()
         await together([self._start(node, part) for node, part in parts])
         self.watching = True
         self._recorder.next_attempt()
         self._recorder.event("started", attempt=self.plan.attempt, world_size=self.plan.world_size)
-        result = await self._watch()
+        watching = asyncio.ensure_future(self._hangs.run())
+        try:
+            result = await self._watch()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
         self._screen.flush()
         seconds = round(time.monotonic() - begun, 3)
         self._recorder.event(
@@ -159,6 +167,8 @@ class Attempt:
         signum = self._interrupts.received[0]
         name = outcome.signal_name(signum)
         self._screen.note(f"paceline: {name}: stopping (once more to stop at once)")
+        if hang := await self._hangs.at_the_end():
+            self._recorder.event("hang", hang.host or None, hang.rank, text=hang.text)
         stopping = asyncio.ensure_future(self._stop_all(self._job.grace_s.value))
         await first_of(asyncio.shield(stopping), self._interrupts.wait(2))
         if not stopping.done():
@@ -205,6 +215,7 @@ class Attempt:
             text = "ended with status 0 while the others were still training"
             when = node.to_launcher_time(said["time"])
             self._early.append(Failure("early", node.name, said["rank"], when, 0, headline=text))
+            self._hangs.ended(node.name, said["rank"])
             return
         kind: outcome.Kind = "exit" if signum is None else "signal"
         when = node.to_launcher_time(said["time"])
@@ -225,6 +236,28 @@ class Attempt:
             )  # fmt: skip
         elif data.get("event") == "world joined":
             self.joined += 1
+        elif data.get("kind") == "heartbeat":
+            self._hangs.heartbeat(rank, str(data.get("phase")))
+
+    def _rank_started(self, node: Node, said: dict[str, Any]) -> None:
+        self._hangs.started(said["rank"], said["pid"])
+
+    def _hang_told(self, hang: Hang | None, seconds: float) -> None:
+        """A hang is only told: who wants it ended says after how long."""
+        if hang is None:
+            self._screen.note(f"paceline: the job goes on, after {seconds:.0f} s")
+            self._recorder.event("hang over", seconds=round(seconds, 1))
+            return
+        since = f"no step for {seconds:.0f} s: " if seconds >= 1 else ""
+        self._screen.note(f"paceline: {since}{hang.text}")
+        self._recorder.event("hang", hang.host or None, hang.rank, text=hang.text)
+
+    def _hang_over(self, hang: Hang) -> None:
+        limit = f"--hang-timeout {self._job.hang_timeout_s.value:g}"
+        host = hang.host or "the job"
+        text = hang.text.removeprefix(f"rank {hang.rank} on {hang.host} ")
+        headline = f"hung for longer than {limit}: {text}"
+        self.fail(Failure("hang", host, hang.rank, time.monotonic(), headline=headline))
 
     def _node_ended(self, node: Node, said: dict[str, Any]) -> None:
         node.running = False
@@ -256,6 +289,7 @@ _HEARD: dict[str, Callable[[Attempt, Node, dict[str, Any]], None]] = {
     "ended": Attempt._node_ended,
     "forkserver": Attempt._fork_server,
     "asked to end": Attempt._asked_to_end,
+    "started": Attempt._rank_started,
     "leaving": Attempt._leaving,
 }
 

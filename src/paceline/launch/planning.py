@@ -297,6 +297,7 @@ def _settings(
         "bind": job.bind,
         "lease_s": job.lease_s,
         "grace_s": job.grace_s,
+        "hang_timeout_s": job.hang_timeout_s,
         "max_restarts": job.max_restarts,
     }
 

@@ -112,6 +112,7 @@ class Job:
         any_world: Accept a world other than the planned one.
         lease_s: Seconds after which a node ends the job when it hears nothing of the launcher.
         grace_s: Seconds between the polite signal and SIGKILL when a job is stopped.
+        hang_timeout_s: Seconds after which a hang ends the job; 0 only tells of it.
         max_restarts: How many times the whole job may be started again after a failure.
     """
 
@@ -135,4 +136,5 @@ class Job:
     any_world: bool = False
     lease_s: Setting[float] = Setting(10.0)
     grace_s: Setting[float] = Setting(8.0)
+    hang_timeout_s: Setting[float] = Setting(0.0)
     max_restarts: Setting[int] = Setting(0)

@@ -33,7 +33,7 @@ def misbehave() -> None:
         crunch(600)
     if way == "evaluate":
         session.phase("evaluate alone")
-        crunch(15)
+        crunch(11)
 
 
 session = train.join(seed=0)

@@ -16,6 +16,7 @@ RULES: dict[str, str] = {
     "launcher-killed": "paceline.diagnose.rules.launcher_killed",
     "memory-killed": "paceline.diagnose.rules.memory_killed",
     "node-lost": "paceline.diagnose.rules.node_lost",
+    "hang": "paceline.diagnose.rules.hang",
     "rank-absent": "paceline.diagnose.rules.rank_absent",
     "uneven-data": "paceline.diagnose.rules.uneven_data",
     "cuda-out-of-memory": "paceline.diagnose.rules.cuda_out_of_memory",

@@ -1,6 +1,7 @@
 """The job was stopped from outside.
 
-Meaning: The launcher got a signal and ended the job in order.
+Meaning: The launcher got a signal and ended the job in order. If a rank kept the others waiting
+    at that moment, it is named.
 Cause: Ctrl-C, a closed terminal, kill, or the scheduler's notice.
 Confirm: result.json: interrupted.
 Remedy: Run again with the same --run-dir: training resumes from the last checkpoint.
@@ -14,12 +15,34 @@ import signal
 from paceline.diagnose.evidence import Evidence
 from paceline.diagnose.rule import Match, define
 
+_ABOUT = ("started", "hang", "hang over")
+_REMEDY = "Let every rank come to the same collectives in the same order; look at the named line"
+
 
 def match(evidence: Evidence) -> Match | None:
     if not evidence.interrupted:
         return None
     name = signal.Signals(evidence.interrupted).name
+    hang = standing_hang(evidence)
+    if hang is not None:
+        text, host, rank = hang
+        return Match(f"the job hung: {text}; it was then stopped by {name}",
+                     (host,) if host else (), rank, 0.99, remedy=_REMEDY)  # fmt: skip
     return Match(f"nothing failed: the job was stopped by {name} at the launcher", (), None, 0.99)
+
+
+def standing_hang(evidence: Evidence) -> tuple[str, str, int | None] | None:
+    """Text, host and rank of the last hang that was told, unless the job went on after it."""
+    told = [event for event in evidence.events if event.get("event") in _ABOUT]
+    if not told or told[-1]["event"] != "hang":
+        return None
+    last = told[-1]
+    rank = last.get("rank")
+    return (
+        str(last.get("text", "")),
+        str(last.get("host") or ""),
+        rank if isinstance(rank, int) else None,
+    )
 
 
 rule = define("interrupted", __doc__, match)

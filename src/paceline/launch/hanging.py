@@ -1,0 +1,184 @@
+"""Hangs: noticed from what ranks say and from how quiet they are, and told with the line.
+
+Nothing is ended here. A long evaluation, a compilation or a slow download look quiet, too: so a
+silence only makes us look at the ranks' stacks, twice, and only where some wait in a collective
+for others that do not move is it called a hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.diagnose.stacks import Frame, Stand
+
+LEAST_S = 5.0  # of silence of a training that tells its steps
+USUAL_GAPS = 4  # as many times the usual time between two steps' tellings
+OTHER_PHASE_S = 60.0  # in a phase other than training
+UNTOLD_S = 15.0  # without CPU time, of ranks that tell nothing
+BUSY_S = 60.0  # until a rank that works alone, while others wait for it, is told of
+FROZEN_S = 3.0
+WORKS = 0.05  # of a CPU
+TRAINING = "train"
+_WAITS = ("_engine_run_backward", "run_backward")  # gradients are exchanged inside
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one rank was doing at one moment.
+
+    Attributes:
+        stand: Where it stood.
+        cpu_s: CPU time that it and its children had used.
+        pid: On its host.
+    """
+
+    stand: Stand
+    cpu_s: float
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Who keeps the others waiting.
+
+    Attributes:
+        host, rank: The one; ``None`` when all wait for each other.
+        text: One line.
+    """
+
+    host: str
+    rank: int | None
+    text: str
+
+
+class Heartbeats:
+    """The steps that ranks tell of, and how long it usually takes until the next. Pure."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._gaps: list[float] = []
+        self._phases: dict[int, str] = {}
+
+    def take(self, rank: int, phase: str, now: float) -> None:
+        """A rank has told its step."""
+        if self._last is not None and phase == TRAINING:
+            self._gaps = [*self._gaps[-20:], now - self._last]
+        self._phases[rank] = phase
+        self._last = now
+
+    @property
+    def known(self) -> bool:
+        """Whether enough was told to know what is usual."""
+        return len(self._gaps) >= 3
+
+    def silent_s(self, now: float) -> float:
+        return 0.0 if self._last is None else now - self._last
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds of silence that are nothing to look at."""
+        least = max(LEAST_S, USUAL_GAPS * max(self._gaps, default=0.0))
+        training = all(phase == TRAINING for phase in self._phases.values())
+        return least if training else max(least, OTHER_PHASE_S)
+
+
+def judge(before: Sequence[Look], after: Sequence[Look], between_s: float,
+          silent_s: float, ended: Sequence[tuple[str, int]] = ()) -> Hang | None:  # fmt: skip
+    """Whether this is a hang, and whose. Pure.
+
+    Args:
+        before, after: All living ranks at two moments.
+        between_s: Seconds between the two.
+        silent_s: For how long nothing was heard.
+        ended: Host and number of ranks that have ended with status 0.
+    """
+    earlier = {look.stand.rank: look for look in before}
+    waiting, still, busy = [], [], []
+    for look in after:
+        was = earlier.get(look.stand.rank)
+        if was is None:
+            return None
+        if look.stand.state == "T":
+            still.append(look.stand)
+        elif not look.stand.frames:
+            return None  # it cannot be asked: nothing is known
+        elif waits(look.stand) and waits(was.stand):
+            if look.cpu_s - was.cpu_s > WORKS * between_s:
+                return None  # data moves
+            waiting.append(look.stand)
+        elif waits(look.stand) or waits(was.stand):
+            return None  # it moves
+        elif look.cpu_s - was.cpu_s > WORKS * between_s:
+            busy.append(look.stand)
+        elif was.stand.own == look.stand.own:
+            still.append(look.stand)
+        else:
+            return None
+    return _verdict(waiting, still, busy, silent_s, ended)
+
+
+def _verdict(waiting: Sequence[Stand], still: Sequence[Stand], busy: Sequence[Stand],
+             silent_s: float, ended: Sequence[tuple[str, int]]) -> Hang | None:  # fmt: skip
+    if not waiting:
+        return None
+    for_it = f"{_names(waiting)} {_verb(waiting)} for it in {where(waiting[0])}"
+    if still:
+        one = still[0]
+        how = "is stopped by a signal" if one.state == "T" else f"stands still {where(one)}"
+        return Hang(one.host, one.rank, f"{one.who} {how} while {for_it}")
+    if busy:
+        one = busy[0]
+        if silent_s < BUSY_S:
+            return None
+        return Hang(one.host, one.rank, f"{one.who} is busy {where(one)} while {for_it}")
+    if ended:
+        host, rank = ended[0]
+        return Hang(host, rank, f"rank {rank} on {host} ended with status 0 while {for_it}")
+    places = {where(stand) for stand in waiting}
+    if len(waiting) > 1 and len(places) == 1:
+        text = f"{_names(waiting)} wait for each other in {places.pop()}: what one sends does not "
+        text += "reach the other (paceline check tries each direction)"
+        return Hang("", None, text)
+    told = "; ".join(f"{stand.who} waits in {where(stand)}" for stand in waiting[:4])
+    return Hang("", None, f"{told}: they do not wait for the same") if len(waiting) > 1 else None
+
+
+def waits(stand: Stand) -> bool:
+    """Whether it stood in a collective, or in a backward pass, in which gradients are exchanged."""
+    return bool(stand.collective) or any(frame.function in _WAITS for frame in stand.frames)
+
+
+def where(stand: Stand) -> str:
+    """``all_reduce (train.py, line 40, in step)``, or the user's own line alone."""
+    own = _line(stand.own)
+    if stand.collective:
+        return f"{stand.collective}{own and f' ({own})'}"
+    if waits(stand):
+        return f"the backward pass{own and f' ({own})'}"
+    return f"at {own}" if own else "somewhere outside the script"
+
+
+def _line(frame: Frame | None) -> str:
+    if frame is None:
+        return ""
+    inside = "" if frame.function == "<module>" else f", in {frame.function}"
+    return f"{frame.where}{inside}"
+
+
+def _names(stands: Sequence[Stand]) -> str:
+    few = ", ".join(stand.who for stand in stands[:3])
+    return few if len(stands) <= 3 else f"{few} and {len(stands) - 3} more"
+
+
+def _verb(stands: Sequence[Stand]) -> str:
+    return "waits" if len(stands) == 1 else "wait"
+
+
+def frozen_text(host: str, rank: int, seconds: float, pids: Mapping[int, int]) -> str:
+    """What to say of a rank that a signal has stopped."""
+    pid = f"; on {host}: kill -CONT {pids[rank]}" if rank in pids else ""
+    return (
+        f"rank {rank} on {host} is frozen: stopped by a signal for {seconds:.0f} s "
+        f"(SIGSTOP, or a debugger){pid}"
+    )

@@ -615,11 +615,17 @@ def test_filtering_beside_it_does_not_reach_in() -> None:
     assert (done.stdout.strip(), done.returncode) == ("n2", 0), done.stderr
 
 
+def test_a_host_that_cannot_start_says_why() -> None:
+    """And not what failed on the switch because that host was gone."""
+    with pytest.raises(LabError, match="mount overlay on /proc"):
+        Lab(LabOptions(hosts=2, private=("/proc",))).up()
+
+
 ROOTLESS = """
 from paceline.cluster.lab import Lab, LabOptions
-with Lab(LabOptions(hosts=2, rate="100mbit", private=("/opt",))) as lab:
+with Lab(LabOptions(hosts=2, rate="100mbit", private=("/srv",))) as lab:
     print(lab.exec("n1", ["ssh", "n2", "hostname; id -u"], timeout=10, check=True).stdout)
-    print(lab.exec("n1", ["touch", "/opt/x"]).stderr)
+    print(lab.exec("n1", ["touch", "/srv/x"]).stderr)
     print(lab.exec("n1", ["ssh", "-tt", "n2", "tty"], timeout=10).stdout)
     lab.fault("drop", "n2", "all")
     lab.fault("loss", "n2", "5")

@@ -61,11 +61,16 @@ class Engine:
         """Starts hosts side by side; raises OSError when one does not come up."""
         plans = [self._plan.host(name) for name in names]
         starting = {plan.name: self._start(plan) for plan in plans}
-        for plan in plans:
-            self._running[plan.name] = _running(starting[plan.name].pid)
-        self._plug_in(plans)
-        for started in starting.values():
-            host.let_go(started)
+        try:
+            for plan in plans:
+                self._running[plan.name] = _running(starting[plan.name].pid)
+            self._plug_in(plans)
+            for started in starting.values():
+                host.let_go(started)
+        except OSError:
+            for started in starting.values():
+                host.raise_its_own(started)
+            raise
         for name, started in starting.items():
             self._running[name].sshd = host.finish(started)
 

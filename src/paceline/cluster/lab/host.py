@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import time
@@ -84,6 +85,12 @@ def finish(starting: Starting) -> int | None:
         _failed(answer)
     sshd: int | None = answer["sshd"]
     return sshd
+
+
+def raise_its_own(starting: Starting) -> None:
+    """Raises what a host that has ended says; others then fail to plug in what is not there."""
+    if select.select([starting.report], [], [], 0)[0]:
+        finish(starting)
 
 
 def _failed(answer: dict[str, Any]) -> NoReturn:

@@ -1,15 +1,17 @@
 """Time and memory of a small job on 1, 2, 16 and 64 hosts of a virtual cluster.
 
 `paceline run --no-python hostname`: log in, find addresses, start one process a host, gather its
-line, leave. Memory is the launcher's own and that of all its ssh clients together.
+line, leave. Memory is the launcher's own and that of all its ssh clients together. Further rows
+have agents that are simulated within the launcher's process: no host, no ssh, all of the rest.
 
-    python bench/hosts/many_hosts.py [--counts 1 2 16 64] [--runs 3] [--out FILE]
+    python bench/hosts/many_hosts.py [--counts 1 2 16 64] [--simulated 500] [--runs 3] [--out FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import platform
 import statistics
@@ -23,11 +25,13 @@ from pathlib import Path
 from paceline.cluster.lab import Lab, LabOptions
 
 TIMEOUT_S = 300
+SIMULATED = Path(__file__).parents[2] / "tests" / "simulated.py"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 16, 64])
+    parser.add_argument("--simulated", type=int, nargs="*", default=[64, 500])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -43,6 +47,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         lines += [row(count, options.runs) for count in options.counts]
+        lines += [simulated_row(count, options.runs) for count in options.simulated]
     text = "\n".join(lines) + "\n"
     print(text)
     if options.out:
@@ -55,6 +60,20 @@ def row(count: int, runs: int) -> str:
         figures = [measure(lab, count) for _ in range(runs)]
     seconds, own, clients = (statistics.median(column) for column in zip(*figures, strict=True))
     return f"| {count} | {seconds:.2f} | {seconds / count:.3f} | {own:.0f} | {clients:.0f} |"
+
+
+def simulated_row(count: int, runs: int) -> str:
+    figures = [simulated(count) for _ in range(runs)]
+    seconds, own = (statistics.median(column) for column in zip(*figures, strict=True))
+    return f"| {count} simulated | {seconds:.2f} | {seconds / count:.3f} | {own:.0f} | - |"
+
+
+def simulated(count: int) -> tuple[float, float]:
+    """Seconds, and peak memory of a launcher that speaks to so many agents within itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [sys.executable, str(SIMULATED), str(count), "1", "20", f"{folder}/run"]
+        said = json.loads(subprocess.check_output(argv, text=True))
+    return said["seconds"], said["mib"]
 
 
 def measure(lab: Lab, count: int) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""More of everything than a first try has: ranks on a host."""
+"""More of everything than a first try has: ranks on a host, hosts, output."""
 
 from __future__ import annotations
 
@@ -56,3 +56,31 @@ def test_more_ranks_than_open_files_allow(tmp_path: Path) -> None:
     assert ended.returncode == 2
     assert f"at most {FEW} files may be open" in ended.stderr
     assert "--nproc-per-node 42" in ended.stderr
+
+
+SIMULATED = Path(__file__).parents[1] / "simulated.py"
+
+
+def memory(hosts: int, lines: int, width: int, run_dir: Path) -> float:
+    """MiB of a launcher, at most, with so many agents that are simulated within it."""
+    argv = [sys.executable, str(SIMULATED), *map(str, (hosts, lines, width)), str(run_dir)]
+    limits = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, FEW))  # noqa: E731
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=110, preexec_fn=limits)
+    assert done.returncode == 0, done.stderr
+    return float(json.loads(done.stdout)["mib"])
+
+
+def test_five_hundred_hosts(tmp_path: Path) -> None:
+    """Little memory each (it is about 50 KiB), and no file that stays open."""
+    few, many = (memory(hosts, 3, 100, tmp_path / str(hosts)) for hosts in (20, 500))
+    assert many - few < 80
+    plan = json.loads((tmp_path / "500" / "plan.json").read_text())
+    assert len(plan["nodes"]) == 500
+
+
+def test_output_does_not_stay_in_memory(tmp_path: Path) -> None:
+    little = memory(20, 3, 10_000, tmp_path / "little")
+    much = memory(20, 500, 10_000, tmp_path / "much")
+    logs = (tmp_path / "much" / "logs").glob("*/*.log")
+    assert sum(log.stat().st_size for log in logs) >= 100_000_000
+    assert much - little < 60

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import stat
-from typing import List
+from typing import Dict, List
 
 INCOMING = ".paceline-incoming"  # below the folder: what has not come as a whole yet
 MOST_CHARACTERS = 4096
@@ -69,6 +69,55 @@ def _explained(problem: OSError, root: str, path: str, folder: int, name: str) -
     return OSError(problem.errno or errno.EIO, problem.strerror, whole)
 
 
+class Folders:
+    """Folders below a root, each opened once, for many files in few folders.
+
+    Args:
+        root: A folder, named as the user likes.
+    """
+
+    MOST = 300  # open at once: 256 of the cache's, and some of a tree
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._open: Dict[str, int] = {}
+
+    def descriptor(self, path: str, make: bool = False) -> int:
+        """As :func:`open_folder`; valid until the next call, closed with the others."""
+        if path not in self._open:
+            if len(self._open) >= self.MOST:
+                self.close()
+            self._open[path] = open_folder(self._root, path, make)
+        return self._open[path]
+
+    def close(self) -> None:
+        for found in self._open.values():
+            os.close(found)
+        self._open = {}
+
+    def __enter__(self) -> "Folders":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self, path: str, flags: int) -> int:
+        """As :func:`open_file`."""
+        above, _, name = path.rpartition("/")
+        parts_of(path)
+        folder = self.descriptor(above, make=bool(flags & os.O_CREAT))
+        try:
+            return _open_plain(folder, name, flags)
+        except OSError as problem:
+            raise _explained(problem, self._root, path, folder, name) from None
+
+    def remove(self, path: str) -> None:
+        """Removes a file, if it can be."""
+        above, _, name = path.rpartition("/")
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self.descriptor(above))
+
+
 def open_file(root: str, path: str, flags: int) -> int:
     """A descriptor of the plain file ``path`` below ``root``.
 
@@ -78,16 +127,26 @@ def open_file(root: str, path: str, flags: int) -> int:
     *above, name = parts_of(path)
     folder = open_folder(root, "/".join(above), make=bool(flags & os.O_CREAT))
     try:
-        # O_NONBLOCK: a named pipe must not keep us waiting for its other end
-        found = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666, dir_fd=folder)
+        return _open_plain(folder, name, flags)
     except OSError as problem:
         raise _explained(problem, root, path, folder, name) from None
     finally:
         os.close(folder)
+
+
+def _open_plain(folder: int, name: str, flags: int) -> int:
+    # O_NONBLOCK: a named pipe must not keep us waiting for its other end
+    found = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(found).st_mode):
         os.close(found)
-        raise OSError(errno.EINVAL, "not a plain file", os.path.join(root, path))
+        raise OSError(errno.EINVAL, "not a plain file")
     return found
+
+
+def write_all(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
 
 
 def rename(root: str, path: str, target: str, durable: bool = True) -> None:
@@ -167,9 +226,7 @@ class Arriving:
         """Adds a block. ValueError when it is not the next one."""
         if offset != self.size:
             raise ValueError("a block at byte %d came where %d was next" % (offset, self.size))
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._fd, view) :]
+        write_all(self._fd, data)
         self._digest.update(data)
         self.size += len(data)
 

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from . import facts, guard, inside, probe, procs, snapshot, survey
 from .frames import Decoder, Message
@@ -417,15 +417,14 @@ def put_blob(agent: Agent, request: Message, blob: bytes) -> None:
 def put_blobs(agent: Agent, request: Message, blob: bytes) -> None:
     """Several whole contents for the cache, one after the other: ``contents``: hash, size."""
 
-    def work() -> None:
-        root = snapshot.cache_folder()
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    def contents() -> Iterator[Tuple[str, bytes]]:
         at = 0
         for sha256, size in request["contents"]:
-            block = {"offset": 0, "last": True, "sha256": sha256, "size": size}
-            data = blob[at : at + size]
-            agent.arrivals.take(str(root), snapshot.blob_path(sha256), block, data, durable=False)
+            yield sha256, blob[at : at + size]
             at += size
+
+    def work() -> None:
+        snapshot.store(contents())
         agent.reply(request)
 
     agent.in_line(ARRIVING, work, request)

@@ -14,7 +14,7 @@ import shutil
 import stat
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
 
 from . import inside
 
@@ -201,8 +201,9 @@ def materialise(root: str, manifest: List[Entry], first: bool = True,
     if first:
         shutil.rmtree(str(new), ignore_errors=True)
         new.mkdir(parents=True, mode=0o700)
-    damaged = sorted({sha256 for path, sha256, mode, _ in manifest
-                      if not _copy(sha256, new, path, mode)})  # fmt: skip
+    with inside.Folders(str(cache_folder())) as cache, inside.Folders(str(new)) as tree:
+        damaged = sorted({sha256 for path, sha256, mode, _ in manifest
+                          if not _copy(cache, sha256, tree, path, mode)})  # fmt: skip
     if last and not damaged:
         if target.exists():
             remove_tree(target)
@@ -210,23 +211,58 @@ def materialise(root: str, manifest: List[Entry], first: bool = True,
     return damaged
 
 
-def _copy(sha256: str, root: Path, path: str, mode: int) -> bool:
+def _copy(cache: inside.Folders, sha256: str, tree: inside.Folders, path: str, mode: int) -> bool:
     """Copies a content from the cache to its place; False, and it is forgotten, when damaged."""
-    blob = cache_folder() / blob_path(sha256)
+    blob = blob_path(sha256)
     digest = hashlib.sha256()
-    fd = inside.open_file(str(root), path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    with os.fdopen(fd, "wb") as target:
+    target = tree.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
         with contextlib.suppress(FileNotFoundError):
-            for _, data in read_blocks(blob):
-                digest.update(data)
-                target.write(data)
-        os.fchmod(target.fileno(), mode & 0o777)
+            source = cache.open(blob, os.O_RDONLY)
+            try:
+                while data := os.read(source, BLOCK):
+                    digest.update(data)
+                    inside.write_all(target, data)
+            finally:
+                os.close(source)
+        os.fchmod(target, mode & 0o777)
+    finally:
+        os.close(target)
     if digest.hexdigest() == sha256:
         return True
-    for file in (blob, root / path):
-        with contextlib.suppress(OSError):
-            file.unlink()
+    cache.remove(blob)
+    tree.remove(path)
     return False
+
+
+def store(contents: Iterable[Tuple[str, bytes]]) -> None:
+    """Puts whole contents into the cache, each under its SHA-256.
+
+    ValueError at the first that is not what its hash says.
+    """
+    root = cache_folder()
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with inside.Folders(str(root)) as cache:
+        for sha256, data in contents:
+            if hashlib.sha256(data).hexdigest() != sha256:
+                raise ValueError("content does not have the hash %s" % sha256)
+            _store(cache, blob_path(sha256), data)
+
+
+def _store(cache: inside.Folders, path: str, data: bytes) -> None:
+    part = secrets.token_hex(8)
+    above, _, name = path.rpartition("/")
+    target = cache.descriptor(above, make=True)
+    file = cache.open("%s/%s" % (inside.INCOMING, part), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    incoming = cache.descriptor(inside.INCOMING)
+    try:
+        inside.write_all(file, data)
+        os.replace(part, name, src_dir_fd=incoming, dst_dir_fd=target)
+    except BaseException:
+        os.unlink(part, dir_fd=incoming)
+        raise
+    finally:
+        os.close(file)
 
 
 def changed_files(root: str, manifest: Optional[List[Entry]]) -> List[Message]:

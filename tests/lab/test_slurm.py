@@ -161,14 +161,16 @@ def test_script_arguments_stay_its_own(batch: Way) -> None:
 @pytest.mark.timeout(200)  # half a minute of it is the clock's
 def test_over_the_time_limit_and_back(batch: Way, slurm: Slurm) -> None:
     """In mid-epoch: a checkpoint, back into the queue, and the same bits as never interrupted."""
-    # Slurm counts in minutes and looks every 30 s; on a narrow link an epoch lasts longer than that
-    options = (*batch.options, "--requeue", "--time", "1", "--sbatch-arg=--signal=B:USR1@57")
+    options = (*batch.options, "--requeue", "--time", "10", "--sbatch-arg=--signal=B:USR1@57")
     way = Way(batch.site, options, env=batch.env)
     batch.site.lab.fault("slow", "n2", "4mbit")
     with way.started("-p", "2", *IMAGE_RECIPE, "--log-every", "1", verb="train") as (child, where):
+        assert eventually(lambda: bool(records(where)), 60)
+        number = json.loads(text_of(where / "batch.json"))["job"]
+        # Slurm counts in minutes and looks every 30 s; on a narrow link an epoch lasts longer
+        slurm.tell("scontrol", "update", f"jobid={number}", "timelimit=1")
         assert eventually(lambda: "back into the queue" in output_of(where), 60)
         batch.site.lab.heal()
-        number = json.loads(text_of(where / "batch.json"))["job"]
         slurm.tell("scontrol", "update", f"jobid={number}", "timelimit=10")  # once is enough
         out, err = child.communicate(timeout=60)
     assert child.returncode == 0, (out, err)
@@ -179,6 +181,24 @@ def test_over_the_time_limit_and_back(batch: Way, slurm: Slurm) -> None:
     assert steps == list(range(1, max(steps) + 1))
     assert 0 < int(found.group(1)) < max(steps)
     assert largest_difference(where, reference(batch.site)) == 0.0
+
+
+@pytest.mark.parametrize("when", ["in the set-up", "while starting"])
+def test_a_time_limit_before_the_first_step(batch: Way, slurm: Slurm, when: str) -> None:
+    """Nothing was saved yet: it comes back all the same, and begins anew."""
+    setup = "--setup-command=echo in the set-up; [ $SLURM_RESTART_COUNT ] || sleep 2"
+    way = Way(batch.site, (*batch.options, "--requeue", setup), env=batch.env)
+    with way.started("-p", "1", *IMAGE_RECIPE, "--steps", "2", verb="train") as (child, where):
+        begun = where / ("events.jsonl" if when == "while starting" else "job.sbatch")
+        assert eventually(begun.exists, 20)
+        assert eventually(lambda: "in the set-up" in output_of(where), 20)
+        number = json.loads(text_of(where / "batch.json"))["job"]
+        slurm.tell("scancel", "--batch", "--signal=USR1", number)
+        out, err = child.communicate(timeout=90)
+    assert child.returncode == 0, (out, err)
+    assert "back into the queue" in out
+    assert "Restarts=1 " in slurm.job(number)
+    assert [record["step"] for record in records(where) if record["split"] == "train"][-1] == 2
 
 
 def output_of(directory: Path) -> str:

@@ -30,7 +30,7 @@ OVER = {
 def render(request: BatchRequest) -> str:
     """The script: directives, the user's set-up, and the same command as typed."""
     lines = ["#!/bin/bash", *(f"#SBATCH {one}" for one in directives(request)), ""]
-    lines += prologue(request)
+    lines += [*(_TRAPS if request.requeue else ()), *prologue(request)]
     run_dir = shlex.quote(request.run_dir)
     if request.array:
         run_dir += '/"$SLURM_ARRAY_TASK_ID"'
@@ -69,19 +69,30 @@ def _name(name: str) -> str:
     return re.sub(r"[^\w.+-]", "_", name) or "paceline"
 
 
+# Slurm warns the batch's shell before the limit, perhaps while it still loads modules.
+_TRAPS = (
+    "limit= child=",
+    'stop() { if [ "$child" ]; then kill -TERM "$child" 2>/dev/null',
+    '  elif [ -z "$limit" ]; then exit 143; fi; }',
+    "trap 'limit=1; stop' USR1",
+    "trap stop TERM",
+)
+
+
 def _with_requeue(line: str, run_dir: str) -> list[str]:
-    """Slurm warns this shell before the limit: the job stops with a checkpoint and comes back."""
+    """Warned of the limit the job stops, with a checkpoint if it is so far, and comes back."""
     return [
         f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || rm -f {run_dir}/{OWNER_FILE}',
-        'stop() { kill -TERM "$child" 2>/dev/null; }',
-        "trap 'limit=1; stop' USR1",
-        "trap stop TERM",
-        f"{line} &",
-        "child=$!",
-        'wait "$child"',
-        "status=$?",
-        'while kill -0 "$child" 2>/dev/null; do wait "$child"; status=$?; done',
-        'if [ -n "${limit-}" ] && [ "$status" -ne 0 ]; then',
+        "status=1",
+        'if [ -z "$limit" ]; then',
+        f"  {line} &",
+        "  child=$!",
+        '  [ -z "$limit" ] || stop',
+        '  wait "$child"',
+        "  status=$?",
+        '  while kill -0 "$child" 2>/dev/null; do wait "$child"; status=$?; done',
+        "fi",
+        'if [ "$limit" ] && [ "$status" -ne 0 ]; then',
         '  echo "paceline: the time limit is near: back into the queue"',
         '  scontrol requeue "$SLURM_JOB_ID"',
         f"elif grep -qs '{LOST}' {run_dir}/{RESULT}; then",

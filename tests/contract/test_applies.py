@@ -67,6 +67,7 @@ VALUES = {
     "show": "none", "plan_only": "", "as_json": "", "verbose": "", "via_arg": "-v",
     "mpiexec": "/m/mpiexec",
     "image": "other:2", "mount": "/m:/m", "shm_size": "2g", "rdzv_id": "other",
+    "rdzv_key_file": "key",
     "rdzv_timeout": "77", "time_limit": "1:00:00", "partition": "p", "account": "a",
     "cpus_per_task": "3", "mem": "5G", "gres": "gpu:4", "sbatch_arg": "--x=y",
     "setup_command": "module load x", "requeue": "", "array": "1-3", "detach": "",
@@ -134,6 +135,8 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text("")
     (tmp_path / "config").write_text("")
+    (tmp_path / "key").write_text("0123456789abcdef" * 2)
+    (tmp_path / "key").chmod(0o600)
     (tmp_path / "trained").joinpath(MODEL_CONFIG).parent.mkdir(parents=True)
     (tmp_path / "trained" / MODEL_CONFIG).write_text("{}")
     return done
@@ -144,7 +147,8 @@ def rendered(transport: Any) -> object:
     if isinstance(transport, SshTransport):
         return command_for(HOSTS[1], "python3", transport._ssh)
     if isinstance(transport, HandTransport):
-        return transport._meeting
+        meeting = transport._meeting
+        return meeting, "made up" if meeting.shown else meeting.key
     if isinstance(transport, CallingTransport):
         start = asyncio.run(transport._scheduler.start(HOSTS))
         folder = getattr(transport._scheduler, "_config", "")

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from paceline.agent import caller
-from paceline.cluster.callback import Call, Switchboard, caller_command, caller_config
+from paceline.cluster import callback
+from paceline.cluster.callback import Call, CallLink, Switchboard, caller_command, caller_config
+from paceline.cluster.certificate import identity
 from paceline.launch.schedulers.calling import Gathering
 from paceline.spec.hosts import Host
 
@@ -61,7 +63,6 @@ def test_another_key_does_not() -> None:
         async with listening(calls.append) as board:
             with pytest.raises(OSError, match="another key"):
                 await asyncio.to_thread(dial, board, b"x" * 32, stream="frames")
-            await asyncio.sleep(0.05)
             assert board.strangers == ["127.0.0.1"]
             assert not calls
 
@@ -69,24 +70,237 @@ def test_another_key_does_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"GET / HTTP/1.0\r\n\r\n", b"paceline-call\n", b"\xff\xfe\n", b""]
+    "sent",
+    [
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"paceline-call\n",
+        b"\xff\xfe\n",
+        b"",
+        b"\x16\x03\x01\x00\x05hello",
+    ],
 )
-def test_noise_is_hung_up_on(sent: bytes) -> None:
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_noise_is_hung_up_on(
+    sent: bytes, encrypted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the clear and within TLS: nothing is said to a stranger, and nothing is logged."""
+
     async def go() -> None:
         calls: list[Call] = []
         async with listening(calls.append) as board:
-            reader, writer = await asyncio.open_connection(*board.addresses[0])
+            tls = caller.unverified() if encrypted else None
+            reader, writer = await asyncio.open_connection(*board.addresses[0], ssl=tls)
             writer.write(sent)
-            writer.write_eof()
-            assert await asyncio.wait_for(reader.read(), 5) == b""
+            if not encrypted:
+                writer.write_eof()
+            heard = b""
+            with contextlib.suppress(OSError):
+                heard = await asyncio.wait_for(reader.read(), 15)
+            assert heard == b"" or not encrypted  # in the clear it may be an alert of TLS
             writer.close()
+            assert not calls
+
+    asyncio.run(go(), debug=False)
+    assert caplog.records == []
+
+
+def test_a_line_without_an_end_is_hung_up_on(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        async with listening(lambda _: None) as board:
+            tls = caller.unverified()
+            reader, writer = await asyncio.open_connection(*board.addresses[0], ssl=tls)
+            with contextlib.suppress(OSError):
+                for _ in range(64):
+                    writer.write(b"x" * 65536)
+                    await writer.drain()
+            with contextlib.suppress(OSError):
+                assert await asyncio.wait_for(reader.read(), 15) == b""
+            writer.close()
+
+    asyncio.run(go())
+    assert caplog.records == []
+
+
+def test_a_stranger_with_another_key_learns_nothing() -> None:
+    """The caller proves first; to a wrong proof the answer is one fixed word."""
+
+    async def go() -> None:
+        async with listening(lambda _: None) as board:
+            reader, writer = await asyncio.open_connection(
+                *board.addresses[0], ssl=caller.unverified()
+            )
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(reader.read(1), 0.3)  # it does not speak first
+            writer.write(f"{caller.MAGIC} {'0' * 32} {'0' * 64} {{}}\n".encode())
+            assert await asyncio.wait_for(reader.read(), 5) == b"wrong-key\n"
+            writer.close()
+
+    asyncio.run(go())
+
+
+def test_silent_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In number and in time; a caller with the key gets through between them."""
+
+    async def go() -> None:
+        calls: list[Call] = []
+
+        def take(call: Call) -> None:
+            calls.append(call)
+            call.accept()
+
+        async with listening(take) as board:
+            silent = []
+            for _ in range(5 * callback.UNPROVEN):
+                silent.append(await asyncio.open_connection(*board.addresses[0]))
+            await asyncio.sleep(0.1)
+            assert len(board._unproven) <= callback.UNPROVEN
+            connection = await asyncio.to_thread(dial, board, KEY, stream="frames", index=0)
+            assert len(calls) == 1
+            await asyncio.sleep(callback.HANDSHAKE_S + 0.5)
+            assert not board._unproven
+            for reader, writer in silent:
+                with contextlib.suppress(OSError):
+                    assert await asyncio.wait_for(reader.read(), 5) == b""
+                writer.close()
+            connection.close()
+            calls[0].writer.close()
+
+    monkeypatch.setattr(callback, "HANDSHAKE_S", 1.5)
+    asyncio.run(go())
+
+
+# --- on the wire
+
+
+SECRET = b"forwarded-secret-0123456789"
+
+
+@contextlib.asynccontextmanager
+async def sniffing(target: tuple[str, int]) -> AsyncIterator[tuple[tuple[str, int], bytearray]]:
+    """A relay between caller and launcher that writes down all that passes, both ways."""
+    seen = bytearray()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                seen.extend(data)
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs, ours = await asyncio.open_connection(*target)
+        await asyncio.gather(pump(reader, ours), pump(theirs, writer))
+
+    server = await asyncio.start_server(take, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[:2], seen
+    finally:
+        server.close()
+
+
+ECHO = "import sys; sys.stderr.write('said'); sys.stdout.buffer.write(sys.stdin.buffer.read())"
+
+
+@pytest.mark.parametrize("size", [1, 3_000_000])
+def test_the_streams_of_an_agent_cross_encrypted(size: int) -> None:
+    """Its input ends where the launcher says so; all comes back whole, and nobody can read it."""
+
+    async def go() -> None:
+        gathering = Gathering([Host("n1")])
+        async with listening(gathering.take) as board, sniffing(board.addresses[0]) as (at, seen):
+            config = caller_config([at], ["python3"], ["T_PLACE"], "X", 5)
+            config["agent"] = ["@", "-c", ECHO]
+            child = await asyncio.create_subprocess_exec(
+                *caller_command(config),
+                env={"PATH": os.environ["PATH"], caller.KEY: KEY.hex(), "T_PLACE": "0"},
+            )
+            await asyncio.wait_for(gathering.done.wait(), 15)
+            link = CallLink(gathering._frames[0], gathering._errors[0])
+            sent = SECRET + b"x" * size
+            link.writer.write(sent)
+            link.writer.write_eof()
+            assert await asyncio.wait_for(link.reader.read(), 20) == sent
+            assert await asyncio.wait_for(link.errors.read(), 5) == b"said"
+            assert await asyncio.wait_for(child.wait(), 10) == 0
+            await link.end(1.0)
+            assert len(seen) > 2 * size
+            for word in (SECRET, b"said", KEY.hex().encode(), b"session", b"paceline-call"):
+                assert word not in seen
+
+    asyncio.run(go())
+
+
+def test_a_lost_launcher_ends_an_agents_input() -> None:
+    async def go() -> None:
+        gathering = Gathering([Host("n1")])
+        async with listening(gathering.take) as board:
+            config = caller_config(board.addresses, ["python3"], ["T_PLACE"], "X", 5)
+            config["agent"] = ["@", "-c", "import sys; sys.stdin.buffer.read(); sys.exit(7)"]
+            child = await asyncio.create_subprocess_exec(
+                *caller_command(config),
+                env={"PATH": os.environ["PATH"], caller.KEY: KEY.hex(), "T_PLACE": "0"},
+            )
+            await asyncio.wait_for(gathering.done.wait(), 15)
+            gathering._frames[0].writer.transport.abort()
+            assert await asyncio.wait_for(child.wait(), 10) == 7
+            gathering.hang_up()
+
+    asyncio.run(go())
+
+
+def test_a_man_in_the_middle_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """He ends TLS with a certificate of his own and passes on what he hears inside."""
+
+    async def go() -> None:
+        calls: list[Call] = []
+        heard = bytearray()
+        async with listening(calls.append) as board:
+            identity.cache_clear()
+            his, _ = identity()
+
+            async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                theirs, ours = await asyncio.open_connection(
+                    *board.addresses[0], ssl=caller.unverified()
+                )
+                line = await reader.readline()
+                heard.extend(line)
+                ours.write(line)
+                writer.write(await theirs.read())
+                writer.close()
+                ours.close()
+
+            server = await asyncio.start_server(take, "127.0.0.1", 0, ssl=his)
+            where = server.sockets[0].getsockname()[:2]
+            with pytest.raises(OSError, match="another key"):
+                await asyncio.to_thread(caller.dial, [where], KEY, {}, time.monotonic())
+            server.close()
+            assert heard.startswith(b"paceline-call ")
             assert not calls
 
     asyncio.run(go())
 
 
+def test_a_launcher_that_does_not_know_the_key_is_refused() -> None:
+    """It says yes to everybody, to be sent the secrets."""
+
+    async def go() -> None:
+        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readline()
+            writer.write(b"0" * 64 + b' {"ok": true}\n')
+            writer.close()
+
+        server = await asyncio.start_server(take, "127.0.0.1", 0, ssl=identity()[0])
+        where = server.sockets[0].getsockname()[:2]
+        with pytest.raises(OSError, match="something else answers"):
+            await asyncio.to_thread(caller.dial, [where], KEY, {}, time.monotonic())
+        server.close()
+
+    asyncio.run(go())
+
+
 def test_something_else_that_listens_is_left_alone() -> None:
-    """The node gives its proof to nobody who has not proven the key first."""
+    """A mail server: it hears the beginning of TLS, and the node says what it found."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         child = subprocess.Popen(
             caller_command(caller_config([other.getsockname()], ["python3"], ["T_PLACE"], "X", 0)),
@@ -96,12 +310,11 @@ def test_something_else_that_listens_is_left_alone() -> None:
         with child, other.accept()[0] as connection:
             heard = connection.recv(4096)
             connection.sendall(b"220 mail.example.org ESMTP\n")
-            heard += connection.recv(4096)
             _, err = child.communicate(timeout=20)
-    assert heard.startswith(b"paceline-call ")
-    assert heard.count(b"\n") == 1
+    assert heard.startswith(b"\x16\x03")
     assert KEY.hex().encode() not in heard
-    assert "paceline-call" in err
+    assert "something else answers there" in err
+    assert "Traceback" not in err
     assert child.returncode == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from ways import ByHand, Way, site_in
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
-WORD = "0f3a-word"
+KEY = "00112233445566778899aabbccddeeff"
 MEETING = ("--rdzv", "n1:29431", "--nnodes", "2")
 
 
@@ -38,11 +39,11 @@ class TestByHand(EveryWay):
 
     @pytest.fixture
     def way(self, site: Site) -> Way:
-        return ByHand(site, MEETING, env={"PACELINE_RDZV_ID": WORD})
+        return ByHand(site, MEETING, env={"PACELINE_RDZV_KEY": KEY})
 
 
-def typed(site: Site, host: str, *options: str, word: str = WORD) -> Way:
-    return Way(site, (*MEETING, *options), host=host, env={"PACELINE_RDZV_ID": word})
+def typed(site: Site, host: str, *options: str, key: str = KEY) -> Way:
+    return Way(site, (*MEETING, *options), host=host, env={"PACELINE_RDZV_KEY": key})
 
 
 @contextlib.contextmanager
@@ -102,16 +103,17 @@ def test_the_first_node_is_not_there(site: Site) -> None:
     assert "Connection refused" in ended.err
 
 
-def test_another_word(site: Site) -> None:
+def test_another_key(site: Site) -> None:
     ways = (
         typed(site, "n1", "--rdzv-timeout", "4"),
-        typed(site, "n2", "--rdzv-timeout", "2", word="another"),
+        typed(site, "n2", "--rdzv-timeout", "2", key="f" * 32),
     )
     with both(*ways, "--no-torch", "tell.py") as started:
         first, second = ended(started)
     assert (first.code, second.code) == (1, 1)
-    assert "a launcher with another key answers there" in second.err
-    assert "with another --rdzv-id: 10.77.0.12" in first.err
+    assert "the launcher that answers there has another key" in second.err
+    assert "with another key: 10.77.0.12" in first.err
+    assert "Traceback" not in first.err + second.err
 
 
 def test_another_script(site: Site) -> None:
@@ -127,14 +129,56 @@ def test_another_script(site: Site) -> None:
     assert "1 of 2 nodes did not come" in err
 
 
-def test_no_word_is_made_up_and_told(site: Site) -> None:
-    way = Way(site, MEETING, host="n1")
+def test_a_key_is_made_up_and_told(site: Site) -> None:
+    """And a chosen name goes with it, which is no key."""
+    way = Way(site, (*MEETING, "--rdzv-id", "456"), host="n1")
     with way.started("--no-torch", "tell.py") as (child, _):
         assert child.stderr is not None
         lines = [child.stderr.readline() for _ in range(2)]
-        assert "on the other nodes add: --rdzv n1:29431 --rdzv-id " in lines[1]
-        word = lines[1].split()[-1]
-        other = typed(site, "n2", "--rdzv-id", word).run("--no-torch", "tell.py")
+        assert "type the same command there; it asks for this key" in lines[1]
+        key = lines[1].split()[-1]
+        unnamed = typed(site, "n2", "--rdzv-timeout", "1", key=key)
+        assert "is called '456'" in unnamed.run("--no-torch", "tell.py").err
+        other = typed(site, "n2", "--rdzv-id", "456", key=key).run("--no-torch", "tell.py")
         child.communicate(timeout=20)
     assert (child.returncode, other.code) == (0, 0)
     assert eventually(site.clean, 3)
+
+
+def test_a_forwarded_secret_cannot_be_read_off_the_wire(site: Site) -> None:
+    """What passes between the nodes is written down while a secret travels."""
+    secret = "T0p-secret-0123456789-of-mine"
+    ways = typed(site, "n1", "--env", "T_SECRET"), typed(site, "n2", "--env", "T_SECRET")
+    for way in ways:
+        assert way.env is not None
+        way.env["T_SECRET"] = secret
+    with sniffed(site) as seen:
+        with both(*ways, "--no-torch", "-p", "1", "tell.py") as started:
+            done = ended(started)
+        assert [one.code for one in done] == [0, 0], done[0].err
+    assert len(seen) > 10_000
+    assert secret.encode() not in seen
+    assert KEY.encode() not in seen
+
+
+@contextlib.contextmanager
+def sniffed(site: Site) -> Iterator[bytearray]:
+    """All frames that the second host sends and gets, as a packet socket there sees them."""
+    code = (
+        "import socket, sys\n"
+        "s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))\n"
+        "sys.stdout.buffer.write(b'!'); sys.stdout.buffer.flush()\n"
+        "while True: sys.stdout.buffer.write(s.recv(65535)); sys.stdout.buffer.flush()\n"
+    )
+    pipe = subprocess.PIPE
+    seen = bytearray()
+    argv = [sys.executable, "-c", code]
+    with site.lab.popen("n2", argv, stdout=pipe, stdin=subprocess.DEVNULL) as child:
+        assert child.stdout is not None
+        try:
+            assert child.stdout.read(1) == b"!"
+            yield seen
+            time.sleep(0.3)
+        finally:
+            child.kill()
+        seen += child.stdout.read()

@@ -210,8 +210,8 @@ def test_only_scripts_are_looked_into() -> None:
     assert preload_of(entry_of("a.module", (), module=True, no_python=False)) == ("torch",)
 
 
-def test_an_option_keeps_a_variable_of_its_own() -> None:
+def test_the_name_of_a_rendezvous_has_an_ordinary_variable() -> None:
     run = program.get_command(click.Context(program), "run")
     assert run is not None
     (option,) = [p for p in run.params if p.name == "rdzv_id"]
-    assert option.envvar == ["PACELINE_RDZV_ID", "PACELINE_OPT_RDZV_ID"]
+    assert option.envvar == ["PACELINE_OPT_RDZV_ID"]

@@ -1,18 +1,23 @@
 """The first lines on a node whose agent has to call back: dial, prove who we are, become the agent.
 
 A scheduler that starts the nodes (mpiexec, srun, a person) leaves no stream of its own to each of
-them. So what it starts calls the launcher over TCP, and the sockets become the agent's standard
-streams. From there on everything is as over SSH.
+them. So what it starts calls the launcher over TCP, starts the agent, and passes its standard
+streams on through TLS. From there on everything is as over SSH.
 
 The source of this file travels in the command that the scheduler starts; the key travels in the
-environment, never in a command. It may use nothing but the standard library of any Python 3.6.
+environment, never in a command. It may use nothing but the standard library.
 
-The call, line by line (``mac`` is HMAC-SHA256 under the key, hexadecimal)::
+The launcher's certificate is made for this run and vouched for by nobody: both sides prove that
+they know the key *and* that they see the same certificate. The caller proves first, so a stranger
+learns nothing from the launcher. Within TLS, line by line (``mac`` is HMAC-SHA256 under the key,
+CERT the certificate's SHA-256, both hexadecimal)::
 
-    node:     paceline-call NONCE
-    launcher: NONCE2 mac("launcher" NONCE NONCE2)
-    node:     mac("agent" NONCE NONCE2 ABOUT) ABOUT        ABOUT: one line of JSON
-    launcher: {"ok": true} or {"error": TEXT}
+    node:     paceline-call NONCE mac("caller" CERT NONCE ABOUT) ABOUT    ABOUT: one line of JSON
+    launcher: mac("launcher" CERT NONCE ANSWER) ANSWER                    ANSWER: {"ok": true} or
+    launcher: wrong-key                                                           {"error": TEXT}
+
+Then the launcher sends records (four bytes of length and so many bytes; length 0 means that
+nothing more comes), and the node sends the agent's output as it is.
 """
 
 import hashlib
@@ -20,15 +25,24 @@ import hmac
 import json
 import os
 import re
+import select
+import signal
 import socket
+import ssl
+import struct
+import subprocess
 import sys
 import time
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 KEY = "PACELINE_CALL_KEY"
 MAGIC = "paceline-call"
+WRONG_KEY = "wrong-key"
 LINE_LIMIT = 1 << 16
 CONNECT_S = 3.0
+PIECE = 1 << 16
+FULL = 1 << 20  # bytes under way in one direction, above which no more are read
+RECORD = struct.Struct(">I")
 
 
 class Refused(Exception):
@@ -50,7 +64,7 @@ def index_of(environ: Mapping[str, str], names: List[Any]) -> Optional[int]:
 
 def dial(
     addresses: List[Any], key: bytes, about: Dict[str, Any], deadline: float, pause: float = 0.2
-) -> socket.socket:
+) -> ssl.SSLSocket:
     """A connection to the launcher at whichever address it answers.
 
     Refused when it says no; OSError when nobody who knows the key answers in time.
@@ -67,40 +81,54 @@ def dial(
         time.sleep(pause)
 
 
-def call(host: str, port: int, key: bytes, about: Dict[str, Any]) -> socket.socket:
+def call(host: str, port: int, key: bytes, about: Dict[str, Any]) -> ssl.SSLSocket:
     """One call; the connection is ready for the agent's stream when this returns."""
-    connection = socket.create_connection((host, port), CONNECT_S)
+    plain = socket.create_connection((host, port), CONNECT_S)
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection = plain
     try:
-        greet(connection, key, about)
+        try:
+            connection = encrypted = unverified().wrap_socket(plain)
+        except (ssl.SSLError, ValueError):
+            raise OSError("something else answers there") from None
+        greet(encrypted, key, about)
     except BaseException:
         connection.close()
         raise
-    connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
+    encrypted.settimeout(None)
+    return encrypted
 
 
-def greet(connection: socket.socket, key: bytes, about: Dict[str, Any]) -> None:
-    """Both sides prove that they know the key; then we say who we are."""
+def unverified() -> ssl.SSLContext:
+    """TLS with whomever: the proofs that follow tell who it is."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+def greet(connection: ssl.SSLSocket, key: bytes, about: Dict[str, Any]) -> None:
+    """Proves that we know the key to the owner of the certificate that we see; hears the same."""
+    seen = hashlib.sha256(connection.getpeercert(True) or b"").hexdigest()
     nonce = os.urandom(16).hex()
-    connection.sendall(("%s %s\n" % (MAGIC, nonce)).encode())
-    words = read_line(connection).split()
-    if len(words) != 2:
-        raise OSError("something else answers there")
-    theirs, proof = words
-    if not hmac.compare_digest(proof, mac(key, "launcher", nonce, theirs)):
-        raise OSError("a launcher with another key answers there")
     text = json.dumps(about)
-    connection.sendall(("%s %s\n" % (mac(key, "agent", nonce, theirs, text), text)).encode())
+    proof = mac(key, "caller", seen, nonce, text)
+    connection.sendall(("%s %s %s %s\n" % (MAGIC, nonce, proof, text)).encode())
     # the launcher may wait for other nodes before it says how it likes us
     connection.settimeout(CONNECT_S * 20)
-    answer = json.loads(read_line(connection))
-    if "error" in answer:
-        raise Refused(answer["error"])
+    said = read_line(connection).rstrip("\n")
+    if said == WRONG_KEY:
+        raise OSError("the launcher that answers there has another key")
+    theirs, _, answer = said.partition(" ")
+    if not hmac.compare_digest(theirs.encode(), mac(key, "launcher", seen, nonce, answer).encode()):
+        raise OSError("something else answers there")
+    if "error" in json.loads(answer):
+        raise Refused(json.loads(answer)["error"])
 
 
-def read_line(connection: socket.socket) -> str:
+def read_line(connection: ssl.SSLSocket) -> str:
     """Byte by byte: what follows the line belongs to the agent."""
     line = b""
     while not line.endswith(b"\n"):
@@ -111,8 +139,141 @@ def read_line(connection: socket.socket) -> str:
     return line.decode()
 
 
-def become_agent(config: Dict[str, Any], key: bytes) -> None:
-    """Calls twice, for the frames and for standard error, and turns into the agent."""
+class Wires:
+    """Passes an agent's three streams on through TLS, until it has ended.
+
+    One thread, nothing waits on a single stream: a TLS connection must not be read and written by
+    two threads at once.
+    """
+
+    def __init__(
+        self, agent: "subprocess.Popen[bytes]", frames: ssl.SSLSocket, errors: ssl.SSLSocket
+    ) -> None:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        assert agent.stderr is not None
+        self._stdin: Optional[int] = agent.stdin.fileno()
+        self._agent = agent
+        self._from = {agent.stdout.fileno(): frames, agent.stderr.fileno(): errors}
+        self._unsent = {frames: bytearray(), errors: bytearray()}
+        self._frames: Optional[ssl.SSLSocket] = frames
+        self._undelivered = bytearray()  # what the agent has not taken yet
+        self._in_record = 0
+        self._header = b""
+        self._last = False  # the launcher has said that nothing more comes
+        for one in (self._stdin, *self._from):
+            os.set_blocking(one, False)
+        frames.setblocking(False)
+        errors.setblocking(False)
+
+    def run(self) -> None:
+        """Returns when all that the agent said has been sent, or nobody listens any more."""
+        while self._from or any(self._unsent.values()):
+            readable, writable = self._ready()
+            for fd in [fd for fd in self._from if fd in readable]:
+                self._take_output(fd)
+            for wire in [wire for wire in self._unsent if wire in writable]:
+                self._send(wire)
+            if self._frames is not None and self._frames in readable:
+                self._take_input()
+            if self._stdin is not None:
+                self._deliver()
+
+    def _ready(self) -> Tuple[List[Any], List[Any]]:
+        reads: List[Any] = [
+            fd for fd, wire in self._from.items() if len(self._unsent.get(wire, b"")) < FULL
+        ]
+        pending = []
+        if self._frames is not None and len(self._undelivered) < FULL:
+            reads.append(self._frames)
+            pending = [self._frames] if self._frames.pending() else []
+        writes: List[Any] = [wire for wire, data in self._unsent.items() if data]
+        if self._stdin is not None and self._undelivered:
+            writes.append(self._stdin)
+        readable, writable, _ = select.select(reads, writes, [], 0 if pending else 1.0)
+        return readable + pending, writable
+
+    def _take_output(self, fd: int) -> None:
+        wire = self._from[fd]
+        data = read_some(fd)
+        if data == b"":
+            del self._from[fd]
+        elif data and wire in self._unsent:
+            self._unsent[wire] += data
+
+    def _send(self, wire: ssl.SSLSocket) -> None:
+        unsent = self._unsent[wire]
+        try:
+            while unsent:
+                del unsent[: wire.send(unsent[:PIECE])]
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            pass
+        except OSError:  # nobody listens any more; the agent finds out by the end of its input
+            del self._unsent[wire]
+            self._hang_up()
+
+    def _take_input(self) -> None:
+        assert self._frames is not None
+        try:
+            data = self._frames.recv(PIECE)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._hang_up()
+        while data and not self._last:
+            data = self._take_record(data)
+
+    def _take_record(self, data: bytes) -> bytes:
+        """Takes the beginning of what came; returns the rest."""
+        if self._in_record:
+            part = data[: self._in_record]
+            self._undelivered += part
+            self._in_record -= len(part)
+            return data[len(part) :]
+        missing = RECORD.size - len(self._header)
+        self._header += data[:missing]
+        if len(self._header) == RECORD.size:
+            (self._in_record,) = RECORD.unpack(self._header)
+            self._header = b""
+            self._last = self._in_record == 0
+        return data[missing:]
+
+    def _hang_up(self) -> None:
+        self._frames, self._last = None, True
+
+    def _deliver(self) -> None:
+        assert self._stdin is not None
+        try:
+            while self._undelivered:
+                del self._undelivered[: os.write(self._stdin, self._undelivered[:PIECE])]
+        except BlockingIOError:
+            return
+        except OSError:  # the agent has closed its input
+            self._undelivered.clear()
+        if self._last:
+            assert self._agent.stdin is not None
+            self._agent.stdin.close()
+            self._stdin = None
+
+
+def read_some(fd: int) -> Optional[bytes]:
+    """What a pipe holds: ``None`` for nothing just now, empty at its end."""
+    try:
+        return os.read(fd, PIECE)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def become_agent(config: Dict[str, Any], key: bytes) -> int:
+    """Calls twice, for the frames and for standard error, and serves as the agent's wires.
+
+    Returns:
+        The agent's exit status.
+    """
     about = {
         "index": index_of(os.environ, config["places"]),
         "name": socket.gethostname(),
@@ -129,17 +290,22 @@ def become_agent(config: Dict[str, Any], key: bytes) -> None:
     pythons = config["pythons"]
     python = pythons[(about["index"] or 0) % len(pythons)]
     argv = [python if word == "@" else word for word in config["agent"]]
-    os.dup2(frames.fileno(), 0)
-    os.dup2(frames.fileno(), 1)
-    os.dup2(errors.fileno(), 2)
-    os.execvp(argv[0], argv)
+    pipe = subprocess.PIPE
+    agent = subprocess.Popen(argv, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe)
+    for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(one, lambda number, _: agent.send_signal(number))
+    Wires(agent, frames, errors).run()
+    for wire in (frames, errors):
+        wire.close()
+    code = agent.wait()
+    return code if code >= 0 else 128 - code
 
 
 def main(text: str) -> None:
     """``text``: JSON of addresses, patience, places, strip, agent, pythons."""
     key = bytes.fromhex(os.environ.pop(KEY, ""))
     try:
-        become_agent(json.loads(text), key)
+        sys.exit(become_agent(json.loads(text), key))
     except (OSError, Refused) as error:
         sys.stderr.write("paceline-call: %s: %s\n" % (socket.gethostname(), error))
         sys.exit(1)

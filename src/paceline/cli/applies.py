@@ -108,6 +108,7 @@ OPTIONS: dict[str, Applies] = {
                         hint="Apptainer's /dev/shm is the host's own"),
     "rdzv": Applies(frozenset({"hand"}), _JOBS),
     "rdzv_id": Applies(frozenset({"hand"}), _JOBS),
+    "rdzv_key_file": Applies(frozenset({"hand"}), _JOBS),
     "node_rank": Applies(frozenset({"hand"}), _JOBS),
     "rdzv_timeout": Applies(frozenset({"hand"}), _JOBS),
     "time_limit": Applies(SCRIPTS),

@@ -19,7 +19,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "run_dir", "name", "plan_only", "verbose", "as_json", "env", "unset", "show", "check_level",
         "max_restarts", "hang_timeout", "ship", "lease", "grace",
     ),
-    "The same command typed on each node": ("rdzv", "rdzv_id", "node_rank", "rdzv_timeout"),
+    "The same command typed on each node": (
+        "rdzv", "rdzv_id", "rdzv_key_file", "node_rank", "rdzv_timeout",
+    ),
     "MPI and containers": ("mpiexec", "image", "mount", "shm_size", "via_arg"),
     "Batch systems": (
         "time_limit", "partition", "account", "cpus_per_task", "mem", "gres", "array", "requeue",

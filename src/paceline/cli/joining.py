@@ -15,11 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import click
-
 from paceline.agent import caller
 from paceline.cluster.callback import caller_command, caller_config
-from paceline.launch.schedulers.hand import Meeting, addresses_of, command_hash, meeting
+from paceline.launch.schedulers.hand import Meeting, addresses_of, command_hash
 from paceline.launch.schedulers.mpi import STRIP
 from paceline.spec.errors import ConnectError
 from paceline.spec.job import Job
@@ -27,11 +25,8 @@ from paceline.spec.job import Job
 GOODBYE_S = 10.0
 
 
-def join(ctx: click.Context, job: Job) -> int:
+def join(where: Meeting, job: Job) -> int:
     """Serves the first node until the job is over; its exit status is the job's."""
-    params = ctx.params
-    where = meeting(params["rdzv"], params["rdzv_id"], params["node_rank"], params["nnodes"],
-                    params["rdzv_timeout"])  # fmt: skip
     about = about_me(where, job)
     addresses = [(address, where.port) for address in addresses_of(where.host)]
     with _call(where, addresses, about) as status:
@@ -46,9 +41,10 @@ def about_me(where: Meeting, job: Job) -> dict[str, Any]:
     """What the first node has to know of this one."""
     here = Path.cwd()
     return {
+        "rendezvous": where.name,
         "place": where.place,
         "nodes": where.nodes,
-        "command": command_hash(where.word, job),
+        "command": command_hash(where.key, job),
         "python": job.python,
         "workdir": str(here),
     }
@@ -72,6 +68,8 @@ def not_met(where: Meeting, why: str) -> ConnectError:
     """The error for a first node that does not answer, or does not want us."""
     remedy = "Type the same command there, with --node-rank 0"
     if "another key" in why:
+        remedy = "Type the key that the first node shows, or give both the same key file"
+    if "--rdzv-id" in why:
         remedy = "Give the same --rdzv-id on each node"
     if "another script" in why:
         remedy = "Type the very same command on each node"

@@ -245,7 +245,8 @@ def launch(
     if way.kind == "join":
         from paceline.cli.joining import join
 
-        return join(ctx, job)
+        assert way.meeting is not None
+        return join(way.meeting, job)
     assert way.transport is not None
     way.agree_on(job)
     if ctx.params["plan_only"]:

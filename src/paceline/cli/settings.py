@@ -43,8 +43,7 @@ def as_settings(command: F, besides: Sequence[click.Parameter] = ()) -> F:
         if not isinstance(made, click.Option) or made.hidden or made in besides:
             continue
         if not is_setting(made):
-            own = [made.envvar] if isinstance(made.envvar, str) else []  # such as PACELINE_RDZV_ID
-            made.envvar = [*own, variable_of(made)]
+            made.envvar = [variable_of(made)]
     return command
 
 

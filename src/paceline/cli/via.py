@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -19,6 +19,9 @@ from paceline.launch.schedulers.slurm import allocation
 from paceline.launch.transport import Transport
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Job
+
+if TYPE_CHECKING:
+    from paceline.launch.schedulers.hand import Meeting
 
 Kind = Literal["run", "submit", "join"]
 CONTAINERS = ("docker", "podman", "apptainer")
@@ -37,8 +40,11 @@ VIA_OPTIONS = [
                  help="Size of /dev/shm in the container."),
     click.option("--rdzv", cls=Aliased, aliases=("--rdzv-endpoint",), metavar="HOST:PORT",
                  help="Type the same command on each node; they meet at this address."),
-    click.option("--rdzv-id", envvar="PACELINE_RDZV_ID", metavar="WORD",
-                 help="Secret word of the meeting, the same on each node."),
+    click.option("--rdzv-id", metavar="NAME",
+                 help="With --rdzv: its name, the same on each node. No secret."),
+    click.option("--rdzv-key-file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+                 help="With --rdzv: file with the key, the same on each node. Default: "
+                 "PACELINE_RDZV_KEY, else the first node shows one and the others ask for it."),
     click.option("--node-rank", type=click.IntRange(0), metavar="K",
                  help="With --rdzv: this node's place. Default: 0 where HOST is this machine, "
                  "else in order of arrival."),
@@ -70,11 +76,13 @@ class Way:
         kind: ``run`` here with ``transport``; ``submit`` a batch; ``join`` somebody else's run.
         name: Of the way.
         transport: For ``run``.
+        meeting: For ``join``: whom to call.
     """
 
     kind: Kind
     name: str
     transport: Transport | None = None
+    meeting: Meeting | None = None
 
     def agree_on(self, job: Job) -> None:
         """Nodes that meet by hand have to be there for the same thing."""
@@ -129,11 +137,11 @@ def way_of(params: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
 def _by_hand(params: Mapping[str, Any]) -> Way:
     from paceline.launch.schedulers.hand import HandTransport, meeting
 
-    place = meeting(params["rdzv"], params["rdzv_id"], params["node_rank"], params["nnodes"],
-                    params["rdzv_timeout"])  # fmt: skip
+    place = meeting(params["rdzv"], params["rdzv_id"], params["rdzv_key_file"],
+                    params["node_rank"], params["nnodes"], params["rdzv_timeout"])  # fmt: skip
     if place.first:
         return Way("run", "hand", HandTransport(place))
-    return Way("join", "hand")
+    return Way("join", "hand", meeting=place)
 
 
 def options_of(params: Mapping[str, Any]) -> Options:

@@ -196,7 +196,7 @@ class Channel:
         return message, data
 
     async def _write(self, data: bytes) -> None:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):
             self._link.writer.write(data)
             await self._link.writer.drain()
 
@@ -209,7 +209,7 @@ class Channel:
                 for message, blob in self._decoder.feed(data):
                     self._take(message, blob)
                 data = b""
-        except ConnectionError:
+        except OSError:
             pass
         except (Untrue, FrameError) as lie:
             self.trouble = str(lie)
@@ -261,7 +261,7 @@ class Channel:
         self.on_event(Event(self.host.name, about))
 
     async def _read_stderr(self) -> None:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):
             while data := await self._link.errors.read(1 << 16):
                 self._stderr += data
                 del self._stderr[:-STDERR_KEPT]

@@ -11,18 +11,37 @@ from typing import Protocol
 LAST_WORDS_S = 0.5  # after the child's end
 
 
+class Writer(Protocol):
+    """What is written to: a ``StreamWriter``, or something in front of one."""
+
+    @property
+    def transport(self) -> asyncio.WriteTransport:
+        """Whose ``abort`` gives up without waiting."""
+
+    def write(self, data: bytes) -> None:
+        """Sends without waiting."""
+
+    async def drain(self) -> None:
+        """Waits until more can be sent."""
+
+    def close(self) -> None:
+        """Nothing more is sent."""
+
+
 class Link(Protocol):
     """Two streams to talk by, one for the agent's words, and an end.
 
     Attributes:
         reader: What the agent sends.
-        writer: What is sent to it; closing it tells the agent to leave.
         errors: Standard error of the agent and of what leads to it.
     """
 
     reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
     errors: asyncio.StreamReader
+
+    @property
+    def writer(self) -> Writer:
+        """What is sent to it; closing it tells the agent to leave."""
 
     @property
     def status(self) -> int | None:

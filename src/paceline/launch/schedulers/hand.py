@@ -1,19 +1,23 @@
 """The same command typed on each node: they meet at an address, the first of them launches.
 
 The node that has the address listens there and is the launcher; the others call it, prove that
-they know the meeting's word, and become its agents.
+they know the rendezvous' key, and become its agents.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import getpass
 import hashlib
 import ipaddress
+import os
+import re
 import secrets
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +28,13 @@ from paceline.cluster.openssh import SshOptions
 from paceline.launch.schedulers.calling import open_channels, usable_addresses
 from paceline.launch.showing import entry_argv
 from paceline.launch.transport import Reached, nobody
-from paceline.spec.command import shell_text
 from paceline.spec.errors import ConnectError, SettingError
 from paceline.spec.hosts import Host
 from paceline.spec.job import Job
 
 DEFAULT_PORT = 29400
+KEY_VARIABLE = "PACELINE_RDZV_KEY"
+KEY_DIGITS = 32  # 128 bits: nobody who has heard a proof can find the key
 NOTE_EVERY_S = 10.0
 
 
@@ -39,8 +44,9 @@ class Meeting:
 
     Attributes:
         host, port: The address.
-        word: The shared secret.
-        made_up: The word is ours and has to be told to the other nodes.
+        key: Proves that a node belongs to it.
+        shown: The key as it is to be typed on the other nodes, when it was made up here.
+        name: What the user calls it; no secret, may be empty.
         nodes: How many nodes meet.
         place: This node's place, ``None`` for the order of arrival.
         first: This node launches.
@@ -49,21 +55,17 @@ class Meeting:
 
     host: str
     port: int
-    word: str
-    made_up: bool
+    key: bytes = field(repr=False)
+    shown: str = field(repr=False)
+    name: str
     nodes: int
     place: int | None
     first: bool
     patience_s: float
 
-    @property
-    def key(self) -> bytes:
-        """The word as a key."""
-        return hashlib.sha256(b"paceline-meeting\0" + self.word.encode()).digest()
 
-
-def meeting(address: str, word: str | None, place: int | None, nodes: int | None,
-            patience_s: float) -> Meeting:  # fmt: skip
+def meeting(address: str, name: str | None, key_file: Path | None, place: int | None,
+            nodes: int | None, patience_s: float) -> Meeting:  # fmt: skip
     """What the options mean on this machine. SettingError when something is missing."""
     if not nodes:
         raise SettingError("--rdzv needs the number of nodes", remedy="--nnodes N")
@@ -73,14 +75,66 @@ def meeting(address: str, word: str | None, place: int | None, nodes: int | None
         )
     host, port = parse_address(address)
     first = place == 0 if place is not None else is_mine(host)
-    if word is None and not first:
+    given = given_key(key_file)
+    if given is None and not first:
+        given = asked_key()
+    shown = "" if given else spelled(secrets.token_hex(KEY_DIGITS // 2))
+    key = key_of(given or shown)
+    return Meeting(host, port, key, shown, name or "", nodes, place, first, patience_s)
+
+
+def given_key(file: Path | None) -> str | None:
+    """The key from a file or the environment, from which it is taken away; ``None`` for neither.
+
+    Raises:
+        SettingError: The file cannot be read, or others can read it, too.
+    """
+    environment = os.environ.pop(KEY_VARIABLE, None)  # the ranks need not have it
+    if file is None:
+        return environment
+    try:
+        mode, text = file.stat().st_mode, file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise SettingError(f"--rdzv-key-file {file} cannot be read", found=str(error)) from None
+    if mode & 0o077:
         raise SettingError(
-            "--rdzv needs the meeting's word on this node",
-            remedy="--rdzv-id WORD as on the first node (it prints one when you give none), or "
-            "export PACELINE_RDZV_ID=WORD",
+            f"--rdzv-key-file {file} can be read by others",
+            found=f"its mode is {mode & 0o777:o}", remedy=f"chmod 600 {file}",
+        )  # fmt: skip
+    return text
+
+
+def asked_key() -> str:
+    """The key as typed at this terminal. SettingError when there is none."""
+    if sys.stdin is not None and sys.stdin.isatty():
+        with contextlib.suppress(EOFError, OSError):
+            return getpass.getpass("Key of the rendezvous, as the first node shows it: ")
+    raise SettingError(
+        "--rdzv needs the rendezvous' key on this node",
+        found="the first node shows one when it was given none",
+        remedy=f"Type it at a terminal, export {KEY_VARIABLE}, or --rdzv-key-file FILE",
+    )
+
+
+def key_of(text: str) -> bytes:
+    """The key that was typed; blanks and dashes do not count.
+
+    Raises:
+        SettingError: It is no key: one that could be guessed is none.
+    """
+    digits = re.sub(r"[-\s]", "", text).lower()
+    if not re.fullmatch(rf"[0-9a-f]{{{KEY_DIGITS},256}}", digits):
+        raise SettingError(
+            "that is no key for a rendezvous",
+            found=f"{len(digits)} characters; it needs {KEY_DIGITS} hexadecimal digits or more",
+            remedy="As the first node shows it, or made by: openssl rand -hex 16",
         )
-    known = word or secrets.token_hex(8)
-    return Meeting(host, port, known, word is None, nodes, place, first, patience_s)
+    return hashlib.sha256(b"paceline-rendezvous\0" + digits.encode()).digest()
+
+
+def spelled(digits: str) -> str:
+    """A key as people type it."""
+    return "-".join(digits[at : at + 4] for at in range(0, len(digits), 4))
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -139,13 +193,14 @@ class Guests:
     """Gives places to those who come. Pure but for answering them.
 
     Args:
-        nodes: How many are expected, the first node among them.
+        meeting: For its name and how many are expected, the first node among them.
         command: Hash of what the first node was told to run; the others must agree.
         on_change: Called when somebody has come.
     """
 
-    def __init__(self, nodes: int, command: str, on_change: Callable[[], None]) -> None:
-        self._nodes = nodes
+    def __init__(self, meeting: Meeting, command: str, on_change: Callable[[], None]) -> None:
+        self._nodes = meeting.nodes
+        self._name = meeting.name
         self._command = command
         self._on_change = on_change
         self.by_place: dict[int, Guest] = {}
@@ -181,8 +236,11 @@ class Guests:
         call.accept()
 
     def _problem(self, about: Mapping[str, Any]) -> str:
+        if about.get("rendezvous", "") != self._name:
+            return f"the rendezvous here is called {self._name!r} (--rdzv-id)"
         if about.get("nodes") != self._nodes:
-            return f"the first node waits for {self._nodes} nodes, this one for {about['nodes']}"
+            found = about.get("nodes")
+            return f"the first node waits for {self._nodes} nodes, this one for {found}"
         if about.get("command") != self._command:
             return "this node was given another script or other arguments than the first node"
         return ""
@@ -199,12 +257,13 @@ class Guests:
         return f"there is a node with --node-rank {asked} already: {self.by_place[asked].host.name}"
 
     def _host(self, call: Call, place: int) -> Host:
-        name = str(call.about.get("name") or f"node{place}")
+        said = str(call.about.get("name") or "")
+        name = said if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", said) else f"node{place}"
         taken = {guest.host.name for guest in self.by_place.values()} | {socket.gethostname()}
         unique = name if name not in taken else f"{name}-{place}"
-        folder = call.about.get("workdir")
-        other = None if folder == str(Path.cwd()) else folder
-        return Host(unique, call.peer, python=call.about.get("python"), workdir=other)
+        python, folder = (str(call.about.get(about) or "") for about in ("python", "workdir"))
+        other = None if folder == str(Path.cwd()) else folder or None
+        return Host(unique, call.peer, python=python or None, workdir=other)
 
     def _second(self, call: Call) -> None:
         session = call.about.get("session")
@@ -258,13 +317,13 @@ class HandTransport:
 
     def agree_on(self, job: Job) -> None:
         """Nodes that were given something else to run will be refused."""
-        self._command = command_hash(self._meeting.word, job)
+        self._command = command_hash(self._meeting.key, job)
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
                    reached: Reached = nobody) -> list[Channel]:  # fmt: skip
         """Waits for all nodes. ConnectError when they do not come in time."""
         changed = asyncio.Event()
-        guests = self._guests = Guests(self._meeting.nodes, self._command, changed.set)
+        guests = self._guests = Guests(self._meeting, self._command, changed.set)
         self._board = Switchboard(self._meeting.key, guests.take)
         await self._listen(self._board)
         own: Channel | None = None
@@ -293,11 +352,13 @@ class HandTransport:
 
     def _announce(self) -> None:
         meeting = self._meeting
-        _say(f"waiting for {meeting.nodes - 1} more of {meeting.nodes} nodes at "
-             f"{meeting.host}:{meeting.port}")  # fmt: skip
-        if meeting.made_up:
-            more = ["--rdzv", f"{meeting.host}:{meeting.port}", "--rdzv-id", meeting.word]
-            _say(f"on the other nodes add: {shell_text(more)}")
+        others = meeting.nodes - 1
+        if not others:
+            return
+        _say(f"waiting for {others} more of {meeting.nodes} nodes at {meeting.host}:{meeting.port}")
+        if meeting.shown:
+            _say("type the same command there; it asks for this key (or takes it from "
+                 f"{KEY_VARIABLE} or --rdzv-key-file): {meeting.shown}")  # fmt: skip
 
     async def _wait(self, guests: Guests, changed: asyncio.Event) -> None:
         deadline = asyncio.get_running_loop().time() + self._meeting.patience_s
@@ -315,7 +376,7 @@ class HandTransport:
         strangers = sorted(set(self._board.strangers))
         found = [f"here: {', '.join([socket.gethostname(), *here])}"]
         if strangers:
-            found.append(f"with another --rdzv-id: {', '.join(strangers)}")
+            found.append(f"with another key: {', '.join(strangers)}")
         missing = ", ".join(map(str, guests.missing()))
         meeting = self._meeting
         return ConnectError(
@@ -323,7 +384,7 @@ class HandTransport:
             f"{meeting.host}:{meeting.port} within {meeting.patience_s:.0f} s "
             f"(node rank {missing})",
             found="\n".join(found),
-            remedy="Type the same command there, with the same --rdzv, --rdzv-id and --nnodes",
+            remedy="Type the same command there, with the same key, --rdzv and --nnodes",
         )
 
     async def close(self, exit_code: int) -> None:
@@ -342,9 +403,9 @@ def own_host() -> Host:
     return Host(socket.gethostname(), local=True)
 
 
-def command_hash(word: str, job: Job) -> str:
+def command_hash(key: bytes, job: Job) -> str:
     """A fingerprint of what is to be run, by which nodes find out that they agree."""
-    return mac(word.encode(), "command", *entry_argv(job.entry, "python"))
+    return mac(key, "command", *entry_argv(job.entry, "python"))
 
 
 def _say(text: str) -> None:

@@ -30,7 +30,7 @@ SIMULATED = Path(__file__).parents[2] / "tests" / "simulated.py"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 16, 64])
+    parser.add_argument("--counts", type=int, nargs="*", default=[1, 2, 16, 64])
     parser.add_argument("--simulated", type=int, nargs="*", default=[64, 500])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--out", type=Path)

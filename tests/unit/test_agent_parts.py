@@ -35,7 +35,8 @@ from paceline.agent.transfer import Arrivals
 # --- frames
 
 texts = st.text() | st.just("\udcff\udc80")
-values = st.none() | st.booleans() | st.integers() | texts | st.lists(texts)
+numbers = st.integers(-(10**19) + 1, 10**20 - 1)  # a frame takes no longer ones
+values = st.none() | st.booleans() | numbers | texts | st.lists(texts)
 messages = st.dictionaries(st.text(), values, max_size=4)
 frame_lists = st.lists(st.tuples(messages, st.binary(max_size=300)), max_size=6)
 noises = st.binary(max_size=60).filter(lambda b: MAGIC[:1] not in b)

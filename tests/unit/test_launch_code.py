@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.agent import inside
 from paceline.launch import code, shipping
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry, Job
@@ -115,7 +116,11 @@ def test_paths_on_a_node(path: str, there: str) -> None:
     ],
 )
 def test_a_node_does_not_choose_where_results_go(path: str, fine: bool) -> None:
-    assert shipping.stays_below(path) is fine
+    if fine:
+        assert inside.parts_of(path) == path.split("/")
+        return
+    with pytest.raises(ValueError, match="not a path inside a folder"):
+        inside.parts_of(path)
 
 
 def test_inputs_are_renamed_in_the_arguments() -> None:

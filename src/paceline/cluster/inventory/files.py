@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from pathlib import Path
 
 from paceline.cluster.inventory.dialects.ssh_config import keyword
@@ -12,6 +13,7 @@ from paceline.spec.errors import HostsError
 
 MOST_BYTES = 4 << 20
 _DEPTH = 16  # OpenSSH's own limit for nested Include
+_MOST_FILES = 256
 
 
 def read_text(path: Path, label: str) -> str:
@@ -45,31 +47,56 @@ def decode(data: bytes, label: str) -> str:
     return text
 
 
-def with_includes(text: str, folder: Path, depth: int = 0) -> str:
+def with_includes(text: str, folder: Path) -> str:
     """An OpenSSH configuration with its ``Include`` lines replaced by what they include.
 
     Relative patterns are those of ``~/.ssh``, as for ssh itself, else of the file's folder.
-    Files that cannot be read are passed over, as ssh does.
+    Files that cannot be read are passed over, as ssh does. HostsError where they never end.
     """
-    lines = [_included(line, folder, depth) for line in split_lines(text)]
-    return "\n".join(lines)
+    return _Includes(folder).of(text, 0)
 
 
-def _included(line: str, folder: Path, depth: int) -> str:
-    key, arguments = keyword(line)
-    if key != "include" or depth >= _DEPTH:
-        return line
-    paths = [path for word in arguments.split() for path in _matches(word.strip('"'), folder)]
-    texts = [with_includes(path.read_text("utf-8", "replace"), folder, depth + 1) for path in paths]
-    return "\n".join(texts)
+class _Includes:
+    """Follows ``Include`` lines, but not for ever: files may include each other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._left = _MOST_FILES
+
+    def of(self, text: str, depth: int) -> str:
+        return "\n".join(self._line(line, depth) for line in split_lines(text))
+
+    def _line(self, line: str, depth: int) -> str:
+        key, arguments = keyword(line)
+        if key != "include" or depth >= _DEPTH:
+            return line
+        paths = [
+            path for word in arguments.split() for path in _matches(word.strip('"'), self._folder)
+        ]
+        return "\n".join(self.of(self._read(path), depth + 1) for path in paths)
+
+    def _read(self, path: Path) -> str:
+        self._left -= 1
+        if self._left < 0:
+            raise HostsError(
+                f"more than {_MOST_FILES} files are included", found=str(path),
+                remedy="look for files that include each other",
+            )  # fmt: skip
+        try:
+            with path.open("rb") as file:
+                return file.read(MOST_BYTES).decode("utf-8", "replace")
+        except OSError:
+            return ""
 
 
 def _matches(pattern: str, folder: Path) -> list[Path]:
-    bases = [Path("~/.ssh").expanduser(), folder]
-    for base in bases:
-        full = base / Path(pattern).expanduser()
-        relative = str(full.relative_to(full.anchor))
-        found = [path for path in sorted(Path(full.anchor).glob(relative)) if path.is_file()]
+    for base in (Path("~/.ssh"), folder):
+        try:
+            full = base.expanduser() / Path(pattern).expanduser()
+            relative = re.sub(r"\*+", "*", str(full.relative_to(full.anchor)))  # ssh knows no **
+            found = [path for path in sorted(Path(full.anchor).glob(relative)) if path.is_file()]
+        except (OSError, ValueError, RuntimeError, NotImplementedError):  # no such user, no pattern
+            continue
         if found:
             return found
     return []

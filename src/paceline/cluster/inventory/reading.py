@@ -93,6 +93,8 @@ def load_toml(path: Path) -> Mapping[str, Any]:
 
     if not path.exists():
         return {}
+    if not path.is_file():  # a pipe would be waited for
+        raise HostsError(f"{path} is not a file", remedy=f"look at it: ls -ld {path}")
     text = read_text(path, str(path))
     document = toml_tables.parse_document(text, path.name)
     try:
@@ -108,8 +110,8 @@ def here() -> str:
 
 
 def _described(source: str, context: _Context) -> Cluster:
-    path = context.cwd / Path(source).expanduser()
-    exists = path.exists()
+    path = _path(source, context.cwd)
+    exists = _exists(path)
     if context.dialect and not context.dialect.environment and not exists:
         return _inline(Inline(source), context)
     match classify(source, exists, _names_beside(path)):
@@ -123,6 +125,22 @@ def _described(source: str, context: _Context) -> Cluster:
             return _inline(inline, context)
 
 
+def _path(name: str, folder: Path) -> Path:
+    """Where a file of that name would lie; an unknown user's home is part of a name."""
+    try:
+        return folder / Path(name).expanduser()
+    except (RuntimeError, ValueError):  # ValueError: a NUL, half a surrogate
+        return folder / name
+
+
+def _exists(path: Path) -> bool:
+    """Whether something is there; what can be no path is not there."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long, no rights, a NUL
+        return False
+
+
 def _inline(inline: Inline, context: _Context) -> Cluster:
     reading = _reading(context, inline.text, LIST_LABEL, context.dialect)
     dialect = context.dialect or _typed(reading)
@@ -131,8 +149,8 @@ def _inline(inline: Inline, context: _Context) -> Cluster:
 
 
 def _file(name: str, dialect: str | None, folder: Path, context: _Context) -> Cluster:
-    path = folder / Path(name).expanduser()
-    if not path.exists():
+    path = _path(name, folder)
+    if not _exists(path):
         raise no_file(name, _names_beside(path))
     text = read_text(path, name)
     forced = context.dialect or (DIALECTS[dialect] if dialect else None)
@@ -167,7 +185,7 @@ def _followed(parsed: Parsed, source: str, folder: Path, context: _Context) -> C
     if parsed.follow is None:
         return _cluster(parsed, source)
     onward = _Context(context.environ, context.cwd, context.colon, None)
-    where = folder if (folder / parsed.follow.path).exists() else context.cwd
+    where = folder if _exists(folder / parsed.follow.path) else context.cwd
     cluster = _file(parsed.follow.path, parsed.follow.dialect, where, onward)
     return Cluster(cluster.hosts, f"{source} → {cluster.source}", parsed.notes + cluster.notes)
 
@@ -197,7 +215,7 @@ def _typed(reading: Reading) -> Dialect:
 def _names_beside(path: Path) -> list[str]:
     try:
         return sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
-    except OSError:
+    except (OSError, ValueError):
         return []
 
 

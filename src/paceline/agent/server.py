@@ -191,7 +191,8 @@ class Agent:
             reason, why = "guard", GUARD_KILLED
         about = {"event": "leaving", "reason": reason, "why": why, "time": time.monotonic()}
         self.outbox.post(about)
-        sys.stderr.write("paceline agent: leaving: %s\n" % why)
+        with contextlib.suppress(OSError):  # who would have read it may be gone
+            sys.stderr.write("paceline agent: leaving: %s\n" % why)
         grace = min(LAST_GRACE_S, max(0.1, self.lease.last_part - CLOSING_S))
         self._leaving_at = time.monotonic() + grace + CLOSING_S / 2
         if self.job.running:

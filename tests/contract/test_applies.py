@@ -29,6 +29,7 @@ from paceline.launch.schedulers.calling import CallingTransport
 from paceline.launch.schedulers.contained import ContainerTransport, container_for
 from paceline.launch.schedulers.hand import HandTransport
 from paceline.launch.schedulers.ssh import SshTransport
+from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 from paceline.spec.rundir import MODEL_CONFIG
 
@@ -266,6 +267,24 @@ def test_detached(deed: Deed, monkeypatch: pytest.MonkeyPatch) -> None:
     assert followed == []
     assert CliRunner().invoke(program, [*words, "job.py"]).exit_code == 0
     assert followed == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("run", "--no-torch", "--any-world", "job.py"), "--any-world needs"),
+        (("run", "--no-torch", "--backend", "gloo", "job.py"), "--backend needs"),
+        (("run", "--no-python", "--backend", "gloo", "hostname"), "--backend needs"),
+        (("run", "--no-python", "-m", "job"), "exclude each other"),
+        (("bench", "scaling", "--recipe", "-m", "image"), "exclude each other"),
+        (("env", "--json", "true"), "--json does not go with COMMAND"),
+    ],
+)
+def test_options_that_make_each_other_void(deed: Deed, words: list[str], message: str) -> None:
+    done = CliRunner(env=dict.fromkeys(ALLOCATION)).invoke(program, words)
+    assert isinstance(done.exception, SettingError), done.output
+    assert done.exception.exit_code == 2
+    assert message in done.exception.message
 
 
 def test_json_is_for_a_plan(deed: Deed) -> None:

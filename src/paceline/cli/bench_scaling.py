@@ -52,6 +52,8 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
     processes), and the time of its ranks is compared.
     """
     cluster, _way = prepare(ctx)
+    if recipe and module:
+        raise SettingError("--recipe and --module exclude each other")
     if recipe:
         job = _recipe_job(ctx, script, args)
     else:

@@ -32,6 +32,11 @@ def command(as_json: bool, master_addr: str | None, master_port: int | None,
     Without COMMAND they are printed for a shell: eval "$(paceline env)". With COMMAND it runs
     with them, as in: mpirun -n 4 paceline env python train.py
     """
+    if as_json and command_words:
+        raise SettingError(
+            "--json does not go with COMMAND", found="the command gets them as its environment",
+            remedy="Leave out one of them",
+        )  # fmt: skip
     given = {jobenv.MASTER_ADDR: master_addr, jobenv.MASTER_PORT: master_port}
     environ = {**os.environ, **{name: str(value) for name, value in given.items() if value}}
     found = place(environ, os.getppid())

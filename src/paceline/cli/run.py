@@ -35,10 +35,11 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
     cluster, way = prepare(ctx)
     entry = entry_of(script, args, module=module, no_python=no_python)
     torch = not (no_torch or no_python)
-    if any_world and not torch:
+    asked = {"--any-world": any_world, "--backend": ctx.params["backend"]}
+    for flag in (flag for flag, value in asked.items() if value and not torch):
         raise SettingError(
-            "--any-world needs a Python script that uses torch",
-            found="only there is the world compared with the plan",
+            f"{flag} needs a Python script that uses torch",
+            found="with --no-torch or --no-python nothing looks at torch",
             remedy="Leave it out",
         )
     job = job_of(

@@ -6,7 +6,9 @@ import importlib
 import json
 import re
 import shlex
+import signal
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +107,38 @@ def test_hostile_words_reach_the_job(name: str, tmp_path: Path) -> None:
 def test_hostile_directives_are_refused(name: str, value: str) -> None:
     with pytest.raises(SettingError, match="cannot stand in a batch script"):
         render(name, replace(REQUEST, partition=value))
+
+
+@pytest.mark.parametrize("phase", ["set-up", "running"])
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGUSR1, 143), (signal.SIGTERM, 143)])
+def test_a_warned_batch_goes_back_into_the_queue(
+    tmp_path: Path, phase: str, signum: int, status: int
+) -> None:
+    """Also while it still loads modules; cancelled, it does not come back."""
+    said = tmp_path / "said"
+    stand_ins = {
+        "job": f"trap 'exit 143' TERM; echo running >> {said}; while :; do sleep 0.05; done",
+        "scontrol": f'echo "$@" >> {said}',
+    }
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    setup = f"echo set-up >> {said}; sleep 0.5"
+    request = replace(REQUEST, argv=(str(tmp_path / "job"),), requeue=True, setup=(setup,),
+                      workdir=str(tmp_path), run_dir=str(tmp_path))  # fmt: skip
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(["bash", "-c", render("slurm", request)], env=env,
+                          stdout=subprocess.DEVNULL) as child:  # fmt: skip
+        deadline = time.monotonic() + 10
+        while phase not in (said.read_text() if said.exists() else ""):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        child.send_signal(signum)
+        code = child.wait(10)
+    warned = signum == signal.SIGUSR1
+    assert ("requeue 7" in said.read_text()) is warned
+    assert ("running" in said.read_text()) is (phase == "running")
+    assert code == (1 if warned and phase == "set-up" else status)
 
 
 INJECTED = "x\n#PBS -q stolen\n#BSUB -q stolen\n#SBATCH --partition=stolen"

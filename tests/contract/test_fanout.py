@@ -1,12 +1,18 @@
-"""Many children of the launching side, and what they cost it."""
+"""Many children of the launching side, what they cost it, and hosts that cannot serve."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import threading
+from pathlib import Path
 
-from paceline.cluster.fanout import wait_without_threads
+import pytest
+
+from paceline.cluster.fanout import connect_all, wait_without_threads
+from paceline.cluster.openssh import SshOptions
+from paceline.spec.errors import ConnectError
+from paceline.spec.hosts import Host
 
 CHILDREN = 20
 
@@ -31,3 +37,16 @@ def test_children_are_waited_for_without_a_thread_each() -> None:
         threads, statuses = asyncio.run(_children())
         assert threads <= before + 1
         assert statuses == [7] * CHILDREN
+
+
+def test_a_host_that_is_no_linux_is_refused_as_such(tmp_path: Path) -> None:
+    python = tmp_path / "python"  # called as: python -I -c CODE NAME
+    python.write_text(
+        "#!/bin/sh\n"
+        f'exec {sys.executable} "$1" "$2" "import sys; sys.platform = \'darwin\'; $3" "$4"\n'
+    )
+    python.chmod(0o755)
+    with pytest.raises(ConnectError) as caught:
+        asyncio.run(connect_all([Host("n1", local=True)], [str(python)], SshOptions()))
+    assert "not Linux: n1: this is darwin" in caught.value.found
+    assert "-H n1,n2" in caught.value.remedy

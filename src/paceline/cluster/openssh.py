@@ -206,7 +206,7 @@ def clean(stderr: str) -> str:
 
 
 def _essence(text: str) -> str:
-    lines = [line.removeprefix("paceline-boot: ") for line in text.splitlines()]
+    lines = [re.sub("^paceline-boot: (not Linux: )?", "", line) for line in text.splitlines()]
     return "\n".join(lines if len(lines) <= 12 else [*lines[:4], "…", *lines[-7:]])
 
 

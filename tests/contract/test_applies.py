@@ -305,6 +305,15 @@ def test_a_batch_does_not_stumble_over_its_own_submission(
     assert call(deed, "run", "srun", ("--mem", "5G"))[0] == 2
 
 
+def test_a_recipe_in_a_batch_is_told_what_the_file_says(deed: Deed, tmp_path: Path) -> None:
+    (tmp_path / "paceline.toml").write_text("[train.image]\nlr = 0.5\n")
+    words = ["train", *LEADING["kubernetes"], "image", "--steps", "3"]
+    _, jobset = CliRunner().invoke(program, words).stdout.split("---\n")
+    pod = json.loads(jobset)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    told = pod["containers"][0]["command"]
+    assert told[told.index("image") :] == ["image", "--lr=0.5", "--steps", "3"]
+
+
 def test_the_job_in_a_batch_is_told_all_that_is_its_own(
     deed: Deed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

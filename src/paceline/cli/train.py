@@ -55,7 +55,9 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
     """Checks the recipe's options here, then runs it on every host."""
     shared = ["--backend", ctx.params["backend"]] if ctx.params["backend"] else []
     table = toml_of(ctx).get("train", {}).get(name, {})
-    options = parse_options(name, [*from_table(name, table), *shared, *argv])
+    filed = from_table(name, table)
+    ctx.params["options"] = (*filed, *argv)  # a batch may run where no such file is
+    options = parse_options(name, [*filed, *shared, *argv])
     cluster, way = prepare(ctx)
     files = {field: getattr(options, field, "") for field in DATA_FILES}
     with gathered([] if options.data_dir else list(files.values())) as folder:

@@ -105,6 +105,13 @@ def test_prediction(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert sum(right) >= 9
 
 
+def test_a_file_that_is_not_there(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert predict.main(["nope.png", f"--run={trained}"]) == 1
+    said = capsys.readouterr().err
+    assert "nope.png: no such file" in said
+    assert "--skip-damaged" not in said
+
+
 def test_an_interrupted_run_is_evaluated(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -238,3 +238,21 @@ def test_pointers(tmp_path: Path) -> None:
     for raw in [*RAW, *(json.dumps({"step": one}).encode() for one in ODD[:8])]:
         (tmp_path / "best.json").write_bytes(raw)
         assert Shelf(tmp_path).pointed(BEST) is None or raw
+
+
+def test_what_starting_again_would_do(tmp_path: Path) -> None:
+    """Nobody is promised a resume from a checkpoint that there is not."""
+    from paceline.diagnose.gather import from_run
+    from paceline.diagnose.rules.interrupted import rule
+
+    (tmp_path / "result.json").write_text('{"interrupted": 2, "exit_code": 130}')
+    match = rule.match(from_run(tmp_path))
+    assert match is not None
+    assert match.remedy.endswith("it begins anew, for it has made no checkpoint.")
+    for step in ("20", "100", "7"):
+        (tmp_path / "checkpoints" / step).mkdir(parents=True)
+    for step in ("20", "7"):
+        (tmp_path / "checkpoints" / step / "manifest.json").write_text("{}")
+    match = rule.match(from_run(tmp_path))
+    assert match is not None
+    assert match.remedy.endswith("training resumes from the checkpoint of step 20.")

@@ -59,7 +59,7 @@ def test_flags_of_a_table() -> None:
 
 
 def test_unknown_task() -> None:
-    with pytest.raises(DataError, match="unknown recipe 'speech'"):
+    with pytest.raises(DataError, match="the recipe 'speech' is not known"):
         use_of("speech")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from paceline.cli.train import folder_everywhere
 from paceline.recipes.datasets import folder
 from paceline.recipes.datasets.find import load
 from paceline.recipes.datasets.images import ImageData, Request
@@ -392,3 +393,18 @@ def test_a_file_is_told_by_the_name_that_was_typed(tmp_path: Path) -> None:
     sent.write_text("y")  # on a host that has another file at that path
     assert located(str(typed), str(sent.parent)) == sent
     assert located(str(tmp_path / "b.csv"), str(sent.parent)) == tmp_path / "b.csv"
+
+
+def test_a_folder_that_one_host_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named by its whole path on the launching machine; a rank says which host has no such."""
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "imgs", {"a": 2, "b": 2})
+    (tmp_path / "digits").mkdir()
+    assert folder_everywhere("imgs") == str(tmp_path / "imgs")
+    assert folder_everywhere("digits") == "digits"
+    assert folder_everywhere("user/name") == "user/name"
+    monkeypatch.setenv("PACELINE_HOST", "n2")
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / "gone")
+    assert f"no {tmp_path}/gone on n2" in caught.value.render()
+    assert "on every host at the same path: copy it there (rsync -a" in caught.value.render()

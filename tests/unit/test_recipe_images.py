@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +199,46 @@ def test_a_refusal_for_the_moment_is_no_failure() -> None:
 def test_offline_says_that_it_is_not_there(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     assert train(tmp_path / "run", "--model=nobody/nothing", "--offline") == 1
     assert "nobody/nothing could not be loaded" in capsys.readouterr().err
+
+
+def test_a_hub_that_nobody_reaches_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was tried, what is in the cache, and what to type; --offline is not blamed."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.setenv(name, "")
+    for name in ("HF_HUB_DISABLE_TELEMETRY", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "1")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "hub/models--somebody--other").mkdir(parents=True)
+    hub.unreachable.cache_clear()
+    try:
+        hub.prepare_environment(offline=False, local=True)
+        assert os.environ["HF_HUB_OFFLINE"] == ""
+        hub.prepare_environment(offline=False)
+        assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+        def get() -> None:
+            raise OSError("offline")
+
+        waited: list[float] = []
+        with pytest.raises(DataError) as caught:
+            fetched("--model a/b", get, waited.append)
+        told = caught.value.render()
+        assert "--model a/b is not in the cache, and the hub cannot be reached" in told
+        assert "tried 127.0.0.1: Connection refused; the cache" in told
+        assert "holds somebody/other" in told
+        assert "HTTPS_PROXY=" in told
+        assert "--offline" not in told
+        assert not waited
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:2")
+        hub.unreachable.cache_clear()
+        assert hub.unreachable().startswith("127.0.0.1: ")
+    finally:
+        hub.unreachable.cache_clear()
 
 
 def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

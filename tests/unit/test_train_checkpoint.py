@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # as the first optimizer does; it leaves a variable behind
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file

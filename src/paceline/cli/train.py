@@ -15,6 +15,7 @@ from paceline.cli.launching import job_of, launch, launch_options, prepare
 from paceline.cli.settings import toml_of
 from paceline.cli.verb import ALL, Verb
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
+from paceline.recipes.catalogue import catalogue
 from paceline.recipes.options import Options, as_flags, known, option_names
 from paceline.spec.helptext import Row, Section
 from paceline.spec.job import Entry, Input, Job
@@ -60,6 +61,8 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
     options = parse_options(name, [*filed, *shared, *argv])
     cluster, way = prepare(ctx)
     files = {field: getattr(options, field, "") for field in DATA_FILES}
+    everywhere = {field: folder_everywhere(path) for field, path in files.items() if path}
+    options = dataclasses.replace(options, **dict[str, Any](everywhere))
     with gathered([] if options.data_dir else list(files.values())) as folder:
         if folder:
             found: dict[str, Any] = {field: absolute(path) for field, path in files.items() if path}
@@ -76,6 +79,16 @@ def absolute(path: str) -> str:
     """A file as it is found from any folder; anything else as it is."""
     whole = Path(path).expanduser().absolute()
     return str(whole) if whole.is_file() else path
+
+
+def folder_everywhere(path: str) -> str:
+    """A folder that is here by its whole path: a rank has another working folder.
+
+    It stays where it is, and must be on every host. Names of data sets stay names.
+    """
+    whole = Path(path).expanduser().absolute()
+    named = any(one.name == path for one in catalogue() if one.kind == "data")
+    return str(whole) if whole.is_dir() and not named else path
 
 
 def with_data(job: Job, folder: str) -> Job:

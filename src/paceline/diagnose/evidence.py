@@ -145,6 +145,7 @@ class Evidence:
         interrupted: Number of the signal by which the user stopped it.
         exit_code: Of the run; ``None`` when not known.
         launcher: Whose run it still is; ``None`` after an end in order.
+        checkpoint: Step of the newest checkpoint; ``None`` when there is none.
     """
 
     logs: tuple[Log, ...] = ()
@@ -157,6 +158,14 @@ class Evidence:
     interrupted: int | None = None
     exit_code: int | None = None
     launcher: Launcher | None = None
+    checkpoint: int | None = None
+
+    @property
+    def again(self) -> str:
+        """What starting the same command again would do, as the end of a sentence."""
+        if self.checkpoint is None:
+            return "it begins anew, for it has made no checkpoint"
+        return f"training resumes from the checkpoint of step {self.checkpoint}"
 
     def search(self, pattern: re.Pattern[str]) -> Iterator[tuple[Log, int, re.Match[str]]]:
         """Every line that matches, the first failing rank's first: log, line's index, match."""

@@ -63,6 +63,7 @@ def from_run(path: Path) -> Evidence:
         interrupted=_signal(result.get("interrupted")),
         exit_code=whole(result.get("exit_code")),
         launcher=launcher,
+        checkpoint=next((int(one.name) for one in names.checkpoints(path)), None),
     )
 
 

@@ -85,7 +85,11 @@ def use_of(task: str) -> Any:
     """
     if task not in RECIPES:
         raise DataError(
-            f"the model is of an unknown recipe {task!r}", found=f"known are {', '.join(RECIPES)}"
+            f"the model was trained by another program: the recipe {task!r} is not known"
+            if task
+            else "the model does not say which recipe trained it",
+            found=f"known recipes: {', '.join(RECIPES)}",
+            remedy="paceline.train.load_weights fills your own network with its weights",
         )
     return importlib.import_module(RECIPES[task].use)
 

@@ -38,12 +38,12 @@ def task_of(run: str) -> str:
 
 
 def alone(device: str, config: Mapping[str, Any]) -> train.Session:
-    """A session for this process only, in the number format of the training."""
+    """A session for this process only, in the precision of the training."""
     return train.join(device=device, dtype=config["number_format"], quiet=True)
 
 
 def joined(options: EvaluateOptions, config: Mapping[str, Any]) -> train.Session:
-    """A session in the number format of the training, which leaves no records behind."""
+    """A session in the precision of the training, which leaves no records behind."""
     return train.join(
         device=options.device,
         backend=options.backend,

@@ -44,8 +44,12 @@ class HubModel:
         return str(path) if path.is_dir() else self.name
 
     @property
+    def folder(self) -> bool:
+        return Path(self.name).expanduser().is_dir()
+
+    @property
     def local(self) -> bool:
-        return self.offline or Path(self.name).expanduser().is_dir()
+        return self.offline or self.folder
 
 
 def load_model(wanted: HubModel, classes: Sequence[str]) -> nn.Module:
@@ -54,7 +58,7 @@ def load_model(wanted: HubModel, classes: Sequence[str]) -> nn.Module:
     Raises:
         DataError: Not found, refused, or no such classifier.
     """
-    library = _library(wanted.kind, wanted.offline)
+    library = _library(wanted.kind, wanted.offline, wanted.folder)
     kind = getattr(library, _CLASSES[wanted.kind])
     names: dict[str, Any] = {
         "num_labels": len(classes),
@@ -86,7 +90,7 @@ def _checked(wanted: HubModel, model: nn.Module) -> nn.Module:
 
 def rebuilt(kind: Kind, description: dict[str, Any]) -> nn.Module:
     """The architecture that a saved description tells, with initial weights; nothing is fetched."""
-    library = _library(kind, offline=True)
+    library = _library(kind, offline=False, folder=True)
     # timm's descriptions have their own word for it, and class names that may be another task's.
     count = {"num_labels": description["num_classes"]} if "num_classes" in description else {}
     kind_of_config = type(library.AutoConfig.for_model(description["model_type"]))
@@ -103,7 +107,7 @@ def description(model: Any) -> dict[str, Any]:
 
 def load_tokenizer(wanted: HubModel) -> Any:
     """The tokenizer that belongs to the model."""
-    library = _library(wanted.kind, wanted.offline)
+    library = _library(wanted.kind, wanted.offline, wanted.folder)
 
     def get() -> Any:
         return library.AutoTokenizer.from_pretrained(wanted.source, local_files_only=wanted.local)
@@ -131,6 +135,7 @@ def _content(wanted: HubModel, name: str) -> dict[str, Any]:
     """A JSON file of the model; empty when it has none of that name."""
     path = Path(wanted.name).expanduser() / name
     if not path.parent.is_dir():
+        prepare_environment(wanted.offline)
         hub = optional.library("transformers.utils", "models are loaded")
         found = fetched(
             f"--model {wanted.name}",
@@ -148,8 +153,8 @@ def _content(wanted: HubModel, name: str) -> dict[str, Any]:
     return content
 
 
-def _library(kind: Kind, offline: bool) -> Any:
-    prepare_environment(offline)
+def _library(kind: Kind, offline: bool, folder: bool = False) -> Any:
+    prepare_environment(offline, folder)
     library = optional.library("transformers", f"Hugging Face's {kind} models are loaded")
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()

@@ -119,7 +119,8 @@ def probabilities(
         DataError: The file is no readable image.
     """
     channels, height, width = model.config["decoded"]
-    pixels = decode(image, channels, height, width, model.config["crop"])[None]
+    remedy = "name image files, or folders of images"
+    pixels = decode(image, channels, height, width, model.config["crop"], remedy)[None]
     inputs = model.normalise(pixels, session.precision.parameters, session.device)
     with session.autocast():
         outputs: Tensor = network(fitted(inputs, model.size))

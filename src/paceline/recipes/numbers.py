@@ -1,4 +1,4 @@
-"""Number format and memory layout that suit the machine."""
+"""Precision and memory layout that suit the machine."""
 
 from __future__ import annotations
 

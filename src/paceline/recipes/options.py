@@ -45,8 +45,8 @@ class Options:
     global_batch: int = 64
     """Samples of one step over all processes together; the same at any number of them."""
     batch_per_process: int = 0
-    """Samples of each process instead: the global batch grows with their number, and
-    --global-batch is only the one that --lr is for (0: not)."""
+    """Samples of each process in a step: the global batch then grows with their number, and
+    --global-batch is only the one that --lr is for (0: --global-batch is divided)."""
     micro_batch: int = 0
     """Most samples that one process computes at once; more are accumulated (0: no limit)."""
     lr: float = 1e-3
@@ -54,11 +54,11 @@ class Options:
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """How --lr follows a batch that --batch-per-process made grow."""
     schedule: Literal["cosine", "linear", "inverse-sqrt", "constant", "step", "plateau"] = "cosine"
-    """Course of the learning rate over all global steps."""
+    """Learning-rate schedule, over all steps."""
     milestones: tuple[float, ...] = (0.5, 0.75)
     """With --schedule step: fractions of training at which the rate is divided by 10."""
     warm_up: float = 0.05
-    """Part of all steps over which the learning rate rises."""
+    """Fraction of training over which the learning rate rises."""
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
     """Optimizer."""
     nesterov: bool = True
@@ -70,11 +70,11 @@ class Options:
     clip_norm: float = 0.0
     """Largest norm of the whole gradient (0: no limit)."""
     evaluate_every: int = 0
-    """Global steps between evaluations besides those at the ends of epochs (0: none)."""
+    """Evaluate every N steps, besides at the end of each epoch (0: only there)."""
     patience: int = 0
-    """End after so many evaluations without a better one (0: never)."""
+    """Stop early after N evaluations without an improvement (0: never)."""
     stop_at: float = 0.0
-    """End as soon as an evaluation is as good as this: accuracy, BLEU of translations (0: not)."""
+    """Stop as soon as an evaluation reaches this accuracy, or BLEU of translations (0: never)."""
     shard: bool = False
     """Spread parameters and optimizer state over the processes (FSDP2) instead of copies (DDP)."""
     compile: bool = False
@@ -84,7 +84,7 @@ class Options:
     fast: bool = True
     """Compute in bf16 where machine and model are faster in it; --no-fast keeps to --dtype."""
     dtype: Dtype = "float32"
-    """Number format; bf16 and fp16 compute in it and keep float32 parameters."""
+    """Precision; bf16 and fp16 compute in it and keep float32 parameters."""
     device: Device = "auto"
     """Where to train."""
     backend: Backend = "auto"
@@ -92,15 +92,15 @@ class Options:
     run_dir: str = ""
     """Folder for the run's files (default: runs/NAME-DATE-TIME)."""
     checkpoint_every: str = "epoch,10m"
-    """When to keep the state: 500 (steps), 10m (minutes), epoch, several with commas, or never;
-    the best state is kept anyway."""
+    """When to save a checkpoint: 500 (steps), 10m (minutes), epoch, several with commas, or never;
+    one of the best state is saved anyway."""
     keep: int = 3
     """How many of the newest checkpoints stay (0: all); the best one stays anyway."""
     resume: str = "auto"
-    """Go on from: auto (the newest in --run-dir, if there is one), never, latest, best, a step, or
+    """Resume from: auto (the newest in --run-dir, if there is one), never, latest, best, a step, or
     the folder of a run or a checkpoint."""
     when_full: Literal["continue", "stop"] = "continue"
-    """What to do when a checkpoint cannot be written."""
+    """What to do when a checkpoint cannot be written: continue training, or stop cleanly."""
     track: tuple[str, ...] = ()
     """Trackers besides metrics.jsonl: tensorboard, wandb, mlflow, trackio."""
     track_project: str = "paceline"
@@ -108,9 +108,11 @@ class Options:
     track_each_node: bool = False
     """One tracker run for each node, in a group, instead of one for the job."""
     log_every: int = 0
-    """Global steps between two log records (0: by the length of an epoch)."""
+    """Steps between two records in metrics.jsonl (0: by the length of an epoch)."""
     check_every: int = 100
-    """Verify every N steps that all ranks have identical parameters."""
+    """Verify every N steps that all ranks have identical parameters and buffers."""
+    deterministic: bool = False
+    """On accelerators, only kernels that repeat bit for bit: slower; some operations have none."""
 
     def validate(self) -> None:
         """Refuses values that cannot be, without loading anything.

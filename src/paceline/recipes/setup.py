@@ -21,7 +21,7 @@ R = TypeVar("R", bound=Options)
 
 
 def effective(options: R, large: bool) -> R:
-    """The options with the number format that suits the machine.
+    """The options with the precision that suits the machine.
 
     Args:
         options: Of the recipe; a ``dtype`` that is not the default stays.
@@ -43,6 +43,7 @@ def join(recipe: str, options: Options) -> train.Session:
         run_dir=options.run_dir,
         log_every=options.log_every,
         check_every=options.check_every,
+        deterministic=options.deterministic,
     )
     session.save_config({"recipe": recipe, "options": asdict(options)})
     return session
@@ -50,7 +51,7 @@ def join(recipe: str, options: Options) -> train.Session:
 
 def agree_format(session: train.Session, options: Options, channels_last: bool = False) -> None:
     """Raises where ranks would compute in different formats; says what is not the default."""
-    session.agree("the number format (--no-fast keeps to --dtype)", options.dtype)
+    session.agree("the precision (--no-fast keeps to --dtype)", options.dtype)
     if options.fast and (options.dtype == "bf16" or channels_last):
         layout = " with channels last" if channels_last else ""
         session.say(f"computing in {options.dtype}{layout} (--no-fast keeps to --dtype)")

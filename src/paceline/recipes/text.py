@@ -83,7 +83,7 @@ def train_text(options: TextOptions) -> None:
             accuracy = figures["accuracy"]
             setup.end_early(session, options, best, f"{data.held_out} accuracy", accuracy)
 
-        # Nothing was evaluated where a finished training was gone on with.
+        # Nothing was evaluated where a finished training was resumed.
         figures = figures or evaluate(session, placed, held_out, len(data.classes))
         measured = {"samples": len(held_out), **figures}
         session.save_model({**about, "metrics": {data.held_out: measured}})

@@ -73,7 +73,7 @@ def trained(run: str) -> Trained:
     config = train.load_config(folder)
     try:
         if config["task"] != "text":
-            raise ValueError(f"a model of the recipe {config['task']}")
+            raise ValueError(f"its model was trained by the recipe {config['task'] or '(unnamed)'}")
         encoding = saved_encoding(folder, config["network"]["kind"] == "hub")
         return Trained(folder, config, tuple(config["classes"]), encoding)
     except (KeyError, TypeError, ValueError, OSError) as error:

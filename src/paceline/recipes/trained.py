@@ -79,7 +79,7 @@ def trained(run: str) -> Trained:
     config = load_config(folder)
     try:
         if config["task"] != "image":
-            raise ValueError(f"a model of the recipe {config['task']}")
+            raise ValueError(f"its model was trained by the recipe {config['task'] or '(unnamed)'}")
         channels, height, width = config["shape"]
         moments = config["normalisation"]
         normalise = Normalisation(tuple(moments["mean"]), tuple(moments["deviation"]))

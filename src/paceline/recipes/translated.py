@@ -70,7 +70,7 @@ def translator(folder: Path) -> Translator:
     config = load_config(folder)
     try:
         if config["task"] != "translation":
-            raise ValueError(f"a model of the recipe {config['task']}")
+            raise ValueError(f"its model was trained by the recipe {config['task'] or '(unnamed)'}")
         shape = Shape(**config["shape"])
         texts = [
             (folder / rundir.MODEL / name).read_text(encoding="utf-8")

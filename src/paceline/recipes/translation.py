@@ -88,7 +88,7 @@ def train_translation(options: TranslationOptions) -> None:
             curve.report(figures["loss"])
             setup.end_early(session, options, best, "BLEU", figures.get("bleu", 0.0))
 
-        if "bleu" not in figures:  # a finished training was gone on with
+        if "bleu" not in figures:  # a finished training was resumed
             figures = evaluate(session, network, held_out)
             figures |= score(session, network, watched, tokenizers, search, options.samples)
         measured = {"samples": len(watched), **figures}

@@ -38,7 +38,7 @@ class BenchmarkOptions:
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     """Where to compute."""
     dtype: Literal["", "float32", "bf16", "fp16"] = ""
-    """Number format (default: that of the training)."""
+    """Precision (default: that of the training)."""
     json: bool = False
     """Print JSON."""
 

@@ -34,16 +34,24 @@ OURS = {PLAN, EVENTS, METRICS, HOSTS, RESULT, LOGS, OWNER, FINDINGS, CHECKPOINTS
 
 def unfinished(folder: Path) -> Path | None:
     """The checkpoint to use of a run without a finished model: the best, else the newest."""
-    root = folder / CHECKPOINTS
+    complete, root = checkpoints(folder), folder / CHECKPOINTS
+    with contextlib.suppress(
+        OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError
+    ):
+        best = root / str(int(json.loads((root / "best.json").read_text())["step"]))
+        if best in complete:
+            return best
+    return complete[0] if complete else None
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """A run's complete checkpoints by their manifests, which are not looked into; newest first."""
     with contextlib.suppress(OSError):
-        steps = [one for one in root.iterdir() if one.name.isdecimal() and len(one.name) < 20]
-        complete = [one for one in steps if (one / "manifest.json").is_file()]
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-            best = root / str(int(json.loads((root / "best.json").read_text())["step"]))
-            if best in complete:
-                return best
-        return max(complete, key=lambda one: int(one.name), default=None)
-    return None
+        named = (folder / CHECKPOINTS).iterdir()
+        steps = [one for one in named if one.name.isdecimal() and len(one.name) < 20]
+        complete = (one for one in steps if (one / "manifest.json").is_file())
+        return sorted(complete, key=lambda one: int(one.name), reverse=True)
+    return []
 
 
 def is_ours(path: str) -> bool:

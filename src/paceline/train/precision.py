@@ -1,4 +1,4 @@
-"""Number formats: of the parameters, of the computation, and the loss scale of fp16."""
+"""Precision: of the parameters, of the computation, and the loss scale of fp16."""
 
 from __future__ import annotations
 

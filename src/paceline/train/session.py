@@ -50,7 +50,7 @@ class Session:
     Attributes:
         world: Place of this process.
         device: Where the model and the batches live.
-        precision: Number formats.
+        precision: Of parameters and of what is computed.
         folder: The run directory; only rank 0 writes to it.
         progress: How far the training is.
         comms: Collectives for small things.
@@ -255,7 +255,7 @@ class Session:
         describes: Mapping[str, Any] | None = None,
         stop_when_full: bool = False,
     ) -> bool:
-        """Keeps the training's state from now on, and goes on from an earlier one.
+        """Makes checkpoints from now on, and resumes from an earlier one.
 
         To be called after :meth:`prepare`. From then on SIGTERM and SIGUSR1 save and stop,
         SIGUSR2 saves and goes on.
@@ -274,7 +274,7 @@ class Session:
                 training goes on with a warning.
 
         Returns:
-            True when the training goes on from a checkpoint.
+            True when the training was resumed from a checkpoint.
 
         Raises:
             SettingError: Another job writes to the run directory, or this is another training.

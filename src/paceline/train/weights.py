@@ -40,7 +40,7 @@ def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -
         raise NodeError(
             f"the trained model cannot be written to {weights.parent}",
             found=str(error.strerror or error),
-            remedy="make room and start the same command again: it goes on from its checkpoint",
+            remedy="make room and start the same command again: it resumes from its checkpoint",
         ) from None
 
 
@@ -96,7 +96,7 @@ def _of_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def load_weights(folder: Path, module: torch.nn.Module) -> None:
-    """Loads a run's weights into a module of the same shape and number format.
+    """Loads a run's weights into a module of the same shape and precision.
 
     Raises:
         DataError: The file is missing, damaged or does not fit the module.

@@ -4,7 +4,7 @@ Meaning: The launcher got a signal and ended the job in order. If a rank kept th
     at that moment, it is named.
 Cause: Ctrl-C, a closed terminal, kill, or the scheduler's notice.
 Confirm: result.json: interrupted.
-Remedy: Run again with the same --run-dir: training resumes from the last checkpoint.
+Remedy: Run again with the same --run-dir: training that makes checkpoints resumes from the newest.
 Source: the run's result.json.
 """
 
@@ -28,7 +28,9 @@ def match(evidence: Evidence) -> Match | None:
         text, host, rank = hang
         return Match(f"the job hung: {text}; it was then stopped by {name}",
                      (host,) if host else (), rank, 0.99, remedy=_REMEDY)  # fmt: skip
-    return Match(f"nothing failed: the job was stopped by {name} at the launcher", (), None, 0.99)
+    remedy = f"Run again with the same --run-dir: {evidence.again}."
+    cause = f"nothing failed: the job was stopped by {name} at the launcher"
+    return Match(cause, (), None, 0.99, remedy=remedy)
 
 
 def standing_hang(evidence: Evidence) -> tuple[str, str, int | None] | None:

@@ -3,8 +3,8 @@
 Meaning: The launcher heard nothing more of a node, or the connection to it ended.
 Cause: Switched off, restarted, unplugged, frozen, or a network failure.
 Confirm: ping the host; uptime there (restarted?); its console.
-Remedy: Bring the host back and run again (it resumes from the last checkpoint), or leave it out:
-    --nnodes, or the host list without it. With --max-restarts N, over SSH, a lost host is dialled
+Remedy: Bring the host back and run again with the same --run-dir, or leave it out: --nnodes, or the
+    host list without it. With --max-restarts N, over SSH, a lost host is dialled
     again for six leases (--lease), and all nodes start again once it is back.
 Source: pytorch 67742 and 111646.
 """

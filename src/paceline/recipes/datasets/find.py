@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 from dataclasses import replace
 from pathlib import Path
 
 from paceline.recipes.datasets import NAMED, PLACES, READERS, Named
 from paceline.recipes.datasets.images import ImageData, Request, with_validation
 from paceline.recipes.sources import is_hub_id
+from paceline.spec import jobenv
 from paceline.spec.errors import DataError
 
 
@@ -38,11 +40,25 @@ def _from_path(path: Path, request: Request) -> ImageData:
     if not path.is_dir():
         raise DataError(
             f"--data {request.source}: no such folder",
-            found=f"{path.absolute()} is a file" if path.exists() else f"no {path.absolute()}",
-            remedy=f"a folder of images, or one of {', '.join(NAMED)}",
+            found=f"{path.absolute()} is a file" if path.exists() else missing(path),
+            remedy=f"a folder of images, or one of {', '.join(NAMED)}"
+            if not launched()
+            else f"a folder must be on every host at the same path: copy it there (rsync -a"
+            f" {path}/ HOST:{path}/), or put it on a disk that all hosts share",
         )
     fits = (name for name in READERS if _module(name).matches(path))
     return _read(next(fits), path, request)
+
+
+def launched() -> bool:
+    """Whether this is a rank of ours: the data may be there on other hosts only."""
+    return bool(os.environ.get(jobenv.HOST))
+
+
+def missing(path: Path) -> str:
+    """That there is no such path, and on which host."""
+    host = os.environ.get(jobenv.HOST)
+    return f"no {path.absolute()}" + (f" on {host}" if host else "")
 
 
 def _folder(named: Named, data_dir: str) -> Path:

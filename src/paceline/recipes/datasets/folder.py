@@ -75,10 +75,19 @@ class Files:
             return list(pool.map(lambda path: decode(path, 3, size, size, crop), paths))
 
 
-def decode(path: Path, channels: int, height: int, width: int, crop: bool = False) -> Pixels:
+SKIP = "replace or remove the file, or --skip-damaged"
+
+
+def decode(
+    path: Path, channels: int, height: int, width: int, crop: bool = False, remedy: str = SKIP
+) -> Pixels:
     """An image file as an array of shape ``[channels, height, width]``.
 
-    ``crop`` cuts the middle out of a file of another aspect, instead of squeezing it.
+    Args:
+        path: The file.
+        channels, height, width: Of what comes out.
+        crop: Cuts the middle out of a file of another aspect, instead of squeezing it.
+        remedy: What to do about a file that cannot be read.
 
     Raises:
         DataError: The file is missing, damaged or no image.
@@ -92,7 +101,7 @@ def decode(path: Path, channels: int, height: int, width: int, crop: bool = Fals
                 made = made.resize((width, height), Image.Resampling.BILINEAR)
             pixels = np.array(made, dtype=np.uint8)
     except Exception as error:  # a damaged image may raise anything
-        raise _unreadable(path, error) from None
+        raise _unreadable(path, error, remedy) from None
     return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
@@ -246,12 +255,14 @@ def _check_headers(paths: Sequence[Path]) -> None:
             raise _unreadable(path, error) from None
 
 
-def _unreadable(path: Path, error: Exception) -> DataError:
+def _unreadable(path: Path, error: Exception, remedy: str = SKIP) -> DataError:
+    if isinstance(error, FileNotFoundError):
+        return DataError(f"{path}: no such file", found=f"no {path.absolute()}", remedy=remedy)
     size = f"{path.stat().st_size} bytes; " if path.exists() else ""
     return DataError(
         f"{path} is no readable image",
         found=f"{size}{error or type(error).__name__}",
-        remedy="replace or remove the file, or --skip-damaged",
+        remedy=remedy,
     )
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
+import queue
+import socket
+import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from paceline.recipes import optional
 from paceline.recipes.datasets.parts import SPLIT_NAMES
@@ -18,6 +24,9 @@ from paceline.spec.errors import DataError
 T = TypeVar("T")
 WAITS = (2.0, 8.0, 30.0)
 """Seconds before each further try of a request that was refused for the moment."""
+ENDPOINT = "https://huggingface.co"
+PATIENCE = 3.0
+"""Seconds for a connection to the hub."""
 
 
 def is_saved(folder: Path) -> bool:
@@ -32,9 +41,9 @@ def load_rows(source: HubSource) -> dict[str, Any]:
         DataError: Not found, refused, or without a train part.
         SettingError: The library is not installed.
     """
-    prepare_environment(source.offline)
-    datasets = optional.library("datasets", f"--data {source.name} is read")
     path = Path(source.name).expanduser()
+    prepare_environment(source.offline, path.is_dir())
+    datasets = optional.library("datasets", f"--data {source.name} is read")
     if is_saved(path):
         found = datasets.load_from_disk(str(path))
     else:
@@ -60,13 +69,59 @@ def _named(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def prepare_environment(offline: bool) -> None:
-    """Set before the libraries are imported, which read it once."""
+def prepare_environment(offline: bool, local: bool = False) -> None:
+    """Set before the libraries are imported, which read it once.
+
+    Where nothing answers they would try for a minute; then only the cache is looked at.
+
+    Args:
+        offline: The network must not be touched.
+        local: A folder is to be read, for which nobody is asked.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not offline and not local:
+        offline = bool(unreachable())
     if offline:
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
             os.environ[name] = "1"
+
+
+@functools.cache
+def unreachable() -> str:
+    """Why no connection to the hub, or to the proxy before it, can be made; empty if one can.
+
+    Known after some seconds. What else may be wrong with it, the libraries say.
+    """
+    endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or ENDPOINT)
+    proxy = urllib.request.getproxies().get(endpoint.scheme)
+    if proxy and not urllib.request.proxy_bypass(endpoint.hostname or ""):
+        endpoint = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
+            socket.create_connection((endpoint.hostname or "", port), PATIENCE).close()
+            said.put("")
+        except (OSError, ValueError) as error:
+            said.put(getattr(error, "strerror", None) or str(error))
+
+    threading.Thread(target=connect, daemon=True).start()  # looking up a name has no limit
+    try:
+        why = said.get(timeout=PATIENCE)
+    except queue.Empty:
+        why = f"no answer within {PATIENCE:g} s"
+    return why and f"{endpoint.hostname}: {why}"
+
+
+def cached() -> str:
+    """What the hub's cache holds, for people."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    folders = [*home.glob("hub/models--*"), *home.glob("hub/datasets--*")]
+    ids = sorted(folder.name.split("--", 1)[1].replace("--", "/") for folder in folders)
+    shown = ", ".join(ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+    return f"{home} holds {shown or 'nothing'}"
 
 
 def fetched(what: str, get: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
@@ -128,6 +183,13 @@ def _for_the_moment(error: Exception) -> bool:
 
 def explained(what: str, error: Exception) -> DataError:
     """What the hub's error means, and what to do."""
+    if unreachable.cache_info().currsize and (why := unreachable()):
+        return DataError(
+            f"{what} is not in the cache, and the hub cannot be reached",
+            found=f"tried {why}; the cache {cached()}",
+            remedy="HTTPS_PROXY=http://HOST:PORT for a proxy, HF_HOME=FOLDER for another cache, or"
+            " copy the files here and give their folder instead of the id",
+        )
     status = next((found for one in _chain(error) if (found := _status(one))), 0)
     names = {type(one).__name__ for one in _chain(error)}
     said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -144,7 +206,7 @@ def _remedy(status: int, names: set[str]) -> str:
     if status == 407 or "ProxyError" in names:
         return "the proxy refuses: set HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT"
     if "OfflineModeIsEnabled" in names or "LocalEntryNotFoundError" in names:
-        return "it is not in the cache and --offline forbids fetching it; fetch it once without"
+        return "it is not in the cache, and --offline (or HF_HUB_OFFLINE) forbids fetching it"
     if names & {"ConnectError", "ConnectionError", "ConnectTimeout", "NewConnectionError"}:
         return "no route to the hub: HTTPS_PROXY=…, or copy the files here and give their folder"
     if "OSError" in names and status == 0:

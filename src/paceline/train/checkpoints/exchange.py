@@ -1,4 +1,4 @@
-"""Finding the checkpoint to go on from, wherever it lies, and giving it to every rank."""
+"""Finding the checkpoint to resume from, wherever it lies, and giving it to every rank."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def _broadcast(
         mine = torch.empty(shape, dtype=getattr(torch, dtype))
     if not mine.numel():
         return mine
-    # As bytes: backends do not know every number format.
+    # As bytes: backends do not know every precision.
     raw = mine.contiguous().reshape(-1).view(torch.uint8).to(comms.device)
     dist.broadcast(raw, owner, group=comms.group)
     return raw.cpu().view(mine.dtype).reshape(shape)

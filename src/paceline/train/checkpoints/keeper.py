@@ -73,7 +73,7 @@ class Keeper:
     # -- the start -----------------------------------------------------------------------
 
     def open(self, want: str) -> Loaded | None:
-        """Takes the folder, goes on from the wanted checkpoint, and listens for signals.
+        """Takes the folder, resumes from the wanted checkpoint, and listens for signals.
 
         Raises:
             SettingError: Another job writes there, or the run was another one.

@@ -202,5 +202,5 @@ def _restore_generators(loaded: Loaded, training: Training, comms: Comms) -> Non
     rank = comms.world.rank
     if loaded.state["ranks"] == comms.world.size:
         randomness.restore(loaded.tensors[names.RANDOM][str(rank)], comms.device)
-    else:  # other ranks have no state to go on from: new ones, but always the same
+    else:  # other ranks have no state to resume from: new ones, but always the same
         seed_all(training.seed * 1_000_003 + loaded.step * 4_001 + rank)

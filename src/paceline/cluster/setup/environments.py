@@ -87,7 +87,9 @@ async def _ship(channel: Channel, requirements: Path, wheels: Path | None) -> st
     files = {"requirements.txt": requirements}
     for file in sorted(wheels.iterdir()) if wheels else []:
         files[f"wheels/{file.name}"] = file
-    manifest = [[name, hash_file(f), 0o600, f.stat().st_size] for name, f in files.items()]
+    manifest = await asyncio.to_thread(lambda: [
+        [name, hash_file(file), 0o600, file.stat().st_size] for name, file in files.items()
+    ])  # fmt: skip
     return await send_tree(channel, manifest, files.__getitem__, run_id="setup", name="env")
 
 

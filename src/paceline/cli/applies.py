@@ -19,7 +19,7 @@ from paceline.spec.settings import TOML_NAME
 
 # manner → how it is asked for, for people
 WAYS = {
-    "ssh": "--via ssh",
+    "ssh": "--via ssh (the default)",
     "local": "--via local",
     "mpi": "--via mpi",
     "srun": "--via slurm inside an allocation",
@@ -186,7 +186,7 @@ def _valued(where: Applies, spelled: str) -> str:
 
 
 def _ignored(spelled: str, option: str, where: Applies, manner: str, verb: str) -> SettingError:
-    remedy = f"Leave it out. {where.hint}" if where.hint else "Leave it out"
+    remedy = f"Leave it out. {where.hint}" if where.hint else "Leave it out, or use one of these"
     if verb not in where.verbs:
         fitting = ", ".join(f"paceline {VERBS[one]}" for one in VERBS if one in where.verbs)
         return SettingError(

@@ -262,6 +262,8 @@ def test_which_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         find_lab("", {})
     with pytest.raises(HostsError, match="up are: a, b"):
         find_lab("c", {})
+    up.append(Layout(tmp_path / "default"))  # what `paceline lab fault` would take, too
+    assert find_lab("", {}) is up[2]
 
 
 # --- trust

@@ -28,7 +28,8 @@ def find_lab(name: str, environ: Mapping[str, str]) -> Layout:
     """Where the files of a lab are that is up.
 
     Args:
-        name: Of the lab; empty for the one of ``PACELINE_LAB``, else the only one.
+        name: Of the lab; empty for the one of ``PACELINE_LAB``, else the only one, else the one
+            that ``paceline lab`` means when none is named.
         environ: Environment variables.
 
     Raises:
@@ -47,6 +48,8 @@ def find_lab(name: str, environ: Mapping[str, str]) -> Layout:
                          remedy=f"paceline lab up --name {wanted}")  # fmt: skip
     if not up:
         raise HostsError("no lab is up", remedy="paceline lab up; a host called that: `lab,`")
+    if len(up) > 1 and "default" in up:
+        return up["default"]
     if len(up) > 1:
         raise HostsError("several labs are up", found=listed,
                          remedy=f"name one: -H lab:{next(iter(up))}")  # fmt: skip

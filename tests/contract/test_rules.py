@@ -96,6 +96,7 @@ def test_says_who_where_and_what_to_do(path: Path) -> None:
     assert first.outcome == "fail"
     assert first.remedy
     assert "{" not in found.text
+    assert " ?" not in found.text
 
 
 @pytest.mark.parametrize("code", RULES)
@@ -128,7 +129,7 @@ def test_the_first_failing_rank_speaks_before_the_others() -> None:
 
 def test_words_of_several_patterns_may_share_a_name() -> None:
     doc = "T.\n\nMeaning: a\nCause: b\nConfirm: c\nRemedy: d\nSource: e"
-    rule = in_log("x", doc, [r"one (?P<n>\d)", r"two (?P<n>\d)"], "{where} {n} {missing}")
+    rule = in_log("x", doc, [r"one (?P<n>\d)", r"two (?P<n>\d)"], "{where} {n} ({missing})")
     match = rule.match(from_log("[n1/0] two 7\n"))
     assert match is not None
-    assert match.cause == "rank 0 on n1 7 ?"
+    assert match.cause == "rank 0 on n1 7"

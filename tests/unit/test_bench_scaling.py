@@ -123,7 +123,9 @@ def test_a_fixed_batch_of_each_process() -> None:
 def test_what_is_shown() -> None:
     found = rows(list(zip(ladder(2, 2), [[run(8)], [run(5)], [run(4)], [run(3.9)]], strict=True)))
     lines = table(found).splitlines()
-    assert len(lines) == 5
+    assert len([line for line in lines if not line.startswith("  ")]) == 5
+    assert max(map(len, lines)) <= 80
+    assert "limited by" in lines[-2] + lines[-1]
     assert lines[0].split()[:2] == ["layout", "wall"]
     assert ElementTree.fromstring(picture(found)).tag.endswith("svg")
     assert to_json(found)[3]["runs"][0]["wall"] == pytest.approx(5.9)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from paceline.spec.terminal import wrapped
+
 _NUMBER = r"([\d,]+(?:\.\d+)?)"
 _TRAINED = re.compile(rf"trained {_NUMBER} steps?, {_NUMBER} samples? in {_NUMBER} s")
 _SLOWEST = re.compile(r"^slowest: (rank \d+ on [^,]+), ", re.MULTILINE)
@@ -208,21 +210,22 @@ def advice(found: Sequence[Row], *, weak: bool = False) -> str:
 
 
 def table(found: Sequence[Row]) -> str:
-    """For people; fixed columns."""
+    """For people; fixed columns, 80 wide at most, what limits a layout below it."""
     unit = "samples/s" if all(run.samples for row in found for run in row.runs) else "runs/s"
-    head = f"{'layout':<8}{'wall s':>9}{'start s':>9}{'train s':>9}{'end s':>8}{unit:>18}"
-    lines = [f"{head}{'speed-up':>10}{'efficiency':>12}  limited by"]
+    head = f"{'layout':<8}{'wall s':>8}{'start s':>9}{'train s':>9}{'end s':>7}{unit:>15}"
+    lines = [f"{head}{'speed-up':>10}{'efficiency':>12}"]
     for row in found:
         spread = f"±{row.spread:.1f}" if len(row.runs) > 1 else ""
         speed = f"{row.speed:,.1f}{spread}" if unit == "samples/s" else f"{row.speed:.3f}{spread}"
         times = "".join(
             f"{row.mean(name):>{width}.2f}"
-            for name, width in (("wall", 9), ("startup", 9), ("training", 9), ("shutdown", 8))
+            for name, width in (("wall", 8), ("startup", 9), ("training", 9), ("shutdown", 7))
         )
         lines.append(
-            f"{row.layout.label:<8}{times}{speed:>18}{row.speedup:>10.2f}{row.efficiency:>12.0%}"
-            f"  {limit(row, found)}".rstrip()
+            f"{row.layout.label:<8}{times}{speed:>15}{row.speedup:>10.2f}{row.efficiency:>12.0%}"
         )
+        if why := limit(row, found):
+            lines.append(wrapped(f"{'':<8}limited by {why}", 80))
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ Fails when: a host does not have it, or has something else.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.checks.check import Check, failed, listed, passed, size
@@ -38,7 +39,7 @@ def _path(path: str, found: dict[str, Any]) -> list[Finding]:
     good = next(name for name, tree in there.items() if tree["digest"] == usual)
     if odd:
         told = ", ".join(
-            f"{n}: {there[n]['files']} files, {size(there[n]['bytes'])}" for n in (good, *odd)
+            f"{n}: {_files(there[n])}, {size(there[n]['bytes'])}" for n in (good, *odd)
         )
         return [
             failed(
@@ -54,7 +55,7 @@ def _path(path: str, found: dict[str, Any]) -> list[Finding]:
         passed(
             "data",
             tuple(there),
-            f"{path} is equal on all hosts: {tree['files']} files, {size(tree['bytes'])}",
+            f"{path} is equal on all hosts: {_files(tree)}, {size(tree['bytes'])}",
         )
     ]
 
@@ -67,6 +68,11 @@ def _copies(path: str, source: str, targets: list[str]) -> str:
 
 def _has(names: list[str]) -> str:
     return "has" if len(names) == 1 else "have"
+
+
+def _files(tree: Mapping[str, Any]) -> str:
+    count = tree["files"]
+    return f"{count} file{'s' * (count != 1)}"
 
 
 check = Check("data", "Data", "full", judge, probe)

@@ -256,15 +256,7 @@ def _route_remedy(scene: Scene, fault: blame.Fault) -> str:
 
 
 def _allow(scene: Scene, fault: blame.Fault) -> str:
-    sources = ",".join(_address(scene, peer) for peer in fault.peers)
-    first = _address(scene, fault.peers[0])
-    family = "6" if ":" in first else ""
-    return (
-        f"On {fault.host}: sudo ip{family}tables -I INPUT -s {sources} -j ACCEPT\n"
-        f"(ufw: sudo ufw allow from {first}; firewalld: sudo firewall-cmd --zone=trusted "
-        f"--add-source={first}; nftables: sudo nft insert rule inet filter input "
-        f"ip{family} saddr {{ {sources} }} accept)"
-    )
+    return f"On {fault.host}: {network.allow_from([_address(scene, p) for p in fault.peers])}"
 
 
 def _unreachable(scene: Scene, found: Mapping[str, Any]) -> Finding:

@@ -24,6 +24,7 @@ from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job
 from paceline.spec.rundir import EVENTS
 from paceline.spec.settings import Setting, Source
+from paceline.spec.terminal import wrapped
 
 
 @click.command("scaling", cls=Verb, context_settings={"allow_interspersed_args": False})
@@ -68,7 +69,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         return
     click.echo(scaling.table(found))
     if said := scaling.advice(found, weak=weak):
-        click.echo(f"\n{said}")
+        click.echo(f"\n{wrapped(said, 80)}")
     click.echo(f"\nnumbers {folder / 'scaling.json'}, picture {folder / 'scaling.svg'}")
 
 

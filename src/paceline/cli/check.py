@@ -39,6 +39,7 @@ from paceline.report import findings as report
 from paceline.spec.finding import Finding
 from paceline.spec.hosts import Host
 from paceline.spec.job import Entry, Job
+from paceline.spec.terminal import clean
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -93,7 +94,7 @@ def command(ctx: click.Context, /, as_json: bool, plain: bool, bundle: Path | No
     if bundle is not None:
         write_bundle(bundle, scene, findings, environment)
     if as_json:
-        click.echo(json.dumps(to_json(findings, environment), indent=2, ensure_ascii=False))
+        click.echo(json.dumps(to_json(findings, environment), indent=2))
     else:
         show(scene, findings, environment, plain)
     ctx.exit(verdict.exit_status(findings))
@@ -168,7 +169,7 @@ def show(scene: Scene, findings: Sequence[Finding], environment: Mapping[str, Ma
     after = report.environment_lines(environment)
     if plain:
         blocks = [text, *(report.aligned(*table) for table in tables), after]
-        click.echo("\n\n".join("\n".join(block) for block in blocks if block))
+        click.echo(clean("\n\n".join("\n".join(block) for block in blocks if block)))
     else:
         report.draw(text, tables, after, sys.stdout)
 

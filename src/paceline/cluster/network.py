@@ -250,7 +250,11 @@ def _unreachable(
             for source, outcome in results.get(candidate.address, {}).items():
                 if not outcome["ok"]:
                     alike.setdefault(explain_failure(outcome), []).append(source)
-                    advice.append(remedy_for(outcome, host.name, source))
+                    advice.append(
+                        remedy_for(
+                            outcome, host.name, source, _own(found.get(source, ()), candidate)
+                        )
+                    )
             where = f"{host.name} at {candidate.address} ({candidate.interface})"
             lines += [f"{_some(sources)} → {where}: {why}" for why, sources in alike.items()]
     return NodeError(
@@ -287,8 +291,31 @@ def explain_failure(outcome: Mapping[str, Any]) -> str:
     return f"{outcome.get('error', 'failed')} (errno {code})"
 
 
-def remedy_for(outcome: Mapping[str, Any], host: str, source: str) -> str:
-    """What to do about one tried connection that failed."""
+def _own(candidates: Sequence[Candidate], target: Candidate) -> str:
+    """The address from which a host calls another: its first of the same family."""
+    six = ":" in target.address
+    return next((one.address for one in candidates if (":" in one.address) == six), "")
+
+
+def allow_from(addresses: Sequence[str]) -> str:
+    """The commands that let these addresses through a host's firewall, for each kind of it."""
+    first, family = addresses[0], "6" if ":" in addresses[0] else ""
+    return (
+        f"sudo ip{family}tables -I INPUT -s {','.join(addresses)} -j ACCEPT\n"
+        f"(ufw: sudo ufw allow from {first}; firewalld: sudo firewall-cmd --zone=trusted "
+        f"--add-source={first}; nftables: sudo nft insert rule inet filter input "
+        f"ip{family} saddr {{ {', '.join(addresses)} }} accept)"
+    )
+
+
+def remedy_for(outcome: Mapping[str, Any], host: str, source: str, address: str) -> str:
+    """What to do about one tried connection that failed.
+
+    Args:
+        outcome: What became of it.
+        host: Who was called.
+        source, address: Who called, and from where; the address is empty when it has none.
+    """
     code = outcome.get("errno")
     if code == errno.EBUSY:
         return f"Look at the load of {host}, and try again"
@@ -296,7 +323,9 @@ def remedy_for(outcome: Mapping[str, Any], host: str, source: str) -> str:
         return f"Give {source} a route to {host}: ip route get {outcome['address']} on {source}"
     if "reached" in outcome:
         return f"Give {host} an address of its own, or name its interface with --iface"
+    if not address:
+        return f"Give {source} an address that {host} can answer, or --iface for another network"
     return (
-        f"Let {host} accept TCP from {source}, all ports (gloo and NCCL use random ones): "
-        f"sudo ufw allow from ADDRESS_OF_{source.upper()}, or --iface for another network"
+        f"Let {host} accept TCP from {source}, all ports (gloo and NCCL use random ones), or "
+        f"--iface for another network. On {host}: {allow_from([address])}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.diagnose.evidence import Evidence, Log
@@ -117,14 +117,16 @@ def _with_own_groups(patterns: Sequence[str]) -> list[str]:
 
 def _match(says: str, confidence: float, log: Log, at: int, found: re.Match[str]) -> Match:
     groups = {name.rsplit("_", 1)[0]: value for name, value in found.groupdict().items() if value}
-    values = _Missing({**groups, "where": log.where})
+    values = {**groups, "where": log.where}
     hosts = (log.host,) if log.host else ()
     lines = log.lines[max(0, at - AROUND) : at + AROUND + 1]
-    return Match(says.format_map(values), hosts, log.rank, confidence, tuple(lines))
+    return Match(filled(says, values), hosts, log.rank, confidence, tuple(lines))
 
 
-class _Missing(dict[str, str]):
-    """What a pattern did not capture is left open."""
-
-    def __missing__(self, key: str) -> str:
-        return "?"
+def filled(says: str, values: Mapping[str, str]) -> str:
+    """The sentence with its values; what leads to one that was not found is left out."""
+    for name in re.findall(r"\{(\w+)\}", says):
+        if name not in values:
+            lead = r"(?: to|, writing|:)? ?\(?"
+            says = re.sub(rf"{lead}\{{{name}\}}\)?", "", says, count=1)
+    return says.format_map(values)

@@ -71,7 +71,8 @@ def _not_equal(node: Node, root: str, answer: dict[str, Any], differing: list[st
         found = f"{node.name} has no folder {root}"
     else:
         shown = ", ".join(differing[:5]) + (" …" if len(differing) > 5 else "")
-        found = f"{len(differing)} files are missing or different there: {shown}"
+        count = f"{len(differing)} files are" if len(differing) > 1 else "1 file is"
+        found = f"{count} missing or different there: {shown}"
     return NodeError(
         f"the code on {node.name} is not the code of this machine, and --ship never was given",
         found=found,

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from paceline.spec.finding import Finding, Outcome
+from paceline.spec.terminal import clean, clean_line, for_reader
 
 WORDS: dict[Outcome, str] = {"fail": "FAIL", "unknown": "unknown", "warn": "warn", "pass": "ok"}
 STYLES: dict[Outcome, str] = {
@@ -24,7 +25,9 @@ Cells = Sequence[Sequence[str]]
 
 
 def lines(conclusion: str, findings: Sequence[Finding], everything: bool = False) -> list[str]:
-    """The text: conclusion, then each finding that is not well with its remedy.
+    """The text: conclusion, then what to do about it, then the other findings that are not well.
+
+    The finding that the conclusion quotes is not said again.
 
     Args:
         conclusion: One sentence.
@@ -33,13 +36,19 @@ def lines(conclusion: str, findings: Sequence[Finding], everything: bool = False
     """
     shown = [f for f in findings if everything or f.outcome != "pass"]
     ranked = sorted(shown, key=lambda finding: ORDER.index(finding.outcome))
-    return [conclusion, *(line for finding in ranked for line in _finding(finding))]
+    quoted = next((finding for finding in ranked if finding.message in conclusion), None)
+    others = [finding for finding in ranked if finding is not quoted]
+    first = [conclusion, *(_remedy(quoted) if quoted is not None else [])]
+    return first + [line for finding in others for line in _finding(finding)]
 
 
 def _finding(finding: Finding) -> list[str]:
-    first = f"{WORDS[finding.outcome]:<8} {finding.check}: {finding.message}"
-    remedies = finding.remedy.splitlines()
-    return [first, *(f"         {'→' if at == 0 else ' '} {r}" for at, r in enumerate(remedies))]
+    return [f"{WORDS[finding.outcome]:<8} {finding.check}: {finding.message}", *_remedy(finding)]
+
+
+def _remedy(finding: Finding) -> list[str]:
+    lines = finding.remedy.splitlines()
+    return [f"         {'→' if at == 0 else ' '} {line}" for at, line in enumerate(lines)]
 
 
 def grid(hosts: Sequence[str], findings: Sequence[Finding]) -> tuple[list[str], list[list[str]]]:
@@ -107,7 +116,7 @@ def draw(text: Sequence[str], tables: Sequence[tuple[list[str], list[list[str]]]
     """Writes lines, tables and lines; coloured where ``out`` is a terminal."""
     if not out.isatty():
         blocks = [text, *(aligned(*table) for table in tables), after]
-        out.write("\n\n".join("\n".join(block) for block in blocks if block) + "\n")
+        out.write(clean("\n\n".join("\n".join(block) for block in blocks if block)) + "\n")
         return
     _draw_rich(text, tables, after, out)
 
@@ -120,16 +129,17 @@ def _draw_rich(text: Sequence[str], tables: Sequence[tuple[list[str], list[list[
 
     console = Console(file=out, highlight=False)
     for at, line in enumerate(text):
-        console.print(Text(line, style="bold" if at == 0 else _style(line)))
+        style = "bold" if at == 0 else _style(line)
+        console.print(Text(for_reader(line, out), style=style), soft_wrap=True)
     for titles, rows in (fitting(*table, console.width) for table in tables):
         drawn = Table(*titles, box=None, pad_edge=False, header_style="dim")
         for row in rows:
-            drawn.add_row(*(Text(cell, style=_cell_style(cell)) for cell in row))
+            drawn.add_row(*(Text(clean_line(cell), style=_cell_style(cell)) for cell in row))
         console.print()
         console.print(drawn)
     console.print()
     for line in after:
-        console.print(Text(line, style="dim"))
+        console.print(Text(for_reader(line, out), style="dim"), soft_wrap=True)
 
 
 def _cell_style(cell: str) -> str:

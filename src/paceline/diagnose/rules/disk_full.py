@@ -4,8 +4,8 @@ Meaning: A write failed because no space was left.
 Cause: Checkpoints, logs or a cache filled the file system that holds the named path.
 Confirm: df -h PATH on that host (and df -i: files can run out, too).
 Remedy: On that host free some space (du -xsh DIR/* | sort -h), keep fewer checkpoints, or
-    move the run with --run-dir to another disk; then run again: it resumes from the last good
-    checkpoint.
+    move the run with --run-dir to another disk; then run again: with checkpoints it resumes from
+    the last good one.
 Source: errno 28 ENOSPC.
 """
 

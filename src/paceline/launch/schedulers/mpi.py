@@ -261,8 +261,8 @@ _CAUSES = (
         r"unable to connect to server|unable to connect from|Connection refused|No route to host|"
         r"Connection timed out|check for firewalls",
         "its MPI could not connect back to the launching machine",
-        "Let {host} connect to this machine on TCP ports (sudo ufw allow from ADDRESS_OF_{host}), "
-        "or --iface for another network",
+        "Let {host} connect to this machine on TCP ports "
+        "(here: sudo iptables -I INPUT -s {host} -j ACCEPT), or --iface for another network",
     ),
 )
 

@@ -1,0 +1,111 @@
+"""What a remedy says to type can be typed: its verbs exist and have the options that it names.
+
+Every string of the source is looked at, the rules' descriptions and the pages under docs/ too, for
+``paceline VERB …`` and ``--option``. A verb must be one of ours; what follows must be an option of
+that verb. An option that stands alone must be one that some verb has, or another program's that is
+listed here by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from paceline.cli import VERBS, program
+from paceline.diagnose.rules import RULES, load
+
+SOURCE = Path(__file__).parents[2] / "src" / "paceline"
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
+TYPED = re.compile(r"\bpaceline ([a-z]+)\b([^.;\n()]*)")
+# other programs' options that remedies name beside ours
+OTHERS = {
+    "--add-source", "--format", "--gres", "--memory", "--mem", "--shm-size", "--tag-output",
+    "--privileged", "--pid", "--gpus", "--query-gpu", "--cap-add", "--version", "--zone",
+    "--zone=trusted", "--signal", "--full", "--user", "--now",
+}  # fmt: skip
+PARTS = {"remedy", "confirm", "found"}
+
+
+def options_of(command: click.Command) -> set[str]:
+    own = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+    if isinstance(command, click.Group):
+        ctx = click.Context(command)
+        for name in command.list_commands(ctx):
+            inner = command.get_command(ctx, name)
+            own |= options_of(inner) if inner is not None else set()
+    return own | {"--help", "--help-all"}
+
+
+CTX = click.Context(program)
+BY_VERB = {verb: options_of(program.get_command(CTX, verb) or program) for verb in VERBS}
+
+
+def recipe_options() -> set[str]:
+    """Options of recipes, which stand behind a recipe's name."""
+    found: set[str] = set()
+    for path in SOURCE.glob("recipes/*options.py"):
+        names = re.findall(r"^    ([a-z]\w*): ", path.read_text(encoding="utf-8"), re.MULTILINE)
+        found |= {f"--{name.replace('_', '-')}" for name in names}
+        found |= {f"--no-{name.replace('_', '-')}" for name in names}
+    return found
+
+
+RECIPES = recipe_options()
+EVERY = set.union(*BY_VERB.values()) | RECIPES | OTHERS
+
+
+def text_of(node: ast.AST) -> str:
+    """A string as it is written, values left out."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            text_of(part) if isinstance(part, ast.Constant) else "X" for part in node.values
+        )
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left) + text_of(node.right)
+    if isinstance(node, ast.IfExp):
+        return f"{text_of(node.body)}\n{text_of(node.orelse)}"
+    return ""
+
+
+def remedies() -> Iterator[tuple[str, str]]:
+    """Where it stands, and the text."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        where = path.relative_to(SOURCE)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg in PARTS:
+                yield f"{where}:{node.value.lineno}", text_of(node.value)
+            is_function = isinstance(node, ast.FunctionDef)
+            if is_function and ("remed" in node.name or "checks" in where.parts):
+                for inner in ast.walk(node):
+                    if isinstance(inner, (ast.JoinedStr, ast.Constant)):
+                        yield f"{where}:{inner.lineno}", text_of(inner)
+    for code in RULES:
+        sections = load(code).sections
+        yield f"rule {code}", f"{sections['Confirm']}\n{sections['Remedy']}"
+
+
+ALL = sorted({(where, text) for where, text in remedies() if "--" in text or "paceline " in text})
+
+
+def test_there_are_remedies() -> None:
+    assert len(ALL) > 150
+
+
+@pytest.mark.parametrize(("where", "text"), ALL, ids=[where for where, _ in ALL])
+def test_what_it_says_to_type_exists(where: str, text: str) -> None:
+    for option in OPTION.findall(text):
+        assert option in EVERY, f"{option} is nobody's option: {text}"
+    for verb, rest in TYPED.findall(text):
+        if verb not in BY_VERB:
+            assert not OPTION.search(rest), f"paceline has no verb {verb}: {text}"
+            continue
+        meant = rest.split(":")[0]
+        for option in OPTION.findall(meant):
+            assert option in BY_VERB[verb] | RECIPES, f"paceline {verb} has no {option}: {text}"

@@ -160,6 +160,9 @@ def test_unknown_keys_and_variables_are_refused(verb: str) -> None:
     Path("paceline.toml").write_text("[rum]\nnnodes = 2\n")
     with pytest.raises(SettingError, match="rum"):
         taken(verb)
+    Path("paceline.toml").write_text("[train.imagee]\nepochs = 2\n")
+    with pytest.raises(SettingError, match="Did you mean image"):
+        taken(verb)
 
 
 @pytest.mark.parametrize("verb", [verb for verb, options in WITH_SETTINGS.items() if options])
@@ -213,6 +216,26 @@ def test_where_hosts_come_from(verb: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert hosts() == "n3,n4"
     assert hosts(PACELINE_OPT_HOSTS="n5,n6") == "n5,n6"
     assert hosts("-H", "n7,n8", PACELINE_OPT_HOSTS="n5,n6") == "n7,n8"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[run]\nhosts = "n1,n2"\n', "hosts: n1, n2 (paceline.toml)"),
+        ('[run]\nhosts = "machines"\n', "hosts: n1, n2 (paceline.toml: machines)"),
+        ("[hosts.n1]\n[hosts.n2]\n", "hosts: n1, n2 ([hosts] of paceline.toml)"),
+    ],
+)
+def test_it_is_said_where_hosts_come_from(
+    text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("machines").write_text("n1\nn2\n")
+    settings_file(text)
+    launching.chosen_hosts(taken("check"))
+    assert capsys.readouterr().err == f"paceline: {said}\n"
+    launching.chosen_hosts(taken("check", "-H", "n5,n6"))
+    assert capsys.readouterr().err == ""
+    launching.chosen_hosts(taken("check", PACELINE_OPT_HOSTS="n[3-9]"))
 
 
 @pytest.mark.parametrize("typed", [("--rdzv", "h:1"), ("--via", "local"), ("--via", "slurm")])

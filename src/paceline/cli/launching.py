@@ -142,12 +142,15 @@ def named(cluster: Cluster, most: int = 6) -> str:
 
 
 def origin(ctx: click.Context, cluster: Cluster) -> str:
-    """Where the hosts come from: which setting, and what that names."""
+    """Where the hosts come from: which setting, and what that names unless it lists them."""
     found = setting(ctx, "hosts")
-    where = found.detail or ("" if found.value is None else found.source.label)
-    if found.source is Source.FILE and found.value == TABLES_ARE_HOSTS:
+    if found.value is None or found.source is Source.DEFAULT:
+        return cluster.source
+    where = found.detail or found.source.label
+    if found.value == TABLES_ARE_HOSTS:
         return f"[hosts] of {where}"
-    return ": ".join(part for part in (where, cluster.source) if part)
+    listed = "," in found.value or len(cluster.hosts) == 1
+    return where if listed else f"{where}: {found.value}"
 
 
 def mark_me(cluster: Cluster) -> Cluster:

@@ -94,7 +94,18 @@ def read_settings_file(cwd: Path) -> dict[str, Any]:
             )
     if toml.get(RUN_TABLE):
         _check_keys(toml[RUN_TABLE])
+    if toml.get("train"):
+        _check_recipes(toml["train"])
     return toml
+
+
+def _check_recipes(tables: Mapping[str, Any]) -> None:
+    from paceline.recipes import RECIPES
+
+    for name, table in tables.items():
+        if name not in RECIPES or not isinstance(table, Mapping):
+            raise _unknown(f"{TOML_NAME} has an unknown table [train.{shown(name)}]", name,
+                           [*RECIPES])  # fmt: skip
 
 
 def _check_keys(table: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from paceline.spec.errors import SettingError
 from paceline.train.cpus import allowed, loader_workers
-from paceline.train.fetching import Draws, Fetch, Wanted, ahead
+from paceline.train.fetching import Draws, Fetch, Wanted, _moved, ahead
 from paceline.train.loader import Batch
 
 CPU = torch.device("cpu")
@@ -151,3 +151,38 @@ def test_collate_also_for_tensors() -> None:
 def test_no_data_set(data: Any) -> None:
     with pytest.raises(SettingError, match="data set with a length"):
         Fetch(data, CPU)
+
+
+def test_copies_to_an_accelerator_go_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from other memory would not be asynchronous, and must not be called so."""
+    pinned: list[torch.Tensor] = []
+    copies: list[bool] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor
+
+    def to(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        copies.append(non_blocking)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    value = {"a": torch.ones(2), "b": [torch.zeros(1), "text"]}
+    for pins in (True, False):
+        pinned.clear(), copies.clear()
+        _moved(value, torch.device("meta"), pins)
+        assert (len(pinned), copies) == (2 * pins, [pins, pins])
+
+
+def test_the_scripts_generators_do_not_hang_on_the_loader() -> None:
+    """A resumed epoch begins a new iteration; nothing may be drawn for that."""
+    fetch = Fetch(Noisy(), CPU, workers=1)
+    torch.manual_seed(1)
+    expected = torch.rand(())
+    torch.manual_seed(1)
+    list(fetch([wanted(0, 4)]))
+    list(fetch([wanted(4, 8)]))
+    assert torch.rand(()) == expected
+    fetch._loader = None

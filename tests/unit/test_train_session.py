@@ -119,3 +119,15 @@ def test_losses_of_another_shape(session: train.Session, shape: tuple[int, ...])
         session.step(torch.zeros(shape, requires_grad=True))
     batches.close()
     epochs.close()
+
+
+def test_determinism_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with train.join(run_dir=tmp_path):
+        assert not torch.backends.cudnn.deterministic
+        assert not asked
+    with train.join(run_dir=tmp_path, deterministic=True):
+        assert asked == [True]

@@ -1,4 +1,4 @@
-"""Whole training scripts, read top to bottom, meant to be copied.
+"""Training scripts, read top to bottom, meant to be copied; their parts are imported.
 
 This registry is torch-free: the launcher lists recipes and refuses options without torch.
 """

@@ -1,7 +1,7 @@
 """Train an image classifier: ``paceline train image``, ``torchrun -m paceline.recipes.image``,
 or alone.
 
-The whole training is in :func:`train_image`, from top to bottom.
+The training is in :func:`train_image`, from top to bottom; its parts are imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train or fine-tune a text classifier: ``paceline train text``,
 ``torchrun -m paceline.recipes.text``, or alone.
 
-The whole training is in :func:`train_text`, from top to bottom.
+The training is in :func:`train_text`, from top to bottom; its parts are imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train a translation transformer: ``paceline train translation``,
 ``torchrun -m paceline.recipes.translation``, or alone.
 
-The whole training is in :func:`train_translation`, from top to bottom.
+The training is in :func:`train_translation`, from top to bottom; its parts are imported.
 """
 
 from __future__ import annotations

@@ -246,15 +246,14 @@ def _unreachable(
             lines.append(f"{host.name} has no address of its own but loopback")
             advice.append(f"Bring up a network interface on {host.name}")
         for candidate in found[host.name]:
+            tried = results.get(candidate.address, {})
             alike: dict[str, list[str]] = {}
-            for source, outcome in results.get(candidate.address, {}).items():
+            for source, outcome in tried.items():
                 if not outcome["ok"]:
                     alike.setdefault(explain_failure(outcome), []).append(source)
-                    advice.append(
-                        remedy_for(
-                            outcome, host.name, source, _own(found.get(source, ()), candidate)
-                        )
-                    )
+            for sources in alike.values():
+                own = [_own(found.get(source, ()), candidate) for source in sources]
+                advice.append(remedy_for(tried[sources[0]], host.name, sources, own))
             where = f"{host.name} at {candidate.address} ({candidate.interface})"
             lines += [f"{_some(sources)} → {where}: {why}" for why, sources in alike.items()]
     return NodeError(
@@ -299,23 +298,28 @@ def _own(candidates: Sequence[Candidate], target: Candidate) -> str:
 
 def allow_from(addresses: Sequence[str]) -> str:
     """The commands that let these addresses through a host's firewall, for each kind of it."""
-    first, family = addresses[0], "6" if ":" in addresses[0] else ""
+    family = "6" if ":" in addresses[0] else ""
+    ufw = " && ".join(f"sudo ufw allow from {address}" for address in addresses)
+    zone = " ".join(f"--add-source={address}" for address in addresses)
     return (
         f"sudo ip{family}tables -I INPUT -s {','.join(addresses)} -j ACCEPT\n"
-        f"(ufw: sudo ufw allow from {first}; firewalld: sudo firewall-cmd --zone=trusted "
-        f"--add-source={first}; nftables: sudo nft insert rule inet filter input "
-        f"ip{family} saddr {{ {', '.join(addresses)} }} accept)"
+        f"with ufw: {ufw}\n"
+        f"with firewalld: sudo firewall-cmd --zone=trusted {zone}\n"
+        "with nftables: sudo nft insert rule inet filter input "
+        f"ip{family} saddr {{ {', '.join(addresses)} }} accept"
     )
 
 
-def remedy_for(outcome: Mapping[str, Any], host: str, source: str, address: str) -> str:
+def remedy_for(outcome: Mapping[str, Any], host: str, sources: Sequence[str],
+               addresses: Sequence[str]) -> str:  # fmt: skip
     """What to do about one tried connection that failed.
 
     Args:
         outcome: What became of it.
         host: Who was called.
-        source, address: Who called, and from where; the address is empty when it has none.
+        sources, addresses: Who called, and from where; an address is empty where it has none.
     """
+    source, own = _some(sources), list(filter(None, addresses))
     code = outcome.get("errno")
     if code == errno.EBUSY:
         return f"Look at the load of {host}, and try again"
@@ -323,9 +327,9 @@ def remedy_for(outcome: Mapping[str, Any], host: str, source: str, address: str)
         return f"Give {source} a route to {host}: ip route get {outcome['address']} on {source}"
     if "reached" in outcome:
         return f"Give {host} an address of its own, or name its interface with --iface"
-    if not address:
+    if not own:
         return f"Give {source} an address that {host} can answer, or --iface for another network"
     return (
         f"Let {host} accept TCP from {source}, all ports (gloo and NCCL use random ones), or "
-        f"--iface for another network. On {host}: {allow_from([address])}"
+        f"--iface for another network\nOn {host}: {allow_from(own)}"
     )

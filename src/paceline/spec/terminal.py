@@ -46,11 +46,12 @@ def clean_line(text: str) -> str:
     return clean(text).replace("\n", "\\n")
 
 
-_LABEL = re.compile(r"(?:paceline: |(?:to )?[a-z]{1,12}: {1,12}|→ )?")
+_LABEL = re.compile(r"(?:paceline: |(?:to |with )?[a-z]{1,12}: {1,12}|→ )?")
 # what can be pasted must stay on one line: the terminal breaks it without a line end
 _COMMAND = re.compile(
-    r"(?:(?:to )?[a-z]{1,12}: {1,12}|→ )?(?:sudo|ssh|paceline|python|python3|pip|cp|scp|rsync|ping"
-    r"|nc|df|export|systemctl|docker|srun|mpiexec) \S"
+    r"(?:(?:(?:to |with )?[a-z]{1,12}:|On \S{1,64}:|→) {1,12}){0,3}"
+    r"(?:sudo|ssh|paceline|python|python3|pip|cp|scp|rsync|ping|nc|df|export|systemctl|docker"
+    r"|srun|mpiexec) \S"
 )
 _PROSE = re.compile(r"[a-zA-Z)][,;.:] ")
 
@@ -67,8 +68,8 @@ def _wrapped_line(line: str, width: int) -> str:
     bare = line.lstrip(" ")
     label = _LABEL.match(bare)
     hanging = len(line) - len(bare) + (label.end() if label else 0)
-    command = _COMMAND.match(bare) and not _PROSE.search(line[hanging:])
-    if len(line) <= width or command:
+    command = _COMMAND.match(bare)
+    if len(line) <= width or (command and not _PROSE.search(bare, command.end())):
         return line
     below = " " * (2 if line.startswith("paceline: ") else hanging)
     return textwrap.fill(line[hanging:], width, initial_indent=line[:hanging],

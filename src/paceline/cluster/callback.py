@@ -188,7 +188,7 @@ class Switchboard:
         except (OSError, EOFError, ValueError, RecursionError, asyncio.LimitOverrunError,
                 asyncio.TimeoutError, asyncio.CancelledError):  # fmt: skip
             for writer in opened:
-                writer.close()
+                writer.transport.abort()  # to close in order takes a stranger's consent
         else:
             self.on_call(call)
 

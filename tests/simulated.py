@@ -24,6 +24,7 @@ from paceline.agent.frames import Decoder, encode
 from paceline.cluster.channel import Channel
 from paceline.launch.running import RunOutcome, run_job
 from paceline.launch.screen import Screen
+from paceline.launch.transport import Reached, nobody
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
 
@@ -151,7 +152,10 @@ class SimulatedTransport:
     def __init__(self, lines: int, width: int) -> None:
         self._lines, self._width = lines, width
 
-    async def open(self, hosts: Sequence[Host], pythons: Sequence[str]) -> list[Channel]:
+    redials = False
+
+    async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
+                   reached: Reached = nobody) -> list[Channel]:  # fmt: skip
         about = facts.gather()
         channels = []
         for number, host in enumerate(hosts):
@@ -161,6 +165,7 @@ class SimulatedTransport:
             agent.hello()
             await channel._hello
             channels.append(channel)
+            reached(len(channels))
         return channels
 
     async def close(self, exit_code: int) -> None: ...

@@ -21,6 +21,7 @@ def main() -> int:
         print(f"A virtual cluster is up: {names}, each with its own network and sshd.\n")
         status = train(["--hosts", str(lab.hostfile), "--ssh-config", str(lab.ssh_config)])
     print("\nThe virtual cluster is down again; nothing of it is left.")
+    print("For paceline in this shell:  . .venv/bin/activate")
     return status
 
 

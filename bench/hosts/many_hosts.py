@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="*", default=[1, 2, 16, 64])
     parser.add_argument("--simulated", type=int, nargs="*", default=[64, 500])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=lambda name: Path(name).absolute())
     options = parser.parse_args()
     lines = [
         f"# Many hosts, {datetime.date.today().isoformat()}",

@@ -73,3 +73,24 @@ def test_with_evaluation_best_and_schedule(tmp_path: Path) -> None:
         assert state["extras"]["schedule"]["last_epoch"] == 8
     assert max(abs(one - two) for one, two in zip(lines[1], lines[2], strict=True)) < 0.02
     assert max(lines[1]) > 0.85
+
+
+def test_a_stop_is_said_by_one_rank(tmp_path: Path) -> None:
+    """Without our launcher nobody would sort what all of them say."""
+    changed, _ = applied(block("python"), block("diff"))
+    at = changed.index("session.checkpoints()")
+    changed[at] += "\nimport os, signal, time"
+    step = changed.index("        session.step(losses)")
+    changed[step] += (
+        "\n        time.sleep(0.05)"
+        "\n        if session.progress.step == 3 and session.world.rank == 1:"
+        "\n            os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    script = tmp_path / "one.py"
+    script.write_text("\n".join(changed))
+    folder = tmp_path / "run"
+    ended = ranks.run(2, [str(script)], tmp_path, extra={"PACELINE_RUN_DIR": str(folder)})
+    assert [one.status for one in ended] == [143, 143]
+    assert "Traceback" not in ended[0].err + ended[1].err
+    assert "resumes it" not in ended[0].err + ended[0].out
+    assert f"PACELINE_RUN_DIR={folder} before the same command resumes it" in ended[1].err

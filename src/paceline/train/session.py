@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.spec import rundir
 from paceline.spec.errors import JobError
 from paceline.train import files, grouping, insync, once, trackers, weights, world, wrapping
-from paceline.train.checkpoints.keeper import Keeper, Stopped
+from paceline.train.checkpoints.keeper import Keeper, Quietly, Stopped
 from paceline.train.checkpoints.policy import policy
 from paceline.train.checkpoints.shelf import FOLDER, Shelf
 from paceline.train.checkpoints.state import Stateful, Training
@@ -649,7 +649,9 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        agreed = error is None or isinstance(error, Stopped)  # then all ranks end together
+        agreed = error is None or isinstance(
+            error, (Stopped, Quietly)
+        )  # then all ranks end together
         if self._keeper is not None:
             self._keeper.close(failed=not agreed)
         if not agreed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,6 +32,10 @@ class Stopped(JobError):
     """The training was asked to stop, and its state is saved; raised on every rank."""
 
     exit_code = 143  # as a process that SIGTERM ended
+
+
+class Quietly(SystemExit):
+    """The same where no launcher of ours shows what a rank raises: one rank has said why."""
 
 
 class Keeper:
@@ -168,6 +173,10 @@ class Keeper:
             remedy="" if home else again,  # the launcher tells its own command, once
         )
         stopped.origin_rank = asked or 0
+        if jobenv.EVENT_FD not in os.environ:  # nobody sorts what ranks say: one is enough
+            if self._comms.world.rank == stopped.origin_rank:
+                print(stopped.render(), file=sys.stderr, flush=True)
+            raise Quietly(Stopped.exit_code)
         raise stopped
 
     def save(self, best: bool = False) -> None:

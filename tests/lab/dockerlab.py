@@ -179,5 +179,5 @@ def docker_on(lab: Lab, folder: Path) -> Iterator[Docker]:
 
 def python_mounts(prefixes: Sequence[str]) -> list[str]:
     """Options that show the host's programs and this Python's environment in a container."""
-    folders = ["/usr", "/etc", *prefixes]
+    folders = dict.fromkeys(["/usr", "/etc", *prefixes])  # a system Python has /usr for its prefix
     return [word for folder in folders for word in ("--mount", f"{folder}:{folder}:ro")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 
 from paceline.recipes.running import guarded
 from paceline.spec import launched
-from paceline.spec.errors import DataError, JobError, SettingError
+from paceline.spec.errors import DataError, JobError, NodeError, SettingError
 from paceline.train import insync, once, weights, world
 from paceline.train.comms import Comms
 from paceline.train.device import Found, choose_backend, choose_device, look
@@ -382,3 +383,26 @@ def test_what_every_rank_raises_is_said_once(
     assert (said["kind"], said["origin"], said["message"]) == ("exception", 0, "stopped")
     assert said["traceback"] == "  found:  checkpoint of step 3"
     assert capsys.readouterr().err.startswith("paceline: stopped")
+
+
+def test_a_model_finds_another_disk_when_its_own_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, other = tmp_path / "full", tmp_path / "other"
+    full.mkdir()
+    other.mkdir()
+    write = weights.files.write_bytes
+
+    def refusing(path: Path, content: bytes, **more: bool) -> None:
+        if full in path.parents:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, content, **more)
+
+    monkeypatch.setattr(weights.files, "write_bytes", refusing)
+    monkeypatch.setattr(weights, "_elsewhere", lambda folder, size: other)
+    assert weights.save_model(full, {"w": torch.ones(2)}, {"a": 1}) == other
+    assert (other / "model" / "model.safetensors").is_file()
+    assert (other / "model" / "config.json").is_file()
+    monkeypatch.setattr(weights, "_elsewhere", lambda folder, size: None)
+    with pytest.raises(NodeError, match="cannot be written"):
+        weights.save_model(full, {"w": torch.ones(2)}, {"a": 1})

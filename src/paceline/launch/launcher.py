@@ -67,6 +67,7 @@ class Launcher:
         self._attempt: Attempt | None = None
         self._mirror: Mirror | None = None
         self._all_home = False
+        self._elsewhere: list[tuple[Node, str]] = []  # results that found no room in their place
         self._failure: Failure | None = None  # the last attempt's
         self._closing = False
         self._nodes: Sequence[Node] = ()
@@ -287,6 +288,8 @@ class Launcher:
             self._importing(self._nodes)
         if self._attempt is not None:
             self._attempt.take(node, event)
+        if folder := kept_elsewhere(event):
+            self._elsewhere.append((node, folder))
         if self._mirror is not None and is_checkpoint(event):
             self._mirror.wanted()
         try:
@@ -329,6 +332,11 @@ class Launcher:
             await self._mirror.sync()
             await self._fetcher.fetch(node, node.run_folder, None, target, leave=names.is_ours)
             self._all_home = True
+        for there in [where for who, where in self._elsewhere if who is node]:
+            await self._fetcher.fetch(node, there, None, target, leave=names.is_ours)
+            self._screen.note(
+                f"paceline: the model came home from {there} on {node.name}; remove it there"
+            )
         if "code" in node.copies:
             root, manifest = node.copies["code"]
             folder = target / names.FETCHED / safe(node.name)
@@ -383,6 +391,14 @@ async def plan_only(job: Job, hosts: Sequence[Host], transport: Transport, run_i
     finally:
         await fleet.close()
         await transport.close(0)
+
+
+def kept_elsewhere(event: Event) -> str:
+    """The folder in which a rank kept the model, for its disk was full; empty when it did not."""
+    data = event.message.get("data") or {}
+    if event.message.get("event") == "said" and data.get("event") == "model kept elsewhere":
+        return str(data.get("folder") or "")
+    return ""
 
 
 def is_checkpoint(event: Event) -> bool:

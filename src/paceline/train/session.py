@@ -631,7 +631,15 @@ class Session:
         self.verify()
         state = wrapping.whole_state(self._module)
         first = self.world.rank == 0
-        self.together(lambda: weights.save_model(self.folder, state, config) if first else None)
+        kept = self.together(
+            lambda: weights.save_model(self.folder, state, config) if first else self.folder
+        )
+        if kept != self.folder:
+            self.event("model kept elsewhere", folder=str(kept))
+            self.say(
+                f"warning: the disk of {self.folder} on {self.world.host} is full: "
+                f"the trained model is in {kept} there"
+            )
         self.event("model saved", step=self.progress.step)
 
     # -- the end -------------------------------------------------------------------------

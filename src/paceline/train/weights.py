@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +23,11 @@ from paceline.train import files
 from paceline.train.checkpoints import manifest, names
 from paceline.train.checkpoints.manifest import Damaged
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SPARE = 16 << 20  # bytes that are left to others
 
-def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -> None:
+
+def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -> Path:
     """Writes ``model.safetensors`` and then ``config.json``, each atomically.
 
     Args:
@@ -28,20 +35,43 @@ def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -
         state: Tensors by name; any device.
         config: What is needed to build the model again and to use it; JSON values.
 
+    Returns:
+        ``folder``, or another one of this machine when that disk is full.
+
     Raises:
         NodeError: The files cannot be written.
     """
     plain = _apart({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
-    weights = folder / rundir.WEIGHTS
+    content = save(plain)
     try:
-        files.write_bytes(weights, save(plain))
-        files.write_json(folder / rundir.MODEL_CONFIG, {**config, "sha256": files.sha256(weights)})
+        _write_model(folder, content, config)
     except OSError as error:
+        other = _elsewhere(folder, len(content)) if error.errno in _FULL else None
+        if other is not None:
+            _write_model(other, content, config)
+            return other
         raise NodeError(
-            f"the trained model cannot be written to {weights.parent}",
+            f"the trained model cannot be written to {folder / rundir.MODEL}",
             found=str(error.strerror or error),
             remedy="make room and start the same command again: it resumes from its checkpoint",
         ) from None
+    return folder
+
+
+def _write_model(folder: Path, content: bytes, config: dict[str, Any]) -> None:
+    weights = folder / rundir.WEIGHTS
+    files.write_bytes(weights, content)
+    files.write_json(folder / rundir.MODEL_CONFIG, {**config, "sha256": files.sha256(weights)})
+
+
+def _elsewhere(full: Path, size: int) -> Path | None:
+    """A fresh folder on another disk of this machine with room for ``size`` bytes and some."""
+    for place in (tempfile.gettempdir(), str(Path.home()), "/dev/shm"):  # noqa: S108 - mkdtemp
+        with contextlib.suppress(OSError):
+            other = Path(place).stat().st_dev != full.stat().st_dev
+            if other and shutil.disk_usage(place).free > size + _SPARE:
+                return Path(tempfile.mkdtemp(prefix="paceline-model-", dir=place))
+    return None
 
 
 def _apart(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,6 +16,8 @@ from paceline.diagnose.evidence import Evidence
 from paceline.diagnose.rule import Match, define
 
 _ABOUT = ("started", "hang", "hang over")
+_CONFIRM = 'events.jsonl: "hang" says who stood where'
+_NETWORK = "paceline check tries every direction between the hosts"
 _REMEDY = "Let every rank come to the same collectives in the same order; look at the named line"
 
 
@@ -26,8 +28,10 @@ def match(evidence: Evidence) -> Match | None:
     hang = standing_hang(evidence)
     if hang is not None:
         text, host, rank = hang
-        return Match(f"the job hung: {text}; it was then stopped by {name}",
-                     (host,) if host else (), rank, 0.99, remedy=_REMEDY)  # fmt: skip
+        cause = f"the job hung: {text}; it was then stopped by {name}"
+        remedy = _REMEDY if rank is not None else _NETWORK
+        hosts = (host,) if host else ()
+        return Match(cause, hosts, rank, 0.99, remedy=remedy, confirm=_CONFIRM)
     remedy = f"Run again with the same --run-dir: {evidence.again}."
     cause = f"nothing failed: the job was stopped by {name} at the launcher"
     return Match(cause, (), None, 0.99, remedy=remedy)

@@ -71,7 +71,7 @@ class Keeper:
         self._lock = Lock(shelf.root, os.environ.get(jobenv.RUN_ID, ""))
         self._notice, self._pulse = Notice(), Pulse(comms)
         self._saved_at, self._saved_step = time.monotonic(), -1
-        self._full = ""
+        self._full, self._good_step = "", 0
         self._in_parts = False
         training.updater.before_step = self._writer.staging.wait
 
@@ -94,7 +94,7 @@ class Keeper:
             else:
                 self._comms.together(lambda: check_identity(loaded, self._training.identity))
                 restore(loaded, self._training, self._comms)
-                self._saved_step = loaded.step
+                self._saved_step = self._good_step = loaded.step
         except BaseException:
             self._lock.release()
             raise
@@ -219,9 +219,15 @@ class Keeper:
 
     def _told(self, outcome: Outcome) -> None:
         if outcome.problem:
-            self._full = outcome.problem
-            self._tell("checkpoint failed", step=outcome.step, warning=outcome.problem)
+            known, self._full = self._full, outcome.problem
+            good = f"the last good one is of step {self._good_step}" if self._good_step else (
+                "there is none yet")  # fmt: skip
+            text = f"{outcome.problem}: the training goes on without checkpoints, {good}"
+            # shown once, until one can be made again
+            about = {"problem": outcome.problem} if known else {"warning": text}
+            self._tell("checkpoint failed", step=outcome.step, **about)
         else:
+            self._full, self._good_step = "", outcome.step
             megabytes = round(outcome.bytes / 1e6, 3)
             seconds = round(outcome.seconds, 3)
             self._tell("checkpoint", step=outcome.step, megabytes=megabytes, seconds=seconds)

@@ -1,0 +1,32 @@
+"""The disk of rank 0's host is full: the training goes on, and its model comes home anyway."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from launches import Site, project_at
+
+pytestmark = pytest.mark.lab
+
+
+def test_a_full_disk_costs_checkpoints_but_no_training(
+    new_lab: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    project = project_at(tmp_path_factory.mktemp("full") / "project")
+    site = Site(new_lab(hosts=2, share=(str(project),)), project)
+    runs = f"{site.lab.home_inside}/.cache/paceline/runs"
+
+    def on_n1(text: str) -> None:
+        site.lab.exec("n1", ["sh", "-c", text], check=True)
+
+    on_n1(f"mkdir -p {runs} && mount -t tmpfs -o size=4m,mode=700 none {runs}")
+    with site.start("steps.py", "60") as launch:
+        launch.wait_for("from ", times=2)
+        on_n1(f"cat /dev/zero > {runs}/filler || true")
+        ended = launch.end(40)
+    assert ended.code == 0, ended.err
+    assert ended.out.count("the training goes on without checkpoints") == 1
+    assert "the model came home from" in ended.err
+    assert (ended.directory / "model" / "model.safetensors").stat().st_size > 30
+    on_n1("rm -rf /tmp/paceline-model-*")

@@ -15,7 +15,7 @@ def test_a_full_disk_costs_checkpoints_but_no_training(
 ) -> None:
     project = project_at(tmp_path_factory.mktemp("full") / "project")
     site = Site(new_lab(hosts=2, share=(str(project),)), project)
-    runs = f"{site.lab.home_inside}/.cache/paceline/runs"
+    runs = f"{site.lab.home_inside("n1")}/.cache/paceline/runs"
 
     def on_n1(text: str) -> None:
         site.lab.exec("n1", ["sh", "-c", text], check=True)

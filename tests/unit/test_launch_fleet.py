@@ -81,7 +81,7 @@ def test_a_silent_node_is_lost_once_and_only_that_one() -> None:
             await asyncio.sleep(0.05)
             if losses:
                 break
-        silent.on_event(Event("n1", {"event": "lost", "stderr": ""}))
+        silent.on_event(Event("n1", {"event": "lost", "stderr": "", "trouble": ""}))
         await fleet.close()
         return fleet, losses
 

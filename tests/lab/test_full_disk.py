@@ -10,12 +10,14 @@ from launches import Site, project_at
 pytestmark = pytest.mark.lab
 
 
-def test_a_full_disk_costs_checkpoints_but_no_training(
-    new_lab: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+@pytest.fixture(scope="module")
+def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
     project = project_at(tmp_path_factory.mktemp("full") / "project")
-    site = Site(new_lab(hosts=2, share=(str(project),)), project)
-    runs = f"{site.lab.home_inside("n1")}/.cache/paceline/runs"
+    return Site(new_lab(hosts=2, share=(str(project),)), project)
+
+
+def test_a_full_disk_costs_checkpoints_but_no_training(site: Site) -> None:
+    runs = f"{site.lab.home_inside()}/.cache/paceline/runs"
 
     def on_n1(text: str) -> None:
         site.lab.exec("n1", ["sh", "-c", text], check=True)

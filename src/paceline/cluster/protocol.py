@@ -295,7 +295,9 @@ _TRIED = record({"local_address": address, "rtt": number, "reached": form("[0-9a
 _OUTPUT = text(LONG_TEXT)
 
 ANSWERS: dict[str, Shape] = {
-    "lease": record(monotonic=number, time=number),
+    "lease": record({"quiet_s": maybe(number),
+                     "frozen": table(number, form("[0-9]{1,8}", "a rank"))},
+                    monotonic=number, time=number),
     "prepare": _DONE,
     "listen": record(ports=table(PORT, address), errors=table(text(), address)),
     "stop_listening": _DONE,

@@ -187,4 +187,6 @@ def test_stages_of_a_list_of_layers() -> None:
 
 def test_unknown_folder_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path / "run", f"--model={tmp_path}/none") == 1
-    assert f"--model {tmp_path}/none could not be loaded" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"--model {tmp_path}/none could not be loaded" in said
+    assert f"there is no folder {tmp_path}/none" in said

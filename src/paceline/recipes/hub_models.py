@@ -51,6 +51,18 @@ class HubModel:
     def local(self) -> bool:
         return self.offline or self.folder
 
+    def check(self) -> None:
+        """DataError for a path at which there is no folder: the hub has no such id."""
+        path = Path(self.name).expanduser()
+        an_id = self.name.count("/") <= 1 and not self.name.startswith(("/", "./", "../", "~"))
+        if not path.is_dir() and (path.exists() or not an_id):
+            raise DataError(
+                f"--model {self.name} could not be loaded",
+                found=f"there is no folder {path.absolute()}"
+                + (", but a file" if path.exists() else ""),
+                remedy="give the folder of a saved model, or the id of one on the hub: USER/NAME",
+            )
+
 
 def load_model(wanted: HubModel, classes: Sequence[str]) -> nn.Module:
     """The model with a head for these classes; a head of another size is made anew.
@@ -58,6 +70,7 @@ def load_model(wanted: HubModel, classes: Sequence[str]) -> nn.Module:
     Raises:
         DataError: Not found, refused, or no such classifier.
     """
+    wanted.check()
     library = _library(wanted.kind, wanted.offline, wanted.folder)
     kind = getattr(library, _CLASSES[wanted.kind])
     names: dict[str, Any] = {
@@ -107,6 +120,7 @@ def description(model: Any) -> dict[str, Any]:
 
 def load_tokenizer(wanted: HubModel) -> Any:
     """The tokenizer that belongs to the model."""
+    wanted.check()
     library = _library(wanted.kind, wanted.offline, wanted.folder)
 
     def get() -> Any:
@@ -133,6 +147,7 @@ def of_timm(description: Mapping[str, Any]) -> dict[str, Any]:
 
 def _content(wanted: HubModel, name: str) -> dict[str, Any]:
     """A JSON file of the model; empty when it has none of that name."""
+    wanted.check()
     path = Path(wanted.name).expanduser() / name
     if not path.parent.is_dir():
         prepare_environment(wanted.offline)

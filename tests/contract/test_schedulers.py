@@ -292,7 +292,7 @@ def test_hydra_calls_back_by_address(flavour: str) -> None:
         (
             "unable to connect from n2 to 10.0.0.1 (Connection refused)",
             "could not connect back",
-            "ufw allow from",
+            "ufw allow from 10.0.0.2",
         ),
         ("Segmentation fault", "did not start a program", "--via ssh"),
     ],
@@ -302,6 +302,12 @@ def test_the_words_of_an_mpi_decide(words: str, cause: str, remedy: str) -> None
     assert cause in refusal.cause
     assert remedy in refusal.remedy
     assert refusal.found
+
+
+def test_a_name_is_given_only_to_the_command_that_takes_one() -> None:
+    """ufw, firewalld and nft's sets want addresses."""
+    remedy = mpi.failed_alone(HOSTS[0], "connect: Connection refused").remedy
+    assert remedy.splitlines()[-1] == "Here: sudo iptables -I INPUT -s n1 -j ACCEPT"
 
 
 def test_the_ssh_config_of_an_mpi() -> None:

@@ -6,6 +6,7 @@ MPI starts exactly one process a host, the agent; the ranks are the agent's, as 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.agent.caller import KEY
+from paceline.cluster.network import allow_from
 from paceline.cluster.openssh import Refusal, SshOptions, classify
 from paceline.launch.schedulers.calling import (
     WORDS_KEPT,
@@ -261,24 +263,36 @@ _CAUSES = (
         r"unable to connect to server|unable to connect from|Connection refused|No route to host|"
         r"Connection timed out|check for firewalls",
         "its MPI could not connect back to the launching machine",
-        "Let {host} connect to this machine on TCP ports "
-        "(here: sudo iptables -I INPUT -s {host} -j ACCEPT), or --iface for another network",
+        "Let {hosts} connect to this machine on all TCP ports, or --iface for another network\n"
+        "Here: {commands}",
     ),
 )
 
 
-def cause_of(words: str, host: str) -> tuple[str, str] | None:
+def cause_of(words: str, hosts: Sequence[Host]) -> tuple[str, str] | None:
     """Cause and remedy from the words of MPI; ``None`` when they say nothing known."""
     for pattern, cause, remedy in _CAUSES:
         if match := re.search(pattern, words, re.DOTALL):
             name = next((one for one in match.groupdict().values() if one), "the launching machine")
-            return cause, remedy.format(name=name, host=host)
+            names = ", ".join(host.name for host in hosts)
+            return cause, remedy.format(name=name, hosts=names, commands=_let_in(hosts))
     return None
+
+
+def _let_in(hosts: Sequence[Host]) -> str:
+    """The commands that open this machine's firewall; only iptables takes a host's name."""
+    wanted = [host.job_address or host.address for host in hosts]
+    try:
+        for one in wanted:
+            ipaddress.ip_address(one)
+    except ValueError:
+        return f"sudo iptables -I INPUT -s {','.join(wanted)} -j ACCEPT"
+    return allow_from(wanted)
 
 
 def failed_alone(host: Host, words: str) -> Refusal:
     """A host on which MPI fails though ssh and MPI's own files are there."""
-    cause, remedy = cause_of(words, host.name) or (
+    cause, remedy = cause_of(words, [host]) or (
         "MPI did not start a program there",
         "Read MPI's words above; --via ssh does without it",
     )
@@ -402,7 +416,7 @@ def no_call(mpi: Mpi, missing: Sequence[Host], status: int | None, words: str) -
     """The error for hosts that MPI reaches one by one and that did not reach us."""
     names = ", ".join(host.name for host in missing)
     if status:
-        cause, remedy = cause_of(words, names) or ("", "Try again, or do without MPI: --via ssh")
+        cause, remedy = cause_of(words, missing) or ("", "Try again, or do without MPI: --via ssh")
         return ConnectError(
             f"{mpi.title} failed on all hosts together, and works on each of them alone"
             + (f": {cause}" if cause else ""),

@@ -287,6 +287,14 @@ def test_options_that_make_each_other_void(deed: Deed, words: list[str], message
     assert message in done.exception.message
 
 
+@pytest.mark.parametrize("place", ["0", "1"])
+def test_a_place_among_nodes_is_for_those_that_meet(deed: Deed, place: str) -> None:
+    """The first place is no less given than the others."""
+    status, said, _ = call(deed, "run", "local", ["--node-rank", place])
+    assert status == 2
+    assert "--node-rank does not apply to --via local" in said
+
+
 def test_json_is_for_a_plan(deed: Deed) -> None:
     status, said, _ = call(deed, "run", "local", ["--json"])
     assert status == 2

@@ -149,7 +149,9 @@ def given(ctx: click.Context, names: Iterable[str] = OPTIONS) -> dict[str, str]:
             ParameterSource.ENVIRONMENT: f"{flag} ({variable_of(option)})",
             ParameterSource.DEFAULT_MAP: f"{flag} ([{RUN_TABLE}] of {TOML_NAME})",
         }
-        if name in names and source in spelled and ctx.params[name] not in (None, (), False):
+        value = ctx.params.get(name)
+        nothing = value is None or value is False or value == ()  # 0 is a value: --node-rank 0
+        if name in names and source in spelled and not nothing:
             found[name] = spelled[source]
     return found
 

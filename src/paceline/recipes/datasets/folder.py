@@ -257,7 +257,8 @@ def _check_headers(paths: Sequence[Path]) -> None:
 
 def _unreadable(path: Path, error: Exception, remedy: str = SKIP) -> DataError:
     if isinstance(error, FileNotFoundError):
-        return DataError(f"{path}: no such file", found=f"no {path.absolute()}", remedy=remedy)
+        return DataError(f"{path}: no such file", found=f"looked in {path.absolute().parent}",
+                         remedy=remedy)  # fmt: skip
     size = f"{path.stat().st_size} bytes; " if path.exists() else ""
     return DataError(
         f"{path} is no readable image",

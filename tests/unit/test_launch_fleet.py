@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from paceline.cluster import fanout
 from paceline.cluster.channel import Event
+from paceline.cluster.openssh import SshOptions
 from paceline.launch import again
-from paceline.launch.fleet import Fleet, Silence, why_ended
+from paceline.launch.fleet import Fleet, Silence, together, why_ended
 from paceline.launch.node import Node
 from paceline.spec.errors import ConnectError, NodeError
 from paceline.spec.hosts import Host
@@ -207,3 +209,32 @@ def test_lost_hosts_are_dialled_again(transport: Dialling, back: list[str], told
     assert told in "\n".join(notes)
     assert fleet.whole == bool(back)
     assert [node.name for node in fleet.nodes] == ["n1", "n2"]
+
+
+def test_what_was_opened_is_closed_before_the_event_loop_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C while connecting: closing takes each host another time, and none is cut short."""
+    closed: list[str] = []
+
+    async def connect(host: Host, *_: Any) -> Any:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01 if host.name == "n1" else 0.1)
+            closed.append(host.name)
+
+    async def scene() -> None:
+        hosts = [Host("n1"), Host("n2")]
+        for work in (
+            fanout.reach_all(hosts, ["python3"] * 2, SshOptions()),
+            together([connect(host) for host in hosts]),
+        ):
+            task = asyncio.ensure_future(work)
+            await asyncio.sleep(0.05)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    monkeypatch.setattr(fanout, "connect", connect)
+    asyncio.run(scene())
+    assert closed == ["n1", "n2"] * 2

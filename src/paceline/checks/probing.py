@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.checks.scene import Scene
 from paceline.cluster.channel import Channel
+from paceline.cluster.fanout import all_of
 from paceline.cluster.network import Candidate, NodeNetwork
 
 PATIENCE_S = 20.0  # for one answer of one node
@@ -45,7 +46,7 @@ async def every(work: Sequence[Awaitable[Any]]) -> list[Any]:
     """All results; what is still under way after the first failure is cancelled."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
-        return list(await asyncio.gather(*tasks))
+        return await all_of(tasks)
     finally:
         for task in tasks:
             task.cancel()

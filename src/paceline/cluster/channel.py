@@ -381,7 +381,9 @@ async def show_host_key(host: Host, options: SshOptions) -> str | None:
     try:
         _, words = await asyncio.wait_for(process.communicate(), 15)
     except asyncio.TimeoutError:
-        process.kill()
-        await process.wait()
         return None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     return pinned_key(words.decode(errors="replace"))

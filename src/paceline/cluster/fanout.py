@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from paceline.agent.procs import make_room_for_descriptors
 from paceline.cluster.channel import (
@@ -23,6 +24,8 @@ from paceline.cluster.channel import (
 from paceline.cluster.openssh import SshOptions, fingerprint, offending_line
 from paceline.spec.errors import ConnectError
 from paceline.spec.hosts import Host
+
+T = TypeVar("T")
 
 FILES_A_HOST = 4  # three pipes of its ssh, and what waits for its end
 
@@ -59,7 +62,7 @@ async def reach_all(
         asyncio.create_task(one(host, python)) for host, python in zip(hosts, pythons, strict=True)
     ]
     try:
-        return list(await asyncio.gather(*tasks))
+        return await all_of(tasks)
     except BaseException:
         for task in tasks:
             task.cancel()
@@ -67,6 +70,17 @@ async def reach_all(
             if isinstance(outcome, Channel):
                 await outcome.close()
         raise
+
+
+async def all_of(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
+    """The results of all, in order, or the first failure; the tasks stay the caller's.
+
+    Unlike ``gather``, which cancels them when it is cancelled: the caller, who has to end them in
+    any case, would cancel them a second time, in the midst of closing what they had opened.
+    """
+    if tasks:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    return await asyncio.gather(*tasks)
 
 
 def _make_room(hosts: int) -> None:

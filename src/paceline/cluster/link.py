@@ -73,10 +73,14 @@ class ProcessLink:
         """Waits for the child; then asks it to end; then makes it."""
         self.writer.close()
         try:
-            await asyncio.wait_for(self._process.wait(), patience_s or 0.001)
-        except asyncio.TimeoutError:
-            await self._insist()
-        await self._let_go()
+            try:
+                await asyncio.wait_for(self._process.wait(), patience_s or 0.001)
+            except asyncio.TimeoutError:
+                await self._insist()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._last_words(), LAST_WORDS_S)
+        finally:
+            self._let_go()
 
     async def _insist(self) -> None:
         self._signal(signal.SIGTERM)
@@ -86,10 +90,8 @@ class ProcessLink:
             self._signal(signal.SIGKILL)
             await self._process.wait()
 
-    async def _let_go(self) -> None:
+    def _let_go(self) -> None:
         """Closes the pipes, which a grandchild may hold open, before the event loop goes."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._last_words(), LAST_WORDS_S)
         transport = getattr(self._process, "_transport", None)  # asyncio offers no other way
         if transport is not None:
             transport.close()

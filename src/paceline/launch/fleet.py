@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.cluster.channel import Channel, Event
+from paceline.cluster.fanout import all_of
 from paceline.launch.node import Node, Trouble
 from paceline.spec.errors import PacelineError
 from paceline.spec.hosts import Host
@@ -240,7 +241,7 @@ async def together(work: Sequence[Awaitable[Any]]) -> list[Any]:
     """All results; after the first failure the rest is cancelled and awaited."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
-        return list(await asyncio.gather(*tasks))
+        return await all_of(tasks)
     except BaseException:
         for task in tasks:
             task.cancel()

@@ -114,6 +114,7 @@ class Launcher:
         """Before ranks run, a signal just ends everything; later the attempt deals with it."""
         watched = self._attempt is not None and self._attempt.watching
         if not watched and not self._closing:
+            self._closing = True  # a second signal shall not reach into the closing
             task.cancel()
 
     async def _connect(self) -> Fleet:

@@ -71,9 +71,11 @@ async def run(host: Host, options: SshOptions, remote: list[str], script: str = 
     try:
         out, err = await asyncio.wait_for(process.communicate(script.encode()), patience_s)
     except asyncio.TimeoutError:
-        process.kill()
-        await process.wait()
         out, err = b"", b"Connection timed out"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     words = err.decode(errors="replace")
     status = process.returncode if process.returncode is not None else 255
     refusal = classify(words, status, host) if status == 255 else None

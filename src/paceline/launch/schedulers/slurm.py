@@ -121,9 +121,11 @@ async def ask(*argv: str, patience_s: float = 10.0) -> str:
     try:
         words, _ = await asyncio.wait_for(process.communicate(), patience_s)
     except asyncio.TimeoutError:
-        process.kill()
-        await process.wait()
         return ""
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     return words.decode(errors="replace")
 
 

@@ -5,7 +5,9 @@ A new verb is one module with a ``command`` and one line in ``VERBS``.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import signal
 import sys
 from typing import Any
 
@@ -64,7 +66,7 @@ class Verbs(VerbGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            ctx.exit(130)
+            ctx.exit(128 + signal.SIGINT)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -91,3 +93,6 @@ def main(argv: list[str] | None = None) -> None:
     except PacelineError as error:
         sys.stderr.write(for_reader(error.render(), sys.stderr) + "\n")
         sys.exit(error.exit_code)
+    finally:  # all is said; a further Ctrl-C while the interpreter ends shall not change the status
+        with contextlib.suppress(ValueError):  # only a main thread may say so
+            signal.signal(signal.SIGINT, signal.SIG_IGN)

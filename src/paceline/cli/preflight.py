@@ -29,9 +29,17 @@ TOLD = {"limits", "disk", "torch"}
 EXPLAIN_S = 4.0  # for the explanation after a failure; `paceline explain` takes its time
 
 
+class Enough(KeyboardInterrupt):
+    """Ctrl-C, as a class of its own.
+
+    Once a plain KeyboardInterrupt has passed through ``exec`` or ``eval``, as it can in anything
+    that makes a data class, Python dies of SIGINT at the end, whatever status it is given.
+    """
+
+
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """TimeoutError in what takes longer.
+    """TimeoutError in what takes longer, Enough at Ctrl-C.
 
     By a signal, which reaches into regular expressions, too: a thread would go on beside us and,
     inside such an expression, keep the interpreter to itself.
@@ -43,6 +51,12 @@ def at_most(seconds: float) -> Iterator[None]:
     def late(*_: object) -> None:
         raise TimeoutError(f"not done after {seconds:g} s")
 
+    def interrupted(*_: object) -> None:
+        raise Enough
+
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if usual:
+        signal.signal(signal.SIGINT, interrupted)
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -50,6 +64,8 @@ def at_most(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def preflight(ctx: click.Context, job: Job, cluster: Cluster, way: Way) -> None:
@@ -133,12 +149,13 @@ def explain_run(run_dir: Path, shown: bool) -> None:
 
     A problem in here must not hide how the run ended, nor keep the user waiting for it.
     """
-    from paceline.cli.explain import after_failure
     from paceline.launch.rundir import short
 
     with contextlib.suppress(PacelineError, OSError, ValueError):
         try:
             with at_most(EXPLAIN_S):
+                from paceline.cli.explain import after_failure
+
                 text = after_failure(run_dir)
         except TimeoutError:
             text = f"paceline: to look for the cause: paceline explain {short(run_dir)}"

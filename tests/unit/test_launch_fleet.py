@@ -13,6 +13,7 @@ from paceline.cluster.openssh import SshOptions
 from paceline.launch import again
 from paceline.launch.fleet import Fleet, Silence, together, why_ended
 from paceline.launch.node import Node
+from paceline.launch.outcome import Failure
 from paceline.spec.errors import ConnectError, NodeError
 from paceline.spec.hosts import Host
 from paceline.spec.job import Entry, Job
@@ -238,3 +239,29 @@ def test_what_was_opened_is_closed_before_the_event_loop_is(
     monkeypatch.setattr(fanout, "connect", connect)
     asyncio.run(scene())
     assert closed == ["n1", "n2"] * 2
+
+
+@pytest.mark.parametrize(
+    ("headline", "free", "told"),
+    [
+        ("OSError: [Errno 28] No space left on device", 4096, "the disk of /r on n1 is still full"),
+        ("OSError: [Errno 28] No space left on device", 1 << 30, ""),
+        ("ValueError: boom", 4096, ""),
+    ],
+)
+def test_no_start_again_on_a_disk_that_is_still_full(headline: str, free: int, told: str) -> None:
+    class Full(Agent):
+        async def request(self, op: str, **fields: Any) -> dict[str, Any]:
+            if op == "disk":
+                return {"disks": [{"path": "/r", "free": free}]}
+            return await super().request(op, **fields)
+
+    async def scene() -> str:
+        fleet, _, _ = fleet_of(Full("n1"))
+        why = await again.full_disk(fleet, Failure("exception", "n1", 0, 0.0, headline=headline))
+        await fleet.close()
+        return why
+
+    why = asyncio.run(scene())
+    assert why.startswith(told)
+    assert bool(why) == bool(told)

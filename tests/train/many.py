@@ -44,6 +44,7 @@ def world(folder: Path) -> None:
             "counted": counted(session),
             "in step": in_step(session) if session.world.size > 1 else {},
             "held up": held_up(session) if session.world.size > 1 else [],
+            "held up before": held_up(session, buffers=True) if session.world.size > 1 else [],
             "clipped": trained(session, limit=0, clip_norm=0.5),
             "diverged": refused(lambda: diverge(session)) if session.world.size > 1 else "",
         }
@@ -128,12 +129,17 @@ def in_step(session: train.Session) -> dict[str, object]:
     }
 
 
-def held_up(session: train.Session) -> list[str]:
-    """What is said at the end of a training in which rank 1 is slow."""
+def held_up(session: train.Session, buffers: bool = False) -> list[str]:
+    """What is said at the end of a training in which rank 1 is slow.
+
+    With buffers the others wait for it before their forward pass already.
+    """
     session.progress.step = session.progress.epoch = session.progress.offset = 0
     said: list[str] = []
     session.say = said.append  # type: ignore[method-assign]
     network = session.place(nn.Linear(3, 1))
+    if buffers:
+        network.register_buffer("table", torch.ones(2))
     model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
     loader = session.loader(numbers(24), 4)
     for _ in session.epochs(loader, 2):

@@ -79,10 +79,11 @@ def test_sharded_models_are_in_step(worlds: Any) -> None:
         assert "first differing tensor: weight; rank 1 on" in one["in step"]["replica"]
 
 
-def test_the_slow_rank_is_named(worlds: Any) -> None:
+@pytest.mark.parametrize("where", ["held up", "held up before"])
+def test_the_slow_rank_is_named(worlds: Any, where: str) -> None:
     """It sleeps: nobody communicates in that time."""
     for size in (2, 3):
-        first, second = worlds[size][0]["held up"]
+        first, second = worlds[size][0][where]
         shares = {
             name: int(part)
             for name, part in re.findall(r"(slower ranks|communication) (\d+)%", first)

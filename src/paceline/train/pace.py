@@ -1,8 +1,8 @@
 """Where the time of a step went, over all ranks: which of them the others waited for.
 
-After its own backward pass a rank stands still until the gradients of all ranks are there. The
-last to arrive sees the exchange alone; whatever the others stand still for longer, they waited
-for it. So the ranks note how long they stood still, step by step, and put their notes together
+After its own backward pass a rank stands still until the gradients of all ranks are there, and
+before a forward pass with buffers until rank 0's are. The last to arrive sees the exchange alone;
+whatever the others stand still for longer, they waited for it. So the ranks note how long they stood still, step by step, and put their notes together
 now and then.
 """
 
@@ -17,6 +17,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.train.comms import Comms
+from paceline.train.wrapping import Replica
 
 _NOTES = 512  # steps between two exchanges
 _CHEAP = 100  # times the cost of a note: the least time between two notes
@@ -72,6 +73,7 @@ class Pace:
     def restart(self) -> None:
         """Leaves time out that was not spent on training."""
         self._since, self._waited = time.perf_counter(), 0.0
+        self._in_buffers()
 
     def waited(self, seconds: float) -> None:
         """Notes a wait for data."""
@@ -97,12 +99,19 @@ class Pace:
 
     def step(self) -> None:
         """To be called at the end of each global step."""
-        now = time.perf_counter()
+        now, buffers = time.perf_counter(), self._in_buffers()
         if self._ready:
-            self._notes.append((now - self._since, self._waited, self._still))
+            self._notes.append((now - self._since, self._waited, self._still + buffers))
         self._since, self._waited, self._ready = now, 0.0, 0.0
         if len(self._notes) >= _NOTES:
             self._exchange()
+
+    def _in_buffers(self) -> float:
+        """Seconds in which this rank stood still for buffers since it was last asked."""
+        if not isinstance(self._model, Replica):
+            return 0.0
+        seconds, self._model.stood = self._model.stood, 0.0
+        return seconds
 
     def _exchange(self) -> None:
         rows = self._comms.rows(torch.tensor(self._notes, dtype=torch.float64))
@@ -140,7 +149,7 @@ def divided(notes: Tensor) -> Shares:
 
     Args:
         notes: Seconds of each rank and step: the whole step, waiting for data, standing still
-            for gradients; shape ``[ranks, steps, 3]``.
+            for gradients and buffers; shape ``[ranks, steps, 3]``.
     """
     whole, data, still = notes.unbind(2)
     exchange = still.min(dim=0)

@@ -75,7 +75,14 @@ class Belongings:
 
 def _variables() -> Iterator[tuple[str, str]]:
     # pytest's own, and what a library's first import sets for good
-    ignored = ("PYTEST_", "KMP_", "COLUMNS", "LINES", "PYTHONHASHSEED")
+    ignored = (
+        "PYTEST_",
+        "KMP_",
+        "COLUMNS",
+        "LINES",
+        "PYTHONHASHSEED",
+        "TORCHINDUCTOR_CACHE_DIR",  # set by its compiler
+    )
     return ((k, v) for k, v in os.environ.items() if not k.startswith(ignored))
 
 

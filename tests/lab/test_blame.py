@@ -126,7 +126,7 @@ def test_a_host_goes_away_while_starting(site: Site) -> None:
         ended = launch.end()
     assert ended.code == 1
     assert "n2 went away while starting" in ended.err
-    assert "import" not in ended.err
+    assert not re.search(r"ImportError|cannot import|could not import", ended.err)
 
 
 # --- the fork server

@@ -2,8 +2,8 @@
 
 After its own backward pass a rank stands still until the gradients of all ranks are there, and
 before a forward pass with buffers until rank 0's are. The last to arrive sees the exchange alone;
-whatever the others stand still for longer, they waited for it. So the ranks note how long they stood still, step by step, and put their notes together
-now and then.
+whatever the others stand still for longer, they waited for it. So the ranks note how long they
+stood still, step by step, and put their notes together now and then.
 """
 
 from __future__ import annotations

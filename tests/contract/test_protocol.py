@@ -22,7 +22,7 @@ import pytest
 from paceline.agent import facts, server
 from paceline.agent.frames import MAGIC, MAX_ANSWER, Decoder, FrameError, encode
 from paceline.cluster import protocol
-from paceline.cluster.channel import Channel, LoginRefused, Untrusted
+from paceline.cluster.channel import Channel, LoginRefused, Silent, Untrusted
 from paceline.cluster.network import candidates
 from paceline.cluster.protocol import ANSWERS, BOOT, EVENTS, SAYINGS, Conversation, Untrue
 from paceline.launch import planning
@@ -250,6 +250,22 @@ def test_a_greeting_that_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
         assert "and then nothing" in refused.refusal.found
 
 
+@pytest.mark.parametrize("said", [b"", MAGIC + struct.pack(">II", 99, 5) + b"{"])
+def test_a_host_that_falls_silent_is_given_up(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no run's lease watches it, as in setup."""
+    monkeypatch.setattr("paceline.cluster.channel.BEAT_S", 0.05)
+    monkeypatch.setattr("paceline.cluster.channel.SILENCE_S", 0.3)
+
+    async def go() -> None:
+        channel = Channel(Host("n2"), Said(HAVE + encode(hello()) + said, end=False))  # type: ignore[arg-type]
+        await channel.open()
+        with pytest.raises(Silent, match="fell silent"):
+            await channel.request("execute", argv=["true"], input="", timeout_s=1)
+        await channel.close()
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+
+
 # --- frames
 
 
@@ -457,6 +473,21 @@ def test_hostile_greetings() -> None:
             planning.node_env(job(), said["facts"], ranks, None)
         json.dumps(told)
     assert refused > 100
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_a_greeting_without_a_fact_is_none(name: str) -> None:
+    """A fact that cannot be had is null; the verbs may look for each."""
+    said = hello()
+    del said["facts"][name]
+    assert lie_in(lambda: Conversation().event({"event": "hello", **said}, b""))
+
+
+@pytest.mark.parametrize("hard", ["9", None, [], 1.5])
+def test_limits_that_are_none(hard: Any) -> None:
+    said = hello()
+    said["facts"]["limits"]["nofile_hard"] = hard
+    assert lie_in(lambda: Conversation().event({"event": "hello", **said}, b""))
 
 
 def test_hostile_events(tmp_path: Path) -> None:

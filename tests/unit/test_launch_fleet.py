@@ -41,6 +41,9 @@ class Agent:
         self.last_heard = asyncio.get_running_loop().time()
         return {"monotonic": 0.0, "quiet_s": 3.5, "frozen": {"1": 2.0}}
 
+    def leased(self) -> None:
+        pass
+
     def abandon(self) -> None:
         self.abandoned = True
 

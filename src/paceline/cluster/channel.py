@@ -33,6 +33,8 @@ STDERR_KEPT = 64 * 1024
 LAST_WORDS_S = 0.5
 HELLO_TIMEOUT_S = 30.0
 STALL_S = 5.0  # for the rest of a greeting that has begun
+BEAT_S = 5.0  # between two looks at a host that no lease watches
+SILENCE_S = 60.0  # after which such a host is given up
 TRIES = 4
 LOGINS_AT_ONCE = 16
 
@@ -86,6 +88,8 @@ class Channel:
         self._waiting: dict[int, asyncio.Future[tuple[Message, bytes]]] = {}
         self._stderr = bytearray()
         self._tasks: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
+        self._silent_s = 0.0
         self._hello: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # nobody may be waiting for it when the connection ends: that is no error of its own
         self._hello.add_done_callback(lambda hello: hello.cancelled() or hello.exception())
@@ -109,10 +113,33 @@ class Channel:
             raise LoginRefused(self.host, self._refusal(timed_out)) from None
         if newly_pinned(self.stderr):
             self.fingerprint = pinned_key(self.stderr)
+        self._watching = asyncio.create_task(self._watch())
 
     def listen(self) -> None:
         """Takes what the agent says from now on."""
         self._tasks.append(asyncio.create_task(self._read_frames()))
+
+    async def _watch(self) -> None:
+        """Gives the host up once nothing at all has come for long, though it was asked the time.
+
+        Looks are counted, not clocks compared: a time in which we did not run is no silence.
+        """
+        heard, asked = self.last_heard, None
+        while not self.lost.is_set():
+            await asyncio.sleep(BEAT_S)
+            self._silent_s = 0.0 if self.last_heard != heard else self._silent_s + BEAT_S
+            heard = self.last_heard
+            if self._silent_s >= SILENCE_S:
+                self.abandon()
+            elif self._waiting and (asked is None or asked.done()):
+                asked = asyncio.create_task(self.request("clock"))
+                # whoever waits for an answer of use hears of the end: nobody waits for this one
+                asked.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    def leased(self) -> None:
+        """From now on somebody else notices the host's silence."""
+        if self._watching is not None:
+            self._watching.cancel()
 
     async def _greeting(self) -> None:
         """Waits for it; once begun it has to come at once."""
@@ -249,16 +276,19 @@ class Channel:
         self.lost.set()
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(
-                    Untrusted(self.host, self.trouble)
-                    if self.trouble
-                    else ConnectionError(f"{self.host.name} is gone")
-                )
+                waiting.set_exception(self._why_lost())
         self._waiting.clear()
         if not self._hello.done():
             self._hello.set_exception(Untrue(self.trouble) if self.trouble else EOFError())
         about = {"event": "lost", "stderr": self.stderr[-2000:], "trouble": self.trouble}
         self.on_event(Event(self.host.name, about))
+
+    def _why_lost(self) -> Exception:
+        if self.trouble:
+            return Untrusted(self.host, self.trouble)
+        if self._silent_s >= SILENCE_S:
+            return Silent(self.host, self._silent_s)
+        return ConnectionError(f"{self.host.name} is gone")
 
     async def _read_stderr(self) -> None:
         with contextlib.suppress(OSError):
@@ -281,6 +311,7 @@ class Channel:
         Args:
             patience_s: How long the agent may take to end by itself.
         """
+        self.leased()
         await self._link.end(patience_s)
         for task in self._tasks:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -313,6 +344,17 @@ class Untrusted(NodeError):
             found=trouble,
             remedy=f"Leave {host.name} out until it is known what answers there: "
             f"ssh {host.address}",
+        )
+
+
+class Silent(NodeError):
+    """A host said nothing for long; its connection has ended."""
+
+    def __init__(self, host: Host, seconds: float) -> None:
+        super().__init__(
+            f"{host.name} fell silent",
+            found=f"connected, but nothing came for {seconds:.0f} s",
+            remedy=f"Look whether it is frozen or cut off: ssh {host.address}",
         )
 
 

@@ -214,23 +214,21 @@ _NAME = record(hostname=SMALL, resolves_to=maybe(each(address, 1000)),
                hosts_lines=each(text(), 10_000))  # fmt: skip
 _CPU = record(available=each(whole(0, 1 << 20), 1 << 16), model=text(), machine=SMALL)
 _DEVICES = record(nvidia=each(SMALL, 1000), render=each(SMALL, 1000), nvidia_driver=maybe(SMALL))
-_LIMITS = record(nofile=whole(-1), memlock=whole(-1, 1 << 64), shm=SIZE)
+_LIMITS = record(nofile=whole(-1), nofile_hard=whole(-1), memlock=whole(-1, 1 << 64), shm=SIZE)
 
-# facts that nothing works without; of the others a node may have none
+# facts that nothing works without; of the others a node may have none, and says so
 _FACTS = record(
-    {
-        "torch": maybe(_TORCH),
-        "interfaces": maybe(each(_LINK, 10_000)),
-        "cpu": maybe(_CPU),
-        "memory": maybe(record(total=SIZE, available=SIZE)),
-        "devices": maybe(_DEVICES),
-        "limits": maybe(_LIMITS),
-        "environment": maybe(table(text(LONG_TEXT), SMALL, 10_000)),
-        "disks": maybe(table(_DISK, SMALL, 100)),
-        "kernel": maybe(SMALL),
-        "boot_id": maybe(SMALL),
-        "errors": table(text(LONG_TEXT), SMALL, 100),
-    },
+    torch=maybe(_TORCH),
+    interfaces=maybe(each(_LINK, 10_000)),
+    cpu=maybe(_CPU),
+    memory=maybe(record(total=SIZE, available=SIZE)),
+    devices=maybe(_DEVICES),
+    limits=maybe(_LIMITS),
+    environment=maybe(table(text(LONG_TEXT), SMALL, 10_000)),
+    disks=maybe(table(_DISK, SMALL, 100)),
+    kernel=maybe(SMALL),
+    boot_id=maybe(SMALL),
+    errors=table(text(LONG_TEXT), SMALL, 100),
     python=_PYTHON,
     name=_NAME,
     ephemeral_ports=row(whole(0, 65535), whole(0, 65535)),

@@ -95,6 +95,7 @@ class Fleet:
         self.absence: Absence | None = None  # the longest of our own
         self._on_event, self._on_lost = on_event, on_lost
         for node in self.nodes:
+            node.channel.leased()
             node.channel.on_event = self._router(node, on_event)
         self._beats = [asyncio.create_task(self._beat(node)) for node in self.nodes]
         self._beats.append(asyncio.create_task(self._watch_ourselves()))
@@ -176,6 +177,7 @@ class Fleet:
         for channel in channels:
             place = [node.name for node in self.nodes].index(channel.host.name)
             node = self.nodes[place] = Node(channel.host, channel)
+            channel.leased()
             channel.on_event = self._router(node, self._on_event)
             self._beats.append(asyncio.create_task(self._beat(node)))
 

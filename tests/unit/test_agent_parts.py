@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,43 @@ def test_families() -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "paceline"
+
+
+def test_only_old_things_of_ours_are_forgotten(cache: Path, tmp_path: Path) -> None:
+    """What somebody else put beside them, or reached through a link, stays."""
+    key, other, fresh = "a" * 24, "b" * 24, "c" * 24
+    names = {
+        "runs": [key, other, "my-notes", ".new-" + "0" * 16],
+        "jobs": ["20260101-ab", "a job's"],
+        "agent": ["d" * 64, "d" * 64 + ".new12", "tools"],
+        "blobs": ["0f", "photos"],
+    }
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / key).mkdir(parents=True)
+    for folder, children in names.items():
+        for name in children:
+            (cache / folder / name).mkdir(parents=True)
+            (cache / folder / name / "file").write_text("x")
+    (cache / "runs" / key / snapshot.MARK).write_text(key)
+    (cache / "runs" / ("e" * 24)).symlink_to(elsewhere / key)
+    for path in [*tmp_path.rglob("*")]:
+        os.utime(path, (0, 0), follow_symlinks=False)
+    snapshot.make_run_folder(fresh)
+    snapshot.forget_old(keep="", max_age_s=3600)
+    left = {folder: {path.name for path in (cache / folder).iterdir()} for folder in names}
+    assert left == {
+        "runs": {other, "my-notes", "e" * 24, fresh},
+        "jobs": {"a job's"},
+        "agent": {"tools"},
+        "blobs": {"photos"},
+    }
+    shutil.rmtree(cache / "runs")
+    (cache / "runs").symlink_to(elsewhere)
+    (elsewhere / key / snapshot.MARK).write_text(key)
+    for path in (elsewhere / key / snapshot.MARK, elsewhere / key):
+        os.utime(path, (0, 0))
+    snapshot.forget_old(keep="", max_age_s=3600)
+    assert (elsewhere / key / snapshot.MARK).exists()
 
 
 def entry(path: str, content: bytes, mode: int = 0o644) -> list[Any]:

@@ -14,7 +14,7 @@ import shutil
 import stat
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 from . import inside
 
@@ -166,11 +166,45 @@ def forget_old(keep: str, max_age_s: float = KEPT_S) -> None:
         max_age_s: Age in seconds.
     """
     before = time.time() - max_age_s
-    for folder in ("agent", "blobs", "runs", "jobs", inside.INCOMING):
-        for path in (cache_folder() / folder).glob("*"):
+    for name, is_ours in _KEPT.items():
+        folder = cache_folder() / name
+        if folder.is_symlink():
+            continue
+        for path in folder.glob("*"):
             with contextlib.suppress(OSError):
-                if str(path) != keep and _newest(path) < before:
-                    path.unlink() if not path.is_dir() else shutil.rmtree(str(path))
+                if path.is_symlink() or str(path) == keep:
+                    continue
+                old = _newest(path) < before and is_ours(path)  # to look at a mark is to use it
+                if old and stat.S_ISDIR(path.lstat().st_mode):
+                    remove_tree(path)
+                elif old:
+                    path.unlink()
+
+
+def _made_here(form: str) -> Callable[[Path], bool]:
+    """Folders and files of this user whose name has a form that we give."""
+
+    def is_ours(path: Path) -> bool:
+        about = path.lstat()
+        plain = stat.S_ISDIR(about.st_mode) or stat.S_ISREG(about.st_mode)
+        return plain and about.st_uid == os.getuid() and bool(re.fullmatch(form, path.name))
+
+    return is_ours
+
+
+def _is_run(path: Path) -> bool:
+    aside = _made_here(r"\.(new|gone)-[0-9a-f]{16}")(path)
+    return aside or (is_key(path.name) and _is_marked(path, path.name))
+
+
+# by folder of the cache, what in it is ours to remove: anything else was put there by somebody
+_KEPT: Dict[str, Callable[[Path], bool]] = {
+    "agent": _made_here(r"[0-9a-f]{8,64}(\.(new|old)[0-9]+)?|\.gone-[0-9a-f]{16}"),
+    "blobs": _made_here(r"[0-9a-f]{2}|\.gone-[0-9a-f]{16}"),
+    "runs": _is_run,
+    "jobs": _made_here(r"[0-9A-Za-z_-]{1,64}|\.gone-[0-9a-f]{16}"),
+    inside.INCOMING: _made_here("[0-9a-f]{16}"),
+}
 
 
 def _newest(folder: Path) -> float:

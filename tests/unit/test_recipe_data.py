@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import pickle
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +203,60 @@ def test_a_small_file_may_not_fill_the_memory(
     Image.new("RGB", (800, 600)).save(tmp_path / "a/0.jpg")
     monkeypatch.setattr(folder, "MOST_PIXELS", 200_000)
     read_all(read(tmp_path))  # a JPEG is decoded at a part of its size
+
+
+def test_a_data_set_of_images_may_not_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Hugging Face: its rows are decoded by us, not by its library."""
+    import datasets
+
+    for name in ("HF_HUB_DISABLE_TELEMETRY", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # it is a thread
+
+    def packed(side: int) -> dict[str, Any]:
+        file = io.BytesIO()
+        Image.new("L", (side, side)).save(file, "PNG")
+        return {"bytes": file.getvalue(), "path": None}
+
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])}
+    rows = {"image": [packed(4)] * 9 + [packed(6000)], "label": [0, 1] * 5}
+    made = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+    made.save_to_disk(str(tmp_path / "d"))
+    with pytest.raises(DataError, match="row 9") as caught:
+        read_all(read(tmp_path / "d"))
+    assert "6000 × 6000 pixels, more than the 32 million" in caught.value.render()
+
+
+def test_an_image_file_starts_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PostScript under another name would be drawn by Ghostscript."""
+    write_folder(tmp_path, {"a": 5, "b": 5})
+    (tmp_path / "a/0.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"
+                                       b"%%EndComments\nshowpage\n")  # fmt: skip
+    started: list[object] = []
+    monkeypatch.setattr("subprocess.Popen", lambda *a, **_: started.append(a))
+    with pytest.raises(DataError, match=r"0\.png is no readable image"):
+        read_all(read(tmp_path))
+    assert started == []
+
+
+def test_a_batch_whose_shape_would_fill_a_page(tmp_path: Path) -> None:
+    """A list that holds itself twice over, thirty times, is small; its text is not."""
+    write_cifar(tmp_path, binary=False)
+    bomb: list[Any] = []
+    for _ in range(40):
+        bomb = [bomb, bomb]
+    path = tmp_path / "data_batch_1"
+    raw = pickle.dumps(bomb, protocol=2)[2:-1]  # without its beginning and end
+    made = b"\x80\x02}(C\x04datac" + b"numpy\nndarray\n)R(K\x01(" + raw
+    made += b"K\x01tcnumpy\ndtype\n(U\x02u1tR\x89C\x00tbC\x06labels](K\x01eu."
+    path.write_bytes(made)
+    began = time.process_time()
+    with pytest.raises(DataError, match="truncated, damaged") as caught:
+        read(tmp_path)
+    assert "another shape" in caught.value.render()
+    assert time.process_time() - began < 5
 
 
 def test_a_packed_file_unpacks_to_what_its_header_says(tmp_path: Path) -> None:

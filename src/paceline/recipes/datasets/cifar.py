@@ -104,7 +104,7 @@ def _rows(described: Any) -> NDArray[np.uint8]:
     if type(kind) is not _Stub or kind.arguments[:1] not in (("u1",), (b"u1",)) or by_columns:
         raise ValueError("the data are no bytes, row by row")
     if type(images) is not int or pixels != _PIXELS or type(content) is not bytes:
-        raise ValueError(f"data of shape {shape}, expected [n, {_PIXELS}] bytes")
+        raise ValueError(f"data of another shape than [n, {_PIXELS}] bytes")
     if len(content) != images * _PIXELS:
         raise ValueError(f"{len(content)} bytes for {images} images")
     return np.frombuffer(content, np.uint8).reshape(images, _PIXELS)

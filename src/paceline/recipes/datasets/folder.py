@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,8 @@ SUFFIXES = frozenset(
 DEFAULT_SIZE = 64
 MOST_PIXELS = 32_000_000
 """Of an image file: a small one may stand for gigabytes."""
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+"""Those of ``SUFFIXES``: others would be told by their content, and one of them starts programs."""
 _SPLITS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation"),
@@ -106,17 +109,17 @@ def decode(
 
 
 @contextmanager
-def opened(path: Path, size: tuple[int, int] = (1, 1)) -> Iterator[Image.Image]:
+def opened(file: Path | IO[bytes], size: tuple[int, int] = (1, 1)) -> Iterator[Image.Image]:
     """An image file whose pixels are not decoded yet; a JPEG that is too large, reduced.
 
     Args:
-        path: The file.
+        file: The file, or its content.
         size: Width and height that are wanted of it at least.
 
     Raises:
         ValueError: It would need too much memory.
     """
-    with Image.open(path) as image:
+    with Image.open(file, formats=_FORMATS) as image:
         if image.width * image.height > MOST_PIXELS:
             image.draft(None, size)
         if image.width * image.height > MOST_PIXELS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from paceline.recipes import optional
+from paceline.recipes.datasets.folder import opened
 from paceline.recipes.datasets.hub import is_saved, load_rows
 from paceline.recipes.datasets.images import (
     ImageData,
@@ -47,11 +50,20 @@ class Rows:
 
     def pixels(self, ids: NDArray[np.int64]) -> Pixels:
         numbers = [int(self._ids[i]) for i in ids]
-        found: Sequence[Image.Image] = self._rows[numbers][self._column]
-        return np.stack([self._one(image) for image in found])
+        found: Sequence[Mapping[str, Any]] = self._rows[numbers][self._column]
+        return np.stack([self._one(*one) for one in zip(numbers, found, strict=True)])
 
-    def _one(self, image: Image.Image) -> Pixels:
-        sized = image.convert("RGB").resize((self._size,) * 2, Image.Resampling.BILINEAR)
+    def _one(self, number: int, held: Mapping[str, Any]) -> Pixels:
+        """Of what the data set holds: an image file's bytes, or where it lies."""
+        side = (self._size, self._size)
+        try:
+            file = BytesIO(held["bytes"]) if held["bytes"] is not None else Path(held["path"])
+            with opened(file, side) as image:
+                sized = image.convert("RGB").resize(side, Image.Resampling.BILINEAR)
+        except Exception as error:  # a damaged image may raise anything
+            raise DataError(
+                f"row {number} of the data set holds no readable image", found=str(error)
+            ) from None
         return np.array(sized, dtype=np.uint8).transpose(2, 0, 1)
 
 
@@ -80,12 +92,19 @@ def read(folder: Path | str, request: Request) -> ImageData:
         ids = {"train": np.flatnonzero(~out), "test": np.flatnonzero(out)}
         fraction = request.test_fraction
         how = {"method": "seeded", "seed": request.seed, "test_fraction": fraction}
+    files = {name: _files(parts[name], picture) for name in kept}
     splits: dict[str, Split] = {}
     for name, rows in ids.items():
         source = name if name in parts else "train"
-        splits[name] = Rows(parts[source], picture, labels[source][rows], size, rows)
+        splits[name] = Rows(files[source], picture, labels[source][rows], size, rows)
     marks = fingerprint([str(folder).encode(), *(labels[name] for name in sorted(kept))])
     return ImageData(request.source, classes, (3, size, size), splits, marks, how)
+
+
+def _files(rows: Any, column: str) -> Any:
+    """The rows with images as files: they are decoded here, where a huge one is refused."""
+    datasets = optional.library("datasets", "images are read")
+    return rows.cast_column(column, datasets.Image(decode=False))
 
 
 def _columns(name: str, features: Mapping[str, Any]) -> tuple[str, str]:

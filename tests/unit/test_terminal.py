@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline import cli
+from paceline.cli import setup
+from paceline.cluster.openssh import Refusal
+from paceline.cluster.setup import hosts as steps
 from paceline.spec.errors import NodeError
+from paceline.spec.hosts import Host
 from paceline.spec.terminal import clean, clean_line, wrapped
 
 OBEYED = re.compile(
@@ -77,3 +83,22 @@ def test_what_can_be_pasted_stays_on_one_line() -> None:
     assert wrapped(command, 40) == command
     assert len(wrapped("  remedy: paceline check tells the cases apart, for all hosts", 40)
                .splitlines()) == 2  # fmt: skip
+
+
+def test_verbs_print_through_one_place() -> None:
+    """What goes straight to the terminal is JSON, help, or a text for a file."""
+    plain = re.compile(r"click\.echo\((?!json\.dumps|ctx\.get_help|click\.style|write_hosts|script"
+                       r"|markdown|text, nl=False|f\"export|for_reader|clean)")  # fmt: skip
+    folder = Path(cli.__file__).parent
+    found = [f"{file.name}: {line.strip()}" for file in sorted(folder.glob("*.py"))
+             for line in file.read_text().splitlines() if plain.search(line)]  # fmt: skip
+    assert found == []
+
+
+def test_what_setup_says_of_a_host_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "Permission denied\x1b]0;title\x07 \u202egnp \x9b31m"
+    refusal = Refusal("no login", words, f"ask {words}")
+    setup.show_plan([steps.Look(Host("n1"), "refused", refusal=refusal)], [f"pin {words}"])
+    said = capsys.readouterr().out
+    assert "Permission denied" in said
+    assert OBEYED.search(said) is None

@@ -17,6 +17,7 @@ from typing import IO, Any
 import click
 
 from paceline.cli.applies import SUBMISSION, given
+from paceline.cli.saying import say
 from paceline.cluster import records
 from paceline.launch.rundir import fresh_path
 from paceline.launch.schedulers.batch import BATCHES, BatchRequest, render
@@ -40,11 +41,11 @@ def submit(ctx: click.Context, job: Job, parent: Path, name: str = "slurm") -> i
     if ctx.params["plan_only"] or name != "slurm":
         click.echo(text, nl=False)
         if not BATCHES[name][2]:
-            click.echo(f"paceline: this form was not tried on a real {name}; submit it with "
+            say(f"paceline: this form was not tried on a real {name}; submit it with "
                        f"{BATCHES[name][1]}", err=True)  # fmt: skip
         return 0
     number = _sbatch(text, directory)
-    click.echo(f"paceline: Slurm job {number}, run directory {directory}", err=True)
+    say(f"paceline: Slurm job {number}, run directory {directory}", err=True)
     if ctx.params["detach"]:
         return 0
     output = directory / f"slurm-{number}.out"
@@ -176,7 +177,7 @@ async def follow(number: str, outputs: Sequence[Path], cancel: bool = True) -> i
                 raise _unknown(number)
             if state.describe() != last and state.word != "COMPLETING":
                 last = state.describe()
-                click.echo(f"paceline: Slurm job {number}: {last}", err=True)
+                say(f"paceline: Slurm job {number}: {last}", err=True)
             passing = state.word in REQUEUED_AFTER and seen != state.word
             if (state.over and not passing) or stop.left:
                 return stop.exit_code or state.exit_code

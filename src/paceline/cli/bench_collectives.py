@@ -15,6 +15,7 @@ import click
 from paceline.bench import bandwidth
 from paceline.bench.bandwidth import Row
 from paceline.cli.launching import F, job_of, launch_options, prepare
+from paceline.cli.saying import say
 from paceline.cli.verb import Verb
 from paceline.cli.via import Way
 from paceline.cluster import this_machine
@@ -293,18 +294,18 @@ def show(found: Found, problems: Sequence[str]) -> None:
     from paceline.checks.check import rate
     from paceline.report import findings as report
 
-    click.echo(conclusion(found, problems) + "\n")
-    click.echo("\n".join(bandwidth.text(found.rows)))
+    say(conclusion(found, problems) + "\n")
+    say("\n".join(bandwidth.text(found.rows)))
     if found.links:
         names = hosts_of(found)
         cells = {pair: rate(bits) for pair, bits in found.links.items()}
-        click.echo("TCP between hosts")
-        click.echo("\n".join(report.aligned(*report.matrix(names, cells, "from \\ to"))))
+        say("TCP between hosts")
+        say("\n".join(report.aligned(*report.matrix(names, cells, "from \\ to"))))
     if found.iperf3:
         source, target, bits = found.iperf3
-        click.echo(f"iperf3 from {source} to {target}: {rate(bits)}")
+        say(f"iperf3 from {source} to {target}: {rate(bits)}")
     for problem in problems[1:]:
-        click.echo(problem)
+        say(problem)
 
 
 def draw(path: Path, found: Found) -> None:

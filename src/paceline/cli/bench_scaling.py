@@ -13,6 +13,7 @@ import click
 from paceline.bench import scaling
 from paceline.cli.launching import job_of, launch_options, prepare
 from paceline.cli.run import entry_of, opens_store
+from paceline.cli.saying import say
 from paceline.cli.train import recipe_job
 from paceline.cli.verb import Verb
 from paceline.cli.via import way_of
@@ -67,10 +68,10 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
     if ctx.params["as_json"]:
         click.echo(json.dumps(scaling.to_json(found), indent=2))
         return
-    click.echo(scaling.table(found))
+    say(scaling.table(found))
     if said := scaling.advice(found, weak=weak):
-        click.echo(f"\n{wrapped(said, 80)}")
-    click.echo(f"\nnumbers {folder / 'scaling.json'}, picture {folder / 'scaling.svg'}")
+        say(f"\n{wrapped(said, 80)}")
+    say(f"\nnumbers {folder / 'scaling.json'}, picture {folder / 'scaling.svg'}")
 
 
 def _recipe_job(ctx: click.Context, name: str, args: tuple[str, ...]) -> Job:
@@ -91,7 +92,7 @@ def climb(ctx: click.Context, job: Job, cluster: Cluster, folder: Path, repeat: 
     for layout in scaling.ladder(nodes, processes):
         runs = []
         for number in range(repeat):
-            click.echo(f"paceline: {layout.label}, run {number + 1} of {repeat}", err=True)
+            say(f"paceline: {layout.label}, run {number + 1} of {repeat}", err=True)
             where = folder / f"{layout.nodes}x{layout.processes}-{number + 1}"
             runs.append(run_once(ctx, job, cluster, layout, where, package))
         measured.append((layout, runs))

@@ -30,6 +30,7 @@ from paceline.cli.options import (
     together,
     with_settings,
 )
+from paceline.cli.saying import say
 from paceline.cli.settings import setting
 from paceline.cli.verb import Verb
 from paceline.cluster import this_machine
@@ -169,7 +170,7 @@ def show(scene: Scene, findings: Sequence[Finding], environment: Mapping[str, Ma
     after = report.environment_lines(environment)
     if plain:
         blocks = [text, *(report.aligned(*table) for table in tables), after]
-        click.echo(clean("\n\n".join("\n".join(block) for block in blocks if block)))
+        say(clean("\n\n".join("\n".join(block) for block in blocks if block)))
     else:
         report.draw(text, tables, after, sys.stdout)
 
@@ -193,7 +194,7 @@ def write_bundle(path: Path, scene: Scene, findings: Sequence[Finding],
         "scene.json": scene.to_json(),
     }
     write(path, contents)
-    click.echo(f"paceline: wrote {path}", err=True)
+    say(f"paceline: wrote {path}", err=True)
 
 
 class progress:  # noqa: N801 - used as a function

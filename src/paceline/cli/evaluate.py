@@ -14,6 +14,7 @@ import click
 from paceline.cli.applies import given
 from paceline.cli.data_files import gathered
 from paceline.cli.launching import job_of, launch, launch_options, prepare
+from paceline.cli.saying import say
 from paceline.cli.train import RECIPE_MODULES, quiet_torch, with_data
 from paceline.cli.verb import Verb
 from paceline.cli.via import Way
@@ -83,7 +84,7 @@ def run_folder(run: Path) -> Path:
     if (folder / MODEL_CONFIG).is_file():
         return folder
     if (found := unfinished(folder)) is not None:
-        click.echo(f"{run} has no finished model: using its checkpoint {found.name}", err=True)
+        say(f"{run} has no finished model: using its checkpoint {found.name}", err=True)
         return folder
     raise SettingError(
         f"{run} holds no trained model",

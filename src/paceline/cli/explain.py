@@ -13,6 +13,7 @@ import click
 
 from paceline.cli.options import of_a_run
 from paceline.cli.runs import find_run, named_run
+from paceline.cli.saying import say
 from paceline.cli.verb import Verb
 from paceline.cluster.records import is_regular, read_object
 from paceline.diagnose.conclude import Conclusion, conclude, to_findings
@@ -81,12 +82,12 @@ def show(found: Conclusion, evidence: Evidence, as_json: bool) -> None:
         click.echo(json.dumps(to_json(found), indent=2))
         return
     if well(evidence):
-        click.echo("nothing went wrong: the run ended with status 0")
+        say("nothing went wrong: the run ended with status 0")
         return
     first, *rest = explanation.lines(found, evidence)
     first = for_reader(first, sys.stdout)
     click.echo(click.style(first, bold=True) if sys.stdout.isatty() else first)
-    click.echo(for_reader("\n".join(rest), sys.stdout))
+    say(for_reader("\n".join(rest), sys.stdout))
 
 
 def to_json(found: Conclusion) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def pack(bundle: Path, run: Path | None, evidence: Evidence, found: Conclusion) 
         if run is not None and is_regular(run / name):
             contents[name] = read(run / name, WHOLE)
     write(bundle, contents)
-    click.echo(f"paceline: wrote {bundle}", err=True)
+    say(f"paceline: wrote {bundle}", err=True)
 
 
 def after_failure(run: Path) -> str:

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from paceline.cli.launching import origin
 from paceline.cli.options import HOSTS, SSH_CONFIG, F, with_settings
+from paceline.cli.saying import say
 from paceline.cli.settings import setting, toml_of
 from paceline.cli.verb import Verb, use_lab
 from paceline.cluster.inventory import apply_overrides, lost_fields, read_hosts, write_hosts
@@ -22,6 +23,7 @@ from paceline.spec.errors import SettingError
 from paceline.spec.helptext import counted
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.settings import Source
+from paceline.spec.terminal import clean
 
 Rows = Sequence[Sequence[str]]
 
@@ -69,7 +71,7 @@ def command(
     if target:
         _write(cluster, target)
     elif as_json:
-        click.echo(json.dumps(to_json(cluster), indent=2, ensure_ascii=False))
+        click.echo(json.dumps(to_json(cluster), indent=2))
     else:
         _show(cluster, ctx.params["ssh_config"])
 
@@ -114,7 +116,7 @@ def aligned(titles: Sequence[str], rows: Rows) -> list[str]:
 def _write(cluster: Cluster, target: str) -> None:
     click.echo(write_hosts(cluster, target), nl=False)
     for lost in lost_fields(cluster, target):
-        click.echo(f"paceline: {target} cannot say: {lost}", err=True)
+        say(f"paceline: {target} cannot say: {lost}", err=True)
 
 
 def _show(cluster: Cluster, ssh_config: Path | None) -> None:
@@ -122,12 +124,12 @@ def _show(cluster: Cluster, ssh_config: Path | None) -> None:
     if sys.stdout.isatty():
         _draw(titles, rows)
     else:
-        click.echo("\n".join(aligned(titles, rows)))
-    click.echo(f"\n{_count(cluster)} from {cluster.source}")
+        say("\n".join(aligned(titles, rows)))
+    say(f"\n{_count(cluster)} from {cluster.source}")
     if ssh_config is not None:
-        click.echo(f"reached by the ssh config {ssh_config}")
+        say(f"reached by the ssh config {ssh_config}")
     for note in cluster.notes:
-        click.echo(f"note: {note}")
+        say(f"note: {note}")
 
 
 def _draw(titles: Sequence[str], rows: Rows) -> None:
@@ -137,7 +139,9 @@ def _draw(titles: Sequence[str], rows: Rows) -> None:
 
     drawn = Table(*titles, box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        drawn.add_row(*map(Text, row))  # Text: square brackets in names are no markup
+        drawn.add_row(
+            *(Text(clean(cell)) for cell in row)
+        )  # Text: square brackets in names are no markup
     Console().print(drawn)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from paceline.cli.saying import say
 from paceline.cli.verb import Verb, VerbGroup
 from paceline.cluster.lab import Lab, LabOptions
 from paceline.cluster.lab.faults import FAULTS
@@ -82,17 +83,17 @@ def _introduce(lab: Lab, seconds: float) -> None:
     shown = [f"{name} {lab.address(name)}" for name in lab.names]
     hosts = ", ".join(shown if len(shown) <= 8 else [*shown[:3], "…", shown[-1]])
     count = f"{len(shown)} host{'s' * (len(shown) != 1)}"
-    click.echo(f"lab {lab.name!r}: {count} up in {seconds:.1f} s: {hosts}")
-    click.echo(f"  host file   {lab.hostfile}")
-    click.echo(f"  ssh config  {lab.ssh_config}")
+    say(f"lab {lab.name!r}: {count} up in {seconds:.1f} s: {hosts}")
+    say(f"  host file   {lab.hostfile}")
+    say(f"  ssh config  {lab.ssh_config}")
     if lab.settings:
-        click.echo(f"  settings    {lab.settings}")
+        say(f"  settings    {lab.settings}")
     option = "" if lab.name == "default" else f" --name {lab.name}"
-    click.echo("try:")
-    click.echo(f"  paceline lab shell{option} {lab.names[0]}")
-    click.echo(f"  ssh -F {lab.ssh_config} {lab.names[0]}")
-    click.echo(f"  paceline run -H lab{'' if lab.name == 'default' else f':{lab.name}'} SCRIPT")
-    click.echo(f"  paceline lab down{option}")
+    say("try:")
+    say(f"  paceline lab shell{option} {lab.names[0]}")
+    say(f"  ssh -F {lab.ssh_config} {lab.names[0]}")
+    say(f"  paceline run -H lab{'' if lab.name == 'default' else f':{lab.name}'} SCRIPT")
+    say(f"  paceline lab down{option}")
 
 
 def _stay(lab: Lab) -> None:
@@ -107,7 +108,7 @@ def _stay(lab: Lab) -> None:
         _up_and_introduce(lab, detached=False)
         wait(lab)
     except KeyboardInterrupt:
-        click.echo("taking the lab down")
+        say("taking the lab down")
     finally:
         lab.down()
 
@@ -120,9 +121,9 @@ def down(name: str, everything: bool) -> None:
     chosen = names_up() if everything else [one for one in names_up() if one == name]
     for one in chosen:
         Lab.attach(one).down()
-        click.echo(f"lab {one!r} is down")
+        say(f"lab {one!r} is down")
     if not chosen:
-        click.echo("no lab is up" if everything else f"no lab called {name!r} is up")
+        say("no lab is up" if everything else f"no lab called {name!r} is up")
 
 
 @command.command("status", cls=Verb)
@@ -135,10 +136,10 @@ def status(name: str | None, as_json: bool) -> None:
         click.echo(json.dumps(found, indent=2))
         return
     for lab_name, one in found.items():
-        click.echo(f"lab {lab_name!r}  (ssh config {one['ssh_config']})")
-        click.echo("\n".join(_lines(one)))
+        say(f"lab {lab_name!r}  (ssh config {one['ssh_config']})")
+        say("\n".join(_lines(one)))
     if not found:
-        click.echo("no lab is up")
+        say("no lab is up")
 
 
 def _status(name: str) -> dict[str, Any]:
@@ -220,7 +221,7 @@ def fault(name: str, undo: bool, kind: str, host: str, arguments: tuple[str, ...
     arguments = tuple(word for word in arguments if word != "--undo")
     (lab.undo if undo else lab.fault)(kind, host, *arguments)
     said = " ".join([kind, host, *arguments])
-    click.echo(f"fault ended: {said}" if undo else f"fault active: {said}")
+    say(f"fault ended: {said}" if undo else f"fault active: {said}")
 
 
 @command.command("heal", cls=Verb)
@@ -229,4 +230,4 @@ def fault(name: str, undo: bool, kind: str, host: str, arguments: tuple[str, ...
 def heal(name: str, host: str | None) -> None:
     """End every fault of HOST, or of all; hosts that are off start again."""
     Lab.attach(name).heal(host)
-    click.echo(f"healed: {host or 'all hosts'}")
+    say(f"healed: {host or 'all hosts'}")

@@ -26,6 +26,7 @@ from paceline.cli.options import (
     Seconds,
     with_settings,
 )
+from paceline.cli.saying import say
 from paceline.cli.settings import parse_env, refuse_ours, setting, toml_of
 from paceline.cli.torchrun import torchrun_options
 from paceline.cli.verb import TABLES_ARE_HOSTS, in_allocation
@@ -118,7 +119,7 @@ def say_hosts(ctx: click.Context, cluster: Cluster) -> None:
     """Names hosts that were not typed with the command, and where they come from."""
     source = setting(ctx, "hosts").source
     if source is not Source.COMMAND_LINE and not all(host.local for host in cluster.hosts):
-        click.echo(f"paceline: hosts: {named(cluster)} ({origin(ctx, cluster)})", err=True)
+        say(f"paceline: hosts: {named(cluster)} ({origin(ctx, cluster)})", err=True)
 
 
 def described_by(ctx: click.Context) -> Setting[str | None]:
@@ -281,12 +282,12 @@ def launch(
             inspect=inspector(ctx, job, run_dir),
         )
     if text := report_failure(outcome):
-        click.echo(clean(text), err=True)
+        say(clean(text), err=True)
         explain_run(outcome.path, shown=outcome.result.failure is not None)
     elif after is not None:
         after(outcome.shown)
     else:
-        click.echo(report_success(outcome), err=True)
+        say(report_success(outcome), err=True)
     return outcome.result.exit_code
 
 
@@ -300,5 +301,5 @@ def show_plan(job: Job, cluster: Cluster, transport: Transport, *, as_json: bool
     if as_json:
         click.echo(json.dumps(plan.to_json(), indent=2))
     else:
-        click.echo(everything(plan) if verbose else describe(plan))
+        say(everything(plan) if verbose else describe(plan))
     return 0

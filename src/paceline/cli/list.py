@@ -6,6 +6,7 @@ import json
 
 import click
 
+from paceline.cli.saying import say
 from paceline.cli.verb import Verb
 from paceline.recipes import RECIPES
 from paceline.recipes.catalogue import Entry, catalogue
@@ -33,7 +34,7 @@ def command(kind: str | None, only: str | None, as_json: bool) -> None:
 def _section(heading: str, entries: list[Entry]) -> None:
     if not entries:
         return
-    click.echo(f"{heading}:")
+    say(f"{heading}:")
     for entry in entries:
         recipe = "" if heading == "recipes" else entry.recipe
-        click.echo(f"  {entry.name:<18} {recipe:<12} {entry.summary}".rstrip())
+        say(f"  {entry.name:<18} {recipe:<12} {entry.summary}".rstrip())

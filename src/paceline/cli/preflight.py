@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from paceline.cli.saying import say
 from paceline.cli.via import Way
 from paceline.cluster.openssh import SshOptions
 from paceline.launch import planning
@@ -81,7 +82,7 @@ def preflight(ctx: click.Context, job: Job, cluster: Cluster, way: Way) -> None:
     refuse(found)
     for finding in found:
         if finding.outcome == "warn":
-            click.echo(for_reader(f"paceline: warning: {finding.message}", sys.stderr), err=True)
+            say(for_reader(f"paceline: warning: {finding.message}", sys.stderr), err=True)
 
 
 def wishes_of(job: Job, hosts: Sequence[Host]) -> Any:
@@ -160,4 +161,4 @@ def explain_run(run_dir: Path, shown: bool) -> None:
         except TimeoutError:
             text = f"paceline: to look for the cause: paceline explain {short(run_dir)}"
         if shown and text:
-            click.echo(for_reader(text, sys.stderr), err=True)
+            say(for_reader(text, sys.stderr), err=True)

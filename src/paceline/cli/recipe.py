@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from paceline.cli.saying import say
 from paceline.cli.verb import Verb, VerbGroup
 from paceline.recipes import RECIPES, recipe
 from paceline.spec.errors import SettingError
@@ -43,7 +44,7 @@ def copy(name: str, target: Path | None, force: bool) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SettingError(f"{path} cannot be written", found=str(error)) from None
-    click.echo(f"{path}\nrun it: paceline run {path} --help")
+    say(f"{path}\nrun it: paceline run {path} --help")
 
 
 @command.command("options", cls=Verb)

@@ -12,6 +12,7 @@ import click
 
 from paceline.cli.launching import chosen_hosts
 from paceline.cli.options import HOSTS, SSH_CONFIG, with_settings
+from paceline.cli.saying import say
 from paceline.cli.settings import setting
 from paceline.cli.setup_containers import command as containers
 from paceline.cli.verb import Verb, VerbGroup
@@ -24,7 +25,7 @@ from paceline.cluster.setup.journal import Journal, take_back, write_file
 from paceline.cluster.setup.keys import Identity
 from paceline.cluster.setup.password import Passwords
 from paceline.cluster.setup.ssh import effective
-from paceline.spec.errors import ConnectError, PacelineError, SettingError
+from paceline.spec.errors import ConnectError, NodeError, PacelineError, SettingError
 from paceline.spec.helptext import counted
 from paceline.spec.hosts import Host
 
@@ -147,18 +148,18 @@ def show_plan(looks: Sequence[Look], todo: Sequence[str]) -> None:
     for one in looks:
         if one.state == "works":
             here = "this machine" if one.host.local else "SSH login already works"
-            click.echo(f"{one.host.name}: {here}")
+            say(f"{one.host.name}: {here}")
         elif one.state == "refused" and one.refusal is not None:
-            click.echo(f"{one.host.name}: {one.refusal.cause}: {one.refusal.found}")
-            click.echo(f"  remedy: {one.refusal.remedy}")
+            say(f"{one.host.name}: {one.refusal.cause}: {one.refusal.found}")
+            say(f"  remedy: {one.refusal.remedy}")
     refused = [one.host.name for one in looks if one.state == "refused"]
     if not todo:
-        click.echo(f"nothing can be done yet for {', '.join(refused)}: see above" if refused
+        say(f"nothing can be done yet for {', '.join(refused)}: see above" if refused
                    else "nothing to do")  # fmt: skip
         return
-    click.echo(f"to do, but for {', '.join(refused)}:" if refused else "to do:")
+    say(f"to do, but for {', '.join(refused)}:" if refused else "to do:")
     for step in todo:
-        click.echo(f"  {step}")
+        say(f"  {step}")
 
 
 def confirm(looks: Sequence[Look], yes: bool) -> None:
@@ -183,7 +184,7 @@ def do(ctx: click.Context, looks: Sequence[Look], identity: Identity, kind: str,
     needed = any(one.state in ("no key", "unpinned") for one in looks)
     if needed and not identity.exists:
         identity = keys.make(identity, kind, journal)
-        click.echo(f"made {identity.private}: {keys.fingerprint(identity.public)}")
+        say(f"made {identity.private}: {keys.fingerprint(identity.public)}")
     write_aliases(alias_text(hosts, identity, ctx.params["key"]), journal)
     if unpinned:
         if wrong := asyncio.run(steps.pin(unpinned, ssh, journal)):
@@ -192,13 +193,13 @@ def do(ctx: click.Context, looks: Sequence[Look], identity: Identity, kind: str,
                 found="\n".join(wrong),
                 remedy="Somebody may be in between: do not go on",
             )
-        click.echo(f"pinned {', '.join(one.host.name for one in unpinned)}")
+        say(f"pinned {', '.join(one.host.name for one in unpinned)}")
     again = asyncio.run(steps.look(hosts, ssh)) if needed else list(looks)
     lacking = [one for one in again if one.state == "no key"]
     if lacking:
         with Passwords(ask_password(ctx, lacking)) as passwords:
             failed = asyncio.run(
-                steps.install(lacking, ssh, identity.public, passwords, journal, click.echo)
+                steps.install(lacking, ssh, identity.public, passwords, journal, say)
             )
         verify(hosts, ssh, failed)
 
@@ -215,7 +216,7 @@ def verify(hosts: Sequence[Host], ssh: SshOptions, failed: dict[str, str]) -> No
             found="\n".join(found),
             remedy="Type the same command again; other passwords: one host at a time, -H NAME",
         )
-    click.echo(f"SSH login works on {counted(len(hosts), 'host')}")
+    say(f"SSH login works on {counted(len(hosts), 'host')}")
 
 
 def _words(one: Look) -> str:
@@ -257,17 +258,17 @@ async def take_all_back(hosts: Sequence[Host], ssh: SshOptions, journal: Journal
     remote = [change for change in reversed(journal.changes) if change.host]
     local = [change for change in reversed(journal.changes) if not change.host]
     if not remote and not local:
-        click.echo("nothing to take back")
+        say("nothing to take back")
         return 0
     if dry_run:
         for change in (*remote, *local):
-            click.echo(f"would restore {change.path} on {change.host or 'this machine'}")
+            say(f"would restore {change.path} on {change.host or 'this machine'}")
         return 0
-    if not await steps.revoke(remote, by_name, ssh, journal, click.echo):
-        click.echo("kept this machine's part, to be able to try again")
+    if not await steps.revoke(remote, by_name, ssh, journal, say):
+        say("kept this machine's part, to be able to try again")
         return 1
     for change in local:
-        click.echo(take_back(change))
+        say(take_back(change))
         journal.forget(change)
     return 0
 
@@ -307,7 +308,7 @@ async def _sshd_everywhere(hosts: Sequence[Host], ssh: SshOptions, words: list[s
     for host, answer in zip(hosts, answers, strict=True):
         said = answer.refusal.found if answer.refusal else answer.output or answer.words
         for line in said.strip().splitlines():
-            click.echo(f"{host.name}: {line}")
+            say(f"{host.name}: {line}")
     return max(answer.status for answer in answers)
 
 
@@ -351,7 +352,7 @@ def env(ctx: click.Context, /, requirements: Path, folder: str, python: str, off
 
             shutil.rmtree(wheels)
     interpreter = f"{folder}/bin/python{'-activated' if activate else ''}"
-    click.echo(f"use it: paceline run --python {interpreter} … (with ~ written out)")
+    say(f"use it: paceline run --python {interpreter} … (with ~ written out)")
 
 
 async def _environments(hosts: Sequence[Host], ssh: SshOptions, wanted: Any,
@@ -374,9 +375,12 @@ async def _environment(channel: Any, wanted: Any, wheels: Path | None) -> Paceli
     from paceline.cluster.setup import environments
 
     try:
-        click.echo(await environments.make(channel, wanted, wheels))
+        say(await environments.make(channel, wanted, wheels))
     except PacelineError as error:
         return error
+    except (ConnectionError, asyncio.TimeoutError) as error:
+        what = "the connection ended" if isinstance(error, ConnectionError) else "no answer in time"
+        return NodeError(f"{channel.host.name}: {what}", remedy="Type the same command again")
     return None
 
 
@@ -395,9 +399,9 @@ def mounts(kind: Any, server: str, path: str, at: str, user: str) -> None:
     if kind == "cifs" and not user:
         raise SettingError("a cifs share needs an account", remedy="--user NAME")
     share = shares.Share(kind, server, path, at, user, os.getuid(), os.getgid())
-    click.echo(f"# line of /etc/fstab:\n{shares.fstab(share)}\n\n# on every host:")
-    click.echo("\n".join(shares.commands(share)))
-    click.echo(f"\n# then: paceline check -H HOSTS --shared {at}")
+    say(f"# line of /etc/fstab:\n{shares.fstab(share)}\n\n# on every host:")
+    say("\n".join(shares.commands(share)))
+    say(f"\n# then: paceline check -H HOSTS --shared {at}")
 
 
 @command.command("hosts", cls=Verb)
@@ -414,11 +418,11 @@ def names(ctx: click.Context, /, **_: object) -> None:
     wishes = Wishes(pythons, dict.fromkeys(pythons, str(Path.cwd())))
     scene = asyncio.run(examine(hosts, ssh, wishes, "quick"))
     addresses = {name: scene.address(name) for name in scene.names}
-    click.echo("# the same lines for /etc/hosts of every host:")
-    click.echo("\n".join(lines.wanted(addresses, scene.facts)))
+    say("# the same lines for /etc/hosts of every host:")
+    say("\n".join(lines.wanted(addresses, scene.facts)))
     for name in scene.names:
         for line in lines.loopback_lines(scene.facts[name]):
-            click.echo(f"# on {name}, take the own name off line {line}")
+            say(f"# on {name}, take the own name off line {line}")
 
 
 command.add_command(containers)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from paceline.cli.saying import say
 from paceline.cli.verb import Verb
 from paceline.launch.containers.matched_set import (
     FIRST_PORT,
@@ -52,7 +53,7 @@ def command(workers: tuple[str, ...], image: str, tag: str, port: int, shm_size:
     (out / "workload").mkdir(exist_ok=True)
     if os.getuid() == 0:
         give_to(made.uid, out)
-    click.echo((out / "commands.sh").read_text(encoding="utf-8"), nl=False)
+    say((out / "commands.sh").read_text(encoding="utf-8"), nl=False)
 
 
 def give_to(uid: int, out: Path) -> None:

@@ -9,6 +9,7 @@ import click
 
 from paceline.cli.options import of_a_run
 from paceline.cli.runs import RunState, current_run, look_at
+from paceline.cli.saying import say
 from paceline.cli.verb import Verb
 from paceline.spec.terminal import for_reader
 
@@ -28,7 +29,7 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> None:
     if as_json:
         click.echo(json.dumps(state.to_json(), indent=2))
     else:
-        click.echo(for_reader(describe(state), sys.stdout))
+        say(for_reader(describe(state), sys.stdout))
 
 
 def describe(state: RunState) -> str:

@@ -10,6 +10,7 @@ import click
 from paceline.cli.batch import cancel
 from paceline.cli.options import of_a_run
 from paceline.cli.runs import RunState, current_run, going_on, look_at, named_run
+from paceline.cli.saying import say
 from paceline.cli.verb import Verb
 from paceline.cluster import this_machine
 from paceline.cluster.ownership import owner_here
@@ -30,12 +31,12 @@ def command(ctx: click.Context, /, now: bool, **_: object) -> None:
     Without RUN: the run below runs/ that is going on.
     """
     if named_run(ctx) is None and not going_on():
-        click.echo("paceline: no run below runs/ is going on", err=True)
+        say("paceline: no run below runs/ is going on", err=True)
         return
     path = current_run(ctx)
     state = look_at(path)
     if state.over or state.word == "not started":
-        click.echo(clean(f"{path}: {state.word} already"), err=True)
+        say(clean(f"{path}: {state.word} already"), err=True)
         return
     end(state, now)
     deadline = time.monotonic() + PATIENCE_S
@@ -43,7 +44,7 @@ def command(ctx: click.Context, /, now: bool, **_: object) -> None:
         if time.monotonic() > deadline:
             raise NodeError(f"{path} has not ended within {PATIENCE_S:.0f} s", remedy="--now")
         time.sleep(LOOK_EVERY_S)
-    click.echo(clean(f"{path}: stopped"), err=True)
+    say(clean(f"{path}: stopped"), err=True)
 
 
 def end(state: RunState, now: bool) -> None:

@@ -12,6 +12,7 @@ import click
 
 from paceline.cli.data_files import gathered
 from paceline.cli.launching import job_of, launch, launch_options, prepare
+from paceline.cli.saying import say
 from paceline.cli.settings import toml_of
 from paceline.cli.verb import ALL, Verb
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
@@ -137,4 +138,4 @@ def _where(path: Path) -> None:
     """Says where things are, once a training has ended well."""
     for label, name in (("model", "model"), ("metrics", "metrics.jsonl"), ("logs", "logs")):
         if (path / name).exists():
-            click.echo(f"{label:<8} {path / name}", err=True)
+            say(f"{label:<8} {path / name}", err=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from paceline.cli.saying import say
 from paceline.cli.verb import Verb
 from paceline.cluster.inventory.problems import shown
 from paceline.spec.errors import SettingError
@@ -172,7 +173,7 @@ def command(revoke: bool) -> None:
         raise SettingError(f"there is no {TOML_NAME} in this folder", found=str(Path.cwd()))
     if revoke:
         remember(path, {}, trusted=False)
-        click.echo(f"{path}: no longer trusted")
+        say(f"{path}: no longer trusted")
         return
     toml = read_settings_file(Path.cwd())
     if why := foreign(path):
@@ -184,9 +185,9 @@ def command(revoke: bool) -> None:
         )
     needed = guarded(toml)
     for name, value in needed.items():
-        click.echo(shown(f"{name} = {_text(value)}"))
+        say(shown(f"{name} = {_text(value)}"))
     if not needed:
-        click.echo(f"nothing in {path} needs trust")
+        say(f"nothing in {path} needs trust")
         return
     remember(path, toml)
-    click.echo(f"trusted: {path}, until these settings change")
+    say(f"trusted: {path}, until these settings change")

@@ -131,6 +131,7 @@ def test_an_agent_that_leaves_for_its_guard_is_named() -> None:
         (None, "killed by SIGKILL (the kernel's memory killer, or somebody's kill -9)"),
         ({"kills": None, "limit": None, "kernel": []}, "memory killer, or somebody's"),
         ({"kills": 0, "limit": None, "kernel": []}, "somebody's kill -9: the kernel's memory"),
+        ({"kills": 0, "limit": None, "kernel": ["Killed process 7"]}, "memory killer, or somebody"),
         (
             {"kills": 1, "kernel": [], "limit": {"bytes": 2 << 30, "peak": 3 << 29, "group": "/g"}},
             "killed by the kernel for its memory at 1.0 GiB (limit 2.0 GiB, peak 1.5 GiB, "

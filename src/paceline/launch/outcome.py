@@ -133,9 +133,10 @@ def describe_end(code: int | None, signum: int | None,
         return name
     if not memory:
         return f"{name} (the kernel's memory killer, or somebody's kill -9)"
-    if memory.get("kills") or memory.get("kernel"):
+    kills, kernel = memory.get("kills"), memory.get("kernel")
+    if kills or (kills is None and kernel):
         return f"killed by the kernel for its memory{_memory_words(memory, peak_bytes)}"
-    if memory.get("kills") == 0:
+    if kills == 0 and not kernel:  # the kernel's log tells of processes of others, too
         return f"{name} (somebody's kill -9: the kernel's memory killer did nothing here)"
     return f"{name} (the kernel's memory killer, or somebody's kill -9)"
 

@@ -37,7 +37,10 @@ def match(evidence: Evidence) -> Match | None:
 
 
 def _by_kernel(end: End) -> bool:
-    return bool(end.memory.get("kills") or end.memory.get("kernel"))
+    kills = end.memory.get("kills")
+    if kills is None:  # no counter of our own: the kernel's log, which tells of others, too
+        return bool(end.memory.get("kernel"))
+    return bool(kills)
 
 
 def _of_end(end: End) -> Match:

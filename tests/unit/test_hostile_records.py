@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import random
 import resource
 import shutil
@@ -22,8 +23,11 @@ from safetensors.torch import save_file
 from paceline.spec.errors import PacelineError
 from paceline.spec.records import MOST_BYTES as MOST_LINE
 from paceline.spec.records import last_steps
+from paceline.spec.rundir import WRITER
+from paceline.train import files
 from paceline.train.checkpoints import manifest, names
 from paceline.train.checkpoints.exchange import load
+from paceline.train.checkpoints.lock import Lock
 from paceline.train.checkpoints.manifest import Damaged, Entry, Manifest
 from paceline.train.checkpoints.shelf import BEST, Shelf
 from paceline.train.checkpoints.staging import Staging
@@ -232,6 +236,21 @@ def test_metrics(tmp_path: Path) -> None:
             return ""
 
         bounded(act, Counter())
+
+
+def test_links_are_not_written_through(tmp_path: Path) -> None:
+    """A run directory may come from a stranger."""
+    mine, folder = tmp_path / "bashrc", tmp_path / "run"
+    mine.write_text("one\ntwo")
+    folder.mkdir()
+    for name in ("metrics.jsonl", WRITER, f".a.json.{os.getpid()}.tmp"):
+        (folder / name).symlink_to(mine)
+    Records(folder / "metrics.jsonl").append({"split": "train", "step": 1})
+    with pytest.raises(OSError):
+        Lock(folder).take()
+    with pytest.raises(OSError):
+        files.write_json(folder / "a.json", {})
+    assert mine.read_text() == "one\ntwo"
 
 
 def test_pointers(tmp_path: Path) -> None:

@@ -6,7 +6,16 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+
+def open_plain(path: Path, flags: int) -> IO[bytes]:
+    """Opens a file for writing; OSError where it is a link.
+
+    A run directory may come from a stranger: what it links to is not ours to change.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.fdopen(descriptor, "ab" if flags & os.O_APPEND else "rb+")
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
@@ -20,7 +29,7 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with open_plain(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
             file.write(content)
             file.flush()
             if durable:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.spec.records import last_steps
+from paceline.train.files import open_plain
 
 _BLOCK = 1 << 16
 
@@ -49,7 +50,7 @@ class Records:
 
     def _write(self, content: bytes) -> None:
         try:
-            with self.path.open("ab") as file:
+            with open_plain(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as file:
                 file.write(content)
         except OSError as error:  # a full disk ends no training
             if not self._failed:
@@ -69,7 +70,7 @@ class Records:
 
 def _end_with_a_whole_line(path: Path) -> None:
     """Cuts off what a killed process had begun to write."""
-    with contextlib.suppress(OSError), path.open("rb+") as file:
+    with contextlib.suppress(OSError), open_plain(path, os.O_RDWR) as file:
         end = size = file.seek(0, os.SEEK_END)
         while end:
             start = max(0, end - _BLOCK)

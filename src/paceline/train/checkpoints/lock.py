@@ -57,7 +57,7 @@ class Lock:
             SettingError: Another job writes there; says which.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self._alive_elsewhere(descriptor):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import unicodedata
 from pathlib import Path
 
 PLAN = "plan.json"  # the plan as executed, with the source of every setting
@@ -57,7 +58,9 @@ def checkpoints(folder: Path) -> list[Path]:
 def is_ours(path: str) -> bool:
     """Whether a path in the run directory belongs to the launcher.
 
-    Checkpoints do too: they are brought by their own way.
+    Checkpoints do too: they are brought by their own way. The names are compared as a file system
+    does that takes PLAN.JSON for plan.json, and sees no invisible characters.
     """
-    first = path.split("/")[0]
+    first = unicodedata.normalize("NFKC", path.split("/")[0]).casefold()
+    first = "".join(one for one in first if unicodedata.category(one) != "Cf")
     return first in OURS or first.startswith((".paceline", "events-before-", "metrics-before-"))

@@ -21,6 +21,7 @@ from paceline.cluster.openssh import CAUSES
 from paceline.diagnose.conclude import conclude
 from paceline.diagnose.gather import from_log
 from paceline.diagnose.rules import RULES, load, load_all
+from paceline.launch.schedulers import mpi
 
 CHARS = 40_000  # twenty times the longest line that rules see
 BOUND_S = 3.0  # of CPU time; a linear pattern takes hundredths, a quadratic one some seconds
@@ -30,6 +31,8 @@ READERS = [
     "paceline.diagnose.logs", "paceline.diagnose.stacks", "paceline.diagnose.rule",
     "paceline.launch.outcome", "paceline.launch.screen", "paceline.report.bundle",
     "paceline.spec.terminal", "paceline.cluster.openssh",
+    "paceline.launch.fleet", "paceline.launch.schedulers.mpi", "paceline.launch.schedulers.slurm",
+    "paceline.launch.schedulers.contained",
     *(f"paceline.checks.{found.name}" for found in pkgutil.iter_modules(paceline.checks.__path__)),
 ]  # fmt: skip
 
@@ -48,6 +51,10 @@ def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
                 yield f"{module}.{name}", value
     for cause in CAUSES:
         yield f"CAUSES.{cause.name}", re.compile(cause.pattern)
+    tables = [*mpi._VERSIONS, *mpi._CAUSES]
+    for number, table in enumerate(tables):  # in one of them the name comes first
+        pattern = table[1] if len(table) == 2 else table[0]
+        yield f"mpi.{number}", re.compile(pattern, re.DOTALL)
     # written where they are used
     for module in READERS:
         source = Path(importlib.import_module(module).__file__ or "").read_text()

@@ -112,3 +112,10 @@ def test_a_node_cannot_choose_a_path_for_a_name(name: object) -> None:
     guests = hand.Guests(meeting(name="a"), "c", lambda: None)
     assert '"ok"' in come(guests, name=name)
     assert guests.by_place[1].host.name in ("node1", "7")
+
+
+@pytest.mark.parametrize("place", [[1], {}, "1", 9, -1, 1.5])
+def test_a_place_that_is_none_breaks_nothing(place: object) -> None:
+    guests = hand.Guests(meeting(name="a"), "c", lambda: None)
+    come(guests)
+    assert '"error"' in come(guests, place=place)

@@ -228,9 +228,11 @@ class Guests:
         if problem:
             call.refuse(problem)
             return
-        place = self._free_place(call.about.get("place"))
+        said = call.about.get("place")
+        asked = said if isinstance(said, int) else None
+        place = self._free_place(asked)
         if place is None:
-            call.refuse(self._no_place(call.about.get("place")))
+            call.refuse(self._no_place(asked))
             return
         self.by_place[place] = Guest(self._host(call, place), call)
         call.accept()

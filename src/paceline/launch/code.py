@@ -12,6 +12,7 @@ from pathlib import Path
 
 from paceline.agent.snapshot import hash_file
 from paceline.spec.errors import SettingError
+from paceline.spec.helptext import counted
 from paceline.spec.job import Entry, Job
 
 MAX_FILES = 5000
@@ -152,8 +153,8 @@ def _too_large(root: Path, sizes: Mapping[str, int]) -> SettingError:
     inside = [size for path, size in sizes.items() if path.split("/")[0] == largest]
     return SettingError(
         f"the code in {root} is too large to ship at every start",
-        found=f"{len(sizes)} files, {sum(sizes.values()) >> 20} MiB (at most {MAX_FILES} and"
-        f" {MAX_BYTES >> 20} MiB); most of it is {largest}: {len(inside)} files,"
+        found=f"{counted(len(sizes), 'file')}, {sum(sizes.values()) >> 20} MiB (at most"
+        f" {MAX_FILES} and {MAX_BYTES >> 20} MiB); most of it is {largest}: {counted(len(inside), 'file')},"
         f" {sum(inside) >> 20} MiB",
         remedy="Start from a folder that holds only the code, or keep data out by .gitignore, or "
         "put the code at the same path on every host and add --ship never",

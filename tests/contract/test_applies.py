@@ -278,6 +278,11 @@ def test_detached(deed: Deed, monkeypatch: pytest.MonkeyPatch) -> None:
         (("run", "--no-python", "-m", "job"), "exclude each other"),
         (("bench", "scaling", "--recipe", "-m", "image"), "exclude each other"),
         (("env", "--json", "true"), "--json does not go with COMMAND"),
+        (("hosts", "n1", "--json", "--write", "plain"), "--json does not go with --write"),
+        (("setup", "-H", "n1", "--dry-run", "env"), "--dry-run does not go with setup env"),
+        (("setup", "-H", "n1", "--revoke", "--key", "k"), "--key does not go with --revoke"),
+        (("bench", "collectives", "--no-links", "--min-share", "0.5"), "--min-share does not go"),
+        (("bench", "collectives", "-i", "8", "-f", "2"), "--stepfactor does not go with"),
     ],
 )
 def test_options_that_make_each_other_void(deed: Deed, words: list[str], message: str) -> None:

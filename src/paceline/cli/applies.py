@@ -183,6 +183,16 @@ def refuse_ignored(ctx: click.Context, manner: str, environ: Mapping[str, str]) 
             )
 
 
+def refuse_beside(ctx: click.Context, what: str, names: Iterable[str]) -> None:
+    """SettingError, exit status 2, for options that were given and that ``what`` makes void."""
+    for spelled in given(ctx, tuple(names)).values():
+        raise SettingError(
+            f"{spelled} does not go with {what}",
+            found="it would have no effect",
+            remedy="Leave out one of the two",
+        )
+
+
 def _valued(where: Applies, spelled: str) -> str:
     return spelled if where.value is None else f"{spelled} {where.value}"
 

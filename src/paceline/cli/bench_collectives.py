@@ -14,6 +14,7 @@ import click
 
 from paceline.bench import bandwidth
 from paceline.bench.bandwidth import Row
+from paceline.cli.applies import refuse_beside
 from paceline.cli.launching import F, job_of, launch_options, prepare
 from paceline.cli.saying import say
 from paceline.cli.verb import Verb
@@ -121,6 +122,10 @@ def command(ctx: click.Context, /, **given: Any) -> None:
 
     Exit status: 1 when a value is wrong or a threshold is missed.
     """
+    if given["no_links"]:
+        refuse_beside(ctx, "--no-links", ("picture", "min_share"))
+    if bandwidth.parse_size(given["stepbytes"]):
+        refuse_beside(ctx, "--stepbytes", ("stepfactor",))
     spec = spec_of(given, ctx.params["backend"])
     cluster, way = prepare(ctx)
     nothing: Links = ({}, (), None)

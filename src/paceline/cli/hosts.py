@@ -13,6 +13,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from paceline.cli.applies import refuse_beside
 from paceline.cli.launching import origin
 from paceline.cli.options import HOSTS, SSH_CONFIG, F, with_settings
 from paceline.cli.saying import say
@@ -61,6 +62,8 @@ def command(
     Dialects: plain, slots (openmpi, deepspeed), colon (mpich, intel), port, tlt, list, slurm,
     pbs, ssh-config, accelerate, toml; to read only: mpi, torchrun, kubernetes.
     """
+    if target:
+        refuse_beside(ctx, "--write", ("as_json",))
     if source is not None:
         take_source(ctx, source)
     meant = None if dialect and source is None else ctx.params["hosts"]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
+from paceline.cli.applies import refuse_beside
 from paceline.cli.launching import chosen_hosts
 from paceline.cli.options import HOSTS, SSH_CONFIG, with_settings
 from paceline.cli.saying import say
@@ -67,8 +68,13 @@ def command(ctx: click.Context, /, key: Path | None, key_type: str, password_std
 
     Safe to repeat: what is done already stays as it is. Further parts have commands of their own.
     """
+    own = ("key", "key_type", "password_stdin")
     if ctx.invoked_subcommand is not None:
+        # --dry-run above all: the part would not hear of it, and do its work
+        refuse_beside(ctx, f"setup {ctx.invoked_subcommand}", (*own, "yes", "dry_run", "revoke"))
         return
+    if revoke:
+        refuse_beside(ctx, "--revoke", own)
     chosen, ssh = cluster_hosts(ctx)
     journal = Journal.read()
     if revoke:

@@ -154,8 +154,8 @@ def _too_large(root: Path, sizes: Mapping[str, int]) -> SettingError:
     return SettingError(
         f"the code in {root} is too large to ship at every start",
         found=f"{counted(len(sizes), 'file')}, {sum(sizes.values()) >> 20} MiB (at most"
-        f" {MAX_FILES} and {MAX_BYTES >> 20} MiB); most of it is {largest}: {counted(len(inside), 'file')},"
-        f" {sum(inside) >> 20} MiB",
+        f" {MAX_FILES} and {MAX_BYTES >> 20} MiB); most of it is {largest}:"
+        f" {counted(len(inside), 'file')}, {sum(inside) >> 20} MiB",
         remedy="Start from a folder that holds only the code, or keep data out by .gitignore, or "
         "put the code at the same path on every host and add --ship never",
     )

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -31,14 +31,13 @@ from paceline.cli.settings import parse_env, refuse_ours, setting, toml_of
 from paceline.cli.torchrun import torchrun_options
 from paceline.cli.verb import TABLES_ARE_HOSTS, in_allocation
 from paceline.cli.via import VIA_OPTIONS, Way, hosts_source, manner_of, way_of
-from paceline.cluster import this_machine
-from paceline.cluster.inventory import apply_overrides, find_me, read_hosts
-from paceline.cluster.inventory.lab import lab_name
-from paceline.launch.transport import Transport
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Job
 from paceline.spec.rundir import DEFAULT_PARENT
 from paceline.spec.settings import TOML_NAME, Setting, Source
+
+if TYPE_CHECKING:
+    from paceline.launch.transport import Transport
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -100,6 +99,9 @@ def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
         ctx: The verb's context, with its settings.
         source: Where the hosts are described: ``hosts`` of the settings, or what stands for it.
     """
+    from paceline.cluster.inventory import apply_overrides, read_hosts
+    from paceline.cluster.inventory.lab import lab_name
+
     cwd, toml = Path.cwd(), toml_of(ctx)
     cluster = mark_me(apply_overrides(read_hosts(source, environ=os.environ, cwd=cwd), toml))
     if any(host.python for host in cluster.hosts) and lab_name(source or "") is None:
@@ -158,6 +160,8 @@ def mark_me(cluster: Cluster) -> Cluster:
     """Marks the host that is this very machine: no SSH to oneself."""
     if any(host.local for host in cluster.hosts):
         return cluster
+    from paceline.cluster.inventory import find_me
+
     me = find_me(cluster, own_names(), own_addresses())
     hosts = tuple(replace(host, local=host.name == me) for host in cluster.hosts)
     return replace(cluster, hosts=hosts)
@@ -169,6 +173,8 @@ def own_names() -> set[str]:
 
 
 def own_addresses() -> set[str]:
+    from paceline.cluster import this_machine
+
     return {str(entry["address"]) for entry in this_machine.addresses()}
 
 
@@ -181,6 +187,8 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
         name: The run's name unless the user gave one.
         more: Fields of the job that only this verb sets.
     """
+    from paceline.cluster import this_machine
+
     public, forwarded = parse_env(ctx.params["env"])
     for hidden in ctx.params["unset"]:
         refuse_ours("--unset", hidden)

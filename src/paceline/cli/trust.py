@@ -20,7 +20,6 @@ import click
 
 from paceline.cli.saying import say
 from paceline.cli.verb import Verb
-from paceline.cluster.inventory.problems import shown
 from paceline.spec.errors import SettingError
 from paceline.spec.settings import TOML_NAME
 
@@ -79,6 +78,8 @@ def require_hosts(path: Path, toml: Mapping[str, Any], described: bool) -> None:
 
 def _demand(path: Path, toml: Mapping[str, Any], needed: Mapping[str, Any], key: str,
             what: str) -> None:  # fmt: skip
+    from paceline.cluster.inventory.problems import shown
+
     listed = "\n".join(shown(f"{name} = {_text(value)}") for name, value in needed.items())
     if why := foreign(path):
         raise SettingError(
@@ -167,6 +168,7 @@ def command(revoke: bool) -> None:
     values as they are now; a file that somebody else can change is refused.
     """
     from paceline.cli.settings import read_settings_file
+    from paceline.cluster.inventory.problems import shown
 
     path = Path.cwd() / TOML_NAME
     if not path.exists():

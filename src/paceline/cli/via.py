@@ -15,13 +15,12 @@ from paceline.cli.torchrun import Aliased
 from paceline.cluster.openssh import SshOptions
 from paceline.launch.schedulers import WAYS, ContainerOptions, Options
 from paceline.launch.schedulers.batch import BATCHES
-from paceline.launch.schedulers.slurm import allocation
-from paceline.launch.transport import Transport
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Job
 
 if TYPE_CHECKING:
     from paceline.launch.schedulers.hand import Meeting
+    from paceline.launch.transport import Transport
 
 Kind = Literal["run", "submit", "join"]
 CONTAINERS = ("docker", "podman", "apptainer")
@@ -62,7 +61,8 @@ VIA_OPTIONS = [
     click.option("--setup-command", multiple=True, metavar="COMMAND",
                  help="Slurm: line of the batch script before the job (module load …)."),
     click.option("--requeue/--no-requeue", default=False,
-                 help="Slurm: before the time limit, stop with a checkpoint and go on again."),
+                 help="Slurm: before the time limit, save a checkpoint and requeue the job, which"
+                      " then resumes."),
     click.option("--array", metavar="RANGE", help="Slurm: job array, one run for each index."),
     click.option("--detach", is_flag=True, help="Slurm: submit and leave; do not follow."),
 ]  # fmt: skip
@@ -90,6 +90,13 @@ class Way:
 
         if isinstance(self.transport, HandTransport):
             self.transport.agree_on(job)
+
+
+def allocation(environ: Mapping[str, str]) -> str | None:
+    """The id of the Slurm allocation that we are in."""
+    from paceline.launch.schedulers.slurm import allocation  # its imports are no help text's
+
+    return allocation(environ)
 
 
 def manner_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> str:

@@ -6,10 +6,13 @@ A module has ``transport(options) -> Transport``. A new one is one file and one 
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
 from paceline.launch.schedulers.options import ContainerOptions, Options
-from paceline.launch.transport import Transport
 from paceline.spec.errors import SettingError
+
+if TYPE_CHECKING:
+    from paceline.launch.transport import Transport
 
 # name → (module, one line for people)
 WAYS: dict[str, tuple[str, str]] = {
@@ -32,4 +35,4 @@ def transport(name: str, options: Options) -> Transport:
     return made
 
 
-__all__ = ["WAYS", "ContainerOptions", "Options", "Transport", "transport"]
+__all__ = ["WAYS", "ContainerOptions", "Options", "transport"]

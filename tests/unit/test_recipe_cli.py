@@ -33,6 +33,17 @@ def test_listing() -> None:
     ]
 
 
+def test_a_listing_is_broken_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    listing.main([], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith(" " * 34) and "CIFAR-10" in line for line in lines)
+
+
 def test_copying(tmp_path: Path) -> None:
     target = tmp_path / "mine.py"
     copied = CliRunner().invoke(recipe_command.command, ["copy", "text", str(target)])

@@ -76,6 +76,8 @@ def test_lines_are_broken_between_words() -> None:
     assert all(line.startswith(" " * 10) for line in text.splitlines()[1:])
     assert "a-path/a-path/a-path/" in text
     assert wrapped("paceline: " + "word " * 10, 40).splitlines()[1].startswith("  word")
+    for label in ("epoch 12  ", "warn     ", "unknown  "):
+        assert wrapped(label + "word " * 10, 40).splitlines()[1].index("word") == len(label)
 
 
 def test_what_can_be_pasted_stays_on_one_line() -> None:

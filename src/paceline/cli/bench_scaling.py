@@ -71,7 +71,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
     say(scaling.table(found))
     if said := scaling.advice(found, weak=weak):
         say(f"\n{wrapped(said, 80)}")
-    say(f"\nnumbers {folder / 'scaling.json'}, picture {folder / 'scaling.svg'}")
+    say(f"\nnumbers {folder / 'scaling.json'}\npicture {folder / 'scaling.svg'}")
 
 
 def _recipe_job(ctx: click.Context, name: str, args: tuple[str, ...]) -> Job:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import textwrap
 
 import click
 
@@ -10,6 +12,7 @@ from paceline.cli.saying import say
 from paceline.cli.verb import Verb
 from paceline.recipes import RECIPES
 from paceline.recipes.catalogue import Entry, catalogue
+from paceline.spec.terminal import columns
 
 _KINDS = ("recipes", "models", "data", "augmentations", "presets")
 
@@ -27,14 +30,18 @@ def command(kind: str | None, only: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([one.to_json() for one in found], indent=2, ensure_ascii=False))
         return
+    width = max(40, columns()) if sys.stdout.isatty() else sys.maxsize
     for heading in _KINDS:
-        _section(heading, [one for one in found if one.kind == heading])
+        _section(heading, [one for one in found if one.kind == heading], width)
 
 
-def _section(heading: str, entries: list[Entry]) -> None:
+def _section(heading: str, entries: list[Entry], width: int) -> None:
     if not entries:
         return
     say(f"{heading}:")
     for entry in entries:
         recipe = "" if heading == "recipes" else entry.recipe
-        say(f"  {entry.name:<18} {recipe:<12} {entry.summary}".rstrip())
+        left = f"  {entry.name:<18} {recipe:<12} "
+        say(textwrap.fill(entry.summary, width, initial_indent=left,
+                                 subsequent_indent=" " * len(left), break_long_words=False,
+                                 break_on_hyphens=False))  # fmt: skip

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from paceline.launch.outlet import Outlet
 from paceline.spec.job import Show
-from paceline.spec.terminal import clean, clean_line, columns, for_reader
+from paceline.spec.terminal import clean, clean_line, columns, for_reader, wrapped
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -158,7 +158,10 @@ class Screen:
 
     def say(self, text: str) -> None:
         """A line of the job for the user, without label, on standard output."""
-        self._write(self._out, clean(text, colours=self._colour))
+        text = clean(text, colours=self._colour)
+        if self._out.isatty():
+            text = wrapped(text, max(40, columns()))
+        self._write(self._out, text)
 
     def note(self, text: str) -> None:
         """A line of ours, on standard error."""

@@ -46,7 +46,10 @@ def clean_line(text: str) -> str:
     return clean(text).replace("\n", "\\n")
 
 
-_LABEL = re.compile(r"(?:paceline: |(?:to |with )?[a-z]{1,12}: {1,12}|→ )?")
+_LABEL = re.compile(
+    r"(?:paceline: |(?:to |with )?[a-z]{1,12}: {1,12}|→ |epoch \d{1,9} {2}"
+    r"|(?:ok|warn|FAIL|unknown) {2,7})?"
+)
 # what can be pasted must stay on one line: the terminal breaks it without a line end
 _COMMAND = re.compile(
     r"(?:(?:(?:to |with )?[a-z]{1,12}:|On \S{1,64}:|→) {1,12}){0,3}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -19,7 +20,8 @@ def main() -> int:
     with Lab(LabOptions(hosts=2)) as lab:
         names = " and ".join(lab.names)
         print(f"A virtual cluster is up: {names}, each with its own network and sshd.\n")
-        status = train(["--hosts", str(lab.hostfile), "--ssh-config", str(lab.ssh_config)])
+        os.environ["PACELINE_LAB"] = lab.name  # several may be up
+        status = train(["-H", "lab"])
     print("\nThe virtual cluster is down again; nothing of it is left.")
     print("For paceline in this shell:  . .venv/bin/activate")
     return status

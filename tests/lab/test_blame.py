@@ -261,7 +261,7 @@ def test_a_stopped_rank_is_told_of_and_goes_on(site: Site) -> None:
         os.kill(rank, signal.SIGSTOP)
         hung(launch, "rank 1 on n2 is frozen: stopped by a signal", 8.0)
         os.kill(rank, signal.SIGCONT)
-        hung(launch, "paceline: the job goes on, after", 6.0)
+        hung(launch, "paceline: the job continues, after", 6.0)
         launch.signal(signal.SIGINT)
         assert launch.end().code == 130
 

@@ -28,7 +28,7 @@ def test_a_full_disk_costs_checkpoints_but_no_training(site: Site) -> None:
         on_n1(f"cat /dev/zero > {runs}/filler || true")
         ended = launch.end(40)
     assert ended.code == 0, ended.err
-    assert ended.out.count("the training goes on without checkpoints") == 1
+    assert ended.out.count("the training continues without checkpoints") == 1
     assert "the model came home from" in ended.err
     assert (ended.directory / "model" / "model.safetensors").stat().st_size > 30
     on_n1("rm -rf /tmp/paceline-model-*")

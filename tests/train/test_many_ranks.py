@@ -133,7 +133,7 @@ def test_made_once_on_a_shared_disk(worlds: Any) -> None:
 
 
 def test_more_ranks_than_samples(worlds: Any) -> None:
-    assert all("1 samples, 3 ranks" in one["few"] for one in worlds[3])
+    assert all("1 sample, 3 ranks" in one["few"] for one in worlds[3])
 
 
 def test_divergence_is_named(worlds: Any) -> None:

@@ -75,7 +75,7 @@ def test_unfit_tsv_is_named(tmp_path: Path, content: str, words: str) -> None:
 def test_files_of_different_length_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("1\n2\n")
     (tmp_path / "b").write_text("1\n")
-    with pytest.raises(DataError, match="2 lines and 1 lines"):
+    with pytest.raises(DataError, match="lines: 2 and 1"):
         read(tmp_path / "a", target=str(tmp_path / "b"))
 
 

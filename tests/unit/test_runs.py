@@ -56,7 +56,7 @@ def test_without_any_the_newest_is_looked_at_but_none_is_stopped() -> None:
     assert "runs/new: ended, exit status 3" in call("status").output
     stopped = call("stop")
     assert stopped.exit_code == 0
-    assert "no run below runs/ is going on" in stopped.output
+    assert "no run below runs/ is running" in stopped.output
     assert "runs/old: ended already" in call("stop", "old").output
 
 
@@ -66,7 +66,7 @@ def test_several_are_listed(verb: str) -> None:
     make("two", alive=True)
     refused = call(verb)
     assert isinstance(refused.exception, SettingError)
-    assert "2 runs are going on" in refused.exception.message
+    assert "2 runs are running" in refused.exception.message
     assert {"runs/one", "runs/two"} == set(refused.exception.found.splitlines())
 
 

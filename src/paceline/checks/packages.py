@@ -13,6 +13,7 @@ from paceline.checks.check import Check, listed, passed, warned
 from paceline.checks.probing import Probing
 from paceline.checks.scene import Scene
 from paceline.spec.finding import Finding
+from paceline.spec.helptext import counted
 
 SHOWN = 8
 
@@ -28,18 +29,21 @@ def judge(scene: Scene) -> list[Finding]:
     different = differences(found)
     if not different:
         count = len(next(iter(found.values()), {}))
-        return [passed("packages", scene.names, f"{count} packages, the same on all hosts")]
+        return [
+            passed("packages", scene.names, f"{counted(count, 'package')}, the same on all hosts")
+        ]
     lines = [
         f"{package} ({', '.join(f'{name} {v or chr(8211)}' for name, v in versions.items())})"
         for package, versions in different.items()
     ]
+    many = "1 package differs" if len(lines) == 1 else f"{len(lines)} packages differ"
     more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
     first = next(iter(found))
     return [
         warned(
             "packages",
             scene.names,
-            f"{len(lines)} packages differ: {'; '.join(lines[:SHOWN])}{more}",
+            f"{many}: {'; '.join(lines[:SHOWN])}{more}",
             f"On {first}: python -m pip freeze > requirements.txt; then paceline setup env "
             f"--requirements requirements.txt for {listed(list(found)[1:])}",
         )

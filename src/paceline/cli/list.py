@@ -42,6 +42,7 @@ def _section(heading: str, entries: list[Entry], width: int) -> None:
     for entry in entries:
         recipe = "" if heading == "recipes" else entry.recipe
         left = f"  {entry.name:<18} {recipe:<12} "
-        say(textwrap.fill(entry.summary, width, initial_indent=left,
-                                 subsequent_indent=" " * len(left), break_long_words=False,
-                                 break_on_hyphens=False))  # fmt: skip
+        text = textwrap.fill(entry.summary, width, initial_indent=left,
+                             subsequent_indent=" " * len(left), break_long_words=False,
+                             break_on_hyphens=False)  # fmt: skip
+        say(text)

@@ -30,13 +30,13 @@ PIECE = 1 << 20  # bytes read at once, and the longest line that is kept whole
 @click.option("--rank", type=click.IntRange(0), help="Only this rank.")
 @click.option("--host", metavar="NAME", help="Only the ranks of this host.")
 @click.option("-n", "--tail", type=click.IntRange(0), help="Begin with the last N lines of each.")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run is over.")
+@click.option("-f", "--follow", is_flag=True, help="Follow until the run is over.")
 @click.pass_context
 def command(ctx: click.Context, /, rank: int | None, host: str | None, tail: int | None,
             follow: bool, **_: object) -> None:  # fmt: skip
     """Print the logs of RUN, each line labelled HOST/RANK.
 
-    Without RUN: the run below runs/ that is going on, else the newest there.
+    Without RUN: the one below runs/ that is running, else the newest there.
     """
     path = current_run(ctx)
     readers: dict[Path, Reader] = {}

@@ -31,6 +31,9 @@ HOSTS = click.option(
     "-H", "--hosts", metavar="SOURCE", show_default="this machine",
     help="Host file, comma list, lab, slurm, pbs, … (see `paceline hosts --help`).",
 )  # fmt: skip
+OTHER_HOSTS = click.option(
+    "-H", "--hosts", metavar="SOURCE", help="The hosts to set up: as `paceline hosts --help` says."
+)
 SSH_CONFIG = click.option(
     "--ssh-config", type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="ssh config file to use instead of yours.",
@@ -61,7 +64,7 @@ NO_TORCH = click.option("--no-torch", is_flag=True, help="The script does not us
 
 RUN_DIR_OF = click.option(
     "--run-dir", type=click.Path(file_okay=False, path_type=Path),
-    help="The run's folder, as RUN.", show_default="the run that is going on, else the newest",
+    help="The run's folder, as RUN.",
 )  # fmt: skip
 
 

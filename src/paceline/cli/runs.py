@@ -82,9 +82,9 @@ def find_run(given: str | None) -> Path:
 
 
 def current_run(ctx: click.Context) -> Path:
-    """The run that a verb is about: as named, else the one that is going on, else the newest.
+    """The run that a verb is about: as named, else the one that is running, else the newest.
 
-    SettingError where several are going on: which one is meant is for the user to say.
+    SettingError where several are running: which one is meant is for the user to say.
     """
     named = named_run(ctx)
     if named is not None:
@@ -106,7 +106,7 @@ def named_run(ctx: click.Context) -> str | None:
 def several(found: Sequence[Path]) -> SettingError:
     """The error where the user has to choose."""
     listed = "\n".join(str(path) for path in found)
-    return SettingError(f"{len(found)} runs are going on", found=listed,
+    return SettingError(f"{len(found)} runs are running", found=listed,
                         remedy=f"Name one of them: {found[0]}")  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import click
 
 from paceline.cli.applies import refuse_beside
 from paceline.cli.launching import chosen_hosts
-from paceline.cli.options import HOSTS, SSH_CONFIG, with_settings
+from paceline.cli.options import OTHER_HOSTS, SSH_CONFIG, with_settings
 from paceline.cli.saying import say
 from paceline.cli.settings import setting
 from paceline.cli.setup_containers import command as containers
@@ -35,7 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def host_options(command: F) -> F:
     """Adds the options that say which hosts."""
-    return with_settings(command, [HOSTS, SSH_CONFIG])
+    return with_settings(command, [OTHER_HOSTS, SSH_CONFIG])
 
 
 @click.group("setup", cls=VerbGroup, invoke_without_command=True)

@@ -21,7 +21,7 @@ from paceline.spec.terminal import for_reader
 def command(ctx: click.Context, /, as_json: bool, **_: object) -> None:
     """Say whether RUN is running, and how it ended.
 
-    Without RUN: the run below runs/ that is going on, else the newest there.
+    Without RUN: the one below runs/ that is running, else the newest there.
 
     A batch is described in its scheduler's own words.
     """

@@ -28,10 +28,10 @@ PATIENCE_S = 30.0
 def command(ctx: click.Context, /, now: bool, **_: object) -> None:
     """End RUN on all its nodes; return when it is over.
 
-    Without RUN: the run below runs/ that is going on.
+    Without RUN: the one below runs/ that is running.
     """
     if named_run(ctx) is None and not going_on():
-        say("paceline: no run below runs/ is going on", err=True)
+        say("paceline: no run below runs/ is running", err=True)
         return
     path = current_run(ctx)
     state = look_at(path)

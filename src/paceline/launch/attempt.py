@@ -245,7 +245,7 @@ class Attempt:
     def _hang_told(self, hang: Hang | None, seconds: float) -> None:
         """A hang is only told: who wants it ended says after how long."""
         if hang is None:
-            self._screen.note(f"paceline: the job goes on, after {seconds:.0f} s")
+            self._screen.note(f"paceline: the job continues, after {seconds:.0f} s")
             self._recorder.event("hang over", seconds=round(seconds, 1))
             return
         since = f"no step for {seconds:.0f} s: " if seconds >= 1 else ""

@@ -12,6 +12,8 @@ import threading
 from collections import deque
 from typing import TextIO
 
+from paceline.spec.helptext import counted
+
 LIMIT = 16 * 1024 * 1024  # characters kept for a reader who is late
 
 
@@ -86,7 +88,7 @@ class Outlet:
     def _make_up_for_gap(self) -> None:
         if self._left_out:
             self._queue(
-                f"paceline: {self._left_out} lines were left out here, for nobody read them; "
+                f"paceline: {counted(self._left_out, 'line')} left out here, for nobody read them; "
                 "the logs are complete\n"
             )
             self._left_out = 0

@@ -30,7 +30,7 @@ EVENT_FD = "PACELINE_EVENT_FD"
 
 ``event``     ``{"kind": "event", "event": NAME, ...details}``, recorded in events.jsonl
 ``metrics``   ``{"kind": "metrics", ...}``, appended to metrics.jsonl by the launcher
-``begin``     ``{"kind": "begin", "resumed": BOOL}``: a training begins or goes on; steps that
+``begin``     ``{"kind": "begin", "resumed": BOOL}``: a training begins or resumes; steps that
               metrics.jsonl has are then left out
 ``progress``  ``{"kind": "progress", "step": int, "steps": int, "epoch": int, "epochs": int,
               "loss": float, "samples_per_s": float}``, drawn by the launcher as a live bar

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.spec.errors import DataError, SettingError
 from paceline.train.fetching import Draws, Fetch, Wanted
 from paceline.train.order import Ids, Order, part
+from paceline.train.rate import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,8 @@ def check_batch(global_batch: int, samples: int, ranks: int) -> None:
     if samples < ranks:
         raise DataError(
             "there are more ranks than training samples",
-            found=f"{samples} samples, {ranks} ranks",
-            remedy=f"use at most {samples} processes, or more data",
+            found=f"{counted(samples, 'sample')}, {ranks} ranks",
+            remedy=f"use at most {samples} process{'es' * (samples != 1)}, or more data",
         )
     if global_batch < 1:
         raise SettingError(f"--global-batch {global_batch} must be at least 1")

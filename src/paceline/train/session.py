@@ -258,7 +258,7 @@ class Session:
         """Makes checkpoints from now on, and resumes from an earlier one.
 
         To be called after :meth:`prepare`. From then on SIGTERM and SIGUSR1 save and stop,
-        SIGUSR2 saves and goes on.
+        SIGUSR2 saves and continues.
 
         Args:
             every: ``500`` steps, ``10m``, ``epoch``, several with commas, or ``never``.
@@ -267,11 +267,11 @@ class Session:
                 step, or the folder of a run or a checkpoint.
             best: Updated by the script in each epoch; a checkpoint is made of every best state.
             extras: Further states to keep, by name.
-            identity: What must be the same for a run to go on, by name.
+            identity: What must be the same for a run to resume, by name.
             describes: What :meth:`save_model` will be given, as far as it is known: with it a
                 checkpoint can be used like a finished model.
             stop_when_full: Stops cleanly when a checkpoint cannot be written; otherwise the
-                training goes on with a warning.
+                training continues with a warning.
 
         Returns:
             True when the training was resumed from a checkpoint.

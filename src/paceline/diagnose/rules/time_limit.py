@@ -4,7 +4,7 @@ Meaning: The batch system ended the job because its time was over.
 Cause: The job takes longer than it asked for.
 Confirm: sacct -j JOB --format=Elapsed,Timelimit,State
 Remedy: Ask for more (--time), or let it come back by itself: --requeue saves a checkpoint
-    before the limit and goes on.
+    before the limit and resumes.
 Source: Slurm's and PBS's messages.
 """
 

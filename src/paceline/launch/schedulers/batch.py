@@ -38,7 +38,7 @@ class BatchRequest:
         cpus_per_task: CPUs for each process, ``None`` for the site's default.
         arguments: Further directives, passed through.
         setup: Lines of shell before the job.
-        requeue: Stop before the time limit and go on again.
+        requeue: Save a checkpoint before the time limit, and resume.
         lead_s: How long before the limit.
         array: Index range of a job array, empty for none.
         image: Container image, where the scheduler needs one.

@@ -172,7 +172,7 @@ def _two_files(source: Path, target: Path) -> list[Pair]:
     if len(sides[0]) != len(sides[1]):
         raise DataError(
             f"{source} and {target} are not parallel",
-            found=f"{len(sides[0])} lines and {len(sides[1])} lines",
+            found=f"lines: {len(sides[0])} and {len(sides[1])}",
             remedy="line n of one file must be the translation of line n of the other",
         )
     return list(zip(*sides, strict=True))

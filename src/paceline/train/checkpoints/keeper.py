@@ -222,7 +222,7 @@ class Keeper:
             known, self._full = self._full, outcome.problem
             good = f"the last good one is of step {self._good_step}" if self._good_step else (
                 "there is none yet")  # fmt: skip
-            text = f"{outcome.problem}: the training goes on without checkpoints, {good}"
+            text = f"{outcome.problem}: the training continues without checkpoints, {good}"
             # shown once, until one can be made again
             about = {"problem": outcome.problem} if known else {"warning": text}
             self._tell("checkpoint failed", step=outcome.step, **about)

@@ -60,7 +60,7 @@ class Tracker(Protocol):
 
 
 def load(name: str, about: About) -> Tracker:
-    """Imports a tracker and begins or goes on with a run in it.
+    """Imports a tracker and begins or resumes a run in it.
 
     Raises:
         Exception: Whatever the tracker's library raises; also when it is not installed.

@@ -50,5 +50,5 @@ def _local(folder: Path) -> str:
 
 
 def open(about: About) -> Mlflow:
-    """Begins or goes on with a run."""
+    """Begins or resumes a run."""
     return Mlflow(about)

@@ -30,5 +30,5 @@ class TensorBoard:
 
 
 def open(about: About) -> TensorBoard:
-    """Begins or goes on with the event files."""
+    """Begins or resumes the event files."""
     return TensorBoard(about)

@@ -31,5 +31,5 @@ class Trackio:
 
 
 def open(about: About) -> Trackio:
-    """Begins or goes on with a run."""
+    """Begins or resumes a run."""
     return Trackio(about)

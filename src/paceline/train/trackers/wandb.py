@@ -35,5 +35,5 @@ class Wandb:
 
 
 def open(about: About) -> Wandb:
-    """Begins or goes on with a run."""
+    """Begins or resumes a run."""
     return Wandb(about)

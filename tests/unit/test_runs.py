@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from paceline.cli import program, runs
 from paceline.cli.logs import seek_lines
+from paceline.cli.status import describe
 from paceline.spec.errors import SettingError
 
 ALIVE = 4711  # a process id that stands for one that lives
@@ -106,3 +107,9 @@ def test_the_last_lines_without_reading_all(
                 seek_lines(file, count)
                 left = file.read().decode().splitlines()
             assert left == (text.splitlines()[-count:] if count else [])
+
+
+def test_status_rounds_figures_for_people() -> None:
+    last = {"step": 12, "loss": 0.2478179237433748}
+    said = describe(runs.RunState(Path("runs/a"), "ended", 0, last=last))
+    assert "last record: step 12, loss 0.247818" in said.splitlines()[-1]

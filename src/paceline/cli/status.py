@@ -44,7 +44,10 @@ def describe(state: RunState) -> str:
             f"  launcher: process {owner['pid']} on {owner['host']} since {owner['since']}"
         )
     if state.last:
-        shown = ", ".join(f"{name} {value}" for name, value in list(state.last.items())[:6])
+        shown = ", ".join(
+            f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in list(state.last.items())[:6]
+        )
         lines.append(f"  last record: {shown}")
     if state.failure:
         lines.append(f"  failed first: {state.failure}")

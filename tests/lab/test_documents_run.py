@@ -36,12 +36,14 @@ TRANSLATION = "runs/translation-20261120-111500"
 
 # by the beginning of a command: what runs it, or why nothing does
 ELSEWHERE = {
+    "paceline train image -H lab": "make demo, whose output shows it",
     "make ": "tools/fresh-machine.sh, on a machine made from nothing",
     "git clone": "tools/fresh-machine.sh",
     "cd paceline": "tools/fresh-machine.sh",
     "sudo apt ": "tools/fresh-machine.sh",
     ". .venv/bin/activate": "every command here finds paceline as it does after that line",
     "paceline lab ": "test_lab_commands_run",
+    "paceline run --rdzv": "tests/lab/test_by_hand.py, for it is typed on several nodes at once",
     "paceline run -H hostfile --image": "tests/lab/test_docker.py, with an image made there",
 }
 PAGES_ELSEWHERE = {"coming-from.md": "tests/lab/test_coming_from.py"}
@@ -85,9 +87,8 @@ def to_type() -> dict[str, list[Shown]]:
 
 def elsewhere(shown: Shown) -> str:
     """What else runs it; empty when it is typed here."""
-    if "-H lab" in shown.text:
-        return "test_lab_commands_run"
-    return next((why for start, why in ELSEWHERE.items() if shown.text.startswith(start)), "")
+    named = next((why for start, why in ELSEWHERE.items() if shown.text.startswith(start)), "")
+    return named or ("test_lab_commands_run" if "-H lab" in shown.text else "")
 
 
 def filled(shown: Shown) -> Shown:

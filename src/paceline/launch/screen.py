@@ -30,6 +30,9 @@ _HARMLESS = re.compile(
     r"|\[c10d\] The (?:IPv6|IPv4) network addresses of \(localhost"
     r"|^\[Gloo\] Rank \d{1,9} is connected to \d{1,9} peer ranks"
 )
+# a line of a traceback, a warning: only there a path stands for a place in the user's own file;
+# what a script prints of its folder is shown as it is
+_PLACE = re.compile(r'^\s{0,40}File "|^/[^:\n]{1,4096}:\d{1,9}: ')
 _ERROR = "paceline: "  # how an error of ours begins; its parts follow, indented
 
 # host, folder of a shipped copy there, the folder here that it is a copy of
@@ -130,7 +133,9 @@ class Screen:
     def _labelled(self, host: str, rank: int, stream: str, line: bytes) -> None:
         if stream == "err" and (host, rank) in self._muted:
             return
-        text = at_home(self.homes, host, line.decode(errors="replace"))
+        text = line.decode(errors="replace")
+        if _PLACE.match(text):
+            text = at_home(self.homes, host, text)
         if _HARMLESS.search(text[:500]) or (stream == "err" and self._repeated(host, rank, text)):
             return
         self._last[host, rank] = self._count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from paceline import cli
 from paceline.cli import launching, program, settings
 from paceline.cli.run import entry_of, preload_of
 from paceline.spec.errors import SettingError
@@ -219,3 +221,19 @@ def test_the_name_of_a_rendezvous_has_an_ordinary_variable() -> None:
     assert run is not None
     (option,) = [p for p in run.params if p.name == "rdzv_id"]
     assert option.envvar == ["PACELINE_OPT_RDZV_ID"]
+
+
+def test_ctrl_c_before_a_verb_runs_has_the_status_of_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.program, "make_context", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["run"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == 130

@@ -93,6 +93,10 @@ def main(argv: list[str] | None = None) -> None:
     except PacelineError as error:
         sys.stderr.write(for_reader(error.render(), sys.stderr) + "\n")
         sys.exit(error.exit_code)
+    except SystemExit as end:
+        if isinstance(end.__context__, click.Abort):  # click's word for Ctrl-C before a verb runs
+            sys.exit(128 + signal.SIGINT)
+        raise
     finally:  # all is said; a further Ctrl-C while the interpreter ends shall not change the status
         with contextlib.suppress(ValueError):  # only a main thread may say so
             signal.signal(signal.SIGINT, signal.SIG_IGN)

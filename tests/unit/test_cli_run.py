@@ -229,7 +229,7 @@ def test_ctrl_c_before_a_verb_runs_has_the_status_of_an_interrupt(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.program, "make_context", interrupted)
+    monkeypatch.setattr(click.Group, "parse_args", interrupted)
     before = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit) as ended:

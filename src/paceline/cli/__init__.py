@@ -61,6 +61,13 @@ class Verbs(VerbGroup):
     def sections(self, ctx: click.Context) -> list[Section]:
         return [("Commands", [Row(name, line) for name, (_, line) in VERBS.items()])]
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        """Ctrl-C has the same status before a verb runs, where click would say 1."""
+        try:
+            return super().make_context(*args, **extra)
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Ctrl-C gives the status that a shell knows, 128 + SIGINT."""
         try:
@@ -93,10 +100,6 @@ def main(argv: list[str] | None = None) -> None:
     except PacelineError as error:
         sys.stderr.write(for_reader(error.render(), sys.stderr) + "\n")
         sys.exit(error.exit_code)
-    except SystemExit as end:
-        if isinstance(end.__context__, click.Abort):  # click's word for Ctrl-C before a verb runs
-            sys.exit(128 + signal.SIGINT)
-        raise
     finally:  # all is said; a further Ctrl-C while the interpreter ends shall not change the status
         with contextlib.suppress(ValueError):  # only a main thread may say so
             signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -115,8 +115,12 @@ def make_run_folder(key: str) -> Path:
         return folder
     new = folder.with_name(".new-%s" % secrets.token_hex(8))
     new.mkdir(mode=0o700)
-    (new / MARK).write_text(key)
-    new.rename(folder)  # with its mark in it from the first moment
+    try:
+        (new / MARK).write_text(key)
+        new.rename(folder)  # with its mark in it from the first moment
+    except BaseException:
+        shutil.rmtree(str(new), ignore_errors=True)
+        raise
     return folder
 
 

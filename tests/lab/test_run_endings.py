@@ -187,7 +187,7 @@ def test_interrupted_at_once(site: Site) -> None:
     with site.start(*OPTIONS, "end.py", "echo") as launch:
         time.sleep(0.15)
         launch.signal(signal.SIGINT)
-        time.sleep(1)  # the interpreter may lose a signal while it starts: press again, as one would
+        time.sleep(1)  # Python may lose a signal while it starts: press again, as one would
         launch.signal(signal.SIGINT)
         ended = launch.end()
     assert ended.code in (130, -signal.SIGINT)

@@ -258,7 +258,7 @@ def test_only_old_things_of_ours_are_forgotten(cache: Path, tmp_path: Path) -> N
     """What somebody else put beside them, or reached through a link, stays."""
     key, other, fresh = "a" * 24, "b" * 24, "c" * 24
     names = {
-        "runs": [key, other, "my-notes", ".new-" + "0" * 16],
+        "runs": [key, other, "my-notes", ".new-" + "0" * 8 + "-1-" + "0" * 16],
         "jobs": ["20260101-ab", "a job's"],
         "agent": ["d" * 64, "d" * 64 + ".new12", "tools"],
         "blobs": ["0f", "photos"],
@@ -289,6 +289,17 @@ def test_only_old_things_of_ours_are_forgotten(cache: Path, tmp_path: Path) -> N
         os.utime(path, (0, 0))
     snapshot.forget_old(keep="", max_age_s=3600)
     assert (elsewhere / key / snapshot.MARK).exists()
+
+
+def test_what_a_killed_agent_left_half_done_goes_at_once(cache: Path) -> None:
+    boot, token = Path("/proc/sys/kernel/random/boot_id").read_text()[:8], "0" * 16
+    nobody = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1
+    theirs = f".new-{boot}-{os.getpid()}-{token}"  # being made at this moment
+    away = f".new-{'f' * 8}-{nobody}-{token}"  # by another machine that shares the folder
+    for name in (f".new-{boot}-{nobody}-{token}", f".gone-{token}", theirs, away):
+        (cache / "runs" / name).mkdir(parents=True)
+    snapshot.forget_old(keep="", max_age_s=3600)
+    assert {path.name for path in (cache / "runs").iterdir()} == {theirs, away}
 
 
 def entry(path: str, content: bytes, mode: int = 0o644) -> list[Any]:

@@ -29,6 +29,8 @@ from . import procs, title
 Message = Dict[str, Any]
 LENGTH = struct.Struct(">I")
 PIPES = 3  # of a rank: output, errors, events
+# what may end a rank: it waits while a fork is not yet the rank, which would lose it otherwise
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(fd: int, parent: int, preload: List[str]) -> int:
@@ -162,6 +164,7 @@ class ForkServer:
         server = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
         pid = os.fork()
         if pid == 0:
             procs.die_with_parent(server)
@@ -170,6 +173,7 @@ class ForkServer:
             for fd in self.pidfds:
                 os.close(fd)
             return 0
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
         self.children[pid] = about
         with contextlib.suppress(AttributeError, OSError):
             self.pidfds[os.pidfd_open(pid)] = pid
@@ -198,6 +202,7 @@ def serve_store(where: Message, listen_fd: int) -> int:
     imported when the first rank knocks, for a job that never does need not have it.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     title.show("%s %s store" % (sys.executable, sys.argv[0]))
     select.select([listen_fd], [], [])
     distributed: Any = importlib.import_module("torch.distributed")

@@ -102,6 +102,7 @@ class NodeJob:
         self._received = b""
         self._store: Optional[procs.Process] = None
         self._unstarted: Deque[Tuple[Rank, Message]] = deque()
+        self._stopping: Optional[int] = None  # the signal that this attempt's ranks are to get
         self._kill_at: Optional[float] = None
         self._looked_at = 0.0
         self._frozen_at: Optional[float] = None  # since when the fork server stands still
@@ -154,7 +155,7 @@ class NodeJob:
             raise RuntimeError("the fork server is gone")
         procs.make_room_for_descriptors(forkserver.PIPES * len(request["ranks"]))
         self.ranks = [Rank(spec["rank"], spec["local_rank"]) for spec in request["ranks"]]
-        self.running, self._kill_at = True, None
+        self.running, self._stopping, self._kill_at = True, None, None
         self._kills_before = memory.kills()
         self._order({"attempt": {k: v for k, v in request.items() if k != "ranks"}})
         if store_listener is not None:
@@ -247,6 +248,8 @@ class NodeJob:
         rank = self._rank(message["local_rank"])
         rank.process = process
         self._post({"event": "started", "rank": rank.rank, "pid": process.pid})
+        if self._stopping is not None:  # it was ordered before the stop, and begins after it
+            self._signal_group(process, self._stopping)
         with contextlib.suppress(OSError):  # a fork server that died is noticed by itself
             self._start_next()
 
@@ -346,6 +349,7 @@ class NodeJob:
 
     def stop(self, signum: int, grace_s: float) -> None:
         """Signals every rank; what lives after ``grace_s`` seconds is killed."""
+        self._stopping = signum
         self._forget_unstarted(signum)
         for rank in self.ranks:
             if rank.process is not None and rank.status is None:
@@ -360,10 +364,14 @@ class NodeJob:
         self._unstarted.clear()
 
     def _signal_group(self, process: procs.Process, signum: int) -> None:
-        if procs.identify(process.pid) == process:
-            with contextlib.suppress(OSError):
+        if procs.identify(process.pid) != process:
+            return
+        with contextlib.suppress(OSError):
+            try:
                 os.killpg(process.pid, signum)
                 os.killpg(process.pid, signal.SIGCONT)  # a stopped process takes no signal
+            except ProcessLookupError:  # it does not lead its group yet, so it has none
+                os.kill(process.pid, signum)
 
     def tick(self) -> None:
         """Regular work: kills after the grace, reports ends, sees who stands still."""

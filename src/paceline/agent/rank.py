@@ -15,7 +15,7 @@ import types
 import zipfile
 from typing import Any, Callable, Dict, List
 
-from . import ending, master, procs, title, witness
+from . import ending, forkserver, master, procs, title, witness
 
 Message = Dict[str, Any]
 TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
@@ -87,6 +87,7 @@ def run(entry: Message, workdir: str, events: int) -> int:
 def run_entry(entry: Message, workdir: str, events: int) -> int:
     """Runs the script, module or program; returns the exit status or does not return."""
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.HELD)  # it is a rank now
         os.chdir(workdir)
         if entry["kind"] == "binary":
             return _execute([entry["target"], *entry["args"]])

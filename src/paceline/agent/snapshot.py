@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
-from . import inside
+from . import inside, procs
 
 Entry = List[Any]
 Message = Dict[str, Any]
@@ -113,7 +113,7 @@ def make_run_folder(key: str) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not folder.is_symlink() and folder.is_dir():
         return folder
-    new = folder.with_name(".new-%s" % secrets.token_hex(8))
+    new = folder.with_name(".new-%s-%d-%s" % (_boot(), os.getpid(), secrets.token_hex(8)))
     new.mkdir(mode=0o700)
     try:
         (new / MARK).write_text(key)
@@ -122,6 +122,21 @@ def make_run_folder(key: str) -> Path:
         shutil.rmtree(str(new), ignore_errors=True)
         raise
     return folder
+
+
+def _boot() -> str:
+    """Eight digits of this machine's own start: process numbers of two machines may be the same."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    return "0" * 8
+
+
+def _is_abandoned(path: Path) -> bool:
+    """What an agent was making, or removing, when it was killed."""
+    if re.fullmatch(r"\.gone-[0-9a-f]{16}", path.name):
+        return True
+    made = re.fullmatch(r"\.new-([0-9a-f]{8})-([0-9]{1,10})-[0-9a-f]{16}", path.name)
+    return bool(made and made[1] == _boot() and procs.read_stat(int(made[2])) is None)
 
 
 def discard_run_folder(key: str, only_empty: bool = False) -> bool:
@@ -165,6 +180,8 @@ def job_folder(run_id: str) -> Path:
 def forget_old(keep: str, max_age_s: float = KEPT_S) -> None:
     """Removes what was shipped or left here and has not been touched for a month.
 
+    What a killed agent left half made or half removed goes at once.
+
     Args:
         keep: The folder that this agent runs from.
         max_age_s: Age in seconds.
@@ -178,7 +195,8 @@ def forget_old(keep: str, max_age_s: float = KEPT_S) -> None:
             with contextlib.suppress(OSError):
                 if path.is_symlink() or str(path) == keep:
                     continue
-                old = _newest(path) < before and is_ours(path)  # to look at a mark is to use it
+                # to look at a mark is to use it, so that comes last
+                old = (_is_abandoned(path) or _newest(path) < before) and is_ours(path)
                 if old and stat.S_ISDIR(path.lstat().st_mode):
                     remove_tree(path)
                 elif old:
@@ -197,7 +215,7 @@ def _made_here(form: str) -> Callable[[Path], bool]:
 
 
 def _is_run(path: Path) -> bool:
-    aside = _made_here(r"\.(new|gone)-[0-9a-f]{16}")(path)
+    aside = _made_here(r"\.(gone|new-[0-9a-f]{8}-[0-9]{1,10})-[0-9a-f]{16}")(path)
     return aside or (is_key(path.name) and _is_marked(path, path.name))
 
 

@@ -28,11 +28,11 @@ demo: env system
 	@$(BIN)/python tools/demo.py
 
 test: PARTS = all
-# What starts no process and opens no socket shares the CPUs; the rest has the machine to itself.
+# Labs wait more than they work, so three go at once; each has a network of its own (tests/conftest.py).
 test: env system
 	@status=0; \
 	$(BIN)/python -m pytest -n auto tests/unit tests/contract || status=1; \
-	$(BIN)/python -m pytest tests/train tests/lab || status=1; \
+	$(BIN)/python -m pytest -n 3 --dist loadfile tests/train tests/lab || status=1; \
 	exit $$status
 
 pythons: env

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "PACELINE_TEST_SESSION"  # carried by every process that a test starts, and its children

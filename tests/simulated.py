@@ -21,10 +21,10 @@ from typing import Any
 
 from paceline.agent import facts
 from paceline.agent.frames import Decoder, encode
-from paceline.cluster.channel import Channel
 from paceline.launch.running import RunOutcome, run_job
 from paceline.launch.screen import Screen
-from paceline.launch.transport import Reached, nobody
+from paceline.remote.channel import Channel
+from paceline.remote.transport import Reached, nobody
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 
 PACELINE = [sys.executable, "-m", "paceline"]
 

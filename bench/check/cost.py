@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 HOSTS = (2, 4, 8, 16, 32)
@@ -38,8 +38,8 @@ def paceline(lab: Lab, *words: str) -> tuple[float, str]:
 def login(lab: Lab) -> float:
     """Seconds until every host has let us in and told its facts: nothing else is asked."""
     script = (
-        "import asyncio, sys; from pathlib import Path; from paceline.cluster.fanout import "
-        "connect_all; from paceline.cluster.openssh import SshOptions; from paceline.spec.hosts "
+        "import asyncio, sys; from pathlib import Path; from paceline.remote.fanout import "
+        "connect_all; from paceline.remote.openssh import SshOptions; from paceline.spec.hosts "
         "import Host\n"
         "async def main():\n"
         "    names = Path(sys.argv[1]).read_text().split()\n"

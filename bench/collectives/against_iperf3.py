@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 SIZES = {"100mbit": "4M", "1gbit": "32M"}

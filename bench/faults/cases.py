@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.lab import Lab
+from paceline.lab import Lab
 
 THREE: dict[str, Any] = {"hosts": 3, "interface_names": ("eth0", "ens3"), "private": ("/srv:64m",)}
 Strike = Callable[[Lab], AbstractContextManager[Any]]

@@ -21,7 +21,7 @@ from typing import Any
 
 from cases import HEALTHY, PAIRABLE, SINGLE, Case, shell
 
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 ORDER = ("fail", "unknown", "warn", "pass")

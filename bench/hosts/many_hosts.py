@@ -22,7 +22,7 @@ import threading
 import time
 from pathlib import Path
 
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 
 TIMEOUT_S = 300
 SIMULATED = Path(__file__).parents[2] / "tests" / "simulated.py"

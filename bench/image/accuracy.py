@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 from paceline.recipes.datasets.images import Split
 
 TRAIN = [sys.executable, "-m", "paceline", "train", "image"]

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 
 JOB = Path(__file__).with_name("first_all_reduce.py")
 PYTHON = sys.executable

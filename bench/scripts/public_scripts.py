@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 LIMIT_S = 240

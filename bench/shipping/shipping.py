@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 
 BLOCK = os.urandom(1 << 20)
 
@@ -127,12 +127,12 @@ def shipped(folder: Path, lab: Lab) -> dict[str, float]:
 
 async def ship(folder: Path, lab: str) -> dict[str, float]:
     """What a launcher does with a folder that its job needs."""
-    from paceline.cluster.fanout import connect_all
-    from paceline.cluster.inventory import read_hosts
-    from paceline.cluster.openssh import SshOptions
+    from paceline.hosts import read_hosts
     from paceline.launch.code import read_parts
     from paceline.launch.node import Node
     from paceline.launch.shipping import ship_tree
+    from paceline.remote.fanout import connect_all
+    from paceline.remote.openssh import SshOptions
 
     begun = time.monotonic()
     tree = read_parts(folder, ())

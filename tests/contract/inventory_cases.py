@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.inventory.dialect import Parsed, Reading
+from paceline.hosts.dialect import Parsed, Reading
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Host
 

@@ -20,15 +20,15 @@ from paceline.checks import examine
 from paceline.cli import applies, batch, launching, program, settings, trust
 from paceline.cli import bench_scaling as scaling_verb
 from paceline.cli import evaluate as evaluate_verb
-from paceline.cluster.channel import command_for
-from paceline.cluster.openssh import ssh_command
+from paceline.containers import Probe, engine
 from paceline.launch import running
-from paceline.launch.containers import Probe, engine
-from paceline.launch.schedulers import mpi, slurm
-from paceline.launch.schedulers.calling import CallingTransport
-from paceline.launch.schedulers.contained import ContainerTransport, container_for
-from paceline.launch.schedulers.hand import HandTransport
-from paceline.launch.schedulers.ssh import SshTransport
+from paceline.remote.channel import command_for
+from paceline.remote.openssh import ssh_command
+from paceline.rendezvous.calling import CallingTransport
+from paceline.rendezvous.hand import HandTransport
+from paceline.schedulers import mpi, slurm
+from paceline.schedulers.contained import ContainerTransport, container_for
+from paceline.schedulers.ssh import SshTransport
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 from paceline.spec.rundir import MODEL_CONFIG
@@ -130,7 +130,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     monkeypatch.setattr(launching, "own_names", lambda: set[str]())
     monkeypatch.setattr(mpi, "find", lambda chosen: mpi.Mpi("mpich", "4", chosen or "mpiexec"))
     monkeypatch.setattr(slurm.shutil, "which", lambda name, **_: f"/bin/{name}")
-    monkeypatch.setattr("paceline.launch.rundir.fresh_path", lambda parent, name: parent / name)
+    monkeypatch.setattr("paceline.rundir.directory.fresh_path", lambda parent, name: parent / name)
     monkeypatch.setattr(batch, "fresh_path", lambda parent, name: parent / name)
     monkeypatch.setattr("time.strftime", lambda *_: "now")
     monkeypatch.chdir(tmp_path)

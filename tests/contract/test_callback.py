@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from paceline.agent import caller
-from paceline.cluster import callback
-from paceline.cluster.callback import Call, CallLink, Switchboard, caller_command, caller_config
-from paceline.cluster.certificate import identity
-from paceline.launch.schedulers.calling import Gathering
+from paceline.rendezvous import callback
+from paceline.rendezvous.callback import Call, CallLink, Switchboard, caller_command, caller_config
+from paceline.rendezvous.calling import Gathering
+from paceline.rendezvous.certificate import identity
 from paceline.spec.hosts import Host
 
 KEY = b"k" * 32

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.containers import ENGINES, Container, Probe, engine, parse_probe, probe_command
-from paceline.launch.schedulers.contained import check_images, container_for
-from paceline.launch.schedulers.options import ContainerOptions, Options
+from paceline.containers import ENGINES, Container, Probe, engine, parse_probe, probe_command
+from paceline.schedulers.contained import check_images, container_for
+from paceline.schedulers.options import ContainerOptions, Options
 from paceline.spec.errors import NodeError
 from paceline.spec.hosts import Host
 

@@ -21,9 +21,9 @@ from inventory_cases import (
     refusal,
 )
 
-from paceline.cluster.inventory import DIALECTS
-from paceline.cluster.inventory.dialect import Dialect, Reading
-from paceline.cluster.inventory.registry import ALIASES, ENVIRONMENTS
+from paceline.hosts import DIALECTS
+from paceline.hosts.dialect import Dialect, Reading
+from paceline.hosts.registry import ALIASES, ENVIRONMENTS
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
 

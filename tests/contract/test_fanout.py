@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.fanout import connect_all, wait_without_threads
-from paceline.cluster.openssh import SshOptions
+from paceline.remote.fanout import connect_all, wait_without_threads
+from paceline.remote.openssh import SshOptions
 from paceline.spec.errors import ConnectError
 from paceline.spec.hosts import Host
 

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.cli import program, settings
-from paceline.cluster.inventory import apply_overrides, load_toml, read_hosts, write_hosts
+from paceline.hosts import apply_overrides, load_toml, read_hosts, write_hosts
 from paceline.spec.errors import PacelineError
 
 PATIENCE_S = 5.0

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 import paceline.checks
-from paceline.cluster.openssh import CAUSES
 from paceline.diagnose.conclude import conclude
 from paceline.diagnose.gather import from_log
 from paceline.diagnose.rules import RULES, load, load_all
-from paceline.launch.schedulers import mpi
+from paceline.remote.openssh import CAUSES
+from paceline.schedulers import mpi
 
 CHARS = 40_000  # twenty times the longest line that rules see
 BOUND_S = 3.0  # of CPU time; a linear pattern takes hundredths, a quadratic one some seconds
@@ -30,9 +30,9 @@ EVERYWHERE = ["a", "a@", "@a", "a.", "a:", ": ", " ", "0", "(", "[", "[0]", "/",
 READERS = [
     "paceline.diagnose.logs", "paceline.diagnose.stacks", "paceline.diagnose.rule",
     "paceline.launch.outcome", "paceline.launch.screen", "paceline.report.bundle",
-    "paceline.spec.terminal", "paceline.cluster.openssh",
-    "paceline.launch.fleet", "paceline.launch.schedulers.mpi", "paceline.launch.schedulers.slurm",
-    "paceline.launch.schedulers.contained",
+    "paceline.spec.terminal", "paceline.remote.openssh",
+    "paceline.launch.fleet", "paceline.schedulers.mpi", "paceline.schedulers.slurm",
+    "paceline.schedulers.contained",
     *(f"paceline.checks.{found.name}" for found in pkgutil.iter_modules(paceline.checks.__path__)),
 ]  # fmt: skip
 

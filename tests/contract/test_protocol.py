@@ -21,16 +21,16 @@ import pytest
 
 from paceline.agent import facts, server
 from paceline.agent.frames import MAGIC, MAX_ANSWER, Decoder, FrameError, encode
-from paceline.cluster import protocol
-from paceline.cluster.channel import Channel, LoginRefused, Silent, Untrusted
-from paceline.cluster.network import candidates
-from paceline.cluster.protocol import ANSWERS, BOOT, EVENTS, SAYINGS, Conversation, Untrue
 from paceline.launch import planning
 from paceline.launch.attempt import Attempt
 from paceline.launch.node import Node
 from paceline.launch.recorder import Recorder
-from paceline.launch.rundir import RunDirectory
 from paceline.launch.screen import Screen
+from paceline.remote import protocol
+from paceline.remote.channel import Channel, LoginRefused, Silent, Untrusted
+from paceline.remote.network import candidates
+from paceline.remote.protocol import ANSWERS, BOOT, EVENTS, SAYINGS, Conversation, Untrue
+from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.hosts import Host
 from paceline.spec.job import Entry, Job
@@ -243,7 +243,7 @@ def test_a_right_greeting_after_any_noise(noise: bytes) -> None:
 
 
 def test_a_greeting_that_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.cluster.channel.STALL_S", 0.2)
+    monkeypatch.setattr("paceline.remote.channel.STALL_S", 0.2)
     for said in (encode(hello())[:-1], MAGIC + struct.pack(">II", MAX_ANSWER, 5) + b"{"):
         refused = opened(HAVE + said, end=False)
         assert isinstance(refused, LoginRefused)
@@ -253,8 +253,8 @@ def test_a_greeting_that_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("said", [b"", MAGIC + struct.pack(">II", 99, 5) + b"{"])
 def test_a_host_that_falls_silent_is_given_up(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no run's lease watches it, as in setup."""
-    monkeypatch.setattr("paceline.cluster.channel.BEAT_S", 0.05)
-    monkeypatch.setattr("paceline.cluster.channel.SILENCE_S", 0.3)
+    monkeypatch.setattr("paceline.remote.channel.BEAT_S", 0.05)
+    monkeypatch.setattr("paceline.remote.channel.SILENCE_S", 0.3)
 
     async def go() -> None:
         channel = Channel(Host("n2"), Said(HAVE + encode(hello()) + said, end=False))  # type: ignore[arg-type]

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.schedulers import WAYS, mpi, slurm
-from paceline.launch.schedulers.batch import BATCHES, BatchRequest, render
-from paceline.launch.schedulers.options import Options
-from paceline.launch.schedulers.slurm_batch import parse_job, parse_submitted
+from paceline.schedulers import WAYS, mpi, slurm
+from paceline.schedulers.batch import BATCHES, BatchRequest, render
+from paceline.schedulers.options import Options
+from paceline.schedulers.slurm_batch import parse_job, parse_submitted
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 

@@ -250,8 +250,8 @@ def test_tables_are_no_hosts_where_something_else_chooses(typed: tuple[str, ...]
 @pytest.mark.parametrize("verb", sorted(set(TAKE_HOSTS)))
 def test_the_lab_brings_its_ssh_config(verb: str, monkeypatch: pytest.MonkeyPatch,
                                        tmp_path: Path) -> None:  # fmt: skip
-    from paceline.cluster.inventory import lab
-    from paceline.cluster.lab.layout import Layout
+    from paceline.hosts import lab
+    from paceline.lab.layout import Layout
 
     monkeypatch.setattr(lab, "find_lab", lambda name, environ: Layout(tmp_path / (name or "up")))
 
@@ -268,9 +268,9 @@ def test_the_lab_brings_its_ssh_config(verb: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_which_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from paceline.cluster.inventory.lab import find_lab
-    from paceline.cluster.lab import state
-    from paceline.cluster.lab.layout import Layout
+    from paceline.hosts.lab import find_lab
+    from paceline.lab import state
+    from paceline.lab.layout import Layout
 
     up: list[Layout] = []
     monkeypatch.setattr(state, "labs", lambda: up)

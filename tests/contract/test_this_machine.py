@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import this_machine
+from paceline.remote import this_machine
 
 GONE = 2**22 + 1  # no pid is as large
 

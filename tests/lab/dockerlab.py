@@ -15,7 +15,7 @@ import cgroups
 from launches import eventually
 from ways import missing
 
-from paceline.cluster.lab import Lab
+from paceline.lab import Lab
 
 IMAGE = "paceline-test:1"
 FOLDERS = (

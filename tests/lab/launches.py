@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.lab import Lab
+from paceline.lab import Lab
 
 JOBS = Path(__file__).with_name("jobs")
 SOURCE = Path(__file__).resolve().parents[2] / "src"

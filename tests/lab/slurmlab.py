@@ -14,7 +14,7 @@ import cgroups
 from launches import eventually
 from ways import missing
 
-from paceline.cluster.lab import Lab
+from paceline.lab import Lab
 
 SOCKET = "/run/munge/munge.socket.2"
 START_S = 20.0

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from launches import trust_settings
 
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(90)]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.lab import Lab
+from paceline.lab import Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(110)]
 

@@ -27,7 +27,7 @@ from launches import SOURCE
 from test_tutorial import applied
 
 from documents import PAGES, Shown, in_blocks, inline
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 

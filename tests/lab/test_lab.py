@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.lab import Lab, LabOptions, state
-from paceline.cluster.lab import processes as looking
+from paceline.lab import Lab, LabOptions, state
+from paceline.lab import processes as looking
 from paceline.spec.errors import LabError
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(60)]
@@ -532,7 +532,7 @@ def _labs() -> list[str]:
 
 HOLD = """
 import sys, time
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 lab = Lab(LabOptions(hosts=2, name=sys.argv[1], latency="1ms")).up()
 lab.popen("n1", ["sh", "-c", "sleep 1000 & sleep 1000"])
 print("ready", flush=True)
@@ -605,7 +605,7 @@ def test_filtering_beside_it_does_not_reach_in() -> None:
     script = (
         "iptables -P FORWARD DROP && sysctl -qw net.ipv4.ip_forward=1;"
         f" {sys.executable} - <<'END'\n"
-        "from paceline.cluster.lab import Lab, LabOptions\n"
+        "from paceline.lab import Lab, LabOptions\n"
         "with Lab(LabOptions(hosts=2)) as lab:\n"
         "    print(lab.exec('n1', ['ssh', 'n2', 'hostname'], timeout=10).stdout)\n"
         "END\n"
@@ -622,7 +622,7 @@ def test_a_host_that_cannot_start_says_why() -> None:
 
 
 ROOTLESS = """
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 with Lab(LabOptions(hosts=2, rate="100mbit", private=("/srv",))) as lab:
     print(lab.exec("n1", ["ssh", "n2", "hostname; id -u"], timeout=10, check=True).stdout)
     print(lab.exec("n1", ["touch", "/srv/x"]).stderr)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from launches import Site, project_at
 
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 from paceline.spec.errors import LabError
 
 pytestmark = pytest.mark.lab

@@ -240,7 +240,7 @@ def test_a_start_up_file_that_ends_the_shell_is_named(together: Site) -> None:
 
 def test_other_login_shells() -> None:
     """The one line that travels is read by any shell."""
-    from paceline.cluster.openssh import agent_command
+    from paceline.remote.openssh import agent_command
     from paceline.spec.command import shell_text
 
     line = shell_text(agent_command("/usr/bin/python3"))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.lab import Lab, LabOptions
+from paceline.lab import Lab, LabOptions
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 

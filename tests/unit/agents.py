@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.agent.server import Agent
-from paceline.cluster.channel import Channel
 from paceline.launch.node import Node
+from paceline.remote.channel import Channel
 from paceline.spec.hosts import Host
 
 ENDLESS = 1 << 60

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.agent.frames import Decoder
-from paceline.cluster.shipment import shipment
+from paceline.remote.shipment import shipment
 
 PYTHON = "/usr/bin/python3"  # any user may run it
 MARK = b"\xf5PLboot "

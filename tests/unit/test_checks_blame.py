@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.checks.blame import faults, presumed
 from paceline.checks.link import rounds
 from paceline.checks.ports import choose_ports, lost_by_chance, merged
-from paceline.cluster.network import Candidate
+from paceline.remote.network import Candidate
 
 PORTS = (29500, 40000)
 

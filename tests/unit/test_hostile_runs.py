@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import hostile
-from paceline.cluster.records import open_regular, read_object, read_records
 from paceline.diagnose.evidence import LINE_CHARS, LINES, lines_of
 from paceline.diagnose.gather import from_run, read_given
+from paceline.rundir.records import open_regular, read_object, read_records
 from paceline.spec import rundir as names
 
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paceline.cli.hosts import command
-from paceline.cluster.inventory import DIALECTS
+from paceline.hosts import DIALECTS
 from paceline.spec.errors import HostsError, SettingError
 from paceline.spec.hosts import Host
 

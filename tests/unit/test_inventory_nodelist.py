@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.inventory.dialect import UnreadableError
-from paceline.cluster.inventory.nodelist import compress, expand, expand_counts
+from paceline.hosts.dialect import UnreadableError
+from paceline.hosts.nodelist import compress, expand, expand_counts
 
 names = st.from_regex(r"[a-c]{1,2}-?[0-9]{0,4}(-ib[0-9]?)?", fullmatch=True)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.inventory import apply_overrides, find_me, load_toml
+from paceline.hosts import apply_overrides, find_me, load_toml
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
 

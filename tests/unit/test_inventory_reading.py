@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.inventory import read_hosts
+from paceline.hosts import read_hosts
 from paceline.spec.errors import HostsError, SettingError
 from paceline.spec.hosts import Cluster
 

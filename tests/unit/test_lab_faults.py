@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from lab_plans import plan
 
-from paceline.cluster.lab.faults import (
+from paceline.lab.faults import (
     FAULTS,
     Boot,
     Fault,

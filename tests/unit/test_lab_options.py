@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab_plans import plan
 
-from paceline.cluster.lab import state
-from paceline.cluster.lab.layout import Layout
-from paceline.cluster.lab.options import (
+from paceline.lab import state
+from paceline.lab.layout import Layout
+from paceline.lab.options import (
     PrivateFolder,
     delay_seconds,
     rate_bits,

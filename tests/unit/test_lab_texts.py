@@ -7,9 +7,9 @@ from pathlib import Path
 
 from lab_plans import plan
 
-from paceline.cluster.lab import disk, mounts, network, texts
-from paceline.cluster.lab.layout import Layout
-from paceline.cluster.lab.processes import Process, of_host, parse_listeners
+from paceline.lab import disk, mounts, network, texts
+from paceline.lab.layout import Layout
+from paceline.lab.processes import Process, of_host, parse_listeners
 
 LAYOUT = Layout(Path("/tmp/paceline-lab-0/test"))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.launch.metrics import MetricsLog, last_steps
-from paceline.launch.rundir import RunDirectory
+from paceline.rundir.directory import RunDirectory
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import network
-from paceline.cluster.network import Candidate
+from paceline.remote import network
+from paceline.remote.network import Candidate
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Host
 

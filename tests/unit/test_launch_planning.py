@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.network import NodeNetwork
 from paceline.launch import planning, showing
 from paceline.launch.planning import Code
+from paceline.remote.network import NodeNetwork
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Job

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import openssh
-from paceline.cluster.openssh import SshOptions, classify
+from paceline.remote import openssh
+from paceline.remote.openssh import SshOptions, classify
 from paceline.spec.hosts import Host
 
 HOST = Host("n2", address="10.77.0.12", user="me", port=2222)

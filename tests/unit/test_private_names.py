@@ -41,14 +41,14 @@ def test_of_python(module: str, name: str, where: str) -> None:
 
 
 def test_a_process_of_asyncio_has_a_transport_to_close() -> None:
-    """cluster/link.py closes the pipes that a grandchild may hold open."""
+    """remote/link.py closes the pipes that a grandchild may hold open."""
     parameters = list(inspect.signature(asyncio.subprocess.Process).parameters)
     assert parameters == ["transport", "protocol", "loop"]
     assert "self._transport" in inspect.getsource(asyncio.subprocess.Process.__init__)
 
 
 def test_asyncio_can_wait_by_pidfd() -> None:
-    """cluster/fanout.py chooses it where asyncio does not do so by itself."""
+    """remote/fanout.py chooses it where asyncio does not do so by itself."""
     assert hasattr(os, "pidfd_open")
     if sys.version_info < (3, 12):
         assert callable(asyncio.PidfdChildWatcher)

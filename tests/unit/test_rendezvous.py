@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.callback import Call
-from paceline.launch.schedulers import hand
+from paceline.rendezvous import hand
+from paceline.rendezvous.callback import Call
 from paceline.spec.errors import SettingError
 
 KEY = "00112233445566778899aabbccddeeff"

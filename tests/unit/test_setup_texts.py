@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.openssh import SshOptions
-from paceline.cluster.setup import aliases, authorized, keys, names, shares, ssh
-from paceline.cluster.setup.journal import Journal, take_back, without_lines, write_file
-from paceline.cluster.setup.worker_sshd import config_text
+from paceline.remote.openssh import SshOptions
+from paceline.setup import aliases, authorized, keys, names, shares, ssh
+from paceline.setup.journal import Journal, take_back, without_lines, write_file
+from paceline.setup.worker_sshd import config_text
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 
@@ -174,8 +174,8 @@ def test_only_names_are_taken_over_from_a_hosts_file() -> None:
 
 def test_nothing_to_do_is_said_only_where_it_is_so(capsys: pytest.CaptureFixture[str]) -> None:
     from paceline.cli.setup import show_plan
-    from paceline.cluster.openssh import Refusal
-    from paceline.cluster.setup.hosts import Look
+    from paceline.remote.openssh import Refusal
+    from paceline.setup.hosts import Look
 
     works = Look(Host("n1"), "works")
     lost = Look(Host("n9"), "refused", refusal=Refusal("name not found", "no n9", "spell it"))

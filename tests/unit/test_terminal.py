@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from paceline import cli
 from paceline.cli import setup
-from paceline.cluster.openssh import Refusal
-from paceline.cluster.setup import hosts as steps
+from paceline.remote.openssh import Refusal
+from paceline.setup import hosts as steps
 from paceline.spec.errors import NodeError
 from paceline.spec.hosts import Host
 from paceline.spec.terminal import clean, clean_line, wrapped

@@ -16,14 +16,14 @@ import pytest
 from agents import ENDLESS, Served, agent_in_thread
 
 from paceline.agent import inside, snapshot
-from paceline.cluster import blobs
-from paceline.cluster.channel import AgentRefusal
 from paceline.launch import mirroring
 from paceline.launch.code import read_parts
 from paceline.launch.mirroring import Mirror, send_checkpoints
-from paceline.launch.rundir import RunDirectory
 from paceline.launch.shipping import Fetcher, ship_tree
+from paceline.remote.channel import AgentRefusal
+from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, PacelineError
+from paceline.transfer import blobs
 
 BLOCK = 512
 CUTS = 200

@@ -7,7 +7,7 @@ import random
 import re
 from typing import Any
 
-from paceline.cluster.channel import Channel
+from paceline.remote.channel import Channel
 
 SECONDS = 1
 PATIENCE_S = 10.0

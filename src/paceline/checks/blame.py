@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from paceline.cluster.network import Candidate
+from paceline.remote.network import Candidate
 
 Result = Mapping[str, Any]
 Results = Mapping[str, Sequence[Result]]

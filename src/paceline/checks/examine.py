@@ -11,10 +11,10 @@ from paceline.checks import due
 from paceline.checks.check import Check, Level, unknown
 from paceline.checks.probing import Probing
 from paceline.checks.scene import Scene, Wishes
-from paceline.cluster.channel import Channel
-from paceline.cluster.fanout import reach_all
-from paceline.cluster.network import LOOPBACK
-from paceline.cluster.openssh import SshOptions
+from paceline.remote.channel import Channel
+from paceline.remote.fanout import reach_all
+from paceline.remote.network import LOOPBACK
+from paceline.remote.openssh import SshOptions
 from paceline.spec.errors import PacelineError
 from paceline.spec.finding import Finding
 from paceline.spec.hosts import Host

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from paceline.checks.check import Check, failed, passed, warned
 from paceline.checks.scene import Scene
-from paceline.cluster.agreement import differences, interpreter_problem
+from paceline.remote.agreement import differences, interpreter_problem
 from paceline.spec.finding import Finding
 
 

@@ -11,7 +11,7 @@ import re
 
 from paceline.checks.check import Check, failed, listed, passed
 from paceline.checks.scene import Scene
-from paceline.cluster.openssh import CAUSES
+from paceline.remote.openssh import CAUSES
 from paceline.spec.finding import Finding
 
 

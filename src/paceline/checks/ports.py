@@ -20,7 +20,7 @@ from paceline.checks import blame
 from paceline.checks.check import Check, failed, listed, passed, warned
 from paceline.checks.probing import Probing, every
 from paceline.checks.scene import Scene
-from paceline.cluster import network, trying
+from paceline.remote import network, trying
 from paceline.spec.errors import PacelineError
 from paceline.spec.finding import Finding
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.checks.scene import Scene
-from paceline.cluster.channel import Channel
-from paceline.cluster.fanout import all_of
-from paceline.cluster.network import Candidate, NodeNetwork
+from paceline.remote.channel import Channel
+from paceline.remote.fanout import all_of
+from paceline.remote.network import Candidate, NodeNetwork
 
 PATIENCE_S = 20.0  # for one answer of one node
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from paceline.cluster.network import NodeNetwork
+from paceline.remote.network import NodeNetwork
 from paceline.spec.hosts import Host
 
 Facts = Mapping[str, Any]

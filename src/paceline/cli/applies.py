@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from paceline.cli.settings import RUN_TABLE, variable_of
-from paceline.launch.schedulers.batch import SUBMITTED
+from paceline.schedulers.batch import SUBMITTED
 from paceline.spec.errors import SettingError
 from paceline.spec.settings import TOML_NAME
 

@@ -18,11 +18,11 @@ import click
 
 from paceline.cli.applies import SUBMISSION, given
 from paceline.cli.saying import say
-from paceline.cluster import records
-from paceline.launch.rundir import fresh_path
-from paceline.launch.schedulers.batch import BATCHES, BatchRequest, render
-from paceline.launch.schedulers.slurm import ask
-from paceline.launch.schedulers.slurm_batch import JobState, parse_job, parse_submitted
+from paceline.rundir import records
+from paceline.rundir.directory import fresh_path
+from paceline.schedulers.batch import BATCHES, BatchRequest, render
+from paceline.schedulers.slurm import ask
+from paceline.schedulers.slurm_batch import JobState, parse_job, parse_submitted
 from paceline.spec.errors import ConnectError, SettingError
 from paceline.spec.job import Job
 

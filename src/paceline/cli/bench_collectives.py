@@ -19,7 +19,7 @@ from paceline.cli.launching import F, job_of, launch_options, prepare
 from paceline.cli.saying import say
 from paceline.cli.verb import Verb
 from paceline.cli.via import Way
-from paceline.cluster import this_machine
+from paceline.remote import this_machine
 from paceline.spec.errors import JobError, PacelineError, SettingError
 from paceline.spec.helptext import counted
 from paceline.spec.hosts import Cluster
@@ -171,7 +171,7 @@ def measure_links(ctx: click.Context, cluster: Cluster, way: Way) -> Links:
     """
     from paceline.checks.link import bits
     from paceline.checks.link import judge as judge_link
-    from paceline.cluster.openssh import SshOptions
+    from paceline.remote.openssh import SshOptions
 
     if len(cluster.hosts) < 2 or way.name not in ("ssh", "local"):
         return {}, (), None
@@ -189,7 +189,7 @@ async def _second_opinion(scene: Scene, ssh: Any,
                           rates: Mapping[tuple[str, str], float]) -> Any:  # fmt: skip
     """What iperf3 says of the slowest way; ``None`` where a host lacks it or it fails."""
     from paceline.bench import iperf3
-    from paceline.cluster.fanout import connect_all
+    from paceline.remote.fanout import connect_all
 
     source, target = min(rates, key=rates.__getitem__)
     by_name = {host.name: host for host in scene.present}

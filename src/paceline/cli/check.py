@@ -33,9 +33,9 @@ from paceline.cli.options import (
 from paceline.cli.saying import say
 from paceline.cli.settings import setting
 from paceline.cli.verb import Verb
-from paceline.cluster import this_machine
-from paceline.cluster.openssh import SshOptions
 from paceline.launch import planning
+from paceline.remote import this_machine
+from paceline.remote.openssh import SshOptions
 from paceline.report import findings as report
 from paceline.spec.finding import Finding
 from paceline.spec.hosts import Host

@@ -15,12 +15,12 @@ from paceline.cli.options import of_a_run
 from paceline.cli.runs import find_run, named_run
 from paceline.cli.saying import say
 from paceline.cli.verb import Verb
-from paceline.cluster.records import is_regular, read_object
 from paceline.diagnose.conclude import Conclusion, conclude, to_findings
 from paceline.diagnose.evidence import Evidence
 from paceline.diagnose.gather import from_log, from_run, read, read_given
 from paceline.diagnose.rules import load_all
 from paceline.report import explanation
+from paceline.rundir.records import is_regular, read_object
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 from paceline.spec.terminal import for_reader

@@ -19,7 +19,7 @@ from paceline.cli.options import HOSTS, SSH_CONFIG, F, with_settings
 from paceline.cli.saying import say
 from paceline.cli.settings import setting, toml_of
 from paceline.cli.verb import Verb, use_lab
-from paceline.cluster.inventory import apply_overrides, lost_fields, read_hosts, write_hosts
+from paceline.hosts import apply_overrides, lost_fields, read_hosts, write_hosts
 from paceline.spec.errors import SettingError
 from paceline.spec.helptext import counted
 from paceline.spec.hosts import Cluster, Host

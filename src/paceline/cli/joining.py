@@ -16,9 +16,9 @@ from types import FrameType
 from typing import Any
 
 from paceline.agent import caller
-from paceline.cluster.callback import caller_command, caller_config
-from paceline.launch.schedulers.hand import Meeting, addresses_of, command_hash
-from paceline.launch.schedulers.mpi import STRIP
+from paceline.rendezvous.callback import caller_command, caller_config
+from paceline.rendezvous.hand import Meeting, addresses_of, command_hash
+from paceline.schedulers.mpi import STRIP
 from paceline.spec.errors import ConnectError
 from paceline.spec.job import Job
 

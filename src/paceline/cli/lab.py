@@ -13,9 +13,9 @@ import click
 
 from paceline.cli.saying import say
 from paceline.cli.verb import Verb, VerbGroup
-from paceline.cluster.lab import Lab, LabOptions
-from paceline.cluster.lab.faults import FAULTS
-from paceline.cluster.lab.lab import names_up, wait
+from paceline.lab import Lab, LabOptions
+from paceline.lab.faults import FAULTS
+from paceline.lab.lab import names_up, wait
 from paceline.spec.errors import LabError
 from paceline.spec.helptext import Row, Section
 

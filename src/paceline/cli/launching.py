@@ -37,7 +37,7 @@ from paceline.spec.rundir import DEFAULT_PARENT
 from paceline.spec.settings import TOML_NAME, Setting, Source
 
 if TYPE_CHECKING:
-    from paceline.launch.transport import Transport
+    from paceline.remote.transport import Transport
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -99,8 +99,8 @@ def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
         ctx: The verb's context, with its settings.
         source: Where the hosts are described: ``hosts`` of the settings, or what stands for it.
     """
-    from paceline.cluster.inventory import apply_overrides, read_hosts
-    from paceline.cluster.inventory.lab import lab_name
+    from paceline.hosts import apply_overrides, read_hosts
+    from paceline.hosts.lab import lab_name
 
     cwd, toml = Path.cwd(), toml_of(ctx)
     cluster = mark_me(apply_overrides(read_hosts(source, environ=os.environ, cwd=cwd), toml))
@@ -160,7 +160,7 @@ def mark_me(cluster: Cluster) -> Cluster:
     """Marks the host that is this very machine: no SSH to oneself."""
     if any(host.local for host in cluster.hosts):
         return cluster
-    from paceline.cluster.inventory import find_me
+    from paceline.hosts import find_me
 
     me = find_me(cluster, own_names(), own_addresses())
     hosts = tuple(replace(host, local=host.name == me) for host in cluster.hosts)
@@ -173,7 +173,7 @@ def own_names() -> set[str]:
 
 
 def own_addresses() -> set[str]:
-    from paceline.cluster import this_machine
+    from paceline.remote import this_machine
 
     return {str(entry["address"]) for entry in this_machine.addresses()}
 
@@ -187,7 +187,7 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
         name: The run's name unless the user gave one.
         more: Fields of the job that only this verb sets.
     """
-    from paceline.cluster import this_machine
+    from paceline.remote import this_machine
 
     public, forwarded = parse_env(ctx.params["env"])
     for hidden in ctx.params["unset"]:
@@ -271,9 +271,9 @@ def launch(
             package=package,
         )
     from paceline.cli.preflight import explain_run, explained, inspector, preflight
-    from paceline.launch.rundir import fresh_path
     from paceline.launch.running import report_failure, report_success, run_job
     from paceline.launch.screen import Screen
+    from paceline.rundir.directory import fresh_path
     from paceline.spec.terminal import clean
 
     preflight(ctx, job, cluster, way)

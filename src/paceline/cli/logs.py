@@ -14,8 +14,8 @@ import click
 from paceline.cli.options import of_a_run
 from paceline.cli.runs import current_run, look_at
 from paceline.cli.verb import Verb
-from paceline.cluster.records import open_regular
 from paceline.diagnose.gather import log_files, rank_of
+from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 from paceline.spec.terminal import clean

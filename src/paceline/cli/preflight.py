@@ -16,8 +16,8 @@ import click
 
 from paceline.cli.saying import say
 from paceline.cli.via import Way
-from paceline.cluster.openssh import SshOptions
 from paceline.launch import planning
+from paceline.remote.openssh import SshOptions
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.finding import Finding
@@ -150,7 +150,7 @@ def explain_run(run_dir: Path, shown: bool) -> None:
 
     A problem in here must not hide how the run ended, nor keep the user waiting for it.
     """
-    from paceline.launch.rundir import short
+    from paceline.rundir.directory import short
 
     with contextlib.suppress(PacelineError, OSError, ValueError):
         try:

@@ -12,8 +12,8 @@ import click
 
 from paceline.cli.batch import record_of, state_of
 from paceline.cli.settings import setting
-from paceline.cluster import records
-from paceline.cluster.ownership import owner_alive, read_owner
+from paceline.rundir import records
+from paceline.rundir.ownership import owner_alive, read_owner
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 from paceline.spec.settings import Source

@@ -80,7 +80,7 @@ def read_settings_file(cwd: Path) -> dict[str, Any]:
         SettingError: It has an unknown table or an unknown key in ``[run]``.
         HostsError: It is no TOML, or a ``[hosts.NAME]`` table is wrong.
     """
-    from paceline.cluster.inventory import load_toml
+    from paceline.hosts import load_toml
 
     toml = dict(load_toml(cwd / TOML_NAME))
     for table, content in toml.items():
@@ -136,13 +136,13 @@ def check_environment() -> None:
 
 def shown(text: str) -> str:
     """A text of the file or a variable as it may stand in an error: visible, and not too long."""
-    from paceline.cluster.inventory import problems
+    from paceline.hosts import problems
 
     return problems.shown(text)
 
 
 def _unknown(message: str, word: str, legal: Sequence[str]) -> SettingError:
-    from paceline.cluster.inventory.problems import nearest
+    from paceline.hosts.problems import nearest
 
     near = nearest(word, legal)
     if near:

@@ -17,15 +17,15 @@ from paceline.cli.saying import say
 from paceline.cli.settings import setting
 from paceline.cli.setup_containers import command as containers
 from paceline.cli.verb import Verb, VerbGroup
-from paceline.cluster import this_machine
-from paceline.cluster.openssh import SshOptions
-from paceline.cluster.setup import aliases, keys
-from paceline.cluster.setup import hosts as steps
-from paceline.cluster.setup.hosts import Look
-from paceline.cluster.setup.journal import Journal, take_back, write_file
-from paceline.cluster.setup.keys import Identity
-from paceline.cluster.setup.password import Passwords
-from paceline.cluster.setup.ssh import effective
+from paceline.remote import this_machine
+from paceline.remote.openssh import SshOptions
+from paceline.setup import aliases, keys
+from paceline.setup import hosts as steps
+from paceline.setup.hosts import Look
+from paceline.setup.journal import Journal, take_back, write_file
+from paceline.setup.keys import Identity
+from paceline.setup.password import Passwords
+from paceline.setup.ssh import effective
 from paceline.spec.errors import ConnectError, NodeError, PacelineError, SettingError
 from paceline.spec.helptext import counted
 from paceline.spec.hosts import Host
@@ -294,7 +294,7 @@ async def take_all_back(hosts: Sequence[Host], ssh: SshOptions, journal: Journal
 def sshd(ctx: click.Context, /, action: str, port: int, address: str, folder: Path | None,
          **_: object) -> None:  # fmt: skip
     """An sshd of your own, without root: on this machine, or on the hosts of `setup -H`."""
-    from paceline.cluster.setup import worker_sshd
+    from paceline.setup import worker_sshd
 
     words = [action, "--port", str(port), "--address", address]
     words += ["--folder", str(folder)] if folder else []
@@ -307,7 +307,7 @@ def sshd(ctx: click.Context, /, action: str, port: int, address: str, folder: Pa
 
 async def _sshd_everywhere(hosts: Sequence[Host], ssh: SshOptions, words: list[str],
                            source: Path) -> int:  # fmt: skip
-    from paceline.cluster.setup.ssh import run
+    from paceline.setup.ssh import run
 
     text = source.read_text(encoding="utf-8")
     answers = await asyncio.gather(*(run(h, ssh, ["python3", "-", *words], text) for h in hosts))
@@ -345,7 +345,7 @@ async def _sshd_everywhere(hosts: Sequence[Host], ssh: SshOptions, words: list[s
 def env(ctx: click.Context, /, requirements: Path, folder: str, python: str, offline: bool,
         activate: str, **_: object) -> None:  # fmt: skip
     """A Python environment on every host, from one requirements file."""
-    from paceline.cluster.setup import environments
+    from paceline.setup import environments
 
     hosts, ssh = cluster_hosts(ctx)
     wanted = environments.Wanted(requirements, folder, python, activate, offline)
@@ -363,8 +363,8 @@ def env(ctx: click.Context, /, requirements: Path, folder: str, python: str, off
 
 async def _environments(hosts: Sequence[Host], ssh: SshOptions, wanted: Any,
                         wheels: Path | None) -> None:  # fmt: skip
-    from paceline.cluster.fanout import connect_all
-    from paceline.cluster.setup import environments
+    from paceline.remote.fanout import connect_all
+    from paceline.setup import environments
 
     channels = await connect_all(hosts, [wanted.python] * len(hosts), ssh)
     try:
@@ -378,7 +378,7 @@ async def _environments(hosts: Sequence[Host], ssh: SshOptions, wanted: Any,
 
 async def _environment(channel: Any, wanted: Any, wheels: Path | None) -> PacelineError | None:
     """Makes it on one node; its failure does not end the work on the others."""
-    from paceline.cluster.setup import environments
+    from paceline.setup import environments
 
     try:
         say(await environments.make(channel, wanted, wheels))
@@ -400,7 +400,7 @@ def mounts(kind: Any, server: str, path: str, at: str, user: str) -> None:
     """Print what to type on every host to mount a shared folder. Changes nothing."""
     import os
 
-    from paceline.cluster.setup import shares
+    from paceline.setup import shares
 
     if kind == "cifs" and not user:
         raise SettingError("a cifs share needs an account", remedy="--user NAME")
@@ -417,7 +417,7 @@ def names(ctx: click.Context, /, **_: object) -> None:
     """Print lines for /etc/hosts, and what is wrong with those that are there. Changes nothing."""
     from paceline.checks.examine import examine
     from paceline.checks.scene import Wishes
-    from paceline.cluster.setup import names as lines
+    from paceline.setup import names as lines
 
     hosts, ssh = cluster_hosts(ctx)
     pythons = {host.name: host.python or this_machine.default_python() for host in hosts}

@@ -10,7 +10,7 @@ import click
 
 from paceline.cli.saying import say
 from paceline.cli.verb import Verb
-from paceline.launch.containers.matched_set import (
+from paceline.containers.matched_set import (
     FIRST_PORT,
     HOST_KEY,
     KEY,

@@ -12,8 +12,8 @@ from paceline.cli.options import of_a_run
 from paceline.cli.runs import RunState, current_run, going_on, look_at, named_run
 from paceline.cli.saying import say
 from paceline.cli.verb import Verb
-from paceline.cluster import this_machine
-from paceline.cluster.ownership import owner_here
+from paceline.remote import this_machine
+from paceline.rundir.ownership import owner_here
 from paceline.spec.errors import NodeError
 from paceline.spec.terminal import clean
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from paceline.bench.bandwidth import COLLECTIVES, PARTS
 from paceline.checks.scene import Scene
-from paceline.cluster.openssh import SshOptions
 from paceline.launch.running import RunOutcome, run_job
-from paceline.launch.schedulers import Options, transport
 from paceline.launch.screen import Screen
+from paceline.remote.openssh import SshOptions
+from paceline.schedulers import Options, transport
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
 from paceline.spec.hosts import Cluster

@@ -157,14 +157,14 @@ def weaker(ctx: click.Context, one: str, other: str) -> bool:
 
 def in_allocation() -> bool:
     """Whether Slurm has chosen hosts for us."""
-    from paceline.launch.schedulers.slurm import allocation
+    from paceline.schedulers.slurm import allocation
 
     return bool(allocation(os.environ))
 
 
 def use_lab(ctx: click.Context) -> None:
     """The lab's hosts are reached by the lab's ssh config, unless one is named as strongly."""
-    from paceline.cluster.inventory.lab import find_lab, lab_name
+    from paceline.hosts.lab import find_lab, lab_name
 
     name = lab_name(ctx.params["hosts"])
     if name is not None and (

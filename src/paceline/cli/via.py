@@ -12,15 +12,15 @@ import click
 
 from paceline.cli.options import Seconds
 from paceline.cli.torchrun import Aliased
-from paceline.cluster.openssh import SshOptions
-from paceline.launch.schedulers import WAYS, ContainerOptions, Options
-from paceline.launch.schedulers.batch import BATCHES
+from paceline.remote.openssh import SshOptions
+from paceline.schedulers import WAYS, ContainerOptions, Options
+from paceline.schedulers.batch import BATCHES
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Job
 
 if TYPE_CHECKING:
-    from paceline.launch.schedulers.hand import Meeting
-    from paceline.launch.transport import Transport
+    from paceline.remote.transport import Transport
+    from paceline.rendezvous.hand import Meeting
 
 Kind = Literal["run", "submit", "join"]
 CONTAINERS = ("docker", "podman", "apptainer")
@@ -86,7 +86,7 @@ class Way:
 
     def agree_on(self, job: Job) -> None:
         """Nodes that meet by hand have to be there for the same thing."""
-        from paceline.launch.schedulers.hand import HandTransport
+        from paceline.rendezvous.hand import HandTransport
 
         if isinstance(self.transport, HandTransport):
             self.transport.agree_on(job)
@@ -94,7 +94,7 @@ class Way:
 
 def allocation(environ: Mapping[str, str]) -> str | None:
     """The id of the Slurm allocation that we are in."""
-    from paceline.launch.schedulers.slurm import allocation  # its imports are no help text's
+    from paceline.schedulers.slurm import allocation  # its imports are no help text's
 
     return allocation(environ)
 
@@ -136,13 +136,13 @@ def way_of(params: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
         return _by_hand(params)
     if name in BATCHES and not (name == "slurm" and allocation(environ)):
         return Way("submit", name)
-    from paceline.launch.schedulers import transport
+    from paceline.schedulers import transport
 
     return Way("run", name, transport(name, options_of(params)))
 
 
 def _by_hand(params: Mapping[str, Any]) -> Way:
-    from paceline.launch.schedulers.hand import HandTransport, meeting
+    from paceline.rendezvous.hand import HandTransport, meeting
 
     place = meeting(params["rdzv"], params["rdzv_id"], params["rdzv_key_file"],
                     params["node_rank"], params["nnodes"], params["rdzv_timeout"])  # fmt: skip

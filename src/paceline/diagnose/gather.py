@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.cluster.ownership import owner_alive, owner_here, read_owner
-from paceline.cluster.records import (
+from paceline.diagnose import logs as cutting
+from paceline.diagnose.evidence import End, Evidence, First, Launcher, Log
+from paceline.rundir.ownership import owner_alive, owner_here, read_owner
+from paceline.rundir.records import (
     folders_in,
     head_and_tail,
     is_regular,
@@ -21,8 +23,6 @@ from paceline.cluster.records import (
     whole,
     words,
 )
-from paceline.diagnose import logs as cutting
-from paceline.diagnose.evidence import End, Evidence, First, Launcher, Log
 from paceline.spec import rundir as names
 from paceline.spec.errors import DataError
 

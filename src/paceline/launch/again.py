@@ -9,7 +9,7 @@ from collections.abc import Callable
 from paceline.launch import planning
 from paceline.launch.fleet import Fleet
 from paceline.launch.outcome import Failure, about_full_disk, size_words
-from paceline.launch.transport import Transport
+from paceline.remote.transport import Transport
 from paceline.spec.errors import PacelineError
 from paceline.spec.job import Job
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.cluster.channel import Event
 from paceline.launch import outcome
 from paceline.launch.fleet import Fleet, first_of, together, within
 from paceline.launch.hanging import Hang
@@ -19,6 +18,7 @@ from paceline.launch.node import Node, how_it_died
 from paceline.launch.outcome import Failure
 from paceline.launch.recorder import Recorder
 from paceline.launch.screen import Screen
+from paceline.remote.channel import Event
 from paceline.spec import jobenv
 from paceline.spec.job import Job
 from paceline.spec.plan import NodePlan, Plan

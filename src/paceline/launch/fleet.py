@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.cluster.channel import Channel, Event
-from paceline.cluster.fanout import all_of
 from paceline.launch.node import Node, Trouble
+from paceline.remote.channel import Channel, Event
+from paceline.remote.fanout import all_of
 from paceline.spec.errors import PacelineError
 from paceline.spec.hosts import Host
 

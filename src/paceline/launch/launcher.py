@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.cluster.channel import Event
 from paceline.launch import again, planning, staging
 from paceline.launch.attempt import Attempt, Result
 from paceline.launch.fleet import Fleet
@@ -20,11 +19,12 @@ from paceline.launch.node import Node
 from paceline.launch.outcome import HERE, Failure
 from paceline.launch.reach import Networks, find_networks, hold_port
 from paceline.launch.recorder import Recorder
-from paceline.launch.rundir import RunDirectory, safe, short
 from paceline.launch.screen import Screen
 from paceline.launch.shipping import Fetcher
 from paceline.launch.staging import Package
-from paceline.launch.transport import Reached, Transport, nobody
+from paceline.remote.channel import Event
+from paceline.remote.transport import Reached, Transport, nobody
+from paceline.rundir.directory import RunDirectory, safe, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.hosts import Host

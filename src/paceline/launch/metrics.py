@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.launch.rundir import RunDirectory
+from paceline.rundir.directory import RunDirectory
 from paceline.spec.records import last_steps
 from paceline.spec.rundir import METRICS
 

@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Collection, Iterable
 from pathlib import Path
 
 from paceline.agent import inside
-from paceline.cluster.blobs import send_blocks
-from paceline.cluster.channel import AgentRefusal
 from paceline.launch.node import Node
-from paceline.launch.rundir import RunDirectory
 from paceline.launch.shipping import Fetcher
+from paceline.remote.channel import AgentRefusal
+from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import PacelineError
 from paceline.spec.rundir import CHECKPOINTS, WRITER
+from paceline.transfer.blobs import send_blocks
 
 Sizes = dict[str, int]  # by path relative to the folder of checkpoints
 MOST_DIGITS = 20  # of a step

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paceline.cluster.channel import Channel
 from paceline.launch.outcome import describe_end
+from paceline.remote.channel import Channel
 from paceline.spec.hosts import Host
 
 

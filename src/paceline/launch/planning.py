@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.cluster import agreement
-from paceline.cluster.network import NodeNetwork
+from paceline.remote import agreement
+from paceline.remote.network import NodeNetwork
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job

@@ -1,4 +1,4 @@
-"""Lets the nodes try each other and hold a port; ``cluster.network`` decides what follows."""
+"""Lets the nodes try each other and hold a port; ``remote.network`` decides what follows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.cluster import network, trying
-from paceline.cluster.channel import AgentRefusal
 from paceline.launch.fleet import Fleet, together
+from paceline.remote import network, trying
+from paceline.remote.channel import AgentRefusal
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Job
 from paceline.spec.settings import Setting, Source

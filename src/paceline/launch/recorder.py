@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from paceline.cluster.channel import Event
 from paceline.launch.metrics import MetricsLog
 from paceline.launch.node import Node
-from paceline.launch.rundir import RunDirectory, safe, short
 from paceline.launch.screen import Screen
+from paceline.remote.channel import Event
+from paceline.rundir.directory import RunDirectory, safe, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
 

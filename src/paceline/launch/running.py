@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.records import open_regular
 from paceline.launch import planning
 from paceline.launch.attempt import Result
 from paceline.launch.launcher import Inspect, Launcher, plan_only
 from paceline.launch.outcome import Failure, describe_end, signal_name
-from paceline.launch.rundir import RunDirectory, fresh_path, safe, short
 from paceline.launch.screen import Home, Screen, at_home
 from paceline.launch.staging import Package
-from paceline.launch.transport import Transport
+from paceline.remote.transport import Transport
+from paceline.rundir.directory import RunDirectory, fresh_path, safe, short
+from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
 from paceline.spec.errors import PacelineError

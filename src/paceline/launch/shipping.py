@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent.inside import Arriving
-from paceline.cluster.blobs import fetch_file, send_tree
-from paceline.cluster.channel import AgentRefusal
 from paceline.launch.code import Manifest, Tree, entry_at, relocate
 from paceline.launch.node import Node
 from paceline.launch.planning import Code
+from paceline.remote.channel import AgentRefusal
 from paceline.spec.errors import NodeError
 from paceline.spec.job import Entry, Job
+from paceline.transfer.blobs import fetch_file, send_tree
 
 RESULT_LIMIT = 8 << 30  # bytes brought back from one node
 

@@ -14,8 +14,8 @@ from paceline.launch.code import Tree, project_root, read_parts, read_tree
 from paceline.launch.fleet import Fleet, together
 from paceline.launch.mirroring import send_checkpoints
 from paceline.launch.node import Node, Trouble
-from paceline.launch.rundir import RunDirectory
 from paceline.launch.shipping import place_code, place_inputs, ship_tree, with_inputs
+from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError
 from paceline.spec.job import Job
 

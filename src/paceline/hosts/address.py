@@ -1,0 +1,109 @@
+"""One word of a description: ``[user@]host[:n]``, with IPv6 and node-list brackets."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from paceline.hosts.dialect import UnreadableError
+from paceline.hosts.nodelist import expand_one
+
+_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
+_USER = re.compile(r"[A-Za-z0-9_.](?:[A-Za-z0-9_.+\\-]|@(?=[A-Za-z0-9]))*\$?")
+_ZONE = re.compile(r"[A-Za-z0-9_.-]+")
+_BRACKETED = re.compile(r"\[([^\]]*)\](?::(.*))?")
+_TAIL = re.compile(r"(.*?)(?::([^:\]]*))?")  # a colon after the last bracket
+
+A_HOST = "a host name or an IP address (letters, digits, `.`, `-`, `_`)"
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """One host as written: ``number`` is what followed the colon, its meaning still open."""
+
+    address: str
+    user: str | None = None
+    number: int | None = None
+
+
+def read_word(text: str) -> list[Word]:
+    """The hosts of one word; several when it has a bracket range. Raises UnreadableError."""
+    user, at, rest = text.rpartition("@")
+    if at:
+        check_user(user)
+    host, number = _split_number(rest)
+    addresses = [host] if _is_v6(host) else expand_one(host)
+    return [Word(check_address(a), user if at else None, number) for a in addresses]
+
+
+def check_address(text: str) -> str:
+    """Returns the address when SSH can be given it; raises UnreadableError."""
+    if ":" in text:
+        if not _is_v6(text):
+            raise UnreadableError("an IPv6 address (`fd00::1`, with a number `[fd00::1]:2`)")
+    elif re.fullmatch(r"[0-9.]+", text):
+        if not _is_v4(text):
+            raise UnreadableError("an IPv4 address of four numbers from 0 to 255")
+    elif not _NAME.fullmatch(text):
+        raise UnreadableError(A_HOST)
+    return text
+
+
+def check_user(user: str) -> str:
+    """Returns the login name; raises UnreadableError."""
+    if not _USER.fullmatch(user):
+        raise UnreadableError("a login name of letters, digits, `.`, `-`, `_`")
+    return user
+
+
+def canonical(address: str) -> str:
+    """The spelling under which two mentions of one host are equal."""
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        return address.lower().rstrip(".")
+
+
+def with_number(address: str, number: int | None) -> str:
+    """``host:n``, with brackets around IPv6; the bare address without a number."""
+    if number is None:
+        return address
+    return f"[{address}]:{number}" if ":" in address else f"{address}:{number}"
+
+
+def whole_number(text: str, what: str, most: int) -> int:
+    """A number from 1 to ``most``; raises UnreadableError."""
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
+        raise UnreadableError(f"{what} as a whole number from 1 to {most}")
+    return int(text)
+
+
+def _split_number(text: str) -> tuple[str, int | None]:
+    bracketed = _BRACKETED.fullmatch(text)
+    if bracketed and ":" in bracketed[1]:
+        return bracketed[1], _number(bracketed[2])
+    if _is_v6(text):
+        return text, None
+    tail = _TAIL.fullmatch(text)
+    return (tail[1], _number(tail[2])) if tail else (text, None)
+
+
+def _number(text: str | None) -> int | None:
+    return None if text is None else whole_number(text, "slots or a port after the colon", 65535)
+
+
+def _is_v6(text: str) -> bool:
+    try:
+        zone = ipaddress.IPv6Address(text).scope_id
+    except ValueError:
+        return False
+    return zone is None or bool(_ZONE.fullmatch(zone))
+
+
+def _is_v4(text: str) -> bool:
+    try:
+        ipaddress.IPv4Address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,131 @@
+"""Accelerate's YAML, one file for each machine. It names the first machine and counts the rest.
+
+Where it names a DeepSpeed host file, that file has all hosts and is read instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.hosts.dialect import Dialect, Follow, Parsed, Reading
+from paceline.hosts.known_ends import hosts_from_ends
+from paceline.hosts.lines import split_lines
+from paceline.hosts.problems import bad_line, shown
+from paceline.spec.errors import HostsError
+from paceline.spec.hosts import Cluster
+
+_MARK = re.compile(r"^(compute_environment|num_machines|main_process_ip|machine_rank)\s*:", re.M)
+DEFAULT_PORT = 29500
+
+
+def detect(reading: Reading) -> bool:
+    """The ending of the file, or a key at the start of a line that only this file has."""
+    ending = reading.label.endswith((".yaml", ".yml"))
+    return bool(reading.text) and (ending or bool(_MARK.search(reading.text)))
+
+
+def parse(reading: Reading) -> Parsed:
+    """The hosts, or the DeepSpeed host file to read on in."""
+    settings = _settings(reading)
+    hostfile = _deepspeed_hostfile(settings)
+    if hostfile:
+        return Parsed(notes=(f"host file named by {reading.label}",), follow=Follow(hostfile))
+    if "num_machines" not in settings:  # some other YAML; one machine would be a guess
+        raise bad_line(reading.label, 1, split_lines(reading.text)[0], "a key `num_machines`")
+    machines = _whole(reading, settings, "num_machines", 1, least=1)
+    processes = _whole(reading, settings, "num_processes", 0, least=0)
+    hosts = hosts_from_ends(
+        reading.label,
+        str(settings.get("main_process_ip") or ""),
+        reading.here,
+        _whole(reading, settings, "machine_rank", 0, least=0),
+        machines,
+        _each(reading, processes, machines),
+    )
+    return Parsed(hosts, _notes(settings))
+
+
+def write(cluster: Cluster) -> str:
+    """The file of the first machine; ``machine_rank`` counts up on the others."""
+    slots = [host.slots or 1 for host in cluster.hosts]
+    lines = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU  # MULTI_CPU without accelerators",
+        "machine_rank": f"0  # on the hosts in order: 0 to {len(slots) - 1}",
+        "main_process_ip": f'"{cluster.hosts[0].address}"',
+        "main_process_port": str(DEFAULT_PORT),
+        "num_machines": str(len(slots)),
+        "num_processes": f"{sum(slots)}  # of all machines together",
+        "rdzv_backend": "static",
+        "same_network": "true",
+    }
+    return "".join(f"{key}: {value}\n" for key, value in lines.items())
+
+
+def _settings(reading: Reading) -> Mapping[str, Any]:
+    import yaml  # costs 20 ms; only this dialect needs it
+
+    try:
+        loaded = yaml.safe_load(reading.text)
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:  # ValueError: a date 2026-99-99
+        mark = getattr(problem, "problem_mark", None)
+        number = mark.line + 1 if mark else 1
+        lines = split_lines(reading.text)
+        line = lines[min(number, len(lines)) - 1]
+        expected = "YAML as `accelerate config` writes it"
+        raise bad_line(reading.label, number, line, expected) from None
+    if not isinstance(loaded, dict):
+        raise bad_line(reading.label, 1, reading.text.split("\n")[0], "`key: value` lines")
+    return loaded
+
+
+def _deepspeed_hostfile(settings: Mapping[str, Any]) -> str:
+    deepspeed = settings.get("deepspeed_config")
+    nested = deepspeed.get("deepspeed_hostfile") if isinstance(deepspeed, dict) else None
+    return str(nested or settings.get("deepspeed_hostfile") or "")
+
+
+def _whole(
+    reading: Reading, settings: Mapping[str, Any], key: str, default: int, *, least: int
+) -> int:
+    value = settings.get(key, default)
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        number, line = _line_of(reading.text, key)
+        raise bad_line(reading.label, number, line, f"for {key} a whole number from {least}")
+    return value
+
+
+def _line_of(text: str, key: str) -> tuple[int, str]:
+    lines = enumerate(split_lines(text), start=1)
+    return next(((n, line) for n, line in lines if line.strip().startswith(key)), (1, key))
+
+
+def _each(reading: Reading, processes: int, machines: int) -> int | None:
+    if processes % machines:
+        raise HostsError(
+            f"{reading.label}: {processes} processes do not divide over {machines} machines",
+            found=shown(f"num_processes: {processes}, num_machines: {machines}"),
+            remedy="set num_processes to a multiple of num_machines, or name hosts with slots",
+        )
+    return processes // machines or None
+
+
+def _notes(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    port = settings.get("main_process_port")
+    if not port:
+        return ()
+    return (f"main_process_port {port} is not needed here: a free port is found",)
+
+
+DIALECT = Dialect(
+    name="accelerate",
+    title="Accelerate configuration",
+    detect=detect,
+    parse=parse,
+    write=write,
+    reads_back=False,
+)

@@ -1,0 +1,54 @@
+"""PBS: the file that ``$PBS_NODEFILE`` names, in which each line is one slot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from paceline.hosts.dialect import Dialect, Follow, Parsed, Reading
+from paceline.hosts.mentions import parse_lines
+from paceline.hosts.peek import peek
+from paceline.spec.errors import HostsError
+from paceline.spec.hosts import Cluster
+
+FILE_VARIABLE = "PBS_NODEFILE"
+
+
+def detect(reading: Reading) -> bool:
+    """The variable is set, or the text repeats bare host names."""
+    if not reading.text:
+        return bool(reading.environ.get(FILE_VARIABLE))
+    mentions = peek(reading)
+    repeats = max(Counter(mention.address for mention in mentions).values(), default=0) > 1
+    return repeats and all(m.slots is None and m.number is None for m in mentions)
+
+
+def parse(reading: Reading) -> Parsed:
+    """The node file's hosts; without text, where the node file lies."""
+    if reading.text:
+        parsed = parse_lines(reading)
+        return replace(parsed, hosts=tuple(replace(h, slots=h.slots or 1) for h in parsed.hosts))
+    path = reading.environ.get(FILE_VARIABLE)
+    if not path:
+        raise HostsError(
+            "the hosts of a PBS job were asked for, and this is not a PBS job",
+            found=f"${FILE_VARIABLE} is not set",
+            remedy="run this inside the job (`qsub -I` for a shell in one), or name a host file",
+        )
+    return Parsed(follow=Follow(path, "pbs"))
+
+
+def write(cluster: Cluster) -> str:
+    """Each address once for each slot."""
+    return "".join(f"{host.address}\n" * (host.slots or 1) for host in cluster.hosts)
+
+
+DIALECT = Dialect(
+    name="pbs",
+    title="PBS node file",
+    detect=detect,
+    parse=parse,
+    write=write,
+    keeps=frozenset({"address", "slots"}),
+    environment=True,
+)

@@ -1,0 +1,125 @@
+"""Slurm's node-list syntax, both ways: ``gpu-[01-03,07],login`` and ``2(x3),1``.
+
+Reading is one step more generous than Slurm: text may follow the last bracket, as pdsh has it.
+Writing gives what Slurm reads, so names that end in no number are not compressed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from paceline.hosts.dialect import UnreadableError
+
+MOST = 65536
+"""More hosts than this in one description is taken for a mistake, not expanded."""
+
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
+_SINGLE = re.compile(r"[0-9]{1,18}")
+_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+_NUMBERED = re.compile(r"([^:\[\]]*?)([0-9]{1,18})")
+
+
+def split_list(text: str) -> list[str]:
+    """Splits at the commas that stand outside brackets."""
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char == "[") - (char == "]")
+        if depth not in (0, 1):
+            raise UnreadableError("every `[` closed by one `]`, not nested: node[01-04]")
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    if depth:
+        raise UnreadableError("a `]` for every `[`: node[01-04]")
+    return parts
+
+
+def expand(text: str) -> list[str]:
+    """``a[1-2]b[x,y]`` without a comma list's checks: every name, first bracket slowest."""
+    return [name for part in split_list(text) for name in expand_one(part)]
+
+
+def expand_one(part: str) -> list[str]:
+    """The names of one item of a node list."""
+    pieces = _BRACKETS.split(part)  # text, bracket, text, bracket, … text
+    choices = [_bracket(p) if i % 2 else [p] for i, p in enumerate(pieces)]
+    if math.prod(len(choice) for choice in choices) > MOST:
+        raise _too_many()
+    return ["".join(combination) for combination in itertools.product(*choices)]
+
+
+def expand_counts(text: str) -> list[int]:
+    """``2(x3),1`` → ``[2, 2, 2, 1]``, one number for each node."""
+    counts: list[int] = []
+    for item in text.split(","):
+        match = _COUNT.fullmatch(item.strip())
+        if not match:
+            raise UnreadableError("counts such as `2(x3),1`")
+        repeat = int(match[2] or 1)
+        if len(counts) + repeat > MOST:
+            raise _too_many()
+        counts.extend([int(match[1])] * repeat)
+    return counts
+
+
+def compress(names: Iterable[str]) -> str:
+    """The node list of the names, in their order, so that ``expand`` gives them back."""
+    groups = itertools.groupby(names, key=_prefix)
+    return ",".join(part for prefix, group in groups for part in _join(prefix, list(group)))
+
+
+def _bracket(body: str) -> list[str]:
+    numbers = [number for item in body.split(",") for number in _numbers(item)]
+    if len(numbers) > MOST:
+        raise _too_many()
+    return numbers
+
+
+def _numbers(item: str) -> Sequence[str]:
+    if _SINGLE.fullmatch(item):
+        return [item]
+    match = _RANGE.fullmatch(item)
+    if not match:
+        raise UnreadableError("numbers and ranges without steps in brackets: node[01-04,07]")
+    low, high = match[1], match[2]
+    if int(high) < int(low):
+        raise UnreadableError(f"a rising range instead of `{item}`: [01-04]")
+    if int(high) - int(low) >= MOST:
+        raise _too_many()
+    return [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+
+
+def _too_many() -> UnreadableError:
+    return UnreadableError(f"at most {MOST} hosts")
+
+
+def _prefix(name: str) -> str | None:
+    """What names must share to stand in one bracket; ``None`` if they end in no number."""
+    match = _NUMBERED.fullmatch(name)
+    return match[1] if match else None
+
+
+def _join(prefix: str | None, names: list[str]) -> list[str]:
+    if prefix is None or len(names) == 1:
+        return names
+    numbers = [name.removeprefix(prefix) for name in names]
+    return [f"{prefix}[{','.join(_ranges(numbers))}]"]
+
+
+def _ranges(numbers: list[str]) -> list[str]:
+    runs: list[list[str]] = []
+    for number in numbers:
+        if runs and _continues(runs[-1], number):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+
+
+def _continues(run: list[str], number: str) -> bool:
+    return number == str(int(run[-1]) + 1).zfill(len(run[0]))

@@ -1,0 +1,31 @@
+"""A virtual cluster on one machine: real kernel network, real sshd, faults on demand.
+
+::
+
+    with Lab(LabOptions(hosts=2, debian_hosts=True)) as lab:
+        lab.exec("n1", ["ssh", "n2", "hostname"])
+
+Everything lives in namespaces that one process owns. Nothing is made in the machine's own
+network, and when that process ends, however it ends, the kernel removes all of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.lab.lab import Lab
+    from paceline.lab.options import LabOptions
+
+__all__ = ["Lab", "LabOptions"]
+
+_HOMES = {"Lab": "paceline.lab.lab", "LabOptions": "paceline.lab.options"}
+
+
+def __getattr__(name: str) -> Any:
+    # On demand: the small programs in this package (dial, enter) start at every connection.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

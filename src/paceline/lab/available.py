@@ -1,0 +1,89 @@
+"""Whether a lab can be made on this machine, and why not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from paceline.lab import kernel
+from paceline.spec.errors import LabError
+
+LAB_NAMESPACES = (
+    kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUTS
+)
+_SYSTEM_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
+_TOOLS = {  # program → Debian package
+    "sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "iptables": "iptables",
+}
+
+
+_TOOLS_OF_FAULTS = {"nft": "nftables"}
+
+
+def missing(tool: str) -> LabError:
+    """The error for a tool that is not installed."""
+    package = {**_TOOLS, **_TOOLS_OF_FAULTS}.get(tool, tool)
+    return LabError(f"{tool} is not installed", remedy=f"sudo apt-get install {package}")
+
+
+def missing_packages() -> list[str]:
+    """Debian packages of the programs that a lab needs and this machine lacks."""
+    lacking = {package for tool, package in _TOOLS.items() if not find(tool)}
+    return sorted(lacking)
+
+
+def find(tool: str) -> str | None:
+    """Where a system tool is; ordinary users have no sbin on their PATH."""
+    return shutil.which(tool, path=_SYSTEM_PATH)
+
+
+def require() -> None:
+    """Raises LabError when this machine lacks what a lab needs; rights are not looked at."""
+    if not sys.platform.startswith("linux"):
+        raise LabError("a lab needs Linux", found=f"this is {sys.platform}")
+    if packages := missing_packages():
+        raise LabError(
+            "a lab needs programs that this machine lacks",
+            found=f"not installed: {', '.join(packages)}",
+            remedy=f"sudo apt-get install {' '.join(packages)}",
+        )
+
+
+def refused(error: OSError) -> LabError:
+    """The error for namespaces that the kernel does not give."""
+    return LabError(
+        "this machine does not allow new namespaces", found=str(error), remedy=_namespace_remedy()
+    )
+
+
+def main(_: list[str]) -> int:
+    """Tries, in a process of its own, what a lab begins with; prints why it cannot be."""
+    try:
+        if os.geteuid() != 0:
+            kernel.new_user_namespace()
+        kernel.unshare(LAB_NAMESPACES)
+        kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+        kernel.mount("tmpfs", "/run", "tmpfs")
+    except OSError as error:
+        print(refused(error))
+    return 0
+
+
+def _namespace_remedy() -> str:
+    if os.geteuid() == 0:
+        return "in a container: start it with --privileged (or --cap-add SYS_ADMIN,NET_ADMIN)"
+    switch = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
+    if switch.exists() and switch.read_text().strip() == "1":
+        return "run it with sudo, or: sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0"
+    return "run it with sudo"

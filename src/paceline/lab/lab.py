@@ -1,0 +1,392 @@
+"""A lab as an object: for tests, and for the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from paceline.lab import available, control, state, texts
+from paceline.lab import processes as looking
+from paceline.lab.layout import Layout
+from paceline.lab.options import LabOptions, LabPlan, plan_lab
+from paceline.spec.errors import LabError
+
+_START_DEADLINE = 120.0
+_END_DEADLINE = 10.0
+
+
+class Lab:
+    """A virtual cluster, up from :meth:`up` (or ``with``) to :meth:`down`.
+
+    The hosts live no longer than the calling process, unless the lab was detached.
+
+    Args:
+        options: What it shall be.
+    """
+
+    def __init__(self, options: LabOptions | None = None) -> None:
+        options = options or LabOptions()
+        name = options.name or f"{os.getpid()}-{secrets.token_hex(3)}"
+        self._options = replace(options, name=name)
+        self._plan: LabPlan | None = None
+        self._layout: Layout | None = None
+        self._lifeline: int | None = None
+
+    # --- life
+
+    @staticmethod
+    def available() -> str | None:
+        """Why no lab can be made here; None when it can."""
+        try:
+            available.require()
+        except LabError as error:
+            return str(error)
+        return _output(state.program("available"), subprocess.DEVNULL).strip() or None
+
+    @classmethod
+    def attach(cls, name: str) -> Lab:
+        """The lab called ``name`` that is up already; raises LabError when there is none."""
+        layout = Layout(state.parent_folder() / name)
+        if not state.alive(layout):
+            raise LabError(f"no lab called {name!r} is up", remedy="paceline lab up --hosts 2")
+        lab = cls(LabOptions(name=name))
+        lab._layout, lab._plan = layout, state.read_plan(layout)
+        return lab
+
+    def up(self, detached: bool = False) -> Lab:
+        """Brings the lab up.
+
+        Args:
+            detached: It lives on until :meth:`down`, whatever becomes of this process.
+
+        Raises:
+            LabError: It cannot be made here, or its name is taken.
+        """
+        available.require()
+        plan = plan_lab(self._options, state.surroundings())
+        _check_folders(plan)
+        self._layout = state.claim(self._options.name)
+        self._plan = plan
+        try:
+            state.write_files(plan, self._layout)
+            self._start_owner(detached)
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def _start_owner(self, detached: bool) -> None:
+        command = [*state.program("switch"), str(self.layout.root)]
+        if detached:
+            said = _output(command, subprocess.DEVNULL)
+        else:
+            end, self._lifeline = os.pipe()
+            said = _output([*command, "--held"], end)
+            os.close(end)
+        answer = json.loads(said or '{"error": {"message": "the lab could not be started"}}')
+        _raise_error(answer)
+
+    def down(self) -> None:
+        """Takes the lab down; nothing of it is left when this returns. Can be called again."""
+        if self._layout is None:
+            return
+        owner = state.read_owner(self._layout)
+        if owner is not None and owner.pid != os.getpid() and owner.alive():
+            _end(owner, self._layout)
+        state.remove(self._layout)
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+        self._lifeline = self._layout = self._plan = None
+
+    def __enter__(self) -> Lab:
+        return self.up()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.down()
+
+    # --- what it is
+
+    @property
+    def name(self) -> str:
+        return self._options.name
+
+    @property
+    def plan(self) -> LabPlan:
+        """Its plan; raises LabError when the lab is down."""
+        if self._plan is None:
+            raise LabError(f"the lab {self.name!r} is not up")
+        return self._plan
+
+    @property
+    def layout(self) -> Layout:
+        """Where its files are; raises LabError when the lab is down."""
+        if self._layout is None:
+            raise LabError(f"the lab {self.name!r} is not up")
+        return self._layout
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(host.name for host in self.plan.hosts)
+
+    def address(self, name: str) -> str:
+        return self.plan.host(name).address
+
+    @property
+    def ssh_config(self) -> Path:
+        """For ``ssh -F``, inside the hosts and outside."""
+        return self.layout.ssh_config
+
+    @property
+    def hostfile(self) -> Path:
+        """Names, one a line."""
+        return self.layout.hostfile
+
+    @property
+    def settings(self) -> Path | None:
+        """Per-host settings (paceline.toml), None when no host differs."""
+        file = self.layout.settings
+        return file if file.exists() and file.stat().st_size else None
+
+    def home(self, name: str) -> Path:
+        """HOME of a host, as seen from outside."""
+        return self.layout.home(self.plan.host(name).name)
+
+    def home_inside(self) -> str:
+        """HOME as processes on the hosts see it."""
+        return texts.home_inside(self.plan)
+
+    def sshd_log(self, name: str) -> Path:
+        return self.layout.sshd_log(self.plan.host(name).name)
+
+    def status(self) -> dict[str, Any]:
+        """``{"hosts": [{"name", "address", "interface", "up", "sshd", "pid"}], "faults": […]}``.
+
+        Process ids are the machine's; None for a host that is off (or seen from a host).
+        """
+        status: dict[str, Any] = self._ask({"do": "status"})
+        first = {p.namespace: p.pid for p in looking.everything() if p.inner == 1}
+        for host in status["hosts"]:
+            host["pid"] = first.get(host.pop("namespace", 0))
+        return status
+
+    # --- running things
+
+    def popen(
+        self,
+        name: str,
+        argv: Sequence[str | Path],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        **options: Any,
+    ) -> subprocess.Popen[Any]:
+        """Starts a command on a host, without ssh, as a child of this process.
+
+        Args:
+            env: Variables on top of a fresh login's.
+            cwd: Folder on the host; this process's own, where the host has it, else HOME.
+            options: Passed to subprocess.Popen.
+        """
+        command = self.command(name, argv, cwd=cwd)
+        return subprocess.Popen(command, env={**self.environment(name), **(env or {})}, **options)
+
+    def environment(self, name: str) -> dict[str, str]:
+        """The variables of a fresh login on a host, its Python environment first on PATH."""
+        return texts.environment(self.plan, self.plan.host(name))
+
+    def command(
+        self, name: str, argv: Sequence[str | Path], cwd: str | Path | None = None
+    ) -> list[str]:
+        """The command line that runs ``argv`` on a host (in the environment it is given)."""
+        self.plan.host(name)
+        folder = str(cwd or Path.cwd())
+        words = [str(word) for word in argv]
+        return [*state.program("enter"), str(self.layout.root), name, folder, *words]
+
+    def exec(
+        self,
+        name: str,
+        argv: Sequence[str | Path],
+        *,
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+        input: str | None = None,
+        check: bool = False,
+        cwd: str | Path | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command on a host to its end and returns its output.
+
+        Raises:
+            subprocess.TimeoutExpired: It was killed after ``timeout`` seconds.
+            subprocess.CalledProcessError: It failed and ``check`` was set.
+        """
+        stdin = subprocess.DEVNULL if input is None else subprocess.PIPE
+        child = self.popen(
+            name,
+            argv,
+            env=env,
+            cwd=cwd,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with child:
+            out, err = _communicate(child, input, timeout)
+        done = subprocess.CompletedProcess(list(argv), child.returncode, out, err)
+        if check:
+            done.check_returncode()
+        return done
+
+    def processes(self, name: str) -> list[tuple[int, str]]:
+        """Processes on a host, without its first one and its sshd listener.
+
+        Returns:
+            Pairs of the machine's process id and the command line.
+        """
+        own = str(self.layout.sshd_config(name))
+        return [
+            (process.pid, process.command)
+            for process in self._inside(name)
+            if process.inner != 1
+            and not (process.command.startswith("sshd:") and own in process.command)
+        ]
+
+    def listeners(self, name: str) -> list[str]:
+        """Listening TCP sockets on a host as ``address:port``, without sshd's."""
+        found = looking.listeners(self._first_process(name))
+        return [address for address in found if address not in ("0.0.0.0:22", "[::]:22")]
+
+    def _inside(self, name: str) -> list[looking.Process]:
+        fds = self._namespaces(name)
+        try:
+            inode = os.fstat(fds[control.NAMESPACES.index("pid")]).st_ino
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return looking.of_host(looking.everything(), inode)
+
+    def _first_process(self, name: str) -> int:
+        return next(process.pid for process in self._inside(name) if process.inner == 1)
+
+    def _namespaces(self, name: str) -> list[int]:
+        answer, fds = self._ask_with_fds({"do": "enter", "host": name})
+        _raise_error(answer)
+        return fds
+
+    # --- faults
+
+    def fault(self, kind: str, name: str, *arguments: str | int) -> None:
+        """Strikes a host with a fault; raises LabError when that cannot be."""
+        self._ask(_fault_request("fault", kind, name, arguments))
+
+    def undo(self, kind: str, name: str, *arguments: str | int) -> None:
+        """Ends a fault; raises LabError when it is not in force."""
+        self._ask(_fault_request("undo", kind, name, arguments))
+
+    def heal(self, name: str | None = None) -> None:
+        """Ends every fault of a host (of all) and starts it (them) if off."""
+        self._ask({"do": "heal", "host": name})
+
+    def _ask(self, request: dict[str, Any]) -> Any:
+        answer, _ = self._ask_with_fds(request)
+        _raise_error(answer)
+        return answer
+
+    def _ask_with_fds(self, request: dict[str, Any]) -> tuple[Any, list[int]]:
+        try:
+            return control.ask(str(self.layout.control), request)
+        except control.GoneError:
+            raise LabError(
+                f"the lab {self.name!r} has died", remedy="paceline lab down, then up again"
+            ) from None
+
+
+def _fault_request(
+    verb: str, kind: str, name: str, arguments: Sequence[str | int]
+) -> dict[str, Any]:
+    given = [str(argument) for argument in arguments]
+    return {"do": verb, "kind": kind, "host": name, "arguments": given}
+
+
+def _output(command: list[str], stdin: int) -> str:
+    done = subprocess.run(
+        command,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=_START_DEADLINE,
+        env=_owner_environment(),
+        start_new_session=True,
+        check=False,
+    )
+    return done.stdout
+
+
+def _owner_environment() -> dict[str, str]:
+    """Next to nothing: every host can read it (in /proc/1/environ)."""
+    kept = ("LD_LIBRARY_PATH", "LANG")
+    return {"PATH": texts.USUAL_PATH, **{k: os.environ[k] for k in kept if k in os.environ}}
+
+
+def _raise_error(answer: Any) -> None:
+    if isinstance(answer, dict) and "error" in answer:
+        raise LabError(**answer["error"])
+
+
+def _check_folders(plan: LabPlan) -> None:
+    for path in (*(folder.path for folder in plan.private), *plan.options.hide):
+        if not Path(path).is_absolute() or not Path(path).is_dir():
+            raise LabError(f"{path} is not a folder here", remedy="give an absolute path")
+
+
+def _communicate(
+    child: subprocess.Popen[str], text: str | None, timeout: float | None
+) -> tuple[str, str]:
+    try:
+        return child.communicate(text, timeout)
+    except BaseException:
+        child.kill()
+        raise
+
+
+def _end(owner: state.Owner, layout: Layout) -> None:
+    """Asks the owner to end; after a while, insists."""
+    try:
+        handle = os.pidfd_open(owner.pid)
+    except ProcessLookupError:
+        return
+    try:
+        with contextlib.suppress(control.GoneError, OSError):
+            control.ask(str(layout.control), {"do": "down"}, timeout=_END_DEADLINE)
+        if not select.select([handle], [], [], _END_DEADLINE)[0] and owner.alive():
+            os.kill(owner.pid, 9)
+            select.select([handle], [], [], _END_DEADLINE)
+    finally:
+        os.close(handle)
+
+
+def names_up() -> list[str]:
+    """Names of this user's labs that are up."""
+    return [layout.root.name for layout in state.labs() if state.alive(layout)]
+
+
+def wait(lab: Lab) -> None:
+    """Returns when the lab has ended by itself."""
+    while state.alive(lab.layout):
+        time.sleep(0.2)

@@ -1,0 +1,226 @@
+"""The run directory on the launching machine: the only writer of its files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.agent import inside, snapshot
+from paceline.remote import this_machine
+from paceline.rundir.ownership import owner_alive, read_owner
+from paceline.rundir.redactor import Blotter
+from paceline.spec import rundir as names
+from paceline.spec.command import shell_text
+from paceline.spec.errors import NodeError, SettingError
+
+OPEN_FILES = 64  # at once: there is a log for every rank
+
+
+class RunDirectory:
+    """One run's folder, owned by this process until :meth:`close`.
+
+    It is made for the user alone, and what is written into it follows no link inside it.
+
+    Attributes:
+        path: Absolute path.
+        token: A secret word in the owner file, by which a node finds out whether it sees this very
+            folder.
+    """
+
+    def __init__(self, path: Path, secrets: Sequence[str] = ()) -> None:
+        self.path = path.absolute()
+        self.token = os.urandom(16).hex()
+        self._blotter = Blotter(secrets)
+        self._files: dict[str, IO[bytes]] = {}  # the last used at the end
+        self.begins: dict[str, int] = {}  # bytes that earlier runs left in a file
+        with self._explained():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self._read_key()
+            self._own()
+
+    @property
+    def probe_file(self) -> str:
+        return ".paceline-probe"
+
+    @property
+    def key(self) -> str:
+        """Names this very folder on nodes that do not see it; a new folder has a new one.
+
+        SettingError when the folder holds something else in its place.
+        """
+        with self._explained():
+            key = self._read_key()
+            if not key:
+                key = os.urandom(12).hex()
+                inside.write_file(str(self.path), names.KEY, key.encode())
+            return key
+
+    def _read_key(self) -> str:
+        """The key, if there is one yet: an empty file is what an older full disk left."""
+        try:
+            fd = inside.open_file(str(self.path), names.KEY, os.O_RDONLY)
+        except FileNotFoundError:
+            return ""
+        with os.fdopen(fd, "rb") as file:
+            key = file.read(64).decode(errors="replace").strip()
+        if key and not snapshot.is_key(key):
+            raise SettingError(
+                f"{self.path / names.KEY} holds no key of a run",
+                found=repr(key),
+                remedy="If the folder is yours, have it made anew: "
+                + shell_text(["rm", str(self.path / names.KEY)])
+                + "\n(checkpoints that never came home from a node are not found there then)",
+            )
+        return key
+
+    def take_sign(self, identity: str) -> bool:
+        """Whether the sign of the agent with that identity arrived here; removes it."""
+        try:
+            (self.path / f"{snapshot.SIGN}{identity}").unlink()
+        except OSError:
+            return False
+        return True
+
+    def _own(self) -> None:
+        """Marks the folder as ours; SettingError when another running job has it."""
+        owner = read_owner(self.path)
+        if owner is not None and owner_alive(owner):
+            raise SettingError(
+                f"the run directory {self.path} is in use",
+                found=f"by process {owner['pid']} on {owner['host']}, since {owner['since']}",
+                remedy="Wait for it, or give another --run-dir",
+            )
+        mark = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "start": this_machine.started(os.getpid()),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        self.write_json(names.OWNER, mark)
+        inside.write_file(str(self.path), self.probe_file, self.token.encode())
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Writes a whole JSON file at once."""
+        with self._explained():
+            data = self._blotter.whole(json.dumps(value, indent=2).encode()) + b"\n"
+            inside.write_file(str(self.path), name, data)
+
+    def append_line(self, name: str, value: dict[str, Any]) -> None:
+        """Adds one object to a ``.jsonl`` file."""
+        self._append(name, self._blotter.whole(json.dumps(value).encode()) + b"\n")
+
+    def event(self, kind: str, host: str | None = None, rank: int | None = None,
+              **details: Any) -> None:  # fmt: skip
+        """Adds to events.jsonl; ``time`` is seconds since 1970 on the launching machine."""
+        where = {"host": host} if host else {}
+        who = {"rank": rank} if rank is not None else {}
+        record = {"time": round(time.time(), 4), **where, **who, "event": kind, **details}
+        self.append_line(names.EVENTS, record)
+
+    def append_bytes(self, name: str, data: bytes, stream: str = "") -> None:
+        """Adds to any file of the run; named secrets are blotted out, also over several calls.
+
+        Args:
+            name: The file.
+            data: What comes next.
+            stream: Of what, where several streams share a file.
+        """
+        self._append(name, self._blotter.piece(name, stream, data))
+
+    def finish(self, name: str) -> None:
+        """Writes what was held back of a file, for it might have been a secret's beginning."""
+        if rest := self._blotter.rest(name):
+            self._append(name, rest)
+
+    def _append(self, name: str, data: bytes) -> None:
+        with self._explained():
+            self._file(name).write(data)
+
+    def _file(self, name: str) -> IO[bytes]:
+        """The file, open for adding; those that were not added to for longest are closed."""
+        file = self._files.pop(name, None)
+        if file is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            fd = inside.open_file(str(self.path), name, flags)
+            self.begins.setdefault(name, os.fstat(fd).st_size)
+            file = os.fdopen(fd, "ab", buffering=0)
+        self._files[name] = file
+        if len(self._files) > OPEN_FILES:
+            self._files.pop(next(iter(self._files))).close()
+        return file
+
+    def set_aside(self, name: str) -> None:
+        """Keeps an earlier run's ``.jsonl`` file under another name."""
+        with self._explained():
+            if file := self._files.pop(name, None):
+                file.close()
+            if (old := self.path / name).exists():
+                stamp = time.strftime("%Y%m%d-%H%M%S")
+                old.rename(old.with_name(f"{old.stem}-before-{stamp}{old.suffix}"))
+
+    def log_name(self, host: str, rank: int) -> str:
+        """Name of a rank's log inside the run directory."""
+        return f"{names.LOGS}/{safe(host)}/{rank}.log"
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            free = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            linked = error.errno == errno.ELOOP
+            raise NodeError(
+                f"cannot write to the run directory {self.path} on this machine",
+                found=f"{error.strerror}" + (f" ({error.filename})" if error.filename else ""),
+                remedy="Free some space there, or give --run-dir on another disk"
+                if free
+                else f"Look at what is there: {shell_text(['ls', '-l', str(error.filename)])}"
+                if linked
+                else "Give a --run-dir that you may write to",
+            ) from error
+
+    def close(self) -> None:
+        """Gives the folder up."""
+        for name in self._blotter.waiting:
+            with contextlib.suppress(NodeError):  # the disk may be full
+                self.finish(name)
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        shutil.rmtree(self.path / inside.INCOMING, ignore_errors=True)
+        for name in (names.OWNER, self.probe_file):
+            with contextlib.suppress(OSError):
+                (self.path / name).unlink()
+
+
+def safe(name: str) -> str:
+    """A host's name as a folder's name."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "_"
+
+
+def fresh_path(parent: Path, name: str) -> Path:
+    """``NAME-DATE-TIME`` below ``parent``, numbered when several start in the same second."""
+    base = f"{safe(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(1, 1000):
+        path = parent / (base if number == 1 else f"{base}-{number}")
+        if not path.exists():
+            return path
+    raise SettingError(f"{parent} holds too many runs of this second")
+
+
+def short(path: Path) -> str:
+    """A path as people type it from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,149 @@
+"""Batches: what is written for a scheduler that starts jobs later. Everything here is pure."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from paceline.spec.command import bash_line
+from paceline.spec.errors import SettingError
+
+# name → (module with ``render(request) -> str``, how the user submits it, whether we tried it)
+BATCHES: dict[str, tuple[str, str, bool]] = {
+    "slurm": ("paceline.schedulers.slurm_batch", "sbatch FILE", True),
+    "pbs": ("paceline.schedulers.pbs_batch", "qsub FILE", False),
+    "lsf": ("paceline.schedulers.lsf_batch", "bsub < FILE", False),
+    "kubernetes": ("paceline.schedulers.kubernetes_batch", "kubectl apply -f FILE", False),
+}
+OWNER_FILE = "owner.json"
+SUBMITTED = "PACELINE_SUBMITTED"  # set in the batches that are written here
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """What a batch is to run, and with what.
+
+    Attributes:
+        name: Of the job.
+        argv: ``paceline``'s command with its verb, without run directory and hosts.
+        words: The rest of that command, as typed.
+        workdir: Folder that it runs in.
+        run_dir: Run directory, absolute; an array's runs lie below it.
+        nodes: How many.
+        processes: Processes a node, ``None`` leaves it to the node.
+        time, partition, account, mem, gres: As the user wrote them; empty for the site's default.
+        cpus_per_task: CPUs for each process, ``None`` for the site's default.
+        arguments: Further directives, passed through.
+        setup: Lines of shell before the job.
+        requeue: Save a checkpoint before the time limit, and resume.
+        lead_s: How long before the limit.
+        array: Index range of a job array, empty for none.
+        image: Container image, where the scheduler needs one.
+        shm_size: Size of /dev/shm in it, as ``8g``; empty for no limit.
+        forwarded: Variables whose value of now the ranks shall have.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    words: tuple[str, ...]
+    workdir: str
+    run_dir: str
+    nodes: int
+    processes: int | None = None
+    time: str = ""
+    partition: str = ""
+    account: str = ""
+    mem: str = ""
+    gres: str = ""
+    cpus_per_task: int | None = None
+    arguments: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    requeue: bool = False
+    lead_s: int = 90
+    array: str = ""
+    image: str = ""
+    shm_size: str = ""
+    forwarded: tuple[str, ...] = ()
+
+
+def load(name: str) -> ModuleType:
+    """The module of a batch scheduler."""
+    return importlib.import_module(BATCHES[name][0])
+
+
+def render(name: str, request: BatchRequest) -> str:
+    """The script or manifest. SettingError for what cannot be written down."""
+    check(request)
+    text: str = load(name).render(request)
+    return text
+
+
+def check(request: BatchRequest) -> None:
+    """A directive is one line: nothing with a line break or a quote can stand in it."""
+    single = (request.time, request.partition, request.account, request.mem, request.gres,
+              request.array, request.shm_size, *request.arguments)  # fmt: skip
+    for value in single:
+        if re.search(r"[\n\r\0\"'`$\\;&|<>#]", value):
+            raise SettingError(
+                f"{value!r} cannot stand in a batch script",
+                found="quotes, dollars, line breaks and the like have no place in a directive",
+            )
+    if re.search(r"[\x00-\x1f\x7f\"%^$`\\]", request.run_dir):
+        raise SettingError(
+            f"the run directory {request.run_dir!r} cannot stand in a batch script",
+            remedy="Give a --run-dir of letters, digits, dashes, dots and blanks",
+        )
+    if request.nodes < 1:
+        raise SettingError(f"{request.nodes} nodes cannot be", remedy="--nnodes N")
+
+
+def gpus_of(request: BatchRequest) -> int:
+    """GPUs a node, for a batch system that knows nothing else of ``--gres``.
+
+    Raises:
+        SettingError: Something else than a number of GPUs was asked for.
+    """
+    if not request.gres:
+        return 0
+    match = re.fullmatch(r"gpu:(\d+)", request.gres)
+    if match is None:
+        raise SettingError(
+            f"--gres {request.gres} cannot be written for this batch system",
+            found="a number of GPUs can: gpu:2",
+            remedy="--gres gpu:N, and --sbatch-arg for what the site calls the rest",
+        )
+    return int(match.group(1))
+
+
+def processes_of(request: BatchRequest) -> int | None:
+    """Processes a node: as asked, else one for each accelerator that was asked for."""
+    if request.processes is not None:
+        return request.processes
+    match = re.search(r"\bgpu(?::[\w.-]+)?:(\d+)\b", request.gres)
+    return int(match.group(1)) if match else None
+
+
+def prologue(request: BatchRequest) -> list[str]:
+    """Lines of bash before the job."""
+    return [
+        # what the user's variables and files say of the submission has had its effect
+        f"export {SUBMITTED}=1",
+        f"cd {bash_line([request.workdir])} || exit",
+        *request.setup,
+    ]
+
+
+def command(request: BatchRequest, via: Sequence[str], run_dir: str) -> str:
+    """The line that runs the job; ``run_dir`` is shell text already.
+
+    Args:
+        request: For the command and its words.
+        via: Options that say how the nodes are started from within the batch.
+        run_dir: Run directory.
+    """
+    head = bash_line(request.argv)
+    rest = bash_line([*via, *request.words])
+    return f"{head} --run-dir {run_dir} {rest}"

@@ -1,0 +1,150 @@
+"""Agents in containers, started over SSH (here without it): what all engines have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from paceline.containers import Container, Probe, engine, parse_probe, probe_command
+from paceline.remote.channel import Channel
+from paceline.remote.fanout import connect_all
+from paceline.remote.openssh import classify, ssh_command
+from paceline.remote.transport import Reached, nobody
+from paceline.schedulers.mpi import SSH_FAILED, said_by
+from paceline.schedulers.options import Options
+from paceline.spec.errors import ConnectError, NodeError
+from paceline.spec.hosts import Host
+
+CACHE = "/tmp/paceline-cache"  # noqa: S108 - a folder inside the container, gone with it
+
+
+class ContainerTransport:
+    """One container a host, with the same image, in which the agent and its ranks run."""
+
+    redials = False  # the lost one's container may still be there
+
+    def __init__(self, name: str, options: Options) -> None:
+        self._name = name
+        self._options = options
+        self._run = secrets.token_hex(4)
+
+    async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
+                   reached: Reached = nobody) -> list[Channel]:  # fmt: skip
+        """Looks at the image everywhere first; NodeError where it is missing or another one."""
+        probes = await self._probe_all(hosts)
+        check_images(self._name, self._options.container.image, probes)
+
+        def wrap(host: Host, agent: list[str]) -> list[str]:
+            container = container_for(host, probes[host.name], self._options, self._run)
+            return engine(self._name).wrap(agent, container)
+
+        channels = await connect_all(hosts, pythons, self._options.ssh, wrap, reached)
+        for channel in channels:  # a container here has other files than this machine
+            channel.host = replace(channel.host, local=False)
+        return channels
+
+    async def _probe_all(self, hosts: Sequence[Host]) -> dict[str, Probe]:
+        probes = await asyncio.gather(*(self._probe(host) for host in hosts))
+        return dict(zip((host.name for host in hosts), probes, strict=True))
+
+    async def _probe(self, host: Host) -> Probe:
+        container = self._options.container
+        look = probe_command(self._name, container.image, container.folders)
+        argv = look if host.local else ssh_command(host, self._options.ssh, look)
+        status, words = await said_by(argv, {})
+        if status == SSH_FAILED and "paceline-uid" not in words:
+            refusal = classify(words, status, host)
+            raise ConnectError(
+                f"cannot log in to {host.name}: {refusal.cause}", found=refusal.found,
+                remedy=refusal.remedy,
+            )  # fmt: skip
+        return parse_probe(words)
+
+    async def close(self, exit_code: int) -> None:
+        """Containers end with their agents."""
+
+    async def tell_of(self, host: Host) -> str:
+        return ""
+
+
+def container_for(host: Host, probe: Probe, options: Options, run: str) -> Container:
+    """The container for one host's agent. Pure."""
+    wanted = options.container
+    folders = tuple(f"{folder}:{folder}" for folder in probe.folders)
+    known = {mount.split(":")[0] for mount in wanted.mounts}
+    own = tuple(mount for mount in folders if mount.split(":")[0] not in known)
+    workdir = wanted.folders[0] if wanted.folders and wanted.folders[0] in probe.folders else "/"
+    env = {"XDG_CACHE_HOME": CACHE}
+    if probe.uid:
+        env["HOME"] = "/tmp"  # noqa: S108 - the image may not know this user
+    return Container(
+        name=f"paceline-{run}-{re.sub(r'[^a-zA-Z0-9_.-]', '-', host.name)}",
+        image=wanted.image,
+        workdir=workdir,
+        mounts=(*wanted.mounts, *own),
+        env=env,
+        uid=probe.uid,
+        gid=probe.gid,
+        groups=probe.groups if probe.dri else (),
+        devices=("/dev/dri",) if probe.dri else (),
+        nvidia=probe.nvidia,
+        shm_size=wanted.shm_size,
+        arguments=wanted.arguments,
+    )
+
+
+_CAUSES = (
+    (
+        r"No such image|no such image|image not known|No such file",
+        "the image is not there",
+        "On {host}: {engine} pull {image} (or {engine} save here | {engine} load there)",
+    ),
+    (
+        r"Cannot connect to the Docker daemon|connection refused",
+        "the daemon is not running",
+        "On {host}: sudo systemctl start {engine}",
+    ),
+    (
+        r"permission denied",
+        "no permission on the daemon's socket",
+        "On {host}: sudo usermod -aG docker $USER, then log in again",
+    ),
+    (r"not found", "{engine} is not installed", "Install {engine} on {host}"),
+)
+
+
+def check_images(name: str, image: str, probes: Mapping[str, Probe]) -> None:
+    """NodeError when a host lacks the image or has another one of the same name. Pure."""
+    without = {host: probe.words for host, probe in probes.items() if not probe.digest}
+    if without:
+        raise _missing(name, image, without)
+    digests = {probe.digest for probe in probes.values()}
+    if len(digests) > 1:
+        first = next(iter(probes))
+        raise NodeError(
+            f"{image} is not the same image on all hosts",
+            found="\n".join(f"{host}: {probe.digest[:19]}…" for host, probe in probes.items()),
+            remedy=f"Copy it from {first}: {name} save {image} | ssh HOST {name} load",
+        )
+
+
+def _missing(name: str, image: str, without: Mapping[str, str]) -> NodeError:
+    found, remedies = [], []
+    for host, words in without.items():
+        cause, remedy = f"{name} failed", f"Try there: {name} image inspect {image}"
+        for pattern, message, advice in _CAUSES:
+            if re.search(pattern, words):
+                values = {"engine": name, "host": host, "image": image}
+                cause, remedy = message.format(**values), advice.format(**values)
+                break
+        last = words.splitlines()[-1] if words else "no word"
+        found.append(f"{host}: {cause}: {last}")
+        remedies.append(remedy)
+    return NodeError(
+        f"{image} cannot be run on {', '.join(without)}",
+        found="\n".join(found),
+        remedy="\n".join(dict.fromkeys(remedies)),
+    )

@@ -1,0 +1,41 @@
+"""This machine alone: the agent is a child of the launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.remote.channel import Channel
+from paceline.remote.fanout import connect_all
+from paceline.remote.openssh import SshOptions
+from paceline.remote.transport import Reached, Transport, nobody
+from paceline.schedulers.options import Options
+from paceline.spec.errors import SettingError
+from paceline.spec.hosts import Host
+
+
+class LocalTransport:
+    """Refuses every host but this one."""
+
+    redials = True
+
+    async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
+                   reached: Reached = nobody) -> list[Channel]:  # fmt: skip
+        """SettingError when a host is another machine."""
+        others = [host.name for host in hosts if not host.local]
+        if others:
+            raise SettingError(
+                "--via local runs on this machine only",
+                found=f"other hosts: {', '.join(others)}",
+                remedy="Leave -H out, or --via ssh",
+            )
+        return await connect_all(hosts, pythons, SshOptions(), reached=reached)
+
+    async def close(self, exit_code: int) -> None:
+        """The agent has ended with its channel."""
+
+    async def tell_of(self, host: Host) -> str:
+        return ""
+
+
+def transport(options: Options) -> Transport:
+    return LocalTransport()

@@ -1,0 +1,53 @@
+"""Batch scripts for LSF. Rendered and syntax-checked; not tried on an LSF."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from paceline.schedulers.batch import (
+    BatchRequest,
+    command,
+    gpus_of,
+    processes_of,
+    prologue,
+)
+
+# LSF tells "n1 2 n2 2"; a host file says the same in a form that every launcher reads
+_HOSTS = (
+    "awk '{for (i = 1; i < NF; i += 2) print $i\" slots=\"$(i + 1)}' "
+    '<<< "$LSB_MCPU_HOSTS" > {hosts}'
+)
+
+
+def render(request: BatchRequest) -> str:
+    """The script; the nodes come from ``$LSB_MCPU_HOSTS`` and are reached over SSH."""
+    lines = ["#!/bin/bash", *(f"#BSUB {one}" for one in directives(request)), ""]
+    lines += prologue(request)
+    run_dir = shlex.quote(request.run_dir)
+    if request.array:
+        run_dir += '/"$LSB_JOBINDEX"'
+    hosts = f"{run_dir}/lsf-hosts"
+    lines += [f"mkdir -p {run_dir}", _HOSTS.replace("{hosts}", hosts)]
+    line = command(request, ["--via", "ssh"], run_dir).replace(
+        f"--run-dir {run_dir}", f"--run-dir {run_dir} -H {hosts}", 1
+    )
+    return "\n".join([*lines, f"exec {line}"]) + "\n"
+
+
+def directives(request: BatchRequest) -> list[str]:
+    """What stands behind ``#BSUB``."""
+    processes = processes_of(request) or 1
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", request.name)
+    found = [f"-J {name}[{request.array}]" if request.array else f"-J {name}"]
+    found += [f"-n {request.nodes * processes}", f'-R "span[ptile={processes}]"']
+    optional = {"-W ": _hours(request.time), "-q ": request.partition, "-P ": request.account,
+                "-M ": request.mem, "-gpu num=": gpus_of(request) or ""}  # fmt: skip
+    found += [f"{flag}{value}" for flag, value in optional.items() if value]
+    return [*found, "-rn", f'-o "{request.run_dir}/lsf-%J.out"', *request.arguments]
+
+
+def _hours(time: str) -> str:
+    """LSF counts hours and minutes: ``1:30:00`` is ``1:30``."""
+    parts = time.split(":")
+    return ":".join(parts[:2]) if len(parts) == 3 else time

@@ -1,0 +1,49 @@
+"""Batch scripts for PBS (OpenPBS, PBS Pro). Rendered and syntax-checked; not tried on a PBS."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from paceline.schedulers.batch import (
+    BatchRequest,
+    command,
+    gpus_of,
+    processes_of,
+    prologue,
+)
+
+_VIA = ["-H", "pbs", "--via", "ssh"]
+
+
+def render(request: BatchRequest) -> str:
+    """The script; the nodes come from ``$PBS_NODEFILE`` and are reached over SSH."""
+    lines = ["#!/bin/bash", *(f"#PBS {one}" for one in directives(request)), ""]
+    lines += prologue(request)
+    run_dir = shlex.quote(request.run_dir)
+    if request.array:
+        run_dir += '/"$PBS_ARRAY_INDEX"'
+    return "\n".join([*lines, f"exec {command(request, _VIA, run_dir)}"]) + "\n"
+
+
+def directives(request: BatchRequest) -> list[str]:
+    """What stands behind ``#PBS``."""
+    processes = processes_of(request)
+    chunk = [f"select={request.nodes}"]
+    chunk += [f"ncpus={(request.cpus_per_task or 1) * (processes or 1)}"]
+    chunk += [f"mpiprocs={processes}"] if processes else []
+    chunk += [f"mem={_size(request.mem)}"] if request.mem else []
+    chunk += [f"ngpus={gpus}"] if (gpus := gpus_of(request)) else []
+    found = [f"-N {re.sub(r'[^A-Za-z0-9_.-]', '_', request.name)[:230]}"]
+    found += [f"-l {':'.join(chunk)}", "-l place=scatter"]
+    optional = {"-l walltime=": request.time, "-q ": request.partition, "-A ": request.account,
+                "-J ": request.array}  # fmt: skip
+    found += [f"{flag}{value}" for flag, value in optional.items() if value]
+    found += [f"-v {','.join(request.forwarded)}"] if request.forwarded else []
+    found += ["-r n", "-j oe"]
+    return [*found, f'-o "{request.run_dir}/"', *request.arguments]
+
+
+def _size(text: str) -> str:
+    """PBS writes ``16gb`` where Slurm writes ``16G``."""
+    return re.sub(r"(?<=\d)([kmgtKMGT])$", lambda unit: unit.group(1).lower() + "b", text)

@@ -1,0 +1,146 @@
+"""A Python environment on every node, from one requirements file."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.agent.snapshot import hash_file
+from paceline.remote.channel import Channel
+from paceline.spec.errors import NodeError, PacelineError, SettingError
+from paceline.transfer.blobs import send_tree
+
+STAMP = ".paceline-environment"
+INSTALL_LIMIT_S = 3600.0
+TAIL_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The environment asked for.
+
+    Attributes:
+        requirements: The file, a requirements or lock file.
+        folder: Where the environment goes on every node; ``~`` is the node's.
+        python: Interpreter on the nodes that makes it.
+        activate: Shell line before the interpreter starts (``module load …``); may be empty.
+        offline: Ship wheels from here, do not let the nodes download.
+    """
+
+    requirements: Path
+    folder: str
+    python: str
+    activate: str = ""
+    offline: bool = False
+
+    @property
+    def digest(self) -> str:
+        """Names the content: an environment with this stamp need not be made again."""
+        text = f"{self.requirements.read_text()}\0{self.python}\0{self.activate}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def wrapper(folder: str, activate: str) -> str:
+    """An interpreter that runs a hook first, as an executable script."""
+    python = shlex.quote(f"{folder}/bin/python")
+    return f'#!/bin/sh\n{activate} >/dev/null || exit 1\nexec {python} "$@"\n'
+
+
+async def make(channel: Channel, wanted: Wanted, wheels: Path | None) -> str:
+    """Makes the environment on one node, unless it is there; says what was done.
+
+    Args:
+        channel: To the node.
+        wanted: What is asked for.
+        wheels: Folder of wheels here to be shipped; ``None`` lets the node download.
+
+    Raises:
+        NodeError: A step failed there; its last lines are told.
+    """
+    name = channel.host.name
+    folder = wanted.folder.replace("~", str(channel.facts["user"]["home"]), 1)
+    stamp = await _execute(channel, ["cat", f"{folder}/{STAMP}"], check=False)
+    if stamp["output"].strip() == wanted.digest:
+        return f"{name}: {folder} is up to date"
+    await _execute(channel, [wanted.python, "-m", "venv", folder])
+    python = f"{folder}/bin/python"
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    shipped = await _ship(channel, wanted.requirements, wheels)
+    source = ["--no-index", "--find-links", f"{shipped}/wheels"] if wheels else []
+    await _execute(channel, [*pip, *source, "-r", f"{shipped}/requirements.txt"])
+    if wanted.activate:
+        await _write(channel, f"{folder}/bin/python-activated", wrapper(folder, wanted.activate))
+    await _write(channel, f"{folder}/{STAMP}", wanted.digest)
+    return f"{name}: {folder} made{' from shipped wheels' if wheels else ''}"
+
+
+async def _ship(channel: Channel, requirements: Path, wheels: Path | None) -> str:
+    """Brings requirements and wheels to the node; says into which folder."""
+    files = {"requirements.txt": requirements}
+    for file in sorted(wheels.iterdir()) if wheels else []:
+        files[f"wheels/{file.name}"] = file
+    manifest = await asyncio.to_thread(lambda: [
+        [name, hash_file(file), 0o600, file.stat().st_size] for name, file in files.items()
+    ])  # fmt: skip
+    return await send_tree(channel, manifest, files.__getitem__, run_id="setup", name="env")
+
+
+async def _write(channel: Channel, path: str, text: str) -> None:
+    await _execute(channel, ["/bin/sh", "-c", 'cat > "$0" && chmod 755 "$0"', path], text)
+
+
+async def _execute(channel: Channel, argv: Sequence[str], text: str = "",
+                   check: bool = True) -> dict[str, Any]:  # fmt: skip
+    request = channel.request("execute", argv=list(argv), input=text, timeout_s=INSTALL_LIMIT_S)
+    done = dict(await asyncio.wait_for(request, INSTALL_LIMIT_S + 10))
+    if check and done["code"] != 0:
+        tail = "\n".join(str(done["output"]).strip().splitlines()[-TAIL_LINES:])
+        raise NodeError(
+            f"{channel.host.name}: {shlex.join(argv)[:160]} failed",
+            found=tail,
+            remedy=_advice(tail),
+        )
+    return done
+
+
+def together(failures: Sequence[PacelineError]) -> PacelineError:
+    """One error for what went wrong on several nodes; equal advice is given once."""
+    if len(failures) == 1:
+        return failures[0]
+    return NodeError(
+        f"{len(failures)} hosts have no environment",
+        found="\n".join(f"{failure.message}\n{failure.found}".strip() for failure in failures),
+        remedy="\n".join(dict.fromkeys(failure.remedy for failure in failures)),
+    )
+
+
+def _advice(words: str) -> str:
+    if "ensurepip" in words or "python3-venv" in words:
+        return "Install the venv module there: sudo apt-get install python3-venv"
+    if "No matching distribution" in words or "Connection" in words or "resolve" in words:
+        return "The node cannot download: add --offline, which ships the wheels from here"
+    return "Correct the requirements, then type the same command again"
+
+
+def download(requirements: Path, python: str = sys.executable) -> Path:
+    """Wheels for the requirements, downloaded here into a fresh folder.
+
+    SettingError with pip's words when that fails.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="paceline-wheels-"))
+    argv = [python, "-m", "pip", "wheel", "--disable-pip-version-check", "-q", "-w", str(folder)]
+    done = subprocess.run(
+        [*argv, "-r", str(requirements)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-TAIL_LINES:])
+        raise SettingError(f"pip could not get the wheels of {requirements} here", found=tail)
+    return folder

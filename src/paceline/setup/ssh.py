@@ -1,0 +1,105 @@
+"""Running one script on a host over ssh, with or without a password."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.remote.openssh import Refusal, SshOptions, classify, pinned_key, ssh_command
+from paceline.spec.hosts import Host
+
+PATIENCE_S = 60.0
+# for a login with a password: ssh_command's own settings are for logins without any question
+_ASKING = {
+    "BatchMode": "no",
+    "NumberOfPasswordPrompts": "1",
+    "PreferredAuthentications": "publickey,keyboard-interactive,password",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How a call ended.
+
+    Attributes:
+        status: Exit status of ssh or of what it ran.
+        output: Standard output.
+        words: ssh's own words.
+        refusal: Why there was no login; ``None`` when there was one.
+    """
+
+    status: int
+    output: str
+    words: str
+    refusal: Refusal | None = None
+
+
+def command(host: Host, options: SshOptions, remote: list[str], asking: bool) -> list[str]:
+    """The ssh call; with ``asking`` ssh may ask its helper for a password."""
+    argv = ssh_command(host, options, remote)
+    if not asking:
+        return argv
+    changed = [re.sub(r"^BatchMode=yes$", "BatchMode=no", word) for word in argv]
+    at = changed.index("--")
+    extra = [word for k, v in _ASKING.items() if k != "BatchMode" for word in ("-o", f"{k}={v}")]
+    return [*changed[:at], *extra, *changed[at:]]
+
+
+async def run(host: Host, options: SshOptions, remote: list[str], script: str = "",
+              environment: Mapping[str, str] | None = None,
+              patience_s: float = PATIENCE_S) -> Answer:  # fmt: skip
+    """Runs ``remote`` with ``script`` on its standard input.
+
+    Args:
+        host, options: Whom to call, and how.
+        remote: Command there.
+        script: Sent to its standard input.
+        environment: Of ssh; given, ssh may ask its helper for a password.
+        patience_s: When to give up.
+    """
+    argv = command(host, options, remote, asking=environment is not None)
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=dict(environment) if environment is not None else None,
+        start_new_session=True,
+    )
+    try:
+        out, err = await asyncio.wait_for(process.communicate(script.encode()), patience_s)
+    except asyncio.TimeoutError:
+        out, err = b"", b"Connection timed out"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    words = err.decode(errors="replace")
+    status = process.returncode if process.returncode is not None else 255
+    refusal = classify(words, status, host) if status == 255 else None
+    return Answer(status, out.decode(errors="replace"), words, refusal)
+
+
+def newly_pinned_key(answer: Answer) -> str | None:
+    """The fingerprint that this call pinned, if it did."""
+    return pinned_key(answer.words) if "Permanently added" in answer.words else None
+
+
+async def effective(host: Host, options: SshOptions) -> dict[str, list[str]]:
+    """What ssh makes of its configuration for a host (``ssh -G``): values by lower-case key."""
+    argv = ["ssh", *(["-F", str(options.config)] if options.config else []), "-G"]
+    argv += ["-l", host.user] if host.user else []
+    argv += ["-p", str(host.port)] if host.port else []
+    argv += ["-i", host.identity_file] if host.identity_file else []
+    process = await asyncio.create_subprocess_exec(
+        *argv, "--", host.address, stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    found: dict[str, list[str]] = {}
+    for line in out.decode(errors="replace").splitlines():
+        key, _, value = line.partition(" ")
+        found.setdefault(key.lower(), []).append(value)
+    return found

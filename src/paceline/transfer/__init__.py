@@ -1,0 +1,1 @@
+"""Files between the launching machine and the nodes, in both directions."""

@@ -714,7 +714,7 @@ def test_commands_from_up_to_down() -> None:
         assert [host["up"] for host in status["hosts"]] == [True, True]
         assert "slow 1mbit" in paceline_lab("status", "--name", name).stdout
         argv = [sys.executable, "-c", CLI, "status", "--name", name]
-        source = {"PYTHONPATH": str(Path(state.__file__).parents[3])}
+        source = {"PYTHONPATH": str(Path(state.__file__).parents[2])}
         from_a_host = Lab.attach(name).exec("n1", argv, env=source, check=True)
         assert "slow 1mbit" in from_a_host.stdout
         assert paceline_lab("fault", "--name", name, "slow", "n1", "--undo").returncode == 0

@@ -10,7 +10,7 @@ from importlib import import_module
 
 def main() -> int:
     root = os.path.abspath(__file__)  # noqa: PTH100 - pathlib alone would double the start
-    for _ in ("start.py", "lab", "cluster", "paceline"):
+    for _ in ("start.py", "lab", "paceline"):
         root = os.path.dirname(root)  # noqa: PTH120
     sys.path.insert(0, root)
     module = import_module(f"paceline.lab.{sys.argv[1]}")

@@ -57,7 +57,7 @@ def parent_folder() -> Path:
 def surroundings(share: Sequence[str] = ()) -> Surroundings:
     """What the plan needs to know of this machine, process and user."""
     user = _account(os.geteuid())
-    package = str(Path(__file__).resolve().parents[3])
+    package = str(Path(__file__).resolve().parents[2])
     shared = (sys.prefix, sys.base_prefix, str(Path.cwd()), package, *share)
     return Surroundings(
         python=sys.executable,

@@ -92,6 +92,19 @@ def test_a_launcher_that_was_stopped_blames_nobody(site: Site) -> None:
     assert first(ended)["kind"] == "launcher"
 
 
+def test_a_launcher_that_was_stopped_while_nodes_start_blames_nobody(site: Site) -> None:
+    with site.start("--lease", "4", "train.py") as launch:
+        there = lambda: "forkserver" in str(site.processes().get("n2"))  # noqa: E731
+        assert eventually(there, 10)
+        launch.signal(signal.SIGSTOP)
+        time.sleep(LEASE_S + 3)
+        launch.signal(signal.SIGCONT)
+        ended = launch.end()
+    assert ended.code == 1
+    assert re.search(r"this launcher was stopped for [78] s, longer than the lease", ended.err)
+    assert "went away" not in ended.err
+
+
 # --- agent, guard, ssh
 
 

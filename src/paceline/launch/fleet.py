@@ -92,7 +92,8 @@ class Fleet:
                  on_lost: Callable[[Node, str], None]) -> None:  # fmt: skip
         self.nodes = [Node(channel.host, channel) for channel in channels]
         self.lease_s = lease_s
-        self.absence: Absence | None = None  # the longest of our own
+        self._absence: Absence | None = None  # the longest of our own
+        self._ticked = (time.monotonic(), _awake_or_not())
         self._on_event, self._on_lost = on_event, on_lost
         for node in self.nodes:
             node.channel.leased()
@@ -117,6 +118,15 @@ class Fleet:
     @property
     def whole(self) -> bool:
         return not any(node.lost for node in self.nodes)
+
+    @property
+    def absence(self) -> Absence | None:
+        """The longest time in which this process did not run, one that has just ended included."""
+        since, before = self._ticked
+        gap = _awake_or_not() - before - OWN_TICK_S
+        if gap > OWN_GAP_S and (self._absence is None or gap > self._absence.seconds):
+            self._absence = Absence(since, gap)
+        return self._absence
 
     def facts(self) -> dict[str, Any]:
         """By host name, what the agents told of their machines."""
@@ -157,11 +167,9 @@ class Fleet:
     async def _watch_ourselves(self) -> None:
         """Notes when this process did not run: what others did meanwhile is not their fault."""
         while True:
-            since, before = time.monotonic(), _awake_or_not()
+            self._ticked = (time.monotonic(), _awake_or_not())
             await asyncio.sleep(OWN_TICK_S)
-            gap = _awake_or_not() - before - OWN_TICK_S
-            if gap > OWN_GAP_S and (self.absence is None or gap > self.absence.seconds):
-                self.absence = Absence(since, gap)
+            _ = self.absence
 
     def lose(self, node: Node, why: str) -> None:
         """Marks a node as lost, once."""

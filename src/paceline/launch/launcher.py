@@ -103,7 +103,7 @@ class Launcher:
             return await self._attempts(fleet, interrupts, networks, code)
         except ConnectionError as error:
             lost = next((node for node in fleet.nodes if node.lost), fleet.first)
-            raise staging.went_away(lost.name, lost.why or str(error)) from None
+            raise staging.went_away(fleet, lost, lost.why or str(error)) from None
         finally:
             self._closing = True
             await fleet.close(hurry=bool(interrupts.received))

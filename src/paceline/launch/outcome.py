@@ -192,10 +192,15 @@ def own_absence(failures: Sequence[Failure], away_s: float, lease_s: float) -> l
     expired = [failure.time for failure in failures if failure.kind == "lease"]
     if not expired or away_s < lease_s / 2:
         return list(failures)
+    headline = f"{own_pause(away_s, lease_s)}; the nodes ended their ranks"
+    us = Failure("launcher", HERE, None, min(expired), headline=headline)
+    return [us, *(failure for failure in failures if failure.time < us.time)]
+
+
+def own_pause(away_s: float, lease_s: float) -> str:
+    """What is said of a launcher that was away for so long that its nodes left."""
     if away_s > lease_s:
         than = f"longer than the lease of {lease_s:g} s"
     else:
         than = f"and nodes begin to end their ranks before the lease of {lease_s:g} s is over"
-    headline = f"this launcher was stopped for {away_s:.0f} s, {than}; the nodes ended their ranks"
-    us = Failure("launcher", HERE, None, min(expired), headline=headline)
-    return [us, *(failure for failure in failures if failure.time < us.time)]
+    return f"this launcher was stopped for {away_s:.0f} s, {than}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.launch import planning
+from paceline.launch import outcome, planning
 from paceline.launch.code import Tree, project_root, read_parts, read_tree
 from paceline.launch.fleet import Fleet, together
 from paceline.launch.mirroring import send_checkpoints
@@ -158,16 +158,16 @@ async def fork_servers_up(fleet: Fleet, job: Job) -> None:
     await together([node.prepare() for node in fleet.nodes if node.fork_server_died])
     for node in fleet.nodes:
         if node.ready is not None and (trouble := await node.ready):
-            raise _no_fork_server(node, trouble, job)
+            raise _no_fork_server(fleet, node, trouble, job)
     for node in fleet.nodes:
         backends = node.loaded.get("backends")
         if job.backend and backends is not None and job.backend not in backends:
             raise _no_backend(node, job.backend, backends)
 
 
-def _no_fork_server(node: Node, trouble: Trouble, job: Job) -> NodeError:
+def _no_fork_server(fleet: Fleet, node: Node, trouble: Trouble, job: Job) -> NodeError:
     if trouble.kind == "lost":
-        return went_away(node.name, trouble.text)
+        return went_away(fleet, node, trouble.text)
     modules = ", ".join(job.preload)
     python = planning.python_of(job, node.host)
     if trouble.kind == "died":
@@ -181,8 +181,15 @@ def _no_fork_server(node: Node, trouble: Trouble, job: Job) -> NodeError:
     )
 
 
-def went_away(name: str, why: str) -> NodeError:
-    """A host was lost before its ranks ran."""
+def went_away(fleet: Fleet, node: Node, why: str) -> NodeError:
+    """A host was lost before its ranks ran: its own doing, unless this launcher was away."""
+    name, away = node.name, fleet.absence
+    if away is not None and away.seconds > fleet.lease_s / 2:
+        return NodeError(
+            f"{outcome.own_pause(away.seconds, fleet.lease_s)}, while the nodes were starting",
+            found=f"{name}: {why}",
+            remedy="Run again; --lease SECONDS is how long nodes wait for this launcher",
+        )
     return NodeError(
         f"{name} went away while starting",
         found=why,

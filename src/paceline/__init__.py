@@ -1,3 +1,54 @@
-"""Paceline: a PyTorch training job, on all the machines you have."""
+"""Paceline: a PyTorch training job, on all the machines you have.
+
+Public are the names below and, inside a job, :mod:`paceline.train`. Each is imported when it is
+first used: the command line stays light, and nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.hosts import read_hosts
+    from paceline.spec.errors import (
+        ConnectError,
+        DataError,
+        HostsError,
+        JobError,
+        LabError,
+        NodeError,
+        PacelineError,
+        SettingError,
+    )
+    from paceline.spec.hosts import Cluster, Host
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Cluster",
+    "ConnectError",
+    "DataError",
+    "Host",
+    "HostsError",
+    "JobError",
+    "LabError",
+    "NodeError",
+    "PacelineError",
+    "SettingError",
+    "__version__",
+    "read_hosts",
+]
+
+_HOMES = {"Cluster": "paceline.spec.hosts", "Host": "paceline.spec.hosts",
+          "read_hosts": "paceline.hosts"}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, "paceline.spec.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -166,17 +166,18 @@ def test_the_control_side_starts_without_torch_and_quickly() -> None:
 
 IMPORTED = """
 import sys
+before = set(sys.modules)  # an interpreter may come with a sitecustomize: Debian's does
 from paceline.cli import program
 try:
     program.main({argv}, standalone_mode=False)
 except SystemExit:
     pass
 finally:
-    print(*sorted(sys.modules), file=sys.stderr)
+    print(*sorted(set(sys.modules) - before), file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize(("argv", "most"), [(["--help"], 200), (["run", "--help"], 250)])
+@pytest.mark.parametrize(("argv", "most"), [(["--help"], 150), (["run", "--help"], 190)])
 def test_help_imports_little(argv: list[str], most: int) -> None:
     """What is imported is what a start costs."""
     done = subprocess.run(
@@ -186,8 +187,9 @@ def test_help_imports_little(argv: list[str], most: int) -> None:
     modules = done.stderr.split()
     plain = {name.split(".")[0] for name in modules if not name.startswith("_")}
     assert plain - set(sys.stdlib_module_names) == {"click", "paceline"}
-    assert not {"asyncio", "subprocess", "ssl"} & plain
-    assert len(modules) < most  # 145 and 186 on Python 3.11
+    of_click = {"subprocess"} if sys.version_info < (3, 11) else set()  # by uuid, which it imports
+    assert not ({"asyncio", "subprocess", "ssl"} - of_click) & plain
+    assert len(modules) < most  # 93 and 131 on Python 3.11
 
 
 # --- what a node imports before it forks

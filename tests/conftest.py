@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from paceline.lab import Lab, LabOptions
 
@@ -24,6 +25,12 @@ PATIENCE_S = 3.0  # for what is on its way out when the test returns
 
 _OWN_FILES = {"__pycache__", "build", "dist", ".git"}
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000  # linux/sched.h
+
+# what is slow on a busy machine is not wrong; the rest stays as hypothesis has it, in CI too
+settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("busy machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -57,7 +57,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
                       "local_address": "10.0.0.1", "reached": "ab"}]}, b""),
     "reserve_port": ({"address": "10.0.0.1", "port": 0}, {"port": 29500}, b""),
     "start": ({"ranks": [{"rank": 0}]}, {}, b""),
-    "witness": ({}, {}, b""),
+    "dump_stacks": ({}, {}, b""),
     "seen": ({}, {"ranks": [{"rank": 0, "pid": 3, "cpu_s": 0.5, **SEEN}]}, b""),
     "stop": ({"signal": 15}, {}, b""),
     "kill": ({}, {"killed": 2}, b""),

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from paceline.report.bundle import blot
+from paceline.report.bundle import redact
 
 HEX = "0123456789abcdef" * 3
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4fwpMeJf36POk6yJV"
@@ -41,8 +41,8 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4fwpMeJf36POk6y
     ],
 )
 def test_no_secret_is_left(text: str, secret: str) -> None:
-    assert secret not in blot(text)
-    assert "[secret]" in blot(text)
+    assert secret not in redact(text)
+    assert "[secret]" in redact(text)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_no_secret_is_left(text: str, secret: str) -> None:
      "https://download.pytorch.org/whl"],
 )  # fmt: skip
 def test_what_is_no_secret_stays(text: str) -> None:
-    assert blot(text) == text
+    assert redact(text) == text
 
 
 @pytest.mark.parametrize(
@@ -61,5 +61,5 @@ def test_what_is_no_secret_stays(text: str) -> None:
 )  # fmt: skip
 def test_long_hostile_texts_take_no_time(part: str) -> None:
     began = time.monotonic()
-    blot(part * (200_000 // len(part)))
+    redact(part * (200_000 // len(part)))
     assert time.monotonic() - began < 20

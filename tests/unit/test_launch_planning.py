@@ -211,7 +211,7 @@ def test_no_secret_in_any_form_of_the_plan() -> None:
     assert "hf-secret" not in repr(SECRETS)
 
 
-def test_named_secrets_are_blotted_out() -> None:
+def test_named_secrets_are_redacted() -> None:
     assert set(SECRETS.secrets()) == {"typed-secret", "hf-secret"}
     assert SECRETS.all()["ANY_NAME"] == "forwarded-secret"
 

@@ -82,7 +82,7 @@ def test_files_are_whole_and_lines_are_added(tmp_path: Path) -> None:
     assert (tmp_path / "logs/n1/0.log").read_bytes() == b"ab"
 
 
-def test_secrets_are_blotted_out(tmp_path: Path) -> None:
+def test_secrets_are_redacted(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, ["s3cret", os.fsdecode(b"\xff\xfe-bytes")])
     directory.append_bytes("log", b"it is s3cret and \xff\xfe-bytes.\n")
     directory.append_line("events.jsonl", {"word": "s3cret"})
@@ -92,7 +92,7 @@ def test_secrets_are_blotted_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_a_secret_in_pieces_is_blotted_out(tmp_path: Path, size: int) -> None:
+def test_a_secret_in_pieces_is_redacted(tmp_path: Path, size: int) -> None:
     """Two streams share the log, and each is cut anywhere."""
     directory = RunDirectory(tmp_path, ["s3cret", "s3cret-and-longer"])
     text = b"it is s3cret, s3crs3cret-and-longer. s3cre"
@@ -117,7 +117,7 @@ def test_what_might_be_a_secret_waits_no_longer_than_its_stream(tmp_path: Path) 
     directory.close()
 
 
-def test_secrets_are_blotted_out_of_whole_files(tmp_path: Path) -> None:
+def test_secrets_are_redacted_in_whole_files(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, ['s3"cret\\'])
     directory.write_json("result.json", {"traceback": 'ValueError: s3"cret\\ is wrong'})
     directory.close()

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.outlet import Outlet
 from paceline.launch.screen import REDRAW_S, Lines, Screen, describe_progress
+from paceline.launch.writer import Writer
 from paceline.spec.job import Show
 
 
@@ -94,7 +94,7 @@ def test_progress_in_plain_lines() -> None:
     assert describe_progress({"samples_per_s": 1234.5}) == "1,234 samples/s"
 
 
-# --- outlets
+# --- writers
 
 
 @pytest.fixture
@@ -111,12 +111,12 @@ def pipe() -> Iterator[tuple[int, io.TextIOWrapper]]:
 
 def test_nobody_reads_and_nobody_waits(pipe: tuple[int, io.TextIOWrapper]) -> None:
     read, file = pipe
-    outlet = Outlet(file, limit=100_000)
+    writer = Writer(file, limit=100_000)
     for number in range(10_000):
-        outlet.write(f"line {number} {'x' * 80}\n")
+        writer.write(f"line {number} {'x' * 80}\n")
     data = b""
     os.set_blocking(read, False)
-    closing = threading.Thread(target=outlet.close)
+    closing = threading.Thread(target=writer.close)
     closing.start()
     while closing.is_alive():
         try:
@@ -135,27 +135,27 @@ def test_nobody_reads_and_nobody_waits(pipe: tuple[int, io.TextIOWrapper]) -> No
 
 def test_the_reader_went_away(pipe: tuple[int, io.TextIOWrapper]) -> None:
     read, file = pipe
-    outlet = Outlet(file)
+    writer = Writer(file)
     os.close(read)
-    outlet.write("one\n")
-    outlet.close()
-    outlet.write("two\n")
-    outlet.close()
+    writer.write("one\n")
+    writer.close()
+    writer.write("two\n")
+    writer.close()
     file.flush()  # as the interpreter does at its end
 
 
 def test_characters_that_the_terminal_has_not(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w", encoding="ascii") as file:
-        outlet = Outlet(file)
-        outlet.write("ü \udc80\n")
-        outlet.close()
+        writer = Writer(file)
+        writer.write("ü \udc80\n")
+        writer.close()
     assert (tmp_path / "out").read_text() == "? ?\n"
 
 
 def test_closed_twice_or_unused() -> None:
-    outlet = Outlet(io.StringIO())
-    outlet.close()
-    outlet.close()
+    writer = Writer(io.StringIO())
+    writer.close()
+    writer.close()
 
 
 # --- the start

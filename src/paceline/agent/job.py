@@ -14,7 +14,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Tuple
 
-from . import forkserver, memory, procs, title, witness
+from . import forkserver, memory, procs, stackdump, title
 
 Message = Dict[str, Any]
 Post = Callable[..., None]
@@ -43,7 +43,7 @@ class Rank:
         self.fds: Dict[int, str] = {}  # read end -> "out" | "err" | "events"
         self.partial = b""  # an unfinished line of the events pipe
         self.peak = 0  # bytes of memory, at most
-        self.seen = witness.Testimony()
+        self.seen = stackdump.StackDump()
         self.active_at = time.monotonic()  # when it last used a CPU or said something
         self.stopped_at: Optional[float] = None  # since when it stands still by a signal
         self._looked_at = self.active_at
@@ -309,14 +309,14 @@ class NodeJob:
                 rank.active_at = time.monotonic()
                 self._post({"event": "said", "rank": rank.rank, "data": said})
 
-    def witness(self) -> None:
+    def dump_stacks(self) -> None:
         """Looks at what every rank is doing; it is told with the rank's end."""
         for rank in self._alive():
             if rank.process is not None:
                 rank.seen.ask(rank.process)
 
     def seen(self) -> List[Message]:
-        """What every living rank was doing when :meth:`witness` looked.
+        """What every living rank was doing when :meth:`dump_stacks` looked.
 
         ``stack`` (innermost line first), ``state`` as ``ps`` shows it, ``cpu_s`` that it and its
         children have used so far.

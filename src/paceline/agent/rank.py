@@ -15,7 +15,7 @@ import types
 import zipfile
 from typing import Any, Callable, Dict, List
 
-from . import ending, forkserver, master, procs, title, witness
+from . import ending, forkserver, master, procs, stackdump, title
 
 Message = Dict[str, Any]
 TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
@@ -38,7 +38,7 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int) ->
     os.environ.update(rank["env"])
     os.environ["PACELINE_EVENT_FD"] = str(events)
     _name_process(rank, request["entry"])
-    witness.testify(events)
+    stackdump.register(events)
     if rank.get("cpus"):
         with contextlib.suppress(OSError):  # the CPUs may have been taken from us meanwhile
             os.sched_setaffinity(0, rank["cpus"])

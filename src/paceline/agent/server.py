@@ -370,14 +370,14 @@ def start(agent: Agent, request: Message, _: bytes) -> None:
     agent.reply(request)
 
 
-def witness(agent: Agent, request: Message, _: bytes) -> None:
+def dump_stacks(agent: Agent, request: Message, _: bytes) -> None:
     """Looks at what every rank is doing."""
-    agent.job.witness()
+    agent.job.dump_stacks()
     agent.reply(request)
 
 
 def seen(agent: Agent, request: Message, _: bytes) -> None:
-    """What was seen of the living ranks after ``witness``: the stacks need a moment to come."""
+    """What was seen of the living ranks after ``dump_stacks``: the stacks need a moment to come."""
 
     def work() -> None:  # it reads every process's state
         agent.reply(request, ranks=agent.job.seen())
@@ -585,7 +585,7 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     "connect": connect,
     "reserve_port": reserve_port,
     "start": start,
-    "witness": witness,
+    "dump_stacks": dump_stacks,
     "seen": seen,
     "stop": stop,
     "kill": kill,

@@ -11,8 +11,7 @@ from typing import Any
 
 from paceline.launch import outcome
 from paceline.launch.fleet import Fleet, first_of, together, within
-from paceline.launch.hanging import Hang
-from paceline.launch.hangwatch import HangWatch
+from paceline.launch.hangs import Hang, HangWatch
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.node import Node, how_it_died
 from paceline.launch.outcome import Failure
@@ -138,7 +137,7 @@ class Attempt:
     async def _stop_after_failure(self) -> Result:
         """Waits for an earlier failure that is still on its way, then ends the others."""
         if all(failure.echo for failure in self._failures):
-            await self._fleet.tell("witness")  # whoever waits in vain: what do the others do?
+            await self._fleet.tell("dump_stacks")  # whoever waits in vain: what do the others do?
         patience = asyncio.sleep(outcome.settle_time(self._failures))
         await first_of(self._ended.wait(), self._interrupts.wait(), patience)
         away = self._fleet.absence

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from paceline.launch.outlet import Outlet
+from paceline.launch.writer import Writer
 from paceline.spec.job import Show
 from paceline.spec.terminal import clean, clean_line, columns, for_reader, wrapped
 
@@ -88,8 +88,8 @@ class Screen:
     def __init__(self, show: Show = "all", out: TextIO | None = None,
                  err: TextIO | None = None) -> None:  # fmt: skip
         self._show = show
-        self._out = Outlet(out or sys.stdout)
-        self._err = Outlet(err or sys.stderr)
+        self._out = Writer(out or sys.stdout)
+        self._err = Writer(err or sys.stderr)
         self._colour = self._out.isatty()
         self._lines: dict[tuple[str, int, str], Lines] = {}
         self._muted: set[tuple[str, int]] = set()
@@ -101,7 +101,7 @@ class Screen:
         self._over = False  # the start
         self._begun: dict[str, tuple[int, int]] = {}
         self._begun_plain: dict[str, asyncio.TimerHandle] = {}
-        self._unwiped: set[int] = set()  # outlets that the line of the start may stand on
+        self._unwiped: set[int] = set()  # writers that the line of the start may stand on
         self._errors: set[str] = set()
         self._repeating: set[tuple[str, int]] = set()  # ranks that repeat another's error
         self._count = 0
@@ -172,7 +172,7 @@ class Screen:
         """A line of ours, on standard error."""
         self._write(self._err, for_reader(text, cast(TextIO, self._err)))
 
-    def _write(self, target: Outlet, text: str) -> None:
+    def _write(self, target: Writer, text: str) -> None:
         self._count += 1
         if id(target) in self._unwiped:
             self._unwiped.discard(id(target))
@@ -205,7 +205,7 @@ class Screen:
         parts = [f"{part} {done}/{of}" for part, (done, of) in self._begun.items()]
         text = "paceline: " + " · ".join(parts) + " …"
         self._err.write(_WIPE + text[: columns() - 1])
-        self._unwiped = {id(outlet) for outlet in (self._out, self._err) if outlet.isatty()}
+        self._unwiped = {id(one) for one in (self._out, self._err) if one.isatty()}
 
     def _tell_start(self, part: str) -> None:
         done, of = self._begun.get(part, (0, 0))

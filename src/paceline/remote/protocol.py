@@ -302,7 +302,7 @@ ANSWERS: dict[str, Shape] = {
     "connect": record(results=each(_TRIED)),
     "reserve_port": record(port=PORT),
     "start": _DONE,
-    "witness": _DONE,
+    "dump_stacks": _DONE,
     "seen": record(ranks=each(
         record(rank=RANK, pid=PROCESS, cpu_s=number, state=SMALL, stack=each(text(), 1000))
     )),

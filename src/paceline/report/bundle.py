@@ -1,4 +1,4 @@
-"""A support bundle: JSON and text files in one archive, secrets blotted out."""
+"""A support bundle: JSON and text files in one archive, secrets redacted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _KEY_END = re.compile(r"-----END [A-Z ]{0,40}PRIVATE KEY-----")
 BLOT = "[secret]"
 
 
-def blot(text: str) -> str:
+def redact(text: str) -> str:
     """The text without what looks like a secret: by the name before it, or by its own shape."""
     text = _KNOWN.sub(BLOT, _without_keys(text))
     for named in (_HEADER, _OPTION, _NAMED):
@@ -86,7 +86,7 @@ def write(path: Path, contents: Mapping[str, Any]) -> None:
 
 def _add(archive: tarfile.TarFile, name: str, content: Any) -> None:
     text = content if isinstance(content, str) else json.dumps(content, indent=1)
-    data = blot(text).encode()
+    data = redact(text).encode()
     member = tarfile.TarInfo(name)
     member.size, member.mode = len(data), 0o600
     archive.addfile(member, io.BytesIO(data))

@@ -17,7 +17,7 @@ from typing import IO, Any
 from paceline.agent import inside, snapshot
 from paceline.remote import this_machine
 from paceline.rundir.ownership import owner_alive, read_owner
-from paceline.rundir.redactor import Blotter
+from paceline.rundir.redactor import Redactor
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
 from paceline.spec.errors import NodeError, SettingError
@@ -39,7 +39,7 @@ class RunDirectory:
     def __init__(self, path: Path, secrets: Sequence[str] = ()) -> None:
         self.path = path.absolute()
         self.token = os.urandom(16).hex()
-        self._blotter = Blotter(secrets)
+        self._redactor = Redactor(secrets)
         self._files: dict[str, IO[bytes]] = {}  # the last used at the end
         self.begins: dict[str, int] = {}  # bytes that earlier runs left in a file
         with self._explained():
@@ -112,12 +112,12 @@ class RunDirectory:
     def write_json(self, name: str, value: Any) -> None:
         """Writes a whole JSON file at once."""
         with self._explained():
-            data = self._blotter.whole(json.dumps(value, indent=2).encode()) + b"\n"
+            data = self._redactor.whole(json.dumps(value, indent=2).encode()) + b"\n"
             inside.write_file(str(self.path), name, data)
 
     def append_line(self, name: str, value: dict[str, Any]) -> None:
         """Adds one object to a ``.jsonl`` file."""
-        self._append(name, self._blotter.whole(json.dumps(value).encode()) + b"\n")
+        self._append(name, self._redactor.whole(json.dumps(value).encode()) + b"\n")
 
     def event(self, kind: str, host: str | None = None, rank: int | None = None,
               **details: Any) -> None:  # fmt: skip
@@ -128,18 +128,18 @@ class RunDirectory:
         self.append_line(names.EVENTS, record)
 
     def append_bytes(self, name: str, data: bytes, stream: str = "") -> None:
-        """Adds to any file of the run; named secrets are blotted out, also over several calls.
+        """Adds to any file of the run; named secrets are taken out, also over several calls.
 
         Args:
             name: The file.
             data: What comes next.
             stream: Of what, where several streams share a file.
         """
-        self._append(name, self._blotter.piece(name, stream, data))
+        self._append(name, self._redactor.piece(name, stream, data))
 
     def finish(self, name: str) -> None:
         """Writes what was held back of a file, for it might have been a secret's beginning."""
-        if rest := self._blotter.rest(name):
+        if rest := self._redactor.rest(name):
             self._append(name, rest)
 
     def _append(self, name: str, data: bytes) -> None:
@@ -191,7 +191,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Gives the folder up."""
-        for name in self._blotter.waiting:
+        for name in self._redactor.waiting:
             with contextlib.suppress(NodeError):  # the disk may be full
                 self.finish(name)
         for file in self._files.values():

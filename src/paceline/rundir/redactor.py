@@ -6,10 +6,10 @@ import json
 import os
 from collections.abc import Sequence
 
-BLOT = b"[secret]"
+MASK = b"[secret]"
 
 
-class Blotter:
+class Redactor:
     """Replaces secrets.
 
     Args:
@@ -26,7 +26,7 @@ class Blotter:
     def whole(self, data: bytes) -> bytes:
         """Data that is complete in itself, without the secrets."""
         for secret in self._secrets:
-            data = data.replace(secret, BLOT)
+            data = data.replace(secret, MASK)
         return data
 
     def piece(self, name: str, stream: str, data: bytes) -> bytes:

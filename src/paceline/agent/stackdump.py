@@ -19,7 +19,7 @@ MOST_LINES = 60
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-def testify(fd: int) -> None:
+def register(fd: int) -> None:
     """Makes this process write its main thread's stack to ``fd`` when it gets the signal."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         faulthandler.register(SIGNAL, file=fd, all_threads=False, chain=False)
@@ -45,8 +45,8 @@ def catches(pid: int) -> bool:
     return bool(masks) and bool(int(masks[0], 16) >> (SIGNAL - 1) & 1)
 
 
-class Testimony:
-    """What was seen of one rank."""
+class StackDump:
+    """What was seen of one rank: its state and its stack."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -10,7 +10,7 @@ from paceline.diagnose.conclude import conclude
 from paceline.diagnose.evidence import Evidence
 from paceline.diagnose.rules import load_all
 from paceline.diagnose.stacks import Frame, Stand
-from paceline.launch.hanging import BUSY_S, Hang, Heartbeats, Look, judge
+from paceline.launch.hangs import BUSY_S, Hang, Heartbeats, Look, judge
 
 ALL_REDUCE = (
     Frame("/v/site-packages/torch/distributed/distributed_c10d.py", 2800, "all_reduce"),

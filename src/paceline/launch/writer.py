@@ -17,7 +17,7 @@ from paceline.spec.helptext import counted
 LIMIT = 16 * 1024 * 1024  # characters kept for a reader who is late
 
 
-class Outlet:
+class Writer:
     """Writes to ``target`` from a thread of its own; what finds no room is counted, not kept.
 
     It can be handed to whoever wants a text file.
@@ -77,7 +77,7 @@ class Outlet:
         self._thread, self._closed = None, False
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="outlet", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._thread.start()
 
     def _queue(self, text: str) -> None:

@@ -25,8 +25,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.recipes.models import MODELS
+from paceline.recipes.optimization import optimizer
 from paceline.recipes.transformer import Shape, Transformer
-from paceline.train.optimizers import optimizer
 
 VOCABULARY, TOKENS, CLASSES = 32_000, 64, 1000
 

@@ -24,14 +24,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from paceline import train
-from paceline.train import wrapping
+from paceline.recipes.optimization import Curve, optimizer, scheduled
+from paceline.train import Best, wrapping
 from paceline.train.checkpoints.exchange import load
 from paceline.train.checkpoints.shelf import Shelf
 from paceline.train.checkpoints.writer import Snapshot, Writer
 from paceline.train.comms import Comms
-from paceline.train.optimizers import optimizer
-from paceline.train.schedules import Curve, scheduled
-from paceline.train.stopping import Best
 from paceline.train.world import World
 
 ALONE = Comms(World(), torch.device("cpu"))

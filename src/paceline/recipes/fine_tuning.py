@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from paceline.recipes.optimization import Curve
 from paceline.spec import rundir
 from paceline.spec.errors import DataError, SettingError
-from paceline.train.schedules import Curve
 
 
 def load_backbone(network: nn.Module, source: str) -> tuple[int, list[str]]:

@@ -22,10 +22,10 @@ from paceline.recipes.fine_tuning import Freezing, load_backbone
 from paceline.recipes.image_inputs import Inputs, inputs
 from paceline.recipes.image_options import ImageOptions
 from paceline.recipes.models import MODELS, backbone, describe_network, hub_images
+from paceline.recipes.optimization import Curve
 from paceline.recipes.pictures import Normalisation, Pictures, normalisation
 from paceline.recipes.running import guarded
-from paceline.train.schedules import Curve
-from paceline.train.stopping import Best
+from paceline.train import Best
 
 
 def train_image(options: ImageOptions) -> None:

@@ -12,10 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import train
 from paceline.recipes.numbers import fast_dtype
+from paceline.recipes.optimization import Batching, batching, optimizer
 from paceline.recipes.options import Options
-from paceline.train.batching import Batching, batching
-from paceline.train.optimizers import optimizer
-from paceline.train.stopping import Best
+from paceline.train import Best
 
 R = TypeVar("R", bound=Options)
 

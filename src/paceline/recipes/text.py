@@ -20,6 +20,7 @@ from paceline import train
 from paceline.recipes import hub_models, parse_options, setup
 from paceline.recipes.datasets.texts import TextData, TextRequest, load_texts
 from paceline.recipes.fine_tuning import Freezing, load_backbone
+from paceline.recipes.optimization import Curve
 from paceline.recipes.running import guarded
 from paceline.recipes.text_models import (
     TOKENIZER,
@@ -34,9 +35,7 @@ from paceline.recipes.text_options import MODELS, TextOptions
 from paceline.recipes.tokenizing import from_json
 from paceline.recipes.tokenizing import train as train_tokenizer
 from paceline.spec import rundir
-from paceline.train import Draws
-from paceline.train.schedules import Curve
-from paceline.train.stopping import Best
+from paceline.train import Best, Draws
 
 
 def train_text(options: TextOptions) -> None:

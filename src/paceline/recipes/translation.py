@@ -22,6 +22,7 @@ from paceline.recipes import parse_options, setup
 from paceline.recipes.datasets.pairs import Pair, PairData, PairRequest, load_pairs
 from paceline.recipes.decoding import Search, decode
 from paceline.recipes.grouping import spread
+from paceline.recipes.optimization import Curve, scheduled
 from paceline.recipes.running import guarded
 from paceline.recipes.scores import scores
 from paceline.recipes.sentences import Sentences, Sources, sentences, source_rows
@@ -31,9 +32,7 @@ from paceline.recipes.transformer import Shape, Transformer
 from paceline.recipes.translated import SOURCE_TOKENIZER, TARGET_TOKENIZER, write_outputs
 from paceline.recipes.translation_options import TranslationOptions
 from paceline.spec import rundir
-from paceline.train import files
-from paceline.train.schedules import Curve, scheduled
-from paceline.train.stopping import Best
+from paceline.train import Best, files
 
 LARGE = 256
 """Width from which bf16 is faster than float32 on a CPU (measured)."""

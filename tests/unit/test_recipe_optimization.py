@@ -11,13 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from paceline.recipes.optimization import (
+    OPTIMIZERS,
+    SCHEDULES,
+    Curve,
+    batching,
+    optimizer,
+    scheduled,
+)
 from paceline.spec.errors import SettingError
-from paceline.train import schedules
-from paceline.train.batching import batching
-from paceline.train.optimizers import NAMES as OPTIMIZERS
-from paceline.train.optimizers import optimizer
-from paceline.train.schedules import Curve, scheduled
-from paceline.train.stopping import Best
+from paceline.train import Best
 
 
 def test_the_global_batch_stays() -> None:
@@ -50,7 +53,7 @@ def test_a_rule_needs_something_to_scale_by() -> None:
         batching(2, global_batch=64, lr=0.1, rule="cubic")
 
 
-@given(st.sampled_from(schedules.NAMES), st.integers(1, 500), st.floats(0, 0.9))
+@given(st.sampled_from(SCHEDULES), st.integers(1, 500), st.floats(0, 0.9))
 def test_curves_stay_between_zero_and_one(name: str, steps: int, warm_up: float) -> None:
     curve = Curve(name, steps, warm_up)
     factors = [curve(step) for step in range(steps + 1)]

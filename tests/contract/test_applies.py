@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.checks import examine
-from paceline.cli import applies, batch, launching, program, settings, trust
+from paceline.cli import applies, batch, launch, program, sources, trust
 from paceline.cli import bench_scaling as scaling_verb
 from paceline.cli import evaluate as evaluate_verb
 from paceline.containers import Probe, engine
@@ -123,11 +123,11 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     monkeypatch.setattr(scaling_verb.scaling, "ladder", ladder)
     for module in (running, scaling_verb):
         monkeypatch.setattr(module, "run_job", started)
-    monkeypatch.setattr(launching, "show_plan", planned)
+    monkeypatch.setattr(launch, "show_plan", planned)
     monkeypatch.setattr(examine, "examine", examined)
     monkeypatch.setattr(evaluate_verb, "run_here", lambda *words: done.is_done("here", words))
     monkeypatch.setattr(batch, "_sbatch", written)
-    monkeypatch.setattr(launching, "own_names", lambda: set[str]())
+    monkeypatch.setattr(launch, "own_names", lambda: set[str]())
     monkeypatch.setattr(mpi, "find", lambda chosen: mpi.Mpi("mpich", "4", chosen or "mpiexec"))
     monkeypatch.setattr(slurm.shutil, "which", lambda name, **_: f"/bin/{name}")
     monkeypatch.setattr("paceline.rundir.directory.fresh_path", lambda parent, name: parent / name)
@@ -246,7 +246,7 @@ def test_wherever_it_was_given(deed: Deed, tmp_path: Path, monkeypatch: pytest.M
     text = "true" if not value else json.dumps([value] if option.multiple else value)
     settings_file = tmp_path / "paceline.toml"
     settings_file.write_text(f"[run]\n{flag[2:]} = {text}\n")
-    trust.remember(settings_file, settings.read_settings_file(tmp_path))
+    trust.remember(settings_file, sources.read_settings_file(tmp_path))
     status, said, _ = call(deed, "run", "local", ())
     assert status == 2
     assert f"{flag} ([run] of paceline.toml) does not apply to --via local" in said

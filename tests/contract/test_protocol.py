@@ -21,7 +21,7 @@ import pytest
 
 from paceline.agent import facts, server
 from paceline.agent.frames import MAGIC, MAX_ANSWER, Decoder, FrameError, encode
-from paceline.launch import planning
+from paceline.launch import decide
 from paceline.launch.attempt import Attempt
 from paceline.launch.node import Node
 from paceline.launch.recorder import Recorder
@@ -465,12 +465,12 @@ def test_hostile_greetings() -> None:
             continue
         hosts, told = [Host("n1"), Host("n2")], {"n1": FACTS, "n2": said["facts"]}
         with contextlib.suppress(PacelineError):
-            planning.check_agreement(hosts, job(), told, {"n1": "/p", "n2": "/p"})
+            decide.check_agreement(hosts, job(), told, {"n1": "/p", "n2": "/p"})
         with contextlib.suppress(PacelineError):
             candidates(hosts, told, None)
         with contextlib.suppress(PacelineError):
-            ranks = planning.processes_on(job(), hosts[1], said["facts"]).value
-            planning.node_env(job(), said["facts"], ranks, None)
+            ranks = decide.processes_on(job(), hosts[1], said["facts"]).value
+            decide.node_env(job(), said["facts"], ranks, None)
         json.dumps(told)
     assert refused > 100
 

@@ -17,7 +17,7 @@ import pytest
 from click.core import ParameterSource
 from click.testing import CliRunner
 
-from paceline.cli import VERBS, launching, program, settings, trust
+from paceline.cli import VERBS, launch, program, sources, trust
 from paceline.cli.verb import TABLES_ARE_HOSTS
 from paceline.spec.errors import HostsError, PacelineError, SettingError
 from paceline.spec.hosts import Host
@@ -48,18 +48,18 @@ def verbs(group: click.Group, before: str = "") -> Iterator[tuple[str, click.Com
 
 
 WITH_SETTINGS = {
-    name: [p for p in command.params if isinstance(p, click.Option) and settings.is_setting(p)]
+    name: [p for p in command.params if isinstance(p, click.Option) and sources.is_setting(p)]
     for name, command in verbs(program)
 }
 CASES = [
-    pytest.param(verb, option, id=f"{verb} {settings.key_of(option)}")
+    pytest.param(verb, option, id=f"{verb} {sources.key_of(option)}")
     for verb, options in WITH_SETTINGS.items()
     for option in options
 ]
 TAKE_HOSTS = [
     verb
     for verb, options in WITH_SETTINGS.items()
-    if any(settings.key_of(option) == "hosts" for option in options)
+    if any(sources.key_of(option) == "hosts" for option in options)
 ]
 
 
@@ -95,11 +95,11 @@ def taken(verb: str, *typed: str, **environment: str) -> click.Context:
 def settings_file(text: str) -> None:
     path = Path("paceline.toml")
     path.write_text(text)
-    trust.remember(path, settings.read_settings_file(Path.cwd()))
+    trust.remember(path, sources.read_settings_file(Path.cwd()))
 
 
 def values_of(option: click.Option) -> tuple[Any, Any]:
-    key = settings.key_of(option)
+    key = sources.key_of(option)
     if key in VALUES:
         return VALUES[key]
     kind = option.type
@@ -114,7 +114,7 @@ def values_of(option: click.Option) -> tuple[Any, Any]:
 
 
 def as_typed(option: click.Option, value: Any) -> list[str]:
-    flag = f"--{settings.key_of(option)}"
+    flag = f"--{sources.key_of(option)}"
     if isinstance(value, bool):
         return [flag] if value else list(option.secondary_opts)
     given = value if isinstance(value, list) else [value]
@@ -127,7 +127,7 @@ def as_variable(value: Any) -> str:
 
 @pytest.mark.parametrize(("verb", "option"), CASES)
 def test_a_setting_means_the_same_in_all_three_places(verb: str, option: click.Option) -> None:
-    key, variable = settings.key_of(option), settings.variable_of(option)
+    key, variable = sources.key_of(option), sources.variable_of(option)
     name = option.name or ""
     first, second = values_of(option)
     typed = taken(verb, *as_typed(option, first))
@@ -136,8 +136,8 @@ def test_a_setting_means_the_same_in_all_three_places(verb: str, option: click.O
     by_file = taken(verb)
     assert typed.params[name] == by_variable.params[name] == by_file.params[name]
     assert typed.params[name] != option.get_default(typed)
-    sources = [ctx.get_parameter_source(name) for ctx in (typed, by_variable, by_file)]
-    assert sources == [ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT,
+    places = [ctx.get_parameter_source(name) for ctx in (typed, by_variable, by_file)]
+    assert places == [ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT,
                        ParameterSource.DEFAULT_MAP]  # fmt: skip
 
     # the stronger place wins
@@ -205,7 +205,7 @@ def test_where_hosts_come_from(verb: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert hosts() is None
     settings_file("[hosts.n1]\n[hosts.n2]\n")
     assert hosts() == TABLES_ARE_HOSTS
-    cluster = launching.read_cluster(taken(verb), TABLES_ARE_HOSTS)
+    cluster = launch.read_cluster(taken(verb), TABLES_ARE_HOSTS)
     assert [host.name for host in cluster.hosts] == ["n1", "n2"]
     assert hosts("-H", "local") == "local"
     with monkeypatch.context() as inside:  # an allocation goes before tables, which only describe
@@ -231,11 +231,11 @@ def test_it_is_said_where_hosts_come_from(
 ) -> None:
     Path("machines").write_text("n1\nn2\n")
     settings_file(text)
-    launching.chosen_hosts(taken("check"))
+    launch.chosen_hosts(taken("check"))
     assert capsys.readouterr().err == f"paceline: {said}\n"
-    launching.chosen_hosts(taken("check", "-H", "n5,n6"))
+    launch.chosen_hosts(taken("check", "-H", "n5,n6"))
     assert capsys.readouterr().err == ""
-    launching.chosen_hosts(taken("check", PACELINE_OPT_HOSTS="n[3-9]"))
+    launch.chosen_hosts(taken("check", PACELINE_OPT_HOSTS="n[3-9]"))
 
 
 @pytest.mark.parametrize("typed", [("--rdzv", "h:1"), ("--via", "local"), ("--via", "slurm")])
@@ -301,7 +301,7 @@ def demand(key: str, value: object, verb: str = "run") -> PacelineError:
 
 @pytest.mark.parametrize("key", sorted(trust.GUARDED))
 def test_a_file_names_programs_only_when_it_is_trusted(key: str) -> None:
-    value = values_of(settings.all_settings()[key])[0]
+    value = values_of(sources.all_settings()[key])[0]
     assert "paceline trust" in demand(key, value).remedy
     done = CliRunner().invoke(trust.command)
     assert done.exit_code == 0, done.output
@@ -334,13 +334,13 @@ def test_the_python_of_a_host_needs_trust(text: str) -> None:
     Path("paceline.toml").write_text(text)
     ctx = taken("check")
     with pytest.raises(SettingError, match="Python of a host"):
-        launching.read_cluster(ctx, ctx.params["hosts"])
+        launch.read_cluster(ctx, ctx.params["hosts"])
     typed = taken("check", "-H", "other")
     if "run" in text:  # a description that was typed says what it likes
-        assert launching.read_cluster(typed, "other").hosts == (Host("n1", python="/x"),)
+        assert launch.read_cluster(typed, "other").hosts == (Host("n1", python="/x"),)
     CliRunner().invoke(trust.command)
     ctx = taken("check")
-    assert launching.read_cluster(ctx, ctx.params["hosts"]).hosts[0].python == "/x"
+    assert launch.read_cluster(ctx, ctx.params["hosts"]).hosts[0].python == "/x"
 
 
 @pytest.mark.parametrize("how", ["of another user", "writable for all", "a planted link"])
@@ -349,7 +349,7 @@ def test_a_file_of_somebody_else_runs_nothing(how: str, monkeypatch: pytest.Monk
 
     path = Path("paceline.toml")
     path.write_text('[run]\nmpiexec = "./evil.sh"\nnnodes = 2\n')
-    trust.remember(path, settings.read_settings_file(Path.cwd()))
+    trust.remember(path, sources.read_settings_file(Path.cwd()))
     if how == "writable for all":
         path.chmod(0o646)
     elif os.geteuid() == 0:

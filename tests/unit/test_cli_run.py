@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from paceline import cli
-from paceline.cli import launching, program, settings
+from paceline.cli import launch, program, sources
 from paceline.cli.run import entry_of, preload_of
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster, Host
@@ -40,12 +40,12 @@ from paceline.spec.hosts import Cluster, Host
 )
 def test_a_value_that_cannot_be_is_refused(key: str, value: object) -> None:
     with pytest.raises(SettingError, match=key):
-        settings.converted(settings.all_settings()[key], key, value)
+        sources.converted(sources.all_settings()[key], key, value)
 
 
 def test_values_of_the_file() -> None:
     def taken(key: str, value: object) -> object:
-        return settings.converted(settings.all_settings()[key], key, value)
+        return sources.converted(sources.all_settings()[key], key, value)
 
     assert taken("lease", 20) == 20.0
     assert taken("env", "A=1") == ("A=1",)
@@ -59,7 +59,7 @@ def test_values_of_the_file() -> None:
 
 def test_variables_with_values_and_forwarded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("T_MINE", "of mine")
-    public, forwarded = settings.parse_env(("A=1", "B=", "C=x=y", "D=a b\n", "T_MINE"))
+    public, forwarded = sources.parse_env(("A=1", "B=", "C=x=y", "D=a b\n", "T_MINE"))
     assert public == {"A": "1", "B": "", "C": "x=y", "D": "a b\n"}
     assert forwarded == {"T_MINE": "of mine"}
 
@@ -67,12 +67,12 @@ def test_variables_with_values_and_forwarded_ones(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("given", ["", "=x", "A\0=1"])
 def test_what_names_no_variable(given: str) -> None:
     with pytest.raises(SettingError, match="--env"):
-        settings.parse_env((given,))
+        sources.parse_env((given,))
 
 
 def test_a_variable_that_is_not_there() -> None:
     with pytest.raises(SettingError, match="T_NOWHERE"):
-        settings.parse_env(("T_NOWHERE",))
+        sources.parse_env(("T_NOWHERE",))
 
 
 # --- the script
@@ -110,13 +110,13 @@ def test_module_and_program_exclude_each_other() -> None:
 
 
 def test_this_very_machine_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "own_names", lambda: {"n1", "localhost"})
-    monkeypatch.setattr(launching, "own_addresses", lambda: {"127.0.0.1", "10.0.0.2"})
-    by_name = launching.mark_me(Cluster((Host("n1"), Host("n3"))))
+    monkeypatch.setattr(launch, "own_names", lambda: {"n1", "localhost"})
+    monkeypatch.setattr(launch, "own_addresses", lambda: {"127.0.0.1", "10.0.0.2"})
+    by_name = launch.mark_me(Cluster((Host("n1"), Host("n3"))))
     assert [host.local for host in by_name.hosts] == [True, False]
-    by_address = launching.mark_me(Cluster((Host("n3"), Host("10.0.0.2"))))
+    by_address = launch.mark_me(Cluster((Host("n3"), Host("10.0.0.2"))))
     assert [host.local for host in by_address.hosts] == [False, True]
-    neither = launching.mark_me(Cluster((Host("n3"), Host("n4"))))
+    neither = launch.mark_me(Cluster((Host("n3"), Host("n4"))))
     assert [host.local for host in neither.hosts] == [False, False]
 
 

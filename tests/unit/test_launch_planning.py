@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.launch import planning, showing
-from paceline.launch.planning import Code
+from paceline.launch import decide, view
+from paceline.launch.decide import Code
 from paceline.remote.network import NodeNetwork
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
@@ -43,7 +43,7 @@ def plan(the_job: Job, hosts: tuple[Host, ...] = (Host("n1"), Host("n2")),
          per_host: dict[str, Any] | None = None) -> Plan:  # fmt: skip
     names = [host.name for host in hosts]
     found = per_host or {name: facts() for name in names}
-    return planning.make_plan(
+    return decide.make_plan(
         the_job, "run1", 0, hosts, found,
         {name: NodeNetwork(f"10.0.0.{at}", "eth0", "tried") for at, name in enumerate(names, 1)},
         {name: Code("in place", "/w", the_job.entry) for name in names},
@@ -57,47 +57,47 @@ def plan(the_job: Job, hosts: tuple[Host, ...] = (Host("n1"), Host("n2")),
 
 def test_processes_as_asked_for_then_slots_then_accelerators_then_one() -> None:
     slots, plain = Host("a", slots=3), Host("b")
-    assert planning.processes_on(job(nproc_per_node=asked(2)), slots, facts()).value == 2
-    assert planning.processes_on(job(), slots, facts(gpus=8)).value == 3
-    assert planning.processes_on(job(), plain, facts(gpus=8)).value == 8
-    one = planning.processes_on(job(), plain, facts())
+    assert decide.processes_on(job(nproc_per_node=asked(2)), slots, facts()).value == 2
+    assert decide.processes_on(job(), slots, facts(gpus=8)).value == 3
+    assert decide.processes_on(job(), plain, facts(gpus=8)).value == 8
+    one = decide.processes_on(job(), plain, facts())
     assert (one.value, one.source) == (1, Source.DEFAULT)
 
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_impossible_numbers_of_processes(count: int) -> None:
     with pytest.raises(SettingError, match="nproc-per-node"):
-        planning.processes_on(job(nproc_per_node=asked(count)), Host("a"), facts())
+        decide.processes_on(job(nproc_per_node=asked(count)), Host("a"), facts())
 
 
 @pytest.mark.parametrize(("hard", "most"), [(1024, 298), (4096, 1322), (-1, None)])
 def test_open_files_limit_the_processes_of_a_host(hard: int, most: int | None) -> None:
     there = {**facts(), "limits": {"nofile_hard": hard}}
-    assert planning.most_processes(there) == most
+    assert decide.most_processes(there) == most
     many = job(nproc_per_node=asked(2000))
     if most is None:
-        assert planning.processes_on(many, Host("a"), there).value == 2000
+        assert decide.processes_on(many, Host("a"), there).value == 2000
         return
     with pytest.raises(SettingError, match="2000 processes were asked for on a") as caught:
-        planning.processes_on(many, Host("a"), there)
+        decide.processes_on(many, Host("a"), there)
     assert f"--nproc-per-node {most}" in caught.value.remedy
-    assert planning.processes_on(job(nproc_per_node=asked(most)), Host("a"), there).value == most
+    assert decide.processes_on(job(nproc_per_node=asked(most)), Host("a"), there).value == most
 
 
 def test_a_schedulers_tasks_yield_to_what_is_typed() -> None:
     tasks = Host("a", slots=2, slots_yield=True)
-    assert planning.processes_on(job(), tasks, facts()).value == 2
-    assert planning.processes_on(job(nproc_per_node=asked(4)), tasks, facts()).value == 4
-    (note,) = planning.slot_notes(job(nproc_per_node=asked(4)), (tasks,))
+    assert decide.processes_on(job(), tasks, facts()).value == 2
+    assert decide.processes_on(job(nproc_per_node=asked(4)), tasks, facts()).value == 4
+    (note,) = decide.slot_notes(job(nproc_per_node=asked(4)), (tasks,))
     assert "tasks are fewer: a 2" in note
-    assert planning.slot_notes(job(nproc_per_node=asked(2)), (tasks,)) == []
-    assert planning.slot_notes(job(), (tasks,)) == []
+    assert decide.slot_notes(job(nproc_per_node=asked(2)), (tasks,)) == []
+    assert decide.slot_notes(job(), (tasks,)) == []
 
 
 def test_processes_by_what_each_host_has() -> None:
     def count(word: str, gpus: int, **more: Any) -> int:
         asked_for = job(nproc_per_node=asked(word), **more)
-        return planning.processes_on(asked_for, Host("a"), facts(cpus=4, gpus=gpus)).value
+        return decide.processes_on(asked_for, Host("a"), facts(cpus=4, gpus=gpus)).value
 
     assert (count("cpu", 2), count("gpu", 2), count("auto", 2), count("auto", 0)) == (4, 2, 2, 4)
     some = Environment({"CUDA_VISIBLE_DEVICES": "1"})
@@ -112,18 +112,18 @@ def test_processes_by_what_each_host_has() -> None:
 
 def test_more_processes_than_slots() -> None:
     with pytest.raises(SettingError) as caught:
-        planning.processes_on(job(nproc_per_node=asked(4)), Host("a", slots=2), facts())
+        decide.processes_on(job(nproc_per_node=asked(4)), Host("a", slots=2), facts())
     assert "a has 2 slots" in caught.value.found
 
 
 def test_never_fewer_nodes_than_asked_for() -> None:
     cluster = Cluster((Host("n1"), Host("n2")), "hostfile")
-    assert len(planning.choose_hosts(job(), cluster)) == 2
-    assert planning.choose_hosts(job(nnodes=asked(1)), cluster) == cluster.hosts[:1]
+    assert len(decide.choose_hosts(job(), cluster)) == 2
+    assert decide.choose_hosts(job(nnodes=asked(1)), cluster) == cluster.hosts[:1]
     with pytest.raises(SettingError, match="3 nodes"):
-        planning.choose_hosts(job(nnodes=asked(3)), cluster)
+        decide.choose_hosts(job(nnodes=asked(3)), cluster)
     with pytest.raises(SettingError):
-        planning.choose_hosts(job(nnodes=asked(0)), cluster)
+        decide.choose_hosts(job(nnodes=asked(0)), cluster)
 
 
 # --- threads and CPUs
@@ -140,12 +140,12 @@ def test_never_fewer_nodes_than_asked_for() -> None:
     ],
 )
 def test_shares_of_cpus(cpus: list[int], processes: int, shares: list[tuple[int, ...]]) -> None:
-    assert planning.bind_cpus(cpus, processes) == shares
+    assert decide.bind_cpus(cpus, processes) == shares
 
 
 @pytest.mark.parametrize(("cpus", "processes", "threads"), [(8, 2, "4"), (2, 3, "1"), (0, 1, "1")])
 def test_threads_are_the_cpus_of_a_rank(cpus: int, processes: int, threads: str) -> None:
-    env = planning.node_env(job(), facts(cpus), processes, None)
+    env = decide.node_env(job(), facts(cpus), processes, None)
     assert env["OMP_NUM_THREADS"].value == threads
 
 
@@ -161,7 +161,7 @@ def test_binding_can_be_left_out_and_is_with_accelerators() -> None:
 def test_the_users_variables_go_before_ours() -> None:
     mine = Environment({"OMP_NUM_THREADS": "7"}, {"GLOO_SOCKET_IFNAME": "ib0"})
     network = NodeNetwork("10.0.0.1", "eth0", "tried")
-    env = planning.node_env(job(environment=mine), facts(), 1, network)
+    env = decide.node_env(job(environment=mine), facts(), 1, network)
     assert not {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"} & set(env)
     assert env["NCCL_SOCKET_IFNAME"].value == "=eth0"
 
@@ -204,10 +204,10 @@ SECRETS = Environment(
 
 def test_no_secret_in_any_form_of_the_plan() -> None:
     made = plan(job(environment=SECRETS))
-    for text in (json.dumps(made.to_json()), showing.describe(made), repr(SECRETS.forwarded)[:0]):
+    for text in (json.dumps(made.to_json()), view.describe(made), repr(SECRETS.forwarded)[:0]):
         assert "secret" not in text
     assert made.to_json()["environment"]["PLAIN"] == "seen"
-    assert "HF_TOKEN" in showing.describe(made)
+    assert "HF_TOKEN" in view.describe(made)
     assert "hf-secret" not in repr(SECRETS)
 
 
@@ -217,7 +217,7 @@ def test_named_secrets_are_redacted() -> None:
 
 
 def test_the_plan_in_words() -> None:
-    text = showing.everything(plan(job()))
+    text = view.everything(plan(job()))
     assert "world size 2: 2 hosts, rank 0 on n1, store at 10.0.0.1 port 29400" in text
     assert "29400 (found: free)" in text
     assert "note: a note" in text
@@ -229,7 +229,7 @@ def test_the_plan_at_a_glance() -> None:
     many = tuple(Host(f"n{at}") for at in range(1, 17))
     chosen = job(nproc_per_node=asked(2), lease_s=Setting(20.0, Source.FILE, "paceline.toml"),
                  hosts=Setting("lab", Source.ENVIRONMENT, "PACELINE_OPT_HOSTS"))  # fmt: skip
-    text = showing.describe(plan(chosen, many))
+    text = view.describe(plan(chosen, many))
     assert "32 ranks on 16 hosts, rank 0 on n1" in text
     assert "n16 (PACELINE_OPT_HOSTS)" in text
     assert "lease_s: 20.0 (paceline.toml)" in text
@@ -243,7 +243,7 @@ def test_the_plan_at_a_glance() -> None:
 
 
 def test_what_differs_between_hosts_is_said() -> None:
-    text = showing.describe(plan(job(), (Host("n1"), Host("n2", python="/opt/py"))))
+    text = view.describe(plan(job(), (Host("n1"), Host("n2", python="/opt/py"))))
     assert "each rank on n1 runs, in /w:\n  /py" in text
     assert "each rank on n2 runs, in /w:\n  /opt/py" in text
 
@@ -257,7 +257,7 @@ def test_what_differs_between_hosts_is_said() -> None:
     ],
 )
 def test_what_a_rank_amounts_to(entry: Entry, argv: list[str]) -> None:
-    assert showing.entry_argv(entry, "/py") == argv
+    assert view.entry_argv(entry, "/py") == argv
 
 
 # --- agreement
@@ -265,7 +265,7 @@ def test_what_a_rank_amounts_to(entry: Entry, argv: list[str]) -> None:
 
 def agree(**by_host: Any) -> list[str]:
     hosts = [Host(name) for name in by_host]
-    return planning.check_agreement(hosts, job(), by_host, dict.fromkeys(by_host, "/py"))
+    return decide.check_agreement(hosts, job(), by_host, dict.fromkeys(by_host, "/py"))
 
 
 def test_nodes_that_agree() -> None:
@@ -288,7 +288,7 @@ def test_missing_torch_is_refused_where_it_is_needed() -> None:
     with pytest.raises(NodeError, match="no torch on n2"):
         agree(n1=facts(), n2=facts(torch=None))
     hosts = [Host("n2")]
-    found = planning.check_agreement(
+    found = decide.check_agreement(
         hosts, job(needs_torch=False), {"n2": facts(torch=None)}, {"n2": "/py"}
     )
     assert found == []
@@ -297,6 +297,6 @@ def test_missing_torch_is_refused_where_it_is_needed() -> None:
 def test_another_interpreter_than_the_wanted_is_refused() -> None:
     hosts = [Host("n1", python="/own/python")]
     with pytest.raises(NodeError) as caught:
-        planning.check_agreement(hosts, job(), {"n1": facts()}, {"n1": "python3"})
+        decide.check_agreement(hosts, job(), {"n1": facts()}, {"n1": "python3"})
     assert "/own/python" in caught.value.message
     assert "[hosts.n1]" in caught.value.remedy

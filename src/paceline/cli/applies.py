@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import click
 from click.core import ParameterSource
 
-from paceline.cli.settings import RUN_TABLE, variable_of
+from paceline.cli.sources import RUN_TABLE, variable_of
 from paceline.schedulers.batch import SUBMITTED
 from paceline.spec.errors import SettingError
 from paceline.spec.settings import TOML_NAME

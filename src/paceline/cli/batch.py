@@ -17,7 +17,7 @@ from typing import IO, Any
 import click
 
 from paceline.cli.applies import SUBMISSION, given
-from paceline.cli.saying import say
+from paceline.cli.verb import say
 from paceline.rundir import records
 from paceline.rundir.directory import fresh_path
 from paceline.schedulers.batch import BATCHES, BatchRequest, render

@@ -15,9 +15,8 @@ import click
 from paceline.bench import bandwidth
 from paceline.bench.bandwidth import Row
 from paceline.cli.applies import refuse_beside
-from paceline.cli.launching import F, job_of, launch_options, prepare
-from paceline.cli.saying import say
-from paceline.cli.verb import Verb
+from paceline.cli.launch import F, job_of, launch_options, prepare
+from paceline.cli.verb import Verb, say
 from paceline.cli.via import Way
 from paceline.remote import this_machine
 from paceline.spec.errors import JobError, PacelineError, SettingError

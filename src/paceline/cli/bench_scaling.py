@@ -11,11 +11,10 @@ from typing import Any
 import click
 
 from paceline.bench import scaling
-from paceline.cli.launching import job_of, launch_options, prepare
+from paceline.cli.launch import job_of, launch_options, prepare
 from paceline.cli.run import entry_of, opens_store
-from paceline.cli.saying import say
 from paceline.cli.train import recipe_job
-from paceline.cli.verb import Verb
+from paceline.cli.verb import Verb, say
 from paceline.cli.via import way_of
 from paceline.launch.running import report_failure, run_job
 from paceline.launch.screen import Screen

@@ -16,8 +16,7 @@ from paceline.checks.check import Level, rate
 from paceline.checks.examine import examine, judge
 from paceline.checks.link import bits
 from paceline.checks.scene import Scene, Wishes
-from paceline.cli.launching import chosen_hosts
-from paceline.cli.options import (
+from paceline.cli.flags import (
     ACCEPT_NEW_HOST_KEYS,
     HOSTS,
     IFACE,
@@ -30,10 +29,10 @@ from paceline.cli.options import (
     together,
     with_settings,
 )
-from paceline.cli.saying import say
-from paceline.cli.settings import setting
-from paceline.cli.verb import Verb
-from paceline.launch import planning
+from paceline.cli.launch import chosen_hosts
+from paceline.cli.sources import setting
+from paceline.cli.verb import Verb, say
+from paceline.launch import decide
 from paceline.remote import this_machine
 from paceline.remote.openssh import SshOptions
 from paceline.report import findings as report
@@ -122,13 +121,13 @@ def subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions]:
         needs_torch=not given["no_torch"],
     )
     ssh = SshOptions(given["ssh_config"], given["accept_new_host_keys"])
-    return planning.choose_hosts(job, cluster), job, ssh
+    return decide.choose_hosts(job, cluster), job, ssh
 
 
 def wishes_of(ctx: click.Context, job: Job, hosts: Sequence[Host]) -> Wishes:
     """What the checks need to know of that job."""
     return Wishes(
-        pythons={host.name: planning.python_of(job, host) for host in hosts},
+        pythons={host.name: decide.python_of(job, host) for host in hosts},
         workdirs={host.name: host.workdir or job.workdir for host in hosts},
         needs_torch=job.needs_torch,
         interface=job.interface.value,
@@ -146,8 +145,8 @@ def environment_of(job: Job, scene: Scene) -> dict[str, dict[str, str]]:
     found = {}
     for host in scene.present:
         facts, network = scene.facts[host.name], scene.networks[host.name]
-        processes = planning.processes_on(job, host, facts).value
-        variables = planning.node_env(job, facts, processes, network)
+        processes = decide.processes_on(job, host, facts).value
+        variables = decide.node_env(job, facts, processes, network)
         found[host.name] = {name: setting.value for name, setting in variables.items()}
         found[host.name] |= {"MASTER_ADDR": head, "PACELINE_ADDRESS": network.address}
         if job.master_port.value:

@@ -13,10 +13,9 @@ import click
 
 from paceline.cli.applies import given
 from paceline.cli.data_files import gathered
-from paceline.cli.launching import job_of, launch, launch_options, prepare
-from paceline.cli.saying import say
+from paceline.cli.launch import job_of, launch, launch_options, prepare
 from paceline.cli.train import RECIPE_MODULES, quiet_torch, with_data
-from paceline.cli.verb import Verb
+from paceline.cli.verb import Verb, say
 from paceline.cli.via import Way
 from paceline.recipes.evaluate_options import EvaluateOptions
 from paceline.recipes.options import parse

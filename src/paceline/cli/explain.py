@@ -11,10 +11,9 @@ from typing import Any
 
 import click
 
-from paceline.cli.options import of_a_run
+from paceline.cli.flags import of_a_run
 from paceline.cli.runs import find_run, named_run
-from paceline.cli.saying import say
-from paceline.cli.verb import Verb
+from paceline.cli.verb import Verb, say
 from paceline.diagnose.conclude import Conclusion, conclude, to_findings
 from paceline.diagnose.evidence import Evidence
 from paceline.diagnose.gather import from_log, from_run, read, read_given

@@ -14,11 +14,10 @@ import click
 from click.core import ParameterSource
 
 from paceline.cli.applies import refuse_beside
-from paceline.cli.launching import origin
-from paceline.cli.options import HOSTS, SSH_CONFIG, F, with_settings
-from paceline.cli.saying import say
-from paceline.cli.settings import setting, toml_of
-from paceline.cli.verb import Verb, use_lab
+from paceline.cli.flags import HOSTS, SSH_CONFIG, F, with_settings
+from paceline.cli.launch import origin
+from paceline.cli.sources import setting, toml_of
+from paceline.cli.verb import Verb, say, use_lab
 from paceline.hosts import apply_overrides, lost_fields, read_hosts, write_hosts
 from paceline.spec.errors import SettingError
 from paceline.spec.helptext import counted

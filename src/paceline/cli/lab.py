@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 
-from paceline.cli.saying import say
-from paceline.cli.verb import Verb, VerbGroup
+from paceline.cli.verb import Verb, VerbGroup, say
 from paceline.lab import Lab, LabOptions
 from paceline.lab.faults import FAULTS
 from paceline.lab.lab import names_up, wait

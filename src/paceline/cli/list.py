@@ -8,8 +8,7 @@ import textwrap
 
 import click
 
-from paceline.cli.saying import say
-from paceline.cli.verb import Verb
+from paceline.cli.verb import Verb, say
 from paceline.recipes import RECIPES
 from paceline.recipes.catalogue import Entry, catalogue
 from paceline.spec.terminal import columns

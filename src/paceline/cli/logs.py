@@ -11,7 +11,7 @@ from typing import IO
 
 import click
 
-from paceline.cli.options import of_a_run
+from paceline.cli.flags import of_a_run
 from paceline.cli.runs import current_run, look_at
 from paceline.cli.verb import Verb
 from paceline.diagnose.gather import log_files, rank_of

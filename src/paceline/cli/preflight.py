@@ -14,9 +14,9 @@ from typing import Any
 
 import click
 
-from paceline.cli.saying import say
+from paceline.cli.verb import say
 from paceline.cli.via import Way
-from paceline.launch import planning
+from paceline.launch import decide
 from paceline.remote.openssh import SshOptions
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError
@@ -75,7 +75,7 @@ def preflight(ctx: click.Context, job: Job, cluster: Cluster, way: Way) -> None:
         return
     from paceline.checks.examine import examine, judge
 
-    hosts = planning.choose_hosts(job, cluster)
+    hosts = decide.choose_hosts(job, cluster)
     ssh = SshOptions(ctx.params["ssh_config"], ctx.params["accept_new_host_keys"])
     scene = asyncio.run(examine(hosts, ssh, wishes_of(job, hosts), "full"))
     found = judge(scene, "full")
@@ -90,7 +90,7 @@ def wishes_of(job: Job, hosts: Sequence[Host]) -> Any:
     from paceline.checks.scene import Wishes
 
     return Wishes(
-        pythons={host.name: planning.python_of(job, host) for host in hosts},
+        pythons={host.name: decide.python_of(job, host) for host in hosts},
         workdirs={host.name: host.workdir or job.workdir for host in hosts},
         needs_torch=job.needs_torch,
         interface=job.interface.value,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.saying import say
-from paceline.cli.verb import Verb, VerbGroup
+from paceline.cli.verb import Verb, VerbGroup, say
 from paceline.recipes import RECIPES, recipe
 from paceline.spec.errors import SettingError
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from paceline.agent.master import spawns_and_names_master
-from paceline.cli.launching import job_of, launch, launch_options, prepare
-from paceline.cli.options import NO_TORCH
-from paceline.cli.settings import as_settings
+from paceline.cli.flags import NO_TORCH
+from paceline.cli.launch import job_of, launch, launch_options, prepare
+from paceline.cli.sources import as_settings
 from paceline.cli.verb import Verb
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from paceline.cli.batch import record_of, state_of
-from paceline.cli.settings import setting
+from paceline.cli.sources import setting
 from paceline.rundir import records
 from paceline.rundir.ownership import owner_alive, read_owner
 from paceline.spec import rundir as names

@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 import click
 
 from paceline.cli.applies import refuse_beside
-from paceline.cli.launching import chosen_hosts
-from paceline.cli.options import OTHER_HOSTS, SSH_CONFIG, with_settings
-from paceline.cli.saying import say
-from paceline.cli.settings import setting
+from paceline.cli.flags import OTHER_HOSTS, SSH_CONFIG, with_settings
+from paceline.cli.launch import chosen_hosts
 from paceline.cli.setup_containers import command as containers
-from paceline.cli.verb import Verb, VerbGroup
+from paceline.cli.sources import setting
+from paceline.cli.verb import Verb, VerbGroup, say
 from paceline.remote import this_machine
 from paceline.remote.openssh import SshOptions
 from paceline.setup import aliases, keys

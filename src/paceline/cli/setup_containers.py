@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.saying import say
-from paceline.cli.verb import Verb
+from paceline.cli.verb import Verb, say
 from paceline.containers.matched_set import (
     FIRST_PORT,
     HOST_KEY,

@@ -7,10 +7,9 @@ import sys
 
 import click
 
-from paceline.cli.options import of_a_run
+from paceline.cli.flags import of_a_run
 from paceline.cli.runs import RunState, current_run, look_at
-from paceline.cli.saying import say
-from paceline.cli.verb import Verb
+from paceline.cli.verb import Verb, say
 from paceline.spec.terminal import for_reader
 
 

@@ -8,10 +8,9 @@ import time
 import click
 
 from paceline.cli.batch import cancel
-from paceline.cli.options import of_a_run
+from paceline.cli.flags import of_a_run
 from paceline.cli.runs import RunState, current_run, going_on, look_at, named_run
-from paceline.cli.saying import say
-from paceline.cli.verb import Verb
+from paceline.cli.verb import Verb, say
 from paceline.remote import this_machine
 from paceline.rundir.ownership import owner_here
 from paceline.spec.errors import NodeError

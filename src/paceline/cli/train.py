@@ -11,10 +11,9 @@ from typing import Any
 import click
 
 from paceline.cli.data_files import gathered
-from paceline.cli.launching import job_of, launch, launch_options, prepare
-from paceline.cli.saying import say
-from paceline.cli.settings import toml_of
-from paceline.cli.verb import ALL, Verb
+from paceline.cli.launch import job_of, launch, launch_options, prepare
+from paceline.cli.sources import toml_of
+from paceline.cli.verb import ALL, Verb, say
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
 from paceline.recipes.catalogue import catalogue
 from paceline.recipes.options import Options, as_flags, known, option_names

@@ -18,8 +18,7 @@ from typing import Any
 
 import click
 
-from paceline.cli.saying import say
-from paceline.cli.verb import Verb
+from paceline.cli.verb import Verb, say
 from paceline.spec.errors import SettingError
 from paceline.spec.settings import TOML_NAME
 
@@ -167,7 +166,7 @@ def command(revoke: bool) -> None:
     Settings such as ssh-config, python, mpiexec and env count only after this. It holds for the
     values as they are now; a file that somebody else can change is refused.
     """
-    from paceline.cli.settings import read_settings_file
+    from paceline.cli.sources import read_settings_file
     from paceline.hosts.problems import shown
 
     path = Path.cwd() / TOML_NAME

@@ -9,13 +9,25 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from paceline.cli import settings
-from paceline.cli.helping import has_more, help_of
-from paceline.cli.settings import FromFile, is_setting
+from paceline.cli import sources
+from paceline.cli.help import has_more, help_of
+from paceline.cli.sources import FromFile, is_setting
 from paceline.cli.torchrun import STANDALONE
 from paceline.spec.errors import SettingError
 from paceline.spec.helptext import Row, Section
 from paceline.spec.settings import TOML_NAME, Source
+from paceline.spec.terminal import clean
+
+
+def say(text: str, err: bool = False, nl: bool = True) -> None:
+    """Prints text without anything that a terminal obeys: it may be a stranger's.
+
+    Args:
+        text: Of whatever origin.
+        err: On standard error.
+        nl: End the line.
+    """
+    click.echo(clean(text), err=err, nl=nl)
 
 
 class Verb(click.Command):
@@ -41,7 +53,7 @@ class Verb(click.Command):
         except click.BadParameter as error:
             name_variable(ctx, error)
             raise
-        settings.check_environment()
+        sources.check_environment()
         _ = from_file.toml  # an unknown key is an error, even where every setting was typed
         settle_hosts(ctx, from_file)
         return rest
@@ -108,7 +120,7 @@ def name_variable(ctx: click.Context, error: click.BadParameter) -> None:
     if not isinstance(option, click.Option) or option.name is None or error.param_hint:
         return
     if ctx.get_parameter_source(option.name) is ParameterSource.ENVIRONMENT:
-        error.param_hint = f"{settings.key_of(option)} (in {settings.variable_in_use(option)})"
+        error.param_hint = f"{sources.key_of(option)} (in {sources.variable_in_use(option)})"
 
 
 TABLES_ARE_HOSTS = f"toml:{TOML_NAME}"
@@ -143,7 +155,7 @@ def settle_hosts(ctx: click.Context, from_file: FromFile) -> None:
 
 def stand_alone(ctx: click.Context) -> None:
     """torchrun's --standalone is our ``-H local``."""
-    if settings.setting(ctx, "hosts").source is Source.COMMAND_LINE:
+    if sources.setting(ctx, "hosts").source is Source.COMMAND_LINE:
         raise SettingError("--standalone means this machine alone", found="-H names hosts, too",
                            remedy="Leave out one of the two")  # fmt: skip
     ctx.params["hosts"] = "local"
@@ -152,7 +164,7 @@ def stand_alone(ctx: click.Context) -> None:
 
 def weaker(ctx: click.Context, one: str, other: str) -> bool:
     """Whether a setting comes from a weaker place than another."""
-    return settings.setting(ctx, one).source < settings.setting(ctx, other).source
+    return sources.setting(ctx, one).source < sources.setting(ctx, other).source
 
 
 def in_allocation() -> bool:

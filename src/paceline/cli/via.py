@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from paceline.cli.options import Seconds
+from paceline.cli.flags import Seconds
 from paceline.cli.torchrun import Aliased
 from paceline.remote.openssh import SshOptions
 from paceline.schedulers import WAYS, ContainerOptions, Options

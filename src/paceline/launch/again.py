@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from paceline.launch import planning
+from paceline.launch import decide
 from paceline.launch.fleet import Fleet
 from paceline.launch.outcome import Failure, about_full_disk, size_words
 from paceline.remote.transport import Transport
@@ -38,7 +38,7 @@ async def dial_lost(fleet: Fleet, job: Job, transport: Transport,
         return []
     patience_s = LEASES * job.lease_s.value
     note(f"paceline: dialling {names} again, for up to {patience_s:.0f} s")
-    pythons = [planning.python_of(job, host) for host in lost]
+    pythons = [decide.python_of(job, host) for host in lost]
     deadline, found = time.monotonic() + patience_s, "no answer"
     while (left := deadline - time.monotonic()) > 0:
         try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.launch import again, planning, staging
+from paceline.launch import again, decide, staging
 from paceline.launch.attempt import Attempt, Result
 from paceline.launch.fleet import Fleet
 from paceline.launch.interrupts import Interrupts
@@ -132,7 +132,7 @@ class Launcher:
         self.recorder.event("connected", hosts=[node.name for node in fleet.nodes])
         return fleet
 
-    async def _stage(self, fleet: Fleet) -> tuple[Networks, dict[str, planning.Code]]:
+    async def _stage(self, fleet: Fleet) -> tuple[Networks, dict[str, decide.Code]]:
         """Network and places at once, for both take their time."""
         staged = asyncio.ensure_future(self._place(fleet))
         self._importing(fleet.nodes)
@@ -144,7 +144,7 @@ class Launcher:
             staged.cancel()
             await asyncio.gather(staged, return_exceptions=True)
 
-    async def _place(self, fleet: Fleet) -> dict[str, planning.Code]:
+    async def _place(self, fleet: Fleet) -> dict[str, decide.Code]:
         """Readies the nodes that are new; where the code is on each."""
         supplies = await asyncio.to_thread(staging.gather_supplies, self._job, fleet, self._package)
         places = await staging.stage(
@@ -173,7 +173,7 @@ class Launcher:
                     self.recorder.event("copied", node.name, copy=place[1], home=place[2])
 
     async def _attempts(self, fleet: Fleet, interrupts: Interrupts, networks: Networks,
-                        code: dict[str, planning.Code]) -> Result:  # fmt: skip
+                        code: dict[str, decide.Code]) -> Result:  # fmt: skip
         """Starts all nodes; after a failure again, all in step, as often as was allowed."""
         allowed = self._job.max_restarts.value
         self._mirror = Mirror(fleet.first, self._directory, self._fetcher)
@@ -212,7 +212,7 @@ class Launcher:
             return replace(result, exit_code=128 + signum, interrupted=signum)
         return result
 
-    async def _whole_again(self, fleet: Fleet, code: dict[str, planning.Code]) -> list[str]:
+    async def _whole_again(self, fleet: Fleet, code: dict[str, decide.Code]) -> list[str]:
         """Has lost hosts join once more; names them when they did.
 
         ``code`` learns where theirs is.
@@ -231,9 +231,9 @@ class Launcher:
         return back
 
     async def _make_plan(self, number: int, fleet: Fleet, networks: Networks,
-                         code: dict[str, planning.Code]) -> Plan:  # fmt: skip
+                         code: dict[str, decide.Code]) -> Plan:  # fmt: skip
         port = await hold_port(fleet, networks, self._job.master_port)
-        plan = planning.make_plan(
+        plan = decide.make_plan(
             self._job, self._run_id, number, fleet.hosts, fleet.facts(), networks, code, port,
             self._notes,
         )  # fmt: skip
@@ -356,7 +356,7 @@ def lost_between(fleet: Fleet) -> Failure:
 async def connect(job: Job, hosts: Sequence[Host], transport: Transport,
                   on_event: Any, on_lost: Any, reached: Reached = nobody) -> Fleet:  # fmt: skip
     """Has an agent started on every host."""
-    pythons = [planning.python_of(job, host) for host in hosts]
+    pythons = [decide.python_of(job, host) for host in hosts]
     channels = await transport.open(hosts, pythons, reached)
     return Fleet(channels, job.lease_s.value, on_event, on_lost)
 
@@ -369,7 +369,7 @@ def noise_of(fleet: Fleet) -> dict[str, str]:
 def check_nodes(fleet: Fleet, job: Job) -> list[str]:
     """Refuses nodes that cannot train together; notes what merely differs."""
     chosen = {node.name: node.channel.chosen_python for node in fleet.nodes}
-    notes = planning.check_agreement(fleet.hosts, job, fleet.facts(), chosen)
+    notes = decide.check_agreement(fleet.hosts, job, fleet.facts(), chosen)
     noisy = [node.name for node in fleet.nodes if node.channel.noise.strip()]
     return notes + [f"the shell start-up files of {name} print text: ignored" for name in noisy]
 
@@ -385,7 +385,7 @@ async def plan_only(job: Job, hosts: Sequence[Host], transport: Transport, run_i
         places = await fleet.each(lambda node: staging.would_place(node, job, supplies.code))
         code = dict(zip((node.name for node in fleet.nodes), places, strict=True))
         port = await hold_port(fleet, networks, job.master_port)
-        return planning.make_plan(
+        return decide.make_plan(
             job, run_id, 0, fleet.hosts, fleet.facts(), networks, code, port,
             [*notes, *agreed, *found],
         )  # fmt: skip

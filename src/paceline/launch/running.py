@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.launch import planning
+from paceline.launch import decide
 from paceline.launch.attempt import Result
 from paceline.launch.launcher import Inspect, Launcher, plan_only
 from paceline.launch.outcome import Failure, describe_end, signal_name
@@ -66,7 +66,7 @@ class RunOutcome:
 
 def make_plan(job: Job, cluster: Cluster, transport: Transport, package: bool = False) -> Plan:
     """What :func:`run_job` would do; nothing is started."""
-    hosts = planning.choose_hosts(job, cluster)
+    hosts = decide.choose_hosts(job, cluster)
     return asyncio.run(plan_only(job, hosts, transport, new_run_id(), package, cluster.notes))
 
 
@@ -89,7 +89,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         PacelineError: The job could not be started.
     """
     began = time.monotonic()
-    hosts = planning.choose_hosts(job, cluster)
+    hosts = decide.choose_hosts(job, cluster)
     path = run_dir or fresh_path(parent, job.name)
     directory = RunDirectory(path, job.environment.secrets())
     run_id = new_run_id()

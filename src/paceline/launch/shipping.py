@@ -9,8 +9,8 @@ from typing import Any
 
 from paceline.agent.inside import Arriving
 from paceline.launch.code import Manifest, Tree, entry_at, relocate
+from paceline.launch.decide import Code
 from paceline.launch.node import Node
-from paceline.launch.planning import Code
 from paceline.remote.channel import AgentRefusal
 from paceline.spec.errors import NodeError
 from paceline.spec.job import Entry, Job

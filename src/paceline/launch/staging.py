@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.launch import outcome, planning
+from paceline.launch import decide, outcome
 from paceline.launch.code import Tree, project_root, read_parts, read_tree
 from paceline.launch.fleet import Fleet, together
 from paceline.launch.mirroring import send_checkpoints
@@ -61,7 +61,7 @@ def package_tree(parts: Package) -> Tree:
 
 
 async def stage(fleet: Fleet, job: Job, supplies: Supplies, directory: RunDirectory,
-                run_id: str, token: str) -> dict[str, planning.Code]:  # fmt: skip
+                run_id: str, token: str) -> dict[str, decide.Code]:  # fmt: skip
     """Readies every node that is not ready yet; says where the code is on each of them."""
     nodes = [node for node in fleet.nodes if not node.preparation]
     begun = [begin(node, job, supplies.package, directory, run_id, token) for node in nodes]
@@ -76,7 +76,7 @@ async def begin(node: Node, job: Job, package: Tree | None, directory: RunDirect
                 run_id: str, token: str) -> None:  # fmt: skip
     """Starts the node's fork server: its imports run beside all that is still to be found out."""
     await find_run_folder(node, directory)
-    python = planning.python_of(job, node.host)
+    python = decide.python_of(job, node.host)
     env = {**early_env(job, node), **job.environment.all()}
     if package is not None and not (node.host.local and python == sys.executable):
         root = await ship_tree(node, package, "paceline", run_id)
@@ -107,12 +107,12 @@ async def find_run_folder(node: Node, directory: RunDirectory) -> None:
 
 def early_env(job: Job, node: Node) -> dict[str, str]:
     """What libraries read when they are loaded; interface names follow with the ranks."""
-    processes = planning.processes_on(job, node.host, node.facts).value
-    settings = planning.node_env(job, node.facts, processes, None)
+    processes = decide.processes_on(job, node.host, node.facts).value
+    settings = decide.node_env(job, node.facts, processes, None)
     return {name: setting.value for name, setting in settings.items()}
 
 
-async def place(node: Node, job: Job, supplies: Supplies, run_id: str) -> planning.Code:
+async def place(node: Node, job: Job, supplies: Supplies, run_id: str) -> decide.Code:
     """Brings code and inputs to the node where they are not there already."""
     code = await place_code(node, job, supplies.code, run_id)
     places = await place_inputs(node, supplies.inputs, run_id)
@@ -121,7 +121,7 @@ async def place(node: Node, job: Job, supplies: Supplies, run_id: str) -> planni
     travels = tree is not None and Path(job.workdir).is_relative_to(tree.root)
     if not travels and not node.host.local:
         workdir = await _workdir_without_code(node, workdir)
-    return planning.Code(code.how, workdir, with_inputs(code.entry, places))
+    return decide.Code(code.how, workdir, with_inputs(code.entry, places))
 
 
 async def _workdir_without_code(node: Node, wanted: str) -> str:
@@ -137,17 +137,17 @@ async def _workdir_without_code(node: Node, wanted: str) -> str:
     return str(node.facts["user"]["home"])
 
 
-async def would_place(node: Node, job: Job, tree: Tree | None) -> planning.Code:
+async def would_place(node: Node, job: Job, tree: Tree | None) -> decide.Code:
     """Where the code would be: for ``--plan``, which ships nothing."""
     workdir = node.host.workdir or job.workdir
     if tree is None or node.host.local:
-        return planning.Code("in place", workdir, job.entry)
+        return decide.Code("in place", workdir, job.entry)
     root = node.host.workdir or str(tree.root)
     answer = await node.channel.request("compare_tree", root=root, manifest=tree.manifest)
     equal = answer["exists"] and not (answer["missing"] or answer["different"])
     if equal and job.ship.value != "always":
-        return planning.Code("verified equal", workdir, job.entry)
-    return planning.Code("shipped", f"(a copy of {tree.root})", job.entry)
+        return decide.Code("verified equal", workdir, job.entry)
+    return decide.Code("shipped", f"(a copy of {tree.root})", job.entry)
 
 
 async def fork_servers_up(fleet: Fleet, job: Job) -> None:
@@ -169,7 +169,7 @@ def _no_fork_server(fleet: Fleet, node: Node, trouble: Trouble, job: Job) -> Nod
     if trouble.kind == "lost":
         return went_away(fleet, node, trouble.text)
     modules = ", ".join(job.preload)
-    python = planning.python_of(job, node.host)
+    python = decide.python_of(job, node.host)
     if trouble.kind == "died":
         return NodeError(
             f"{node.name} could not start its ranks", found=f"{trouble.text} while starting"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent.caller import mac
-from paceline.launch.showing import entry_argv
+from paceline.launch.view import entry_argv
 from paceline.remote.channel import Channel, connect
 from paceline.remote.openssh import SshOptions
 from paceline.remote.transport import Reached, nobody

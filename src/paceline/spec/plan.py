@@ -1,6 +1,6 @@
 """The plan: what runs where, with which arguments, environment, address and rank.
 
-A plan is made by one pure function (``launch.planning``); ``--plan`` prints it and launching
+A plan is made by one pure function (``launch.decide``); ``--plan`` prints it and launching
 executes that same value.
 """
 

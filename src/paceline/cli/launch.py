@@ -14,7 +14,7 @@ import click
 
 from paceline.cli import trust
 from paceline.cli.applies import refuse_ignored
-from paceline.cli.options import (
+from paceline.cli.flags import (
     ACCEPT_NEW_HOST_KEYS,
     HOSTS,
     IFACE,
@@ -26,10 +26,9 @@ from paceline.cli.options import (
     Seconds,
     with_settings,
 )
-from paceline.cli.saying import say
-from paceline.cli.settings import parse_env, refuse_ours, setting, toml_of
+from paceline.cli.sources import parse_env, refuse_ours, setting, toml_of
 from paceline.cli.torchrun import torchrun_options
-from paceline.cli.verb import TABLES_ARE_HOSTS, in_allocation
+from paceline.cli.verb import TABLES_ARE_HOSTS, in_allocation, say
 from paceline.cli.via import VIA_OPTIONS, Way, hosts_source, manner_of, way_of
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Job
@@ -303,7 +302,7 @@ def show_plan(job: Job, cluster: Cluster, transport: Transport, *, as_json: bool
               verbose: bool, package: bool) -> int:  # fmt: skip
     """Prints what would run where."""
     from paceline.launch.running import make_plan
-    from paceline.launch.showing import describe, everything
+    from paceline.launch.view import describe, everything
 
     plan = make_plan(job, cluster, transport, package)
     if as_json:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from paceline.cli.settings import as_settings
+from paceline.cli.sources import as_settings
 from paceline.cli.torchrun import Nodes, Processes
 
 F = TypeVar("F", bound=Callable[..., Any])

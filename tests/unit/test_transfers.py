@@ -1,4 +1,4 @@
-"""Shipping, fetching and mirroring: nothing unfinished has its final name, on either side."""
+"""Sending and fetching: nothing unfinished has its final name, on either side."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import pytest
 from agents import ENDLESS, Served, agent_in_thread
 
 from paceline.agent import inside, snapshot
-from paceline.launch import mirroring
-from paceline.launch.code import read_parts
-from paceline.launch.mirroring import Mirror, send_checkpoints
-from paceline.launch.shipping import Fetcher, ship_tree
+from paceline.launch.shipping import ship_tree
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, PacelineError
-from paceline.transfer import blobs
+from paceline.transfer import checkpoints, files
+from paceline.transfer.checkpoints import CheckpointFetcher, send_checkpoints
+from paceline.transfer.results import Fetcher
+from paceline.transfer.tree import read_parts
 
 BLOCK = 512
 CUTS = 200
@@ -34,8 +34,8 @@ KEY = "0123456789abcdef01234567"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own for the agent; short blocks, so that little makes many."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(blobs, "BLOCK", BLOCK)
-    monkeypatch.setattr(blobs, "SMALL", BLOCK // 2)
+    monkeypatch.setattr(files, "BLOCK", BLOCK)
+    monkeypatch.setattr(files, "SMALL", BLOCK // 2)
     return tmp_path / "cache" / "paceline"
 
 
@@ -99,7 +99,7 @@ MANY = {f"{at % 7}/{at}": content("many", at % 50) + b"%d" % (at % 90) for at in
 def test_a_tree_of_many_files_comes_in_pieces(
     tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blobs, "PIECE", piece)
+    monkeypatch.setattr(files, "PIECE", piece)
     tree = read_parts(fill(tmp_path / "project", MANY), ())
 
     async def work(served: Served) -> list[dict[str, bytes]]:
@@ -131,9 +131,9 @@ def test_an_empty_tree_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_messages_of_small_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "BLOCK", 10 * blobs.SMALLEST)
-    sizes = {**{f"e{at}": 0 for at in range(25)}, "l": 8 * blobs.SMALLEST, "m": 50}
-    handfuls = list(blobs._handfuls(list(sizes), sizes))
+    monkeypatch.setattr(files, "BLOCK", 10 * files.SMALLEST)
+    sizes = {**{f"e{at}": 0 for at in range(25)}, "l": 8 * files.SMALLEST, "m": 50}
+    handfuls = list(files._handfuls(list(sizes), sizes))
     assert [name for handful in handfuls for name in handful] == list(sizes)
     assert [len(handful) for handful in handfuls] == [10, 10, 6, 1]
 
@@ -158,7 +158,7 @@ def test_fetcher_brings_what_is_new(tmp_path: Path) -> None:
 
     async def work(served: Served) -> list[str]:
         fetcher = Fetcher(home)
-        return await fetcher.fetch(served.node, str(there), manifest, home / "files" / "n1",
+        return await fetcher.fetch(served.node.channel, str(there), manifest, home / "files" / "n1",
                                    leave=lambda path: path == "empty")  # fmt: skip
 
     assert sorted(run(work)[0]) == ["b/even", "b/odd"]
@@ -172,7 +172,7 @@ def test_fetcher_follows_no_link_of_the_run_directory(tmp_path: Path) -> None:
     (home / "b").symlink_to(tmp_path / "elsewhere")
 
     async def work(served: Served) -> None:
-        await Fetcher(home).fetch(served.node, str(there), None, home)
+        await Fetcher(home).fetch(served.node.channel, str(there), None, home)
 
     with pytest.raises(NodeError, match="cannot write what n1 sends") as caught:
         run(work)
@@ -188,7 +188,7 @@ def test_a_file_that_changes_while_it_is_read_does_not_come(tmp_path: Path, chan
 
     async def work(served: Served) -> None:
         name = "none" if change == "gone" else "f"
-        await Fetcher(home).fetch_files(served.node, str(there), {name: size}, home)
+        await Fetcher(home).fetch_files(served.node.channel, str(there), {name: size}, home)
 
     with pytest.raises(AgentRefusal):
         run(work)
@@ -207,7 +207,7 @@ def test_what_is_not_what_was_read_there_does_not_come(
     )
 
     async def work(served: Served) -> None:
-        await Fetcher(home).fetch_files(served.node, str(there), {"f": BLOCK * 3}, home)
+        await Fetcher(home).fetch_files(served.node.channel, str(there), {"f": BLOCK * 3}, home)
 
     with pytest.raises(NodeError, match="did not arrive as it is there"):
         run(work)
@@ -217,23 +217,22 @@ def test_what_is_not_what_was_read_there_does_not_come(
 # --- checkpoints
 
 
-def mirror(served: Served, home: RunDirectory, there: Path) -> Mirror:
-    served.node.run_folder, served.node.shared_run_dir = str(there), False
-    return Mirror(served.node, home, Fetcher(home.path))
+def checkpoints_of(served: Served, home: RunDirectory, there: Path) -> CheckpointFetcher:
+    return CheckpointFetcher(served.node.channel, str(there), home, Fetcher(home.path))
 
 
-def test_mirror_follows_the_node(tmp_path: Path) -> None:
+def test_checkpoints_come_as_they_are_made(tmp_path: Path) -> None:
     home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
-    shelf, ours = there / "checkpoints", home.path / "checkpoints"
-    fill(shelf, {**steps(10, 20), "latest.json": b"{20}", "writer.json": b"me",
+    made, ours = there / "checkpoints", home.path / "checkpoints"
+    fill(made, {**steps(10, 20), "latest.json": b"{20}", "writer.json": b"me",
                  ".30.77.tmp/weights": b"unfinished"})  # fmt: skip
 
     async def work(served: Served) -> None:
-        follow = mirror(served, home, there)
+        follow = checkpoints_of(served, home, there)
         await follow.sync()
         assert below(ours) == {**steps(10, 20), "latest.json": b"{20}"}
-        fill(shelf, {**steps(30), "latest.json": b"{30}"})
-        for file in (shelf / "10").iterdir():
+        fill(made, {**steps(30), "latest.json": b"{30}"})
+        for file in (made / "10").iterdir():
             file.unlink()
         follow.wanted()
         follow.wanted()
@@ -244,34 +243,34 @@ def test_mirror_follows_the_node(tmp_path: Path) -> None:
     home.close()
 
 
-def test_mirror_takes_a_half_checkpoint_of_its_own_for_none(tmp_path: Path) -> None:
+def test_a_half_checkpoint_here_counts_for_none(tmp_path: Path) -> None:
     home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
     fill(there / "checkpoints", steps(10))
     fill(home.path / "checkpoints", {"10/weights": b"half"})
 
     async def work(served: Served) -> None:
-        await mirror(served, home, there).sync()
+        await checkpoints_of(served, home, there).sync()
 
     run(work)
     assert below(home.path / "checkpoints") == steps(10)
     home.close()
 
 
-def test_mirror_brings_the_others_when_one_cannot_be_read(
+def test_the_other_checkpoints_come_when_one_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
     fill(there / "checkpoints", steps(10, 20))
-    sizes = mirroring._sizes_on
+    sizes = checkpoints._sizes_on
 
-    async def believed(node: Any) -> dict[str, int]:
-        return {**await sizes(node), "10/weights": 5}  # it is longer by now
+    async def believed(*where: Any) -> dict[str, int]:
+        return {**await sizes(*where), "10/weights": 5}  # it is longer by now
 
-    monkeypatch.setattr(mirroring, "_sizes_on", believed)
+    monkeypatch.setattr(checkpoints, "_sizes_on", believed)
 
     async def work(served: Served) -> None:
         with pytest.raises(AgentRefusal):
-            await mirror(served, home, there).sync()
+            await checkpoints_of(served, home, there).sync()
 
     run(work)
     assert below(home.path / "checkpoints") == steps(20)
@@ -279,9 +278,9 @@ def test_mirror_brings_the_others_when_one_cannot_be_read(
 
 
 def test_a_node_without_newer_checkpoints_removes_none_here() -> None:
-    assert mirroring.outdated(["10", "20", "9"], ["20", "30"]) == ["10", "9"]
-    assert mirroring.outdated(["10", "20"], []) == []
-    assert mirroring.outdated(["40"], ["20"]) == []
+    assert checkpoints.outdated(["10", "20", "9"], ["20", "30"]) == ["10", "9"]
+    assert checkpoints.outdated(["10", "20"], []) == []
+    assert checkpoints.outdated(["40"], ["20"]) == []
 
 
 def test_checkpoints_are_sent_as_a_whole(tmp_path: Path, cache: Path) -> None:
@@ -290,19 +289,19 @@ def test_checkpoints_are_sent_as_a_whole(tmp_path: Path, cache: Path) -> None:
         home.path / "checkpoints",
         {**steps(10, 20, 30), "latest.json": b"ours", "writer.json": b"x"},
     )
-    shelf = cache / "runs" / home.key / "checkpoints"
+    there = cache / "runs" / home.key / "checkpoints"
 
     async def work(served: Served) -> None:
-        served.node.run_folder = str(snapshot.make_run_folder(home.key))
-        fill(shelf, {**steps(10), "20/weights": steps(20)["20/weights"], "30/weights": b"newer",
+        folder = str(snapshot.make_run_folder(home.key))
+        fill(there, {**steps(10), "20/weights": steps(20)["20/weights"], "30/weights": b"newer",
                      "latest.json": b"theirs"})  # fmt: skip
-        await send_checkpoints(served.node, home)
+        await send_checkpoints(served.node.channel, folder, home)
         await served.ask("discard_run_folder", key=KEY)  # of another run
-        assert below(shelf) == {**steps(10, 20), "30/weights": b"newer", "latest.json": b"theirs"}
+        assert below(there) == {**steps(10, 20), "30/weights": b"newer", "latest.json": b"theirs"}
 
     run(work)
     home.close()
-    assert below(shelf)  # it was not said that it may go
+    assert below(there)  # it was not said that it may go
 
 
 # --- cut lines
@@ -314,18 +313,18 @@ async def ship(served: Served, tmp_path: Path, home: RunDirectory) -> None:
 
 
 async def send(served: Served, tmp_path: Path, home: RunDirectory) -> None:
-    served.node.run_folder = str(snapshot.make_run_folder(home.key))
-    await send_checkpoints(served.node, home)
+    folder = str(snapshot.make_run_folder(home.key))
+    await send_checkpoints(served.node.channel, folder, home)
 
 
 async def fetch(served: Served, tmp_path: Path, home: RunDirectory) -> None:
     await Fetcher(home.path).fetch(
-        served.node, str(tmp_path / "project"), None, home.path / "files"
+        served.node.channel, str(tmp_path / "project"), None, home.path / "files"
     )
 
 
 async def follow(served: Served, tmp_path: Path, home: RunDirectory) -> None:
-    await mirror(served, home, tmp_path / "node").sync()
+    await checkpoints_of(served, home, tmp_path / "node").sync()
 
 
 WAYS = {"shipping": ship, "sending checkpoints": send, "fetching": fetch, "mirroring": follow}

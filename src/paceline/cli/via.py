@@ -170,7 +170,7 @@ def options_of(params: Mapping[str, Any]) -> Options:
 
 def container_folders(params: Mapping[str, Any]) -> tuple[str, ...]:
     """What a container has to see: the project, the run directory, the folder we are in."""
-    from paceline.launch.code import folder_root
+    from paceline.transfer.tree import folder_root
 
     cwd = Path.cwd()
     run_dir = params["run_dir"]

@@ -14,13 +14,11 @@ from paceline.launch import again, decide, staging
 from paceline.launch.attempt import Attempt, Result
 from paceline.launch.fleet import Fleet
 from paceline.launch.interrupts import Interrupts
-from paceline.launch.mirroring import Mirror
 from paceline.launch.node import Node
 from paceline.launch.outcome import HERE, Failure
 from paceline.launch.reach import Networks, find_networks, hold_port
 from paceline.launch.recorder import Recorder
 from paceline.launch.screen import Screen
-from paceline.launch.shipping import Fetcher
 from paceline.launch.staging import Package
 from paceline.remote.channel import Event
 from paceline.remote.transport import Reached, Transport, nobody
@@ -30,6 +28,8 @@ from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.hosts import Host
 from paceline.spec.job import Job
 from paceline.spec.plan import Plan
+from paceline.transfer.checkpoints import CheckpointFetcher
+from paceline.transfer.results import Fetcher
 
 # hosts, facts by host, what start-up files printed by host -> notes for the user
 Inspect = Callable[[Sequence[Host], Mapping[str, Any], Mapping[str, str]], list[str]]
@@ -65,7 +65,7 @@ class Launcher:
         self._token = os.urandom(16).hex()
         self._fetcher = Fetcher(directory.path)
         self._attempt: Attempt | None = None
-        self._mirror: Mirror | None = None
+        self._checkpoints: CheckpointFetcher | None = None  # of rank 0, where they have to come
         self._all_home = False
         self._elsewhere: list[tuple[Node, str]] = []  # results that found no room in their place
         self._failure: Failure | None = None  # the last attempt's
@@ -176,7 +176,7 @@ class Launcher:
                         code: dict[str, decide.Code]) -> Result:  # fmt: skip
         """Starts all nodes; after a failure again, all in step, as often as was allowed."""
         allowed = self._job.max_restarts.value
-        self._mirror = Mirror(fleet.first, self._directory, self._fetcher)
+        self._fetch_checkpoints_of(fleet.first)
         for number in range(allowed + 1):
             try:
                 plan = await self._make_plan(number, fleet, networks, code)
@@ -227,8 +227,13 @@ class Launcher:
         except (PacelineError, ConnectionError) as error:
             self._screen.note(f"paceline: not started again: {error}")
             return []
-        self._mirror = Mirror(fleet.first, self._directory, self._fetcher)
+        self._fetch_checkpoints_of(fleet.first)
         return back
+
+    def _fetch_checkpoints_of(self, node: Node) -> None:
+        """As they are made, unless the node writes them into the run directory itself."""
+        self._checkpoints = None if node.shared_run_dir else CheckpointFetcher(
+            node.channel, node.run_folder, self._directory, self._fetcher)  # fmt: skip
 
     async def _make_plan(self, number: int, fleet: Fleet, networks: Networks,
                          code: dict[str, decide.Code]) -> Plan:  # fmt: skip
@@ -291,8 +296,8 @@ class Launcher:
             self._attempt.take(node, event)
         if folder := kept_elsewhere(event):
             self._elsewhere.append((node, folder))
-        if self._mirror is not None and is_checkpoint(event):
-            self._mirror.wanted()
+        if self._checkpoints is not None and is_checkpoint(event):
+            self._checkpoints.wanted()
         try:
             self.recorder.take(node, event)
         except NodeError as error:
@@ -328,20 +333,22 @@ class Launcher:
 
     async def _bring_from(self, node: Node, rank_zero: bool) -> None:
         target = self._directory.path
-        if rank_zero and not node.shared_run_dir and self._mirror is not None:
-            await self._mirror.finish()
-            await self._mirror.sync()
-            await self._fetcher.fetch(node, node.run_folder, None, target, leave=names.is_ours)
+        if rank_zero and self._checkpoints is not None:
+            await self._checkpoints.finish()
+            await self._checkpoints.sync()
+            await self._fetcher.fetch(
+                node.channel, node.run_folder, None, target, leave=names.is_ours
+            )
             self._all_home = True
         for there in [where for who, where in self._elsewhere if who is node]:
-            await self._fetcher.fetch(node, there, None, target, leave=names.is_ours)
+            await self._fetcher.fetch(node.channel, there, None, target, leave=names.is_ours)
             self._screen.note(
                 f"paceline: the model came home from {there} on {node.name}; remove it there"
             )
         if "code" in node.copies:
             root, manifest = node.copies["code"]
             folder = target / names.FETCHED / safe(node.name)
-            came = await self._fetcher.fetch(node, root, manifest, folder)
+            came = await self._fetcher.fetch(node.channel, root, manifest, folder)
             if came:
                 count = f"{len(came)} new file{'s' * (len(came) > 1)}"
                 self._screen.note(f"paceline: {count} of {node.name}: {short(folder)}")

@@ -1,22 +1,16 @@
-"""Bringing code to the nodes, and new files back."""
+"""Bringing code to the nodes."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from paceline.agent.inside import Arriving
-from paceline.launch.code import Manifest, Tree, entry_at, relocate
 from paceline.launch.decide import Code
 from paceline.launch.node import Node
 from paceline.remote.channel import AgentRefusal
 from paceline.spec.errors import NodeError
 from paceline.spec.job import Entry, Job
-from paceline.transfer.blobs import fetch_file, send_tree
-
-RESULT_LIMIT = 8 << 30  # bytes brought back from one node
+from paceline.transfer.files import send_tree
+from paceline.transfer.tree import Tree, entry_at, relocate
 
 
 async def ship_tree(node: Node, tree: Tree, name: str, run_id: str) -> str:
@@ -93,61 +87,3 @@ async def place_inputs(node: Node, inputs: dict[str, Tree], run_id: str) -> dict
 def with_inputs(entry: Entry, places: dict[str, str]) -> Entry:
     """The entry with the paths of shipped folders as they are on the node."""
     return Entry(entry.kind, entry.target, tuple(places.get(arg, arg) for arg in entry.args))
-
-
-class Fetcher:
-    """Brings files of nodes into the run directory, each under its name once it is whole.
-
-    Args:
-        directory: The run directory: no link inside it is followed.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    async def fetch(self, node: Node, root: str, manifest: Manifest | None, target: Path,
-                    leave: Callable[[str], bool] = lambda path: False) -> list[str]:  # fmt: skip
-        """Brings the new and changed files below ``root`` of a node to ``target``.
-
-        Args:
-            node: From where.
-            root: Folder there.
-            manifest: What was there before the job; ``None`` when nothing was.
-            target: Folder here, in the run directory.
-            leave: True for paths that stay there.
-
-        Returns:
-            The paths that came, relative to ``target``.
-        """
-        answer = await node.channel.request("list_results", root=root, manifest=manifest)
-        files = {str(f["path"]): int(f["size"]) for f in answer["files"] if not leave(f["path"])}
-        total = sum(files.values())
-        if total > RESULT_LIMIT:
-            raise NodeError(
-                f"the results on {node.name} are larger than what is brought back",
-                found=f"{total >> 20} MiB in {root}",
-                remedy=f"Copy them by hand: scp -r {node.host.address}:{root} .",
-            )
-        await self.fetch_files(node, root, files, target)
-        return list(files)
-
-    async def fetch_files(self, node: Node, root: str, files: Mapping[str, int],
-                          target: Path) -> None:  # fmt: skip
-        """Brings these files below ``root``, by their sizes in bytes."""
-        below = target.relative_to(self._directory).as_posix()
-        for path, size in files.items():
-            name = path if below == "." else f"{below}/{path}"
-            try:
-                arriving = await asyncio.to_thread(Arriving, str(self._directory), name)
-                await fetch_file(node.channel, root, path, size, arriving)
-            except OSError as problem:
-                if isinstance(problem, ConnectionError):
-                    raise
-                raise self._cannot_write(node, root, problem) from None
-
-    def _cannot_write(self, node: Node, root: str, problem: OSError) -> NodeError:
-        return NodeError(
-            f"cannot write what {node.name} sends",
-            found=f"{problem.strerror} ({problem.filename or self._directory})",
-            remedy=f"Make room there, or copy by hand: scp -r {node.host.address}:{root} .",
-        )

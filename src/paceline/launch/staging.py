@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch import decide, outcome
-from paceline.launch.code import Tree, project_root, read_parts, read_tree
 from paceline.launch.fleet import Fleet, together
-from paceline.launch.mirroring import send_checkpoints
 from paceline.launch.node import Node, Trouble
 from paceline.launch.shipping import place_code, place_inputs, ship_tree, with_inputs
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError
 from paceline.spec.job import Job
+from paceline.transfer.checkpoints import send_checkpoints
+from paceline.transfer.tree import Tree, project_root, read_parts, read_tree
 
 # whether a job needs this installation's package: all of it, or these parts of it
 Package = bool | tuple[str, ...]
@@ -68,7 +68,7 @@ async def stage(fleet: Fleet, job: Job, supplies: Supplies, directory: RunDirect
     placed = [place(node, job, supplies, run_id) for node in nodes]
     results = await together([*begun, *placed])
     if fleet.first in nodes and not fleet.first.shared_run_dir:
-        await send_checkpoints(fleet.first, directory)
+        await send_checkpoints(fleet.first.channel, fleet.first.run_folder, directory)
     return dict(zip((node.name for node in nodes), results[len(begun) :], strict=True))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from paceline.agent.snapshot import hash_file
 from paceline.remote.channel import Channel
 from paceline.spec.errors import NodeError, PacelineError, SettingError
-from paceline.transfer.blobs import send_tree
+from paceline.transfer.files import send_tree
 
 STAMP = ".paceline-environment"
 INSTALL_LIMIT_S = 3600.0

@@ -1,6 +1,6 @@
 """Checkpoints where there is no shared disk: sent to rank 0's node, and brought home as they come.
 
-So a run goes on from its run directory wherever it is started next, and losing the node with
+So a run is resumed from its run directory wherever it is started next, and losing the node with
 rank 0 costs the steps since its last checkpoint and no more.
 """
 
@@ -14,20 +14,19 @@ from collections.abc import Awaitable, Collection, Iterable
 from pathlib import Path
 
 from paceline.agent import inside
-from paceline.launch.node import Node
-from paceline.launch.shipping import Fetcher
-from paceline.remote.channel import AgentRefusal
+from paceline.remote.channel import AgentRefusal, Channel
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import PacelineError
 from paceline.spec.rundir import CHECKPOINTS, WRITER
-from paceline.transfer.blobs import send_blocks
+from paceline.transfer.files import send_blocks
+from paceline.transfer.results import Fetcher
 
 Sizes = dict[str, int]  # by path relative to the folder of checkpoints
 MOST_DIGITS = 20  # of a step
 
 
-async def send_checkpoints(node: Node, directory: RunDirectory) -> None:
-    """Puts the run directory's checkpoints into the node's run folder where it lacks them.
+async def send_checkpoints(channel: Channel, folder: str, directory: RunDirectory) -> None:
+    """Puts the run directory's checkpoints into ``folder`` of a node where it lacks them.
 
     What the node has is left: it may hold newer checkpoints than we do, from a run whose
     launcher was killed.
@@ -35,36 +34,36 @@ async def send_checkpoints(node: Node, directory: RunDirectory) -> None:
     here = await asyncio.to_thread(sizes_below, directory.path / CHECKPOINTS)
     if not here:
         return
-    there = await _sizes_on(node)
+    there = await _sizes_on(channel, folder)
     steps = [step for step, files in by_step(here).items() if files != by_step(there).get(step)]
     for step in sorted(steps, key=int):
         if step in by_step(there) and not _lies_within(by_step(there)[step], by_step(here)[step]):
             continue  # another checkpoint of that step: theirs is the later one
-        await _send_step(node, directory, step, list(by_step(here)[step]))
+        await _send_step(channel, directory, step, list(by_step(here)[step]))
     for pointer in here:
         if "/" not in pointer and pointer not in there:
-            await _send(node, directory, pointer, f"{CHECKPOINTS}/{pointer}")
+            await _send(channel, directory, pointer, f"{CHECKPOINTS}/{pointer}")
 
 
-async def _send_step(node: Node, directory: RunDirectory, step: str, files: list[str]) -> None:
+async def _send_step(
+    channel: Channel, directory: RunDirectory, step: str, files: list[str]
+) -> None:
     """A whole checkpoint or none: its folder has another name until the last file is there."""
     part = f"{CHECKPOINTS}/.{step}.arriving.tmp"
     for name in files:
-        await _send(node, directory, f"{step}/{name}", f"{part}/{name}")
-    await node.channel.request(
-        "place", key=directory.key, path=part, target=f"{CHECKPOINTS}/{step}"
-    )
+        await _send(channel, directory, f"{step}/{name}", f"{part}/{name}")
+    await channel.request("place", key=directory.key, path=part, target=f"{CHECKPOINTS}/{step}")
 
 
-async def _send(node: Node, directory: RunDirectory, name: str, target: str) -> None:
+async def _send(channel: Channel, directory: RunDirectory, name: str, target: str) -> None:
     path = directory.path / CHECKPOINTS / name
-    await send_blocks(node.channel, path, "put_file", key=directory.key, path=target)
+    await send_blocks(channel, path, "put_file", key=directory.key, path=target)
 
 
-async def _sizes_on(node: Node) -> Sizes:
+async def _sizes_on(channel: Channel, folder: str) -> Sizes:
     """The finished checkpoints' files on the node, and the pointers beside them."""
-    root = f"{node.run_folder}/{CHECKPOINTS}"
-    answer = await node.channel.request("list_results", root=root, manifest=None)
+    root = f"{folder}/{CHECKPOINTS}"
+    answer = await channel.request("list_results", root=root, manifest=None)
     return {f["path"]: f["size"] for f in answer["files"] if _counts(f["path"])}
 
 
@@ -115,17 +114,19 @@ async def _refusal_of(work: Awaitable[None]) -> AgentRefusal | None:
     return None
 
 
-class Mirror:
-    """Keeps the run directory's checkpoints like those of rank 0's node.
+class CheckpointFetcher:
+    """Keeps the run directory's checkpoints like those of rank 0's node, which does not see it.
 
     Args:
-        node: With rank 0.
+        channel: To the node with rank 0.
+        folder: Where the run's files go there.
         directory: The run directory.
         fetcher: Receives the files.
     """
 
-    def __init__(self, node: Node, directory: RunDirectory, fetcher: Fetcher) -> None:
-        self._node = node
+    def __init__(self, channel: Channel, folder: str, directory: RunDirectory,
+                 fetcher: Fetcher) -> None:  # fmt: skip
+        self._channel, self._folder = channel, folder
         self._run = str(directory.path)
         self._target = directory.path / CHECKPOINTS
         self._fetcher = fetcher
@@ -134,8 +135,6 @@ class Mirror:
 
     def wanted(self) -> None:
         """There is a new checkpoint: brings it in the background."""
-        if self._node.shared_run_dir:
-            return
         if self._task is not None and not self._task.done():
             self._again = True
             return
@@ -161,7 +160,7 @@ class Mirror:
         A checkpoint has its name here once all of its files have come. AgentRefusal, after all
         the rest was done, when one changed while it was read.
         """
-        there = await _sizes_on(self._node)
+        there = await _sizes_on(self._channel, self._folder)
         known = by_step(await asyncio.to_thread(sizes_below, self._target))
         steps = by_step(there)
         new = [(step, files) for step, files in steps.items() if known.get(step) != files]
@@ -181,8 +180,8 @@ class Mirror:
         await asyncio.to_thread(self._place, arriving.name, step)
 
     async def _fetch(self, files: Sizes, target: Path) -> None:
-        root = f"{self._node.run_folder}/{CHECKPOINTS}"
-        await self._fetcher.fetch_files(self._node, root, files, target)
+        root = f"{self._folder}/{CHECKPOINTS}"
+        await self._fetcher.fetch_files(self._channel, root, files, target)
 
     def _place(self, arriving: str, step: str) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from paceline.agent import inside
-from paceline.launch import code, shipping
+from paceline.launch import shipping
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry, Job
+from paceline.transfer import tree as code
 
 
 def files(root: Path) -> set[str]:

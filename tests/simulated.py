@@ -170,7 +170,7 @@ class SimulatedTransport:
 
     async def close(self, exit_code: int) -> None: ...
 
-    async def tell_of(self, host: Host) -> str:
+    async def why(self, host: Host) -> str:
         return ""
 
 

@@ -24,8 +24,8 @@ from paceline.containers import Probe, engine
 from paceline.launch import running
 from paceline.remote.channel import command_for
 from paceline.remote.openssh import ssh_command
-from paceline.rendezvous.calling import CallingTransport
-from paceline.rendezvous.hand import HandTransport
+from paceline.rendezvous.started import StartedTransport
+from paceline.rendezvous.typed import TypedTransport
 from paceline.schedulers import mpi, slurm
 from paceline.schedulers.contained import ContainerTransport, container_for
 from paceline.schedulers.ssh import SshTransport
@@ -44,7 +44,7 @@ LEADING: dict[str, tuple[str, ...]] = {
     "docker": ("--image", "i:1", "-H", "n1,n2"),
     "podman": ("--via", "podman", "--image", "i:1", "-H", "n1,n2"),
     "apptainer": ("--via", "apptainer", "--image", "i.sif", "-H", "n1,n2"),
-    "hand": ("--rdzv", "127.0.0.1", "--nnodes", "2", "--node-rank", "0"),
+    "rdzv": ("--rdzv", "127.0.0.1", "--nnodes", "2", "--node-rank", "0"),
     "sbatch": ("--via", "slurm", "--nnodes", "3", "--plan"),
     "pbs": ("--via", "pbs", "--nnodes", "3"),
     "lsf": ("--via", "lsf", "--nnodes", "3"),
@@ -147,14 +147,14 @@ def rendered(transport: Any) -> object:
     """The commands by which a transport starts its agents."""
     if isinstance(transport, SshTransport):
         return command_for(HOSTS[1], "python3", transport._ssh)
-    if isinstance(transport, HandTransport):
-        meeting = transport._meeting
-        return meeting, "made up" if meeting.shown else meeting.key
-    if isinstance(transport, CallingTransport):
-        start = asyncio.run(transport._scheduler.start(HOSTS))
-        folder = getattr(transport._scheduler, "_config", "")
+    if isinstance(transport, TypedTransport):
+        endpoint = transport._endpoint
+        return endpoint, "made up" if endpoint.token else endpoint.key
+    if isinstance(transport, StartedTransport):
+        start = asyncio.run(transport._starter.start(HOSTS))
+        folder = getattr(transport._starter, "_config", "")
         config = Path(folder).read_text() if folder else ""
-        transport._scheduler.end()
+        transport._starter.end()
         return [word.replace(folder or "\0", "CONFIG") for word in start.argv], config
     if isinstance(transport, ContainerTransport):
         probe = Probe("d", "", 0, 0, (), (), dri=False, nvidia=False)
@@ -201,7 +201,7 @@ def test_every_option_is_in_the_table() -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -> None:
     plain = call(deed, verb, manner, ())
-    if verb in applies.MEASURING and manner in {*applies.BATCHES, "hand"}:
+    if verb in applies.MEASURING and manner in {*applies.BATCHES, "rdzv"}:
         assert plain[0] == 2, plain  # these two run here, started from here, or not at all
         return
     assert plain[0] == 0, plain[1]

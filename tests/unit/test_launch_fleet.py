@@ -184,7 +184,7 @@ class Dialling:
 
     async def close(self, exit_code: int) -> None: ...
 
-    async def tell_of(self, host: Host) -> str:
+    async def why(self, host: Host) -> str:
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Nodes that meet by hand: what a key is, where it comes from, and what a name is not."""
+"""The same command typed on each node: what a token is, where it comes from, what a name is not."""
 
 from __future__ import annotations
 
@@ -9,50 +9,52 @@ from typing import Any
 
 import pytest
 
-from paceline.rendezvous import hand
-from paceline.rendezvous.callback import Call
+from paceline.rendezvous import endpoint as endpoints
+from paceline.rendezvous.endpoint import Endpoint
+from paceline.rendezvous.listener import Connection
+from paceline.rendezvous.peers import Peers, SameCommand
 from paceline.spec.errors import SettingError
 
 KEY = "00112233445566778899aabbccddeeff"
 
 
-def meeting(file: Path | None = None, place: int = 0, name: str | None = None) -> hand.Meeting:
-    return hand.meeting("10.0.0.1:2", name, file, place, 2, 1.0)
+def endpoint(file: Path | None = None, place: int = 0, name: str | None = None) -> Endpoint:
+    return endpoints.endpoint("10.0.0.1:2", name, file, place, 2, 1.0)
 
 
 def test_a_name_is_no_key() -> None:
     """Two first nodes with one name have nothing in common."""
-    one, other = meeting(name="456"), meeting(name="456")
+    one, other = endpoint(name="456"), endpoint(name="456")
     assert one.key != other.key
-    assert "456" not in one.shown
-    assert hand.key_of(one.shown) == one.key
-    assert re.fullmatch(r"([0-9a-f]{4}-){7}[0-9a-f]{4}", one.shown)
+    assert "456" not in one.token
+    assert endpoints.key_of(one.token) == one.key
+    assert re.fullmatch(r"([0-9a-f]{4}-){7}[0-9a-f]{4}", one.token)
 
 
 def test_a_key_is_shown_by_nothing_else() -> None:
-    made = meeting()
-    assert made.shown not in repr(made)
+    made = endpoint()
+    assert made.token not in repr(made)
     assert made.key.hex() not in repr(made)
 
 
 def test_a_key_from_the_environment_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_RDZV_KEY", KEY)
-    made = meeting(place=1)
-    assert made.key == hand.key_of(KEY)
-    assert made.shown == ""
+    made = endpoint(place=1)
+    assert made.key == endpoints.key_of(KEY)
+    assert made.token == ""
     assert "PACELINE_RDZV_KEY" not in os.environ
 
 
 def test_a_key_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
-    file.write_text(hand.spelled(KEY).upper() + "\n")
+    file.write_text(endpoints.spelled(KEY).upper() + "\n")
     file.chmod(0o600)
-    assert meeting(file).key == meeting(file, place=1).key == hand.key_of(KEY)
+    assert endpoint(file).key == endpoint(file, place=1).key == endpoints.key_of(KEY)
     file.chmod(0o640)
     with pytest.raises(SettingError, match="can be read by others"):
-        meeting(file)
+        endpoint(file)
     with pytest.raises(SettingError, match="cannot be read"):
-        meeting(tmp_path / "none")
+        endpoint(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -60,13 +62,13 @@ def test_a_key_from_a_file(tmp_path: Path) -> None:
 )
 def test_what_could_be_guessed_is_no_key(text: str) -> None:
     with pytest.raises(SettingError, match="no key for a rendezvous"):
-        hand.key_of(text)
+        endpoints.key_of(text)
 
 
 def test_another_node_needs_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(SettingError) as caught:
-        meeting(place=1)
+        endpoint(place=1)
     assert "PACELINE_RDZV_KEY" in caught.value.remedy
     assert caught.value.exit_code == 2
 
@@ -78,7 +80,7 @@ def test_it_is_asked_for_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr("getpass.getpass", lambda prompt: KEY)
-    assert meeting(place=1).key == hand.key_of(KEY)
+    assert endpoint(place=1).key == endpoints.key_of(KEY)
 
 
 class Writer:
@@ -92,30 +94,30 @@ class Writer:
         """Nothing to close."""
 
 
-def come(guests: hand.Guests, **about: Any) -> str:
+def comes(peers: Peers, **about: Any) -> str:
     writer = Writer()
     base = {"stream": "frames", "nodes": 2, "command": "c", "rendezvous": "a", "name": "n2"}
-    guests.take(Call({**base, **about}, None, writer, "10.0.0.2"))  # type: ignore[arg-type]
+    peers.take(Connection({**base, **about}, None, writer, "10.0.0.2"))  # type: ignore[arg-type]
     return writer.said.decode()
 
 
 def test_who_may_come() -> None:
-    guests = hand.Guests(meeting(name="a"), "c", lambda: None)
-    assert "is called 'a'" in come(guests, rendezvous="b")
-    assert "waits for 2 nodes" in come(guests, nodes=None)
-    assert "another script" in come(guests, command="d")
-    assert '"ok"' in come(guests)
+    peers = Peers(SameCommand(2, "a", "c"))
+    assert "is called 'a'" in comes(peers, rendezvous="b")
+    assert "waits for 2 nodes" in comes(peers, nodes=None)
+    assert "another script" in comes(peers, command="d")
+    assert '"ok"' in comes(peers)
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc", "", "a\nb", None, 7, "x" * 200, "\x1b[2J"])
 def test_a_node_cannot_choose_a_path_for_a_name(name: object) -> None:
-    guests = hand.Guests(meeting(name="a"), "c", lambda: None)
-    assert '"ok"' in come(guests, name=name)
-    assert guests.by_place[1].host.name in ("node1", "7")
+    peers = Peers(SameCommand(2, "a", "c"))
+    assert '"ok"' in comes(peers, name=name)
+    assert peers.by_place[1].host.name in ("node1", "7")
 
 
 @pytest.mark.parametrize("place", [[1], {}, "1", 9, -1, 1.5])
 def test_a_place_that_is_none_breaks_nothing(place: object) -> None:
-    guests = hand.Guests(meeting(name="a"), "c", lambda: None)
-    come(guests)
-    assert '"error"' in come(guests, place=place)
+    peers = Peers(SameCommand(2, "a", "c"))
+    comes(peers)
+    assert '"error"' in comes(peers, place=place)

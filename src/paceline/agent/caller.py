@@ -277,7 +277,7 @@ def become_agent(config: Dict[str, Any], key: bytes) -> int:
     about = {
         "index": index_of(os.environ, config["places"]),
         "name": socket.gethostname(),
-        "node": os.environ.get("SLURMD_NODENAME", ""),
+        "node": next((os.environ[one] for one in config["names"] if one in os.environ), ""),
         "session": os.urandom(8).hex(),
     }
     if "about" in config:
@@ -302,7 +302,7 @@ def become_agent(config: Dict[str, Any], key: bytes) -> int:
 
 
 def main(text: str) -> None:
-    """``text``: JSON of addresses, patience, places, strip, agent, pythons."""
+    """``text``: JSON of addresses, patience, places, names, strip, agent, pythons."""
     key = bytes.fromhex(os.environ.pop(KEY, ""))
     try:
         sys.exit(become_agent(json.loads(text), key))

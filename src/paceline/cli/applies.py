@@ -26,7 +26,7 @@ WAYS = {
     "docker": "--via docker",
     "podman": "--via podman",
     "apptainer": "--via apptainer",
-    "hand": "--rdzv HOST:PORT",
+    "rdzv": "--rdzv HOST:PORT",
 }
 BATCHES = {
     "sbatch": "--via slurm outside an allocation",
@@ -73,7 +73,7 @@ _JOBS = frozenset(VERBS) - MEASURING  # these end in one run whose start can be 
 _AT_THE_SITE = "--sbatch-arg takes any directive of the batch system"
 # name of the parameter → where it applies
 OPTIONS: dict[str, Applies] = {
-    "hosts": Applies(NOW - {"hand"}, hint="The batch system, or --rdzv, chooses the hosts"),
+    "hosts": Applies(NOW - {"rdzv"}, hint="The batch system, or --rdzv, chooses the hosts"),
     "ssh_config": Applies(OVER_SSH),
     "accept_new_host_keys": Applies(OVER_SSH),
     "nnodes": Applies(),
@@ -106,11 +106,11 @@ OPTIONS: dict[str, Applies] = {
     "mount": Applies(ENGINES),
     "shm_size": Applies((ENGINES - {"apptainer"}) | {"kubernetes"},
                         hint="Apptainer's /dev/shm is the host's own"),
-    "rdzv": Applies(frozenset({"hand"}), _JOBS),
-    "rdzv_id": Applies(frozenset({"hand"}), _JOBS),
-    "rdzv_key_file": Applies(frozenset({"hand"}), _JOBS),
-    "node_rank": Applies(frozenset({"hand"}), _JOBS),
-    "rdzv_timeout": Applies(frozenset({"hand"}), _JOBS),
+    "rdzv": Applies(frozenset({"rdzv"}), _JOBS),
+    "rdzv_id": Applies(frozenset({"rdzv"}), _JOBS),
+    "rdzv_key_file": Applies(frozenset({"rdzv"}), _JOBS),
+    "node_rank": Applies(frozenset({"rdzv"}), _JOBS),
+    "rdzv_timeout": Applies(frozenset({"rdzv"}), _JOBS),
     "time_limit": Applies(SCRIPTS),
     "partition": Applies(SCRIPTS),
     "account": Applies(SCRIPTS),

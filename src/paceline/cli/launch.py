@@ -217,8 +217,8 @@ def prepare(ctx: click.Context) -> tuple[Cluster, Way]:
     """Reads the hosts and how they are started."""
     refuse_ignored(ctx, manner_of(ctx.params, os.environ), os.environ)
     way = way_of(ctx.params)
-    if way.name == "hand":
-        return meeting_cluster(ctx.params["nnodes"]), way
+    if way.name == "rdzv":
+        return unknown_nodes(ctx.params["nnodes"]), way
     if way.kind != "run":
         return read_cluster(ctx, None), way
     cluster = read_cluster(ctx, hosts_source(ctx.params, os.environ))
@@ -226,7 +226,7 @@ def prepare(ctx: click.Context) -> tuple[Cluster, Way]:
     return cluster, way
 
 
-def meeting_cluster(nodes: int) -> Cluster:
+def unknown_nodes(nodes: int) -> Cluster:
     """Places for nodes that are not known before they come."""
     return Cluster(tuple(Host(f"node{place}") for place in range(nodes)), "--rdzv")
 
@@ -254,10 +254,11 @@ def launch(
 
         return submit(ctx, job, parent, way.name)
     if way.kind == "join":
-        from paceline.cli.joining import join
+        from paceline.launch.view import entry_argv
+        from paceline.rendezvous.typed import serve
 
-        assert way.meeting is not None
-        return join(way.meeting, job)
+        assert way.endpoint is not None
+        return serve(way.endpoint, entry_argv(job.entry, "python"), job.python)
     assert way.transport is not None
     way.agree_on(job)
     if ctx.params["plan_only"]:

@@ -20,7 +20,7 @@ from paceline.spec.job import Job
 
 if TYPE_CHECKING:
     from paceline.remote.transport import Transport
-    from paceline.rendezvous.hand import Meeting
+    from paceline.rendezvous.endpoint import Endpoint
 
 Kind = Literal["run", "submit", "join"]
 CONTAINERS = ("docker", "podman", "apptainer")
@@ -76,20 +76,21 @@ class Way:
         kind: ``run`` here with ``transport``; ``submit`` a batch; ``join`` somebody else's run.
         name: Of the way.
         transport: For ``run``.
-        meeting: For ``join``: whom to call.
+        endpoint: For ``join``: where the first node is.
     """
 
     kind: Kind
     name: str
     transport: Transport | None = None
-    meeting: Meeting | None = None
+    endpoint: Endpoint | None = None
 
     def agree_on(self, job: Job) -> None:
         """Nodes that meet by hand have to be there for the same thing."""
-        from paceline.rendezvous.hand import HandTransport
+        from paceline.launch.view import entry_argv
+        from paceline.rendezvous.typed import TypedTransport
 
-        if isinstance(self.transport, HandTransport):
-            self.transport.agree_on(job)
+        if isinstance(self.transport, TypedTransport):
+            self.transport.words = entry_argv(job.entry, "python")
 
 
 def allocation(environ: Mapping[str, str]) -> str | None:
@@ -103,7 +104,7 @@ def manner_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> str:
     """How the command is carried out, as :mod:`paceline.cli.applies` names it."""
     name = name_of(params, environ)
     if params["rdzv"]:
-        return "hand"
+        return "rdzv"
     if name == "slurm":
         return "srun" if allocation(environ) else "sbatch"
     return name
@@ -133,7 +134,7 @@ def way_of(params: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     name = name_of(params, environ)
     check_options(params, name)
     if params["rdzv"]:
-        return _by_hand(params)
+        return _typed(params)
     if name in BATCHES and not (name == "slurm" and allocation(environ)):
         return Way("submit", name)
     from paceline.schedulers import transport
@@ -141,14 +142,15 @@ def way_of(params: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     return Way("run", name, transport(name, options_of(params)))
 
 
-def _by_hand(params: Mapping[str, Any]) -> Way:
-    from paceline.rendezvous.hand import HandTransport, meeting
+def _typed(params: Mapping[str, Any]) -> Way:
+    from paceline.rendezvous.endpoint import endpoint
+    from paceline.rendezvous.typed import TypedTransport
 
-    place = meeting(params["rdzv"], params["rdzv_id"], params["rdzv_key_file"],
-                    params["node_rank"], params["nnodes"], params["rdzv_timeout"])  # fmt: skip
-    if place.first:
-        return Way("run", "hand", HandTransport(place))
-    return Way("join", "hand", meeting=place)
+    where = endpoint(params["rdzv"], params["rdzv_id"], params["rdzv_key_file"],
+                     params["node_rank"], params["nnodes"], params["rdzv_timeout"])  # fmt: skip
+    if where.first:
+        return Way("run", "rdzv", TypedTransport(where))
+    return Way("join", "rdzv", endpoint=where)
 
 
 def options_of(params: Mapping[str, Any]) -> Options:

@@ -255,15 +255,15 @@ class Launcher:
         finally:
             self._attempt = None
         if result.failure is not None and result.failure.kind == "lost":
-            await self._tell_of(result.failure.host, fleet)
+            await self._tell_why(result.failure.host, fleet)
         if result.exit_code == 0 and plan.world_size > 1 and not attempt.joined:
             self._warn_never_joined(plan)
         return result
 
-    async def _tell_of(self, name: str, fleet: Fleet) -> None:
+    async def _tell_why(self, name: str, fleet: Fleet) -> None:
         """What the scheduler knows of a lost node, in its own words."""
         for host in fleet.hosts:
-            if host.name == name and (words := await self._transport.tell_of(host)):
+            if host.name == name and (words := await self._transport.why(host)):
                 self._screen.note(f"paceline: {words}")
                 self.recorder.event("scheduler", name, words=words)
 

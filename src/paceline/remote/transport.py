@@ -44,5 +44,5 @@ class Transport(Protocol):
             exit_code: How the job ended, for those who wait for it elsewhere.
         """
 
-    async def tell_of(self, host: Host) -> str:
-        """The scheduler's own words on a host whose agent was lost; empty when it has none."""
+    async def why(self, host: Host) -> str:
+        """Why a host was lost, in its scheduler's own words; empty when it has none."""

@@ -1,1 +1,1 @@
-"""Nodes that call the launcher: over TLS, with a key that both sides know."""
+"""Nodes that connect to the launcher, each known by a token: started by a scheduler, or typed."""

@@ -13,7 +13,8 @@ from paceline.remote.channel import Channel
 from paceline.remote.fanout import connect_all
 from paceline.remote.openssh import classify, ssh_command
 from paceline.remote.transport import Reached, nobody
-from paceline.schedulers.mpi import SSH_FAILED, said_by
+from paceline.rendezvous.started import said_by
+from paceline.schedulers.mpi import SSH_FAILED
 from paceline.schedulers.options import Options
 from paceline.spec.errors import ConnectError, NodeError
 from paceline.spec.hosts import Host
@@ -66,7 +67,7 @@ class ContainerTransport:
     async def close(self, exit_code: int) -> None:
         """Containers end with their agents."""
 
-    async def tell_of(self, host: Host) -> str:
+    async def why(self, host: Host) -> str:
         return ""
 
 

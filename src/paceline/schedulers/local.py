@@ -33,7 +33,7 @@ class LocalTransport:
     async def close(self, exit_code: int) -> None:
         """The agent has ended with its channel."""
 
-    async def tell_of(self, host: Host) -> str:
+    async def why(self, host: Host) -> str:
         return ""
 
 

@@ -10,8 +10,10 @@ import ipaddress
 import os
 import re
 import shutil
+import socket
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +22,19 @@ from paceline.agent.caller import KEY
 from paceline.remote.network import allow_from
 from paceline.remote.openssh import Refusal, SshOptions, classify
 from paceline.remote.transport import Transport
-from paceline.rendezvous.calling import (
-    WORDS_KEPT,
-    CallingTransport,
-    Start,
-    end_group,
-    interface_towards,
-)
+from paceline.rendezvous.endpoint import usable_addresses
+from paceline.rendezvous.started import Start, StartedTransport, said_by
 from paceline.schedulers.options import Options
+from paceline.setup.ssh import effective
 from paceline.spec.command import shell_text
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.hosts import Host
+from paceline.spec.launched import PROCESS_VARIABLES
 
 NAMES = ("mpiexec", "mpirun", "mpiexec.hydra")  # the first on PATH that can be told counts
 PLACES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-STRIP = r"PMI|PMIX_|OMPI_|OPAL_|ORTE_|PRTE_|HYD|MPIR_|MPI_LOCAL|MPIEXEC_|MV2_COMM|I_MPI_(HYDRA|PMI)"
-PROBE_S = 8.0
 SSH_FAILED = 255
+ROUTES_LOOKED_AT = 8  # hosts: the others are reached by the same route
 PROBES_AT_ONCE = 8
 
 
@@ -222,6 +220,38 @@ def _quoted(path: str) -> str:
     return f'"{path}"' if " " in path else path
 
 
+# --- which network: this machine's routes
+
+
+async def interface_towards(hosts: Sequence[Host], ssh: SshOptions) -> str | None:
+    """The interface of this machine from which the hosts are reached.
+
+    For programs that otherwise tell the hosts to call back by this machine's name, which perhaps
+    nobody can resolve. ``None`` when no route can be found.
+    """
+    others = [host for host in hosts if not host.local][:ROUTES_LOOKED_AT]
+    if not others:
+        return "lo" if Path("/sys/class/net/lo").is_dir() else None
+    names = await asyncio.gather(*(effective(host, ssh) for host in others))
+    targets = [name.get("hostname", [host.address])[0] for name, host in zip(names, others,
+               strict=True)]  # fmt: skip
+    sources = await asyncio.gather(*(asyncio.to_thread(source_towards, one) for one in targets))
+    by_address = {str(entry["address"]): str(entry["interface"]) for entry in usable_addresses()}
+    used = Counter(by_address[source] for source in sources if source in by_address)
+    return used.most_common(1)[0][0] if used else None
+
+
+def source_towards(target: str) -> str | None:
+    """The address of this machine from which the kernel would send to another. Sends nothing."""
+    try:
+        kind, _, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
 # --- what went wrong: pure ------------------------------------------------------------------------
 
 # ssh's own words among mpiexec's: some mpiexec wait for ever for a host that ssh cannot reach
@@ -317,7 +347,7 @@ class MpiScheduler:
         Path(self._config).write_text(ssh_config(hosts, self._options.ssh), encoding="utf-8")
         self._callback = await interface_towards(hosts, self._options.ssh)
         argv = command(self._mpi, hosts, self._options, self._config, self._callback)
-        return Start(tuple(argv), self._environment(), PLACES, STRIP)
+        return Start(tuple(argv), self._environment(), PLACES, PROCESS_VARIABLES)
 
     def _environment(self) -> Mapping[str, str | None]:
         return environment(self._mpi, self._config, root=os.geteuid() == 0)
@@ -330,7 +360,7 @@ class MpiScheduler:
         """Removes the ssh config."""
         self._folder.cleanup()
 
-    async def tell_of(self, host: Host) -> str:
+    async def why(self, host: Host) -> str:
         """MPI knows nothing of hosts."""
         return ""
 
@@ -370,35 +400,6 @@ class MpiScheduler:
         return failed_alone(host, words) if status != 0 else None
 
 
-async def said_by(argv: Sequence[str], env: Mapping[str, str | None]) -> tuple[int | None, str]:
-    """Exit status (``None`` when it took too long) and words of a command."""
-    own: dict[str, str | None] = {**os.environ, **env}
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={name: value for name, value in own.items() if value is not None},
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    words = bytearray()
-    try:
-        await asyncio.wait_for(_read(process.stdout, words), PROBE_S)
-        await asyncio.wait_for(process.wait(), PROBE_S)
-    except asyncio.TimeoutError:
-        words += f"\nOperation timed out: no end within {PROBE_S:.0f} s".encode()
-    status = process.returncode
-    await end_group(process)
-    return status, words.decode(errors="replace").strip()
-
-
-async def _read(stream: asyncio.StreamReader, words: bytearray) -> None:
-    while data := await stream.read(1 << 16):
-        words += data
-        del words[:-WORDS_KEPT]
-
-
 def dead_hosts(mpi: Mpi, hosts: Sequence[Host], dead: Mapping[str, Refusal]) -> ConnectError:
     """The error for hosts on which MPI cannot start anything; the others are named too."""
     alive = [host.name for host in hosts if host.name not in dead]
@@ -431,4 +432,4 @@ def no_call(mpi: Mpi, missing: Sequence[Host], status: int | None, words: str) -
 
 
 def transport(options: Options) -> Transport:
-    return CallingTransport(MpiScheduler(options), options)
+    return StartedTransport(MpiScheduler(options), options.interface)

@@ -33,11 +33,10 @@ class Options:
 
     Attributes:
         ssh: How to log in, where SSH is used, be it by us or by MPI.
-        interface: Interface on which agents call back; ``None`` for any address.
+        interface: Interface on which agents connect; ``None`` for any address.
         arguments: Further flags for the program that starts the agents, passed through.
         mpiexec: Which ``mpiexec`` to use; ``None`` looks on ``PATH``.
         container: For the container engines.
-        connect_s: Seconds that all agents together may take to call back.
     """
 
     ssh: SshOptions = SshOptions()
@@ -45,4 +44,3 @@ class Options:
     arguments: tuple[str, ...] = ()
     mpiexec: str | None = None
     container: ContainerOptions = ContainerOptions()
-    connect_s: float = 60.0

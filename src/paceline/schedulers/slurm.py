@@ -9,18 +9,19 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 from paceline.remote.transport import Transport
-from paceline.rendezvous.calling import CallingTransport, Start
-from paceline.schedulers.mpi import STRIP as MPI_STRIP
+from paceline.rendezvous.started import Start, StartedTransport
 from paceline.schedulers.mpi import tail
 from paceline.schedulers.options import Options
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.hosts import Host
+from paceline.spec.launched import PROCESS_VARIABLES
 
+NAMES = ("SLURMD_NODENAME",)
 PLACES = ("SLURM_NODEID", "SLURM_PROCID")
 # What tells a process that it is one task of a step: ranks are our agent's, not Slurm's.
 STRIP = (
     r"SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|TASK|STEP|GTIDS|CPU_BIND|LAUNCH|SRUN|CPUS_PER_TASK"
-    rf"|UMASK|PRIO_PROCESS|DISTRIBUTION)|{MPI_STRIP}"
+    rf"|UMASK|PRIO_PROCESS|DISTRIBUTION)|{PROCESS_VARIABLES}"
 )
 # The allocation's wishes for its tasks must not shape the step that starts our agents.
 _UNSET = (
@@ -151,7 +152,7 @@ class SlurmScheduler:
     async def start(self, hosts: Sequence[Host]) -> Start:
         """The srun call."""
         argv = command(self._srun, hosts, self._arguments)
-        return Start(tuple(argv), dict.fromkeys(_UNSET), PLACES, STRIP)
+        return Start(tuple(argv), dict.fromkeys(_UNSET), PLACES, STRIP, NAMES)
 
     async def explain(self, hosts: Sequence[Host], missing: Sequence[Host], status: int | None,
                       words: str) -> PacelineError:  # fmt: skip
@@ -162,7 +163,7 @@ class SlurmScheduler:
                 lines.append(f"{host.name} is {state}")
         return explained(hosts, missing, status, "\n".join(lines), self._job)
 
-    async def tell_of(self, host: Host) -> str:
+    async def why(self, host: Host) -> str:
         """Slurm's word on the node."""
         state = parse_node(await ask("scontrol", "show", "node", "-o", host.address))
         return f"Slurm says that {host.name} is {state}" if state else ""
@@ -176,4 +177,4 @@ class SlurmScheduler:
 
 
 def transport(options: Options) -> Transport:
-    return CallingTransport(SlurmScheduler(options, os.environ), options)
+    return StartedTransport(SlurmScheduler(options, os.environ), options.interface)

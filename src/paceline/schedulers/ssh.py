@@ -27,7 +27,7 @@ class SshTransport:
     async def close(self, exit_code: int) -> None:
         """Every channel has ended its own ssh."""
 
-    async def tell_of(self, host: Host) -> str:
+    async def why(self, host: Host) -> str:
         return ""
 
 

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 
+# What tells a process that it is one of an MPI's: a regular expression of names
+PROCESS_VARIABLES = (
+    r"PMI|PMIX_|OMPI_|OPAL_|ORTE_|PRTE_|HYD|MPIR_|MPI_LOCAL|MPIEXEC_|MV2_COMM|I_MPI_(HYDRA|PMI)"
+)
 _LOWEST_PORT, _PORTS = 20_000, 10_000  # below Linux's ephemeral range, which begins at 32768
 
 

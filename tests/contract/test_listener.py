@@ -15,39 +15,45 @@ from typing import Any
 import pytest
 
 from paceline.agent import caller
-from paceline.rendezvous import callback
-from paceline.rendezvous.callback import Call, CallLink, Switchboard, caller_command, caller_config
-from paceline.rendezvous.calling import Gathering
-from paceline.rendezvous.certificate import identity
+from paceline.rendezvous import listener as listeners
+from paceline.rendezvous.listener import (
+    Connection,
+    Listener,
+    PeerLink,
+    caller_command,
+    caller_config,
+    identity,
+)
+from paceline.rendezvous.peers import KnownHosts, Peers
 from paceline.spec.hosts import Host
 
 KEY = b"k" * 32
 
 
 @contextlib.asynccontextmanager
-async def listening(take: Any) -> AsyncIterator[Switchboard]:
-    board = Switchboard(KEY, take)
-    await board.open(["127.0.0.1"])
+async def listening(take: Any) -> AsyncIterator[Listener]:
+    listener = Listener(KEY, take)
+    await listener.open(["127.0.0.1"])
     try:
-        yield board
+        yield listener
     finally:
-        await board.close()
+        await listener.close()
 
 
-def dial(board: Switchboard, key: bytes, **about: Any) -> socket.socket:
-    return caller.dial(list(board.addresses), key, about, time.monotonic())
+def dial(listener: Listener, key: bytes, **about: Any) -> socket.socket:
+    return caller.dial(list(listener.addresses), key, about, time.monotonic())
 
 
 def test_the_key_opens() -> None:
     async def go() -> None:
-        calls: list[Call] = []
+        calls: list[Connection] = []
 
-        def take(call: Call) -> None:
+        def take(call: Connection) -> None:
             calls.append(call)
             call.accept()
 
-        async with listening(take) as board:
-            connection = await asyncio.to_thread(dial, board, KEY, stream="frames", index=3)
+        async with listening(take) as listener:
+            connection = await asyncio.to_thread(dial, listener, KEY, stream="frames", index=3)
             connection.sendall(b"hello")
             assert await calls[0].reader.readexactly(5) == b"hello"
             assert calls[0].about == {"stream": "frames", "index": 3}
@@ -59,11 +65,11 @@ def test_the_key_opens() -> None:
 
 def test_another_key_does_not() -> None:
     async def go() -> None:
-        calls: list[Call] = []
-        async with listening(calls.append) as board:
+        calls: list[Connection] = []
+        async with listening(calls.append) as listener:
             with pytest.raises(OSError, match="another key"):
-                await asyncio.to_thread(dial, board, b"x" * 32, stream="frames")
-            assert board.strangers == ["127.0.0.1"]
+                await asyncio.to_thread(dial, listener, b"x" * 32, stream="frames")
+            assert listener.strangers == ["127.0.0.1"]
             assert not calls
 
     asyncio.run(go())
@@ -86,10 +92,10 @@ def test_noise_is_hung_up_on(
     """In the clear and within TLS: nothing is said to a stranger, and nothing is logged."""
 
     async def go() -> None:
-        calls: list[Call] = []
-        async with listening(calls.append) as board:
+        calls: list[Connection] = []
+        async with listening(calls.append) as listener:
             tls = caller.unverified() if encrypted else None
-            reader, writer = await asyncio.open_connection(*board.addresses[0], ssl=tls)
+            reader, writer = await asyncio.open_connection(*listener.addresses[0], ssl=tls)
             writer.write(sent)
             if not encrypted:
                 writer.write_eof()
@@ -106,9 +112,9 @@ def test_noise_is_hung_up_on(
 
 def test_a_line_without_an_end_is_hung_up_on(caplog: pytest.LogCaptureFixture) -> None:
     async def go() -> None:
-        async with listening(lambda _: None) as board:
+        async with listening(lambda _: None) as listener:
             tls = caller.unverified()
-            reader, writer = await asyncio.open_connection(*board.addresses[0], ssl=tls)
+            reader, writer = await asyncio.open_connection(*listener.addresses[0], ssl=tls)
             with contextlib.suppress(OSError):
                 for _ in range(64):
                     writer.write(b"x" * 65536)
@@ -125,9 +131,9 @@ def test_a_stranger_with_another_key_learns_nothing() -> None:
     """The caller proves first; to a wrong proof the answer is one fixed word."""
 
     async def go() -> None:
-        async with listening(lambda _: None) as board:
+        async with listening(lambda _: None) as listener:
             reader, writer = await asyncio.open_connection(
-                *board.addresses[0], ssl=caller.unverified()
+                *listener.addresses[0], ssl=caller.unverified()
             )
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(reader.read(1), 0.3)  # it does not speak first
@@ -142,22 +148,22 @@ def test_silent_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     """In number and in time; a caller with the key gets through between them."""
 
     async def go() -> None:
-        calls: list[Call] = []
+        calls: list[Connection] = []
 
-        def take(call: Call) -> None:
+        def take(call: Connection) -> None:
             calls.append(call)
             call.accept()
 
-        async with listening(take) as board:
+        async with listening(take) as listener:
             silent = []
-            for _ in range(5 * callback.UNPROVEN):
-                silent.append(await asyncio.open_connection(*board.addresses[0]))
+            for _ in range(5 * listeners.UNPROVEN):
+                silent.append(await asyncio.open_connection(*listener.addresses[0]))
             await asyncio.sleep(0.1)
-            assert len(board._unproven) <= callback.UNPROVEN
-            connection = await asyncio.to_thread(dial, board, KEY, stream="frames", index=0)
+            assert len(listener._unproven) <= listeners.UNPROVEN
+            connection = await asyncio.to_thread(dial, listener, KEY, stream="frames", index=0)
             assert len(calls) == 1
-            await asyncio.sleep(callback.HANDSHAKE_S + 0.5)
-            assert not board._unproven
+            await asyncio.sleep(listeners.HANDSHAKE_S + 0.5)
+            assert not listener._unproven
             for reader, writer in silent:
                 with contextlib.suppress(OSError):
                     assert await asyncio.wait_for(reader.read(), 5) == b""
@@ -165,7 +171,7 @@ def test_silent_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
             connection.close()
             calls[0].writer.close()
 
-    monkeypatch.setattr(callback, "HANDSHAKE_S", 1.5)
+    monkeypatch.setattr(listeners, "HANDSHAKE_S", 1.5)
     asyncio.run(go())
 
 
@@ -199,6 +205,12 @@ async def sniffing(target: tuple[str, int]) -> AsyncIterator[tuple[tuple[str, in
         server.close()
 
 
+def peer_link(peers: Peers) -> PeerLink:
+    peer = peers.by_place[0]
+    assert peer.errors is not None
+    return PeerLink(peer.frames, peer.errors)
+
+
 ECHO = "import sys; sys.stderr.write('said'); sys.stdout.buffer.write(sys.stdin.buffer.read())"
 
 
@@ -207,16 +219,16 @@ def test_the_streams_of_an_agent_cross_encrypted(size: int) -> None:
     """Its input ends where the launcher says so; all comes back whole, and nobody can read it."""
 
     async def go() -> None:
-        gathering = Gathering([Host("n1")])
-        async with listening(gathering.take) as board, sniffing(board.addresses[0]) as (at, seen):
+        peers = Peers(KnownHosts([Host("n1")]))
+        async with listening(peers.take) as listener, sniffing(listener.addresses[0]) as (at, seen):
             config = caller_config([at], ["python3"], ["T_PLACE"], "X", 5)
             config["agent"] = ["@", "-c", ECHO]
             child = await asyncio.create_subprocess_exec(
                 *caller_command(config),
                 env={"PATH": os.environ["PATH"], caller.KEY: KEY.hex(), "T_PLACE": "0"},
             )
-            await asyncio.wait_for(gathering.done.wait(), 15)
-            link = CallLink(gathering._frames[0], gathering._errors[0])
+            await asyncio.wait_for(peers.complete.wait(), 15)
+            link = peer_link(peers)
             sent = SECRET + b"x" * size
             link.writer.write(sent)
             link.writer.write_eof()
@@ -233,18 +245,18 @@ def test_the_streams_of_an_agent_cross_encrypted(size: int) -> None:
 
 def test_a_lost_launcher_ends_an_agents_input() -> None:
     async def go() -> None:
-        gathering = Gathering([Host("n1")])
-        async with listening(gathering.take) as board:
-            config = caller_config(board.addresses, ["python3"], ["T_PLACE"], "X", 5)
+        peers = Peers(KnownHosts([Host("n1")]))
+        async with listening(peers.take) as listener:
+            config = caller_config(listener.addresses, ["python3"], ["T_PLACE"], "X", 5)
             config["agent"] = ["@", "-c", "import sys; sys.stdin.buffer.read(); sys.exit(7)"]
             child = await asyncio.create_subprocess_exec(
                 *caller_command(config),
                 env={"PATH": os.environ["PATH"], caller.KEY: KEY.hex(), "T_PLACE": "0"},
             )
-            await asyncio.wait_for(gathering.done.wait(), 15)
-            gathering._frames[0].writer.transport.abort()
+            await asyncio.wait_for(peers.complete.wait(), 15)
+            peers.by_place[0].frames.writer.transport.abort()
             assert await asyncio.wait_for(child.wait(), 10) == 7
-            gathering.hang_up()
+            peers.hang_up()
 
     asyncio.run(go())
 
@@ -253,15 +265,15 @@ def test_a_man_in_the_middle_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     """He ends TLS with a certificate of his own and passes on what he hears inside."""
 
     async def go() -> None:
-        calls: list[Call] = []
+        calls: list[Connection] = []
         heard = bytearray()
-        async with listening(calls.append) as board:
+        async with listening(calls.append) as listener:
             identity.cache_clear()
             his, _ = identity()
 
             async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 theirs, ours = await asyncio.open_connection(
-                    *board.addresses[0], ssl=caller.unverified()
+                    *listener.addresses[0], ssl=caller.unverified()
                 )
                 line = await reader.readline()
                 heard.extend(line)
@@ -338,16 +350,16 @@ def test_places_are_given_once() -> None:
         def close(self) -> None:
             self.closed = True
 
-    def call(**about: Any) -> tuple[Call, Writer]:
+    def call(**about: Any) -> tuple[Connection, Writer]:
         writer = Writer()
-        return Call(about, None, writer, "10.0.0.2"), writer  # type: ignore[arg-type]
+        return Connection(about, None, writer, "10.0.0.2"), writer  # type: ignore[arg-type]
 
     async def go() -> None:
-        gathering = Gathering([Host("n1"), Host("n2")])
+        peers = Peers(KnownHosts([Host("n1"), Host("n2")]))
 
         def said(**about: Any) -> dict[str, Any]:
             made, writer = call(**about)
-            gathering.take(made)
+            peers.take(made)
             answer: dict[str, Any] = json.loads(writer.said)
             return answer
 
@@ -357,10 +369,10 @@ def test_places_are_given_once() -> None:
         assert "cannot be" in said(stream="frames", session="d")["error"]
         assert "no first connection" in said(stream="errors", index=0, session="b")["error"]
         assert said(stream="errors", index=0, session="a") == {"ok": True}
-        assert [host.name for host in gathering.missing()] == ["n2"]
+        assert peers.missing() == [1]
         assert said(stream="frames", node="n2", index=0, session="e") == {"ok": True}
         assert said(stream="errors", node="n2", index=0, session="e") == {"ok": True}
-        assert gathering.done.is_set()
-        assert gathering.names() == ["None", "None"]
+        assert peers.complete.is_set()
+        assert [peer.host.name for _, peer in sorted(peers.by_place.items())] == ["n1", "n2"]
 
     asyncio.run(go())

@@ -1,7 +1,8 @@
-"""Agents that call back: for schedulers that start nodes but leave no stream to each of them.
+"""Connections from nodes: where a scheduler, or a person, starts them and leaves us no stream.
 
-The launcher listens, each node's first process (see ``agent.caller``) calls over TLS, both prove
+The launcher listens, each node's first process (see ``agent.caller``) connects over TLS, both prove
 that they know the key of this run, and two connections (frames, standard error) become one link.
+Nobody vouches for the certificate, which is made for one run: the key is proven over its hash.
 """
 
 from __future__ import annotations
@@ -9,9 +10,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
+import hashlib
 import hmac
 import json
+import os
+import shutil
 import socket
+import ssl
+import subprocess
+import sys
+import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +30,15 @@ from typing import Any
 
 from paceline.agent import caller
 from paceline.remote.openssh import FALLBACK_PYTHONS, agent_command
-from paceline.rendezvous.certificate import identity
+from paceline.spec.errors import SettingError
 
 HANDSHAKE_S = 5.0
 UNPROVEN = 64  # connections that have not proven the key yet; beyond it somebody has to go
 LINE_LIMIT = caller.LINE_LIMIT
 STRANGERS_KEPT = 100
 _BACKLOG = 256
+_CERTIFICATE_CONFIG = "[req]\ndistinguished_name = name\nprompt = no\n[name]\nCN = paceline\n"
+_OPENSSL_S = 20.0
 
 # Takes the first Python there is: this part runs on any, the agent itself then on the chosen one.
 _FIND_PYTHON = (
@@ -61,10 +72,10 @@ class Records:
         self._writer.close()
 
 
-class CallLink:
-    """A link made of two calls of the same node."""
+class PeerLink:
+    """A link made of the two connections of a peer."""
 
-    def __init__(self, frames: Call, errors: Call) -> None:
+    def __init__(self, frames: Connection, errors: Connection) -> None:
         self.reader, self.errors = frames.reader, errors.reader
         self.writer = Records(frames.writer)
         self._errors_writer = errors.writer
@@ -89,7 +100,7 @@ async def _to_end(reader: asyncio.StreamReader) -> None:
 
 
 @dataclass
-class Call:
+class Connection:
     """One connection of somebody who knows the key.
 
     Attributes:
@@ -124,18 +135,18 @@ class Call:
 
 
 @dataclass
-class Switchboard:
-    """Listens for calls and hands over those whose caller knows the key.
+class Listener:
+    """Listens, and hands over the connections of those who know the key.
 
     Attributes:
         key: The secret of this run.
-        on_call: Told of every proven call; has to accept or refuse it.
+        on_connection: Told of every proven connection; has to accept or refuse it.
         addresses: Where it listens, after :meth:`open`.
-        strangers: Addresses of callers that had another key.
+        strangers: Addresses from which somebody came with another key.
     """
 
     key: bytes
-    on_call: Callable[[Call], None]
+    on_connection: Callable[[Connection], None]
     addresses: list[tuple[str, int]] = field(default_factory=list)
     strangers: list[str] = field(default_factory=list)
     _listeners: list[tuple[socket.socket, asyncio.Task[None]]] = field(default_factory=list)
@@ -184,17 +195,17 @@ class Switchboard:
         opened: list[asyncio.StreamWriter] = []
         try:
             handshake = self._shake_hands(connection, peer, opened.append)
-            call = await asyncio.wait_for(handshake, HANDSHAKE_S)
+            proven = await asyncio.wait_for(handshake, HANDSHAKE_S)
         except (OSError, EOFError, ValueError, RecursionError, asyncio.LimitOverrunError,
                 asyncio.TimeoutError, asyncio.CancelledError):  # fmt: skip
             for writer in opened:
                 writer.transport.abort()  # to close in order takes a stranger's consent
         else:
-            self.on_call(call)
+            self.on_connection(proven)
 
     async def _shake_hands(
         self, connection: socket.socket, peer: str, opened: Callable[[asyncio.StreamWriter], None]
-    ) -> Call:
+    ) -> Connection:
         reader, writer = await self._encrypted(connection)
         opened(writer)
         return await self._proven(reader, writer, peer)
@@ -214,7 +225,7 @@ class Switchboard:
 
     async def _proven(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
-    ) -> Call:
+    ) -> Connection:
         """The caller proves first: we say nothing that depends on the key to anybody else."""
         line = (await reader.readuntil(b"\n")).decode().rstrip("\n")
         magic, nonce, proof, about = line.split(" ", 3)
@@ -233,10 +244,10 @@ class Switchboard:
             ours = caller.mac(self.key, "launcher", self._certificate, nonce, answer)
             return f"{ours} {answer}"
 
-        return Call(said, reader, writer, peer, seal)
+        return Connection(said, reader, writer, peer, seal)
 
     async def close(self) -> None:
-        """Stops listening; calls that were accepted go on."""
+        """Stops listening; connections that were accepted go on."""
         for listener, accepting in self._listeners:
             accepting.cancel()
             listener.close()
@@ -261,6 +272,7 @@ def caller_config(
     strip: str,
     patience_s: float,
     about: Mapping[str, Any] | None = None,
+    names: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What a node needs to know to call.
 
@@ -271,12 +283,14 @@ def caller_config(
         strip: Regular expression of variables that the agent must not inherit.
         patience_s: How long to try.
         about: Further facts that the node shall tell of itself.
+        names: Variables that hold the scheduler's name for the node, the first that is set wins.
     """
     same = len(set(pythons)) == 1
     return {
         "addresses": [list(address) for address in addresses],
         "pythons": list(pythons[:1] if same else pythons),
         "places": list(places),
+        "names": list(names),
         "strip": strip,
         "patience": patience_s,
         "agent": agent_command("@"),
@@ -291,3 +305,55 @@ def caller_command(config: Mapping[str, Any]) -> list[str]:
     pythons = dict.fromkeys([*FALLBACK_PYTHONS, *config["pythons"]])
     text = json.dumps(config)
     return ["/bin/sh", "-c", _FIND_PYTHON, "paceline", packed, text, *pythons]
+
+
+# --- the certificate of one run
+
+
+@functools.cache
+def identity() -> tuple[ssl.SSLContext, str]:
+    """This process's TLS context as a server, and its certificate's SHA-256 in hexadecimal.
+
+    Raises:
+        SettingError: There is no ``openssl`` to make one, or it cannot.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-tls-") as folder:
+        key, certificate = _made_in(Path(folder))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(certificate, key)
+        der = ssl.PEM_cert_to_DER_cert(certificate.read_text(encoding="ascii"))
+    return context, hashlib.sha256(der).hexdigest()
+
+
+def _made_in(folder: Path) -> tuple[Path, Path]:
+    """Private key and certificate, in a folder that only this user can enter."""
+    config, key, certificate = (folder / name for name in ("config", "key.pem", "cert.pem"))
+    config.write_text(_CERTIFICATE_CONFIG, encoding="ascii")
+    argv = [
+        _openssl(), "req", "-x509", "-config", str(config), "-newkey", "ec",
+        "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "30",
+        "-keyout", str(key), "-out", str(certificate),
+    ]  # fmt: skip
+    done = subprocess.run(
+        argv, capture_output=True, text=True, check=False, timeout=_OPENSSL_S,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    if done.returncode:
+        raise SettingError(
+            "openssl could not make a certificate for the connections of this run",
+            found=done.stderr.strip(), remedy=f"Try: {argv[0]} version", exit_code=1,
+        )  # fmt: skip
+    return key, certificate
+
+
+def _openssl() -> str:
+    beside = str(Path(sys.executable).parent)  # conda has its own there
+    found = shutil.which("openssl", path=os.pathsep.join([os.environ.get("PATH", ""), beside]))
+    if found is None:
+        raise SettingError(
+            "agents that call back do so over TLS, and there is no openssl to make a certificate",
+            found="no openssl on PATH",
+            remedy="Install it (Debian: sudo apt-get install openssl), or start over SSH",
+        )
+    return found

@@ -292,6 +292,17 @@ def test_options_that_make_each_other_void(deed: Deed, words: list[str], message
     assert message in done.exception.message
 
 
+@pytest.mark.parametrize("hosts", ["lab", "lab:mine"])
+def test_hosts_of_a_lab_cannot_call_back(deed: Deed, hosts: str) -> None:
+    """As MPI's have to: said at once, not after a minute of waiting."""
+    done = CliRunner(env=dict.fromkeys(ALLOCATION)).invoke(
+        program, ["run", "-H", hosts, "--ssh-config", "config", "--via", "mpi", "job.py"]
+    )
+    assert isinstance(done.exception, SettingError), done.output
+    assert "the lab's cannot" in done.exception.message
+    assert "paceline lab shell n1" in str(done.exception.remedy)
+
+
 @pytest.mark.parametrize("place", ["0", "1"])
 def test_a_place_among_nodes_is_for_those_that_meet(deed: Deed, place: str) -> None:
     """The first place is no less given than the others."""

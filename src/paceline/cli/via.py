@@ -12,6 +12,7 @@ import click
 
 from paceline.cli.flags import Seconds
 from paceline.cli.torchrun import Aliased
+from paceline.hosts.lab import lab_name
 from paceline.remote.openssh import SshOptions
 from paceline.schedulers import WAYS, ContainerOptions, Options
 from paceline.schedulers.batch import BATCHES
@@ -184,6 +185,13 @@ def check_options(params: Mapping[str, Any], name: str) -> None:
     """Refuses what the chosen way needs and has not, and options that contradict each other."""
     if name in CONTAINERS and not params["image"] and not params["rdzv"]:
         raise SettingError(f"--via {name} needs an image", remedy="--image IMAGE")
+    if name == "mpi" and lab_name(params["hosts"] or "") is not None:
+        raise SettingError(
+            "--via mpi needs nodes that can call this machine, and the lab's cannot",
+            found=f"-H {params['hosts']}: nothing outside a lab can be reached from its hosts",
+            remedy=f"Type it on one of them: paceline lab shell n1, cd {Path.cwd()}, and the same "
+            "with -H n1,n2; or leave out --via",
+        )
     if params["rdzv"] and (params["hosts"] or params["via"] not in (None, "ssh", "local")):
         raise SettingError(
             "--rdzv means that the command is typed on each node",

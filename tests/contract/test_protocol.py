@@ -58,7 +58,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
     "reserve_port": ({"address": "10.0.0.1", "port": 0}, {"port": 29500}, b""),
     "start": ({"ranks": [{"rank": 0}]}, {}, b""),
     "dump_stacks": ({}, {}, b""),
-    "seen": ({}, {"ranks": [{"rank": 0, "pid": 3, "cpu_s": 0.5, **SEEN}]}, b""),
+    "seen": ({}, {"ranks": [{"rank": 0, "pid": 3, "cpu_s": 0.5, "moved": 9, **SEEN}]}, b""),
     "stop": ({"signal": 15}, {}, b""),
     "kill": ({}, {"killed": 2}, b""),
     "compare_tree": ({"manifest": [ENTRY]},
@@ -430,7 +430,7 @@ def test_hostile_answers(op: str) -> None:
         ("disk", {"disks": []}),
         ("read_block", {}),
         ("see_tokens", {"exists": True, "seen": {"b": "x"}, "type": "x"}),
-        ("seen", {"ranks": [{"rank": 7, "pid": 3, "cpu_s": 0.5, **SEEN}]}),
+        ("seen", {"ranks": [{"rank": 7, "pid": 3, "cpu_s": 0.5, "moved": 9, **SEEN}]}),
     ],
 )
 def test_answers_to_what_was_not_asked(op: str, lie: dict[str, Any]) -> None:

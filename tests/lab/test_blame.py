@@ -301,7 +301,8 @@ def test_a_hang_is_ended_after_its_time(site: Site) -> None:
     assert "rank 1 on n2: hung for longer than --hang-timeout 7: stands still at" in ended.err
 
 
-def test_work_of_one_rank_alone_is_no_hang(site: Site) -> None:
-    ended = site.run(*TRAIN, "steps.py", "80", "evaluate", "0", "60")
+@pytest.mark.parametrize("work", ["evaluate", "compile", "write"])
+def test_work_of_one_rank_alone_is_no_hang(site: Site, work: str) -> None:
+    ended = site.run(*TRAIN, "--hang-timeout", "3", "steps.py", "80", work, "0", "60")
     assert ended.code == 0, ended.err
     assert "no step for" not in ended.err

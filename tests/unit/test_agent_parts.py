@@ -96,7 +96,7 @@ def test_kept_noise_is_bounded() -> None:
 def test_a_process_may_be_called_anything(name: str) -> None:
     rest = "S 7 8 9 0 -1 4194560 1 0 0 0 1 2 3 4 20 0 1 0 123456 99 " + " ".join(["0"] * 30)
     found = procs.parse_stat(f"42 ({name}) {rest}\n")
-    assert found == procs.Stat(pid=42, parent=7, session=9, state="S", start=123456, cpu=3)
+    assert found == procs.Stat(pid=42, parent=7, session=9, state="S", start=123456, cpu=10)
 
 
 def stat(pid: int, parent: int) -> procs.Stat:

@@ -52,6 +52,18 @@ def test_one_that_works_alone_is_told_of_late() -> None:
     assert "rank 1 on n2 is busy at train.py, line 21" in found.text
 
 
+def test_one_that_writes_or_waits_for_its_disk_works() -> None:
+    """A checkpoint on a slow disk uses next to no CPU."""
+    still = look(1, ASLEEP)
+    written = Look(still.stand, still.cpu_s, moved=1e6)
+    waiting = look(0, ALL_REDUCE)
+    on_disk = look(1, ASLEEP, state="D")
+    for before, after in ((still, written), (on_disk, on_disk)):
+        assert judged([waiting, before], [waiting, after]) is None
+        assert judged([waiting, before], [waiting, after], BUSY_S + 1) is not None
+    assert judged([waiting, still], [waiting, Look(still.stand, 1.0, moved=4096)]) is not None
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -319,7 +319,7 @@ class NodeJob:
         """What every living rank was doing when :meth:`dump_stacks` looked.
 
         ``stack`` (innermost line first), ``state`` as ``ps`` shows it, ``cpu_s`` that it and its
-        children have used so far.
+        children have used so far, ``moved``: bytes that they have read and written.
         """
         stats = procs.all_stats()
         found = []
@@ -329,6 +329,7 @@ class NodeJob:
             pids = {rank.process.pid} | procs.descendants([rank.process.pid], stats)
             ticks = sum(stats[pid].cpu for pid in pids if pid in stats)
             about = {"rank": rank.rank, "pid": rank.process.pid, "cpu_s": ticks / TICKS}
+            about["moved"] = sum(procs.bytes_moved(pid) for pid in pids)
             found.append(dict(about, state=rank.seen.state, stack=list(rank.seen.stack)))
         return found
 

@@ -36,7 +36,7 @@ class Stat(NamedTuple):
     session: int
     state: str
     start: int
-    cpu: int = 0  # clock ticks of its own work, so far
+    cpu: int = 0  # clock ticks of its work so far, and of that of children it has waited for
 
 
 def parse_stat(text: str) -> Stat:
@@ -49,7 +49,7 @@ def parse_stat(text: str) -> Stat:
         parent=int(fields[1]),
         session=int(fields[3]),
         start=int(fields[19]),
-        cpu=int(fields[11]) + int(fields[12]),
+        cpu=sum(int(ticks) for ticks in fields[11:15]),
     )
 
 
@@ -59,6 +59,16 @@ def read_stat(pid: int) -> Optional[Stat]:
         return parse_stat(Path("/proc/%d/stat" % pid).read_text(errors="replace"))
     except (OSError, ValueError):
         return None
+
+
+def bytes_moved(pid: int) -> int:
+    """Bytes that a process has read and written so far, sockets left out; 0 when not known."""
+    try:
+        text = Path("/proc/%d/io" % pid).read_text()
+        counts = dict(line.split(": ") for line in text.splitlines())
+        return int(counts["rchar"]) + int(counts["wchar"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def identify(pid: int) -> Optional[Process]:

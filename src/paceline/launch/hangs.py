@@ -26,6 +26,7 @@ UNTOLD_S = 15.0  # without CPU time, of ranks that tell nothing
 BUSY_S = 60.0  # until a rank that works alone, while others wait for it, is told of
 FROZEN_S = 3.0
 WORKS = 0.05  # of a CPU
+MOVES = 16 * 1024  # bytes a second that are read or written
 LOOK_S = 1.0
 STACKS_S = 0.3  # until asked stacks have come
 BETWEEN_S = 1.5  # between two looks at the same ranks
@@ -43,11 +44,13 @@ class Look:
         stand: Where it stood.
         cpu_s: CPU time that it and its children had used.
         pid: On its host.
+        moved: Bytes that they had read from and written to files and pipes.
     """
 
     stand: Stand
     cpu_s: float
     pid: int = 0
+    moved: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ def judge(before: Sequence[Look], after: Sequence[Look], between_s: float,
             waiting.append(look.stand)
         elif waits(look.stand) or waits(was.stand):
             return None  # it moves
-        elif look.cpu_s - was.cpu_s > WORKS * between_s:
+        elif _works(was, look, between_s):
             busy.append(look.stand)
         elif was.stand.own == look.stand.own:
             still.append(look.stand)
@@ -154,6 +157,13 @@ def _verdict(waiting: Sequence[Stand], still: Sequence[Stand], busy: Sequence[St
         return Hang("", None, text)
     told = "; ".join(f"{stand.who} waits in {where(stand)}" for stand in waiting[:4])
     return Hang("", None, f"{told}: they do not wait for the same") if len(waiting) > 1 else None
+
+
+def _works(was: Look, look: Look, between_s: float) -> bool:
+    """Whether it computes, reads or writes, or waits for a disk: compilers, checkpoints, data."""
+    computes = look.cpu_s - was.cpu_s > WORKS * between_s
+    moves = look.moved - was.moved > MOVES * between_s
+    return computes or moves or was.stand.state == look.stand.state == "D"
 
 
 def waits(stand: Stand) -> bool:
@@ -312,4 +322,4 @@ class HangWatch:
 def _look(host: str, said: dict[str, Any]) -> Look:
     frames = parse(str(line) for line in said["stack"])
     stand = Stand(host, int(said["rank"]), str(said["state"]), frames)
-    return Look(stand, float(said["cpu_s"]), int(said["pid"]))
+    return Look(stand, float(said["cpu_s"]), int(said["pid"]), float(said["moved"]))

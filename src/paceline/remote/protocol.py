@@ -304,7 +304,8 @@ ANSWERS: dict[str, Shape] = {
     "start": _DONE,
     "dump_stacks": _DONE,
     "seen": record(ranks=each(
-        record(rank=RANK, pid=PROCESS, cpu_s=number, state=SMALL, stack=each(text(), 1000))
+        record(rank=RANK, pid=PROCESS, cpu_s=number, moved=number, state=SMALL,
+               stack=each(text(), 1000))
     )),
     "stop": _DONE,
     "kill": record(killed=SIZE),

@@ -1,10 +1,13 @@
 """Small steps of a session: ``steps.py [STEPS [WAY RANK AT]]``; a rank does WAY in step AT.
 
-``exit`` ends with status 0, ``sleep`` and ``spin`` stop joining, ``evaluate`` works alone.
+``exit`` ends with status 0, ``sleep`` and ``spin`` stop joining, ``evaluate`` works alone,
+``compile`` has children work that come and go, ``write`` waits for a slow disk.
 """
 
 import os
+import subprocess
 import sys
+import tempfile
 import time
 
 import torch
@@ -24,6 +27,15 @@ def crunch(seconds: float) -> None:
         torch.ones(100, 100) @ torch.ones(100, 100)
 
 
+def write_slowly(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    with tempfile.TemporaryFile() as file:
+        while time.monotonic() < end:
+            file.write(bytes(1 << 14))
+            file.flush()
+            time.sleep(0.1)
+
+
 def misbehave() -> None:
     if way == "exit":
         os._exit(0)
@@ -34,6 +46,11 @@ def misbehave() -> None:
     if way == "evaluate":
         session.phase("evaluate alone")
         crunch(11)
+    if way == "compile":
+        end = "end=$(($(date +%s) + 11)); while [ $(date +%s) -lt $end ]; do :; done"
+        subprocess.run(["sh", "-c", end], check=True)
+    if way == "write":
+        write_slowly(11)
 
 
 session = train.join(seed=0)

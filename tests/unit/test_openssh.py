@@ -50,6 +50,20 @@ RECORDED = [
      "Connection reset by 10.77.0.12 port 22\r\n", "too many logins at once", "MaxStartups"),
     ("kex_exchange_identification: Connection closed by remote host\r\n"
      "Connection closed by 10.77.0.12 port 22\r\n", "too many logins at once", "MaxStartups"),
+    ("/bin/sh: 1: exec: nc: not found\nkex_exchange_identification: Connection closed by remote "
+     "host\r\nConnection closed by UNKNOWN port 65535\r\n",
+     "the ssh config's proxy fails", "ssh -G n2"),
+    ("/bin/bash: line 1: exec: nc: not found\n"
+     "banner exchange: Connection to UNKNOWN port 65535: Broken pipe\r\n",
+     "the ssh config's proxy fails", "ProxyCommand"),
+    ("python3: can't open file '/no/such.py': [Errno 2] No such file or directory\n"
+     "mm_receive_fd: recvmsg: expected received 1 got 0\n"
+     "proxy dialer did not pass back a connection\n", "the ssh config's proxy fails", "ssh -G n2"),
+    ("me@jump: Permission denied (publickey).\r\nkex_exchange_identification: Connection closed by "
+     "remote host\r\nConnection closed by UNKNOWN port 65535\r\n",
+     "the ssh config's proxy fails", "ProxyJump"),
+    ("kex_exchange_identification: Connection closed by remote host\r\n"
+     "Connection closed by UNKNOWN port 65535\r\n", "too many logins at once", "MaxStartups"),
     (OPEN_KEY, "private key is open to others", "chmod 600"),
     ("Received disconnect from 10.77.0.12 port 22:2: Too many authentication failures\r\n"
      "Disconnected from 10.77.0.12 port 22\r\n", "too many keys offered", "IdentitiesOnly"),

@@ -136,6 +136,14 @@ CAUSES: tuple[_Cause, ...] = (
         "The machine is off, or a firewall drops TCP to its SSH port: nc -vz {name} 22",
     ),
     _Cause(
+        "the ssh config's proxy fails",
+        r"(?:not found|No such file or directory|[Pp]ermission denied|cannot execute)"
+        r"[^\n]{0,200}\n(?:[^\n]{0,300}\n)?[^\n]{0,100}"
+        r"(?:UNKNOWN port 65535|proxy dialer did not pass back)",
+        "Its ProxyCommand or ProxyJump fails as the words above say. Which one it is: "
+        "ssh -G {name} | grep -i ^proxy, with -F FILE for another config",
+    ),
+    _Cause(
         "too many logins at once",
         r"kex_exchange_identification|banner exchange|Connection reset by|Connection closed by",
         "sshd on {name} drops connections (MaxStartups): raise MaxStartups in its sshd_config",

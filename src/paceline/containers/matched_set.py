@@ -187,13 +187,15 @@ def _environment(made: ContainerSet) -> dict[str, str]:
     return dict.fromkeys(names, made.interface)
 
 
-def run_command(made: ContainerSet, name: str, ssh_folder: str, words: list[str]) -> list[str]:
+def run_line(made: ContainerSet, name: str, ssh_folder: str, words: list[str]) -> str:
     """``docker run`` for one container, typed in the folder of the set."""
     flags = ["docker", "run", "--rm", "--init", "--network=host", f"--name={name}"]
     flags += [f"--user={made.uid}", f"--shm-size={made.shm_size}", f"--workdir={WORK}"]
-    flags += ["--volume", f"./workload:{WORK}", "--volume", f"./{ssh_folder}:{HOME}/.ssh:ro"]
     flags += [f"--env={name}={value}" for name, value in _environment(made).items()]
-    return [*flags, made.image, *words]
+    # docker takes a relative path from version 23 on only
+    mounts = shell_text([f"workload:{WORK}"]), shell_text([f"{ssh_folder}:{HOME}/.ssh:ro"])
+    volumes = " ".join(f'--volume "$PWD"/{mount}' for mount in mounts)
+    return f"{shell_text(flags)} {volumes} {shell_text([made.image, *words])}"
 
 
 def commands(made: ContainerSet) -> str:
@@ -202,10 +204,10 @@ def commands(made: ContainerSet) -> str:
     lines = ["# On every machine, in a copy of this folder:", shell_text(build)]
     for worker in made.workers:
         name = f"paceline-{worker.alias}"
-        words = run_command(made, name, folder_of(worker), sshd_command(worker))
-        lines += ["", f"# On {worker.address}: the worker {worker.alias}", shell_text(words)]
-    launch = run_command(made, "paceline-launcher", "ssh_launcher", mpirun_command(made))
-    lines += ["", "# On the launching machine, once the workers are up:", shell_text(launch)]
+        line = run_line(made, name, folder_of(worker), sshd_command(worker))
+        lines += ["", f"# On {worker.address}: the worker {worker.alias}", line]
+    launch = run_line(made, "paceline-launcher", "ssh_launcher", mpirun_command(made))
+    lines += ["", "# On the launching machine, once the workers are up:", launch]
     return "\n".join(lines) + "\n"
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from paceline.agent import facts, server
+from paceline.agent import facts, frames, server
 from paceline.agent.frames import MAGIC, MAX_ANSWER, Decoder, FrameError, encode
 from paceline.launch import decide
 from paceline.launch.attempt import Attempt
@@ -29,11 +29,12 @@ from paceline.launch.screen import Screen
 from paceline.remote import protocol
 from paceline.remote.channel import Channel, LoginRefused, Silent, Untrusted
 from paceline.remote.network import candidates
-from paceline.remote.protocol import ANSWERS, BOOT, EVENTS, SAYINGS, Conversation, Untrue
+from paceline.remote.protocol import ANSWERS, BOOT, EVENTS, SAYINGS, Conversation
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.hosts import Host
 from paceline.spec.job import Entry, Job
+from paceline.spec.shapes import MOST_DIGITS, Untrue
 
 AGENT = Path(server.__file__).parent
 LONGEST_S = 5.0
@@ -140,6 +141,10 @@ FACTS = json.loads(json.dumps(facts.gather()))
 
 
 # --- the tables are those of the agent
+
+
+def test_a_schema_takes_the_numbers_that_a_frame_takes() -> None:
+    assert frames.MOST_DIGITS == MOST_DIGITS
 
 
 def test_every_request_has_a_schema_and_an_example() -> None:

@@ -10,11 +10,11 @@ import pytest
 from paceline.launch import again
 from paceline.launch.fleet import Fleet, Silence, together, why_ended
 from paceline.launch.node import Node
-from paceline.launch.outcome import Failure
 from paceline.remote import fanout
 from paceline.remote.channel import Event
 from paceline.remote.openssh import SshOptions
 from paceline.spec.errors import ConnectError, NodeError
+from paceline.spec.failure import Failure
 from paceline.spec.hosts import Host
 from paceline.spec.job import Entry, Job
 from paceline.spec.settings import Setting

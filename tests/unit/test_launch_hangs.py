@@ -11,6 +11,7 @@ from paceline.diagnose.evidence import Evidence
 from paceline.diagnose.rules import load_all
 from paceline.diagnose.stacks import Frame, Stand
 from paceline.launch.hangs import BUSY_S, Hang, Heartbeats, Look, judge
+from paceline.spec.failure import Result
 
 ALL_REDUCE = (
     Frame("/v/site-packages/torch/distributed/distributed_c10d.py", 2800, "all_reduce"),
@@ -123,7 +124,7 @@ def test_patience_follows_what_is_usual() -> None:
 
 def test_a_stopped_job_that_had_gone_on_did_not_hang() -> None:
     hang = {"event": "hang", "host": "n2", "rank": 1, "text": "rank 1 on n2 stands still"}
-    told = Evidence(events=(hang,), interrupted=2, exit_code=130)
+    told = Evidence(events=(hang,), result=Result(130, interrupted=2))
     assert "the job hung: rank 1 on n2" in conclude(told, load_all()).text
-    over = Evidence(events=(hang, {"event": "hang over"}), interrupted=2, exit_code=130)
+    over = Evidence(events=(hang, {"event": "hang over"}), result=Result(130, interrupted=2))
     assert "nothing failed" in conclude(over, load_all()).text

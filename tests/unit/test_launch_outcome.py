@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from paceline.launch import outcome
-from paceline.launch.outcome import Failure, Kind
+from paceline.spec.failure import Failure, Kind, Result, signal_name
 
 
 def failure(rank: int | None, time: float, headline: str = "", kind: Kind = "exception",
@@ -79,7 +80,7 @@ def test_ends_in_words() -> None:
     assert outcome.describe_end(7, None) == "exit status 7"
     assert outcome.describe_end(None, 11) == "killed by SIGSEGV"
     assert "memory" in outcome.describe_end(None, 9)
-    assert outcome.signal_name(250) == "signal 250"
+    assert signal_name(250) == "signal 250"
     assert failure(1, 0.0, "ValueError: x", host="n2").describe() == "rank 1 on n2: ValueError: x"
     assert failure(None, 0.0, "gone", "lost", "n2").describe() == "n2: gone"
 
@@ -145,3 +146,25 @@ def test_an_agent_that_leaves_for_its_guard_is_named() -> None:
 )
 def test_who_killed_in_words(memory: dict[str, Any] | None, words: str) -> None:
     assert words in outcome.describe_end(None, 9, memory, 1 << 30)
+
+
+def test_what_is_written_is_what_is_read() -> None:
+    """``result.json`` and the value in memory explain the same."""
+    failed = failure(1, 0.0, "ValueError: x", code=3, traceback="Traceback …", host="n2")
+    result = Result(3, failed)
+    assert Result.from_json({"exit_code": 3, **json.loads(json.dumps(result.to_json()))}) == result
+    told = Result(1, error="paceline: no")
+    assert Result.from_json({"exit_code": 1, **told.to_json()}) == told
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"exit_code": "1", "first_failure": [], "interrupted": True},
+        {"exit_code": None, "first_failure": {"kind": "x", "host": 5}, "interrupted": 10**30},
+        {"first_failure": {"host": "n1"}, "error": 5},
+    ],
+)
+def test_a_result_that_nobody_would_write_counts_as_none(said: dict[str, Any]) -> None:
+    assert Result.from_json(said) == Result()

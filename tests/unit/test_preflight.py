@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import explain, preflight
+from paceline.spec.failure import Result
 
 
 def test_a_slow_rule_does_not_hold_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(explain, "after_failure", lambda run: re.match("(a+)+$", "a" * 60 + "b"))
+    monkeypatch.setattr(explain, "after_failure", lambda *run: re.match("(a+)+$", "a" * 60 + "b"))
     monkeypatch.setattr(preflight, "EXPLAIN_S", 0.2)
-    preflight.explain_run(tmp_path, shown=True)
+    preflight.explain_run(tmp_path, Result(1), (), shown=True)
     assert "to look for the cause: paceline explain" in capsys.readouterr().err
 
 
@@ -25,11 +26,11 @@ def test_ctrl_c_in_the_explanation_leaves_the_exit_status_to_us(
 ) -> None:
     """A plain KeyboardInterrupt out of ``exec`` would make Python die of SIGINT in any case."""
 
-    def interrupted(run: Path) -> None:
+    def interrupted(*run: object) -> None:
         exec("import signal; signal.raise_signal(signal.SIGINT)")
 
     monkeypatch.setattr(explain, "after_failure", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
-        preflight.explain_run(tmp_path, shown=True)
+        preflight.explain_run(tmp_path, Result(1), (), shown=True)
     assert caught.type is not KeyboardInterrupt
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -6,7 +6,6 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -22,7 +21,6 @@ from paceline.recipes import RECIPES, parse_options
 from paceline.spec.errors import JobError, SettingError
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job
-from paceline.spec.rundir import EVENTS
 from paceline.spec.settings import Setting, Source
 from paceline.spec.terminal import wrapped
 
@@ -132,9 +130,4 @@ def run_once(ctx: click.Context, job: Job, cluster: Cluster, layout: scaling.Lay
             f"the run with {layout.label} processes failed",
             found=report_failure(outcome), exit_code=outcome.result.exit_code,
         )  # fmt: skip
-    return scaling.measure(wall, began, _events(where), screen.said)
-
-
-def _events(where: Path) -> list[dict[str, Any]]:
-    text = (where / EVENTS).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    return scaling.measure(wall, began, outcome.events, screen.said)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from paceline.cli.runs import find_run, named_run
 from paceline.cli.verb import Verb, say
 from paceline.diagnose.conclude import Conclusion, conclude, to_findings
 from paceline.diagnose.evidence import Evidence
-from paceline.diagnose.gather import from_log, from_run, read, read_given
+from paceline.diagnose.gather import from_log, from_run, of_run, read, read_given
 from paceline.diagnose.rules import load_all
 from paceline.report import explanation
 from paceline.rundir.records import is_regular, read_object
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
+from paceline.spec.failure import Result
 from paceline.spec.terminal import for_reader
 
 WHOLE = 2 << 20  # bytes of a file that go whole into the bundle; of a larger one both ends
@@ -72,7 +74,7 @@ def command(ctx: click.Context, /, log: Path | None, as_json: bool,
 
 def well(evidence: Evidence) -> bool:
     """True when nothing went wrong."""
-    return evidence.exit_code == 0
+    return evidence.result.exit_code == 0
 
 
 def show(found: Conclusion, evidence: Evidence, as_json: bool) -> None:
@@ -144,12 +146,16 @@ def pack(bundle: Path, run: Path | None, evidence: Evidence, found: Conclusion) 
     say(f"paceline: wrote {bundle}", err=True)
 
 
-def after_failure(run: Path) -> str:
+def after_failure(run: Path, result: Result, events: Sequence[Mapping[str, Any]]) -> str:
     """For the end of a failed run: the conclusion, written down there and as text to show.
 
     The text is empty where it would only repeat the traceback that is shown anyway.
+
+    Args:
+        run: The run directory.
+        result, events: How it ended and what happened, as its launcher knows it.
     """
-    found = conclude(from_run(run), load_all())
+    found = conclude(of_run(run, result, events), load_all())
     keep(run, found)
     if not found.known or found.found[0][0].code in SHOWN_ANYWAY:
         return ""

@@ -278,7 +278,7 @@ def launch(
 
     preflight(ctx, job, cluster, way)
     run_dir = ctx.params["run_dir"] or fresh_path(parent, job.name)
-    with explained(run_dir):
+    with explained(run_dir, job.environment.secrets()):
         outcome = run_job(
             job,
             cluster,
@@ -291,7 +291,8 @@ def launch(
         )
     if text := report_failure(outcome):
         say(clean(text), err=True)
-        explain_run(outcome.path, shown=outcome.result.failure is not None)
+        shown = outcome.result.failure is not None
+        explain_run(outcome.path, outcome.result, outcome.events, shown)
     elif after is not None:
         after(outcome.shown)
     else:

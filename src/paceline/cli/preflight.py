@@ -18,8 +18,11 @@ from paceline.cli.verb import say
 from paceline.cli.via import Way
 from paceline.launch import decide
 from paceline.remote.openssh import SshOptions
+from paceline.rundir.ownership import read_owner
+from paceline.rundir.redactor import Redactor
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError
+from paceline.spec.failure import Result
 from paceline.spec.finding import Finding
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Job
@@ -136,16 +139,19 @@ def _write(run_dir: Path, found: Sequence[Finding]) -> None:
 
 
 @contextlib.contextmanager
-def explained(run_dir: Path) -> Iterator[None]:
+def explained(run_dir: Path, secrets: Sequence[str]) -> Iterator[None]:
     """Writes down why a job could not be started; the error itself is shown by others."""
     try:
         yield
-    except PacelineError:
-        explain_run(run_dir, shown=False)
+    except PacelineError as error:
+        if read_owner(run_dir) is None:  # else it is in use by another run
+            told = Redactor(secrets).text(error.render())
+            explain_run(run_dir, Result(error.exit_code, error=told), (), shown=False)
         raise
 
 
-def explain_run(run_dir: Path, shown: bool) -> None:
+def explain_run(run_dir: Path, result: Result, events: Sequence[Mapping[str, Any]],
+                shown: bool) -> None:  # fmt: skip
     """The conclusion after a failed run: into findings.json, and shown.
 
     A problem in here must not hide how the run ended, nor keep the user waiting for it.
@@ -157,7 +163,7 @@ def explain_run(run_dir: Path, shown: bool) -> None:
             with at_most(EXPLAIN_S):
                 from paceline.cli.explain import after_failure
 
-                text = after_failure(run_dir)
+                text = after_failure(run_dir, result, events)
         except TimeoutError:
             text = f"paceline: to look for the cause: paceline explain {short(run_dir)}"
         if shown and text:

@@ -16,6 +16,7 @@ from paceline.rundir import records
 from paceline.rundir.ownership import owner_alive, read_owner
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
+from paceline.spec.failure import UNKNOWN, Result
 from paceline.spec.settings import Source
 
 LAST_BYTES = 64 << 10  # of metrics.jsonl, to find the last record
@@ -140,12 +141,10 @@ def newest(parent: Path, count: int = 5) -> list[str]:
 
 def look_at(path: Path) -> RunState:
     """The present state of a run."""
-    result, owner, record = (
-        records.read_object(path / names.RESULT),
-        read_owner(path),
-        record_of(path),
-    )
-    text = _describe((result or {}).get("first_failure"))
+    owner, record = read_owner(path), record_of(path)
+    said = records.read_object(path / names.RESULT)
+    result = Result.from_json(said or {})
+    text = result.failure.describe() if result.failure else ""
     last = next(reversed(records.read_records(path / names.METRICS, LAST_BYTES)), None)
     job = record["job"] if record else None
     if job is not None and (state := asyncio.run(state_of(job))) is not None:
@@ -153,16 +152,7 @@ def look_at(path: Path) -> RunState:
         return RunState(path, state.describe(), code, owner, job, text, last)
     if owner is not None and owner_alive(owner):
         return RunState(path, "running", None, owner, job, "", last)
-    if result is not None:
-        code = records.whole(result.get("exit_code"))
+    if said is not None:
+        code = result.exit_code if result.exit_code != UNKNOWN else None
         return RunState(path, "ended", code, None, job, text, last)
     return RunState(path, "lost" if owner else "not started", None, None, job, "", last)
-
-
-def _describe(failure: Any) -> str:
-    """``rank 1 on n2: ValueError: boom``, as far as result.json says it."""
-    said = records.mapping(failure)
-    rank, host = records.whole(said.get("rank")), records.words(said.get("host"), 255)
-    who = host if rank is None else f"rank {rank} on {host or 'an unnamed host'}"
-    headline = records.words(said.get("headline"), 2000)
-    return f"{who}: {headline}" if said else ""

@@ -74,10 +74,10 @@ def trial_job(job: Job) -> Job:
 def _result(outcome: RunOutcome) -> dict[str, Any]:
     if outcome.result.exit_code:
         from paceline.diagnose.conclude import conclude
-        from paceline.diagnose.gather import from_run
+        from paceline.diagnose.gather import of_run
         from paceline.diagnose.rules import load_all
 
-        found = conclude(from_run(outcome.path), load_all())
+        found = conclude(of_run(outcome.path, outcome.result, outcome.events), load_all())
         rule, match = found.found[0] if found.known else (None, None)
         remedy = (match.remedy or rule.sections["Remedy"]) if match and rule else ""
         hosts = list(match.hosts) if match else []

@@ -48,7 +48,7 @@ def _unknown(evidence: Evidence) -> str:
         return f"the run has not ended: its launcher is {evidence.launcher.where}"
     if evidence.first is not None:
         return f"unknown cause: {evidence.first.where}: {evidence.first.headline}"
-    if evidence.exit_code == 0:
+    if evidence.result.exit_code == 0:
         return "nothing went wrong: the run ended with status 0"
     return "unknown cause: no rule fits"
 

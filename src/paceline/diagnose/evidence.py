@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.spec.failure import Failure, Result, place
 from paceline.spec.terminal import clean
 
 LINE_CHARS = 2000  # of a line that rules see: of a longer one its beginning and its end
@@ -54,9 +55,7 @@ class Log:
     @property
     def where(self) -> str:
         """``rank 1 on n2``, as far as it is known."""
-        if self.rank is None:
-            return self.host or "the job"
-        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+        return place(self.host, self.rank)
 
     @property
     def text(self) -> str:
@@ -87,28 +86,9 @@ class End:
     memory: Mapping[str, Any] = field(default_factory=dict)
     seen: Mapping[str, Any] = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class First:
-    """Who failed first, as the launcher saw it.
-
-    Attributes:
-        kind: ``exception``, ``exit``, ``signal``, ``lost``, ``forkserver`` or ``record``.
-        host: Where; empty when not known.
-        rank: ``None`` when the whole node is meant.
-        headline: One line.
-        traceback: Of the exception, may be empty.
-    """
-
-    kind: str
-    host: str
-    rank: int | None
-    headline: str = ""
-    traceback: str = ""
-
     @property
     def where(self) -> str:
-        return Log(self.host, self.rank, ()).where
+        return place(self.host, self.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,28 +117,23 @@ class Evidence:
     Attributes:
         logs: The first failing rank's first, then the others in rank order.
         ends: In the order in which ranks ended.
-        first: Who failed first, when that is known.
-        error: Why the job was not started: ``message``, ``found``, ``remedy`` as one text.
+        result: How the job ended; of a log only the first failure is known, if that.
         events: Lines of events.jsonl.
-        metrics: Lines of metrics.jsonl.
-        hosts: Facts by host.
-        interrupted: Number of the signal by which the user stopped it.
-        exit_code: Of the run; ``None`` when not known.
         launcher: Whose run it still is; ``None`` after an end in order.
         checkpoint: Step of the newest checkpoint; ``None`` when there is none.
     """
 
     logs: tuple[Log, ...] = ()
     ends: tuple[End, ...] = ()
-    first: First | None = None
-    error: str = ""
+    result: Result = field(default_factory=Result)
     events: tuple[Mapping[str, Any], ...] = ()
-    metrics: tuple[Mapping[str, Any], ...] = ()
-    hosts: Mapping[str, Any] = field(default_factory=dict)
-    interrupted: int | None = None
-    exit_code: int | None = None
     launcher: Launcher | None = None
     checkpoint: int | None = None
+
+    @property
+    def first(self) -> Failure | None:
+        """Who failed first, when that is known."""
+        return self.result.failure
 
     @property
     def again(self) -> str:

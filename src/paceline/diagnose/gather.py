@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from paceline.diagnose import logs as cutting
-from paceline.diagnose.evidence import End, Evidence, First, Launcher, Log
+from paceline.diagnose.evidence import End, Evidence, Launcher, Log
 from paceline.rundir.ownership import owner_alive, owner_here, read_owner
 from paceline.rundir.records import (
     folders_in,
@@ -25,6 +25,7 @@ from paceline.rundir.records import (
 )
 from paceline.spec import rundir as names
 from paceline.spec.errors import DataError
+from paceline.spec.failure import Failure, Result
 
 HEAD = 64 << 10  # bytes read of a log's beginning
 TAIL = 256 << 10  # and of its end, where causes stand
@@ -42,12 +43,22 @@ def from_run(path: Path) -> Evidence:
             found="no events.jsonl, result.json or plan.json in it",
             remedy="Give the folder that the run printed (runs/NAME-DATE-TIME), or --log FILE",
         )
-    launcher, events = _launcher(path), read_records(path / names.EVENTS)
+    launcher = _launcher(path)
     # a run that has not ended leaves the result of the one before it in the folder
-    result = (read_object(path / names.RESULT) or {}) if launcher is None else {}
-    first = _first(result.get("first_failure"))
-    ends = _ends(events)
-    homes = _homes(events)
+    said = read_object(path / names.RESULT) if launcher is None else None
+    return of_run(path, Result.from_json(said or {}), read_records(path / names.EVENTS), launcher)
+
+
+def of_run(path: Path, result: Result, events: Sequence[Mapping[str, Any]],
+           launcher: Launcher | None = None) -> Evidence:  # fmt: skip
+    """The evidence of a run of which it is known how it ended and what happened.
+
+    Args:
+        path: The run directory, for the logs and checkpoints in it.
+        result, events: Of a run that has just ended as its launcher had them, else from its files.
+        launcher: Whose run it still is.
+    """
+    first, ends, homes = result.failure, _ends(events), _homes(events)
     found = [
         Log(log.host, log.rank, tuple(_at_home(homes, log.host, line) for line in log.lines))
         for log in _rank_logs(path / names.LOGS, _hosts_of(events), first)
@@ -55,19 +66,14 @@ def from_run(path: Path) -> Evidence:
     return Evidence(
         logs=tuple(_ordered(found, first, ends)),
         ends=ends,
-        first=first,
-        error=words(result.get("error")),
+        result=result,
         events=tuple(events),
-        metrics=tuple(read_records(path / names.METRICS)),
-        hosts=read_object(path / names.HOSTS) or {},
-        interrupted=_signal(result.get("interrupted")),
-        exit_code=whole(result.get("exit_code")),
         launcher=launcher,
         checkpoint=next((int(one.name) for one in names.checkpoints(path)), None),
     )
 
 
-def _homes(events: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+def _homes(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """Host, shipped copy there, and the user's own folder that it is a copy of."""
     found = (
         tuple(words(event.get(name), 4096) for name in ("host", "copy", "home"))
@@ -96,14 +102,13 @@ def from_log(text: str) -> Evidence:
     """The evidence of one log, of whatever launcher."""
     first = cutting.root_cause(text)
     found = cutting.split(text)
-    if first is not None and first.kind == "signal" and first.rank is not None:
-        code = int(first.headline.rsplit(" ", 1)[1])
-        end = End(first.host, first.rank, None, -code)
-        return Evidence(tuple(_ordered(found, first, (end,))), (end,), first)
-    return Evidence(tuple(_ordered(found, first, ())), (), first)
+    ends: tuple[End, ...] = ()
+    if first is not None and first.signal is not None and first.rank is not None:
+        ends = (End(first.host, first.rank, None, first.signal),)
+    return Evidence(tuple(_ordered(found, first, ends)), ends, Result(failure=first))
 
 
-def _ordered(found: Iterable[Log], first: First | None, ends: tuple[End, ...]) -> list[Log]:
+def _ordered(found: Iterable[Log], first: Failure | None, ends: tuple[End, ...]) -> list[Log]:
     """The first failing rank's log first; then ranks in the order of their bad ends."""
     bad = [(end.host, end.rank) for end in ends if end.code != 0]
 
@@ -116,19 +121,7 @@ def _ordered(found: Iterable[Log], first: First | None, ends: tuple[End, ...]) -
     return sorted(found, key=order)
 
 
-def _first(said: Any) -> First | None:
-    if not isinstance(said, dict):
-        return None
-    return First(
-        words(said.get("kind"), 20),
-        words(said.get("host"), 255),
-        whole(said.get("rank")),
-        words(said.get("headline"), 2000),
-        words(said.get("traceback")),
-    )
-
-
-def _ends(events: list[dict[str, Any]]) -> tuple[End, ...]:
+def _ends(events: Sequence[Mapping[str, Any]]) -> tuple[End, ...]:
     return tuple(
         End(
             words(event.get("host"), 255),
@@ -168,14 +161,14 @@ def _texts(value: Any) -> list[str]:
     return [words(one, 2000) for one in value[:1000]] if isinstance(value, list) else []
 
 
-def _hosts_of(events: list[dict[str, Any]]) -> dict[str, str]:
+def _hosts_of(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Host by the name of its folder among the logs."""
     hosts = {host for event in events if (host := words(event.get("host"), 255))}
     return {"".join(c if c.isalnum() or c in "._-" else "_" for c in h).lstrip("."): h
             for h in hosts}  # fmt: skip
 
 
-def _rank_logs(folder: Path, hosts: Mapping[str, str], first: First | None) -> list[Log]:
+def _rank_logs(folder: Path, hosts: Mapping[str, str], first: Failure | None) -> list[Log]:
     """Every rank's log; of many logs less each, but all of that of the first to fail."""
     files = log_files(folder)
     share = min(TAIL, ALL_LOGS // max(1, len(files)))

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from paceline.diagnose.evidence import First, Log, lines_of
+from paceline.diagnose.evidence import Log, lines_of
+from paceline.spec.failure import Failure
 
 # Labels that cannot be mistaken for text.
 _SURE = tuple(
@@ -73,7 +74,7 @@ def _label(line: str, labels: Sequence[re.Pattern[str]]) -> tuple[tuple[str, int
     return (host, rank), line
 
 
-def root_cause(text: str) -> First | None:
+def root_cause(text: str) -> Failure | None:
     """Who failed first by torchrun's own summary, when the text has one."""
     lines = lines_of(text)
     start = next((at for at, line in enumerate(lines) if _ROOT in line), len(lines))
@@ -84,5 +85,7 @@ def root_cause(text: str) -> First | None:
     if not said.keys() >= {"host", "rank", "exitcode"} or int(said["rank"]) < 0:
         return None
     code = int(said["exitcode"])
-    kind = "signal" if code < 0 else "exit"
-    return First(kind, said["host"], int(said["rank"]), f"exit status {code}")
+    host, rank, headline = said["host"], int(said["rank"]), f"exit status {code}"
+    if code < 0:
+        return Failure("signal", host, rank, signal=-code, headline=headline)
+    return Failure("exit", host, rank, code=code, headline=headline)

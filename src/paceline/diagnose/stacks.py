@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.diagnose.evidence import Evidence, Log
+from paceline.spec.failure import place
 
 _FRAME = re.compile(
     r'^\s*(?:\[rank\d+\]: *)?File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<in>\S+)'
@@ -46,7 +47,7 @@ class Stand:
 
     @property
     def who(self) -> str:
-        return Log(self.host, self.rank, ()).where
+        return place(self.host, self.rank)
 
     @property
     def own(self) -> Frame | None:

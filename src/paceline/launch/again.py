@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 from paceline.launch import decide
 from paceline.launch.fleet import Fleet
-from paceline.launch.outcome import Failure, about_full_disk, size_words
+from paceline.launch.outcome import about_full_disk, size_words
 from paceline.remote.transport import Transport
 from paceline.spec.errors import PacelineError
+from paceline.spec.failure import Failure
 from paceline.spec.job import Job
 
 LEASES = 6  # how long lost hosts are dialled: a reboot may take longer, and can be waited for

@@ -6,7 +6,6 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from paceline.launch import outcome
@@ -14,34 +13,17 @@ from paceline.launch.fleet import Fleet, first_of, together, within
 from paceline.launch.hangs import Hang, HangWatch
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.node import Node, how_it_died
-from paceline.launch.outcome import Failure
 from paceline.launch.recorder import Recorder
 from paceline.launch.screen import Screen
 from paceline.remote.channel import Event
 from paceline.spec import jobenv
+from paceline.spec.failure import Failure, Kind, Result, signal_name
 from paceline.spec.job import Job
 from paceline.spec.plan import NodePlan, Plan
 
 FAILURE_GRACE_S = 3.0  # for the others, once one rank has failed
 END_PATIENCE_S = 3.0  # after SIGKILL, until a node that does not answer is given up
 AT_ONCE_S = 0.8  # the same when the user has asked twice
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """How a job ended.
-
-    Attributes:
-        exit_code: 0, the first failing rank's status, or 128 + n after signal n.
-        failure: The first failure, if any.
-        interrupted: Number of the signal that the user sent, if any.
-        others: Ranks and nodes that failed after the first.
-    """
-
-    exit_code: int
-    failure: Failure | None = None
-    interrupted: int | None = None
-    others: int = 0
 
 
 class Attempt:
@@ -164,7 +146,7 @@ class Attempt:
     async def _stop_for_user(self) -> Result:
         """Once: TERM, and KILL after the grace. Twice: KILL at once."""
         signum = self._interrupts.received[0]
-        name = outcome.signal_name(signum)
+        name = signal_name(signum)
         self._screen.note(f"paceline: {name}: stopping (once more to stop at once)")
         if hang := await self._hangs.at_the_end():
             self._recorder.event("hang", hang.host or None, hang.rank, text=hang.text)
@@ -216,7 +198,7 @@ class Attempt:
             self._early.append(Failure("early", node.name, said["rank"], when, 0, headline=text))
             self._hangs.ended(node.name, said["rank"])
             return
-        kind: outcome.Kind = "exit" if signum is None else "signal"
+        kind: Kind = "exit" if signum is None else "signal"
         when = node.to_launcher_time(said["time"])
         peak, memory = int(said.get("peak_bytes") or 0), said.get("memory")
         headline = outcome.describe_end(code, signum, memory, peak)

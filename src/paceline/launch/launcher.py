@@ -11,11 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.launch import again, decide, staging
-from paceline.launch.attempt import Attempt, Result
+from paceline.launch.attempt import Attempt
 from paceline.launch.fleet import Fleet
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.node import Node
-from paceline.launch.outcome import HERE, Failure
 from paceline.launch.reach import Networks, find_networks, hold_port
 from paceline.launch.recorder import Recorder
 from paceline.launch.screen import Screen
@@ -25,6 +24,7 @@ from paceline.remote.transport import Reached, Transport, nobody
 from paceline.rundir.directory import RunDirectory, safe, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError
+from paceline.spec.failure import HERE, Failure, Result
 from paceline.spec.hosts import Host
 from paceline.spec.job import Job
 from paceline.spec.plan import Plan

@@ -5,79 +5,14 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-# "agent": it left by itself; "lease": because it heard nothing of the launcher; "launcher": which
-# was away; "early": a rank that ended in order while others needed it; "hang": nothing went on
-Kind = Literal["exception", "exit", "signal", "lost", "forkserver", "record", "agent", "lease",
-               "launcher", "early", "hang"]  # fmt: skip
-HERE = "this machine"
+from paceline.spec.failure import HERE, Failure, signal_name
 
-# What a healthy rank says when another one has gone. Such a failure is the first one only if
-# there is no other.
-_ECHO = re.compile(
-    r"Connection (closed|reset) by peer|connectFullMesh|Broken pipe|Socket closed|"
-    r"recvValue failed|remote process exited|Connection refused|Application timeout|"
-    r"Timed out waiting|DistNetworkError|failed to recv|Socket Timeout|NCCL.{0,300}(abort|remote)",
-    re.IGNORECASE,
-)
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|is too full|disk .{0,200}is full")
 SETTLE_S = 0.5  # how long to wait for an earlier failure that is still on its way
 SETTLE_ECHO_S = 2.5  # the same while only echoes were heard
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Something that ended a rank or a node.
-
-    Attributes:
-        kind: How it showed.
-        host: Where.
-        rank: Which rank; ``None`` when the whole node is meant.
-        time: Seconds of the launcher's monotonic clock, already corrected for the node's.
-        code: Exit status, if it exited.
-        signal: Number of the signal, if one ended it.
-        headline: One line: the exception's, or what happened.
-        traceback: Of the exception, if there was one.
-        origin: The rank that met it, where every rank raises what one of them met.
-    """
-
-    kind: Kind
-    host: str
-    rank: int | None
-    time: float
-    code: int | None = None
-    signal: int | None = None
-    headline: str = ""
-    traceback: str = ""
-    origin: int | None = None
-
-    @property
-    def echo(self) -> bool:
-        """True when this looks like the consequence of somebody else's failure."""
-        if self.origin is not None:
-            return self.origin != self.rank
-        return self.kind in ("exception", "exit") and bool(_ECHO.search(self.headline))
-
-    @property
-    def wished(self) -> bool:
-        """True when somebody asked for it: a scheduler that cancels a job tells every process."""
-        return self.signal == signal.SIGTERM
-
-    def describe(self) -> str:
-        """``rank 1 on n2: ValueError: boom``."""
-        if self.kind == "launcher":
-            return self.headline
-        who = self.host if self.rank is None else f"rank {self.rank} on {self.host}"
-        return f"{who}: {self.headline}"
-
-    @property
-    def status(self) -> int:
-        """The exit status a shell would give: 128 + n for a signal."""
-        if self.signal is not None:
-            return 128 + self.signal
-        return self.code if self.code else 1
 
 
 def merge(failures: Sequence[Failure]) -> list[Failure]:
@@ -108,13 +43,6 @@ def about_full_disk(failure: Failure) -> bool:
 def settle_time(failures: Sequence[Failure]) -> float:
     """How long to wait for others before the first failure is named."""
     return SETTLE_ECHO_S if all(failure.echo for failure in failures) else SETTLE_S
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def describe_end(code: int | None, signum: int | None,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.launch.metrics import MetricsLog
@@ -15,6 +16,21 @@ from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
 
 Said = dict[str, Any]
+MOST_EVENTS = 20_000  # kept in memory of the beginning, and of the end
+
+
+class History:
+    """What was written to events.jsonl, for whoever explains the run; of a long one both ends."""
+
+    def __init__(self) -> None:
+        self._begin: list[Said] = []
+        self._end: deque[Said] = deque(maxlen=MOST_EVENTS)
+
+    def append(self, record: Said) -> None:
+        (self._begin if len(self._begin) < MOST_EVENTS else self._end).append(record)
+
+    def __iter__(self) -> Iterator[Said]:
+        yield from (*self._begin, *self._end)
 
 
 class Recorder:
@@ -24,6 +40,7 @@ class Recorder:
         self._metrics = MetricsLog(directory)
         self._directory = directory
         self._screen = screen
+        self.events = History()
         self.resumable = False  # the training was stopped, and its state is saved
 
     @property
@@ -34,7 +51,7 @@ class Recorder:
     def event(self, kind: str, host: str | None = None, rank: int | None = None,
               **details: Any) -> None:  # fmt: skip
         """One line in events.jsonl."""
-        self._directory.event(kind, host, rank, **details)
+        self.events.append(self._directory.event(kind, host, rank, **details))
 
     @property
     def metrics(self) -> Said:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch import decide
-from paceline.launch.attempt import Result
 from paceline.launch.launcher import Inspect, Launcher, plan_only
-from paceline.launch.outcome import Failure, describe_end, signal_name
+from paceline.launch.outcome import describe_end
 from paceline.launch.screen import Home, Screen, at_home
 from paceline.launch.staging import Package
 from paceline.remote.transport import Transport
@@ -24,6 +23,7 @@ from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
 from paceline.spec.errors import PacelineError
+from paceline.spec.failure import Result, signal_name
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job
 from paceline.spec.plan import Plan
@@ -39,6 +39,7 @@ class RunOutcome:
     Attributes:
         path: The run directory.
         result: How it ended.
+        events: What happened, as events.jsonl holds it.
         metrics: The last value of every metric that was reported.
         seconds: From the call to the end.
         begins: Bytes that earlier runs had left in the logs, by name.
@@ -50,6 +51,7 @@ class RunOutcome:
 
     path: Path
     result: Result
+    events: Sequence[Mapping[str, Any]]
     metrics: dict[str, Any]
     seconds: float
     begins: Mapping[str, int] = field(default_factory=dict)
@@ -100,12 +102,11 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         try:
             result = asyncio.run(launcher.run())
         except PacelineError as error:
-            _write_result(directory, run_id, error.exit_code, began, {}, {"error": error.render()})
+            result = Result(error.exit_code, error=error.render())
+            _write_result(directory, run_id, result, began, {})
             raise
-        result = _at_home(result, screen.homes)
-        failure = _failure_json(result.failure) if result.failure else None
-        _write_result(directory, run_id, result.exit_code, began, launcher.recorder.metrics,
-                      {"first_failure": failure, "interrupted": result.interrupted})  # fmt: skip
+        result = _for_reader(result, screen.homes, directory)
+        _write_result(directory, run_id, result, began, launcher.recorder.metrics)
     finally:
         screen.close()
         directory.close()
@@ -115,18 +116,19 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
     told = blamed is not None and blamed.rank is not None and screen.before_eyes(
         blamed.host, blamed.rank)  # fmt: skip
     return RunOutcome(
-        directory.path, result, recorder.metrics, seconds, directory.begins, recorder.resumable,
-        launcher.ranks, tuple(screen.homes), told,
+        directory.path, result, tuple(recorder.events), recorder.metrics, seconds,
+        directory.begins, recorder.resumable, launcher.ranks, tuple(screen.homes), told,
     )  # fmt: skip
 
 
-def _at_home(result: Result, homes: Sequence[Home]) -> Result:
-    """The failure with the user's own paths."""
+def _for_reader(result: Result, homes: Sequence[Home], directory: RunDirectory) -> Result:
+    """The failure with the user's own paths, and without secrets."""
     failure = result.failure
     if failure is None:
         return result
     headline, traceback = (
-        at_home(homes, failure.host, text) for text in (failure.headline, failure.traceback)
+        directory.redacted(at_home(homes, failure.host, text))
+        for text in (failure.headline, failure.traceback)
     )
     return replace(result, failure=replace(failure, headline=headline, traceback=traceback))
 
@@ -135,30 +137,15 @@ def new_run_id() -> str:
     return secrets.token_hex(6)
 
 
-def _write_result(directory: RunDirectory, run_id: str, exit_code: int, began: float,
-                  metrics: dict[str, Any], more: dict[str, Any]) -> None:  # fmt: skip
-    directory.write_json(
-        names.RESULT,
-        {
-            "run_id": run_id,
-            "exit_code": exit_code,
-            "seconds": round(time.monotonic() - began, 3),
-            "metrics": metrics,
-            **more,
-        },
-    )
-
-
-def _failure_json(failure: Failure) -> dict[str, Any]:
-    return {
-        "kind": failure.kind,
-        "host": failure.host,
-        "rank": failure.rank,
-        "code": failure.code,
-        "signal": failure.signal,
-        "headline": failure.headline,
-        "traceback": failure.traceback,
+def _write_result(directory: RunDirectory, run_id: str, result: Result, began: float,
+                  metrics: dict[str, Any]) -> None:  # fmt: skip
+    about = {
+        "run_id": run_id,
+        "exit_code": result.exit_code,
+        "seconds": round(time.monotonic() - began, 3),
+        "metrics": metrics,
     }
+    directory.write_json(names.RESULT, {**about, **result.to_json()})
 
 
 def report_success(outcome: RunOutcome) -> str:

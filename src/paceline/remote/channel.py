@@ -23,10 +23,10 @@ from paceline.remote.openssh import (
     pinned_key,
     ssh_command,
 )
-from paceline.remote.protocol import Untrue
 from paceline.remote.shipment import shipment
 from paceline.spec.errors import NodeError
 from paceline.spec.hosts import Host
+from paceline.spec.shapes import Untrue
 
 Message = dict[str, Any]
 STDERR_KEPT = 64 * 1024

@@ -7,95 +7,42 @@ all of it must have the shape that an agent of this version gives it. Anything e
 
 from __future__ import annotations
 
-import ipaddress
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.agent.frames import MOST_DIGITS
 from paceline.agent.inside import parts_of
+from paceline.spec.shapes import (
+    LARGEST,
+    LONG_TEXT,
+    PROCESS,
+    RANK,
+    SIZE,
+    SMALL,
+    Shape,
+    Untrue,
+    address,
+    each,
+    flag,
+    form,
+    free,
+    maybe,
+    number,
+    one_of,
+    record,
+    refuse,
+    row,
+    shown,
+    table,
+    text,
+    whole,
+)
 
 Message = dict[str, Any]
-Shape = Callable[[Any, str], None]
 Fields = Mapping[str, Any]
 
-TEXT, LONG_TEXT = 4096, 1 << 20  # characters
-MANY = 1 << 18  # entries of a list
-LARGEST = 1 << 53
-DEPTH = 12  # of what is passed on as it came
 BOOT = b"\xf5PLboot "
 MOST_BANNER = 4 << 20  # bytes of what a login prints before the agent speaks
 MOST_WORDS = 4096
-
-
-class Untrue(Exception):
-    """No agent of this version says that; the text says what is wrong."""
-
-
-def _shown(value: Any) -> str:
-    return f"{value!r:.60}" if isinstance(value, (str, int, float, bool)) else type(value).__name__
-
-
-def _fail(where: str, value: Any, wanted: str) -> None:
-    raise Untrue(f"{where} is {_shown(value)} instead of {wanted}")
-
-
-# --- shapes -------------------------------------------------------------------------------------
-
-
-def text(most: int = TEXT) -> Shape:
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, str):
-            _fail(where, value, "text")
-        if len(value) > most:
-            raise Untrue(f"{where} has {len(value)} characters, more than {most}")
-
-    return check
-
-
-def form(pattern: str, what: str) -> Shape:
-    matches = re.compile(pattern).fullmatch
-
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, str) or len(value) > TEXT or not matches(value):
-            _fail(where, value, what)
-
-    return check
-
-
-def whole(low: int = 0, high: int = LARGEST) -> Shape:
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            _fail(where, value, f"a whole number from {low} to {high}")
-
-    return check
-
-
-def number(value: Any, where: str) -> None:
-    """A finite number, of a size that clocks and rates have."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        _fail(where, value, "a number")
-    if not math.isfinite(value) or abs(value) > 1e18:
-        _fail(where, value, "a finite number")
-
-
-def flag(value: Any, where: str) -> None:
-    if not isinstance(value, bool):
-        _fail(where, value, "true or false")
-
-
-def nothing(value: Any, where: str) -> None:
-    if value is not None:
-        _fail(where, value, "null")
-
-
-def address(value: Any, where: str) -> None:
-    """An IP address."""
-    try:
-        ipaddress.ip_address(value if isinstance(value, str) else "")
-    except ValueError:
-        _fail(where, value, "an IP address")
 
 
 def path_inside(value: Any, where: str) -> None:
@@ -104,104 +51,19 @@ def path_inside(value: Any, where: str) -> None:
     try:
         parts_of(value)
     except ValueError:
-        _fail(where, value, "a path inside the folder")
-
-
-def one_of(*values: Any) -> Shape:
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, (str, int)) or value not in values:
-            _fail(where, value, " or ".join(map(repr, values)))
-
-    return check
-
-
-def maybe(shape: Shape) -> Shape:
-    def check(value: Any, where: str) -> None:
-        if value is not None:
-            shape(value, where)
-
-    return check
-
-
-def each(shape: Shape, most: int = MANY) -> Shape:
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, list):
-            _fail(where, value, "a list")
-        if len(value) > most:
-            raise Untrue(f"{where} has {len(value)} entries, more than {most}")
-        for at, one in enumerate(value):
-            shape(one, f"{where}[{at}]")
-
-    return check
-
-
-def row(*shapes: Shape) -> Shape:
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, list) or len(value) != len(shapes):
-            _fail(where, value, f"a list of {len(shapes)}")
-        for at, shape in enumerate(shapes):
-            shape(value[at], f"{where}[{at}]")
-
-    return check
-
-
-def table(shape: Shape, key: Shape | None = None, most: int = MANY) -> Shape:
-    check_key = key or text()
-
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, dict) or len(value) > most:
-            _fail(where, value, f"a table of at most {most}")
-        for name, one in value.items():
-            check_key(name, f"a name in {where}")
-            shape(one, f"{where}.{name:.40}")
-
-    return check
-
-
-def free(value: Any, where: str, depth: int = DEPTH) -> None:
-    """Anything that is not nested too deeply and has no absurd numbers."""
-    if depth == 0:
-        raise Untrue(f"{where} is nested too deeply")
-    if isinstance(value, dict):
-        for name, one in value.items():
-            free(one, f"{where}.{name:.40}", depth - 1)
-    elif isinstance(value, list):
-        for one in value:
-            free(one, where, depth - 1)
-    elif isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
-        _fail(where, value, "a number of usual size")
+        refuse(where, value, "a path inside the folder")
 
 
 def anything(value: Any, where: str) -> None:
     """What is looked at elsewhere."""
 
 
-def record(optional: Mapping[str, Shape] | None = None, **required: Shape) -> Shape:
-    """A table with these names; what else it holds is only bounded."""
-    shapes = {**(optional or {}), **required}
-
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, dict):
-            _fail(where, value, "a table")
-        for name in required:
-            if name not in value:
-                raise Untrue(f"{where} lacks {name}")
-        for name, one in value.items():
-            shapes.get(name, free)(one, f"{where}.{name:.40}")
-
-    return check
-
-
 # --- words --------------------------------------------------------------------------------------
 
 PORT = whole(1, 65535)
-SIZE = whole()
-RANK = whole(0, 1 << 24)
 SHA256 = form("[0-9a-f]{64}", "a SHA-256")
 IDENTITY = form("[0-9a-f]{32}", "an identity")
-PROCESS = whole(0, 1 << 31)
 HOLDERS = each(row(PROCESS, text(LONG_TEXT)), 1000)
-SMALL = text(256)
 
 _ADDRESS = record(interface=SMALL, address=address, prefix=whole(0, 128), family=one_of(4, 6),
                   scope=SMALL, usable=flag)  # fmt: skip
@@ -354,7 +216,7 @@ def _among(found: Sequence[str], asked: Sequence[str] | set[str], what: str) -> 
     if len(set(found)) != len(found):
         raise Untrue(f"{what} twice")
     if foreign := set(found) - set(asked):
-        raise Untrue(f"{what} that nobody asked for: {_shown(min(foreign))}")
+        raise Untrue(f"{what} that nobody asked for: {shown(min(foreign))}")
 
 
 def _about_tree(fields: Fields, answer: Message) -> None:
@@ -368,14 +230,14 @@ def _about_blobs(fields: Fields, answer: Message) -> None:
     if "root" in answer and not answer["root"].endswith(
         f"/jobs/{fields['run_id']}/{fields['name']}"
     ):
-        _fail("the folder of a tree", answer["root"], "one of the job's folder")
+        refuse("the folder of a tree", answer["root"], "one of the job's folder")
 
 
 def _about_run_folder(fields: Fields, answer: Message) -> None:
     folder = answer["folder"]
     own = folder.startswith("/") and folder.endswith(f"/paceline/runs/{fields['key']}")
     if not (folder == fields["path"] if answer["shared"] else own):
-        _fail("the run's folder", folder, "the run directory or one under its key")
+        refuse("the run's folder", folder, "the run directory or one under its key")
 
 
 def _about_results(fields: Fields, answer: Message) -> None:
@@ -481,7 +343,7 @@ class Conversation:
         """Whether an event is to be heard. Untrue for one that no agent sends."""
         kind = message.get("event")
         if not isinstance(kind, str) or kind not in EVENTS:
-            raise Untrue(f"an event called {_shown(kind)}")
+            raise Untrue(f"an event called {shown(kind)}")
         EVENTS[kind](message, f"the event {kind}")
         if blob and kind != "output":
             raise Untrue(f"{len(blob)} bytes with the event {kind}")
@@ -527,5 +389,5 @@ def boot_words(line: bytes) -> list[str]:
     """What stands after the mark ``BOOT`` on a node's first line: a word, and what it is about."""
     words = line.decode(errors="replace").split()
     if not words or len(words) <= _BOOT_WORDS.get(words[0], MOST_WORDS):
-        raise Untrue(f"its first line is {_shown(' '.join(words))}")
+        raise Untrue(f"its first line is {shown(' '.join(words))}")
     return words

@@ -109,23 +109,30 @@ class RunDirectory:
         self.write_json(names.OWNER, mark)
         inside.write_file(str(self.path), self.probe_file, self.token.encode())
 
+    def redacted(self, text: str) -> str:
+        """A text as the run's files show it: without secrets."""
+        return self._redactor.text(text)
+
     def write_json(self, name: str, value: Any) -> None:
         """Writes a whole JSON file at once."""
         with self._explained():
             data = self._redactor.whole(json.dumps(value, indent=2).encode()) + b"\n"
             inside.write_file(str(self.path), name, data)
 
-    def append_line(self, name: str, value: dict[str, Any]) -> None:
-        """Adds one object to a ``.jsonl`` file."""
-        self._append(name, self._redactor.whole(json.dumps(value).encode()) + b"\n")
+    def append_line(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
+        """Adds one object to a ``.jsonl`` file; returns it as it stands there, without secrets."""
+        line = json.dumps(value).encode()
+        shown = self._redactor.whole(line)
+        self._append(name, shown + b"\n")
+        return value if shown == line else dict(json.loads(shown))
 
     def event(self, kind: str, host: str | None = None, rank: int | None = None,
-              **details: Any) -> None:  # fmt: skip
+              **details: Any) -> dict[str, Any]:  # fmt: skip
         """Adds to events.jsonl; ``time`` is seconds since 1970 on the launching machine."""
         where = {"host": host} if host else {}
         who = {"rank": rank} if rank is not None else {}
         record = {"time": round(time.time(), 4), **where, **who, "event": kind, **details}
-        self.append_line(names.EVENTS, record)
+        return self.append_line(names.EVENTS, record)
 
     def append_bytes(self, name: str, data: bytes, stream: str = "") -> None:
         """Adds to any file of the run; named secrets are taken out, also over several calls.

@@ -29,6 +29,10 @@ class Redactor:
             data = data.replace(secret, MASK)
         return data
 
+    def text(self, text: str) -> str:
+        """A text without the secrets."""
+        return self.whole(text.encode(errors="surrogateescape")).decode(errors="surrogateescape")
+
     def piece(self, name: str, stream: str, data: bytes) -> bytes:
         """What can be written of a stream by now.
 

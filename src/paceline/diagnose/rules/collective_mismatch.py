@@ -11,15 +11,13 @@ Source: gloo's and c10d's messages.
 
 from __future__ import annotations
 
-import re
-
 from paceline.diagnose import stacks
 from paceline.diagnose.evidence import Evidence
 from paceline.diagnose.rule import Match, define, in_log
 from paceline.diagnose.stacks import Stand
+from paceline.spec.failure import PEER_GONE
 
 _CODE = "collective-mismatch"
-_WAITED = re.compile(r"Timed out waiting \d+ms|Connection closed by peer|Application timeout")
 _told = in_log(
     _CODE,
     __doc__,
@@ -39,7 +37,7 @@ def match(evidence: Evidence) -> Match | None:
 
 def _by_stacks(evidence: Evidence) -> Match | None:
     """Ranks that waited for each other in different calls."""
-    stands = [*stacks.failed(evidence, _WAITED), *stacks.seen(evidence)]
+    stands = [*stacks.failed(evidence, PEER_GONE), *stacks.seen(evidence)]
     inside = {stand.rank: stand for stand in reversed(stands) if stand.own and stand.collective}
     if len(inside) < 2 or len({_call(stand) for stand in inside.values()}) < 2:
         return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from paceline.diagnose.evidence import Evidence, Log
+from paceline.diagnose.evidence import Evidence
 from paceline.diagnose.rule import Match, define
 
 _NAMES = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV"}
@@ -26,7 +26,7 @@ _WORDS = re.compile(
 def match(evidence: Evidence) -> Match | None:
     for end in evidence.ends:
         if end.signal in _NAMES:
-            where = Log(end.host, end.rank, ()).where
+            where = end.where
             cause = f"{where} crashed in compiled code ({_NAMES[end.signal]})"
             return Match(cause, (end.host,) if end.host else (), end.rank, 0.8)
     for log, at, found in evidence.search(_WORDS):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from paceline.diagnose.evidence import Evidence, Log
 from paceline.diagnose.rule import Match, define
+from paceline.spec.failure import PEER_GONE
 
 _START = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^ +File "(?P<file>[^"]{1,1000})", line (?P<line>\d+)')
@@ -21,11 +22,6 @@ _LAST = re.compile(r"^(?P<kind>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|
                    r"(?::|$)")  # fmt: skip
 _LAUNCHERS = ("ChildFailedError", "CalledProcessError", "SignalException", "SystemExit")
 _LIBRARY = ("site-packages", "/lib/python", "<frozen", "<string>")
-# what a healthy rank raises when another has gone: told by rules of its own
-_ECHO = re.compile(
-    r"Connection (?:closed|reset) by peer|Broken pipe|Timed out waiting \d+ms|Socket Timeout"
-    r"|Application timeout caused pair closure|ncclSystemError|ncclRemoteError|connectFullMesh"
-)
 _LOGGED = re.compile(r"\b(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL)\b")
 LINES = 12
 
@@ -40,7 +36,7 @@ def match(evidence: Evidence) -> Match | None:
 
 
 def _headline(headline: str, log: Log) -> Match | None:
-    if _ECHO.search(headline):
+    if PEER_GONE.search(headline):
         return None
     return Match(f"{log.where} raised {headline}", (log.host,), log.rank, 0.8, log.lines[-LINES:])
 
@@ -55,7 +51,7 @@ def _of_log(log: Log) -> Match | None:
         kind = _LAST.match(log.lines[end].strip())
         if kind is None or kind["kind"].rpartition(".")[2] in _LAUNCHERS:
             continue
-        if _ECHO.search(log.lines[end]) or _handled(log.lines, start, end):
+        if PEER_GONE.search(log.lines[end]) or _handled(log.lines, start, end):
             continue
         place = _place(log.lines[start:end])
         hosts = (log.host,) if log.host else ()

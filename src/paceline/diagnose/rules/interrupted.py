@@ -10,10 +10,9 @@ Source: the run's result.json.
 
 from __future__ import annotations
 
-import signal
-
 from paceline.diagnose.evidence import Evidence
 from paceline.diagnose.rule import Match, define
+from paceline.spec.failure import signal_name
 
 _ABOUT = ("started", "hang", "hang over")
 _CONFIRM = 'events.jsonl: "hang" says who stood where'
@@ -22,9 +21,9 @@ _REMEDY = "Let every rank come to the same collectives in the same order; look a
 
 
 def match(evidence: Evidence) -> Match | None:
-    if not evidence.interrupted:
+    if not evidence.result.interrupted:
         return None
-    name = signal.Signals(evidence.interrupted).name
+    name = signal_name(evidence.result.interrupted)
     hang = standing_hang(evidence)
     if hang is not None:
         text, host, rank = hang

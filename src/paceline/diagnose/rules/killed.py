@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import signal
 
-from paceline.diagnose.evidence import Evidence, Log
+from paceline.diagnose.evidence import Evidence
 from paceline.diagnose.rule import Match, define
 
 _WORDS = re.compile(
@@ -33,7 +33,7 @@ def match(evidence: Evidence) -> Match | None:
             evidence.first.rank,
         )
         if end.signal == signal.SIGKILL and known:
-            where = Log(end.host, end.rank, ()).where
+            where = end.where
             cause = f"{where} was killed from outside (SIGKILL)"
             return Match(cause, (end.host,) if end.host else (), end.rank, 0.6)
     if not evidence.ends:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import signal
 
-from paceline.diagnose.evidence import End, Evidence, Log
+from paceline.diagnose.evidence import End, Evidence
 from paceline.diagnose.rule import Match, define
 
 _WORDS = re.compile(
@@ -47,7 +47,7 @@ def _of_end(end: End) -> Match:
     limit = end.memory.get("limit")
     peak = f" at {_size(end.peak_bytes)}" if end.peak_bytes else ""
     under = f" (limit {_size(limit['bytes'])}, {limit['group']})" if limit else ""
-    where = Log(end.host, end.rank, ()).where
+    where = end.where
     cause = f"{where} was killed by the kernel for its memory{peak}{under}"
     return Match(cause, (end.host,), end.rank, 0.99, tuple(end.memory.get("kernel") or ()))
 

@@ -19,12 +19,13 @@ _PARTS = re.compile(r"^  (found|remedy): +([^\n]*(?:\n   [^\n]*)*)", re.MULTILIN
 
 
 def match(evidence: Evidence) -> Match | None:
-    if not evidence.error:
+    error = evidence.result.error
+    if not error:
         return None
-    message = evidence.error.splitlines()[0].removeprefix("paceline: ")
-    parts = {name: _joined(text) for name, text in _PARTS.findall(evidence.error)}
+    message = error.splitlines()[0].removeprefix("paceline: ")
+    parts = {name: _joined(text) for name, text in _PARTS.findall(error)}
     found = f": {parts['found'].splitlines()[0]}" if parts.get("found") else ""
-    lines = tuple(evidence.error.splitlines())
+    lines = tuple(error.splitlines())
     return Match(f"{message}{found}", (), None, 0.99, lines, remedy=parts.get("remedy", ""))
 
 

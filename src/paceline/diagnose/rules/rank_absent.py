@@ -12,16 +12,12 @@ Source: pytorch 118369, nccl 708, accelerate 314, torchtune 2093.
 
 from __future__ import annotations
 
-import re
-
 from paceline.diagnose import stacks
 from paceline.diagnose.evidence import Evidence
 from paceline.diagnose.rule import Match, define
 from paceline.diagnose.stacks import Stand
+from paceline.spec.failure import WAITED
 
-WAITED = re.compile(
-    r"Timed out waiting \d+ms|Watchdog caught collective operation timeout|Application timeout"
-)
 _STATES = {"T": "is stopped (SIGSTOP, or Ctrl-Z)", "D": "waits for a disk or a network folder"}
 
 

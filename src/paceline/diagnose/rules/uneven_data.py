@@ -12,22 +12,19 @@ from __future__ import annotations
 
 import re
 
-from paceline.diagnose.evidence import End, Evidence, Log
+from paceline.diagnose.evidence import End, Evidence
 from paceline.diagnose.rule import Match, define
+from paceline.spec.failure import PEER_GONE
 
-_WAITED = re.compile(
-    r"Timed out waiting \d+ms|Connection closed by peer|Watchdog caught collective"
-    r"|Application timeout|Connection reset by peer|Socket Timeout"
-)
 _STEP = re.compile(r"(?i)\bstep\D{0,3}(\d+)")
 
 
 def match(evidence: Evidence) -> Match | None:
     early = _ended_well_before_others(evidence)
-    waiting = next(evidence.search(_WAITED), None)
+    waiting = next(evidence.search(PEER_GONE), None)
     if early is None or waiting is None or evidence.end_of(waiting[0]) == early:
         return None
-    where = Log(early.host, early.rank, ()).where
+    where = early.where
     at = _last_step(evidence, early)
     step = f" after step {at}" if at else ""
     cause = f"{where} ended its work{step} while {waiting[0].where} still waited for it"

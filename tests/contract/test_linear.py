@@ -30,6 +30,7 @@ EVERYWHERE = ["a", "a@", "@a", "a.", "a:", ": ", " ", "0", "(", "[", "[0]", "/",
 READERS = [
     "paceline.diagnose.logs", "paceline.diagnose.stacks", "paceline.diagnose.rule",
     "paceline.launch.outcome", "paceline.launch.screen", "paceline.report.bundle",
+    "paceline.spec.failure",
     "paceline.spec.terminal", "paceline.remote.openssh",
     "paceline.launch.fleet", "paceline.schedulers.mpi", "paceline.schedulers.slurm",
     "paceline.schedulers.contained",

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 import paceline.checks
-from paceline.diagnose.conclude import conclude
-from paceline.diagnose.gather import from_log
-from paceline.diagnose.rules import RULES, load, load_all
+from paceline.explain.conclude import conclude
+from paceline.explain.gather import from_log
+from paceline.explain.rules import RULES, load, load_all
 from paceline.remote.openssh import CAUSES
 from paceline.schedulers import mpi
 
@@ -28,7 +28,7 @@ BOUND_S = 3.0  # of CPU time; a linear pattern takes hundredths, a quadratic one
 EVERYWHERE = ["a", "a@", "@a", "a.", "a:", ": ", " ", "0", "(", "[", "[0]", "/", "-", "-a", "'",
               '"', "=", "a=", "://", "\x1b[", "\x1b]"]  # fmt: skip
 READERS = [
-    "paceline.diagnose.logs", "paceline.diagnose.stacks", "paceline.diagnose.rule",
+    "paceline.explain.logs", "paceline.explain.stacks", "paceline.explain.rule",
     "paceline.launch.outcome", "paceline.launch.screen", "paceline.report.bundle",
     "paceline.spec.failure",
     "paceline.spec.terminal", "paceline.remote.openssh",

@@ -17,7 +17,7 @@ import click
 import pytest
 
 from paceline.cli import VERBS, program
-from paceline.diagnose.rules import RULES, load
+from paceline.explain.rules import RULES, load
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")

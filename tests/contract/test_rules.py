@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from paceline.diagnose.conclude import conclude, to_findings
-from paceline.diagnose.evidence import Evidence
-from paceline.diagnose.gather import from_log, from_run, read
-from paceline.diagnose.pages import page
-from paceline.diagnose.rule import define, in_log
-from paceline.diagnose.rules import RULES, load, load_all
+from paceline.explain.conclude import conclude, to_findings
+from paceline.explain.evidence import Evidence
+from paceline.explain.gather import from_log, from_run, read
+from paceline.explain.pages import page
+from paceline.explain.rule import define, in_log
+from paceline.explain.rules import RULES, load, load_all
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "rules"
-SOURCE = Path(__file__).parents[2] / "src" / "paceline" / "diagnose" / "rules"
+SOURCE = Path(__file__).parents[2] / "src" / "paceline" / "explain" / "rules"
 PAGES = Path(__file__).parents[2] / "docs" / "rules"
 HITS = sorted(FOLDER.glob("*/hit_*"))
 NEARS = sorted(FOLDER.glob("*/near_*"))
@@ -102,7 +102,7 @@ def test_says_who_where_and_what_to_do(path: Path) -> None:
 @pytest.mark.parametrize("code", RULES)
 def test_its_page_is_up_to_date(code: str) -> None:
     assert (PAGES / f"{code}.md").read_text() == page(load(code)), (
-        "python -m paceline.diagnose.pages"
+        "python -m paceline.explain.pages"
     )
 
 

@@ -261,8 +261,8 @@ def test_pointers(tmp_path: Path) -> None:
 
 def test_what_starting_again_would_do(tmp_path: Path) -> None:
     """Nobody is promised a resume from a checkpoint that there is not."""
-    from paceline.diagnose.gather import from_run
-    from paceline.diagnose.rules.interrupted import rule
+    from paceline.explain.gather import from_run
+    from paceline.explain.rules.interrupted import rule
 
     (tmp_path / "result.json").write_text('{"interrupted": 2, "exit_code": 130}')
     match = rule.match(from_run(tmp_path))

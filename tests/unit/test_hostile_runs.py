@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import hostile
-from paceline.diagnose.evidence import LINE_CHARS, LINES, lines_of
-from paceline.diagnose.gather import from_run, read_given
+from paceline.explain.evidence import LINE_CHARS, LINES, lines_of
+from paceline.explain.gather import from_run, read_given
 from paceline.rundir.records import open_regular, read_object, read_records
 from paceline.spec import rundir as names
 

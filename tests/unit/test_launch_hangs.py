@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from paceline.diagnose.conclude import conclude
-from paceline.diagnose.evidence import Evidence
-from paceline.diagnose.rules import load_all
-from paceline.diagnose.stacks import Frame, Stand
+from paceline.explain.conclude import conclude
+from paceline.explain.evidence import Evidence
+from paceline.explain.rules import load_all
+from paceline.explain.stacks import Frame, Stand
 from paceline.launch.hangs import BUSY_S, Hang, Heartbeats, Look, judge
 from paceline.spec.failure import Result
 

@@ -15,10 +15,10 @@ import click
 from paceline.cli.flags import of_a_run
 from paceline.cli.runs import find_run, named_run
 from paceline.cli.verb import Verb, say
-from paceline.diagnose.conclude import Conclusion, conclude, to_findings
-from paceline.diagnose.evidence import Evidence
-from paceline.diagnose.gather import from_log, from_run, of_run, read, read_given
-from paceline.diagnose.rules import load_all
+from paceline.explain.conclude import Conclusion, conclude, to_findings
+from paceline.explain.evidence import Evidence
+from paceline.explain.gather import from_log, from_run, of_run, read, read_given
+from paceline.explain.rules import load_all
 from paceline.report import explanation
 from paceline.rundir.records import is_regular, read_object
 from paceline.spec import rundir as names

@@ -14,7 +14,7 @@ import click
 from paceline.cli.flags import of_a_run
 from paceline.cli.runs import current_run, look_at
 from paceline.cli.verb import Verb
-from paceline.diagnose.gather import log_files, rank_of
+from paceline.explain.gather import log_files, rank_of
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError

@@ -73,9 +73,9 @@ def trial_job(job: Job) -> Job:
 
 def _result(outcome: RunOutcome) -> dict[str, Any]:
     if outcome.result.exit_code:
-        from paceline.diagnose.conclude import conclude
-        from paceline.diagnose.gather import of_run
-        from paceline.diagnose.rules import load_all
+        from paceline.explain.conclude import conclude
+        from paceline.explain.gather import of_run
+        from paceline.explain.rules import load_all
 
         found = conclude(of_run(outcome.path, outcome.result, outcome.events), load_all())
         rule, match = found.found[0] if found.known else (None, None)

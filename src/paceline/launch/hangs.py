@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.diagnose.stacks import Frame, Stand, parse
+from paceline.explain.stacks import Frame, Stand, parse
 from paceline.launch.fleet import Fleet
 from paceline.launch.node import Node
 from paceline.spec.errors import PacelineError

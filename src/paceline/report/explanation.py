@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.diagnose.conclude import Conclusion
-from paceline.diagnose.evidence import Evidence
-from paceline.diagnose.rule import Match, Rule
+from paceline.explain.conclude import Conclusion
+from paceline.explain.evidence import Evidence
+from paceline.explain.rule import Match, Rule
 
 WIDTH = 200
 OTHERS = 3

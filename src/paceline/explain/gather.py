@@ -1,0 +1,233 @@
+"""Reads evidence: a run directory, or any log. Both may hold anything."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.explain import logs as cutting
+from paceline.explain.evidence import End, Evidence, Launcher, Log
+from paceline.rundir.ownership import owner_alive, owner_here, read_owner
+from paceline.rundir.records import (
+    folders_in,
+    head_and_tail,
+    is_regular,
+    mapping,
+    number,
+    read_object,
+    read_records,
+    whole,
+    words,
+)
+from paceline.spec import rundir as names
+from paceline.spec.errors import DataError
+from paceline.spec.failure import Failure, Result
+
+HEAD = 64 << 10  # bytes read of a log's beginning
+TAIL = 256 << 10  # and of its end, where causes stand
+ALL_LOGS = 4 << 20  # bytes read of all logs together, beside that of the rank that failed first
+MOST_LOGS = 4096
+STREAM = 1 << 30  # bytes taken of a log that comes through a pipe
+_SIGNS = (names.EVENTS, names.RESULT, names.PLAN, names.OWNER)
+
+
+def from_run(path: Path) -> Evidence:
+    """The evidence of a run directory. DataError when it is none."""
+    if not any(is_regular(path / name) for name in _SIGNS):
+        raise DataError(
+            f"{path} is not a run directory",
+            found="no events.jsonl, result.json or plan.json in it",
+            remedy="Give the folder that the run printed (runs/NAME-DATE-TIME), or --log FILE",
+        )
+    launcher = _launcher(path)
+    # a run that has not ended leaves the result of the one before it in the folder
+    said = read_object(path / names.RESULT) if launcher is None else None
+    return of_run(path, Result.from_json(said or {}), read_records(path / names.EVENTS), launcher)
+
+
+def of_run(path: Path, result: Result, events: Sequence[Mapping[str, Any]],
+           launcher: Launcher | None = None) -> Evidence:  # fmt: skip
+    """The evidence of a run of which it is known how it ended and what happened.
+
+    Args:
+        path: The run directory, for the logs and checkpoints in it.
+        result, events: Of a run that has just ended as its launcher had them, else from its files.
+        launcher: Whose run it still is.
+    """
+    first, ends, homes = result.failure, _ends(events), _homes(events)
+    found = [
+        Log(log.host, log.rank, tuple(_at_home(homes, log.host, line) for line in log.lines))
+        for log in _rank_logs(path / names.LOGS, _hosts_of(events), first)
+    ]
+    return Evidence(
+        logs=tuple(_ordered(found, first, ends)),
+        ends=ends,
+        result=result,
+        events=tuple(events),
+        launcher=launcher,
+        checkpoint=next((int(one.name) for one in names.checkpoints(path)), None),
+    )
+
+
+def _homes(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Host, shipped copy there, and the user's own folder that it is a copy of."""
+    found = (
+        tuple(words(event.get(name), 4096) for name in ("host", "copy", "home"))
+        for event in events
+        if event.get("event") == "copied"
+    )
+    return [(host, copy, home) for host, copy, home in found if copy.count("/") > 1][:10_000]
+
+
+def _at_home(homes: list[tuple[str, str, str]], host: str, line: str) -> str:
+    for name, copy, home in homes:
+        if name == host and copy in line:
+            line = line.replace(copy, home)
+    return line
+
+
+def _launcher(path: Path) -> Launcher | None:
+    owner = read_owner(path)
+    if owner is None:
+        return None
+    alive = owner_alive(owner) if owner_here(owner) else None
+    return Launcher(owner["host"], owner["pid"], owner["since"], alive)
+
+
+def from_log(text: str) -> Evidence:
+    """The evidence of one log, of whatever launcher."""
+    first = cutting.root_cause(text)
+    found = cutting.split(text)
+    ends: tuple[End, ...] = ()
+    if first is not None and first.signal is not None and first.rank is not None:
+        ends = (End(first.host, first.rank, None, first.signal),)
+    return Evidence(tuple(_ordered(found, first, ends)), ends, Result(failure=first))
+
+
+def _ordered(found: Iterable[Log], first: Failure | None, ends: tuple[End, ...]) -> list[Log]:
+    """The first failing rank's log first; then ranks in the order of their bad ends."""
+    bad = [(end.host, end.rank) for end in ends if end.code != 0]
+
+    def order(log: Log) -> tuple[bool, int, bool, int]:
+        is_first = first is not None and log.rank == first.rank and log.host in (first.host, "")
+        key = (log.host, log.rank)
+        place = bad.index(key) if key in bad else len(bad)
+        return (not is_first, place, log.rank is None, log.rank or 0)
+
+    return sorted(found, key=order)
+
+
+def _ends(events: Sequence[Mapping[str, Any]]) -> tuple[End, ...]:
+    return tuple(
+        End(
+            words(event.get("host"), 255),
+            whole(event.get("rank")) or 0,
+            whole(event.get("code")),
+            _signal(event.get("signal")),
+            number(event.get("time")),
+            whole(event.get("peak_bytes")) or 0,
+            _memory(mapping(event.get("memory"))),
+            _seen(mapping(event.get("seen"))),
+        )
+        for event in events
+        if event.get("event") == "rank ended"
+    )
+
+
+def _signal(value: Any) -> int | None:
+    """The number of a signal that this machine knows."""
+    return value if whole(value) in set(signal.Signals) else None
+
+
+def _memory(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What the memory killer left, of the kinds that rules expect."""
+    limit = mapping(said.get("limit"))
+    size, group = whole(limit.get("bytes")), words(limit.get("group"), 4096)
+    of_limit = {"limit": {"bytes": size, "group": group}} if size is not None else {}
+    rest = {name: value for name, value in said.items() if name != "limit"}
+    return {**rest, "kernel": _texts(said.get("kernel")), **of_limit} if said else {}
+
+
+def _seen(said: Mapping[str, Any]) -> dict[str, Any]:
+    stack = _texts(said.get("stack"))
+    return {"state": words(said.get("state"), 8), "stack": stack} if said else {}
+
+
+def _texts(value: Any) -> list[str]:
+    return [words(one, 2000) for one in value[:1000]] if isinstance(value, list) else []
+
+
+def _hosts_of(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Host by the name of its folder among the logs."""
+    hosts = {host for event in events if (host := words(event.get("host"), 255))}
+    return {"".join(c if c.isalnum() or c in "._-" else "_" for c in h).lstrip("."): h
+            for h in hosts}  # fmt: skip
+
+
+def _rank_logs(folder: Path, hosts: Mapping[str, str], first: Failure | None) -> list[Log]:
+    """Every rank's log; of many logs less each, but all of that of the first to fail."""
+    files = log_files(folder)
+    share = min(TAIL, ALL_LOGS // max(1, len(files)))
+    found = []
+    for file in files:
+        host, rank = hosts.get(file.parent.name, file.parent.name), rank_of(file)
+        blamed = first is not None and (first.host, first.rank) == (host, rank)
+        found.append(Log.of(host, rank, read(file, TAIL if blamed else share)))
+    return found
+
+
+def log_files(folder: Path) -> list[Path]:
+    """The logs below a run's ``logs/``: regular files two levels down, no links."""
+    found = []
+    for host in folders_in(folder):
+        found += [file for file in sorted(host.glob("*.log")) if is_regular(file)]
+        if len(found) >= MOST_LOGS:
+            break
+    return found[:MOST_LOGS]
+
+
+def rank_of(file: Path) -> int | None:
+    """The rank whose log it is; ``None`` for an agent's."""
+    named = file.stem.isascii() and file.stem.isdecimal() and len(file.stem) < 10
+    return int(file.stem) if named else None
+
+
+def read(file: Path, tail: int = TAIL) -> str:
+    """Beginning and end of a log, as text. DataError when it cannot be read."""
+    try:
+        begin, end = head_and_tail(file, min(HEAD, tail), tail)
+    except (OSError, ValueError) as error:
+        found = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"cannot read {file}", found=found) from None
+    return (begin + b"\n" * bool(end) + end).decode(errors="replace")
+
+
+def read_given(file: Path) -> str:
+    """Beginning and end of a log that the user names: also a link, a pipe, or - for the input.
+
+    DataError when it cannot be read.
+    """
+    try:
+        if str(file) == "-":
+            return _read_stream(sys.stdin.buffer)
+        with file.open("rb") as stream:
+            return _read_stream(stream)
+    except (OSError, ValueError) as error:
+        found = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"cannot read {file}", found=found) from None
+
+
+def _read_stream(stream: IO[bytes]) -> str:
+    begin = stream.read(HEAD)
+    ends: deque[bytes] = deque(maxlen=2)
+    taken = 0
+    while taken < STREAM and (part := stream.read(TAIL)):
+        ends.append(part)
+        taken += len(part)
+    end = b"".join(ends)
+    cut = b"\n" * (taken > TAIL)
+    return (begin + cut + (end[-TAIL:] if cut else end)).decode(errors="replace")

@@ -1,0 +1,59 @@
+"""The kernel killed a rank for its memory.
+
+Meaning: The memory of the host, or of the job's control group or container, was used up, and the
+    kernel ended the largest process.
+Cause: Many loader workers, a copy of the data or weights in every rank, or a batch that grew.
+Confirm: sudo dmesg | grep -i 'killed process' on that host; memory.events and memory.max of the
+    job's control group.
+Remedy: Fewer ranks or loader workers on that host, memory-mapped data instead of copies, a smaller
+    batch, or a higher limit (Slurm --mem, Docker --memory).
+Source: DeepSpeed 4239, horovod 469; kernel documentation of cgroups.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from paceline.explain.evidence import End, Evidence
+from paceline.explain.rule import Match, define
+
+_WORDS = re.compile(
+    r"Memory cgroup out of memory: Killed process|Out of memory: Kill(?:ed)? process"
+    r"|oom[-_]kill(?:er)? event|Detected \d+ oom[-_]kill|OOMKilled"
+    r"|Killed process \d{1,12} .{0,300}anon-rss|worker.{0,200}\bkilled\b.{0,200}out of memory"
+)
+
+
+def match(evidence: Evidence) -> Match | None:
+    for end in evidence.ends:
+        if end.signal == signal.SIGKILL and _by_kernel(end):
+            return _of_end(end)
+    for log, at, _ in evidence.search(_WORDS):
+        hosts = (log.host,) if log.host else ()
+        cause = f"{log.where}: the kernel killed a process for its memory: {log.lines[at].strip()}"
+        return Match(cause[:300], hosts, log.rank, 0.97, log.lines[max(0, at - 2) : at + 3])
+    return None
+
+
+def _by_kernel(end: End) -> bool:
+    kills = end.memory.get("kills")
+    if kills is None:  # no counter of our own: the kernel's log, which tells of others, too
+        return bool(end.memory.get("kernel"))
+    return bool(kills)
+
+
+def _of_end(end: End) -> Match:
+    limit = end.memory.get("limit")
+    peak = f" at {_size(end.peak_bytes)}" if end.peak_bytes else ""
+    under = f" (limit {_size(limit['bytes'])}, {limit['group']})" if limit else ""
+    where = end.where
+    cause = f"{where} was killed by the kernel for its memory{peak}{under}"
+    return Match(cause, (end.host,), end.rank, 0.99, tuple(end.memory.get("kernel") or ()))
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+rule = define("memory-killed", __doc__, match)

@@ -1,0 +1,55 @@
+"""A rank did not come to a collective: it was busy elsewhere, or stopped.
+
+Meaning: The others waited for it until their time was over; it was alive and somewhere else.
+Cause: Work that one rank does alone (evaluating, saving, downloading) for longer than the others
+    wait, an endless loop, a slow or broken disk, or a process that somebody stopped.
+Confirm: events.jsonl: "seen" of that rank is its stack at that moment; py-spy dump --pid PID shows
+    it in a run that hangs now.
+Remedy: Let all ranks do that work or let it be short; else a longer time-out:
+    init_process_group(timeout=...), which does not make the others any faster.
+Source: pytorch 118369, nccl 708, accelerate 314, torchtune 2093.
+"""
+
+from __future__ import annotations
+
+from paceline.explain import stacks
+from paceline.explain.evidence import Evidence
+from paceline.explain.rule import Match, define
+from paceline.explain.stacks import Stand
+from paceline.spec.failure import WAITED
+
+_STATES = {"T": "is stopped (SIGSTOP, or Ctrl-Z)", "D": "waits for a disk or a network folder"}
+
+
+def match(evidence: Evidence) -> Match | None:
+    waiting = next(evidence.search(WAITED), None)
+    if waiting is None:
+        return None
+    victims = {log.rank for log, _, _ in evidence.search(WAITED)}
+    alive = [stand for stand in stacks.seen(evidence) if stand.rank not in victims]
+    absent = [stand for stand in alive if doing(stand)]
+    if not absent:
+        return None
+    first, log = absent[0], waiting[0]
+    cause = f"{first.who} {doing(first)} while {log.where} waited for it in vain"
+    lines = tuple(f'File "{f.file}", line {f.line} in {f.function}' for f in first.frames[:5])
+    return Match(cause, (first.host,), None, 0.95, lines, remedy=_remedy(first))
+
+
+def doing(stand: Stand) -> str:
+    """What it did instead of the collective; empty when it stood in one, or nothing is known."""
+    if stand.state in _STATES:
+        return _STATES[stand.state]
+    if stand.collective or stand.own is None:
+        return ""
+    function = "" if stand.own.function == "<module>" else f"in {stand.own.function}, "
+    return f"was {function or 'at '}{stand.own.where}"
+
+
+def _remedy(stand: Stand) -> str:
+    if stand.state == "T":
+        return f"Find out who stops processes on {stand.host} (a debugger, kill -STOP), run again"
+    return ""
+
+
+rule = define("rank-absent", __doc__, match)

@@ -1,0 +1,46 @@
+"""One rank had less to do than the others.
+
+Meaning: A rank ended well while others still waited for it in a collective operation.
+Cause: It had fewer batches (its share of the data was smaller), or left the loop early.
+Confirm: Compare the last step in the logs of all ranks.
+Remedy: Give all ranks equal numbers of batches: drop_last=True, a DistributedSampler, or torch's
+    Join context; paceline.train's loaders are equal by construction.
+Source: pytorch 38174 and 141069, Lightning 20404.
+"""
+
+from __future__ import annotations
+
+import re
+
+from paceline.explain.evidence import End, Evidence
+from paceline.explain.rule import Match, define
+from paceline.spec.failure import PEER_GONE
+
+_STEP = re.compile(r"(?i)\bstep\D{0,3}(\d+)")
+
+
+def match(evidence: Evidence) -> Match | None:
+    early = _ended_well_before_others(evidence)
+    waiting = next(evidence.search(PEER_GONE), None)
+    if early is None or waiting is None or evidence.end_of(waiting[0]) == early:
+        return None
+    where = early.where
+    at = _last_step(evidence, early)
+    step = f" after step {at}" if at else ""
+    cause = f"{where} ended its work{step} while {waiting[0].where} still waited for it"
+    return Match(cause, (early.host,), early.rank, 0.93, waiting[0].lines[waiting[1] :][:1])
+
+
+def _ended_well_before_others(evidence: Evidence) -> End | None:
+    bad = [end.time for end in evidence.ends if end.code != 0]
+    good = [end for end in evidence.ends if end.code == 0]
+    return next((end for end in good if bad and end.time < max(bad)), None)
+
+
+def _last_step(evidence: Evidence, end: End) -> str:
+    logs = [log for log in evidence.logs if (log.host, log.rank) == (end.host, end.rank)]
+    steps = [match[1] for log in logs for line in log.lines if (match := _STEP.search(line))]
+    return steps[-1] if steps else ""
+
+
+rule = define("uneven-data", __doc__, match)

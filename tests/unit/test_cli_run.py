@@ -239,3 +239,17 @@ def test_ctrl_c_before_a_verb_runs_has_the_status_of_an_interrupt(
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended.value.code == 130
+
+
+def test_closed_outputs_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python finds them after ``>&-``."""
+    seen = []
+    monkeypatch.setattr(cli.program, "main", lambda **how: seen.append((sys.stdout, sys.stderr)))
+    monkeypatch.setattr(cli.signal, "signal", lambda *how: None)
+    monkeypatch.setattr(sys, "stdout", None)
+    cli.main([])
+    ((out, err),) = seen
+    assert out is not None
+    assert out.isatty() is False
+    assert err is not None
+    out.close()

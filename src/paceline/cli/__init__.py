@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import signal
 import sys
 from typing import Any
@@ -95,6 +96,9 @@ def program() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """The program. Prints handled errors without traceback and exits with their status."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # started with it closed, as by some daemons
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
     try:
         program.main(args=argv, prog_name="paceline")
     except PacelineError as error:

@@ -26,9 +26,10 @@ from torch.nn.functional import cross_entropy
 from paceline import train
 from paceline.recipes.optimization import Curve, optimizer, scheduled
 from paceline.train import Best, wrapping
-from paceline.train.checkpoints.exchange import load
-from paceline.train.checkpoints.shelf import Shelf
-from paceline.train.checkpoints.writer import Snapshot, Writer
+from paceline.train.checkpoints.capture import Snapshot
+from paceline.train.checkpoints.resume import load
+from paceline.train.checkpoints.store import Store
+from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
 from paceline.train.world import World
 
@@ -201,7 +202,7 @@ def terminated_and_resumed() -> dict[str, Any]:
         time.sleep(0.15 if step >= 6 else 0)  # the rest lasts longer than two beats
 
     slow = forking.run(4, lambda: training(folder, every="never", dropout=0.3, at_step=act))
-    steps = [one.step for one in Shelf(folder / "checkpoints").found()[0]]
+    steps = [one.step for one in Store(folder / "checkpoints").found()[0]]
     forking.run_ok(4, lambda: training(folder, every="never", dropout=0.3))
     return {
         "statuses": slow,
@@ -288,7 +289,7 @@ def resumed_from_shards(
 
 def damage(folder: Path) -> None:
     """One bit of what rank 1 has written."""
-    newest = Shelf(folder / "checkpoints").found()[0][0].path
+    newest = Store(folder / "checkpoints").found()[0][0].path
     part = newest / "weights/00001.safetensors"
     content = bytearray(part.read_bytes())
     content[-1] ^= 1
@@ -304,7 +305,7 @@ def resumed_at(folder: Path) -> int:
 
 
 def held(folder: Path) -> list[str]:
-    newest = Shelf(folder / "checkpoints").found()[0][0]
+    newest = Store(folder / "checkpoints").found()[0][0]
     return sorted(newest.manifest.files)
 
 
@@ -312,7 +313,7 @@ def read_by_torch(folder: Path) -> float:
     """The last checkpoint's weights, read with torch's reader and nothing of ours."""
     whole = torch.load(folder / "params.pt")
     state = {name: torch.zeros_like(one) for name, one in whole.items()}
-    path = Shelf(folder / "checkpoints").found()[0][0].path / "weights"
+    path = Store(folder / "checkpoints").found()[0][0].path / "weights"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
@@ -403,7 +404,7 @@ def other_choices() -> dict[str, Any]:
 def killed_in_saves() -> dict[str, Any]:
     """kill -9 at fifty random moments while checkpoints are written all the time."""
     draw = random.Random(int(sys.argv[2]))
-    where = Shelf(made("torn/checkpoints"))
+    where = Store(made("torn/checkpoints"))
     passed_over: list[str] = []
     steps = []
     for number in range(50):
@@ -419,7 +420,7 @@ def killed_in_saves() -> dict[str, Any]:
     return {"steps": steps, "passed over": passed_over}
 
 
-def saving(where: Shelf, step: int) -> None:
+def saving(where: Store, step: int) -> None:
     """Writes checkpoints of a megabyte, one after the other, for ever."""
     writer = Writer(where, keep=2)
     while True:
@@ -452,7 +453,7 @@ def full_disk() -> dict[str, Any]:
     stopped = forking.run(
         1, lambda: training(other, every="2", at_step=slow, stop_when_full=True, save=False)
     )
-    steps = [one.step for one in Shelf(folder / "checkpoints").found()[0]]
+    steps = [one.step for one in Store(folder / "checkpoints").found()[0]]
     forking.run_ok(1, lambda: training(folder))
     return {
         "status": status,

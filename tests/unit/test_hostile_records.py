@@ -25,13 +25,20 @@ from paceline.spec.records import MOST_BYTES as MOST_LINE
 from paceline.spec.records import last_steps
 from paceline.spec.rundir import WRITER
 from paceline.train import files
-from paceline.train.checkpoints import manifest, names
-from paceline.train.checkpoints.exchange import load
-from paceline.train.checkpoints.lock import Lock
-from paceline.train.checkpoints.manifest import Damaged, Entry, Manifest
-from paceline.train.checkpoints.shelf import BEST, Shelf
-from paceline.train.checkpoints.staging import Staging
-from paceline.train.checkpoints.state import Training, capture, check_identity, restore
+from paceline.train.checkpoints.capture import Copier, Training, capture
+from paceline.train.checkpoints.format import (
+    MANIFEST,
+    OPTIMIZER,
+    RANDOM,
+    STATE,
+    WEIGHTS,
+    Damaged,
+    Entry,
+    Manifest,
+    read_manifest,
+)
+from paceline.train.checkpoints.resume import check_identity, load, restore
+from paceline.train.checkpoints.store import BEST, Lock, Store
 from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
 from paceline.train.loader import Progress
@@ -120,13 +127,10 @@ def trained() -> Training:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A sound one."""
-    from paceline.train.checkpoints import randomness
-
     training = trained()
-    generators = randomness.capture(ALONE.device)[None]
-    taken = capture(training, ALONE, generators, best=True)
-    Staging().begin(taken.tensors, taken.later)()
-    writer = Writer(Shelf(tmp_path / "c"), 3)
+    taken = capture(training, ALONE, best=True)
+    Copier().begin(taken.tensors, taken.later)()
+    writer = Writer(Store(tmp_path / "c"), 3)
     writer.begin(taken)
     writer.wait()
     assert not writer.outcomes.get().problem
@@ -137,15 +141,15 @@ def signed(folder: Path) -> None:
     """Makes the manifest fit the files, as somebody who means it would."""
     entries = {}
     for path in folder.iterdir():
-        if path.name != manifest.NAME:
+        if path.name != MANIFEST:
             content = path.read_bytes()
             entries[path.name] = Entry(hashlib.sha256(content).hexdigest(), len(content))
-    (folder / manifest.NAME).write_bytes(Manifest(3, entries, {"ranks": 1}).encode())
+    (folder / MANIFEST).write_bytes(Manifest(3, entries, {"ranks": 1}).encode())
 
 
 def test_manifests(checkpoint: Path) -> None:
     draw, found = random.Random(1), Counter[str]()
-    sound = json.loads((checkpoint / manifest.NAME).read_bytes())
+    sound = json.loads((checkpoint / MANIFEST).read_bytes())
     for _ in range(MANIFESTS):
         said = changed(sound, draw)
         if isinstance(said, dict) and draw.random() < 0.6:  # its hash is right
@@ -155,11 +159,11 @@ def test_manifests(checkpoint: Path) -> None:
             raw = json.dumps(said, indent=1, sort_keys=True).encode() + b"\n"
         else:
             raw = text(said, draw)
-        (checkpoint / manifest.NAME).write_bytes(raw)
+        (checkpoint / MANIFEST).write_bytes(raw)
 
         def act() -> str:
             try:
-                manifest.read(checkpoint).verify(checkpoint)
+                read_manifest(checkpoint).verify(checkpoint)
             except Damaged as damage:
                 return "damaged" if len(str(damage)) < 1000 else "too long"
             return "read"
@@ -171,7 +175,7 @@ def test_manifests(checkpoint: Path) -> None:
 
 def resumed(checkpoint: Path, training: Training) -> str:
     try:
-        loaded = load(ALONE, str(checkpoint), Shelf(checkpoint.parent), lambda _: None)
+        loaded = load(ALONE, str(checkpoint), Store(checkpoint.parent), lambda _: None)
         assert loaded is not None
         check_identity(loaded, training.identity)
         restore(loaded, training, ALONE)
@@ -184,9 +188,9 @@ def test_states(checkpoint: Path) -> None:
     draw, found = random.Random(2), Counter[str]()
     training = trained()
     assert resumed(checkpoint, training) == "resumed"
-    sound = json.loads((checkpoint / names.STATE).read_bytes())
+    sound = json.loads((checkpoint / STATE).read_bytes())
     for _ in range(STATES):
-        (checkpoint / names.STATE).write_bytes(text(changed(sound, draw), draw))
+        (checkpoint / STATE).write_bytes(text(changed(sound, draw), draw))
         signed(checkpoint)
         bounded(lambda: resumed(checkpoint, training), found)
     assert found["refused"] > STATES / 4
@@ -198,7 +202,7 @@ def test_tensors(checkpoint: Path, tmp_path: Path) -> None:
     sound, training = tmp_path / "sound", trained()
     shutil.copytree(checkpoint, sound)
     for _ in range(TENSORS):
-        name = draw.choice([names.WEIGHTS, names.OPTIMIZER, names.RANDOM])
+        name = draw.choice([WEIGHTS, OPTIMIZER, RANDOM])
         raw = bytearray((sound / name).read_bytes())
         way = draw.random()
         if way < 0.3:
@@ -256,7 +260,7 @@ def test_links_are_not_written_through(tmp_path: Path) -> None:
 def test_pointers(tmp_path: Path) -> None:
     for raw in [*RAW, *(json.dumps({"step": one}).encode() for one in ODD[:8])]:
         (tmp_path / "best.json").write_bytes(raw)
-        assert Shelf(tmp_path).pointed(BEST) is None or raw
+        assert Store(tmp_path).pointed(BEST) is None or raw
 
 
 def test_what_starting_again_would_do(tmp_path: Path) -> None:

@@ -21,21 +21,32 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from paceline.spec.errors import DataError, SettingError
-from paceline.train.checkpoints import manifest, randomness, shelf, tensorfile
-from paceline.train.checkpoints.exchange import Loaded, load
-from paceline.train.checkpoints.lock import STALE_SECONDS, Lock
-from paceline.train.checkpoints.manifest import Damaged
-from paceline.train.checkpoints.pack import pack, unpack
-from paceline.train.checkpoints.policy import Policy, policy
-from paceline.train.checkpoints.shelf import BEST, Shelf, surplus
-from paceline.train.checkpoints.staging import Staging, Torn
-from paceline.train.checkpoints.state import Training, capture, restore
-from paceline.train.checkpoints.writer import STATE, Snapshot, Writer
+from paceline.train.checkpoints.capture import (
+    Copier,
+    Snapshot,
+    Torn,
+    Training,
+    capture,
+    generators,
+    set_generators,
+)
+from paceline.train.checkpoints.format import (
+    MANIFEST,
+    STATE,
+    Damaged,
+    pack,
+    read_manifest,
+    unpack,
+    write_tensors,
+)
+from paceline.train.checkpoints.keeper import Policy, policy
+from paceline.train.checkpoints.resume import Loaded, load, restore
+from paceline.train.checkpoints.store import BEST, FOLDER, STALE_SECONDS, Lock, Store, surplus
+from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
 from paceline.train.loader import Progress
-from paceline.train.pulse import next_beat
 from paceline.train.records import Records, last_steps
-from paceline.train.signals import Notice
+from paceline.train.stop import Notice, next_poll
 from paceline.train.update import Updater
 from paceline.train.world import World
 
@@ -74,7 +85,7 @@ def test_tensors_in_states_come_back() -> None:
 def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
     tensors = {str(dtype): (torch.randn(3, 4) * 9).to(dtype).t() for dtype in DTYPES}
     tensors |= {"number": torch.tensor(3.5), "none": torch.zeros(0, 2)}
-    digest, size = tensorfile.write(tmp_path / "x", tensors)
+    digest, size = write_tensors(tmp_path / "x", tensors)
     assert (tmp_path / "x").stat().st_size == size
     back = load_file(tmp_path / "x")
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
@@ -94,8 +105,8 @@ def snapshot(step: int, best: bool = False) -> Snapshot:
     )
 
 
-def written(root: Path, *steps: int, keep: int = 0, best: int = -1) -> Shelf:
-    where = Shelf(root)
+def written(root: Path, *steps: int, keep: int = 0, best: int = -1) -> Store:
+    where = Store(root)
     writer = Writer(where, keep)
     for step in steps:
         writer.begin(snapshot(step, step == best))
@@ -105,7 +116,7 @@ def written(root: Path, *steps: int, keep: int = 0, best: int = -1) -> Shelf:
     return where
 
 
-def newest(where: Shelf, warned: list[str] | None = None, want: str = "latest") -> int:
+def newest(where: Store, warned: list[str] | None = None, want: str = "latest") -> int:
     loaded = load(ALONE, want, where, (warned if warned is not None else []).append)
     assert loaded is not None
     assert float(loaded.tensors["weights.safetensors"]["w"][0, 0]) == loaded.step
@@ -124,7 +135,7 @@ def test_every_flipped_bit_and_zeroed_page_is_found(tmp_path: Path) -> None:
         before = path.read_bytes()
         path.write_bytes(damaged(before, draw))
         with pytest.raises(Damaged):
-            manifest.read(folder).verify(folder)
+            read_manifest(folder).verify(folder)
         path.write_bytes(before)
     assert newest(where) == 7
 
@@ -163,14 +174,14 @@ def test_choices(tmp_path: Path) -> None:
     assert newest(where, want="auto") == 3
     assert newest(where, want="best") == 2
     assert newest(where, want="1") == 1
-    assert newest(Shelf(tmp_path / "other"), want=str(tmp_path)) == 3
-    assert newest(Shelf(tmp_path / "other"), want=str(tmp_path / "checkpoints/2")) == 2
+    assert newest(Store(tmp_path / "other"), want=str(tmp_path)) == 3
+    assert newest(Store(tmp_path / "other"), want=str(tmp_path / "checkpoints/2")) == 2
     assert load(ALONE, "never", where, print) is None
-    assert load(ALONE, "auto", Shelf(tmp_path / "other"), print) is None
+    assert load(ALONE, "auto", Store(tmp_path / "other"), print) is None
     with pytest.raises(DataError, match=r"3, 2, 1"):
         load(ALONE, "5", where, print)
     with pytest.raises(DataError, match="no such checkpoint"):
-        load(ALONE, "latest", Shelf(tmp_path / "other"), print)
+        load(ALONE, "latest", Store(tmp_path / "other"), print)
     with pytest.raises(SettingError, match="no checkpoint is there"):
         load(ALONE, str(tmp_path / "nope"), where, print)
 
@@ -198,7 +209,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensorfile, "write", full)
+    monkeypatch.setattr("paceline.train.checkpoints.writer.write_tensors", full)
     writer.begin(snapshot(2))
     writer.wait()
     assert "No space left" in writer.outcomes.get().problem
@@ -209,7 +220,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_space_is_checked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    writer = Writer(Shelf(tmp_path / "c"), 3)
+    writer = Writer(Store(tmp_path / "c"), 3)
     writer.begin(snapshot(2))
     writer.wait()
     assert "MB needed, 0.0 MB free" in writer.outcomes.get().problem
@@ -218,12 +229,12 @@ def test_space_is_checked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_copy_is_of_the_moment(tmp_path: Path) -> None:
     """Parameters may change after the wait, buffers at once."""
-    staging = Staging()
+    copier = Copier()
     weight, buffer = torch.ones(3), torch.ones(3)
-    finish = staging.begin({"f": {"weight": weight, "buffer": buffer}}, frozenset({"weight"}))
+    finish = copier.begin({"f": {"weight": weight, "buffer": buffer}}, frozenset({"weight"}))
     buffer += 1
     copied = finish()
-    staging.wait()
+    copier.wait()
     weight += 1
     assert copied["f"]["weight"].tolist() == [1, 1, 1]
     assert copied["f"]["buffer"].tolist() == [1, 1, 1]
@@ -231,13 +242,13 @@ def test_the_copy_is_of_the_moment(tmp_path: Path) -> None:
 
 def test_what_the_script_changes_between_steps_is_found_out() -> None:
     """The copy is given up, and from then on everything is copied at once."""
-    staging, weight = Staging(), torch.ones(3)
-    finish = staging.begin({"f": {"weight": weight}}, frozenset({"weight"}))
+    copier, weight = Copier(), torch.ones(3)
+    finish = copier.begin({"f": {"weight": weight}}, frozenset({"weight"}))
     weight.clamp_(max=0.5)
     with pytest.raises(Torn, match=r"weight changed outside session\.step"):
         finish()
-    staging.wait()
-    finish = staging.begin({"f": {"weight": weight}}, frozenset({"weight"}))
+    copier.wait()
+    finish = copier.begin({"f": {"weight": weight}}, frozenset({"weight"}))
     weight += 1
     assert finish()["f"]["weight"].tolist() == [0.5] * 3
 
@@ -252,8 +263,8 @@ def test_a_moving_average_is_of_the_moment() -> None:
     training = Training(
         Updater(network, adam, None, None, None), Progress(), 0, {"average": average}
     )
-    taken = capture(training, ALONE, torch.zeros(1, 8, dtype=torch.uint8), best=False)
-    finish = Staging().begin(taken.tensors, taken.later)
+    taken = capture(training, ALONE)
+    finish = Copier().begin(taken.tensors, taken.later)
     expected = {name: one.clone() for name, one in average.state_dict().items()}
     statistics = network[1].running_mean.clone()
     with torch.no_grad():
@@ -274,7 +285,7 @@ def test_generators_begin_the_same_at_another_world_size() -> None:
     training = Training(
         Updater(network, torch.optim.SGD(network.parameters()), None, None, None), Progress(), 0
     )
-    taken = capture(training, ALONE, torch.zeros(1, 8, dtype=torch.uint8), best=False)
+    taken = capture(training, ALONE)
     state = json.loads(taken.state) | {"ranks": 2}
     loaded = Loaded(3, state, taken.tensors, "here")
     drawn = []
@@ -315,7 +326,7 @@ def test_writer_on_another_machine(tmp_path: Path) -> None:
 
 def test_a_writer_whose_launcher_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our launcher holds the run directory, so that of the other run has ended, or was killed."""
-    monkeypatch.setattr("paceline.train.checkpoints.lock.WATCH_SECONDS", 0.4)
+    monkeypatch.setattr("paceline.train.checkpoints.store.WATCH_SECONDS", 0.4)
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     owner = {"host": "far", "pid": 1, "since": "2030-01-01 00:00:00", "run": "r1"}
@@ -363,18 +374,18 @@ def test_due() -> None:
 
 def test_random_generators_go_on() -> None:
     random.gauss(0, 1), np.random.randn()  # half of a pair stays behind
-    state = randomness.capture(torch.device("cpu"))
+    state = generators(torch.device("cpu"))
     first = random.gauss(0, 1), random.random(), np.random.randn(), torch.rand(2).tolist()
-    randomness.restore(state, torch.device("cpu"))
+    set_generators(state, torch.device("cpu"))
     again = random.gauss(0, 1), random.random(), np.random.randn(), torch.rand(2).tolist()
     assert first == again
 
 
-def test_beats() -> None:
-    assert next_beat(0.01, 0.5, 40) == 50
-    assert next_beat(0.01, 0.5, 10) == 20
-    assert next_beat(3.0, 0.5, 10) == 1
-    assert next_beat(0.0, 0.5, 1000) == 64
+def test_polls() -> None:
+    assert next_poll(0.01, 0.5, 40) == 50
+    assert next_poll(0.01, 0.5, 10) == 20
+    assert next_poll(3.0, 0.5, 10) == 1
+    assert next_poll(0.0, 0.5, 1000) == 64
 
 
 def test_signals_are_taken_and_given_back() -> None:
@@ -408,4 +419,4 @@ def test_records_survive(tmp_path: Path) -> None:
 
 
 def test_names_of_the_folder() -> None:
-    assert (shelf.FOLDER, manifest.NAME) == ("checkpoints", "manifest.json")
+    assert (FOLDER, MANIFEST) == ("checkpoints", "manifest.json")

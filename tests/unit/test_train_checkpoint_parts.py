@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.train.checkpoints import names, parts
-from paceline.train.checkpoints.manifest import Entry
-from paceline.train.checkpoints.parts import Part, collect, contribute
-from paceline.train.checkpoints.shelf import Shelf
-from paceline.train.checkpoints.writer import Snapshot, Writer
+from paceline.train.checkpoints import writer as parts
+from paceline.train.checkpoints.capture import Snapshot
+from paceline.train.checkpoints.format import STATE, WEIGHT_SHARDS, Entry, of_rank
+from paceline.train.checkpoints.store import Store
+from paceline.train.checkpoints.writer import Part, Writer, collect, contribute
 
 NEVER = threading.Event()
 
@@ -61,8 +61,8 @@ def test_after_a_failure_the_wait_is_short(tmp_path: Path, monkeypatch: pytest.M
         collect(part(tmp_path, 0), failed)
 
 
-def snapshot(where: Shelf, folder: Path, rank: int) -> Snapshot:
-    name = names.of_rank(names.WEIGHT_SHARDS, rank)
+def snapshot(rank: int) -> Snapshot:
+    name = of_rank(WEIGHT_SHARDS, rank)
     return Snapshot(
         4,
         {name: {"w": torch.full((2,), float(rank))}},
@@ -70,33 +70,32 @@ def snapshot(where: Shelf, folder: Path, rank: int) -> Snapshot:
         json.dumps({"progress": {"step": 4}}).encode(),
         {"ranks": 2},
         headers={name: {"format": "pt"}},
-        part=Part(folder, rank, 2),
     )
 
 
 def test_published_when_the_last_part_is_there(tmp_path: Path) -> None:
-    where = Shelf(tmp_path)
+    where = Store(tmp_path)
     first, second = Writer(where, 0), Writer(where, 0)
     folder = first.prepare(4, 0)
-    first.begin(snapshot(where, folder, 0))
+    first.begin(snapshot(0), Part(folder, 0, 2))
     assert not where.found()[0]
-    second.begin(snapshot(where, folder, 1))
+    second.begin(snapshot(1), Part(folder, 1, 2))
     second.wait()
     first.wait()
     found = where.found()[0][0]
     found.manifest.verify(found.path)
-    shards = [names.of_rank(names.WEIGHT_SHARDS, rank) for rank in (0, 1)]
-    assert sorted(found.manifest.files) == [names.STATE, *shards]
+    shards = [of_rank(WEIGHT_SHARDS, rank) for rank in (0, 1)]
+    assert sorted(found.manifest.files) == [STATE, *shards]
     assert second.outcomes.get().problem == first.outcomes.get().problem == ""
 
 
 def test_nothing_is_published_without_a_part(tmp_path: Path) -> None:
-    where = Shelf(tmp_path)
+    where = Store(tmp_path)
     writer = Writer(where, 0)
     folder = writer.prepare(4, 0)
     with pytest.raises(OSError, match="No space"):
         contribute(Part(folder, 1, 2), full)
-    writer.begin(snapshot(where, folder, 0))
+    writer.begin(snapshot(0), Part(folder, 0, 2))
     writer.wait()
     assert "No space left" in writer.outcomes.get().problem
     assert not where.found()[0]

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.recipes.running import guarded
 from paceline.spec import launched
 from paceline.spec.errors import DataError, JobError, NodeError, SettingError
-from paceline.train import insync, once, weights, world
+from paceline.train import disks, insync, weights, world
 from paceline.train.comms import Comms
 from paceline.train.device import Found, choose_backend, choose_device, look
 from paceline.train.metrics import Meter
@@ -281,7 +281,7 @@ def test_first_node(nodes: str, first: str) -> None:
     ],
 )
 def test_one_maker_for_each_storage(seen: list[list[int]], makers: set[int]) -> None:
-    assert once.lowest(seen) == makers
+    assert disks.lowest(seen) == makers
 
 
 def test_progress_bar_draws(monkeypatch: pytest.MonkeyPatch) -> None:

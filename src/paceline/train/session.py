@@ -18,16 +18,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import rundir
 from paceline.spec.errors import JobError
-from paceline.train import files, grouping, insync, once, trackers, weights, world, wrapping
-from paceline.train.checkpoints.keeper import Keeper, Quietly, Stopped
-from paceline.train.checkpoints.policy import policy
-from paceline.train.checkpoints.shelf import FOLDER, Shelf
-from paceline.train.checkpoints.state import Stateful, Training
+from paceline.train import disks, files, grouping, insync, trackers, weights, world, wrapping
+from paceline.train.checkpoints.capture import Stateful, Training
+from paceline.train.checkpoints.keeper import Keeper, policy
+from paceline.train.checkpoints.store import FOLDER, Store
 from paceline.train.comms import Comms
 from paceline.train.cpus import allowed, loader_workers
 from paceline.train.fetching import Collate, Data, Fetch
 from paceline.train.grouping import Stated
-from paceline.train.leaving import leave
 from paceline.train.loader import Batch, Loader, Progress, Shard
 from paceline.train.metrics import Carried, Means, Meter
 from paceline.train.order import Order
@@ -36,6 +34,7 @@ from paceline.train.precision import Precision
 from paceline.train.rate import Rate, counted, summary
 from paceline.train.report import Reporter, figures
 from paceline.train.seeding import seed_all
+from paceline.train.stop import Quietly, Stopped, leave
 from paceline.train.stopping import Best
 from paceline.train.trackers import About, Tracker
 from paceline.train.trackers.guard import Guard, Record, numbers
@@ -288,7 +287,7 @@ class Session:
         keeper = Keeper(
             training,
             self.comms,
-            Shelf(self.folder / FOLDER),
+            Store(self.folder / FOLDER),
             policy(every),
             keep,
             self._tell,
@@ -607,7 +606,7 @@ class Session:
             folder: What is to exist afterwards, on every rank.
             make: Fills the empty folder that it is given.
         """
-        once.once(self.comms, folder, make)
+        disks.once(self.comms, folder, make)
 
     def verify(self) -> None:
         """Proves that parameters and buffers are bit-identical on all ranks.

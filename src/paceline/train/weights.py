@@ -20,8 +20,13 @@ from torch import Tensor
 from paceline.spec import rundir
 from paceline.spec.errors import DataError, NodeError
 from paceline.train import files
-from paceline.train.checkpoints import manifest, names
-from paceline.train.checkpoints.manifest import Damaged
+from paceline.train.checkpoints.format import (
+    STATE,
+    WEIGHT_SHARDS,
+    WEIGHTS,
+    Damaged,
+    read_manifest,
+)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SPARE = 16 << 20  # bytes that are left to others
@@ -109,8 +114,8 @@ def load_config(folder: Path) -> dict[str, Any]:
 
 def _of_checkpoint(path: Path) -> dict[str, Any]:
     try:
-        manifest.read(path).verify(path)
-        config = json.loads((path / names.STATE).read_text(encoding="utf-8"))["model"]
+        read_manifest(path).verify(path)
+        config = json.loads((path / STATE).read_text(encoding="utf-8"))["model"]
         if isinstance(config, dict) and config:
             return config
     except (Damaged, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -153,11 +158,11 @@ def load_weights(folder: Path, module: torch.nn.Module) -> None:
 def _checkpointed(path: Path) -> dict[str, Tensor]:
     """The weights of a checkpoint whose files were compared with its manifest."""
     try:
-        if (path / names.WEIGHTS).is_file():
-            return load_file(path / names.WEIGHTS)
-        from paceline.train.checkpoints import sharding
+        if (path / WEIGHTS).is_file():
+            return load_file(path / WEIGHTS)
+        from paceline.train.checkpoints import shards
 
-        return sharding.whole(path / names.WEIGHT_SHARDS)
+        return shards.whole(path / WEIGHT_SHARDS)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise DataError(f"{path} cannot be loaded", found=str(error)) from None
 

@@ -15,4 +15,14 @@ Where every rank holds shards and sees the folder, ``weights/RANK.safetensors`` 
 
 Nothing in it is executed when it is read. It is written under a temporary name, flushed to the
 disk, and renamed when it is complete.
+
+=========  ======================================================================================
+format     the files: names, contents, manifest
+capture    a training's state at one moment
+shards     the same of a sharded model, through torch's distributed checkpoint
+writer     a thread that writes what was captured; parts of several ranks
+store      a run's folder of checkpoints, and whose it is
+resume     the wanted checkpoint on every rank, and into the training
+keeper     when to save, to stop and to resume: what a session calls
+=========  ======================================================================================
 """

@@ -1,50 +1,81 @@
-"""A run's checkpoints: made when they are due, found again at the start."""
+"""A run's checkpoints: saved when they are due or asked for, resumed from at the start."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from paceline.spec import jobenv
-from paceline.spec.errors import JobError
+from paceline.spec.errors import SettingError
 from paceline.train import wrapping
-from paceline.train.checkpoints import randomness
-from paceline.train.checkpoints.exchange import Loaded, load
-from paceline.train.checkpoints.lock import Lock
-from paceline.train.checkpoints.parts import Part, folder_of_all
-from paceline.train.checkpoints.policy import Policy
-from paceline.train.checkpoints.shelf import Shelf
-from paceline.train.checkpoints.state import Training, capture, check_identity, restore
-from paceline.train.checkpoints.writer import Outcome, Snapshot, Writer
+from paceline.train.checkpoints.capture import Snapshot, Training, capture
+from paceline.train.checkpoints.resume import Loaded, check_identity, load, restore
+from paceline.train.checkpoints.store import Lock, Store
+from paceline.train.checkpoints.writer import Outcome, Part, Writer
 from paceline.train.comms import Comms
-from paceline.train.pulse import Beat, Pulse
-from paceline.train.signals import Notice
+from paceline.train.disks import folder_of_all
+from paceline.train.stop import Notice, Poll, Quietly, Stopped
 
 
-class Stopped(JobError):
-    """The training was asked to stop, and its state is saved; raised on every rank."""
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """When checkpoints are made; any of these.
 
-    exit_code = 143  # as a process that SIGTERM ended
+    Attributes:
+        steps: After so many global steps; 0 not.
+        seconds: After so much time, by the clock of rank 0; 0 not.
+        epochs: After every epoch.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    epochs: bool = False
+
+    def due_by_step(self, step: int) -> bool:
+        return self.steps > 0 and step % self.steps == 0
+
+    def due_by_time(self, elapsed: float) -> bool:
+        return 0 < self.seconds <= elapsed
 
 
-class Quietly(SystemExit):
-    """The same where no launcher of ours shows what a rank raises: one rank has said why."""
+def policy(text: str) -> Policy:
+    """From ``500`` (steps), ``10m`` or ``30s`` (time), ``epoch``, several with commas, ``never``.
+
+    Raises:
+        SettingError: Anything else.
+    """
+    steps, seconds, epochs = 0, 0.0, False
+    for word in text.split(","):
+        matched = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", word.strip())
+        if matched:
+            seconds = float(matched[1]) * {"s": 1, "m": 60, "h": 3600}[matched[2]]
+        elif word.strip().isdecimal() and int(word) > 0:
+            steps = int(word)
+        elif word.strip() == "epoch":
+            epochs = True
+        elif text.strip() != "never":
+            raise SettingError(
+                f"--checkpoint-every {text}: cannot be understood",
+                remedy="500 (steps), 10m (minutes), epoch, never, or several: epoch,10m",
+            )
+    return Policy(steps, seconds, epochs)
 
 
 class Keeper:
     """Makes checkpoints of a training; every rank has one and calls it in the same order.
 
     Args:
-        training: What to keep.
+        training: What to save.
         comms: Of all ranks; rank 0 writes.
-        shelf: Where to.
+        store: Where to.
         policy: When.
         keep: How many stay; 0 keeps all.
         tell: Called on rank 0 with an event's name and its details.
@@ -56,7 +87,7 @@ class Keeper:
         self,
         training: Training,
         comms: Comms,
-        shelf: Shelf,
+        store: Store,
         policy: Policy,
         keep: int,
         tell: Callable[..., None],
@@ -64,16 +95,16 @@ class Keeper:
         *,
         stop_when_full: bool = False,
     ) -> None:
-        self._training, self._comms, self._shelf = training, comms, shelf
+        self._training, self._comms, self._store = training, comms, store
         self._policy, self._tell, self._stop_when_full = policy, tell, stop_when_full
         self._before_save = before_save
-        self._writer = Writer(shelf, keep)
-        self._lock = Lock(shelf.root, os.environ.get(jobenv.RUN_ID, ""))
-        self._notice, self._pulse = Notice(), Pulse(comms)
+        self._writer = Writer(store, keep)
+        self._lock = Lock(store.root, os.environ.get(jobenv.RUN_ID, ""))
+        self._notice, self._poll = Notice(), Poll(comms)
         self._saved_at, self._saved_step = time.monotonic(), -1
         self._full, self._good_step = "", 0
         self._in_parts = False
-        training.updater.before_step = self._writer.staging.wait
+        training.updater.before_step = self._writer.copier.wait
 
     # -- the start -----------------------------------------------------------------------
 
@@ -87,8 +118,8 @@ class Keeper:
         self._comms.together(self._lock.take if self._comms.world.rank == 0 else _nothing)
         try:
             sharded = wrapping.is_sharded(self._training.updater.module)
-            self._in_parts = sharded and folder_of_all(self._comms, self._shelf.root)
-            loaded = load(self._comms, want, self._shelf, self._warn, sharded=sharded)
+            self._in_parts = sharded and folder_of_all(self._comms, self._store.root)
+            loaded = load(self._comms, want, self._store, self._warn, sharded=sharded)
             if loaded is None:
                 self._set_aside()
             else:
@@ -106,10 +137,10 @@ class Keeper:
 
     def _set_aside(self) -> None:
         """A new beginning in an old folder leaves the old checkpoints, under another name."""
-        if self._comms.world.rank == 0 and self._shelf.found()[0]:
+        if self._comms.world.rank == 0 and self._store.found()[0]:
             stamp = time.strftime("%Y%m%d-%H%M%S")
-            aside = self._shelf.root.with_name(f"{self._shelf.root.name}-before-{stamp}")
-            self._shelf.root.rename(aside)
+            aside = self._store.root.with_name(f"{self._store.root.name}-before-{stamp}")
+            self._store.root.rename(aside)
             self._lock.release()
             self._lock.take()
 
@@ -127,8 +158,19 @@ class Keeper:
 
     def look_up(self) -> None:
         """To be called also in evaluation, as often on every rank."""
-        if self._pulse.tick():
-            self._obey(self._pulse.beat(stop=self._wants_stop(), save=self._wants_save()))
+        if not self._poll.due():
+            return
+        self.report()
+        self._lock.refresh()
+        stop = bool(self._notice.stop or (self._full and self._stop_when_full))
+        late = self._policy.due_by_time(time.monotonic() - self._saved_at)
+        save = self._notice.save or (self._comms.world.rank == 0 and late)  # by rank 0's clock
+        wishes = self._poll.ask(stop=stop, save=save)
+        if wishes.save or wishes.stop:
+            self._notice.save = False
+            self.save()
+        if wishes.stop:
+            self._stop()
 
     def after_evaluation(self, best: bool, epoch_ended: bool) -> None:
         """To be called after each epoch and its evaluation, and after one in mid-epoch."""
@@ -137,24 +179,7 @@ class Keeper:
 
     def settle(self) -> None:
         """Returns when the script may change the model: no copy of it is under way."""
-        self._writer.staging.wait()
-
-    def _wants_stop(self) -> bool:
-        return bool(self._notice.stop or (self._full and self._stop_when_full))
-
-    def _wants_save(self) -> bool:
-        """By the clock of rank 0, which also gives its sign of life here."""
-        self.report()
-        self._lock.refresh()
-        late = self._policy.due_by_time(time.monotonic() - self._saved_at)
-        return self._notice.save or (self._comms.world.rank == 0 and late)
-
-    def _obey(self, beat: Beat) -> None:
-        if beat.save or beat.stop:
-            self._notice.save = False
-            self.save()
-        if beat.stop:
-            self._stop()
+        self._writer.copier.wait()
 
     def _stop(self) -> None:
         self._writer.wait()
@@ -165,7 +190,7 @@ class Keeper:
         step, home = self._training.progress.step, os.environ.get(jobenv.HOME_DIR)
         if self._comms.world.rank == 0:
             self._tell("stopped", step=step, why=why)
-        where = home or str(self._shelf.root.parent)
+        where = home or str(self._store.root.parent)
         again = f"{jobenv.RUN_DIR}={shlex.quote(where)} before the same command resumes it"
         stopped = Stopped(
             f"stopped on {why} after step {step}",
@@ -185,8 +210,7 @@ class Keeper:
             return
         self._saved_step, self._saved_at = self._training.progress.step, time.monotonic()
         self._before_save()
-        generators = self._comms.rows(randomness.capture(self._comms.device))
-        snapshot = capture(self._training, self._comms, generators, best, self._in_parts)
+        snapshot = capture(self._training, self._comms, best=best, in_parts=self._in_parts)
         if self._in_parts:
             self._begin_part(snapshot)
         elif self._comms.world.rank == 0:
@@ -200,7 +224,7 @@ class Keeper:
         folder = self._comms.texts(self._prepared(snapshot.step, needed))[0]
         if folder:
             world = self._comms.world
-            self._writer.begin(replace(snapshot, part=Part(Path(folder), world.rank, world.size)))
+            self._writer.begin(snapshot, Part(Path(folder), world.rank, world.size))
 
     def _prepared(self, step: int, needed: int) -> str:
         """Rank 0's folder for a checkpoint; empty when there can be none."""

@@ -1,55 +1,38 @@
-"""Writing checkpoints in a thread: the training pays for the copy at most."""
+"""Writing checkpoints in a thread: the training pays for the copy at most.
+
+Where several ranks write one checkpoint into one folder they say nothing over the network: every
+rank writes its files and then a note with their hashes; rank 0 waits for all notes and publishes
+the checkpoint. So the training never waits for a disk.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import queue
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline.train import files
-from paceline.train.checkpoints import parts, tensorfile
-from paceline.train.checkpoints.manifest import Entry, Manifest
-from paceline.train.checkpoints.names import STATE
-from paceline.train.checkpoints.parts import Part
-from paceline.train.checkpoints.shelf import BEST, Shelf
-from paceline.train.checkpoints.staging import Files, Staging
+from paceline.train.checkpoints.capture import Copier, Snapshot
+from paceline.train.checkpoints.format import (
+    STATE,
+    Entry,
+    Files,
+    Manifest,
+    write_chunks,
+    write_tensors,
+)
+from paceline.train.checkpoints.store import BEST, Store
 
 _SPARE = 1 << 20  # for manifest, pointers and the file system's own needs
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What a checkpoint is to hold.
-
-    Attributes:
-        step: Global steps done.
-        tensors: By file and name; still those of the training.
-        later: Names of tensors that do not change before the next optimizer step.
-        state: Content of ``state.json``, as bytes.
-        about: For the manifest.
-        best: True when it is the best so far.
-        headers: Texts for the headers of files, by file.
-        part: Set where every rank writes what it holds.
-    """
-
-    step: int
-    tensors: Files
-    later: frozenset[str]
-    state: bytes
-    about: Mapping[str, Any]
-    best: bool = False
-    headers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    part: Part | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Size on disk, nearly."""
-        return sum(map(tensorfile.size, self.tensors.values())) + len(self.state)
+PATIENCE = 60.0  # seconds in which nothing at all is written
+LAST_SECONDS = 5.0  # the same when the training has failed and other ranks may be gone
+_LOOK = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +46,38 @@ class Outcome:
 
 
 class Writer:
-    """Writes one checkpoint at a time into a shelf.
+    """Writes one checkpoint at a time into a store.
 
     Args:
-        shelf: Where.
+        store: Where.
         keep: How many of the newest stay; 0 keeps all.
+
+    Attributes:
+        copier: Its ``wait`` returns when parameters may change again.
+        outcomes: How the saves ended, in their order.
     """
 
-    def __init__(self, shelf: Shelf, keep: int) -> None:
-        self._shelf, self._keep = shelf, keep
-        self.staging = Staging()
+    def __init__(self, store: Store, keep: int) -> None:
+        self._store, self._keep = store, keep
+        self.copier = Copier()
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._given_up = threading.Event()
 
-    def begin(self, snapshot: Snapshot) -> None:
-        """Begins to write; waits first for the one before."""
+    def begin(self, snapshot: Snapshot, part: Part | None = None) -> None:
+        """Begins to write; waits first for the one before.
+
+        Args:
+            snapshot: What this process writes.
+            part: Set where every rank writes what it holds.
+        """
         self.wait()
-        finish = self.staging.begin(snapshot.tensors, snapshot.later)
+        finish = self.copier.begin(snapshot.tensors, snapshot.later)
         self._thread = threading.Thread(
-            target=self._work, args=(snapshot, finish), name="paceline-checkpoint", daemon=True
+            target=self._work,
+            args=(snapshot, finish, part),
+            name="paceline-checkpoint",
+            daemon=True,
         )
         self._thread.start()
 
@@ -92,38 +87,33 @@ class Writer:
             self._thread.join()
             self._thread = None
 
-    def _work(self, snapshot: Snapshot, finish: Callable[[], Files]) -> None:
-        started = time.monotonic()
-        problem = ""
+    def _work(self, snapshot: Snapshot, finish: Callable[[], Files], part: Part | None) -> None:
+        started, problem = time.monotonic(), ""
         try:
-            self._write(snapshot, finish())
+            tensors = finish()
+            if part is not None and part.rank:
+                contribute(part, lambda: _write_files(snapshot, tensors, part.folder))
+            else:
+                self._write(snapshot, tensors, part)
         except Exception as error:  # whatever it is, it ends no training
             problem = str(error) or type(error).__name__
         seconds = time.monotonic() - started
         self.outcomes.put(Outcome(snapshot.step, seconds, snapshot.bytes, problem))
 
-    def _write(self, snapshot: Snapshot, tensors: Files) -> None:
-        part = snapshot.part
-        if part is None:
-            self._write_all(snapshot, tensors, self.prepare(snapshot.step, snapshot.bytes))
-        elif part.rank:
-            parts.contribute(part, lambda: _write_files(snapshot, tensors, part.folder))
-        else:
-            self._write_all(snapshot, tensors, part.folder)
-
-    def _write_all(self, snapshot: Snapshot, tensors: Files, folder: Path) -> None:
-        """Writes what is this process's, waits for other parts, and publishes."""
+    def _write(self, snapshot: Snapshot, tensors: Files, part: Part | None) -> None:
+        """Writes what is this process's, waits for other ranks' parts, and publishes."""
+        folder = part.folder if part else self.prepare(snapshot.step, snapshot.bytes)
         try:
             entries = _write_files(snapshot, tensors, folder)
-            entries[STATE] = Entry(*tensorfile.write_chunks(folder / STATE, iter([snapshot.state])))
-            if snapshot.part is not None:
-                entries |= parts.collect(snapshot.part, self._given_up)
-            self._shelf.publish(folder, Manifest(snapshot.step, entries, snapshot.about))
+            entries[STATE] = Entry(*write_chunks(folder / STATE, iter([snapshot.state])))
+            if part is not None:
+                entries |= collect(part, self._given_up)
+            self._store.publish(folder, Manifest(snapshot.step, entries, snapshot.about))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         if snapshot.best:
-            self._shelf.point(BEST, snapshot.step)
-        self._shelf.prune(self._keep)
+            self._store.point(BEST, snapshot.step)
+        self._store.prune(self._keep)
 
     def prepare(self, step: int, needed: int) -> Path:
         """An empty folder for a checkpoint of ``needed`` bytes.
@@ -131,14 +121,14 @@ class Writer:
         Raises:
             OSError: There is no room, or no folder can be made.
         """
-        self._shelf.root.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self._shelf.root).free
+        self._store.root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._store.root).free
         if free < needed + _SPARE:
             raise OSError(
-                f"the disk of {self._shelf.root} is too full:"
+                f"the disk of {self._store.root} is too full:"
                 f" {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free"
             )
-        return self._shelf.temporary(step)
+        return self._store.temporary(step)
 
     def give_up(self) -> None:
         """Waits no longer for other ranks' parts: they may be gone."""
@@ -150,7 +140,95 @@ def _write_files(snapshot: Snapshot, tensors: Files, folder: Path) -> dict[str, 
     for name, content in tensors.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)
-        entries[name] = Entry(*tensorfile.write(path, content, snapshot.headers.get(name)))
+        entries[name] = Entry(*write_tensors(path, content, snapshot.headers.get(name)))
     for parent in {(folder / name).parent for name in tensors} - {folder}:
         files.sync_folder(parent)
     return entries
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's part in a checkpoint of all ranks.
+
+    Attributes:
+        folder: The temporary folder, seen by all of them.
+        rank: This process.
+        size: Number of ranks.
+    """
+
+    folder: Path
+    rank: int
+    size: int
+
+    def note(self, rank: int) -> Path:
+        """Where a rank says what it has written."""
+        return self.folder / f".part-{rank}.json"
+
+
+def contribute(part: Part, write: Callable[[], Mapping[str, Entry]]) -> None:
+    """Writes this rank's files and the note about them, or about why that failed.
+
+    Raises:
+        OSError: The files could not be written.
+    """
+    try:
+        entries = {name: asdict(entry) for name, entry in write().items()}
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            files.write_json(part.note(part.rank), {"problem": f"rank {part.rank}: {error}"})
+        raise
+    files.write_json(part.note(part.rank), {"files": entries})
+
+
+def collect(part: Part, given_up: threading.Event) -> dict[str, Entry]:
+    """Waits for the other ranks' notes and takes them away.
+
+    Args:
+        part: Of rank 0.
+        given_up: Set when other ranks may be gone.
+
+    Returns:
+        What all of them have written.
+
+    Raises:
+        OSError: A rank could not write, or nothing was written for :data:`PATIENCE`.
+    """
+    entries: dict[str, Entry] = {}
+    waiting = set(range(1, part.size))
+    watch = _Watch(part.folder)
+    while waiting:
+        for rank in [rank for rank in waiting if part.note(rank).exists()]:
+            entries |= _read(part.note(rank))
+            waiting.remove(rank)
+        if waiting and watch.idle() > (LAST_SECONDS if given_up.is_set() else PATIENCE):
+            missing = ", ".join(map(str, sorted(waiting)))
+            raise OSError(f"rank {missing} has not written its part to {part.folder}")
+        time.sleep(_LOOK if waiting else 0)
+    return entries
+
+
+def _read(note: Path) -> dict[str, Entry]:
+    said = json.loads(note.read_text(encoding="utf-8"))
+    note.unlink()
+    if "problem" in said:
+        raise OSError(said["problem"])
+    return {name: Entry(**entry) for name, entry in said["files"].items()}
+
+
+class _Watch:
+    """How long nothing in a folder has grown."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._bytes, self._since = folder, -1, time.monotonic()
+
+    def idle(self) -> float:
+        """Seconds since something was last seen to grow."""
+        written = self._written()
+        if written != self._bytes:
+            self._bytes, self._since = written, time.monotonic()
+        return time.monotonic() - self._since
+
+    def _written(self) -> int:
+        with contextlib.suppress(OSError):
+            return sum(path.stat().st_size for path in self._folder.rglob("*"))
+        return self._bytes

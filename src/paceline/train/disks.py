@@ -1,10 +1,12 @@
-"""Something made once for each storage: a data set, a tokenizer, a cache.
+"""Which ranks share a disk, and something made once for each: a data set, a tokenizer, a cache.
 
-Which nodes share a folder is found out by writing to it and looking, not by being told.
+Who sees which folder is found out by writing to it and looking, not by being told.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
 import shutil
 import time
@@ -95,3 +97,28 @@ def _await(folder: Path) -> None:
         if time.monotonic() > deadline:
             raise DataError(f"{folder} was made on another node but is not visible here")
         time.sleep(0.1)
+
+
+def folder_of_all(comms: Comms, folder: Path, owner: int = 0) -> bool:
+    """Whether every rank sees the owner's folder: found out by a mark that the owner makes in it.
+
+    Args:
+        comms: All ranks must call this.
+        folder: Of the owner; what other ranks give does not matter.
+        owner: A rank.
+    """
+    mine = comms.world.rank == owner
+    name = f".seen-{secrets.token_hex(8)}"
+    mark = Path(comms.texts(str(folder.resolve() / name) if mine else "")[owner])
+    try:
+        if mine:
+            with contextlib.suppress(OSError):  # nobody sees a mark in a read-only folder
+                mark.touch()
+        comms.barrier()
+        seen = comms.rows(
+            torch.tensor([int(os.access(mark, os.F_OK))])
+        )  # also where it is forbidden
+        return bool(seen.all())
+    finally:
+        if mine:
+            mark.unlink(missing_ok=True)

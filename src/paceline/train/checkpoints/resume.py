@@ -1,9 +1,9 @@
-"""Finding the checkpoint to resume from, wherever it lies, and giving it to every rank."""
+"""Resuming: the checkpoint that is wanted, wherever it lies, on every rank, into the training."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,26 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.spec.errors import DataError, SettingError
-from paceline.train.checkpoints import manifest, names
-from paceline.train.checkpoints.manifest import Damaged
-from paceline.train.checkpoints.parts import folder_of_all
-from paceline.train.checkpoints.shelf import BEST, Found, Shelf
-from paceline.train.checkpoints.staging import Files
+from paceline.spec.errors import DataError, PacelineError, SettingError
+from paceline.train import wrapping
+from paceline.train.checkpoints.capture import Training, set_generators, shards_of
+from paceline.train.checkpoints.format import (
+    OPTIMIZER,
+    OPTIMIZER_SHARDS,
+    RANDOM,
+    STATE,
+    WEIGHT_SHARDS,
+    WEIGHTS,
+    Damaged,
+    Files,
+    pack,
+    read_manifest,
+    unpack,
+)
+from paceline.train.checkpoints.store import WANTS, Found, Store
 from paceline.train.comms import Comms
-
-WANTS = ("auto", "never", "latest", "best")
+from paceline.train.disks import folder_of_all
+from paceline.train.seeding import seed_all
 
 
 @dataclass(frozen=True)
@@ -45,41 +56,8 @@ class Loaded:
     shards: Path | None = None
 
 
-def wanted(want: str, shelf: Shelf) -> tuple[list[Found], list[str]]:
-    """What this rank's disk offers, best choice first, and what it had to pass over.
-
-    Args:
-        want: ``auto`` or ``latest``, ``best``, a step, or the folder of a checkpoint or a run.
-        shelf: This run's checkpoints.
-    """
-    if _is_path(want):
-        return _at(Path(want).expanduser())
-    found, bad = shelf.found()
-    if want == "best":
-        best = shelf.pointed(BEST)
-        return [one for one in found if one.step == best], bad
-    if want.isdecimal():
-        return [one for one in found if one.step == int(want)], bad
-    return found, bad
-
-
-def _is_path(want: str) -> bool:
-    return want not in WANTS and not want.isdecimal()
-
-
-def _at(path: Path) -> tuple[list[Found], list[str]]:
-    for root in (path / "checkpoints", path):
-        found, bad = Shelf(root).found()
-        if found or bad:
-            return found, bad
-    try:
-        return [Found(path, manifest.read(path))], []
-    except Damaged as problem:
-        return [], [f"{path}: {problem}"]
-
-
 def load(
-    comms: Comms, want: str, shelf: Shelf, warn: Callable[[str], None], *, sharded: bool = False
+    comms: Comms, want: str, store: Store, warn: Callable[[str], None], *, sharded: bool = False
 ) -> Loaded | None:
     """The wanted checkpoint on every rank, from whichever rank's disk has it.
 
@@ -87,8 +65,8 @@ def load(
 
     Args:
         comms: All ranks must call this.
-        want: See :func:`wanted`.
-        shelf: This run's checkpoints.
+        want: See :meth:`Store.wanted`.
+        store: This run's checkpoints.
         warn: Called on rank 0 with each thing passed over.
         sharded: Every rank reads its own shards, where all of them see such a checkpoint.
 
@@ -100,14 +78,14 @@ def load(
     """
     if want == "never":
         return None
-    offers, bad = wanted(want, shelf)
+    offers, bad = store.wanted(want)
     told: set[str] = set()
     _tell(comms, bad, warn, told)
     while True:
         newest = comms.rows(torch.tensor([offers[0].step if offers else -1]))[:, 0]
         owner = int(newest.argmax())  # of equals the lowest rank
         if int(newest[owner]) < 0:
-            _refuse(want, shelf)
+            _refuse(want, store)
             return None
         offer = offers[0] if comms.world.rank == owner else None
         loaded, problem = _read(comms, owner, offer, sharded)
@@ -127,14 +105,14 @@ def _tell(comms: Comms, problems: list[str], warn: Callable[[str], None], told: 
         told.add(line)
 
 
-def _refuse(want: str, shelf: Shelf) -> None:
+def _refuse(want: str, store: Store) -> None:
     if want == "auto":
         return
     if want.isdecimal() or want in WANTS:
-        steps = ", ".join(str(one.step) for one in shelf.found()[0]) or "none"
+        steps = ", ".join(str(one.step) for one in store.found()[0]) or "none"
         raise DataError(
             f"--resume {want}: no such checkpoint that is intact",
-            found=f"in {shelf.root}: {steps}",
+            found=f"in {store.root}: {steps}",
             remedy="--resume latest, a step that is there, or --resume never to begin anew",
         )
     raise SettingError(
@@ -178,14 +156,14 @@ def _seen_by_all(comms: Comms, owner: int, offer: Found | None) -> Path | None:
 
 
 def _has_shards(found: Found) -> bool:
-    return any(name.startswith(names.WEIGHT_SHARDS + "/") for name in found.manifest.files)
+    return any(name.startswith(WEIGHT_SHARDS + "/") for name in found.manifest.files)
 
 
 def _look_together(comms: Comms, path: Path) -> str:
     """What is wrong with the checkpoint's files; each rank looks at some of them."""
     problem = ""
     try:
-        manifest.read(path).verify(path, (comms.world.rank, comms.world.size))
+        read_manifest(path).verify(path, (comms.world.rank, comms.world.size))
     except Damaged as damage:
         problem = f"{path}: {damage}"
     return next(filter(None, comms.texts(problem)), "")
@@ -196,11 +174,17 @@ def _from_disk(found: Found, *, whole: bool) -> tuple[dict[str, Any], Files]:
     if whole:
         found.manifest.verify(found.path)
     try:
-        state = _checked(json.loads((found.path / names.STATE).read_text(encoding="utf-8")))
-        plain = [name for name in found.manifest.files if _is_plain(name)]
-        tensors = {name: load_file(found.path / name) for name in plain}
+        state = _checked(json.loads((found.path / STATE).read_text(encoding="utf-8")))
+        tensors = {
+            name: load_file(found.path / name)
+            for name in found.manifest.files
+            if name.endswith(".safetensors") and "/" not in name
+        }
         if whole and _has_shards(found):
-            tensors = _put_together(found.path, tensors)
+            from paceline.train.checkpoints import shards
+
+            tensors[WEIGHTS] = shards.whole(found.path / WEIGHT_SHARDS)
+            tensors[OPTIMIZER] |= shards.whole(found.path / OPTIMIZER_SHARDS)
         return state, tensors
     except (OSError, ValueError, RuntimeError, LookupError, TypeError, SafetensorError) as error:
         raise Damaged(f"cannot be read: {str(error)[:300] or type(error).__name__}") from None
@@ -218,30 +202,15 @@ _FIELDS: dict[str, type] = {
 def _checked(state: Any) -> dict[str, Any]:
     """The content of ``state.json``; ValueError when it is none."""
     if not isinstance(state, dict):
-        raise ValueError(f"{names.STATE} holds no state")
+        raise ValueError(f"{STATE} holds no state")
     for name, kind in _FIELDS.items():
         if type(state.get(name)) is not kind:
-            raise ValueError(f"{names.STATE} says nothing usable of {name}")
+            raise ValueError(f"{STATE} says nothing usable of {name}")
     for name in ("step", "epoch", "offset"):
         value = state["progress"].get(name)
         if type(value) is not int or not 0 <= value < 1 << 63:
-            raise ValueError(f"{names.STATE}: {name} is no position in the data")
+            raise ValueError(f"{STATE}: {name} is no position in the data")
     return state
-
-
-def _is_plain(name: str) -> bool:
-    return name.endswith(".safetensors") and "/" not in name
-
-
-def _put_together(path: Path, tensors: Files) -> Files:
-    from paceline.train.checkpoints import sharding
-
-    optimizer = sharding.whole(path / names.OPTIMIZER_SHARDS)
-    return {
-        **tensors,
-        names.WEIGHTS: sharding.whole(path / names.WEIGHT_SHARDS),
-        names.OPTIMIZER: {**tensors[names.OPTIMIZER], **optimizer},
-    }
 
 
 def _share(comms: Comms, owner: int, tensors: Files) -> Files:
@@ -276,3 +245,66 @@ def _broadcast(
     raw = mine.contiguous().reshape(-1).view(torch.uint8).to(comms.device)
     dist.broadcast(raw, owner, group=comms.group)
     return raw.cpu().view(mine.dtype).reshape(shape)
+
+
+def check_identity(loaded: Loaded, identity: Mapping[str, str]) -> None:
+    """Refuses to resume another training than the checkpoint's.
+
+    Raises:
+        SettingError: Names everything that differs.
+    """
+    recorded: dict[str, object] = loaded.state["identity"]
+    differing = [
+        f"{name}: {recorded[name]!s:.200} then, {value} now"
+        for name, value in identity.items()
+        if name in recorded and recorded[name] != value
+    ]
+    if differing:
+        raise SettingError(
+            f"the checkpoint {loaded.source} is of another training",
+            found="\n".join(differing),
+            remedy="a --run-dir of its own for this one, --resume never, or the former settings",
+        )
+
+
+def restore(loaded: Loaded, training: Training, comms: Comms) -> None:
+    """Puts a training into a checkpoint's state, at whatever world size.
+
+    Raises:
+        DataError: It is the state of something else.
+    """
+    try:
+        _restore(loaded, training, comms)
+    except PacelineError:
+        raise
+    except Exception as error:  # modules and optimizers raise what they like
+        raise DataError(
+            f"the checkpoint {loaded.source} does not fit this training",
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            remedy="the former model, optimizer and extras, or --resume never to begin anew",
+        ) from error
+
+
+def _restore(loaded: Loaded, training: Training, comms: Comms) -> None:
+    state, rest, updater = loaded.state, loaded.tensors[OPTIMIZER], training.updater
+    if loaded.shards is None:
+        wrapping.load_whole_state(updater.module, loaded.tensors[WEIGHTS])
+        updater.load_state(unpack(state["training"], rest))
+    else:  # each rank reads what it is to hold, whoever has written it
+        from paceline.train.checkpoints import shards
+
+        shards.fill(loaded.shards / WEIGHT_SHARDS, wrapping.own_state(updater.module))
+        fresh: dict[str, Tensor] = {}
+        pack(updater.state(whole=False), fresh, "training")
+        mine = shards_of(fresh)
+        shards.fill(loaded.shards / OPTIMIZER_SHARDS, mine)
+        updater.load_state(unpack(state["training"], {**rest, **mine}), whole=False)
+    for name, kept in unpack(state["extras"], rest).items():
+        if name in training.extras:
+            training.extras[name].load_state_dict(kept)
+    done, progress = state["progress"], training.progress
+    progress.step, progress.epoch, progress.offset = done["step"], done["epoch"], done["offset"]
+    if state["ranks"] == comms.world.size:
+        set_generators(loaded.tensors[RANDOM][str(comms.world.rank)], comms.device)
+    else:  # other ranks have no state to resume from: new ones, but always the same
+        seed_all(training.seed * 1_000_003 + loaded.step * 4_001 + comms.world.rank)

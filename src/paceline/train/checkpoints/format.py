@@ -1,0 +1,280 @@
+"""The files of a checkpoint: their names, what is in them, and the manifest that vouches for them.
+
+State that is no tensor is JSON, everything else safetensors, so that nothing in a checkpoint is
+executed when it is read. The safetensors library reads these files; its own writer first makes
+the whole file in memory, holding the interpreter's lock, so ours writes them piece by piece,
+hashed on the way, and lets the training go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.train import files
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+WEIGHTS = "weights.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+RANDOM = "random.safetensors"
+# Folders with one file for each rank, where the ranks write what they hold:
+WEIGHT_SHARDS, OPTIMIZER_SHARDS = "weights", "optimizer"
+
+Files = dict[str, dict[str, Tensor]]
+"""Tensors by file name and by their name in the file."""
+
+_MANIFEST_FORMAT = 1
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_CHUNK = 1 << 22
+_TENSOR, _TUPLE, _PAIRS = "$tensor", "$tuple", "$pairs"
+
+
+def of_rank(folder: str, rank: int) -> str:
+    """The file with a rank's shards."""
+    return f"{folder}/{rank:05}.safetensors"
+
+
+# -- the manifest ----------------------------------------------------------------------
+
+
+class Damaged(Exception):
+    """A checkpoint is not what was written; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file of a checkpoint."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A complete checkpoint.
+
+    Attributes:
+        step: Global steps done.
+        files: Name of each file, and what it must be.
+        about: When and by how many ranks it was made; for people.
+    """
+
+    step: int
+    files: Mapping[str, Entry]
+    about: Mapping[str, Any]
+
+    def encode(self) -> bytes:
+        """The one way to write it, which ends with a hash over itself."""
+        content = {
+            "format": _MANIFEST_FORMAT,
+            "step": self.step,
+            "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
+            "about": dict(self.about),
+        }
+        digest = hashlib.sha256(_text(content)).hexdigest()
+        return _text({**content, "sha256": digest}) + b"\n"
+
+    def verify(self, folder: Path, share: tuple[int, int] = (0, 1)) -> None:
+        """Compares every file with its entry.
+
+        Args:
+            folder: Of the checkpoint.
+            share: Where several look together: which of them this is, and how many they are.
+
+        Raises:
+            Damaged: Names the first file that differs.
+        """
+        for name, entry in sorted(self.files.items())[slice(share[0], None, share[1])]:
+            try:
+                size = (folder / name).stat().st_size
+                if size != entry.bytes:
+                    raise Damaged(f"{name} has {size} bytes instead of {entry.bytes}")
+                if files.sha256(folder / name) != entry.sha256:
+                    raise Damaged(f"{name} is not the file that was written (its hash differs)")
+            except (OSError, ValueError) as error:
+                why = getattr(error, "strerror", None) or error
+                raise Damaged(f"{name} cannot be read: {why}") from None
+
+
+def _text(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=1, sort_keys=True).encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder.
+
+    Raises:
+        Damaged: There is none, or not a single bit of it may be trusted.
+    """
+    try:
+        raw = (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        raise Damaged(f"no {MANIFEST} ({error.strerror})") from None
+    try:
+        said = json.loads(raw)
+        entries = {name: Entry(**entry) for name, entry in said["files"].items()}
+        manifest = Manifest(said["step"], entries, said["about"])
+        intact = manifest.encode() == raw
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{MANIFEST} is damaged: {type(error).__name__}") from None
+    if not intact:
+        raise Damaged(f"{MANIFEST} is damaged: its hash differs")
+    if problem := _problem(manifest):
+        raise Damaged(f"{MANIFEST} is damaged: {problem}")
+    return manifest
+
+
+def _problem(one: Manifest) -> str:
+    """What cannot be in a manifest although its hash is right; empty for nothing."""
+    if type(one.step) is not int or not 0 <= one.step < 1 << 63:
+        return "its step is no number of a step"
+    if not isinstance(one.about, dict):
+        return "it says nothing about the run"
+    for name, entry in one.files.items():
+        path = PurePosixPath(name)
+        if "\0" in name or not path.parts or path.is_absolute() or ".." in path.parts:
+            return f"{name!r:.100} is no file of a checkpoint"
+        if type(entry.bytes) is not int or not isinstance(entry.sha256, str):
+            return f"{name!r:.100} has no size and hash"
+    return ""
+
+
+# -- tensors ---------------------------------------------------------------------------
+
+
+def size_of(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of the tensors' content."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None
+) -> tuple[str, int]:
+    """Writes tensors that are on the CPU and flushes them to the disk.
+
+    Args:
+        path: The file; its folder exists.
+        tensors: By name.
+        about: Texts for the file's header.
+
+    Returns:
+        SHA-256 of the file, and its size in bytes.
+
+    Raises:
+        OSError: The disk is full or fails.
+    """
+    return write_chunks(path, _chunks(tensors, about or {}))
+
+
+def write_chunks(path: Path, chunks: Iterator[memoryview | bytes]) -> tuple[str, int]:
+    """Writes and hashes a file piece by piece and flushes it to the disk."""
+    digest, written = hashlib.sha256(), 0
+    with path.open("wb", buffering=0) as file:
+        for chunk in chunks:
+            rest = memoryview(chunk)
+            while rest:  # an unbuffered write may take less than it is given
+                rest = rest[file.write(rest) :]
+            digest.update(chunk)
+            written += len(chunk)
+        os.fsync(file.fileno())
+    return digest.hexdigest(), written
+
+
+def _chunks(
+    tensors: Mapping[str, Tensor], about: Mapping[str, str]
+) -> Iterator[memoryview | bytes]:
+    yield _header(tensors, about)
+    for tensor in tensors.values():
+        content = _bytes(tensor)
+        for start in range(0, len(content), _CHUNK):
+            yield content[start : start + _CHUNK]
+
+
+def _header(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(about)} if about else {}
+    start = 0
+    for name, tensor in tensors.items():
+        end = start + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+# -- everything else -------------------------------------------------------------------
+
+
+def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
+    """``value`` as JSON; its tensors go to ``tensors`` under their paths.
+
+    Dictionaries with any keys, lists, tuples, numbers, texts, ``None`` and tensors can be packed.
+
+    Raises:
+        TypeError: Something else is in it.
+    """
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach()
+        return {_TENSOR: path}
+    if isinstance(value, dict):
+        return _packed_dict(value, tensors, path)
+    if isinstance(value, (list, tuple)):
+        items = [pack(item, tensors, f"{path}.{n}") for n, item in enumerate(value)]
+        return items if isinstance(value, list) else {_TUPLE: items}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"a checkpoint cannot hold {type(value).__name__} (at {path or 'the top'})")
+
+
+def _packed_dict(value: dict[Any, Any], tensors: dict[str, Tensor], path: str) -> Any:
+    packed = {key: pack(item, tensors, f"{path}.{key}") for key, item in value.items()}
+    if all(isinstance(key, str) and not key.startswith("$") for key in packed):
+        return packed
+    return {_PAIRS: [[pack(key, tensors, f"{path}.key"), item] for key, item in packed.items()]}
+
+
+def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """What :func:`pack` was given."""
+    if isinstance(value, list):
+        return [unpack(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensors[value[_TENSOR]]
+    if _TUPLE in value:
+        return tuple(unpack(item, tensors) for item in value[_TUPLE])
+    if _PAIRS in value:
+        pairs = ((unpack(key, tensors), item) for key, item in value[_PAIRS])
+        return {key: unpack(item, tensors) for key, item in pairs}
+    return {key: unpack(item, tensors) for key, item in value.items()}

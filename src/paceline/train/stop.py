@@ -1,0 +1,151 @@
+"""How a run ends: somebody asks for it, all ranks learn of it, and each leaves in order."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from paceline.spec.errors import JobError
+from paceline.train.comms import Comms
+
+_STOP = (signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: what batch systems are asked to send early
+_SAVE = (signal.SIGUSR2,)
+SECONDS = 0.5
+_MOST_STEPS = 64  # steps may become slower at any time: evaluation, a busy disk
+_WORKERS = "pt_gloo_runloop"
+_LOOKS = 3
+_MOST_SECONDS = 2.0
+
+
+class Stopped(JobError):
+    """The training was asked to stop, and its state is saved; raised on every rank."""
+
+    exit_code = 143  # as a process that SIGTERM ended
+
+
+class Quietly(SystemExit):
+    """The same where no launcher of ours shows what a rank raises: one rank has said why."""
+
+
+class Notice:
+    """Takes the signals while it is open; the training looks at it at every poll.
+
+    Attributes:
+        stop: Name of the signal that asked to stop; empty while none has.
+        save: True when a checkpoint was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.stop = ""
+        self.save = False
+        self._before: dict[int, object] = {}
+
+    def open(self) -> None:
+        """Begins to listen, where this is the main thread (signals go nowhere else)."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (*_STOP, *_SAVE):
+                self._before[number] = signal.signal(number, self._take)
+
+    def _take(self, number: int, _: FrameType | None) -> None:
+        if number in _SAVE:
+            self.save = True
+            return
+        self.stop = signal.Signals(number).name
+        # Who asks twice does not want to wait for the next poll.
+        signal.signal(number, signal.SIG_DFL)
+
+    def close(self) -> None:
+        """Puts the former handlers back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What any rank wished when all were asked."""
+
+    stop: bool
+    save: bool
+
+
+class Poll:
+    """A moment, about twice a second, at which all ranks look up from their work together.
+
+    Asking everybody after every step whether it was told to stop would cost more than the step of
+    a small model. So the ranks agree each time, with one small reduction, on how many steps there
+    are to be until the next. Every rank must count the same steps.
+
+    Args:
+        comms: Of all ranks.
+        seconds: Aimed-at time between two polls.
+    """
+
+    def __init__(self, comms: Comms, seconds: float = SECONDS) -> None:
+        self._comms, self._seconds = comms, seconds
+        self._left, self._last, self._counted = 1, 1, 0
+        self._since = time.monotonic()
+
+    def due(self) -> bool:
+        """Counts one step; True when every rank must call :meth:`ask` now."""
+        self._left -= 1
+        self._counted += 1
+        return self._left <= 0
+
+    def ask(self, *, stop: bool, save: bool) -> Wishes:
+        """Tells the others this rank's wishes and learns theirs."""
+        now = time.monotonic()
+        a_step = (now - self._since) / max(1, self._counted)
+        wishes = self._comms.most(torch.tensor([float(stop), float(save), a_step]))
+        self._since, self._counted = now, 0
+        self._left = self._last = next_poll(wishes[2], self._seconds, self._last)
+        return Wishes(wishes[0] > 0, wishes[1] > 0)
+
+
+def next_poll(a_step: float, seconds: float, last: int) -> int:
+    """Steps of ``a_step`` seconds until the next poll; at most twice as many as ``last``."""
+    return max(1, min(_MOST_STEPS, 2 * last, int(seconds / max(a_step, 1e-9))))
+
+
+def leave() -> None:
+    """Destroys the process group once its threads have nothing left to do.
+
+    A worker thread of gloo lets go of a collective's tensors a moment after the collective has
+    returned. When the interpreter ends in this moment, the thread cannot get the interpreter's
+    lock and the process aborts with status -6 after a training that went well (seen in one of
+    ten short runs on a busy machine).
+    """
+    if not dist.is_initialized():
+        return
+    _wait_for_idle_workers()
+    dist.destroy_process_group()
+
+
+def _wait_for_idle_workers() -> None:
+    """Sleeping gives the lock away, so a worker that still needs it gets it and is seen running."""
+    deadline = time.monotonic() + _MOST_SECONDS
+    idle = 0
+    while idle < _LOOKS and time.monotonic() < deadline:
+        time.sleep(0.002)
+        idle = 0 if _running() else idle + 1
+
+
+def _running() -> bool:
+    """True when a worker thread is running or wants to; False where this cannot be seen."""
+    return any(_state(task) == "R" for task in Path("/proc/self/task").glob("*"))
+
+
+def _state(task: Path) -> str:
+    with contextlib.suppress(OSError):
+        name, _, rest = (task / "stat").read_text().partition(")")
+        if _WORKERS in name:
+            return rest.split()[0]
+    return ""

@@ -32,7 +32,7 @@ test: PARTS = all
 test: env system
 	@status=0; \
 	$(BIN)/python -m pytest -n auto tests/unit tests/contract || status=1; \
-	$(BIN)/python -m pytest -n 3 --dist loadfile tests/package tests/train tests/lab || status=1; \
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/package tests/train tests/lab || status=1; \
 	exit $$status
 
 pythons: env

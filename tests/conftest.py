@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,6 +22,7 @@ from paceline.lab import Lab, LabOptions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "PACELINE_TEST_SESSION"  # carried by every process that a test starts, and its children
+LONGEST = "test_documents_run.py"  # every command of every page
 PATIENCE_S = 3.0  # for what is on its way out when the test returns
 
 _OWN_FILES = {"__pycache__", "build", "dist", ".git"}
@@ -44,6 +46,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS | _CLONE_NEWNET) == 0:
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the file that takes longest first, and then the one with most tests.
+
+    Parallel workers take whole files in this order; the longest, begun last, would run alone.
+    """
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name != LONGEST, -tests[item.path]))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.agent.frames import Decoder
-from paceline.remote.shipment import shipment
+from paceline.remote.agent_code import agent_code
 
 PYTHON = "/usr/bin/python3"  # any user may run it
 MARK = b"\xf5PLboot "
@@ -39,7 +39,7 @@ def users() -> list[int]:
 
 def boot(base: Path, folder: Path, user: int) -> str:
     """Starts an agent as ``user`` and ends it; the word that it said first."""
-    ship = shipment()
+    code = agent_code()
     argv = [PYTHON, "-I", "-c", "import sys;exec(sys.stdin.buffer.raw.readline())", "python3"]
     environment = {"XDG_CACHE_HOME": str(base), "TMPDIR": str(folder / "tmp"), "PATH": os.defpath,
                    "HOME": str(folder)}  # fmt: skip
@@ -49,11 +49,11 @@ def boot(base: Path, folder: Path, user: int) -> str:
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more) as child:  # type: ignore[call-overload]  # fmt: skip
         assert child.stdin is not None
         assert child.stdout is not None
-        child.stdin.write(ship.first_line)
+        child.stdin.write(code.first_line)
         child.stdin.flush()
         word = child.stdout.readline().removeprefix(MARK).decode().strip()
         if word == "need":
-            child.stdin.write(b"%010d" % len(ship.archive) + ship.archive)
+            child.stdin.write(b"%010d" % len(code.archive) + code.archive)
             child.stdin.flush()
         decoder, said = Decoder(), []
         while not said:
@@ -66,7 +66,7 @@ def boot(base: Path, folder: Path, user: int) -> str:
 
 
 def cache_of(base: Path) -> Path:
-    return base / "paceline" / "agent" / shipment().digest
+    return base / "paceline" / "agent" / agent_code().digest
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def own(folder: Path) -> Callable[[int], Path]:
         base = folder / f"cache{user}"
         code = cache_of(base)
         code.mkdir(parents=True)
-        zipfile.ZipFile(io.BytesIO(shipment().archive)).extractall(code)
+        zipfile.ZipFile(io.BytesIO(agent_code().archive)).extractall(code)
         for path in (base, *base.rglob("*")):
             path.chmod(0o700 if path.is_dir() else 0o600)
             os.chown(path, user, -1)

@@ -20,7 +20,7 @@ from paceline.checks import blame
 from paceline.checks.check import Check, failed, listed, passed, warned
 from paceline.checks.probing import Probing, every
 from paceline.checks.scene import Scene
-from paceline.remote import network, trying
+from paceline.remote import connectivity, network
 from paceline.spec.errors import PacelineError
 from paceline.spec.finding import Finding
 
@@ -38,7 +38,7 @@ async def probe(probing: Probing) -> dict[str, Any]:
     except PacelineError as error:  # what was asked for cannot be had on some host
         return {"refused": [error.message, error.found, error.remedy]}
     probing.candidates = found
-    tried = await trying.try_addresses(list(probing.channels.values()), found, every)
+    tried = await connectivity.try_addresses(list(probing.channels.values()), found, every)
     reachable = True
     try:
         probing.networks, more = network.decide(hosts, found, tried)

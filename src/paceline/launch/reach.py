@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.launch.fleet import Fleet, together
-from paceline.remote import network, trying
+from paceline.remote import connectivity, network
 from paceline.remote.channel import AgentRefusal
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Job
@@ -35,7 +35,7 @@ async def find_networks(fleet: Fleet, job: Job) -> tuple[Networks, list[str]]:
 
 async def try_connections(fleet: Fleet, found: Found) -> dict[str, list[dict[str, Any]]]:
     """By connecting host, the results of trying the other hosts' addresses."""
-    return await trying.try_addresses([node.channel for node in fleet.nodes], found, together)
+    return await connectivity.try_addresses([node.channel for node in fleet.nodes], found, together)
 
 
 async def hold_port(fleet: Fleet, networks: Networks, asked: Setting[int]) -> Setting[int]:

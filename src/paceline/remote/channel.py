@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.agent.frames import MAX_ANSWER, MAX_ANSWER_BLOB, Decoder, FrameError, encode
 from paceline.remote import protocol, this_machine
+from paceline.remote.agent_code import agent_code
 from paceline.remote.link import Link, ProcessLink
 from paceline.remote.openssh import (
     Refusal,
@@ -23,7 +24,6 @@ from paceline.remote.openssh import (
     pinned_key,
     ssh_command,
 )
-from paceline.remote.shipment import shipment
 from paceline.spec.errors import NodeError
 from paceline.spec.hosts import Host
 from paceline.spec.shapes import Untrue
@@ -151,11 +151,11 @@ class Channel:
         self._hello.result()
 
     async def _boot(self) -> None:
-        ship = shipment()
-        await self._write(ship.first_line)
+        code = agent_code()
+        await self._write(code.first_line)
         words = await self._boot_words()
         if words[0] == "need":
-            await self._write(b"%010d" % len(ship.archive) + ship.archive)
+            await self._write(b"%010d" % len(code.archive) + code.archive)
         elif words[0] == "old":
             self._stderr += f"\npaceline-boot: no Python: {words[2]} is {words[1]}".encode()
             raise EOFError

@@ -26,7 +26,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # the archive must depend on nothing but the fil
 
 
 @dataclass(frozen=True, slots=True)
-class Shipment:
+class AgentCode:
     """What a node needs to become an agent.
 
     Attributes:
@@ -41,7 +41,7 @@ class Shipment:
 
 
 @functools.cache
-def shipment() -> Shipment:
+def agent_code() -> AgentCode:
     """The agent of this installation."""
     files = {"__main__.py": _MAIN.encode()}
     for path in sorted(_FOLDER.glob("*.py")):
@@ -51,7 +51,7 @@ def shipment() -> Shipment:
     for name, content in files.items():
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     name = digest.hexdigest()
-    return Shipment(name, _archive(files), _first_line(name))
+    return AgentCode(name, _archive(files), _first_line(name))
 
 
 def _archive(files: dict[str, bytes]) -> bytes:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.recipes.models import MODELS
+from paceline.recipes.networks import MODELS
 from paceline.recipes.optimization import optimizer
 from paceline.recipes.transformer import Shape, Transformer
 

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.lab import Lab, LabOptions
-from paceline.recipes.datasets.images import Split
+from paceline.recipes.data.images import Split
 
 TRAIN = [sys.executable, "-m", "paceline", "train", "image"]
 
@@ -109,8 +109,7 @@ def baseline(data: str, folder: str) -> str:
     """A linear classifier on standardised pixels, of the same splits, after five epochs."""
     import torch
 
-    from paceline.recipes.datasets.find import load
-    from paceline.recipes.datasets.images import Request
+    from paceline.recipes.data.images import Request, load
 
     begun = time.monotonic()
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from paceline.recipes.models import cnn
+from paceline.recipes.networks import cnn
 
 SAMPLES, LOG_EVERY = 8192, 50
 Loop = Callable[[int], None]

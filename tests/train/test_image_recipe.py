@@ -15,9 +15,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from paceline.cli import evaluate as cli
-from paceline.recipes import evaluate, image, predict
-from paceline.recipes.datasets.find import load
-from paceline.recipes.datasets.images import Request
+from paceline.recipes import image
+from paceline.recipes.data.images import Request, load
+from paceline.recipes.use import evaluate, predict
 from paceline.train import weights
 
 sys.path.insert(0, str(Path(__file__).parent))

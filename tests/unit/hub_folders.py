@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.recipes.datasets.texts import meals
+from paceline.recipes.data.texts import meals
 
 
 def bert(folder: Path) -> Path:

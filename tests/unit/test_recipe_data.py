@@ -15,11 +15,9 @@ import pytest
 from PIL import Image
 
 from paceline.cli.train import folder_everywhere
-from paceline.recipes.datasets import folder
-from paceline.recipes.datasets.find import load
-from paceline.recipes.datasets.images import ImageData, Request
+from paceline.recipes.data import folder, located
+from paceline.recipes.data.images import ImageData, Request, load
 from paceline.recipes.pictures import normalisation
-from paceline.recipes.sources import located
 from paceline.spec.errors import DataError
 
 RANDOM = np.random.default_rng(0)

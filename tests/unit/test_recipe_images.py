@@ -14,15 +14,15 @@ from PIL import Image
 from recipe_tools import config, hub_variables, one_thread  # noqa: F401 - fixtures
 from safetensors.torch import load_file
 
-from paceline.recipes import evaluate, hub_models, image, parse_options, predict
-from paceline.recipes.augment import augmented
-from paceline.recipes.catalogue import catalogue
-from paceline.recipes.datasets import hub
-from paceline.recipes.datasets.hub import WAITS, fetched
-from paceline.recipes.image_inputs import inputs
-from paceline.recipes.image_options import PRESETS, ImageOptions
-from paceline.recipes.models import MODELS
-from paceline.recipes.numbers import cpu_flags
+from paceline.recipes import image, parse_options, pretrained
+from paceline.recipes.common import cpu_flags
+from paceline.recipes.data import hub
+from paceline.recipes.data.hub import WAITS, fetched
+from paceline.recipes.networks import MODELS
+from paceline.recipes.options import IMAGE_PRESETS, ImageOptions
+from paceline.recipes.pictures import augmented, inputs
+from paceline.recipes.reference import catalogue
+from paceline.recipes.use import evaluate, predict
 from paceline.spec.errors import DataError, SettingError
 from paceline.train import Draws
 
@@ -148,13 +148,13 @@ def test_small_images_are_enlarged_when_asked(tmp_path: Path, capsys) -> None:  
 
 def test_preprocessing_of_timm() -> None:
     carried = {"input_size": [3, 160, 160], "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.2]}
-    found = hub_models.of_timm({"architecture": "resnet18", "pretrained_cfg": carried})
+    found = pretrained.of_timm({"architecture": "resnet18", "pretrained_cfg": carried})
     assert found == {
         "size": 160,
         "image_mean": [0.5, 0.4, 0.3],
         "image_std": [0.2, 0.2, 0.2],
     }
-    assert hub_models.of_timm({"model_type": "vit"}) == {}
+    assert pretrained.of_timm({"model_type": "vit"}) == {}
 
 
 class Refused(Exception):
@@ -303,7 +303,7 @@ def test_typed_flags_win_over_the_preset() -> None:
     assert isinstance(options, ImageOptions)
     assert (options.epochs, options.lr, options.model) == (2, 0.5, "resnet50")
     assert options.augment == ("resized-crop", "flip")
-    plain = parse_options("image", [*PRESETS["imagenet"], "--epochs=2", "--lr=0.5", DUMMY])
+    plain = parse_options("image", [*IMAGE_PRESETS["imagenet"], "--epochs=2", "--lr=0.5", DUMMY])
     assert options == plain
 
 

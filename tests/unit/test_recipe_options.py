@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
-from paceline.recipes.datasets import NAMED
-from paceline.recipes.image_options import AUGMENTATIONS, MODELS, ImageOptions
+from paceline.recipes.data import NAMED
+from paceline.recipes.options import AUGMENTATIONS, IMAGE_MODELS, ImageOptions
 from paceline.spec.errors import PacelineError, SettingError
 
 
@@ -89,21 +89,21 @@ def test_unknown_recipe() -> None:
 
 def test_registry_names_what_exists() -> None:
     for one in RECIPES.values():
-        assert one.options_class()().validate() is None
+        assert one.options().validate() is None
         assert one.summary
 
 
 def test_torch_free_names_match_the_models() -> None:
-    from paceline.recipes.models import MODELS as BUILT
+    from paceline.recipes.networks import MODELS as BUILT
 
-    assert list(BUILT) == list(MODELS)
+    assert list(BUILT) == list(IMAGE_MODELS)
 
 
 def test_options_need_neither_torch_nor_numpy() -> None:
     code = (
         "import sys; from paceline.recipes import parse_options;"
         "parse_options('image', ['--epochs', '2']);"
-        "import paceline.recipes.evaluate_options;"
+        "import paceline.recipes.use;"
         "print([name for name in ('torch', 'numpy', 'PIL') if name in sys.modules])"
     )
     source = Path(__file__).parents[2] / "src"

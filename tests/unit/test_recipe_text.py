@@ -14,11 +14,12 @@ from hub_folders import bert
 from recipe_tools import config, hub_variables, one_thread, records  # noqa: F401 - fixtures
 from safetensors.torch import load_file
 
-from paceline.recipes import evaluate, parse_options, predict, text
-from paceline.recipes.datasets.texts import TextData, TextRequest, load_texts
-from paceline.recipes.fine_tuning import stages_of
-from paceline.recipes.sources import HubSource
+from paceline.recipes import parse_options, text
+from paceline.recipes.data import HubSource
+from paceline.recipes.data.texts import TextData, TextRequest, load_texts
+from paceline.recipes.pretrained import stages_of
 from paceline.recipes.text import macro_f1
+from paceline.recipes.use import evaluate, predict
 from paceline.spec.errors import DataError, SettingError
 
 ROWS = [(label, f"text {n}, of {label}") for n in range(20) for label in ("no", "yes")]

@@ -11,15 +11,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.recipes import parse_options, tokenizing
-from paceline.recipes.datasets.made_pairs import MAKERS, in_words
-from paceline.recipes.datasets.pairs import PairData, PairRequest, load_pairs
-from paceline.recipes.decoding import Search, beams, decode, greedy
-from paceline.recipes.grouping import spread
+from paceline.recipes import parse_options, tokens
+from paceline.recipes.data import HubSource
+from paceline.recipes.data.pairs import MAKERS, PairData, PairRequest, in_words, load_pairs
 from paceline.recipes.scores import distance, error_rate, scores
-from paceline.recipes.sentences import padded, sentences
-from paceline.recipes.sources import HubSource
-from paceline.recipes.transformer import PAD, Cache, Shape, Transformer
+from paceline.recipes.tokens import padded, sentences
+from paceline.recipes.transformer import (
+    PAD,
+    Cache,
+    Search,
+    Shape,
+    Transformer,
+    beams,
+    decode,
+    greedy,
+)
+from paceline.recipes.translation import spread
 from paceline.spec.errors import DataError, SettingError
 from paceline.train.grouping import by_length
 from paceline.train.order import Order
@@ -111,27 +118,27 @@ def test_refused_settings(flags: list[str], words: str) -> None:
 
 @pytest.mark.parametrize("kind", ["word", "bpe", "char"])
 @given(words=st.lists(st.sampled_from(WORDS), min_size=1, max_size=8))
-def test_known_text_comes_back(kind: tokenizing.Kind, words: list[str]) -> None:
+def test_known_text_comes_back(kind: tokens.Kind, words: list[str]) -> None:
     text = " ".join(words)
     tokenizer = _tokenizer(kind)
     rows = tokenizer.encode([text])
     assert tokenizer.decode(rows) == [text]
-    assert tokenizing.from_json(tokenizer.to_json()).encode([text]) == rows
+    assert tokens.from_json(tokenizer.to_json()).encode([text]) == rows
 
 
-_made: dict[str, tokenizing.Tokenizer] = {}
+_made: dict[str, tokens.Tokenizer] = {}
 
 
-def _tokenizer(kind: tokenizing.Kind) -> tokenizing.Tokenizer:
+def _tokenizer(kind: tokens.Kind) -> tokens.Tokenizer:
     if kind not in _made:
-        _made[kind] = tokenizing.train(kind, [" ".join(WORDS), *WORDS], min_frequency=1)
+        _made[kind] = tokens.train_tokenizer(kind, [" ".join(WORDS), *WORDS], min_frequency=1)
     return _made[kind]
 
 
 def test_rare_words_are_unknown() -> None:
-    tokenizer = tokenizing.train("word", ["a b", "a c"], min_frequency=2)
+    tokenizer = tokens.train_tokenizer("word", ["a b", "a c"], min_frequency=2)
     assert tokenizer.decode(tokenizer.encode(["a b"])) == ["a[UNK]"]
-    assert tokenizer.encode(["a"])[0][0] >= len(tokenizing.SPECIAL)
+    assert tokenizer.encode(["a"])[0][0] >= len(tokens.SPECIAL)
 
 
 def test_long_sentences() -> None:

@@ -13,19 +13,9 @@ from hub_folders import vit
 from PIL import Image
 from recipe_tools import hub_variables, one_thread  # noqa: F401 - fixtures
 
-from paceline.recipes import (
-    benchmark,
-    evaluate,
-    export,
-    image,
-    predict,
-    quantize,
-    text,
-    translate,
-    translation,
-    use_of,
-)
-from paceline.recipes.quantize import OnnxNetwork, check_drop
+from paceline.recipes import image, text, translation, use_of
+from paceline.recipes.use import benchmark, evaluate, export, predict, quantize, translate
+from paceline.recipes.use.quantize import OnnxNetwork, check_drop
 from paceline.spec.errors import DataError
 
 QUICK = ("--device=cpu", "--checkpoint-every=never", "--dropout=0")

@@ -17,16 +17,16 @@ from paceline.cli.launch import job_of, launch, launch_options, prepare
 from paceline.cli.train import RECIPE_MODULES, quiet_torch, with_data
 from paceline.cli.verb import Verb, say
 from paceline.cli.via import Way
-from paceline.recipes.evaluate_options import EvaluateOptions
-from paceline.recipes.options import parse
+from paceline.recipes.flags import parse
+from paceline.recipes.use import EvaluateOptions
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry, Input
 from paceline.spec.rundir import CHECKPOINTS, CONFIG, MODEL, MODEL_CONFIG, unfinished
 
-MODULE = "paceline.recipes.evaluate"
+MODULE = "paceline.recipes.use.evaluate"
 
 
-@click.command("evaluate", cls=Verb, options_of="paceline.recipes.evaluate_options:EvaluateOptions")
+@click.command("evaluate", cls=Verb, options_of="paceline.recipes.use:EvaluateOptions")
 @launch_options
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)

@@ -10,7 +10,7 @@ import click
 
 from paceline.cli.verb import Verb, say
 from paceline.recipes import RECIPES
-from paceline.recipes.catalogue import Entry, catalogue
+from paceline.recipes.reference import Entry, catalogue
 from paceline.spec.terminal import columns
 
 _KINDS = ("recipes", "models", "data", "augmentations", "presets")

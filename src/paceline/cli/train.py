@@ -15,8 +15,9 @@ from paceline.cli.launch import job_of, launch, launch_options, prepare
 from paceline.cli.sources import toml_of
 from paceline.cli.verb import ALL, Verb, say
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
-from paceline.recipes.catalogue import catalogue
-from paceline.recipes.options import Options, as_flags, known, option_names
+from paceline.recipes.flags import as_flags, known, option_names
+from paceline.recipes.options import Options
+from paceline.recipes.reference import catalogue
 from paceline.spec.helptext import Row, Section
 from paceline.spec.job import Entry, Input, Job
 
@@ -105,7 +106,7 @@ def from_table(name: str, table: Mapping[str, Any]) -> list[str]:
     Raises:
         SettingError: A key is no option of the recipe.
     """
-    kind = recipe(name).options_class()
+    kind = recipe(name).options
     flags: list[str] = []
     for key, value in table.items():
         known(f"paceline.toml [train.{name}]", key.replace("_", "-"), option_names(kind))

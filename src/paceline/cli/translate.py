@@ -10,9 +10,7 @@ from paceline.cli.evaluate import run_folder, run_here
 from paceline.cli.verb import Verb
 
 
-@click.command(
-    "translate", cls=Verb, options_of="paceline.recipes.evaluate_options:TranslateOptions"
-)
+@click.command("translate", cls=Verb, options_of="paceline.recipes.use:TranslateOptions")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("sentences", nargs=-1, metavar="[SENTENCE...]", type=click.UNPROCESSED)
 def command(run: Path, sentences: tuple[str, ...]) -> None:
@@ -20,4 +18,4 @@ def command(run: Path, sentences: tuple[str, ...]) -> None:
 
     One translation a line, and nothing else, is written to standard output.
     """
-    run_here("paceline.recipes.translate", ["--run", str(run_folder(run)), *sentences])
+    run_here("paceline.recipes.use.translate", ["--run", str(run_folder(run)), *sentences])

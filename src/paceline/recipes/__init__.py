@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.recipes.options import Options, known, parse, to_argv
+from paceline.recipes.flags import known, parse, to_argv
+from paceline.recipes.options import ImageOptions, Options, TextOptions, TranslationOptions
 from paceline.spec.errors import DataError
 
 
@@ -21,22 +22,16 @@ class Recipe:
     Attributes:
         name: As in ``paceline train NAME``.
         module: Run in every rank as ``python -m MODULE FLAGS…``.
-        options: ``MODULE:CLASS`` of its settings; importable without torch.
+        options: The dataclass of its settings.
         use: Module with ``evaluate_run`` and ``guesses`` for its trained models; needs torch.
         summary: One line for people.
     """
 
     name: str
     module: str
-    options: str
+    options: type[Options]
     use: str
     summary: str
-
-    def options_class(self) -> type[Options]:
-        """The dataclass of the recipe's settings."""
-        module, name = self.options.split(":")
-        kind: type[Options] = getattr(importlib.import_module(module), name)
-        return kind
 
 
 RECIPES: dict[str, Recipe] = {
@@ -45,22 +40,22 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "image",
             "paceline.recipes.image",
-            "paceline.recipes.image_options:ImageOptions",
-            "paceline.recipes.image_use",
+            ImageOptions,
+            "paceline.recipes.use.image",
             "classify images: bundled digits, MNIST-like, CIFAR-10, or a folder for each class",
         ),
         Recipe(
             "text",
             "paceline.recipes.text",
-            "paceline.recipes.text_options:TextOptions",
-            "paceline.recipes.text_use",
+            TextOptions,
+            "paceline.recipes.use.text",
             "classify texts: csv, jsonl or Hugging Face data; small models or pretrained ones",
         ),
         Recipe(
             "translation",
             "paceline.recipes.translation",
-            "paceline.recipes.translation_options:TranslationOptions",
-            "paceline.recipes.translation_use",
+            TranslationOptions,
+            "paceline.recipes.use.translation",
             "translate: an encoder-decoder transformer from scratch on a parallel corpus",
         ),
     )
@@ -102,7 +97,7 @@ def parse_options(name: str, argv: Sequence[str]) -> Options:
         DataError: The data set cannot be found on this machine.
         SystemExit: After ``--help``.
     """
-    kind = recipe(name).options_class()
+    kind = recipe(name).options
     options = parse(kind, expanded(name, argv), f"paceline train {name}")
     options.validate()
     return options
@@ -116,7 +111,7 @@ def expanded(name: str, argv: Sequence[str]) -> list[str]:
     if joined is None and at is None:
         return flags
     wanted = joined.partition("=")[2] if joined else flags[at + 1] if at is not None else ""
-    presets = getattr(importlib.import_module(recipe(name).options.split(":")[0]), "PRESETS", {})
+    presets = recipe(name).options.presets
     if not presets:
         return flags
     known("--preset", wanted, presets)

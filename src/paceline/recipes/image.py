@@ -15,16 +15,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from paceline import train
-from paceline.recipes import hub_models, parse_options, setup
-from paceline.recipes.datasets.find import load
-from paceline.recipes.datasets.images import ImageData, Request
-from paceline.recipes.fine_tuning import Freezing, load_backbone
-from paceline.recipes.image_inputs import Inputs, inputs
-from paceline.recipes.image_options import ImageOptions
-from paceline.recipes.models import MODELS, backbone, describe_network, hub_images
+from paceline.recipes import common, parse_options, pretrained
+from paceline.recipes.data.images import ImageData, Request, load
+from paceline.recipes.networks import MODELS, backbone, describe_network, hub_images
 from paceline.recipes.optimization import Curve
-from paceline.recipes.pictures import Normalisation, Pictures, normalisation
-from paceline.recipes.running import guarded
+from paceline.recipes.options import ImageOptions
+from paceline.recipes.pictures import Inputs, Normalisation, Pictures, inputs, normalisation
+from paceline.recipes.pretrained import Freezing, load_backbone
+from paceline.recipes.program import guarded
 from paceline.train import Best
 
 
@@ -34,11 +32,11 @@ def train_image(options: ImageOptions) -> None:
     data = load_data(options, wants)
     # The small network on tiny images has nothing that would be faster.
     large = options.model != "cnn" or max(data.shape) >= 16
-    options = setup.effective(options, large)
+    options = common.effective(options, large)
     fast = options.fast and options.dtype != "float64" and large
-    with setup.join("image", options) as session:
+    with common.join("image", options) as session:
         session.agree("the data set", data.fingerprint)
-        setup.agree_format(session, options, fast)
+        common.agree_format(session, options, fast)
 
         normalise = wants.normalise(data.shape[0]) or normalisation(
             data.splits["train"], data.shape[0]
@@ -49,7 +47,7 @@ def train_image(options: ImageOptions) -> None:
         training = Pictures(splits["train"], normalise, numbers, options.augment, size, device)
         watched = Pictures(splits[data.watched], normalise, numbers, (), size, device)
         held_out = Pictures(splits[data.held_out], normalise, numbers, (), size, device)
-        batch = setup.batch_of(session, options)
+        batch = common.batch_of(session, options)
         loader = session.loader(training, batch.global_batch, limit=batch.limit)
 
         shape = (data.shape[0], size or data.shape[1], size or data.shape[2])
@@ -59,17 +57,17 @@ def train_image(options: ImageOptions) -> None:
         if fast:
             network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         network = session.place(network, shard=options.shard)
-        optimizer = setup.optimizer_of(options, network, batch.lr)
+        optimizer = common.optimizer_of(options, network, batch.lr)
         steps = options.steps or options.epochs * len(loader)
         curve = Curve(options.schedule, steps, options.warm_up, milestones=options.milestones)
         schedule = freezing.schedule(optimizer, curve, len(loader))
-        model = setup.prepare(session, options, network, optimizer, schedule)
+        model = common.prepare(session, options, network, optimizer, schedule)
 
         best = Best(patience=options.patience)
         more = {"network": description, "number_format": options.dtype, "channels_last": fast}
         about = describe(options, data, wants, shape, normalise) | more
-        setup.keep_checkpoints(session, options, best, data.fingerprint, about)
-        for epoch in setup.epochs(session, loader, options):
+        common.keep_checkpoints(session, options, best, data.fingerprint, about)
+        for epoch in common.epochs(session, loader, options):
             freezing.begin(epoch)
             for images, labels in loader:
                 with session.autocast():
@@ -82,7 +80,7 @@ def train_image(options: ImageOptions) -> None:
             session.log(data.watched, samples=result.count, **result.values())
             best.update(result["accuracy"], session.progress.step)
             curve.report(result["loss"])
-            setup.end_early(session, options, best, f"{data.watched} accuracy", result["accuracy"])
+            common.end_early(session, options, best, f"{data.watched} accuracy", result["accuracy"])
 
         result = evaluate(session, network, held_out)
         figures = {"samples": result.count, **result.values()}
@@ -132,8 +130,8 @@ def make_network(
 ) -> nn.Module:
     """The network that the options name, with the weights from which it starts."""
     if options.model not in MODELS:
-        wanted = hub_models.HubModel("image", options.model, options.offline, options.from_scratch)
-        return hub_images(session.together(lambda: hub_models.load_model(wanted, classes)))
+        wanted = pretrained.HubModel("image", options.model, options.offline, options.from_scratch)
+        return hub_images(session.together(lambda: pretrained.load_model(wanted, classes)))
     network = MODELS[options.model](shape, len(classes))
     if options.weights:
         count, fresh = session.together(lambda: load_backbone(network, options.weights))

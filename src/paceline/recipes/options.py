@@ -1,23 +1,18 @@
-"""Settings of recipes: one frozen dataclass each, from which flags, files and pages are made.
+"""The settings of recipes, a frozen dataclass each: what all share, image, text, translation.
 
-Nothing here imports torch: the launcher reads and refuses options before anything starts.
+Flags, the keys of ``paceline.toml`` and the reference pages are made from them. Nothing here
+imports torch: the launcher reads and refuses options before anything starts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import difflib
-import io
-import json
 import re
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import ClassVar, Literal
 
-from paceline.spec import rundir
+from paceline.recipes.data import NAMED, HubSource, is_path
+from paceline.recipes.flags import at_least, below_one, known
 from paceline.spec.errors import SettingError
 
 Dtype = Literal["float32", "float64", "bf16", "fp16"]
@@ -31,6 +26,8 @@ _CADENCE = re.compile(rf"never|{_ONE}(?:,{_ONE})*")
 @dataclass(frozen=True)
 class Options:
     """What every recipe understands."""
+
+    presets: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     model: str = ""
     """Model to train, by name."""
@@ -155,21 +152,6 @@ class Options:
             )
 
 
-O = TypeVar("O")  # noqa: E741
-
-
-def at_least(flag: str, value: float, least: float) -> None:
-    """Raises SettingError when a number is too small."""
-    if not value >= least:
-        raise SettingError(f"{flag} {value} must be at least {least}", remedy=f"{flag} {least}")
-
-
-def below_one(flag: str, value: float) -> None:
-    """Raises SettingError when a number is not in [0, 1)."""
-    if not 0 <= value < 1:
-        raise SettingError(f"{flag} {value} must be at least 0 and less than 1")
-
-
 def check_accuracy(stop_at: float) -> None:
     """Raises SettingError when ``--stop-at`` is no accuracy."""
     if stop_at > 1:
@@ -180,119 +162,368 @@ def check_accuracy(stop_at: float) -> None:
         )
 
 
-def known(flag: str, value: str, names: Iterable[str]) -> None:
-    """Raises SettingError, with the nearest name, when ``value`` is none of ``names``."""
-    choices = sorted(names)
-    if value in choices:
-        return
-    near = difflib.get_close_matches(value, choices, 1, cutoff=0.5)
-    raise SettingError(
-        f"{flag} {value}: unknown",
-        found=f"known are {', '.join(choices)}",
-        remedy=f"did you mean {flag} {near[0]}?" if near else f"{flag} {choices[0]}",
-    )
-
-
-def parse(kind: type[O], argv: Sequence[str], prog: str) -> O:
-    """Options from flags.
+def check_fine_tuning(own: bool, options: Options) -> None:
+    """Refuses combinations of --model, --weights, --from-scratch and --freeze without a sense.
 
     Args:
-        kind: The recipe's options class.
-        argv: Flags as typed; ``--like RUN`` stands for all options of that run.
-        prog: Name of the command, for the help.
-
-    Raises:
-        SettingError: An unknown flag (with the nearest one) or a value of the wrong kind.
-        SystemExit: After ``--help``.
+        own: Whether the model is one of the recipe's own.
+        options: With these fields.
     """
-    if wanted := {"-h", "--help", "--help-all"}.intersection(argv):
-        from paceline.recipes.reference import help_of
-
-        sys.stdout.write(help_of(kind, prog, everything="--help-all" in wanted) + "\n")
-        raise SystemExit(0)
-    import tyro
-
-    rest, default = _from_record(kind, list(argv))
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            if default is None:
-                return tyro.cli(kind, args=rest, prog=prog)
-            return tyro.cli(kind, args=rest, prog=prog, default=default)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        message, remedy = _said(complaint.getvalue())
-        raise SettingError(message, remedy=remedy or f"{prog} --help lists all options") from None
-
-
-def _from_record(kind: type[O], argv: list[str]) -> tuple[list[str], O | None]:
-    """Takes ``--like RUN`` out of the flags: the others change what that run had."""
-    joined = next((arg for arg in argv if arg.startswith("--like=")), None)
-    if joined is not None:
-        argv.remove(joined)
-        return argv, recorded(kind, Path(joined.partition("=")[2]))
-    if "--like" not in argv[:-1]:
-        return argv, None
-    place = argv.index("--like")
-    return argv[:place] + argv[place + 2 :], recorded(kind, Path(argv[place + 1]))
-
-
-def recorded(kind: type[O], path: Path) -> O:
-    """The options of an earlier run, from its config.json or its directory.
-
-    Raises:
-        SettingError: The file cannot be read or holds other options.
-    """
-    file = path / rundir.CONFIG if path.is_dir() else path
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))["options"]
-        values.pop("run_dir", None)  # a repetition is a run of its own
-        known_names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        if unknown := sorted(set(values) - known_names):
-            raise ValueError(f"unknown options: {', '.join(unknown)}")
-        return kind(**{name: _frozen(value) for name, value in values.items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    weights, scratch = getattr(options, "weights", ""), getattr(options, "from_scratch", False)
+    freeze, stages = getattr(options, "freeze", False), getattr(options, "unfreeze_every", 0)
+    if weights and not own:
         raise SettingError(
-            f"--like {path}: no options of an earlier run",
-            found=f"{type(error).__name__}: {error}",
-            remedy="name the directory of a run of the same recipe",
-        ) from None
+            f"--weights {weights} cannot be used with --model {options.model}",
+            found="that model brings its own weights",
+            remedy="--model FOLDER with the weights in it",
+        )
+    if freeze and (scratch or (own and not weights)):
+        raise SettingError(
+            "--freeze would keep random weights",
+            found=f"--model {options.model} starts from scratch here",
+            remedy="--weights RUN, or a Hugging Face model with its weights",
+        )
+    if stages and not freeze:
+        raise SettingError(
+            f"--unfreeze-every {stages} needs something frozen", remedy="--freeze, or leave it out"
+        )
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+IMAGE_MODELS = {
+    "cnn": "a small network without batch normalisation and dropout",
+    "resnet18": "residual network, 11 million parameters",
+    "resnet34": "residual network, 21 million parameters",
+    "resnet50": "residual network, 26 million parameters",
+}
+AUGMENTATIONS = {
+    "flip": "mirrored, every second image",
+    "crop": "shifted by up to an eighth of the size",
+    "rotate": "turned by up to 15 degrees",
+    "zoom": "larger or smaller by up to 15 percent",
+    "resized-crop": "a random part of 8 to 100 percent of the area, brought to the full size",
+}
+_IMAGENET = (
+    *("--epochs=90", "--global-batch=256", "--lr=0.1", "--image-size=224"),
+    *("--optimizer=sgd", "--momentum=0.9", "--weight-decay=0.0001"),
+    *("--augment", "resized-crop", "flip"),
+)
+IMAGE_PRESETS: dict[str, tuple[str, ...]] = {
+    "imagenet": (
+        *("--model=resnet50", *_IMAGENET),
+        *("--schedule=cosine", "--warm-up=0.055", "--label-smoothing=0.1"),
+    ),
+    "imagenet-example": (
+        *("--model=resnet18", *_IMAGENET, "--no-nesterov", "--schedule=step", "--warm-up=0"),
+        *("--milestones", "0.333333", "0.666666"),
+    ),
+}
+"""Flags that stand for a known recipe; flags that are typed come after them."""
 
 
-def _said(box: str) -> tuple[str, str]:
-    """Message and suggestion out of the parser's drawn box."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    lines = [line.strip("│ ").strip() for line in text.splitlines() if line.startswith("│")]
-    sections = " ".join("\0" if set(line) == {"─"} else line for line in lines).split("\0")
-    near = next((part for part in sections if "meant" in part), "")
-    flag = re.search(r"--[\w-]+", near)
-    return sections[0].strip(), f"did you mean {flag.group()}?" if flag else ""
+@dataclass(frozen=True)
+class ImageOptions(Options):
+    """Train an image classifier."""
+
+    presets = IMAGE_PRESETS
+
+    preset: str = ""
+    """Settings to start from: imagenet or imagenet-example; what else is typed changes them."""
+    model: str = "cnn"
+    """cnn, resnet18, resnet34, resnet50, or any image classifier of Hugging Face by id or
+    folder."""
+    weights: str = ""
+    """Start from these weights: a run directory, a safetensors or a .pth file (cnn, resnets)."""
+    from_scratch: bool = False
+    """Take only the architecture of a Hugging Face model, not its weights."""
+    freeze: bool = False
+    """Train the head only; the backbone stays exactly as it was loaded."""
+    unfreeze_every: int = 0
+    """With --freeze: epochs after which one more stage, from the head backwards, trains too."""
+    fast: bool = True
+    """Compute in bf16 where the machine is faster in it, and with channels last (not cnn on images
+    below 16 pixels); --no-fast keeps to --dtype."""
+    data: str = "digits"
+    """digits, fashion-mnist, mnist, cifar10, dummy, a folder with a folder for each class, or a
+    Hugging Face data set by id or folder."""
+    data_config: str = ""
+    """Configuration of a Hugging Face data set."""
+    offline: bool = False
+    """Never touch the network; use what is in the cache."""
+    skip_damaged: bool = False
+    """Leave images out that cannot be read; every file is tried at the start."""
+    epochs: int = 15
+    """Passes over the training data."""
+    global_batch: int = 64
+    """Samples of one step over all processes together; the same at any number of them."""
+    lr: float = 4e-3
+    """Highest learning rate of the schedule."""
+    label_smoothing: float = 0.0
+    """Part of the target that is spread over all classes."""
+    augment: tuple[str, ...] = ()
+    """Augmentations of the training images: flip, crop, rotate, zoom, resized-crop."""
+    image_size: int = 0
+    """Height and width to which images are brought (0: what a pretrained model wants, else 64 for
+    a folder's, and the others as they are)."""
+    test_fraction: float = 0.2
+    """Part of every class that is held out, where the data have no split of their own."""
+    val_fraction: float = 0.0
+    """Part of the training images taken out for validation, where the data have no such part."""
+
+    def validate(self) -> None:
+        super().validate()
+        check_accuracy(self.stop_at)
+        if not is_path(self.model):
+            known("--model", self.model, IMAGE_MODELS)
+        if self.preset:
+            known("--preset", self.preset, IMAGE_PRESETS)
+        at_least("--unfreeze-every", self.unfreeze_every, 0)
+        check_fine_tuning(self.model in IMAGE_MODELS, self)
+        for name in self.augment:
+            known("--augment", name, AUGMENTATIONS)
+        if not is_path(self.data):
+            known("--data", self.data, NAMED)
+        below_one("--label-smoothing", self.label_smoothing)
+        below_one("--val-fraction", self.val_fraction)
+        self._validate_images()
+
+    def _validate_images(self) -> None:
+        if not 0 < self.test_fraction < 1:
+            raise SettingError(
+                f"--test-fraction {self.test_fraction} must lie between 0 and 1",
+                remedy="--test-fraction 0.2",
+            )
+        if self.image_size:
+            at_least("--image-size", self.image_size, 8)
 
 
-def to_argv(options: Options) -> list[str]:
-    """The flags that make these options again; settings at their default are left out."""
-    argv: list[str] = []
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if value != field.default:
-            argv += as_flags("--" + field.name.replace("_", "-"), value)
-    return argv
+TEXT_MODELS = {
+    "small": "a transformer encoder of two layers, from scratch",
+    "words": "the mean of word vectors, from scratch: fast, and blind to word order",
+}
+MADE_TEXTS = {
+    "meals": "short restaurant reviews, is the food praised? (generated)",
+    "dummy": "random words, for measuring speed",
+}
+"""Text data sets that need no file."""
 
 
-def option_names(kind: type[Options]) -> list[str]:
-    """Every option of a recipe, as typed but for the dashes before it."""
-    return [field.name.replace("_", "-") for field in dataclasses.fields(kind)]
+@dataclass(frozen=True)
+class TextOptions(Options):
+    """Train or fine-tune a text classifier."""
+
+    model: str = "small"
+    """small or words (from scratch), or any sequence classifier of Hugging Face by id or folder."""
+    weights: str = ""
+    """Start from these weights: a run directory or a safetensors file (small, words)."""
+    from_scratch: bool = False
+    """Take only the architecture of a Hugging Face model, not its weights."""
+    freeze: bool = False
+    """Train the head only; the backbone stays exactly as it was loaded."""
+    unfreeze_every: int = 0
+    """With --freeze: epochs after which one more stage, from the head backwards, trains too."""
+    dropout: float = 0.1
+    """Dropout of small; above 0 the result depends on how a batch is shared among processes."""
+
+    data: str = "meals"
+    """A csv, tsv or jsonl file, a folder with train, val and test files, a Hugging Face data set
+    by id or folder; or meals, dummy."""
+    test_data: str = ""
+    """A file of the same form that is held out (default: a part of --data)."""
+    data_config: str = ""
+    """Configuration of a Hugging Face data set."""
+    offline: bool = False
+    """Never touch the network; use what is in the cache."""
+    delimiter: str = ""
+    """Between columns of a csv (default: a comma, in tsv files a tab)."""
+    label_column: str = ""
+    """Name of the column with labels (default: the first, or label)."""
+    text_column: str = ""
+    """Name of the column with texts (default: the second, or text)."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes, where labels are numbers that start at 0 or 1."""
+    test_fraction: float = 0.1
+    """Part that is held out, where the data have no split of their own."""
+
+    tokenizer: Literal["word", "bpe", "char"] = "word"
+    """Tokenizer that is trained on the data, for small and words."""
+    vocab_size: int = 0
+    """Most tokens (0: 30000 words, 8000 pieces)."""
+    max_length: int = 128
+    """Tokens of a text that are used; the rest is cut off."""
+
+    epochs: int = 10
+    """Passes over the training data."""
+    global_batch: int = 32
+    """Texts of one step over all processes together; the same at any number of them."""
+    lr: float = 1e-3
+    """Highest learning rate of the schedule; 5e-5 suits fine-tuning."""
+    label_smoothing: float = 0.0
+    """Part of the target that is spread over all classes."""
+
+    def validate(self) -> None:
+        super().validate()
+        check_accuracy(self.stop_at)
+        if not is_path(self.model):
+            known("--model", self.model, TEXT_MODELS)
+        if not is_path(self.data):
+            known("--data", self.data, MADE_TEXTS)
+        at_least("--vocab-size", self.vocab_size, 0)
+        at_least("--max-length", self.max_length, 2)
+        at_least("--unfreeze-every", self.unfreeze_every, 0)
+        below_one("--dropout", self.dropout)
+        below_one("--label-smoothing", self.label_smoothing)
+        self._validate_data()
+        check_fine_tuning(self.model in TEXT_MODELS, self)
+
+    def hub(self) -> HubSource:
+        """Where a Hugging Face data set would come from."""
+        return HubSource(self.data, self.data_config, self.offline)
+
+    def _validate_data(self) -> None:
+        if not 0 < self.test_fraction < 1:
+            raise SettingError(
+                f"--test-fraction {self.test_fraction} must lie between 0 and 1",
+                remedy="--test-fraction 0.1",
+            )
+        if len(self.delimiter) > 1 and self.delimiter != "\\t":
+            raise SettingError(
+                f"--delimiter {self.delimiter!r} must be one character", remedy="--delimiter ';'"
+            )
 
 
-def as_flags(flag: str, value: Any) -> list[str]:
-    """An option with its value, as typed."""
-    if isinstance(value, bool):
-        return [flag if value else flag.replace("--", "--no-", 1)]
-    if isinstance(value, (tuple, list)):
-        return [flag, *(str(item) for item in value)]
-    return [f"{flag}={value}"]
+TRANSLATION_SIZES: dict[str, tuple[int, int, int, int]] = {
+    "tiny": (64, 2, 4, 256),
+    "small": (256, 3, 4, 1024),
+    "base": (512, 6, 8, 2048),
+    "big": (1024, 6, 16, 4096),
+}
+"""(d_model, layers, heads, ff) by name; ``base`` and ``big`` are those of the original paper."""
+MADE_PAIRS = {
+    "numbers": "numbers in digits to their English words (generated)",
+    "reverse": "short sequences of letters to the same ones backwards (generated)",
+    "dummy": "random words, for measuring speed",
+}
+"""Parallel corpora that need no file."""
+
+
+@dataclass(frozen=True)
+class TranslationOptions(Options):
+    """Train an encoder-decoder transformer from scratch on a parallel corpus."""
+
+    model: str = "base"
+    """Size: tiny, small, base or big; the four settings below change one of its numbers."""
+    d_model: int = 0
+    """Width of the model (0: by --model; base: 512)."""
+    layers: int = 0
+    """Layers of the encoder, and of the decoder (0: by --model; base: 6)."""
+    heads: int = 0
+    """Attention heads (0: by --model; base: 8)."""
+    ff: int = 0
+    """Width of the feed-forward layers (0: by --model; base: 2048)."""
+    norm: Literal["pre", "post"] = "pre"
+    """Layer normalisation before each part (steadier) or after it (as in the paper)."""
+    dropout: float = 0.1
+    """Dropout; above 0 the result depends on how a batch is shared among processes."""
+
+    data: str = "numbers"
+    """A TSV (source, tab, target), JSONL, the source file beside --target, a folder with
+    train/val/test files, a Hugging Face data set by id or folder; or numbers, reverse, dummy."""
+    target: str = ""
+    """The other file, line by line the translation of --data."""
+    source_lang: str = ""
+    """Language of the source, where the data name languages (en)."""
+    target_lang: str = ""
+    """Language of the target, where the data name languages (it)."""
+    data_config: str = ""
+    """Configuration of a Hugging Face data set (en-it)."""
+    offline: bool = False
+    """Never touch the network; use what is in the cache."""
+    val_fraction: float = 0.1
+    """Part of the pairs that is held out, where the data have no split of their own."""
+
+    tokenizer: Literal["word", "bpe", "char"] = "word"
+    """word: words, digits and punctuation marks; bpe: pieces of words; char: characters."""
+    vocab_size: int = 0
+    """Most tokens of each language (0: 30000 words, 8000 pieces)."""
+    min_frequency: int = 2
+    """Words (bpe: pairs) that occur less often in the training data get no token of their own."""
+    seq_len: int = 350
+    """Longest sentence, in tokens."""
+    too_long: Literal["drop", "cut", "refuse"] = "drop"
+    """What becomes of longer sentences in training: left out and counted, cut, or refused.
+    Validation keeps every sentence; there a longer source is cut."""
+
+    epochs: int = 20
+    """Passes over the training data."""
+    global_batch: int = 64
+    """Sentence pairs of one step over all processes together; the same at any number of them."""
+    lr: float = 5e-4
+    """Highest learning rate of the schedule."""
+    label_smoothing: float = 0.1
+    """Part of the probability that is spread over all tokens."""
+    clip_norm: float = 1.0
+    """Largest norm of the whole gradient (0: no limit)."""
+
+    beam: int = 1
+    """Beams of the search in validation (1: greedy)."""
+    score_every: int = 1
+    """Epochs between two translations of the whole validation set; always after the last."""
+    samples: int = 3
+    """Translations shown after each of them."""
+
+    def validate(self) -> None:
+        super().validate()
+        known("--model", self.model, TRANSLATION_SIZES)
+        self._validate_sizes()
+        self._validate_data()
+        at_least("--beam", self.beam, 1)
+        at_least("--score-every", self.score_every, 1)
+        at_least("--samples", self.samples, 0)
+        below_one("--dropout", self.dropout)
+        below_one("--label-smoothing", self.label_smoothing)
+
+    def dimensions(self) -> tuple[int, int, int, int]:
+        """(d_model, layers, heads, ff) as they will be."""
+        asked = (self.d_model, self.layers, self.heads, self.ff)
+        named = TRANSLATION_SIZES[self.model]
+        return (
+            asked[0] or named[0],
+            asked[1] or named[1],
+            asked[2] or named[2],
+            asked[3] or named[3],
+        )
+
+    def hub(self) -> HubSource:
+        """Where a Hugging Face data set would come from."""
+        return HubSource(self.data, self.data_config, self.offline)
+
+    def _validate_sizes(self) -> None:
+        for flag in ("d_model", "layers", "heads", "ff", "vocab_size"):
+            at_least("--" + flag.replace("_", "-"), getattr(self, flag), 0)
+        at_least("--min-frequency", self.min_frequency, 1)
+        at_least("--seq-len", self.seq_len, 4)
+        width, _, heads, _ = self.dimensions()
+        if width % heads or width % 2:
+            raise SettingError(
+                f"--d-model {width} must be even and a multiple of --heads {heads}",
+                remedy=f"--d-model {max(width // (2 * heads), 1) * 2 * heads}",
+            )
+
+    def _validate_data(self) -> None:
+        if not 0 < self.val_fraction < 1:
+            raise SettingError(
+                f"--val-fraction {self.val_fraction} must lie between 0 and 1",
+                remedy="--val-fraction 0.1",
+            )
+        if self.target and self.data in MADE_PAIRS:
+            raise SettingError(
+                f"--target {self.target} needs a file as --data",
+                found=f"--data {self.data} is generated",
+                remedy="--data FILE.SOURCE --target FILE.TARGET",
+            )
+        if bool(self.source_lang) != bool(self.target_lang):
+            raise SettingError(
+                "--source-lang and --target-lang belong together", remedy="name both, or none"
+            )
+        if not is_path(self.data):
+            known("--data", self.data, MADE_PAIRS)

@@ -1,4 +1,7 @@
-"""The reference of a recipe's options, made from its dataclass. Needs no torch."""
+"""The reference of recipes, made from their dataclasses: options, and every name that they take.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,16 @@ import itertools
 import shutil
 import textwrap
 import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.recipes import options, recipe
+from paceline.recipes import (
+    RECIPES,
+    options,
+    recipe,
+)
+from paceline.recipes.data import NAMED
 from paceline.spec.helptext import WIDTH, Row, Section, render
 
 
@@ -55,7 +65,7 @@ def options_of(name: str) -> list[Option]:
     Raises:
         SettingError: Unknown recipe.
     """
-    return options_in(recipe(name).options_class())
+    return options_in(recipe(name).options)
 
 
 def options_in(kind: type) -> list[Option]:
@@ -178,3 +188,50 @@ def markdown(name: str) -> str:
         default = f"`{one.default}`" if one.default else ""
         rows.append(f"| `{one.flag}` | {default} | {one.text.replace('|', chr(92) + '|')} |")
     return "\n".join(rows) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something with a name.
+
+    Attributes:
+        kind: ``recipes``, ``models``, ``data``, ``augmentations`` or ``presets``.
+        name: As typed.
+        recipe: The recipe that takes it.
+        summary: One line for people.
+    """
+
+    kind: str
+    name: str
+    recipe: str
+    summary: str
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def catalogue() -> list[Entry]:
+    """All entries, in the order in which they are listed."""
+    sizes = {name: _size(numbers) for name, numbers in options.TRANSLATION_SIZES.items()}
+    images = {name: named.summary for name, named in NAMED.items()}
+    presets = {name: " ".join(flags) for name, flags in options.IMAGE_PRESETS.items()}
+    return [
+        *(Entry("recipes", one.name, one.name, one.summary) for one in RECIPES.values()),
+        *_entries("models", "image", options.IMAGE_MODELS),
+        *_entries("models", "text", options.TEXT_MODELS),
+        *_entries("models", "translation", sizes),
+        *_entries("data", "image", images),
+        *_entries("data", "text", options.MADE_TEXTS),
+        *_entries("data", "translation", options.MADE_PAIRS),
+        *_entries("augmentations", "image", options.AUGMENTATIONS),
+        *_entries("presets", "image", presets),
+    ]
+
+
+def _entries(kind: str, recipe: str, names: Mapping[str, str]) -> Iterator[Entry]:
+    return (Entry(kind, name, recipe, summary) for name, summary in names.items())
+
+
+def _size(numbers: Iterable[int]) -> str:
+    labels = ("d_model", "layers", "heads", "ff")
+    return ", ".join(f"{label} {n}" for label, n in zip(labels, numbers, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from paceline.recipes import optional
+from paceline.recipes.program import library
 
 T = TypeVar("T", bound=object)
 
@@ -41,12 +41,12 @@ def error_rate(outputs: Sequence[Sequence[T]], references: Sequence[Sequence[T]]
 
 def scores(outputs: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     """Figures over the whole set: bleu and chrf in percent, the others as parts of 1."""
-    library = optional.library("sacrebleu", "BLEU and chrF are computed")
+    sacrebleu = library("sacrebleu", "BLEU and chrF are computed")
     words = [one.split() for one in outputs], [one.split() for one in references]
     same = sum(one == other for one, other in zip(*words, strict=True))
     return {
-        "bleu": library.corpus_bleu(list(outputs), [list(references)]).score,
-        "chrf": library.corpus_chrf(list(outputs), [list(references)]).score,
+        "bleu": sacrebleu.corpus_bleu(list(outputs), [list(references)]).score,
+        "chrf": sacrebleu.corpus_chrf(list(outputs), [list(references)]).score,
         "cer": error_rate(outputs, references),
         "wer": error_rate(*words),
         "exact": same / max(1, len(outputs)),

@@ -17,23 +17,22 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from paceline import train
-from paceline.recipes import hub_models, parse_options, setup
-from paceline.recipes.datasets.texts import TextData, TextRequest, load_texts
-from paceline.recipes.fine_tuning import Freezing, load_backbone
+from paceline.recipes import common, parse_options, pretrained
+from paceline.recipes.data.texts import TextData, TextRequest, load_texts
+from paceline.recipes.networks import HubClassifier, TextClassifier
 from paceline.recipes.optimization import Curve
-from paceline.recipes.running import guarded
-from paceline.recipes.text_models import (
+from paceline.recipes.options import TEXT_MODELS, TextOptions
+from paceline.recipes.pretrained import Freezing, load_backbone
+from paceline.recipes.program import guarded
+from paceline.recipes.tokens import (
     TOKENIZER,
     Encoding,
-    HubClassifier,
     HubEncoding,
     OwnEncoding,
-    TextClassifier,
+    from_json,
     padded_ids,
+    train_tokenizer,
 )
-from paceline.recipes.text_options import MODELS, TextOptions
-from paceline.recipes.tokenizing import from_json
-from paceline.recipes.tokenizing import train as train_tokenizer
 from paceline.spec import rundir
 from paceline.train import Best, Draws
 
@@ -41,14 +40,14 @@ from paceline.train import Best, Draws
 def train_text(options: TextOptions) -> None:
     """One training, on every rank."""
     data = load_data(options)
-    options = setup.effective(options, options.model not in MODELS)
-    with setup.join("text", options) as session:
+    options = common.effective(options, options.model not in TEXT_MODELS)
+    with common.join("text", options) as session:
         session.agree("the data set", data.fingerprint)
-        setup.agree_format(session, options)
+        common.agree_format(session, options)
         encoding = make_encoding(session, data, options)
         training = Texts(*data.splits["train"], encoding, options.max_length)
         held_out = Texts(*data.splits[data.held_out], encoding, options.max_length)
-        batch = setup.batch_of(session, options)
+        batch = common.batch_of(session, options)
         loader = session.loader(
             training, batch.global_batch, limit=batch.limit, lengths=training.lengths()
         )
@@ -56,17 +55,17 @@ def train_text(options: TextOptions) -> None:
         network = make_network(session, data, options, encoding)
         freezing = Freezing([network.backbone], options.freeze, options.unfreeze_every)
         placed = session.place(network, shard=options.shard)
-        optimizer = setup.optimizer_of(options, placed, batch.lr)
+        optimizer = common.optimizer_of(options, placed, batch.lr)
         steps = options.steps or options.epochs * len(loader)
         curve = Curve(options.schedule, steps, options.warm_up, milestones=options.milestones)
         schedule = freezing.schedule(optimizer, curve, len(loader))
-        model = setup.prepare(session, options, placed, optimizer, schedule)
+        model = common.prepare(session, options, placed, optimizer, schedule)
 
         best = Best(patience=options.patience)
         about = describe(options, data, network)
-        setup.keep_checkpoints(session, options, best, data.fingerprint, about)
+        common.keep_checkpoints(session, options, best, data.fingerprint, about)
         figures: dict[str, float] = {}
-        for epoch in setup.epochs(session, loader, options):
+        for epoch in common.epochs(session, loader, options):
             freezing.begin(epoch)
             for ids, mask, labels in loader:
                 with session.autocast():
@@ -80,7 +79,7 @@ def train_text(options: TextOptions) -> None:
             best.update(figures["accuracy"], session.progress.step)
             curve.report(figures["loss"])
             accuracy = figures["accuracy"]
-            setup.end_early(session, options, best, f"{data.held_out} accuracy", accuracy)
+            common.end_early(session, options, best, f"{data.held_out} accuracy", accuracy)
 
         # Nothing was evaluated where a finished training was resumed.
         figures = figures or evaluate(session, placed, held_out, len(data.classes))
@@ -171,9 +170,9 @@ def make_encoding(session: train.Session, data: TextData, options: TextOptions) 
     """The model's tokenizer, that of the run whose weights are taken, or a new one that rank 0
     trains and gives to all; kept with the run."""
     encoding: Encoding
-    if options.model not in MODELS:
-        wanted = hub_models.HubModel("text", options.model, options.offline)
-        encoding = HubEncoding(session.together(lambda: hub_models.load_tokenizer(wanted)))
+    if options.model not in TEXT_MODELS:
+        wanted = pretrained.HubModel("text", options.model, options.offline)
+        encoding = HubEncoding(session.together(lambda: pretrained.load_tokenizer(wanted)))
     else:
 
         def make() -> str:
@@ -194,9 +193,9 @@ def make_network(
     session: train.Session, data: TextData, options: TextOptions, encoding: Encoding
 ) -> TextClassifier | HubClassifier:
     """The network that the options name, with the weights from which it starts."""
-    if options.model not in MODELS:
-        wanted = hub_models.HubModel("text", options.model, options.offline, options.from_scratch)
-        loaded = session.together(lambda: hub_models.load_model(wanted, data.classes))
+    if options.model not in TEXT_MODELS:
+        wanted = pretrained.HubModel("text", options.model, options.offline, options.from_scratch)
+        loaded = session.together(lambda: pretrained.load_model(wanted, data.classes))
         return HubClassifier(loaded)
     assert isinstance(encoding, OwnEncoding)
     tokens, classes = len(encoding.tokenizer), len(data.classes)
@@ -242,7 +241,7 @@ def describe_network(
 ) -> dict[str, Any]:
     """What makes the same network again."""
     if isinstance(network, HubClassifier):
-        return {"kind": "hub", "config": hub_models.description(network.model)}
+        return {"kind": "hub", "config": pretrained.description(network.model)}
     tokens = next(network.backbone.parameters()).shape[0]
     return {"kind": options.model, "tokens": tokens, "dropout": options.dropout}
 

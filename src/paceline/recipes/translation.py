@@ -13,27 +13,37 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from paceline import train
-from paceline.recipes import parse_options, setup
-from paceline.recipes.datasets.pairs import Pair, PairData, PairRequest, load_pairs
-from paceline.recipes.decoding import Search, decode
-from paceline.recipes.grouping import spread
+from paceline.recipes import common, parse_options
+from paceline.recipes.data.pairs import Pair, PairData, PairRequest, load_pairs
 from paceline.recipes.optimization import Curve, scheduled
-from paceline.recipes.running import guarded
+from paceline.recipes.options import TranslationOptions
+from paceline.recipes.program import guarded
 from paceline.recipes.scores import scores
-from paceline.recipes.sentences import Sentences, Sources, sentences, source_rows
-from paceline.recipes.tokenizing import END_ID, PAD_ID, START_ID, Tokenizer, from_json
-from paceline.recipes.tokenizing import train as train_tokenizer
-from paceline.recipes.transformer import Shape, Transformer
-from paceline.recipes.translated import SOURCE_TOKENIZER, TARGET_TOKENIZER, write_outputs
-from paceline.recipes.translation_options import TranslationOptions
+from paceline.recipes.tokens import (
+    END_ID,
+    PAD_ID,
+    START_ID,
+    Sentences,
+    Sources,
+    Tokenizer,
+    from_json,
+    sentences,
+    source_rows,
+    train_tokenizer,
+)
+from paceline.recipes.transformer import Search, Shape, Transformer, decode
 from paceline.spec import rundir
 from paceline.train import Best, files
 
+SOURCE_TOKENIZER, TARGET_TOKENIZER = "tokenizer-source.json", "tokenizer-target.json"
+OUTPUTS = "translations.jsonl"
+"""The last translation of the whole validation set: source, expected, translated."""
 LARGE = 256
 """Width from which bf16 is faster than float32 on a CPU (measured)."""
 
@@ -41,10 +51,10 @@ LARGE = 256
 def train_translation(options: TranslationOptions) -> None:
     """One training, on every rank."""
     data = load_data(options)
-    options = setup.effective(options, options.dimensions()[0] >= LARGE)
-    with setup.join("translation", options) as session:
+    options = common.effective(options, options.dimensions()[0] >= LARGE)
+    with common.join("translation", options) as session:
         session.agree("the corpus", data.fingerprint)
-        setup.agree_format(session, options)
+        common.agree_format(session, options)
         tokenizers = make_tokenizers(session, data, options)
         limit = options.seq_len
         training = sentences(data.splits["train"], tokenizers, limit, options.too_long)
@@ -52,17 +62,17 @@ def train_translation(options: TranslationOptions) -> None:
         held_out = sentences(watched, tokenizers, limit, "cut")
         session.say(describe_data(data, training, held_out, tokenizers))
 
-        batch = setup.batch_of(session, options)
+        batch = common.batch_of(session, options)
         loader = session.loader(
             training, batch.global_batch, limit=batch.limit, lengths=training.lengths()
         )
 
         shape = network_shape(options, tokenizers)
         network = session.place(Transformer(shape), shard=options.shard)
-        optimizer = setup.optimizer_of(options, network, batch.lr)
+        optimizer = common.optimizer_of(options, network, batch.lr)
         steps = options.steps or options.epochs * len(loader)
         curve = Curve(options.schedule, steps, options.warm_up, milestones=options.milestones)
-        model = setup.prepare(session, options, network, optimizer, scheduled(optimizer, curve))
+        model = common.prepare(session, options, network, optimizer, scheduled(optimizer, curve))
 
         # Losses are divided by the mean length, which no rank and no batch changes: every token
         # weighs the same, and ranks need not tell each other how many they have.
@@ -71,9 +81,9 @@ def train_translation(options: TranslationOptions) -> None:
         last = -(-steps // len(loader)) - 1
         best = Best(patience=options.patience)
         about = describe(options, data, shape)
-        setup.keep_checkpoints(session, options, best, data.fingerprint, about, shape=shape)
+        common.keep_checkpoints(session, options, best, data.fingerprint, about, shape=shape)
         figures: dict[str, float] = {}
-        for epoch in setup.epochs(session, loader, options):
+        for epoch in common.epochs(session, loader, options):
             for source, target, expected in loader:
                 with session.autocast():
                     outputs = model(source, target)
@@ -85,7 +95,7 @@ def train_translation(options: TranslationOptions) -> None:
                 best.update(figures["bleu"] + figures["chrf"], session.progress.step)
             session.log(data.held_out, samples=len(watched), **figures)
             curve.report(figures["loss"])
-            setup.end_early(session, options, best, "BLEU", figures.get("bleu", 0.0))
+            common.end_early(session, options, best, "BLEU", figures.get("bleu", 0.0))
 
         if "bleu" not in figures:  # a finished training was resumed
             figures = evaluate(session, network, held_out)
@@ -151,6 +161,12 @@ def translate(
     return [everything[number] for number in range(len(rows))]
 
 
+def spread(lengths: Sequence[int], ranks: int) -> list[int]:
+    """Sample ids so ordered that equal contiguous shares hold equal work, longest first."""
+    ids = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
+    return [int(one) for rank in range(ranks) for one in ids[rank::ranks]]
+
+
 def score(
     session: train.Session,
     network: torch.nn.Module,
@@ -178,9 +194,12 @@ def show(
     session: train.Session, pairs: Sequence[Pair], outputs: Sequence[str], samples: int
 ) -> None:
     """Keeps all translations with the run, and shows some."""
+    rows = [(*pair, output) for pair, output in zip(pairs, outputs, strict=True)]
     if session.world.rank == 0:
-        write_outputs(session.folder, pairs, outputs)
-    for (source, target), output in list(zip(pairs, outputs, strict=True))[:samples]:
+        named = (dict(zip(("source", "expected", "translated"), row, strict=True)) for row in rows)
+        lines = [json.dumps(one, ensure_ascii=False) + "\n" for one in named]
+        files.write_bytes(session.folder / OUTPUTS, "".join(lines).encode())
+    for source, target, output in rows[:samples]:
         session.say(f"  source     {source}\n  expected   {target}\n  translated {output}")
 
 

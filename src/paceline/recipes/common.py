@@ -1,0 +1,172 @@
+"""What every recipe does in the same way with its options, around its own training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline import train
+from paceline.recipes.optimization import Batching, batching, optimizer
+from paceline.recipes.options import Options
+from paceline.train import Best
+from paceline.train.device import choose_device, look
+
+R = TypeVar("R", bound=Options)
+
+
+def effective(options: R, large: bool) -> R:
+    """The options with the precision that suits the machine.
+
+    Args:
+        options: Of the recipe; a ``dtype`` that is not the default stays.
+        large: The model has products that are large enough to be faster in bf16.
+    """
+    if options.fast and large and options.dtype == "float32":
+        return replace(options, dtype=fast_dtype(options.device))
+    return options
+
+
+def join(recipe: str, options: Options) -> train.Session:
+    """Joins the job and keeps the effective settings."""
+    session = train.join(
+        recipe,
+        seed=options.seed,
+        device=options.device,
+        backend=options.backend,
+        dtype=options.dtype,
+        run_dir=options.run_dir,
+        log_every=options.log_every,
+        check_every=options.check_every,
+        deterministic=options.deterministic,
+    )
+    session.save_config({"recipe": recipe, "options": asdict(options)})
+    return session
+
+
+def agree_format(session: train.Session, options: Options, channels_last: bool = False) -> None:
+    """Raises where ranks would compute in different formats; says what is not the default."""
+    session.agree("the precision (--no-fast keeps to --dtype)", options.dtype)
+    if options.fast and (options.dtype == "bf16" or channels_last):
+        layout = " with channels last" if channels_last else ""
+        session.say(f"computing in {options.dtype}{layout} (--no-fast keeps to --dtype)")
+
+
+def batch_of(session: train.Session, options: Options) -> Batching:
+    """Batch and learning rate at this world size; said once."""
+    batch = batching(
+        session.world.size,
+        global_batch=options.global_batch,
+        lr=options.lr,
+        per_rank=options.batch_per_process,
+        limit=options.micro_batch,
+        rule=options.scale_lr,
+    )
+    session.say(batch.describe())
+    return batch
+
+
+def optimizer_of(options: Options, network: nn.Module, lr: float) -> Optimizer:
+    """The optimizer that the options name, over what is not frozen."""
+    return optimizer(
+        options.optimizer,
+        network,
+        lr,
+        momentum=options.momentum,
+        nesterov=options.nesterov,
+        weight_decay=options.weight_decay,
+    )
+
+
+def prepare(
+    session: train.Session,
+    options: Options,
+    network: nn.Module,
+    optimizer: Optimizer,
+    schedule: LRScheduler,
+) -> nn.Module:
+    """What to call in the training loop."""
+    return session.prepare(
+        network,
+        optimizer,
+        schedule,
+        clip_norm=options.clip_norm or None,
+        compile=options.compile,
+    )
+
+
+def epochs(session: train.Session, loader: train.Loader, options: Options) -> Iterator[int]:
+    """Epoch numbers, once for each evaluation."""
+    return session.epochs(loader, options.epochs, options.steps, every=options.evaluate_every)
+
+
+def end_early(
+    session: train.Session, options: Options, best: Best, name: str, figure: float
+) -> None:
+    """Ends the training where an evaluation is good enough, or none has been better for long."""
+    if 0 < options.stop_at <= figure:
+        session.stop(f"{name} {figure:.4f} is at least --stop-at {options.stop_at:g}")
+    elif best.stop:
+        session.stop(f"no better {name} in {best.stale} evaluations")
+
+
+def keep_checkpoints(
+    session: train.Session,
+    options: Options,
+    best: Best,
+    data: str,
+    describes: dict[str, Any],
+    **identity: Any,
+) -> None:
+    """Makes checkpoints as the options say, resumes from an earlier one, and feeds the trackers.
+
+    Args:
+        session: After :func:`prepare`.
+        options: Of the recipe.
+        best: Updated in each epoch.
+        data: Fingerprint of the data.
+        describes: What is needed to use the model of a checkpoint.
+        identity: What else must be the same for a run to be resumed.
+    """
+    same = {"model": options.model, "data": data, "seed": options.seed, "dtype": options.dtype}
+    session.checkpoints(
+        every=options.checkpoint_every,
+        keep=options.keep,
+        resume=options.resume,
+        best=best,
+        identity={**same, **identity},
+        describes=describes,
+        stop_when_full=options.when_full == "stop",
+    )
+    session.track(
+        options.track,
+        project=options.track_project,
+        config=asdict(options),
+        each_node=options.track_each_node,
+    )
+
+
+def fast_dtype(device: str) -> Literal["bf16", "float32"]:
+    """``bf16`` where the device computes in it faster than in float32, else ``float32``."""
+    target = choose_device(device, look(), 0)
+    if target.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    if target.type == "xpu":
+        return "bf16"
+    return "bf16" if {"avx512_bf16", "amx_bf16"} & cpu_flags() else "float32"
+
+
+def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """What the CPU can do, as Linux names it; empty elsewhere."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    lines = (line for line in text.splitlines() if line.startswith("flags"))
+    return frozenset(next(lines, "").partition(":")[2].split())

@@ -1,0 +1,147 @@
+"""CIFAR-10 in both its formats: pickled batches (read without running code) and binary ones."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.recipes.data.images import ImageData, InMemory, Request, check_labels, in_memory
+from paceline.spec.errors import DataError
+
+_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
+_PIXELS = 3 * 32 * 32
+_RECORD = 1 + _PIXELS
+_MOST_BYTES = 256 << 20  # a batch has 31 MB
+_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
+
+
+def matches(folder: Path) -> bool:
+    """True when the folder holds the first training batch in either format."""
+    return any((folder / f"{_BATCHES[0]}{suffix}").is_file() for suffix in ("", ".bin"))
+
+
+def read(folder: Path, request: Request) -> ImageData:
+    """Reads the five training batches and the test batch.
+
+    Raises:
+        DataError: A file is missing, truncated or of another format, or a label out of range.
+    """
+    suffix = ".bin" if (folder / f"{_BATCHES[0]}.bin").is_file() else ""
+    parts = [_batch(folder / f"{name}{suffix}") for name in _BATCHES]
+    images = np.concatenate([part.images for part in parts])
+    labels = np.concatenate([part.labels for part in parts])
+    test = _batch(folder / f"test_batch{suffix}")
+    return in_memory(request, _CLASSES, InMemory(images, labels), test)
+
+
+def _batch(path: Path) -> InMemory:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read",
+            found=str(error),
+            remedy="put data_batch_1 to data_batch_5 and test_batch into that folder",
+        ) from None
+    rows, labels = (_binary if path.suffix == ".bin" else _pickled)(path, content)
+    check_labels(path, labels, len(rows), len(_CLASSES))
+    return InMemory(rows.reshape(-1, 3, 32, 32), labels)
+
+
+def _binary(path: Path, content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    if not content or len(content) % _RECORD:
+        whole = -(-max(len(content), 1) // _RECORD) * _RECORD
+        raise DataError(
+            f"{path} is truncated or damaged",
+            found=f"expected {whole} bytes (a multiple of {_RECORD}), found {len(content)}",
+            remedy="get the file again",
+        )
+    records = np.frombuffer(content, np.uint8).reshape(-1, _RECORD)
+    return records[:, 1:], records[:, 0].astype(np.int64)
+
+
+def _pickled(path: Path, content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    try:
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"more than the {_MOST_BYTES >> 20} MiB that a batch may have")
+        batch = _Plain(io.BytesIO(content), encoding="bytes").load()
+        rows, labels = batch[b"data"], batch[b"labels"]
+        if type(labels) is not list or not all(type(one) is int for one in labels):
+            raise ValueError("the labels are no list of numbers")
+        return _rows(rows), np.array(labels, dtype=np.int64)
+    except Exception as error:  # a damaged pickle may raise anything
+        why = "it ends too early" if isinstance(error, EOFError) else str(error)[:200]
+        raise DataError(
+            f"{path} is truncated, damaged or no CIFAR-10 batch",
+            found=f"expected a pickled batch, found {len(content)} bytes:"
+            f" {why or type(error).__name__}",
+            remedy="get the file again",
+        ) from None
+
+
+def _rows(described: Any) -> NDArray[np.uint8]:
+    """The pixels out of what a pickled array says of itself; numpy only sees checked bytes."""
+    if type(described) is not _Stub or type(described.state) is not tuple:
+        raise ValueError("the data are no array")
+    _, shape, kind, by_columns, content = described.state
+    images, pixels = shape
+    if type(kind) is not _Stub or kind.arguments[:1] not in (("u1",), (b"u1",)) or by_columns:
+        raise ValueError("the data are no bytes, row by row")
+    if type(images) is not int or pixels != _PIXELS or type(content) is not bytes:
+        raise ValueError(f"data of another shape than [n, {_PIXELS}] bytes")
+    if len(content) != images * _PIXELS:
+        raise ValueError(f"{len(content)} bytes for {images} images")
+    return np.frombuffer(content, np.uint8).reshape(images, _PIXELS)
+
+
+class _Stub:
+    """Stands where a pickle calls for one of numpy's constructors; keeps what that was given."""
+
+    __slots__ = ("arguments", "state")
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+_STUBS = frozenset(
+    (
+        ("numpy.core.multiarray", "_reconstruct"),
+        ("numpy._core.multiarray", "_reconstruct"),
+        ("numpy", "ndarray"),
+        ("numpy", "dtype"),
+    )
+)
+
+
+class _Plain(pickle._Unpickler):
+    """Unpickles numbers, texts, lists and dictionaries; arrays come as their description.
+
+    Written in Python, unlike the ordinary one: no word of the file is an index into memory.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _STUBS:
+            return lambda *arguments: _Stub(*arguments)
+        if (module, name) == ("_codecs", "encode"):
+            return lambda text, encoding: text.encode(encoding)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no image batch needs")

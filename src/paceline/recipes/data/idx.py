@@ -1,0 +1,113 @@
+"""The IDX format of MNIST and its likes, gzip-compressed or plain."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.recipes.data.images import ImageData, InMemory, Request, check_labels, in_memory
+from paceline.spec.errors import DataError
+
+_TRAIN, _TEST = "train", "t10k"
+_IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
+
+
+_HEADER = 16  # of images; that of labels has 8 bytes
+_MOST_BYTES = 1 << 30
+
+
+def matches(folder: Path) -> bool:
+    """True when the folder holds training images in this format."""
+    return _find(folder, _TRAIN, _IMAGES) is not None
+
+
+def read(folder: Path, request: Request) -> ImageData:
+    """Reads the four files.
+
+    Raises:
+        DataError: A file is missing, truncated or of another format, or a label out of range.
+    """
+    classes = request.classes or _class_names(folder)
+    train = _part(folder, _TRAIN, len(classes))
+    return in_memory(request, classes, train, _part(folder, _TEST, len(classes)))
+
+
+def _class_names(folder: Path) -> tuple[str, ...]:
+    labels = _array(_file(folder, _TRAIN, _LABELS), 1)
+    return tuple(str(number) for number in range(int(labels.max(initial=0)) + 1))
+
+
+def _part(folder: Path, part: str, classes: int) -> InMemory:
+    images = _array(_file(folder, part, _IMAGES), 3)
+    labels_file = _file(folder, part, _LABELS)
+    labels = _array(labels_file, 1).astype(np.int64)
+    check_labels(labels_file, labels, len(images), classes)
+    if not len(images):
+        raise DataError(f"{_file(folder, part, _IMAGES)} holds no images")
+    return InMemory(images[:, None], labels)
+
+
+def _file(folder: Path, part: str, kind: str) -> Path:
+    path = _find(folder, part, kind)
+    if path is None:
+        raise DataError(
+            f"{folder} lacks a file of the data set",
+            found=f"no {part}-{kind} and no {part}-{kind}.gz",
+            remedy="put all four IDX files into that folder",
+        )
+    return path
+
+
+def _find(folder: Path, part: str, kind: str) -> Path | None:
+    names = (f"{part}-{kind}", f"{part}-{kind}.gz", f"{part}-{kind.replace('-idx', '.idx')}")
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _array(path: Path, dimensions: int) -> NDArray[np.uint8]:
+    content = _content(path)
+    header = 4 + 4 * dimensions
+    if len(content) < header or content[:4] != bytes((0, 0, 8, dimensions)):
+        raise DataError(
+            f"{path} is no IDX file of {dimensions} dimension{'s' * (dimensions > 1)}",
+            found=f"{len(content)} bytes that begin with {content[:4].hex(' ') or 'nothing'},"
+            f" expected 00 00 08 0{dimensions}",
+            remedy="get the file again",
+        )
+    shape = np.frombuffer(content, ">u4", dimensions, 4).astype(int)
+    expected = header + math.prod(shape.tolist())
+    if len(content) != expected:
+        raise DataError(
+            f"{path} is truncated or damaged",
+            found=f"expected {expected} bytes of content, found {len(content)}",
+            remedy="get the file again",
+        )
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read", found=str(error)) from None
+    return _unpacked(path, raw) if path.suffix == ".gz" else raw
+
+
+def _unpacked(path: Path, raw: bytes) -> bytes:
+    """The content as far as it goes: what is missing is told by the IDX header."""
+    unpack = zlib.decompressobj(wbits=31)
+    try:
+        # A small file may unpack to any size; a whole one has what its header says.
+        head = unpack.decompress(raw, _HEADER)
+        sizes = np.frombuffer(head, ">u4", len(head) // 4)[1:][: head[3] if len(head) > 3 else 0]
+        rest = min(math.prod(sizes.tolist()) + _HEADER, _MOST_BYTES)
+        return head + unpack.decompress(unpack.unconsumed_tail, rest)
+    except zlib.error as error:
+        raise DataError(
+            f"{path} is damaged",
+            found=f"{len(raw)} bytes that are no valid gzip data: {error}",
+            remedy="get the file again",
+        ) from None

@@ -1,0 +1,332 @@
+"""Starting from weights that exist: Hugging Face's models and files; what is loaded, what stays
+frozen, and when it thaws.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from paceline.recipes.data.hub import fetched, prepare_environment
+from paceline.recipes.optimization import Curve
+from paceline.recipes.program import library
+from paceline.spec import rundir
+from paceline.spec.errors import DataError, SettingError
+
+Kind = Literal["text", "image"]
+_CLASSES = {
+    "text": "AutoModelForSequenceClassification",
+    "image": "AutoModelForImageClassification",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """Which model.
+
+    Attributes:
+        kind: What it classifies.
+        name: Id (``user/name``) or folder.
+        offline: Whether the network must not be touched.
+        from_scratch: Takes the architecture, and new weights.
+    """
+
+    kind: Kind
+    name: str
+    offline: bool = False
+    from_scratch: bool = False
+
+    @property
+    def source(self) -> str:
+        """What the library is given."""
+        path = Path(self.name).expanduser()
+        return str(path) if path.is_dir() else self.name
+
+    @property
+    def folder(self) -> bool:
+        return Path(self.name).expanduser().is_dir()
+
+    @property
+    def local(self) -> bool:
+        return self.offline or self.folder
+
+    def check(self) -> None:
+        """DataError for a path at which there is no folder: the hub has no such id."""
+        path = Path(self.name).expanduser()
+        an_id = self.name.count("/") <= 1 and not self.name.startswith(("/", "./", "../", "~"))
+        if not path.is_dir() and (path.exists() or not an_id):
+            raise DataError(
+                f"--model {self.name} could not be loaded",
+                found=f"there is no folder {path.absolute()}"
+                + (", but a file" if path.exists() else ""),
+                remedy="give the folder of a saved model, or the id of one on the hub: USER/NAME",
+            )
+
+
+def load_model(wanted: HubModel, classes: Sequence[str]) -> nn.Module:
+    """The model with a head for these classes; a head of another size is made anew.
+
+    Raises:
+        DataError: Not found, refused, or no such classifier.
+    """
+    wanted.check()
+    transformers = _library(wanted.kind, wanted.offline, wanted.folder)
+    kind = getattr(transformers, _CLASSES[wanted.kind])
+    names: dict[str, Any] = {
+        "num_labels": len(classes),
+        "id2label": dict(enumerate(classes)),
+        "label2id": {name: number for number, name in enumerate(classes)},
+    }
+
+    def get() -> nn.Module:
+        only = wanted.local
+        if wanted.from_scratch:
+            found = transformers.AutoConfig.from_pretrained(
+                wanted.source, local_files_only=only, **names
+            )
+            made: nn.Module = kind.from_config(found)
+            return made
+        loaded: nn.Module = kind.from_pretrained(
+            wanted.source, local_files_only=only, ignore_mismatched_sizes=True, **names
+        )
+        return loaded
+
+    return _checked(wanted, fetched(f"--model {wanted.name}", get))
+
+
+def _checked(wanted: HubModel, model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise DataError(f"--model {wanted.name} is no {wanted.kind} classifier")
+    return model.float()
+
+
+def rebuilt(kind: Kind, description: dict[str, Any]) -> nn.Module:
+    """The architecture that a saved description tells, with initial weights; nothing is fetched."""
+    transformers = _library(kind, offline=False, folder=True)
+    # timm's descriptions have their own word for it, and class names that may be another task's.
+    count = {"num_labels": description["num_classes"]} if "num_classes" in description else {}
+    kind_of_config = type(transformers.AutoConfig.for_model(description["model_type"]))
+    config = kind_of_config.from_dict(dict(description), **count)
+    made: nn.Module = getattr(transformers, _CLASSES[kind]).from_config(config)
+    return made.float()
+
+
+def description(model: Any) -> dict[str, Any]:
+    """What :func:`rebuilt` needs, as JSON values."""
+    found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return found
+
+
+def load_tokenizer(wanted: HubModel) -> Any:
+    """The tokenizer that belongs to the model."""
+    wanted.check()
+    transformers = _library(wanted.kind, wanted.offline, wanted.folder)
+
+    def get() -> Any:
+        return transformers.AutoTokenizer.from_pretrained(
+            wanted.source, local_files_only=wanted.local
+        )
+
+    return fetched(f"the tokenizer of --model {wanted.name}", get)
+
+
+def load_preprocessing(wanted: HubModel) -> dict[str, Any]:
+    """How images are prepared for the model, in the words of ``preprocessor_config.json``.
+
+    Models of timm have no such file, but a part of their description; empty where nothing is said.
+    """
+    return _content(wanted, "preprocessor_config.json") or of_timm(_content(wanted, "config.json"))
+
+
+def of_timm(description: Mapping[str, Any]) -> dict[str, Any]:
+    """The preprocessing that timm's models carry in their description."""
+    carried = description.get("pretrained_cfg") or {}
+    names = {"image_mean": "mean", "image_std": "std"}
+    found = {ours: carried[theirs] for ours, theirs in names.items() if theirs in carried}
+    return found | ({"size": carried["input_size"][-1]} if "input_size" in carried else {})
+
+
+def _content(wanted: HubModel, name: str) -> dict[str, Any]:
+    """A JSON file of the model; empty when it has none of that name."""
+    wanted.check()
+    path = Path(wanted.name).expanduser() / name
+    if not path.parent.is_dir():
+        prepare_environment(wanted.offline)
+        hub = library("transformers.utils", "models are loaded")
+        found = fetched(
+            f"--model {wanted.name}",
+            lambda: hub.cached_file(
+                wanted.name,
+                name,
+                local_files_only=wanted.local,
+                _raise_exceptions_for_missing_entries=False,
+            ),
+        )
+        path = Path(found) if found else path
+    if not path.is_file():
+        return {}
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def _library(kind: Kind, offline: bool, folder: bool = False) -> Any:
+    prepare_environment(offline, folder)
+    found = library("transformers", f"Hugging Face's {kind} models are loaded")
+    found.utils.logging.set_verbosity_error()
+    found.utils.logging.disable_progress_bar()
+    return found
+
+
+def load_backbone(network: nn.Module, source: str) -> tuple[int, list[str]]:
+    """Loads every tensor that fits by name and shape; the others keep their initial values.
+
+    Args:
+        network: Changed in place.
+        source: A run directory, or a ``.safetensors`` or ``.pth``/``.pt`` file.
+
+    Returns:
+        The number of tensors loaded, and the names of those that were not.
+
+    Raises:
+        DataError: Unreadable, or nothing in it fits.
+    """
+    state = read_weights(source)
+    mine = network.state_dict()
+    fits = {n: t for n, t in state.items() if n in mine and mine[n].shape == t.shape}
+    if not fits:
+        raise DataError(
+            f"--weights {source} do not fit the model",
+            found=f"of its {len(state)} tensors none has the name and shape of one of the model's",
+            remedy="name the --model that they were made with",
+        )
+    network.load_state_dict(fits, strict=False)
+    return len(fits), sorted(set(mine) - set(fits))
+
+
+def read_weights(source: str) -> dict[str, Tensor]:
+    """Tensors by name. Nothing in the file is run."""
+    path = Path(source).expanduser()
+    path = path / rundir.WEIGHTS if path.is_dir() else path
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged files raise anything
+        raise DataError(
+            f"--weights {source} cannot be read",
+            found=f"{type(error).__name__}: {str(error)[:200]}",
+            remedy="a run directory, or a safetensors file",
+        ) from None
+    state = found.get("state_dict", found) if isinstance(found, dict) else {}
+    return {n.removeprefix("module."): t for n, t in state.items() if isinstance(t, Tensor)}
+
+
+def freeze(modules: Sequence[nn.Module]) -> None:
+    """Keeps modules exactly as they are: no gradients, and no running statistics either."""
+    for module in modules:
+        module.requires_grad_(False)
+        hold(module)
+
+
+def hold(module: nn.Module) -> None:
+    """Keeps a module in evaluation mode, also when the whole network goes to training mode."""
+    module.eval()
+    object.__setattr__(module, "train", lambda mode=True: module)
+
+
+def let_go(module: nn.Module) -> None:
+    """Ends :func:`hold`."""
+    vars(module).pop("train", None)
+
+
+def stages_of(backbone: Sequence[nn.Module]) -> list[nn.Module]:
+    """The backbone in stages from input to output; lists of layers are taken apart."""
+    children = list(backbone[0].children()) if len(backbone) == 1 else backbone
+    parts = [part for child in children for part in _layers(child)]
+    return [part for part in parts if next(part.parameters(), None) is not None]
+
+
+def _layers(child: nn.Module) -> list[nn.Module]:
+    """The layers of the outermost list that holds all of the child's parameters."""
+    count = len(list(child.parameters()))
+    for one in child.modules():
+        whole = len(list(one.parameters())) == count
+        if isinstance(one, (nn.ModuleList, nn.Sequential)) and len(one) > 1 and whole:
+            return list(one)
+    return [child]
+
+
+def thawing(
+    optimizer: Optimizer, curve: Curve, stages: Sequence[nn.Module], every: int
+) -> LambdaLR:
+    """A schedule under which one stage more, from the last, trains after every ``every`` steps.
+
+    Waiting stages have a learning rate of 0, which leaves their parameters bit for bit.
+
+    Args:
+        optimizer: With one group; it gets one for each stage.
+        curve: Course of the learning rate.
+        stages: From input to output.
+        every: Global steps between two thaws.
+    """
+    (group,) = optimizer.param_groups
+    waiting = {id(p): n for n, stage in enumerate(reversed(stages), 1) for p in stage.parameters()}
+    groups: dict[int, list[Tensor]] = {}
+    for parameter in group["params"]:
+        groups.setdefault(waiting.get(id(parameter), 0), []).append(parameter)
+    order = sorted(groups)
+    optimizer.param_groups[:] = [{**group, "params": groups[number]} for number in order]
+    # The head's course is the curve itself, which the schedule saves; the others follow it.
+    courses = [_from_step(curve, number * every) if number else curve for number in order]
+    return LambdaLR(optimizer, courses)
+
+
+def _from_step(curve: Curve, start: int) -> Callable[[int], float]:
+    return lambda step: curve(step) if step >= start else 0.0
+
+
+class Freezing:
+    """What stays as it was loaded, and until when.
+
+    Args:
+        backbone: The parts of the network without its head.
+        frozen: False changes nothing.
+        every: Epochs after which one more stage trains; 0 for never.
+
+    Raises:
+        SettingError: The backbone has no stages to unfreeze.
+    """
+
+    def __init__(self, backbone: Sequence[nn.Module], frozen: bool, every: int) -> None:
+        self._every = every if frozen else 0
+        self._stages = stages_of(backbone) if self._every else []
+        if self._every and not self._stages:
+            raise SettingError(f"--unfreeze-every {every}: this model has no stages to unfreeze")
+        if frozen:
+            freeze(backbone)
+        for stage in self._stages:
+            stage.requires_grad_(True)
+            hold(stage)
+
+    def schedule(self, optimizer: Optimizer, curve: Curve, epoch_steps: int) -> LambdaLR:
+        """The learning rates' schedule; ``epoch_steps`` global steps are an epoch."""
+        if not self._every:
+            return LambdaLR(optimizer, curve)
+        return thawing(optimizer, curve, self._stages, self._every * epoch_steps)
+
+    def begin(self, epoch: int) -> None:
+        """Lets the stages go whose time has come; call it at the start of every epoch."""
+        for number, stage in enumerate(reversed(self._stages), 1):
+            if epoch >= number * self._every:
+                let_go(stage)
+                stage.train()

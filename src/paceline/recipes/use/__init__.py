@@ -1,0 +1,114 @@
+"""What is done with a trained model: the options of each command. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from paceline.recipes.options import Backend, Device
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Evaluate a trained model on its held-out data, or on others."""
+
+    run: str = ""
+    """Run directory that holds model/."""
+    split: str = ""
+    """train, val or test (default: the part that the training reported)."""
+    data: str = ""
+    """Other data than the model was trained on: a name or a folder."""
+    target: str = ""
+    """The other file of a corpus of two files, beside --data."""
+    data_dir: str = ""
+    """Folder that holds the files of the named data set (default: the usual places)."""
+    device: Device = "auto"
+    """Where to compute."""
+    backend: Backend = "auto"
+    """Communication backend."""
+    json: str = ""
+    """File to which the figures are also written, as JSON."""
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """Tell the class of images or texts."""
+
+    inputs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Image files and folders of images; or texts, and csv, tsv and txt files of texts."""
+    run: str = ""
+    """Run directory that holds model/."""
+    top_k: int = 3
+    """Classes shown for each input."""
+    json: bool = False
+    """One JSON object a line."""
+    device: Device = "auto"
+    """Where to compute."""
+
+
+@dataclass(frozen=True)
+class TranslateOptions:
+    """Translate sentences; without any, the lines of standard input."""
+
+    sentences: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Sentences."""
+    run: str = ""
+    """Run directory that holds model/."""
+    beam: int = 0
+    """Beams of the search (0: as in the training; 1: greedy)."""
+    attention: str = ""
+    """File for a picture of the first sentence's attention (PNG)."""
+    device: Device = "auto"
+    """Where to compute."""
+
+
+Format = Literal["transformers", "torch", "onnx"]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write a trained model for other programs."""
+
+    run: str = ""
+    """Run directory that holds model/."""
+    to: str = ""
+    """Folder to be written (default: export in the run directory)."""
+    format: Format = "onnx"
+    """transformers: safetensors and config.json of that library (its own models only);
+    torch: a torch.export program (.pt2); onnx: ONNX."""
+
+
+@dataclass(frozen=True)
+class BenchmarkOptions:
+    """Measure latency and throughput of a trained model."""
+
+    run: str = ""
+    """Run directory that holds model/."""
+    batch: tuple[int, ...] = (1, 8, 32)
+    """Samples at once; each is measured."""
+    iterations: int = 30
+    """Timed calls for each batch."""
+    warm_up: int = 5
+    """Calls before them."""
+    threads: int = 0
+    """Threads of the CPU (0: torch's choice)."""
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+    """Where to compute."""
+    dtype: Literal["", "float32", "bf16", "fp16"] = ""
+    """Precision (default: that of the training)."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """Make a trained model smaller: weights in 8 bits, activations as they come (CPU)."""
+
+    run: str = ""
+    """Run directory that holds model/."""
+    to: str = ""
+    """ONNX file to be written (default: quantized/model.onnx in the run directory)."""
+    max_drop: float = 0.01
+    """Largest accepted loss of accuracy on the held-out data; beyond it nothing is written."""

@@ -1,0 +1,114 @@
+"""Latency and throughput of a trained model: ``paceline benchmark RUN``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median, quantiles
+
+import torch
+from torch import Tensor
+
+from paceline.recipes import use_of
+from paceline.recipes.flags import at_least, parse
+from paceline.recipes.program import guarded
+from paceline.recipes.use import BenchmarkOptions
+from paceline.recipes.use.evaluate import task_of
+from paceline.recipes.use.export import Portable
+from paceline.spec.errors import SettingError
+from paceline.train.device import choose_device, look
+from paceline.train.precision import precision
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One batch size.
+
+    Attributes:
+        batch: Samples at once.
+        median_ms: Time of a call.
+        p90_ms: Nine of ten calls took at most so long.
+        samples_per_s: At the median.
+    """
+
+    batch: int
+    median_ms: float
+    p90_ms: float
+    samples_per_s: float
+
+
+def benchmark(options: BenchmarkOptions) -> None:
+    """Measures and prints."""
+    for flag, value in (("--iterations", options.iterations), ("--batch", min(options.batch))):
+        at_least(flag, value, 1)
+    at_least("--warm-up", options.warm_up, 0)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    model: Portable = use_of(task_of(options.run)).portable(options.run)
+    device = choose_device(options.device, look(), 0)
+    dtype = options.dtype or model.config["number_format"]
+    found = [one_size(model, options, device, dtype, size) for size in options.batch]
+    where = {"device": str(device), "dtype": dtype, "threads": torch.get_num_threads()}
+    if options.json:
+        print(json.dumps({**where, "results": [asdict(one) for one in found]}))
+        return
+    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    print(f"{'batch':>6} {'median ms':>10} {'p90 ms':>10} {'samples/s':>11}")
+    for one in found:
+        figures = f"{one.median_ms:>10.2f} {one.p90_ms:>10.2f} {one.samples_per_s:>11.1f}"
+        print(f"{one.batch:>6} {figures}")
+
+
+@torch.inference_mode()
+def one_size(
+    model: Portable, options: BenchmarkOptions, device: torch.device, dtype: str, size: int
+) -> Measured:
+    """Times calls with ``size`` samples."""
+    numbers = precision(dtype)
+    model.network.to(device=device, dtype=numbers.parameters)
+    inputs = tuple(_repeated(one, size).to(device) for one in model.examples)
+    inputs = tuple(one.to(numbers.parameters) if one.is_floating_point() else one for one in inputs)
+    with numbers.autocast(device):
+        times = timed(lambda: model.measure(inputs), options.warm_up, options.iterations, device)
+    middle = median(times)
+    slow = quantiles(times, n=10)[-1] if len(times) > 1 else times[0]
+    return Measured(size, middle * 1e3, slow * 1e3, size / middle)
+
+
+def _repeated(example: Tensor, size: int) -> Tensor:
+    return example[torch.arange(size) % len(example)]
+
+
+def timed(
+    call: Callable[[], object], warm_up: int, iterations: int, device: torch.device
+) -> list[float]:
+    """Seconds of each call, after ``warm_up`` calls that do not count."""
+    times = []
+    for number in range(warm_up + iterations):
+        began = time.perf_counter()
+        call()
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize()
+        if number >= warm_up:
+            times.append(time.perf_counter() - began)
+    return times
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the measurement in this process; returns the exit status."""
+    flags = sys.argv[1:] if argv is None else argv
+
+    def run() -> None:
+        options = parse(BenchmarkOptions, flags, "paceline benchmark")
+        if not options.batch:
+            raise SettingError("--batch names no size", remedy="--batch 1 8")
+        benchmark(options)
+
+    return guarded(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -37,6 +37,21 @@ def test_plain_folders_without_what_is_nobodys_code(folder: Path) -> None:
     assert files(folder) == {"a.py", "pack/b.py", "data/d.bin"}
 
 
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("mark", [(".paceline-key",), (".paceline-probe",),
+                                  ("events.jsonl", "result.json")])  # fmt: skip
+def test_run_directories_are_no_code(folder: Path, tracked: bool, mark: tuple[str, ...]) -> None:
+    """They change while they are read: the key is written after the code was hashed."""
+    inner = folder / "pack" / "my-run"
+    (inner / "logs").mkdir(parents=True)
+    for name in (*mark, "logs/0.log"):
+        (inner / name).write_text("")
+    if tracked:
+        git(folder, "init", "-q")
+    assert not any("my-run" in path for path in files(folder))
+    assert "pack/b.py" in files(folder)
+
+
 def test_folders_that_may_not_be_looked_into(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(path))

@@ -114,9 +114,10 @@ def test_a_file_of_many_that_changed_since_it_was_hashed_is_refused(tmp_path: Pa
     (tmp_path / "project" / "3" / "3").write_bytes(b"other")
 
     async def work(served: Served) -> None:
-        with pytest.raises(NodeError, match="cannot take the files") as caught:
+        with pytest.raises(NodeError, match="changed while it was sent") as caught:
             await ship_tree(served.node, tree, "code", "run1")
-        assert "content does not have the hash" in caught.value.found
+        assert caught.value.found == "3/3"
+        assert "MiB" not in caught.value.remedy
 
     run(work)
 

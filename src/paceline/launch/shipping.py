@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from paceline.launch.decide import Code
@@ -21,6 +22,13 @@ async def ship_tree(node: Node, tree: Tree, name: str, run_id: str) -> str:
     try:
         root = await send_tree(node.channel, tree.manifest, tree.root.joinpath, run_id, name)
     except AgentRefusal as refusal:
+        if changed := await asyncio.to_thread(tree.changed):
+            raise NodeError(
+                f"the code in {tree.root} changed while it was sent to {node.name}",
+                found=", ".join(changed[:5]) + (" …" if len(changed) > 5 else ""),
+                remedy="Run again; keep what other programs write out of the code's folder, or "
+                "out of git's sight by .gitignore",
+            ) from None
         raise NodeError(
             f"{node.name} cannot take the files of {tree.root}",
             found=refusal.found,

@@ -14,6 +14,7 @@ from paceline.launch.fleet import Fleet, together
 from paceline.launch.node import Node, Trouble
 from paceline.launch.shipping import place_code, place_inputs, ship_tree, with_inputs
 from paceline.rundir.directory import RunDirectory
+from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
 from paceline.spec.job import Job
 from paceline.transfer.checkpoints import send_checkpoints
@@ -95,7 +96,7 @@ async def find_run_folder(node: Node, directory: RunDirectory) -> None:
     """The run directory itself where the node reads and writes it, else a folder of the node's."""
     about: dict[str, Any] = {
         "path": str(directory.path),
-        "token_file": directory.probe_file,
+        "token_file": names.PROBE,
         "token": directory.token,
         "key": directory.key,
     }

@@ -49,10 +49,6 @@ class RunDirectory:
             self._own()
 
     @property
-    def probe_file(self) -> str:
-        return ".paceline-probe"
-
-    @property
     def key(self) -> str:
         """Names this very folder on nodes that do not see it; a new folder has a new one.
 
@@ -107,7 +103,7 @@ class RunDirectory:
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
         self.write_json(names.OWNER, mark)
-        inside.write_file(str(self.path), self.probe_file, self.token.encode())
+        inside.write_file(str(self.path), names.PROBE, self.token.encode())
 
     def redacted(self, text: str) -> str:
         """A text as the run's files show it: without secrets."""
@@ -205,7 +201,7 @@ class RunDirectory:
             file.close()
         self._files.clear()
         shutil.rmtree(self.path / inside.INCOMING, ignore_errors=True)
-        for name in (names.OWNER, self.probe_file):
+        for name in (names.OWNER, names.PROBE):
             with contextlib.suppress(OSError):
                 (self.path / name).unlink()
 

@@ -27,10 +27,17 @@ CHECKPOINTS = "checkpoints"  # checkpoints/STEP/: weights, state, manifest with 
 FETCHED = "files"  # files/HOST/: what ranks wrote into shipped copies of the code
 KEY = ".paceline-key"  # names the folder on nodes that do not see it
 OWNER = "owner.json"  # who runs in this folder: launcher's host, pid, start time
+PROBE = ".paceline-probe"  # by which a node finds out whether it sees this very folder
 DEFAULT_PARENT = "runs"
 
 # Written by the launcher alone, and never taken from a node.
 OURS = {PLAN, EVENTS, METRICS, HOSTS, RESULT, LOGS, OWNER, FINDINGS, CHECKPOINTS, FETCHED}
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is the run directory of a run, under way or over."""
+    marked = any((folder / name).exists() for name in (KEY, PROBE))
+    return marked or ((folder / EVENTS).exists() and (folder / RESULT).exists())
 
 
 def unfinished(folder: Path) -> Path | None:

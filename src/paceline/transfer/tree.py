@@ -14,6 +14,7 @@ from paceline.agent.snapshot import hash_file
 from paceline.spec.errors import SettingError
 from paceline.spec.helptext import counted
 from paceline.spec.job import Entry, Job
+from paceline.spec.rundir import is_run
 
 MAX_FILES = 5000
 MAX_BYTES = 256 * 1024 * 1024
@@ -40,6 +41,12 @@ class Tree:
     def size(self) -> int:
         """Bytes in all files."""
         return sum(int(str(entry[3])) for entry in self.manifest)
+
+    def changed(self) -> list[str]:
+        """Files that are no longer what they were when they were hashed. Blocking."""
+        return [str(path) for path, sha256, *_ in self.manifest
+                if not (self.root / str(path)).is_file()
+                or hash_file(self.root / str(path)) != sha256]  # fmt: skip
 
 
 def project_root(job: Job) -> Path:
@@ -77,6 +84,8 @@ def _git(folder: Path, *args: str) -> str | None:
 
 def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
     """Hashes the code in ``root``: what git tracks or would track, else everything plain.
+
+    Run directories in it are no code: they change while they are read.
 
     With ``parts`` only what begins with one of them. SettingError when that is more than is
     sensibly shipped at every start.
@@ -118,8 +127,11 @@ def _files(root: Path) -> Iterator[str]:
     """Relative paths, ``/``-separated, of plain files."""
     listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listed is not None:
+        runs: dict[Path, bool] = {}
         for name in dict.fromkeys(filter(None, listed.split("\0"))):
-            if (root / name).is_file():
+            above = [folder for folder in Path(name).parents if folder.name]
+            runs |= {folder: is_run(root / folder) for folder in above if folder not in runs}
+            if (root / name).is_file() and not any(runs[folder] for folder in above):
                 yield name
         return
     for folder, folders, names in os.walk(root):
@@ -132,7 +144,9 @@ def _files(root: Path) -> Iterator[str]:
 
 def _skip(folder: Path) -> bool:
     name = folder.name
-    return name.startswith(".") or name in _SKIPPED or _true_of(Path.exists, folder / "pyvenv.cfg")
+    if name.startswith(".") or name in _SKIPPED:
+        return True
+    return _true_of(Path.exists, folder / "pyvenv.cfg") or _true_of(is_run, folder)
 
 
 def _true_of(ask: Callable[[Path], bool], path: Path) -> bool:

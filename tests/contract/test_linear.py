@@ -19,7 +19,7 @@ import pytest
 import paceline.checks
 from paceline.explain.conclude import conclude
 from paceline.explain.gather import from_log
-from paceline.explain.rules import RULES, load, load_all
+from paceline.explain.rules import codes, load, load_all
 from paceline.remote.openssh import CAUSES
 from paceline.schedulers import mpi
 
@@ -39,13 +39,12 @@ READERS = [
 
 
 def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
-    for code, module in RULES.items():
-        for name, value in vars(importlib.import_module(module)).items():
-            if isinstance(value, re.Pattern):
-                yield f"{code}.{name}", value
-        for name, value in inspect.getclosurevars(load(code).match).nonlocals.items():
-            if isinstance(value, re.Pattern):
-                yield f"{code}.{name}", value
+    for code in codes():
+        for way in inspect.getclosurevars(load(code).match).nonlocals["ways"]:
+            known = inspect.getclosurevars(way).nonlocals | vars(inspect.getmodule(way))
+            for name, value in known.items():
+                if isinstance(value, re.Pattern):
+                    yield f"{code}.{name}", value
     for module in READERS:
         for name, value in vars(importlib.import_module(module)).items():
             if isinstance(value, re.Pattern):

@@ -17,7 +17,7 @@ import click
 import pytest
 
 from paceline.cli import VERBS, program
-from paceline.explain.rules import RULES, load
+from paceline.explain.rules import load_all
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
@@ -86,9 +86,8 @@ def remedies() -> Iterator[tuple[str, str]]:
                 for inner in ast.walk(node):
                     if isinstance(inner, (ast.JoinedStr, ast.Constant)):
                         yield f"{where}:{inner.lineno}", text_of(inner)
-    for code in RULES:
-        sections = load(code).sections
-        yield f"rule {code}", f"{sections['Confirm']}\n{sections['Remedy']}"
+    for rule in load_all():
+        yield f"rule {rule.code}", f"{rule.sections['Confirm']}\n{rule.sections['Remedy']}"
 
 
 ALL = sorted({(where, text) for where, text in remedies() if "--" in text or "paceline " in text})

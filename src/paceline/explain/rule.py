@@ -1,4 +1,4 @@
-"""What a rule is, and the common kind: words in a log."""
+"""What a rule is, and how its page is read."""
 
 from __future__ import annotations
 
@@ -34,78 +34,110 @@ class Match:
     confirm: str = ""
 
 
+Matcher = Callable[[Evidence], Match | None]
+
+
+@dataclass(frozen=True, slots=True)
+class FrontMatter:
+    """What stands above a rule's page.
+
+    Attributes:
+        patterns: Regular expressions, one a line: any of them, in one line of any rank's log.
+            Named groups can be used in ``says``.
+        says: The cause, as one sentence; ``{where}`` is the rank and host.
+        confidence: 0 … 1, of what the patterns find.
+        unless: Words anywhere in the logs that speak against it.
+        also: Words that must stand in the same log, too.
+        symptom: True for what other failures cause, too: speaks only when no cause is known.
+        computed: ``match`` of the module of the same name is asked where no pattern is found.
+        place: Of two rules that are equally sure, the one with the lower place speaks first.
+    """
+
+    patterns: str = ""
+    says: str = ""
+    confidence: float = 0.9
+    unless: str = ""
+    also: str = ""
+    symptom: bool = False
+    computed: bool = False
+    place: int = 1000
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One failure that we know.
 
     Attributes:
         code: Its name; also that of its page.
-        title: The first line of its description.
+        title: The heading of its page.
         sections: Meaning, Cause, Confirm, Remedy, Source.
         match: What it says of the evidence, ``None`` when it does not fit. Pure.
-        symptom: True for what other failures cause, too: speaks only when nothing else does.
+        symptom, place: As in :class:`FrontMatter`.
     """
 
     code: str
     title: str
-    sections: dict[str, str] = field(hash=False)
-    match: Callable[[Evidence], Match | None]
+    sections: Mapping[str, str] = field(hash=False)
+    match: Matcher
     symptom: bool = False
+    place: int = 1000
 
 
-def define(code: str, doc: str | None, match: Callable[[Evidence], Match | None],
-           symptom: bool = False) -> Rule:  # fmt: skip
-    """A rule whose description is the docstring of its module.
-
-    ValueError when a section is missing: a rule without remedy or source helps nobody.
-    """
-    title, sections = parse(doc or "")
-    if missing := [name for name in SECTIONS if not sections.get(name)]:
-        raise ValueError(f"rule {code} lacks {missing}")
-    return Rule(code, title, sections, match, symptom)
-
-
-def parse(doc: str) -> tuple[str, dict[str, str]]:
-    """Title and sections of a description: ``Name: text``, continued on the lines below."""
-    lines = doc.strip().splitlines()
-    sections: dict[str, str] = {}
-    name = ""
-    for line in lines[1:]:
-        head = re.match(rf"({'|'.join(SECTIONS)}): ?(.*)", line)
-        if head:
-            name, text = head[1], head[2]
-            sections[name] = text.strip()
-        elif name and line.strip():
-            sections[name] = f"{sections[name]} {line.strip()}".strip()
-    return lines[0].rstrip(".") if lines else "", sections
-
-
-def in_log(code: str, doc: str | None, patterns: Sequence[str], says: str, *,
-           unless: str = "", also: str = "", confidence: float = 0.9,
-           symptom: bool = False) -> Rule:  # fmt: skip
-    """A rule that looks for words in the logs.
+def from_page(code: str, page: str, computed: Callable[[], Matcher]) -> Rule:
+    """The rule that a page describes.
 
     Args:
-        code, doc, symptom: As for :func:`define`.
-        patterns: Any of these, in one line. Named groups can be used in ``says``.
-        says: The cause; ``{where}`` is the rank and host.
-        unless: Words anywhere that speak against it.
-        also: Words that must stand in the same log, too.
-        confidence: How sure it is.
+        code: The page's name.
+        page: Its text: YAML between two lines of dashes, then Markdown.
+        computed: Brings ``match`` of its module; called only where the page says that it has one.
+
+    ValueError when nothing could match, and when a section is missing: a rule without remedy or
+    source helps nobody.
     """
+    import yaml
+
+    _, front, body = page.split("---\n", 2)
+    try:
+        head = FrontMatter(**yaml.safe_load(front))
+    except TypeError as error:
+        raise ValueError(f"rule {code}: {error}") from None
+    title, sections = _parts(body)
+    if missing := [name for name in SECTIONS if not sections.get(name)]:
+        raise ValueError(f"rule {code} lacks {missing}")
+    ways = [in_logs(head)] if head.patterns else []
+    ways += [computed()] if head.computed else []
+    if not ways:
+        raise ValueError(f"rule {code} has no patterns and is not computed")
+
+    def match(evidence: Evidence) -> Match | None:
+        return next((found for way in ways if (found := way(evidence)) is not None), None)
+
+    return Rule(code, title, sections, match, head.symptom, head.place)
+
+
+def _parts(body: str) -> tuple[str, dict[str, str]]:
+    """Title and sections of a page; the lines of a section are joined."""
+    heading, *rest = re.split(r"^## ", body, flags=re.MULTILINE)
+    pairs = (part.split("\n", 1) for part in rest)
+    return heading.strip().removeprefix("# "), {name: " ".join(t.split()) for name, t in pairs}
+
+
+def in_logs(head: FrontMatter) -> Matcher:
+    """Looks for the patterns of a page in the logs."""
+    patterns = head.patterns.splitlines()
     wanted = re.compile("|".join(f"(?:{p})" for p in _with_own_groups(patterns)))
-    against = re.compile(unless) if unless else None
-    needed = re.compile(also) if also else None
+    against = re.compile(head.unless) if head.unless else None
+    needed = re.compile(head.also) if head.also else None
 
     def match(evidence: Evidence) -> Match | None:
         if against is not None and evidence.says(against):
             return None
         for log, at, found in evidence.search(wanted):
             if needed is None or needed.search(log.text):
-                return _match(says, confidence, log, at, found)
+                return _match(head, log, at, found)
         return None
 
-    return define(code, doc, match, symptom)
+    return match
 
 
 def _with_own_groups(patterns: Sequence[str]) -> list[str]:
@@ -115,12 +147,12 @@ def _with_own_groups(patterns: Sequence[str]) -> list[str]:
     ]
 
 
-def _match(says: str, confidence: float, log: Log, at: int, found: re.Match[str]) -> Match:
+def _match(head: FrontMatter, log: Log, at: int, found: re.Match[str]) -> Match:
     groups = {name.rsplit("_", 1)[0]: value for name, value in found.groupdict().items() if value}
-    values = {**groups, "where": log.where}
+    says = filled(head.says, {**groups, "where": log.where})
     hosts = (log.host,) if log.host else ()
     lines = log.lines[max(0, at - AROUND) : at + AROUND + 1]
-    return Match(filled(says, values), hosts, log.rank, confidence, tuple(lines))
+    return Match(says, hosts, log.rank, head.confidence, tuple(lines))
 
 
 def filled(says: str, values: Mapping[str, str]) -> str:

@@ -1,41 +1,15 @@
-"""Ranks called different collectives.
-
-Meaning: Two ranks met in a collective operation with different calls or sizes.
-Cause: A branch that not all ranks take (if rank == 0), or tensors whose size depends on the
-    rank's data.
-Confirm: TORCH_DISTRIBUTED_DEBUG=DETAIL names the two calls.
-Remedy: Let all ranks make the same calls in the same order with the same shapes; pad what
-    differs in size.
-Source: gloo's and c10d's messages.
-"""
+"""Ranks called different collectives."""
 
 from __future__ import annotations
 
 from paceline.explain import stacks
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match, define, in_log
+from paceline.explain.rule import Match
 from paceline.explain.stacks import Stand
 from paceline.spec.failure import PEER_GONE
 
-_CODE = "collective-mismatch"
-_told = in_log(
-    _CODE,
-    __doc__,
-    [
-        "Detected mismatch between collectives on ranks(?P<words>[^.]*)",
-        r"(?P<words>op\.preamble\.length <= op\.nbytes\. \d+ vs \d+)",
-        "(?P<words>Mismatch between collective operation types)",
-    ],
-    "{where}: ranks called different collectives ({words})",
-    confidence=0.97,
-)
-
 
 def match(evidence: Evidence) -> Match | None:
-    return _told.match(evidence) or _by_stacks(evidence)
-
-
-def _by_stacks(evidence: Evidence) -> Match | None:
     """Ranks that waited for each other in different calls."""
     stands = [*stacks.failed(evidence, PEER_GONE), *stacks.seen(evidence)]
     inside = {stand.rank: stand for stand in reversed(stands) if stand.own and stand.collective}
@@ -55,6 +29,3 @@ def _call(stand: Stand) -> tuple[str, str]:
 def _words(stand: Stand) -> str:
     assert stand.own is not None
     return f"{stand.collective} ({stand.own.where})"
-
-
-rule = define(_CODE, __doc__, match)

@@ -1,20 +1,11 @@
-"""A rank crashed in compiled code.
-
-Meaning: A rank ended by SIGSEGV, SIGBUS, SIGILL, SIGFPE or SIGABRT: not by a Python exception.
-Cause: A package built for another CPU or another version of torch, damaged memory, or a full
-    /dev/shm (SIGBUS).
-Confirm: python -X faulthandler: the last Python line before the crash; ulimit -c and gdb for more.
-Remedy: Run with --env PYTHONFAULTHANDLER=1 to see the Python line; install packages that fit torch
-    and CPU; leave out extensions one by one.
-Source: signal(7); DeepSpeed's launcher hides such ends with status 0.
-"""
+"""A rank crashed in compiled code."""
 
 from __future__ import annotations
 
 import re
 
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match, define
+from paceline.explain.rule import Match
 
 _NAMES = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV"}
 _WORDS = re.compile(
@@ -37,6 +28,3 @@ def match(evidence: Evidence) -> Match | None:
         cause = f"{log.where} crashed in compiled code ({what.strip()})"
         return Match(cause, hosts, log.rank, 0.7, lines)
     return None
-
-
-rule = define("crashed", __doc__, match, symptom=True)

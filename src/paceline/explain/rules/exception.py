@@ -1,11 +1,4 @@
-"""A rank raised an exception.
-
-Meaning: A Python exception ended the script, and no other rule knows it.
-Cause: In the script, or in what it calls: the traceback's last lines say where.
-Confirm: Run the script alone with the same settings: paceline run -p 1 SCRIPT.
-Remedy: Read the traceback from below: the last line is what, the line above it where.
-Source: CPython's tracebacks; pytorch 63174 on tracebacks that get lost.
-"""
+"""A rank raised an exception."""
 
 from __future__ import annotations
 
@@ -13,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from paceline.explain.evidence import Evidence, Log
-from paceline.explain.rule import Match, define
+from paceline.explain.rule import Match
 from paceline.spec.failure import PEER_GONE
 
 _START = "Traceback (most recent call last):"
@@ -80,6 +73,3 @@ def _place(lines: Sequence[str]) -> str:
     frames = [found for line in lines if (found := _FRAME.match(line))]
     own = [f for f in frames if not any(mark in f["file"] for mark in _LIBRARY)] or frames
     return f" ({own[-1]['file'].rpartition('/')[2]}, line {own[-1]['line']})" if own else ""
-
-
-rule = define("exception", __doc__, match, symptom=True)

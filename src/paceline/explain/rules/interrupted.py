@@ -1,17 +1,9 @@
-"""The job was stopped from outside.
-
-Meaning: The launcher got a signal and ended the job in order. If a rank kept the others waiting
-    at that moment, it is named.
-Cause: Ctrl-C, a closed terminal, kill, or the scheduler's notice.
-Confirm: result.json: interrupted.
-Remedy: Run again with the same --run-dir: training that makes checkpoints resumes from the newest.
-Source: the run's result.json.
-"""
+"""The job was stopped from outside."""
 
 from __future__ import annotations
 
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match, define
+from paceline.explain.rule import Match
 from paceline.spec.failure import signal_name
 
 _ABOUT = ("started", "hang", "hang over")
@@ -48,6 +40,3 @@ def standing_hang(evidence: Evidence) -> tuple[str, str, int | None] | None:
         str(last.get("host") or ""),
         rank if isinstance(rank, int) else None,
     )
-
-
-rule = define("interrupted", __doc__, match)

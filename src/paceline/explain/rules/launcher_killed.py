@@ -1,17 +1,9 @@
-"""The launcher ended without a word.
-
-Meaning: The run directory still says whose it is and holds no result of this run.
-Cause: kill -9 of the launcher, the memory killer on its machine, or a restart or power cut there.
-    The ranks were ended by their agents when the lease ran out.
-Confirm: On that machine: dmesg -T | grep -i 'killed process'; uptime; last -x reboot.
-Remedy: Run again with the same --run-dir: training that makes checkpoints resumes from the newest.
-Source: owner.json without result.json in the run directory.
-"""
+"""The launcher ended without a word."""
 
 from __future__ import annotations
 
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match, define
+from paceline.explain.rule import Match
 
 
 def match(evidence: Evidence) -> Match | None:
@@ -27,6 +19,3 @@ def match(evidence: Evidence) -> Match | None:
     confirm = f"On {launcher.host}: ps -p {launcher.pid} -o lstart,args"
     said = f"{cause} no result ({launcher.where})"
     return Match(said, hosts, None, 0.6, remedy=again, confirm=confirm)
-
-
-rule = define("launcher-killed", __doc__, match)

@@ -1,14 +1,4 @@
-"""The kernel killed a rank for its memory.
-
-Meaning: The memory of the host, or of the job's control group or container, was used up, and the
-    kernel ended the largest process.
-Cause: Many loader workers, a copy of the data or weights in every rank, or a batch that grew.
-Confirm: sudo dmesg | grep -i 'killed process' on that host; memory.events and memory.max of the
-    job's control group.
-Remedy: Fewer ranks or loader workers on that host, memory-mapped data instead of copies, a smaller
-    batch, or a higher limit (Slurm --mem, Docker --memory).
-Source: DeepSpeed 4239, horovod 469; kernel documentation of cgroups.
-"""
+"""The kernel killed a rank for its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +6,7 @@ import re
 import signal
 
 from paceline.explain.evidence import End, Evidence
-from paceline.explain.rule import Match, define
+from paceline.explain.rule import Match
 
 _WORDS = re.compile(
     r"Memory cgroup out of memory: Killed process|Out of memory: Kill(?:ed)? process"
@@ -54,6 +44,3 @@ def _of_end(end: End) -> Match:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
-rule = define("memory-killed", __doc__, match)

@@ -1,19 +1,11 @@
-"""The job could not be started.
-
-Meaning: The launcher refused to start, or could not; no rank has run.
-Cause: The launcher's own message says it: a login, an interpreter, torch, a port, the network,
-    different code.
-Confirm: paceline check -H HOSTS looks at all hosts and all causes at once.
-Remedy: Do what the message says; then paceline check -H HOSTS --quick.
-Source: the run's result.json.
-"""
+"""The job could not be started."""
 
 from __future__ import annotations
 
 import re
 
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match, define
+from paceline.explain.rule import Match
 
 _PARTS = re.compile(r"^  (found|remedy): +([^\n]*(?:\n   [^\n]*)*)", re.MULTILINE)
 
@@ -31,6 +23,3 @@ def match(evidence: Evidence) -> Match | None:
 
 def _joined(text: str) -> str:
     return "\n".join(line.strip() for line in text.splitlines())
-
-
-rule = define("not-started", __doc__, match)

@@ -1,20 +1,10 @@
-"""A rank did not come to a collective: it was busy elsewhere, or stopped.
-
-Meaning: The others waited for it until their time was over; it was alive and somewhere else.
-Cause: Work that one rank does alone (evaluating, saving, downloading) for longer than the others
-    wait, an endless loop, a slow or broken disk, or a process that somebody stopped.
-Confirm: events.jsonl: "seen" of that rank is its stack at that moment; py-spy dump --pid PID shows
-    it in a run that hangs now.
-Remedy: Let all ranks do that work or let it be short; else a longer time-out:
-    init_process_group(timeout=...), which does not make the others any faster.
-Source: pytorch 118369, nccl 708, accelerate 314, torchtune 2093.
-"""
+"""A rank did not come to a collective: it was busy elsewhere, or stopped."""
 
 from __future__ import annotations
 
 from paceline.explain import stacks
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match, define
+from paceline.explain.rule import Match
 from paceline.explain.stacks import Stand
 from paceline.spec.failure import WAITED
 
@@ -50,6 +40,3 @@ def _remedy(stand: Stand) -> str:
     if stand.state == "T":
         return f"Find out who stops processes on {stand.host} (a debugger, kill -STOP), run again"
     return ""
-
-
-rule = define("rank-absent", __doc__, match)

@@ -1,18 +1,11 @@
-"""A rank said itself why it ended.
-
-Meaning: A recipe, or a script on paceline.train, met something that it understands and ended.
-Cause: Reported by the program itself.
-Confirm: The last lines of that rank's log.
-Remedy: What it says.
-Source: paceline's own messages.
-"""
+"""A rank said itself why it ended."""
 
 from __future__ import annotations
 
 import re
 
 from paceline.explain.evidence import Evidence, Log
-from paceline.explain.rule import Match, define
+from paceline.explain.rule import Match
 
 _HEAD = re.compile(r"^paceline: (?P<message>\S.*)$")
 _PART = re.compile(r"^  (?P<name>found|remedy): +(?P<text>.*)$")
@@ -43,6 +36,3 @@ def _of_log(log: Log) -> Match | None:
         remedy = parts.get("remedy", "")
         return Match(f"{log.where}: {message}{found}", hosts, log.rank, 0.85, lines, remedy)
     return None
-
-
-rule = define("said-why", __doc__, match, symptom=True)

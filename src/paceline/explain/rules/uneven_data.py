@@ -1,19 +1,11 @@
-"""One rank had less to do than the others.
-
-Meaning: A rank ended well while others still waited for it in a collective operation.
-Cause: It had fewer batches (its share of the data was smaller), or left the loop early.
-Confirm: Compare the last step in the logs of all ranks.
-Remedy: Give all ranks equal numbers of batches: drop_last=True, a DistributedSampler, or torch's
-    Join context; paceline.train's loaders are equal by construction.
-Source: pytorch 38174 and 141069, Lightning 20404.
-"""
+"""One rank had less to do than the others."""
 
 from __future__ import annotations
 
 import re
 
 from paceline.explain.evidence import End, Evidence
-from paceline.explain.rule import Match, define
+from paceline.explain.rule import Match
 from paceline.spec.failure import PEER_GONE
 
 _STEP = re.compile(r"(?i)\bstep\D{0,3}(\d+)")
@@ -41,6 +33,3 @@ def _last_step(evidence: Evidence, end: End) -> str:
     logs = [log for log in evidence.logs if (log.host, log.rank) == (end.host, end.rank)]
     steps = [match[1] for log in logs for line in log.lines if (match := _STEP.search(line))]
     return steps[-1] if steps else ""
-
-
-rule = define("uneven-data", __doc__, match)

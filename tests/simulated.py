@@ -53,6 +53,9 @@ class Simulated:
         self.address = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
         self.facts = {**about, "interfaces": [self._interface()]}
         self.identity = f"{number:032x}"
+        self.differs = False  # its code is not ours
+        self.built: list[str] = []  # folders of what it was sent
+        self.started: list[Message] = []  # what it was asked to start
         self._python = host.python or "python3"
         self._decoder = Decoder()
         self._lines, self._line = lines, b"x" * (width - 1) + b"\n"
@@ -72,7 +75,7 @@ class Simulated:
 
     def write(self, data: bytes) -> None:
         for message, _ in self._decoder.feed(data):
-            answer = _ANSWERS.get(message["op"], lambda agent, request: {})
+            answer = ANSWERS.get(message["op"], lambda agent, request: {})
             self._say({"re": message["id"], **answer(self, message)})
 
     async def drain(self) -> None: ...
@@ -98,10 +101,16 @@ class Simulated:
         return {}
 
     def start(self, request: Message) -> Message:
+        self.started.append(request)
         task = asyncio.create_task(self._run([rank["rank"] for rank in request["ranks"]]))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return {}
+
+    def build(self, request: Message) -> Message:
+        root = f"{self.facts['user']['cache']}/jobs/{request['run_id']}/{request['name']}"
+        self.built.append(root)
+        return {"root": root, "damaged": []}
 
     async def _run(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
@@ -125,7 +134,7 @@ def _connect(agent: Simulated, request: Message) -> Message:
     ]}  # fmt: skip
 
 
-_ANSWERS: dict[str, Callable[[Simulated, Message], Message]] = {
+ANSWERS: dict[str, Callable[[Simulated, Message], Message]] = {
     "lease": lambda agent, request: {"monotonic": time.monotonic(), "time": time.time()},
     "prepare": Simulated.prepare,
     "start": Simulated.start,
@@ -137,6 +146,13 @@ _ANSWERS: dict[str, Callable[[Simulated, Message], Message]] = {
         "folder": f"/home/user/.cache/paceline/runs/{request['key']}",
     },
     "list_results": lambda agent, request: {"files": []},
+    "compare_tree": lambda agent, request: {
+        "exists": True,
+        "missing": [],
+        "different": [entry[0] for entry in request["manifest"]] if agent.differs else [],
+    },
+    "lacking_blobs": lambda agent, request: {"hashes": []},
+    "build_tree": Simulated.build,
     "look": lambda agent, request: {
         "paths": [
             {"path": path, "exists": True, "file": False, "executable": True}

@@ -129,7 +129,7 @@ async def ship(folder: Path, lab: str) -> dict[str, float]:
     """What a launcher does with a folder that its job needs."""
     from paceline.hosts import read_hosts
     from paceline.launch.node import Node
-    from paceline.launch.shipping import ship_tree
+    from paceline.launch.supply import ship_tree
     from paceline.remote.fanout import connect_all
     from paceline.remote.openssh import SshOptions
     from paceline.transfer.tree import read_parts

@@ -46,6 +46,16 @@ def test_code_that_is_not_there_is_shipped(apart: Site) -> None:
         assert said["file"] == f"{said['cwd']}/tell.py"
 
 
+def test_a_plan_names_the_place_to_which_code_is_shipped(apart: Site) -> None:
+    words = ("--no-torch", "--master-port", "29873", "tell.py")
+    planned = apart.run("--plan", "--json", *words)
+    assert planned.code == 0, planned.err
+    plan, ran = json.loads(planned.out), apart.run(*words).json("plan.json")
+    told, did = (json.dumps(one).replace(one["run_id"], "RUN") for one in (plan, ran))
+    assert told == did
+    assert f"(a copy of {apart.project})" in apart.run("--plan", *words).out
+
+
 def test_a_module_in_a_package_is_shipped(apart: Site) -> None:
     package = apart.project / "pack" / "inner"
     package.mkdir(parents=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch import again
+from paceline.launch import restart
 from paceline.launch.fleet import Fleet, Silence, together, why_ended
 from paceline.launch.node import Node
 from paceline.remote import fanout
@@ -204,7 +204,7 @@ def test_lost_hosts_are_dialled_again(transport: Dialling, back: list[str], told
         notes: list[str] = []
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
         fleet.lose(fleet.nodes[1], "unplugged")
-        found = await again.dial_lost(fleet, job, transport, notes.append)
+        found = await restart.dial_lost(fleet, job, transport, notes.append)
         await fleet.close()
         return fleet, found, notes
 
@@ -261,7 +261,7 @@ def test_no_start_again_on_a_disk_that_is_still_full(headline: str, free: int, t
 
     async def scene() -> str:
         fleet, _, _ = fleet_of(Full("n1"))
-        why = await again.full_disk(fleet, Failure("exception", "n1", 0, 0.0, headline=headline))
+        why = await restart.full_disk(fleet, Failure("exception", "n1", 0, 0.0, headline=headline))
         await fleet.close()
         return why
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from paceline.agent import inside
-from paceline.launch import shipping
+from paceline.launch import decide
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry, Job
+from paceline.spec.plan import Copy
 from paceline.transfer import tree as code
 
 
@@ -141,4 +142,5 @@ def test_a_node_does_not_choose_where_results_go(path: str, fine: bool) -> None:
 
 def test_inputs_are_renamed_in_the_arguments() -> None:
     entry = Entry("script", "t.py", ("--data", "/here/d", "x"))
-    assert shipping.with_inputs(entry, {"/here/d": "/there/0"}).args == ("--data", "/there/0", "x")
+    copies = [Copy("code", "x", "/there/code"), Copy("input0", "/here/d", "/there/0")]
+    assert decide.with_inputs(entry, copies).args == ("--data", "/there/0", "x")

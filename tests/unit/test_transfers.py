@@ -16,7 +16,7 @@ import pytest
 from agents import ENDLESS, Served, agent_in_thread
 
 from paceline.agent import inside, snapshot
-from paceline.launch.shipping import ship_tree
+from paceline.launch.supply import ship_tree
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, PacelineError

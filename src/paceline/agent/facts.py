@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
-from . import netlink
+from . import netlink, snapshot
 
 Facts = Dict[str, Any]
 
@@ -216,8 +216,9 @@ def clock_facts() -> Facts:
 
 
 def user_facts() -> Facts:
-    home = str(Path("~").expanduser())
-    return {"uid": os.getuid(), "home": home, "shell": os.environ.get("SHELL")}
+    """Who runs the agent; ``cache``: the folder below which it builds what it is sent."""
+    home, cache = str(Path("~").expanduser()), str(snapshot.cache_folder())
+    return {"uid": os.getuid(), "home": home, "shell": os.environ.get("SHELL"), "cache": cache}
 
 
 _TOLD = re.compile(r"(NCCL|GLOO|TP|UCX|FI|I_MPI|OMP|TORCH)_[A-Z_]+|CUDA_VISIBLE_DEVICES")

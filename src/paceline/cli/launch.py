@@ -36,6 +36,7 @@ from paceline.spec.rundir import DEFAULT_PARENT
 from paceline.spec.settings import TOML_NAME, Setting, Source
 
 if TYPE_CHECKING:
+    from paceline.launch.prepare import Inspect
     from paceline.remote.transport import Transport
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -261,6 +262,8 @@ def launch(
         return serve(way.endpoint, entry_argv(job.entry, "python"), job.python)
     assert way.transport is not None
     way.agree_on(job)
+    from paceline.cli.preflight import explain_run, explained, inspector, preflight
+
     if ctx.params["plan_only"]:
         return show_plan(
             job,
@@ -269,8 +272,8 @@ def launch(
             as_json=ctx.params["as_json"],
             verbose=ctx.params["verbose"],
             package=package,
+            inspect=inspector(ctx, job),
         )
-    from paceline.cli.preflight import explain_run, explained, inspector, preflight
     from paceline.launch.running import report_failure, report_success, run_job
     from paceline.launch.screen import Screen
     from paceline.rundir.directory import fresh_path
@@ -301,12 +304,12 @@ def launch(
 
 
 def show_plan(job: Job, cluster: Cluster, transport: Transport, *, as_json: bool,
-              verbose: bool, package: bool) -> int:  # fmt: skip
-    """Prints what would run where."""
-    from paceline.launch.running import make_plan
+              verbose: bool, package: bool, inspect: Inspect | None) -> int:  # fmt: skip
+    """Prints the plan that a run would execute."""
+    from paceline.launch.running import plan_job
     from paceline.launch.view import describe, everything
 
-    plan = make_plan(job, cluster, transport, package)
+    plan = plan_job(job, cluster, transport, package, inspect)
     if as_json:
         click.echo(json.dumps(plan.to_json(), indent=2))
     else:

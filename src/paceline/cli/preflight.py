@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import click
 from paceline.cli.verb import say
 from paceline.cli.via import Way
 from paceline.launch import decide
+from paceline.launch.prepare import Inspect
 from paceline.remote.openssh import SshOptions
 from paceline.rundir.ownership import read_owner
 from paceline.rundir.redactor import Redactor
@@ -112,8 +113,14 @@ def refuse(found: Sequence[Finding]) -> None:
         )
 
 
-def inspector(ctx: click.Context, job: Job, run_dir: Path) -> Callable[..., list[str]] | None:
-    """The quick part: judges what the login brought, writes findings.json, asks nobody."""
+def inspector(ctx: click.Context, job: Job, run_dir: Path | None = None) -> Inspect | None:
+    """The quick part: judges what the login brought, writes findings.json, asks nobody.
+
+    Args:
+        ctx: The verb's context, with the common options.
+        job: What is to run.
+        run_dir: Of the run; ``None`` for a plan, which has none.
+    """
     if ctx.params["check_level"] == "none":
         return None
 
@@ -125,7 +132,8 @@ def inspector(ctx: click.Context, job: Job, run_dir: Path) -> Callable[..., list
         wishes = wishes_of(job, hosts)
         scene = Scene(tuple(hosts), {}, facts, dict(wishes.pythons), noise, wishes)
         found = judge(scene, "facts")
-        _write(run_dir, found)
+        if run_dir is not None:
+            _write(run_dir, found)
         refuse(found)
         return [f.message for f in found if f.outcome == "warn" and f.check in TOLD]
 

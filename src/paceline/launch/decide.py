@@ -1,18 +1,20 @@
-"""Job + cluster + facts → plan. Pure: the same input gives the same plan."""
+"""Job + what was found out about the hosts → plan. Pure: the same input gives the same plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from paceline.remote import agreement
 from paceline.remote.network import NodeNetwork
-from paceline.spec.errors import SettingError
+from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
-from paceline.spec.plan import NodePlan, Plan, RankPlan
+from paceline.spec.plan import Copy, NodePlan, Plan, RankPlan
 from paceline.spec.settings import Setting, Source
+from paceline.transfer.tree import Tree, entry_at, relocate
 
 Facts = Mapping[str, Any]
 # gloo and TensorPipe, then what MPI libraries and oneCCL talk by (libfabric over TCP)
@@ -25,18 +27,55 @@ SPARE_DESCRIPTORS = 128  # for what else the agent opens
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
-    """Where the job's code is on one node.
+class Supplies:
+    """What may have to be sent to nodes, as it is on the launching machine.
 
     Attributes:
-        how: ``in place``, ``verified equal`` or ``shipped``.
-        workdir: Folder in which the ranks run there.
-        entry: The entry with that node's paths.
+        code: The job's code; ``None`` when no node can need it.
+        package: This installation's ``paceline``; ``None`` unless the job needs it.
+        inputs: Further folders by their path here.
+    """
+
+    code: Tree | None = None
+    package: Tree | None = None
+    inputs: Mapping[str, Tree] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was found out about one host: its part of the plan follows from it.
+
+    Attributes:
+        host: As described.
+        facts: What its agent told of it.
+        network: Its address and interface.
+        code: How its code differs from ours (``exists``, ``missing``, ``different``); ``None``
+            where there was nothing to compare.
+        has_workdir: The folder of :func:`workdir_without_code` is there.
+    """
+
+    host: Host
+    facts: Facts
+    network: NodeNetwork
+    code: Mapping[str, Any] | None = None
+    has_workdir: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a node's ranks run.
+
+    Attributes:
+        how: The code is ``in place``, ``verified equal`` or ``shipped``.
+        workdir: Folder in which they run there.
+        entry: What they run, with that node's paths.
+        copies: What is sent there first.
     """
 
     how: str
     workdir: str
     entry: Entry
+    copies: tuple[Copy, ...] = ()
 
 
 def choose_hosts(job: Job, cluster: Cluster) -> tuple[Host, ...]:
@@ -180,57 +219,52 @@ def node_env(
     return {name: setting for name, setting in env.items() if name not in given}
 
 
-def make_plan(
-    job: Job,
-    run_id: str,
-    attempt: int,
-    hosts: Sequence[Host],
-    facts: Mapping[str, Facts],
-    networks: Mapping[str, NodeNetwork],
-    code: Mapping[str, Code],
-    master_port: Setting[int],
-    notes: Sequence[str] = (),
-) -> Plan:
+def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
+              master_port: Setting[int], notes: Sequence[str] = (),
+              attempt: int = 0) -> Plan:  # fmt: skip
     """Puts together what runs where.
 
     Args:
         job: What was asked for.
         run_id: Names the run.
-        attempt: 0 for the first start.
-        hosts: The chosen hosts; rank 0 runs on the first.
-        facts, networks, code: By host name.
+        found: What was found out about every host; rank 0 runs on the first.
+        supplies: What can be sent to them.
         master_port: The port held on the first host.
         notes: What was decided on the way.
+        attempt: 0 for the first start.
+
+    Raises:
+        SettingError: A host cannot hold so many ranks.
+        NodeError: The code on a host differs and may not be sent, or its folder is missing.
     """
     nodes: list[NodePlan] = []
     first_rank = 0
-    for node_rank, host in enumerate(hosts):
-        processes = processes_on(job, host, facts[host.name]).value
-        nodes.append(
-            _node(
-                job,
-                node_rank,
-                host,
-                processes,
-                first_rank,
-                facts[host.name],
-                networks[host.name],
-                code[host.name],
-            )
-        )
-        first_rank += processes
+    for node_rank, one in enumerate(found):
+        nodes.append(_node(job, one, place_on(job, one, supplies, run_id), node_rank, first_rank))
+        first_rank += len(nodes[-1].ranks)
+    hosts, facts = [one.host for one in found], found[0].facts
     return Plan(
         run_id=run_id,
         attempt=attempt,
         entry=job.entry,
         world_size=first_rank,
-        master_addr=networks[hosts[0].name].address,
+        master_addr=found[0].network.address,
         master_port=master_port.value,
-        agent_store=agent_holds_store(job, facts[hosts[0].name]),
+        agent_store=agent_holds_store(job, facts),
         nodes=tuple(nodes),
         environment=job.environment.shown(),
         settings=_settings(job, hosts, facts, master_port),
         notes=(*notes, *slot_notes(job, hosts)),
+    )
+
+
+def next_attempt(plan: Plan, attempt: int, master_port: Setting[int]) -> Plan:
+    """The same once more, on the same nodes, with a fresh port for a fresh store."""
+    return replace(
+        plan,
+        attempt=attempt,
+        master_port=master_port.value,
+        settings={**plan.settings, "master_port": master_port},
     )
 
 
@@ -245,29 +279,115 @@ def agent_holds_store(job: Job, facts: Facts) -> bool:
     return job.needs_torch or facts.get("torch") is not None
 
 
-def _node(
-    job: Job, node_rank: int, host: Host, processes: int, first_rank: int,
-    facts: Facts, network: NodeNetwork, code: Code,
-) -> NodePlan:  # fmt: skip
+def _node(job: Job, found: Found, place: Place, node_rank: int, first_rank: int) -> NodePlan:
+    facts = found.facts
+    processes = processes_on(job, found.host, facts).value
     binding: list[tuple[int, ...]] = [()] * processes
     if job.bind.value == "auto" and not (facts.get("devices") or {}).get("nvidia"):
         binding = bind_cpus(available_cpus(facts), processes)
     return NodePlan(
-        host=host.name,
+        host=found.host.name,
         node_rank=node_rank,
-        login="this machine" if host.local else host.address,
-        address=network.address,
-        interface=network.interface,
-        python=python_of(job, host),
-        workdir=code.workdir,
-        code=code.how,
-        entry=code.entry,
-        env=node_env(job, facts, processes, network),
+        login="this machine" if found.host.local else found.host.address,
+        address=found.network.address,
+        interface=found.network.interface,
+        python=python_of(job, found.host),
+        workdir=place.workdir,
+        code=place.how,
+        entry=place.entry,
+        env=node_env(job, facts, processes, found.network),
         ranks=tuple(
             RankPlan(first_rank + local, local, binding[local]) for local in range(processes)
         ),
         devices=_devices(job, facts),
+        copies=place.copies,
     )
+
+
+# --- where the code is
+
+
+def place_on(job: Job, found: Found, supplies: Supplies, run_id: str) -> Place:
+    """Where a host's ranks find their code, and what has to be sent there for it."""
+    host, tree = found.host, supplies.code
+    workdir = host.workdir or job.workdir
+    if host.local:
+        return Place("in place", workdir, job.entry)
+    how, entry, copies = "in place", job.entry, []
+    if tree is not None:
+        here = code_root(host, tree)
+        how = _how_placed(job, host, here, found.code)
+        if how == "shipped":
+            copies.append(Copy("code", str(tree.root), copy_target(found.facts, run_id, "code")))
+            here = copies[0].target
+        workdir = relocate(job.workdir, tree.root, here)
+        entry = entry_at(job.entry, job.workdir, tree.root, here)
+    if not found.has_workdir:
+        workdir = _home_instead(host, found.facts, workdir)
+    for number, path in enumerate(supplies.inputs):
+        name = f"input{number}"
+        copies.append(Copy(name, path, copy_target(found.facts, run_id, name)))
+    return Place(how, workdir, with_inputs(entry, copies), tuple(copies))
+
+
+def code_root(host: Host, tree: Tree) -> str:
+    """The folder on a host that may hold the same code already."""
+    return host.workdir or str(tree.root)
+
+
+def copy_target(facts: Facts, run_id: str, name: str) -> str:
+    """Where a host's agent builds what it is sent for a run."""
+    user = facts["user"]
+    cache = user.get("cache") or f"{user['home']}/.cache/paceline"
+    return f"{cache}/jobs/{run_id}/{name}"
+
+
+def workdir_without_code(job: Job, host: Host, tree: Tree | None) -> str | None:
+    """The work folder that has to be on a host already; ``None`` where the code brings it."""
+    if host.local or (tree is not None and Path(job.workdir).is_relative_to(tree.root)):
+        return None
+    return job.workdir if tree is not None else host.workdir or job.workdir
+
+
+def with_inputs(entry: Entry, copies: Sequence[Copy]) -> Entry:
+    """The entry with the paths of sent folders as they are on the node."""
+    places = {copy.source: copy.target for copy in copies if copy.name != "code"}
+    return Entry(entry.kind, entry.target, tuple(places.get(arg, arg) for arg in entry.args))
+
+
+def _how_placed(job: Job, host: Host, root: str, code: Mapping[str, Any] | None) -> str:
+    """What is to be done about a host's code. NodeError where it differs and may not be sent."""
+    if job.ship.value == "always":
+        return "shipped"
+    assert code is not None
+    differing = [*code["different"], *code["missing"]]
+    if code["exists"] and not differing:
+        return "verified equal"
+    if job.ship.value != "never":
+        return "shipped"
+    found = f"{host.name} has no folder {root}"
+    if code["exists"]:
+        shown = ", ".join(differing[:5]) + (" …" if len(differing) > 5 else "")
+        count = f"{len(differing)} files are" if len(differing) > 1 else "1 file is"
+        found = f"{count} missing or different there: {shown}"
+    raise NodeError(
+        f"the code on {host.name} is not the code of this machine, and --ship never was given",
+        found=found,
+        remedy="Leave --ship out (what differs is shipped), or bring the folders into line",
+    )
+
+
+def _home_instead(host: Host, facts: Facts, wanted: str) -> str:
+    """Programs run at home where the folder is missing, unless the host's description named it."""
+    if host.workdir:
+        raise NodeError(
+            f"{host.name} has no folder {wanted}",
+            remedy=f"Create it there, or change workdir under [hosts.{host.name}]",
+        )
+    return str(facts["user"]["home"])
+
+
+# --- the rest
 
 
 def _devices(job: Job, facts: Facts) -> str:
@@ -283,9 +403,9 @@ def python_of(job: Job, host: Host) -> str:
 
 
 def _settings(
-    job: Job, hosts: Sequence[Host], facts: Mapping[str, Facts], master_port: Setting[int]
+    job: Job, hosts: Sequence[Host], facts: Facts, master_port: Setting[int]
 ) -> dict[str, Setting[Any]]:
-    first = processes_on(job, hosts[0], facts[hosts[0].name])
+    first = processes_on(job, hosts[0], facts)
     names = ", ".join(host.name for host in hosts)
     return {
         "hosts": Setting(names, job.hosts.source, job.hosts.detail or job.hosts.source.label),

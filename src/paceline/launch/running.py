@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch import decide
-from paceline.launch.launcher import Inspect, Launcher, plan_only
+from paceline.launch.launcher import Launcher
 from paceline.launch.outcome import describe_end
+from paceline.launch.prepare import Inspect, Package, Request, make_plan
 from paceline.launch.screen import Home, Screen, at_home
-from paceline.launch.staging import Package
 from paceline.remote.transport import Transport
 from paceline.rundir.directory import RunDirectory, fresh_path, safe, short
 from paceline.rundir.records import open_regular
@@ -66,10 +65,17 @@ class RunOutcome:
         return Path(short(self.path))
 
 
-def make_plan(job: Job, cluster: Cluster, transport: Transport, package: bool = False) -> Plan:
-    """What :func:`run_job` would do; nothing is started."""
+def request_of(job: Job, cluster: Cluster, transport: Transport, package: Package = False,
+               inspect: Inspect | None = None) -> Request:  # fmt: skip
+    """A job on the hosts of a cluster that it asks for. SettingError when there are too few."""
     hosts = decide.choose_hosts(job, cluster)
-    return asyncio.run(plan_only(job, hosts, transport, new_run_id(), package, cluster.notes))
+    return Request(job, hosts, transport, package, tuple(cluster.notes), inspect)
+
+
+def plan_job(job: Job, cluster: Cluster, transport: Transport, package: Package = False,
+             inspect: Inspect | None = None) -> Plan:  # fmt: skip
+    """The plan that :func:`run_job` would execute."""
+    return asyncio.run(make_plan(request_of(job, cluster, transport, package, inspect)))
 
 
 def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
@@ -91,14 +97,12 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         PacelineError: The job could not be started.
     """
     began = time.monotonic()
-    hosts = decide.choose_hosts(job, cluster)
+    request = request_of(job, cluster, transport, package, inspect)
     path = run_dir or fresh_path(parent, job.name)
     directory = RunDirectory(path, job.environment.secrets())
-    run_id = new_run_id()
+    run_id = request.run_id
     try:
-        launcher = Launcher(
-            job, hosts, transport, run_id, screen, directory, package, cluster.notes, inspect
-        )
+        launcher = Launcher(request, screen, directory)
         try:
             result = asyncio.run(launcher.run())
         except PacelineError as error:
@@ -117,7 +121,8 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         blamed.host, blamed.rank)  # fmt: skip
     return RunOutcome(
         directory.path, result, tuple(recorder.events), recorder.metrics, seconds,
-        directory.begins, recorder.resumable, launcher.ranks, tuple(screen.homes), told,
+        directory.begins, recorder.resumable,
+        launcher.plan.world_size if launcher.plan else 0, tuple(screen.homes), told,
     )  # fmt: skip
 
 
@@ -131,10 +136,6 @@ def _for_reader(result: Result, homes: Sequence[Home], directory: RunDirectory) 
         for text in (failure.headline, failure.traceback)
     )
     return replace(result, failure=replace(failure, headline=headline, traceback=traceback))
-
-
-def new_run_id() -> str:
-    return secrets.token_hex(6)
 
 
 def _write_result(directory: RunDirectory, run_id: str, result: Result, began: float,
@@ -209,7 +210,6 @@ def _indent(text: str) -> str:
 __all__: Sequence[str] = [
     "RunOutcome",
     "last_lines",
-    "make_plan",
     "report_failure",
     "report_success",
     "run_job",

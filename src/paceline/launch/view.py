@@ -96,16 +96,22 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _commands(plan: Plan) -> list[str]:
-    """The command of a rank, with its folder: once where it is the same on every host."""
+    """The command of a rank as typed, with its folder: once where all hosts have the same."""
     by_command: dict[tuple[str, str], list[str]] = {}
     for node in plan.nodes:
-        command = shell_text(entry_argv(node.entry, node.python))
-        by_command.setdefault((command, node.workdir), []).append(node.host)
+        command = shell_text(entry_argv(plan.entry, node.python))
+        by_command.setdefault((command, _folder(node)), []).append(node.host)
     lines = []
     for (command, folder), hosts in by_command.items():
         who = "each rank" if len(by_command) == 1 else f"each rank on {_few(hosts)}"
         lines += [f"{who} runs, in {folder}:", f"  {command}"]
     return lines
+
+
+def _folder(node: NodePlan) -> str:
+    """Where a node's ranks run; a copy by what it is a copy of."""
+    code = next((copy for copy in node.copies if copy.name == "code"), None)
+    return f"(a copy of {code.source})" if code else node.workdir
 
 
 def _few(names: Sequence[str], most: int = 6) -> str:

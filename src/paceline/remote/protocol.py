@@ -95,7 +95,7 @@ _FACTS = record(
     name=_NAME,
     ephemeral_ports=row(whole(0, 65535), whole(0, 65535)),
     clock=record(time=number, monotonic=number),
-    user=record({"shell": maybe(text())}, uid=whole(), home=text()),
+    user=record({"shell": maybe(text()), "cache": text()}, uid=whole(), home=text()),
 )
 
 _MEMORY = maybe(record({

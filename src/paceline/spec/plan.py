@@ -1,7 +1,7 @@
 """The plan: what runs where, with which arguments, environment, address and rank.
 
-A plan is made by one pure function (``launch.decide``); ``--plan`` prints it and launching
-executes that same value.
+One pure function makes it (``launch.decide.make_plan``) of what ``launch.prepare`` found out.
+``--plan`` prints it, ``plan.json`` keeps it, and ``Launcher.execute`` carries it out.
 """
 
 from __future__ import annotations
@@ -31,6 +31,21 @@ class RankPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """A folder of the launching machine that is sent to a node before its ranks start.
+
+    Attributes:
+        name: Of the copy on the node: ``code``, ``input0``, ``input1`` …
+        source: Absolute path on the launching machine.
+        target: Absolute path on the node.
+    """
+
+    name: str
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
 class NodePlan:
     """One host's part.
 
@@ -48,6 +63,7 @@ class NodePlan:
             variables do not stand here.
         ranks: Its processes.
         devices: What they compute on, for people: "2 GPUs", "8 CPUs".
+        copies: What is sent there first.
     """
 
     host: str
@@ -62,6 +78,7 @@ class NodePlan:
     env: Mapping[str, Setting[str]]
     ranks: tuple[RankPlan, ...]
     devices: str = ""
+    copies: tuple[Copy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.launch import decide, view
-from paceline.launch.decide import Code
+from paceline.launch.decide import Found, Place, Supplies
 from paceline.remote.network import NodeNetwork
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Job
-from paceline.spec.plan import Plan
+from paceline.spec.plan import Copy, Plan
 from paceline.spec.settings import Setting, Source
+from paceline.transfer.tree import Tree
 
 ENTRY = Entry("script", "train.py", ("a b", ";", "", "ü"))
 
@@ -43,13 +45,12 @@ def plan(the_job: Job, hosts: tuple[Host, ...] = (Host("n1"), Host("n2")),
          per_host: dict[str, Any] | None = None) -> Plan:  # fmt: skip
     names = [host.name for host in hosts]
     found = per_host or {name: facts() for name in names}
-    return decide.make_plan(
-        the_job, "run1", 0, hosts, found,
-        {name: NodeNetwork(f"10.0.0.{at}", "eth0", "tried") for at, name in enumerate(names, 1)},
-        {name: Code("in place", "/w", the_job.entry) for name in names},
-        Setting(29400, Source.FOUND, "free"),
-        ["a note"],
-    )  # fmt: skip
+    about = [
+        Found(host, found[host.name], NodeNetwork(f"10.0.0.{at}", "eth0", "tried"))
+        for at, host in enumerate(hosts, 1)
+    ]
+    port = Setting(29400, Source.FOUND, "free")
+    return decide.make_plan(the_job, "run1", about, Supplies(), port, ["a note"])
 
 
 # --- how many
@@ -258,6 +259,73 @@ def test_what_differs_between_hosts_is_said() -> None:
 )
 def test_what_a_rank_amounts_to(entry: Entry, argv: list[str]) -> None:
     assert view.entry_argv(entry, "/py") == argv
+
+
+# --- where the code is
+
+SAME: dict[str, Any] = {"exists": True, "missing": [], "different": []}
+OTHER: dict[str, Any] = {**SAME, "missing": ["a.py"], "different": ["b.py"]}
+TREE = Tree(Path("/w"), [["a.py", "00", 0o644, 1]], "digest")
+
+
+N1 = Host("n1")
+
+
+def placed(code: dict[str, Any] | None, host: Host = N1, supplies: Supplies | None = None,
+           has_workdir: bool = True, **more: Any) -> Place:  # fmt: skip
+    about = {**facts(), "user": {"home": "/home/u", "cache": "/c/paceline"}}
+    found = Found(host, about, NodeNetwork("10.0.0.1", "eth0", ""), code, has_workdir)
+    read = Supplies(TREE) if supplies is None else supplies
+    return decide.place_on(job(**{"workdir": "/w/sub", **more}), found, read, "run1")
+
+
+def test_the_same_code_is_used_where_it_is() -> None:
+    assert placed(SAME) == Place("verified equal", "/w/sub", ENTRY)
+    elsewhere = placed(SAME, Host("n1", workdir="/data/w"))
+    assert (elsewhere.how, elsewhere.workdir) == ("verified equal", "/data/w/sub")
+    assert placed(None, Host("n1", local=True)) == Place("in place", "/w/sub", ENTRY)
+
+
+@pytest.mark.parametrize("code", [OTHER, {**SAME, "exists": False}])
+def test_other_code_is_sent_to_a_known_place(code: dict[str, Any]) -> None:
+    sent = placed(code)
+    assert (sent.how, sent.workdir) == ("shipped", "/c/paceline/jobs/run1/code/sub")
+    assert sent.copies == (Copy("code", "/w", "/c/paceline/jobs/run1/code"),)
+    assert placed(None, ship=asked("always")) == sent
+
+
+def test_other_code_that_may_not_be_sent_is_refused() -> None:
+    with pytest.raises(NodeError, match="--ship never was given") as caught:
+        placed(OTHER, ship=asked("never"))
+    assert caught.value.found == "2 files are missing or different there: b.py, a.py"
+    with pytest.raises(NodeError) as caught:
+        placed({**SAME, "exists": False}, ship=asked("never"))
+    assert caught.value.found == "n1 has no folder /w"
+
+
+def test_further_folders_are_sent_and_named_by_their_copies() -> None:
+    data = Supplies(inputs={"/here/d": TREE})
+    the_entry = Entry("module", "m", ("--data", "/here/d", "x"))
+    sent = placed(None, supplies=data, entry=the_entry)
+    assert sent.entry.args == ("--data", "/c/paceline/jobs/run1/input0", "x")
+    assert sent.copies == (Copy("input0", "/here/d", "/c/paceline/jobs/run1/input0"),)
+    here = placed(None, Host("n1", local=True), data, entry=the_entry)
+    assert (here.entry, here.copies) == (the_entry, ())
+
+
+def test_a_program_runs_at_home_where_its_folder_is_missing() -> None:
+    assert placed(None, supplies=Supplies()).workdir == "/w/sub"
+    assert placed(None, supplies=Supplies(), has_workdir=False).workdir == "/home/u"
+    with pytest.raises(NodeError, match="n1 has no folder /named"):
+        placed(None, Host("n1", workdir="/named"), Supplies(), has_workdir=False)
+
+
+def test_a_further_attempt_is_the_same_plan_with_a_port_of_its_own() -> None:
+    first = plan(job())
+    second = decide.next_attempt(first, 1, Setting(29500, Source.FOUND, "free"))
+    assert (second.attempt, second.master_port) == (1, 29500)
+    assert second.settings["master_port"].value == 29500
+    assert second.nodes == first.nodes
 
 
 # --- agreement

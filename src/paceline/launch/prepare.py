@@ -1,0 +1,257 @@
+"""From a job to its plan: connects, looks at the nodes, has them try each other, and decides.
+
+Nothing is sent or started in here but the agents, so ``--plan`` and a run come to the same value.
+What follows from the nodes' tries of each other is decided in ``remote.network``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.launch import decide, outcome
+from paceline.launch.decide import Found, Supplies
+from paceline.launch.fleet import Fleet, together
+from paceline.launch.node import Node
+from paceline.remote import connectivity, network
+from paceline.remote.channel import AgentRefusal, Event
+from paceline.remote.transport import Reached, Transport, nobody
+from paceline.spec.errors import NodeError, SettingError
+from paceline.spec.hosts import Host
+from paceline.spec.job import Job
+from paceline.spec.plan import Plan
+from paceline.spec.settings import Setting, Source
+from paceline.transfer.tree import Tree, project_root, read_parts, read_tree
+
+# hosts, facts by host, what start-up files printed by host -> notes for the user
+Inspect = Callable[[Sequence[Host], Mapping[str, Any], Mapping[str, str]], list[str]]
+# whether a job needs this installation's package: all of it, or these parts of it
+Package = bool | tuple[str, ...]
+Candidates = Mapping[str, Sequence[network.Candidate]]
+Networks = dict[str, network.NodeNetwork]
+
+LEAVING_S = 5.0  # an agent without launcher and its ranks are gone by then
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to run, and where.
+
+    Attributes:
+        job: What to run.
+        hosts: Where; rank 0 on the first.
+        transport: How the agents are started and spoken to.
+        package: Send this installation's ``paceline`` to the nodes (recipes need it), or parts.
+        notes: What was decided before and the user should know.
+        inspect: Looks at the nodes' facts; returns further notes or raises PacelineError.
+        run_id: Names the run.
+    """
+
+    job: Job
+    hosts: tuple[Host, ...]
+    transport: Transport
+    package: Package = False
+    notes: tuple[str, ...] = ()
+    inspect: Inspect | None = None
+    run_id: str = field(default_factory=lambda: secrets.token_hex(6))
+
+
+async def connect(request: Request, on_event: Callable[[Node, Event], None],
+                  on_lost: Callable[[Node, str], None],
+                  reached: Reached = nobody) -> Fleet:  # fmt: skip
+    """Has an agent started on every host."""
+    pythons = [decide.python_of(request.job, host) for host in request.hosts]
+    channels = await request.transport.open(request.hosts, pythons, reached)
+    return Fleet(channels, request.job.lease_s.value, on_event, on_lost)
+
+
+def approve(request: Request, fleet: Fleet, inspect: Inspect | None) -> list[str]:
+    """Refuses nodes that cannot train together; the notes of the plan so far."""
+    noise = {node.name: node.channel.noise for node in fleet.nodes}
+    notes = [*request.notes, *check_nodes(fleet, request.job)]
+    return notes + (inspect(fleet.hosts, fleet.facts(), noise) if inspect else [])
+
+
+def check_nodes(fleet: Fleet, job: Job) -> list[str]:
+    """Refuses nodes that cannot train together; notes what merely differs."""
+    chosen = {node.name: node.channel.chosen_python for node in fleet.nodes}
+    notes = decide.check_agreement(fleet.hosts, job, fleet.facts(), chosen)
+    noisy = [node.name for node in fleet.nodes if node.channel.noise.strip()]
+    return notes + [f"the shell start-up files of {name} print text: ignored" for name in noisy]
+
+
+async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
+                  notes: Sequence[str], attempt: int = 0) -> Plan:  # fmt: skip
+    """Finds out what the plan depends on, and makes it.
+
+    Args:
+        request: What is to run.
+        fleet: The connected nodes.
+        supplies: What may have to be sent to them; it takes a while to read.
+        notes: What was decided before.
+        attempt: Of the plan.
+
+    Raises:
+        PacelineError: The job cannot run there.
+    """
+    job = request.job
+    (networks, more), (read, code, folders) = await together(
+        [find_networks(fleet, job), _look(fleet, job, supplies)]
+    )
+    port = await hold_port(fleet.first, networks[fleet.first.name].address, job.master_port)
+    found = [
+        Found(node.host, node.facts, networks[node.name], differs, there)
+        for node, differs, there in zip(fleet.nodes, code, folders, strict=True)
+    ]
+    return decide.make_plan(job, request.run_id, found, read, port, [*notes, *more], attempt)
+
+
+async def make_plan(request: Request) -> Plan:
+    """What a run would execute; the nodes are let go."""
+    fleet = await connect(request, lambda node, event: None, lambda node, why: None)
+    try:
+        with lost_nodes_named(fleet):
+            notes = approve(request, fleet, request.inspect)
+            supplies = asyncio.to_thread(read_supplies, request)
+            return await prepare(request, fleet, supplies, notes)
+    finally:
+        await fleet.close()
+        await request.transport.close(0)
+
+
+@contextlib.contextmanager
+def lost_nodes_named(fleet: Fleet) -> Iterator[None]:
+    """Turns the end of a connection before ranks run into an error that names the host."""
+    try:
+        yield
+    except ConnectionError as error:
+        lost = next((node for node in fleet.nodes if node.lost), fleet.first)
+        raise went_away(fleet, lost, lost.why or str(error)) from None
+
+
+def went_away(fleet: Fleet, node: Node, why: str) -> NodeError:
+    """A host was lost before its ranks ran: its own doing, unless this launcher was away."""
+    name, away = node.name, fleet.absence
+    if away is not None and away.seconds > fleet.lease_s / 2:
+        return NodeError(
+            f"{outcome.own_pause(away.seconds, fleet.lease_s)}, while the nodes were starting",
+            found=f"{name}: {why}",
+            remedy="Run again; --lease SECONDS is how long nodes wait for this launcher",
+        )
+    return NodeError(
+        f"{name} went away while starting",
+        found=why,
+        remedy=f"See that {name} is on and can be reached (paceline check), and run again",
+    )
+
+
+# --- the code
+
+
+def read_supplies(request: Request) -> Supplies:
+    """Reads what the nodes may need. Blocking: call it in a thread."""
+    job, package = request.job, request.package
+    remote = any(not host.local for host in request.hosts)
+    program = job.entry.kind == "binary" and job.ship.value == "auto"
+    needs_code = remote and not program and not package
+    return Supplies(
+        code=read_tree(project_root(job)) if needs_code else None,
+        package=package_tree(package) if package else None,
+        inputs={i.path: read_parts(Path(i.path), i.parts) for i in job.inputs} if remote else {},
+    )
+
+
+def package_tree(parts: Package) -> Tree:
+    """This installation's package, or parts of it, for interpreters that do not have it."""
+    import paceline
+
+    folder = Path(paceline.__file__).parent
+    inner = read_tree(folder, () if isinstance(parts, bool) else parts)
+    manifest = [[f"paceline/{entry[0]}", *entry[1:]] for entry in inner.manifest]
+    return Tree(folder.parent, manifest, inner.digest)
+
+
+async def _look(fleet: Fleet, job: Job, supplies: Awaitable[Supplies]) -> Any:
+    """What can be sent, and by node how the code differs there and whether its folder is there."""
+    read = await supplies
+    code = await fleet.each(lambda node: _compare(node, job, read.code))
+    folders = await fleet.each(lambda node: _has_workdir(node, job, read.code))
+    return read, code, folders
+
+
+async def _compare(node: Node, job: Job, tree: Tree | None) -> Mapping[str, Any] | None:
+    if tree is None or node.host.local or job.ship.value == "always":
+        return None
+    root = decide.code_root(node.host, tree)
+    return await node.channel.request("compare_tree", root=root, manifest=tree.manifest)
+
+
+async def _has_workdir(node: Node, job: Job, tree: Tree | None) -> bool:
+    wanted = decide.workdir_without_code(job, node.host, tree)
+    if wanted is None:
+        return True
+    answer = await node.channel.request("look", paths=[wanted])
+    return bool(answer["paths"][0]["exists"])
+
+
+# --- the network
+
+
+async def find_networks(fleet: Fleet, job: Job) -> tuple[Networks, list[str]]:
+    """Address and interface of every node, and what the user should know about the choice."""
+    only, interface = fleet.first, job.interface.value
+    fixed = interface or only.host.interface or only.host.job_address
+    if len(fleet.nodes) == 1 and not fixed:
+        return {only.name: network.LOOPBACK}, []
+    found, notes = network.candidates(fleet.hosts, fleet.facts(), interface)
+    if len(fleet.nodes) == 1:
+        return {only.name: network.only_choice(found[only.name])}, notes
+    networks, more = network.decide(fleet.hosts, found, await try_connections(fleet, found))
+    return networks, notes + more
+
+
+async def try_connections(fleet: Fleet, found: Candidates) -> dict[str, list[dict[str, Any]]]:
+    """By connecting host, the results of trying the other hosts' addresses."""
+    return await connectivity.try_addresses([node.channel for node in fleet.nodes], found, together)
+
+
+async def hold_port(first: Node, address: str, asked: Setting[int]) -> Setting[int]:
+    """A port for the store on the first node, held by its agent until the store takes it."""
+    deadline = time.monotonic() + LEAVING_S
+    while True:
+        try:
+            answer = await first.channel.request("reserve_port", address=address, port=asked.value)
+        except AgentRefusal as refusal:
+            if time.monotonic() > deadline or not _held_by_us(refusal):
+                raise _port_taken(first.name, address, asked, refusal) from None
+            await asyncio.sleep(0.2)
+        else:
+            break
+    if asked.value:
+        return asked
+    return Setting(int(answer["port"]), Source.FOUND, f"free on {first.name}, held")
+
+
+def _held_by_us(refusal: AgentRefusal) -> bool:
+    """A job of ours has the port: perhaps one whose launcher was killed, and which is leaving."""
+    commands = [command for _, command in refusal.answer.get("holders") or []]
+    return any("/paceline/agent/" in command for command in commands)
+
+
+def _port_taken(
+    name: str, address: str, asked: Setting[int], refusal: AgentRefusal
+) -> SettingError:
+    holders = refusal.answer.get("holders") or []
+    who = ", ".join(f"process {pid} ({command})" for pid, command in holders)
+    return SettingError(
+        f"port {asked.value} on {name} ({address}) was asked for ({asked.source.label})",
+        found=refusal.found + (f": held by {who}" if who else ""),
+        remedy="Leave --master-port out to get a free one, or end that process",
+        exit_code=1,
+    )

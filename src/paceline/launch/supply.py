@@ -1,0 +1,156 @@
+"""What nodes get before ranks start: a run folder, a warm fork server, what the plan sends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from paceline.launch import decide
+from paceline.launch.decide import Supplies
+from paceline.launch.fleet import Fleet, together
+from paceline.launch.node import Node, Trouble
+from paceline.launch.prepare import Request, went_away
+from paceline.remote.channel import AgentRefusal
+from paceline.rundir.directory import RunDirectory
+from paceline.spec import rundir as names
+from paceline.spec.errors import NodeError
+from paceline.spec.job import Job
+from paceline.spec.plan import Copy, Plan
+from paceline.transfer.checkpoints import send_checkpoints
+from paceline.transfer.files import send_tree
+from paceline.transfer.tree import Tree
+
+
+async def warm_up(fleet: Fleet, request: Request, supplies: Awaitable[Supplies],
+                  directory: RunDirectory, token: str) -> None:  # fmt: skip
+    """Has new nodes begin to import, beside all that is still to be found out for the plan."""
+    nodes = [node for node in fleet.nodes if not node.preparation]
+    package = (await supplies).package
+    await together([begin(node, request, package, directory, token) for node in nodes])
+    if fleet.first in nodes and not fleet.first.shared_run_dir:
+        await send_checkpoints(fleet.first.channel, fleet.first.run_folder, directory)
+
+
+async def begin(node: Node, request: Request, package: Tree | None, directory: RunDirectory,
+                token: str) -> None:  # fmt: skip
+    """Starts the node's fork server."""
+    job = request.job
+    await find_run_folder(node, directory)
+    python = decide.python_of(job, node.host)
+    env = {**early_env(job, node), **job.environment.all()}
+    if package is not None and not (node.host.local and python == sys.executable):
+        root = await ship_tree(node, package, "paceline", request.run_id)
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    node.preparation = {
+        "python": python,
+        "preload": list(job.preload),
+        "env": env,
+        "unset": list(job.environment.unset),
+        "token": token,
+    }
+    await node.prepare()
+
+
+async def find_run_folder(node: Node, directory: RunDirectory) -> None:
+    """The run directory itself where the node reads and writes it, else a folder of the node's."""
+    about: dict[str, Any] = {
+        "path": str(directory.path),
+        "token_file": names.PROBE,
+        "token": directory.token,
+        "key": directory.key,
+    }
+    answer = await node.channel.request("run_folder", **about)
+    if answer["shared"] and not directory.take_sign(node.channel.identity):
+        answer = await node.channel.request("run_folder", **about, own=True)
+    node.run_folder, node.shared_run_dir = answer["folder"], answer["shared"]
+
+
+def early_env(job: Job, node: Node) -> dict[str, str]:
+    """What libraries read when they are loaded; interface names follow with the ranks."""
+    processes = decide.processes_on(job, node.host, node.facts).value
+    settings = decide.node_env(job, node.facts, processes, None)
+    return {name: setting.value for name, setting in settings.items()}
+
+
+async def send_copies(plan: Plan, fleet: Fleet, supplies: Supplies) -> None:
+    """Sends what the plan says is sent, unless a node has it from an attempt before."""
+
+    async def send(node: Node, copy: Copy) -> None:
+        tree = supplies.code if copy.name == "code" else supplies.inputs[copy.source]
+        assert tree is not None
+        if node.copies.get(copy.name) == (copy.target, tree.manifest):
+            return
+        root = await ship_tree(node, tree, copy.name, plan.run_id)
+        if root != copy.target:
+            raise NodeError(f"{node.name} built {copy.source} in another place than it told",
+                            found=f"{root} instead of {copy.target}")  # fmt: skip
+
+    parts = zip(fleet.nodes, plan.nodes, strict=True)
+    await together([send(node, copy) for node, part in parts for copy in part.copies])
+
+
+async def ship_tree(node: Node, tree: Tree, name: str, run_id: str) -> str:
+    """Builds ``tree`` on the node out of what is cached there and what is sent; its folder.
+
+    NodeError when the node cannot take it.
+    """
+    try:
+        root = await send_tree(node.channel, tree.manifest, tree.root.joinpath, run_id, name)
+    except AgentRefusal as refusal:
+        if changed := await asyncio.to_thread(tree.changed):
+            raise NodeError(
+                f"the code in {tree.root} changed while it was sent to {node.name}",
+                found=", ".join(changed[:5]) + (" …" if len(changed) > 5 else ""),
+                remedy="Run again; keep what other programs write out of the code's folder, or "
+                "out of git's sight by .gitignore",
+            ) from None
+        raise NodeError(
+            f"{node.name} cannot take the files of {tree.root}",
+            found=refusal.found,
+            remedy=f"Make room for {(tree.size >> 20) + 1} MiB in ~/.cache/paceline on "
+            f"{node.name}, or set XDG_CACHE_HOME there to a folder on another disk",
+        ) from None
+    node.copies[name] = (root, tree.manifest)
+    return root
+
+
+async def fork_servers_up(fleet: Fleet, job: Job) -> None:
+    """Waits for the imports everywhere; refuses nodes on which they failed or lack the backend.
+
+    A fork server that died in an earlier attempt is replaced by a new one.
+    """
+    await together([node.prepare() for node in fleet.nodes if node.fork_server_died])
+    for node in fleet.nodes:
+        if node.ready is not None and (trouble := await node.ready):
+            raise _no_fork_server(fleet, node, trouble, job)
+    for node in fleet.nodes:
+        backends = node.loaded.get("backends")
+        if job.backend and backends is not None and job.backend not in backends:
+            raise _no_backend(node, job.backend, backends)
+
+
+def _no_fork_server(fleet: Fleet, node: Node, trouble: Trouble, job: Job) -> NodeError:
+    if trouble.kind == "lost":
+        return went_away(fleet, node, trouble.text)
+    modules = ", ".join(job.preload)
+    python = decide.python_of(job, node.host)
+    if trouble.kind == "died":
+        return NodeError(
+            f"{node.name} could not start its ranks", found=f"{trouble.text} while starting"
+        )
+    return NodeError(
+        f"{node.name} cannot import {modules}",
+        found="\n".join(trouble.text.strip().splitlines()[-8:]),
+        remedy=f"Look there: {python} -c 'import {modules}'",
+    )
+
+
+def _no_backend(node: Node, wanted: str, backends: Sequence[str]) -> NodeError:
+    return NodeError(
+        f"backend {wanted} was asked for, but torch on {node.name} was built without it",
+        found=f"torch {node.loaded.get('torch')} there has: {', '.join(backends)}",
+        remedy=f"--backend {backends[0] if backends else 'gloo'}, or install a torch with {wanted}",
+    )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.remote.openssh import SshOptions
-from paceline.setup import aliases, authorized, keys, names, shares, ssh
+from paceline.setup import keys, lines, login
 from paceline.setup.journal import Journal, take_back, without_lines, write_file
 from paceline.setup.worker_sshd import config_text
 from paceline.spec.errors import SettingError
@@ -19,15 +19,15 @@ from paceline.spec.hosts import Host
 
 
 def test_hosts_that_need_nothing_get_no_alias() -> None:
-    assert not aliases.needed(Host("n1"), None)
-    assert aliases.needed(Host("n1", port=2222), None)
-    assert aliases.needed(Host("n1"), Path("/keys/job"))
+    assert not lines.needs_alias(Host("n1"), None)
+    assert lines.needs_alias(Host("n1", port=2222), None)
+    assert lines.needs_alias(Host("n1"), Path("/keys/job"))
 
 
 def test_ssh_agrees_with_the_alias(tmp_path: Path) -> None:
     host = Host("gpu1", address="10.0.0.9", user="ml", port=2222)
     config = tmp_path / "config"
-    config.write_text(aliases.blocks([host], tmp_path / "my key"))
+    config.write_text(lines.alias_blocks([host], tmp_path / "my key"))
     said = subprocess.run(
         ["ssh", "-F", str(config), "-G", "gpu1"], capture_output=True, text=True, check=True
     ).stdout
@@ -37,50 +37,50 @@ def test_ssh_agrees_with_the_alias(tmp_path: Path) -> None:
 
 
 def test_the_include_stands_first_and_once() -> None:
-    once = aliases.with_include("Host *\n  User x\n")
-    assert once.startswith(aliases.INCLUDE + "\n")
-    assert aliases.with_include(once) == once
+    once = lines.with_include("Host *\n  User x\n")
+    assert once.startswith(lines.INCLUDE + "\n")
+    assert lines.with_include(once) == once
 
 
 def test_names_that_would_change_the_meaning_are_refused() -> None:
     with pytest.raises(SettingError):
-        aliases.blocks([Host("a b", port=1)], None)
+        lines.alias_blocks([Host("a b", port=1)], None)
 
 
 @given(st.text(st.characters(exclude_characters="\n\0", codec="utf-8"), min_size=1))
 def test_a_fstab_line_has_six_fields(path: str) -> None:
-    line = shares.fstab(shares.Share("cifs", "nas", path, "/mnt/a b", user="u"))
+    line = lines.fstab_line(lines.Share("cifs", "nas", path, "/mnt/a b", user="u"))
     assert len([field for field in line.split(" ") if field]) >= 6
     assert "\n" not in line
 
 
 def test_mount_commands_hold_no_password_and_close_the_file() -> None:
-    share = shares.Share("cifs", "nas", "data", "/mnt/data", user="ml")
-    text = "\n".join(shares.commands(share))
+    share = lines.Share("cifs", "nas", "data", "/mnt/data", user="ml")
+    text = "\n".join(lines.mount_commands(share))
     assert "install -m 600 -o root" in text
     assert "password=%s" in text
-    nfs = shares.Share("nfs", "fd00::1", "/export", "/mnt/data")
-    assert shares.source(nfs) == "[fd00::1]:/export"
-    for command in [*shares.commands(share), *shares.commands(nfs)]:
+    nfs = lines.Share("nfs", "fd00::1", "/export", "/mnt/data")
+    assert lines.mount_source(nfs) == "[fd00::1]:/export"
+    for command in [*lines.mount_commands(share), *lines.mount_commands(nfs)]:
         assert shlex.split(command)
     with pytest.raises(SettingError):
-        shares.Share("nfs", "nas", "/x", "relative")
+        lines.Share("nfs", "nas", "/x", "relative")
 
 
 def test_the_install_report_is_read_through_a_banner() -> None:
-    report = authorized.read_report(
+    report = keys.read_report(
         "Welcome!\npaceline home drwxr-xr-x /home/ml\npaceline folder drwxrwxr-x\n"
         "paceline file -rw-rw-r-- YQ==\npaceline done YWI=\n"
     )
     assert report.changed
     assert (report.file_mode, report.folder_mode, report.home_mode) == ("664", "775", "755")
-    assert authorized.read_report("garbage").failed
-    assert authorized.read_report("paceline failed no space\n").failed == "no space"
+    assert keys.read_report("garbage").failed
+    assert keys.read_report("paceline failed no space\n").failed == "no space"
 
 
 @given(st.text(min_size=1))
 def test_the_key_reaches_the_script_as_data(key: str) -> None:
-    script = authorized.install_script(key.replace("\0", ""))
+    script = keys.install_script(key.replace("\0", ""))
     assert f"key={shlex.quote(key.replace(chr(0), '').strip())}" in script
 
 
@@ -126,8 +126,8 @@ def test_existing_keys_are_used_and_dsa_never(tmp_path: Path) -> None:
 
 
 def test_only_the_asking_login_may_ask() -> None:
-    quiet = ssh.command(Host("n1"), SshOptions(), ["true"], asking=False)
-    asking = ssh.command(Host("n1"), SshOptions(), ["true"], asking=True)
+    quiet = login.command(Host("n1"), SshOptions(), ["true"], asking=False)
+    asking = login.command(Host("n1"), SshOptions(), ["true"], asking=True)
     assert "BatchMode=yes" in quiet
     assert "BatchMode=no" in asking
     assert "NumberOfPasswordPrompts=1" in asking
@@ -155,7 +155,7 @@ def test_the_hosts_file_is_changed_in_place_and_through_no_other(
     file = tmp_path / "hosts"
     file.write_text("127.0.0.1 localhost\n127.0.1.1\tn1 n1.lan\n::1 ip6-localhost\n")
     inode = file.stat().st_ino
-    command = names.edit_command(script)
+    command = lines.edit_command(script)
     assert "/tmp" not in command
     typed = command.removeprefix("sudo ").replace("/etc/hosts", str(file))
     subprocess.run(["sh", "-c", typed], check=True, cwd=tmp_path)
@@ -166,7 +166,7 @@ def test_the_hosts_file_is_changed_in_place_and_through_no_other(
 
 def test_only_names_are_taken_over_from_a_hosts_file() -> None:
     hostile = "127.0.1.1 n1 n1.lan ';rm $(id)` a/b & # n9"
-    assert names.plain_names(hostile) == ["n1", "n1.lan"]
+    assert lines.plain_names(hostile) == ["n1", "n1.lan"]
 
 
 # --- what setup says that it would do
@@ -175,7 +175,7 @@ def test_only_names_are_taken_over_from_a_hosts_file() -> None:
 def test_nothing_to_do_is_said_only_where_it_is_so(capsys: pytest.CaptureFixture[str]) -> None:
     from paceline.cli.setup import show_plan
     from paceline.remote.openssh import Refusal
-    from paceline.setup.hosts import Look
+    from paceline.setup.access import Look
 
     works = Look(Host("n1"), "works")
     lost = Look(Host("n9"), "refused", refusal=Refusal("name not found", "no n9", "spell it"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline import cli
 from paceline.cli import setup
 from paceline.remote.openssh import Refusal
-from paceline.setup import hosts as steps
+from paceline.setup import access
 from paceline.spec.errors import NodeError
 from paceline.spec.hosts import Host
 from paceline.spec.terminal import clean, clean_line, wrapped
@@ -100,7 +100,7 @@ def test_verbs_print_through_one_place() -> None:
 def test_what_setup_says_of_a_host_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
     words = "Permission denied\x1b]0;title\x07 \u202egnp \x9b31m"
     refusal = Refusal("no login", words, f"ask {words}")
-    setup.show_plan([steps.Look(Host("n1"), "refused", refusal=refusal)], [f"pin {words}"])
+    setup.show_plan([access.Look(Host("n1"), "refused", refusal=refusal)], [f"pin {words}"])
     said = capsys.readouterr().out
     assert "Permission denied" in said
     assert OBEYED.search(said) is None

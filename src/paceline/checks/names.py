@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.checks.check import Check, listed, passed, warned
 from paceline.checks.scene import Scene
-from paceline.setup import names as hosts_file
+from paceline.setup import lines as hosts_file
 from paceline.spec.finding import Finding
 
 HARMLESS_HERE = "paceline sets each node's interface itself, other launchers do not"

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.checks.check import Check, listed, passed, warned
 from paceline.checks.probing import Probing
 from paceline.checks.scene import Scene, usable
-from paceline.setup import names as hosts_file
+from paceline.setup import lines as hosts_file
 from paceline.spec.finding import Finding
 
 

@@ -18,13 +18,11 @@ from paceline.cli.sources import setting
 from paceline.cli.verb import Verb, VerbGroup, say
 from paceline.remote import this_machine
 from paceline.remote.openssh import SshOptions
-from paceline.setup import aliases, keys
-from paceline.setup import hosts as steps
-from paceline.setup.hosts import Look
+from paceline.setup import access, keys, lines
+from paceline.setup.access import Look
 from paceline.setup.journal import Journal, take_back, write_file
 from paceline.setup.keys import Identity
-from paceline.setup.password import Passwords
-from paceline.setup.ssh import effective
+from paceline.setup.login import Passwords, effective
 from paceline.spec.errors import ConnectError, NodeError, PacelineError, SettingError
 from paceline.spec.helptext import counted
 from paceline.spec.hosts import Host
@@ -78,7 +76,7 @@ def command(ctx: click.Context, /, key: Path | None, key_type: str, password_std
     journal = Journal.read()
     if revoke:
         ctx.exit(asyncio.run(take_all_back(chosen, ssh, journal, dry_run)))
-    looks = asyncio.run(steps.look(chosen, ssh))
+    looks = asyncio.run(access.look(chosen, ssh))
     identity = find_identity(key, chosen, ssh)
     todo = plan(looks, identity, key_type, alias_text(chosen, identity, key))
     show_plan(looks, todo)
@@ -124,9 +122,9 @@ def alias_text(hosts: Sequence[Host], identity: Identity, key: Path | None) -> s
     """Our part of the ssh config; empty when ssh needs none."""
     named = identity.private if key is not None else None
     others = [host for host in hosts if not host.local]
-    if not any(aliases.needed(host, named) for host in others):
+    if not any(lines.needs_alias(host, named) for host in others):
         return ""
-    return aliases.blocks(others, named)
+    return lines.alias_blocks(others, named)
 
 
 def plan(looks: Sequence[Look], identity: Identity, kind: str, alias: str) -> list[str]:
@@ -143,13 +141,13 @@ def plan(looks: Sequence[Look], identity: Identity, kind: str, alias: str) -> li
             f"install the public key on {names}, where it is not yet (asks for the password once)"
         )
     folder = Path("~/.ssh").expanduser()
-    if alias and _read(folder / aliases.NAME) != alias:
-        todo.append(f"write aliases to {folder / aliases.NAME}, included by {folder / 'config'}")
+    if alias and _read(folder / lines.ALIASES) != alias:
+        todo.append(f"write aliases to {folder / lines.ALIASES}, included by {folder / 'config'}")
     return todo
 
 
 def show_plan(looks: Sequence[Look], todo: Sequence[str]) -> None:
-    """Each host's state, then the steps."""
+    """Each host's state, then the access."""
     for one in looks:
         if one.state == "works":
             here = "this machine" if one.host.local else "SSH login already works"
@@ -192,26 +190,26 @@ def do(ctx: click.Context, looks: Sequence[Look], identity: Identity, kind: str,
         say(f"made {identity.private}: {keys.fingerprint(identity.public)}")
     write_aliases(alias_text(hosts, identity, ctx.params["key"]), journal)
     if unpinned:
-        if wrong := asyncio.run(steps.pin(unpinned, ssh, journal)):
+        if wrong := asyncio.run(access.pin(unpinned, ssh, journal)):
             raise ConnectError(
                 "a host showed two keys",
                 found="\n".join(wrong),
                 remedy="Somebody may be in between: do not go on",
             )
         say(f"pinned {', '.join(one.host.name for one in unpinned)}")
-    again = asyncio.run(steps.look(hosts, ssh)) if needed else list(looks)
+    again = asyncio.run(access.look(hosts, ssh)) if needed else list(looks)
     lacking = [one for one in again if one.state == "no key"]
     if lacking:
         with Passwords(ask_password(ctx, lacking)) as passwords:
             failed = asyncio.run(
-                steps.install(lacking, ssh, identity.public, passwords, journal, say)
+                access.install(lacking, ssh, identity.public, passwords, journal, say)
             )
         verify(hosts, ssh, failed)
 
 
 def verify(hosts: Sequence[Host], ssh: SshOptions, failed: dict[str, str]) -> None:
     """Looks whether the login works on every host now."""
-    after = asyncio.run(steps.look(hosts, ssh))
+    after = asyncio.run(access.look(hosts, ssh))
     out = [one for one in after if one.state != "works"]
     if out:
         found = [f"{one.host.name}: {failed.get(one.host.name) or _words(one)}" for one in out]
@@ -234,9 +232,9 @@ def write_aliases(text: str, journal: Journal) -> None:
         return
     folder = Path("~/.ssh").expanduser()
     config = folder / "config"
-    write_file(journal, folder / aliases.NAME, text.encode(), 0o600)
-    new = aliases.with_include(_read(config) or "")
-    write_file(journal, config, new.encode(), 0o600, (aliases.INCLUDE,))
+    write_file(journal, folder / lines.ALIASES, text.encode(), 0o600)
+    new = lines.with_include(_read(config) or "")
+    write_file(journal, config, new.encode(), 0o600, (lines.INCLUDE,))
 
 
 def _read(path: Path) -> str | None:
@@ -269,7 +267,7 @@ async def take_all_back(hosts: Sequence[Host], ssh: SshOptions, journal: Journal
         for change in (*remote, *local):
             say(f"would restore {change.path} on {change.host or 'this machine'}")
         return 0
-    if not await steps.revoke(remote, by_name, ssh, journal, say):
+    if not await access.revoke(remote, by_name, ssh, journal, say):
         say("kept this machine's part, to be able to try again")
         return 1
     for change in local:
@@ -306,7 +304,7 @@ def sshd(ctx: click.Context, /, action: str, port: int, address: str, folder: Pa
 
 async def _sshd_everywhere(hosts: Sequence[Host], ssh: SshOptions, words: list[str],
                            source: Path) -> int:  # fmt: skip
-    from paceline.setup.ssh import run
+    from paceline.setup.login import run
 
     text = source.read_text(encoding="utf-8")
     answers = await asyncio.gather(*(run(h, ssh, ["python3", "-", *words], text) for h in hosts))
@@ -399,13 +397,11 @@ def mounts(kind: Any, server: str, path: str, at: str, user: str) -> None:
     """Print what to type on every host to mount a shared folder. Changes nothing."""
     import os
 
-    from paceline.setup import shares
-
     if kind == "cifs" and not user:
         raise SettingError("a cifs share needs an account", remedy="--user NAME")
-    share = shares.Share(kind, server, path, at, user, os.getuid(), os.getgid())
-    say(f"# line of /etc/fstab:\n{shares.fstab(share)}\n\n# on every host:")
-    say("\n".join(shares.commands(share)))
+    share = lines.Share(kind, server, path, at, user, os.getuid(), os.getgid())
+    say(f"# line of /etc/fstab:\n{lines.fstab_line(share)}\n\n# on every host:")
+    say("\n".join(lines.mount_commands(share)))
     say(f"\n# then: paceline check -H HOSTS --shared {at}")
 
 
@@ -416,7 +412,6 @@ def names(ctx: click.Context, /, **_: object) -> None:
     """Print lines for /etc/hosts, and what is wrong with those that are there. Changes nothing."""
     from paceline.checks.examine import examine
     from paceline.checks.scene import Wishes
-    from paceline.setup import names as lines
 
     hosts, ssh = cluster_hosts(ctx)
     pythons = {host.name: host.python or this_machine.default_python() for host in hosts}
@@ -424,7 +419,7 @@ def names(ctx: click.Context, /, **_: object) -> None:
     scene = asyncio.run(examine(hosts, ssh, wishes, "quick"))
     addresses = {name: scene.address(name) for name in scene.names}
     say("# the same lines for /etc/hosts of every host:")
-    say("\n".join(lines.wanted(addresses, scene.facts)))
+    say("\n".join(lines.hosts_lines(addresses, scene.facts)))
     for name in scene.names:
         for line in lines.loopback_lines(scene.facts[name]):
             say(f"# on {name}, take the own name off line {line}")

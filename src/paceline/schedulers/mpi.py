@@ -25,7 +25,7 @@ from paceline.remote.transport import Transport
 from paceline.rendezvous.endpoint import usable_addresses
 from paceline.rendezvous.started import Start, StartedTransport, said_by
 from paceline.schedulers.options import Options
-from paceline.setup.ssh import effective
+from paceline.setup.login import effective
 from paceline.spec.command import shell_text
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.hosts import Host

@@ -1,5 +1,5 @@
-"""Preparing machines: keys, pinned host keys, ssh config, worker sshd, environments.
+"""Preparing hosts: keys, pinned host keys, ssh config, worker sshd, environments.
 
-Everything is decided first (``plan``), shown, then done (``doing``), and written down in a journal
-so that it can be undone exactly (``journal``).
+``access`` looks, decides, does and looks again; every change goes into the ``journal`` first, so
+that it can be undone exactly. ``lines`` only says what could be typed.
 """

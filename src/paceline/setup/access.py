@@ -10,10 +10,9 @@ from typing import Literal
 
 from paceline.remote.channel import LOGINS_AT_ONCE, show_host_key
 from paceline.remote.openssh import Refusal, SshOptions
-from paceline.setup import authorized
+from paceline.setup import keys
 from paceline.setup.journal import Change, Journal, write_file
-from paceline.setup.password import Passwords
-from paceline.setup.ssh import effective, newly_pinned_key, run
+from paceline.setup.login import Passwords, effective, newly_pinned_key, run
 from paceline.spec.hosts import Host
 
 State = Literal["works", "unpinned", "no key", "refused"]
@@ -109,7 +108,7 @@ async def install(looks: Sequence[Look], options: SshOptions, public: str, passw
     """Installs the public key on the hosts that do not take it; by host, why it failed there."""
     gate = asyncio.Semaphore(LOGINS_AT_ONCE)
     failed: dict[str, str] = {}
-    script = authorized.install_script(public)
+    script = keys.install_script(public)
 
     async def one(host: Host) -> None:
         async with gate:
@@ -129,11 +128,11 @@ async def _install(host: Host, options: SshOptions, script: str, public: str,
         if answer.refusal.cause == "login refused":
             return "the password was refused"
         return f"{answer.refusal.cause}: {answer.refusal.found.splitlines()[-1]}"
-    report = authorized.read_report(answer.output)
+    report = keys.read_report(answer.output)
     if report.failed:
         return report.failed
     if report.changed:
-        journal.add(authorized.change_of(host.name, public, report))
+        journal.add(keys.change_of(host.name, public, report))
     return ""
 
 
@@ -147,7 +146,7 @@ async def revoke(changes: Sequence[Change], hosts: Mapping[str, Host], options: 
             say(f"{change.host}: not among the hosts: give the same -H as for setup")
             whole = False
             continue
-        answer = await run(host, options, ["/bin/sh", "-s"], authorized.revoke_script(change))
+        answer = await run(host, options, ["/bin/sh", "-s"], keys.revoke_script(change))
         if "paceline done" in answer.output:
             journal.forget(change)
             say(f"{host.name}: key taken away")

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from paceline import train
 from paceline.spec.errors import DataError, JobError
-from paceline.train import wrapping
+from paceline.train import parallel
 
 
 def world(folder: Path) -> None:
@@ -240,7 +240,7 @@ def trained(
         for inputs, targets in loader:
             losses = mse_loss(model(inputs), targets, reduction="none").mean(1)
             session.step(losses)
-    state = wrapping.whole_state(network)
+    state = parallel.whole_state(network)
     return torch.cat([one.flatten() for one in state.values()]).tolist() if state else []
 
 

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 
 from paceline import train
 from paceline.recipes.optimization import Curve, optimizer, scheduled
-from paceline.train import Best, wrapping
+from paceline.train import Best, parallel
 from paceline.train.checkpoints.capture import Snapshot
 from paceline.train.checkpoints.resume import load
 from paceline.train.checkpoints.store import Store
@@ -99,7 +99,7 @@ def training(
                 if session.progress.step == diverge_at and session.world.rank == 1:
                     network.two.bias.data += 1e-15
             best.update(evaluated(session, network, data), session.progress.step)
-        state = wrapping.whole_state(network)
+        state = parallel.whole_state(network)
         if session.world.rank == 0 and save:
             torch.save(state, folder / "params.pt")
 

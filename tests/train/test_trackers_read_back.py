@@ -20,15 +20,14 @@ import ranks
 
 SCRIPT = """
 import sys
-from paceline.train.trackers import About, load
-from paceline.train.trackers.guard import Guard, Record
+from paceline.train.trackers import TRACKERS, About, Guard, Record
 from pathlib import Path
 name, folder, first, last = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 folder.mkdir(exist_ok=True)
 about = About(folder, "project", "run", config={"lr": 0.1})
 def opened(run_id):
     import dataclasses
-    return load(name, dataclasses.replace(about, run_id=run_id))
+    return TRACKERS[name](dataclasses.replace(about, run_id=run_id))
 def warn(text):
     sys.exit(text) if text else None
 guard = Guard(name, opened, folder / "notes.json", print, resumed=first > 1)

@@ -41,9 +41,9 @@ from paceline.train.checkpoints.resume import check_identity, load, restore
 from paceline.train.checkpoints.store import BEST, Lock, Store
 from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
+from paceline.train.files import Records
 from paceline.train.loader import Progress
-from paceline.train.records import Records
-from paceline.train.update import Updater
+from paceline.train.parallel import Updater
 from paceline.train.world import World
 
 ALONE = Comms(World(), torch.device("cpu"))

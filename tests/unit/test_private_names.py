@@ -25,7 +25,7 @@ OF_TORCH = [
     ("torch.distributed.rendezvous", "_create_c10d_store", "agent/master.py"),
     ("torch.distributed.distributed_c10d", "init_process_group", "agent/rank.py"),
     ("torch.cuda.nccl", "version", "agent/forkserver.py"),
-    ("torch.nn.parallel", "DistributedDataParallel", "train/wrapping.py"),
+    ("torch.nn.parallel", "DistributedDataParallel", "train/parallel.py"),
 ]
 
 
@@ -87,6 +87,6 @@ def test_torch_takes_a_socket_for_its_store() -> None:
 
 
 def test_torch_tells_what_communication_took() -> None:
-    """train/wrapping.py reads it."""
+    """train/parallel.py reads it."""
     parallel = require(*OF_TORCH[-1])
     assert hasattr(parallel, "_get_ddp_logging_data")

@@ -28,8 +28,7 @@ from paceline.recipes.transformer import (
 )
 from paceline.recipes.translation import spread
 from paceline.spec.errors import DataError, SettingError
-from paceline.train.grouping import by_length
-from paceline.train.order import Order
+from paceline.train.order import Order, by_length
 
 WORDS = ["the", "quick", "brown", "fox,", "it's", "42", "(forty-two)", "dogs"]
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from paceline.spec.errors import DataError, SettingError
+from paceline.spec.records import last_steps
 from paceline.train.checkpoints.capture import (
     Copier,
     Snapshot,
@@ -44,10 +45,10 @@ from paceline.train.checkpoints.resume import Loaded, load, restore
 from paceline.train.checkpoints.store import BEST, FOLDER, STALE_SECONDS, Lock, Store, surplus
 from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
+from paceline.train.files import Records
 from paceline.train.loader import Progress
-from paceline.train.records import Records, last_steps
+from paceline.train.parallel import Updater
 from paceline.train.stop import Notice, next_poll
-from paceline.train.update import Updater
 from paceline.train.world import World
 
 NOTHING: dict[str, Any] = {"ranks": 1, "identity": {}, "training": {}, "extras": {}}

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.spec.errors import DataError, SettingError
-from paceline.train.grouping import by_length, stated
 from paceline.train.loader import check_batch, shares
-from paceline.train.order import Order, part, permutation, uniforms
+from paceline.train.order import Order, by_length, part, permutation, stated, uniforms
 
 
 def test_permutation_never_changes() -> None:

@@ -16,11 +16,9 @@ from paceline.spec import launched
 from paceline.spec.errors import DataError, JobError, NodeError, SettingError
 from paceline.train import disks, insync, weights, world
 from paceline.train.comms import Comms
-from paceline.train.device import Found, choose_backend, choose_device, look
+from paceline.train.device import Found, choose_backend, choose_device, look, precision
 from paceline.train.metrics import Meter
-from paceline.train.pace import Shares, divided
-from paceline.train.precision import precision
-from paceline.train.rate import summary
+from paceline.train.pace import Shares, divided, summary
 from paceline.train.report import BarScreen, Eta, ToFolder, ToLauncher, figures, plain
 
 CPU = torch.device("cpu")

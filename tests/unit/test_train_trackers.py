@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.recipes.options import TRACKERS as OPTIONS
-from paceline.train.trackers import TRACKERS
-from paceline.train.trackers.guard import FAILURES, Guard, Record, numbers
+from paceline.train.trackers import FAILURES, TRACKERS, Guard, Record, numbers
 
 
 class Remembering:

@@ -17,13 +17,11 @@
 
 from __future__ import annotations
 
-from paceline.train.fetching import Batched, Draws
-from paceline.train.joining import join
+from paceline.train.data import Batched, Draws
 from paceline.train.loader import Batch, Loader
-from paceline.train.metrics import Means, Meter
+from paceline.train.metrics import Best, Means, Meter
 from paceline.train.order import Ids
-from paceline.train.session import Session
-from paceline.train.stopping import Best
+from paceline.train.session import Session, join
 from paceline.train.weights import load_config, load_weights
 from paceline.train.world import World
 

@@ -1,11 +1,16 @@
-"""Device and backend: what was asked for, what this machine has, what is refused."""
+"""How this process computes: its device and backend, its precision, its seeds."""
 
 from __future__ import annotations
 
+import os
+import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from paceline.spec.errors import SettingError
 
@@ -13,6 +18,7 @@ KINDS = ("auto", "cpu", "cuda", "xpu")
 BACKENDS = ("auto", "gloo", "nccl", "xccl", "mpi")
 _BACKEND_OF = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 _DEVICES_OF = {"gloo": ("cpu", "cuda", "xpu"), "nccl": ("cuda",), "xccl": ("xpu",), "mpi": ("cpu",)}
+PRECISIONS = ("float32", "float64", "bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,16 @@ def choose_backend(asked: str, device: torch.device, found: Found) -> str:
     return backend
 
 
+def settle(device: torch.device, deterministic: bool) -> None:
+    """Makes an accelerator this process's own and, where that is asked, its results repeatable."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)
+
+
 def _best(found: Found) -> str:
     return next((kind for kind in ("cuda", "xpu") if found.devices[kind]), "cpu")
 
@@ -99,3 +115,64 @@ def _no_device(kind: str) -> SettingError:
         found=f"torch {torch.__version__}: {why}",
         remedy="--device cpu, or install a driver and a torch build that match the device",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How numbers are kept and computed.
+
+    Attributes:
+        name: As the user writes it.
+        parameters: Type of parameters and inputs.
+        compute: Type of autocast regions; ``None`` computes in the parameters' type.
+    """
+
+    name: str
+    parameters: torch.dtype
+    compute: torch.dtype | None = None
+
+    def widened(self, module: nn.Module) -> nn.Module:
+        """The module with parameters in this precision; wider ones keep theirs."""
+
+        def wide(tensor: Tensor) -> Tensor:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return tensor
+            return tensor.to(torch.promote_types(tensor.dtype, self.parameters))
+
+        return module._apply(wide)  # type: ignore[no-untyped-call,no-any-return]
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """The context for forward passes; costs nothing without autocast."""
+        if self.compute is None:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.compute)
+
+    def scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
+        """fp16 gradients vanish without a loss scale; the other precisions need none."""
+        return torch.amp.GradScaler(device.type) if self.compute is torch.float16 else None
+
+
+_ALL = {
+    "float32": Precision("float32", torch.float32),
+    "float64": Precision("float64", torch.float64),
+    "bf16": Precision("bf16", torch.float32, torch.bfloat16),
+    "fp16": Precision("fp16", torch.float32, torch.float16),
+}
+
+
+def precision(name: str) -> Precision:
+    """The precision of that name.
+
+    Raises:
+        SettingError: Unknown name.
+    """
+    if name not in _ALL:
+        raise SettingError(f"--dtype {name}: unknown", remedy=f"one of {', '.join(PRECISIONS)}")
+    return _ALL[name]
+
+
+def seed_all(seed: int) -> None:
+    """Seeds Python, numpy's legacy generator and torch on every device."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**64)

@@ -1,12 +1,21 @@
-"""Files that are either the old ones or the new ones, never half of something."""
+"""Files that survive being killed: either old or new, never half; or lines, each whole."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
+
+from paceline.spec.records import last_steps
+
+_BLOCK = 1 << 16
 
 
 def open_plain(path: Path, flags: int) -> IO[bytes]:
@@ -62,3 +71,68 @@ def sha256(path: Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def line(message: Mapping[str, Any]) -> bytes:
+    """One JSON line; numbers that JSON does not know (a diverged loss) become null."""
+    known = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in message.items()
+    }
+    return (json.dumps(known, default=str) + "\n").encode()
+
+
+class Records:
+    """One file of records, appended to.
+
+    A resumed run repeats the steps after its checkpoint with the same results; records of steps
+    that are in the file already are not written again.
+
+    Args:
+        path: The file; need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[str, int] = {}
+        self._failed = False
+        _end_with_a_whole_line(path)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Adds a record with the present time."""
+        if record.get("step", 0) > self._known.get(str(record.get("split", "")), -1):
+            self._write(line({"time": round(time.time(), 3), **record}))
+
+    def _write(self, content: bytes) -> None:
+        try:
+            with open_plain(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as file:
+                file.write(content)
+        except OSError as error:  # a full disk ends no training
+            if not self._failed:
+                print(f"warning: {self.path}: {error.strerror}", file=sys.stderr, flush=True)
+            self._failed = True
+
+    def skip_known(self) -> None:
+        """From now on leaves out records of steps, of the same split, that are in the file."""
+        self._known = last_steps(self.path)
+
+    def set_aside(self) -> None:
+        """Keeps the records of an earlier run under another name and begins a new file."""
+        if self.path.exists():
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            self.path.rename(self.path.with_name(f"{self.path.stem}-before-{stamp}.jsonl"))
+
+
+def _end_with_a_whole_line(path: Path) -> None:
+    """Cuts off what a killed process had begun to write."""
+    with contextlib.suppress(OSError), open_plain(path, os.O_RDWR) as file:
+        end = size = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            if (found := file.read(end - start).rfind(b"\n")) >= 0:
+                end = start + found + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)

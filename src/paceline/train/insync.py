@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.spec.errors import JobError
-from paceline.train import wrapping
+from paceline.train import parallel
 from paceline.train.comms import Comms
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -38,7 +38,7 @@ class Proof:
 
     def __init__(self, comms: Comms, module: nn.Module) -> None:
         self._comms, self._module = comms, module
-        self._replicated = not wrapping.is_sharded(module)
+        self._replicated = not parallel.is_sharded(module)
         self._buffers, self._stepped = checksums(module.buffers()), False
 
     def stepped(self) -> None:
@@ -51,7 +51,7 @@ class Proof:
         Raises:
             JobError: Names rank, host and the first tensor that differs.
         """
-        wrapping.put_back(self._module)
+        parallel.put_back(self._module)
         parameters = [*self._module.named_parameters()]
         buffers = checksums(self._module.buffers())
         moved = (buffers != self._buffers).long()
@@ -96,7 +96,7 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _checksum(tensor: Tensor) -> Tensor:
-    flat = wrapping.whole_tensor(tensor.detach()).contiguous().flatten()
+    flat = parallel.whole_tensor(tensor.detach()).contiguous().flatten()
     words = flat.view(_WORDS.get(flat.element_size(), torch.int64))
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _CHUNK):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +12,9 @@ import numpy as np
 from torch import Tensor
 
 from paceline.spec.errors import DataError, SettingError
-from paceline.train.fetching import Draws, Fetch, Wanted
+from paceline.train.data import Draws, Fetch, Wanted
 from paceline.train.order import Ids, Order, part
-from paceline.train.rate import counted
+from paceline.train.pace import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,14 @@ class Progress:
         epoch: The running epoch, from 0.
         offset: Samples of the running epoch that are done.
         steps: Global steps of the whole training; 0 while unknown.
+        stand_in: The batch that the script has now is a stand-in, which no metric counts.
     """
 
     step: int = 0
     epoch: int = 0
     offset: int = 0
     steps: int = 0
+    stand_in: bool = False
 
     @property
     def finished(self) -> bool:
@@ -105,7 +107,8 @@ class Progress:
 class Loader:
     """The rest of the running epoch as this rank's parts of its global batches.
 
-    Made by ``session.loader``. Every batch must be given to ``session.step``.
+    Made by ``session.loader``. Every batch must be given to ``session.step``, which asks for it
+    here (:meth:`take`).
 
     Args:
         fetch: Turns ids into tensors.
@@ -114,12 +117,13 @@ class Loader:
         global_batch: Samples of one step over all ranks; the last of an epoch may be smaller.
         limit: Most samples that one rank computes at once (0: no limit).
         progress: Shared with the session, which advances it.
-        hand_over: Called with each batch before it is given out, and with ``None`` at the end.
-        waited: Called with the seconds that each wait for data took.
+        unsynced: The context in which a piece that is not the last of its global batch is
+            computed: only the last one exchanges gradients.
 
     Attributes:
         every: Global steps after which an iteration pauses, for an evaluation (0: at the end of
             the epoch only).
+        waited: Seconds in which the script waited for data.
     """
 
     def __init__(
@@ -130,14 +134,14 @@ class Loader:
         global_batch: int,
         limit: int,
         progress: Progress,
-        waited: Callable[[float], None],
-        hand_over: Callable[[Batch | None], None],
+        unsynced: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         check_batch(global_batch, order.size, place[1])
         self._fetch, self.order, self._place = fetch, order, place
         self.global_batch, self._limit = global_batch, limit
-        self._progress, self._waited, self._hand_over = progress, waited, hand_over
-        self.every = 0
+        self._progress, self._unsynced = progress, unsynced
+        self._given: Batch | None = None
+        self.every, self.waited = 0, 0.0
 
     def __len__(self) -> int:
         """Global steps of a whole epoch."""
@@ -146,6 +150,10 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         """The batches from where the epoch stands to its end, the training's, or a pause."""
         progress, pause = self._progress, False
+        if not progress.steps:
+            raise RuntimeError(
+                "the training loader is to be used within: for epoch in session.epochs(loader, N)"
+            )
         wanted = self._wanted(progress.epoch, progress.offset)
         try:
             with closing(self._fetch(wanted)) as batches:
@@ -153,11 +161,7 @@ class Loader:
                     yield from self._step(batches)
                     pause = self.pauses()
         finally:
-            self._hand_over(None)
-
-    def pauses(self) -> bool:
-        """True when the script has control after this step, for an evaluation."""
-        return self.every > 0 and self._progress.step % self.every == 0
+            self._given, progress.stand_in = None, False
 
     def _step(self, batches: Iterator[tuple[Batch, tuple[Any, ...]]]) -> Iterator[Batch]:
         """All pieces of one global batch."""
@@ -165,12 +169,24 @@ class Loader:
         while not last:
             before = time.perf_counter()
             empty, data = next(batches)
-            self._waited(time.perf_counter() - before)
+            self.waited += time.perf_counter() - before
             batch, last = replace(empty, data=data), empty.last
-            self._hand_over(batch)
-            yield batch
+            self._given, self._progress.stand_in = batch, not batch.count
+            with nullcontext() if last else self._unsynced():
+                yield batch
         if self._progress.offset == start:
             raise RuntimeError("a batch was not given to session.step")
+
+    def take(self) -> Batch:
+        """The batch that the script has now, for the step; each of them once."""
+        batch, self._given = self._given, None
+        if batch is None:
+            raise RuntimeError("session.step was called without a new batch from the loader")
+        return batch
+
+    def pauses(self) -> bool:
+        """True when the script has control after this step, for an evaluation."""
+        return self.every > 0 and self._progress.step % self.every == 0
 
     def _wanted(self, epoch: int, offset: int) -> Iterator[Wanted[Batch]]:
         order, size = self.order.epoch(epoch), self.order.size
@@ -197,7 +213,8 @@ class Shard:
         samples: Number of samples.
         place: This rank and the number of ranks.
         size: Most samples in a batch.
-        hand_over: Called with each batch before it is given out, and with ``None`` at the end.
+        progress: Shared with the session.
+        look_up: Called before each batch is given out.
     """
 
     def __init__(
@@ -206,9 +223,11 @@ class Shard:
         samples: int,
         place: tuple[int, int],
         size: int,
-        hand_over: Callable[[Batch | None], None] = lambda batch: None,
+        progress: Progress,
+        look_up: Callable[[], None],
     ) -> None:
-        self._fetch, self._samples, self._hand_over = fetch, samples, hand_over
+        self._fetch, self._samples = fetch, samples
+        self._progress, self._look_up = progress, look_up
         self._shares = shares(0, samples, *place, size) if samples else []
 
     def __len__(self) -> int:
@@ -216,14 +235,15 @@ class Shard:
         return len(self._shares)
 
     def __iter__(self) -> Iterator[Batch]:
+        before = self._progress.stand_in  # of the training, inside whose loop this may be
         try:
             with closing(self._fetch(self._wanted())) as made:
                 for empty, data in made:
-                    batch = replace(empty, data=data)
-                    self._hand_over(batch)
-                    yield batch
+                    self._progress.stand_in = not empty.count
+                    self._look_up()
+                    yield replace(empty, data=data)
         finally:
-            self._hand_over(None)
+            self._progress.stand_in = before
 
     def _wanted(self) -> Iterator[Wanted[Batch]]:
         for first, end in self._shares:

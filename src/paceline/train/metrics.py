@@ -1,9 +1,9 @@
-"""Exact means over samples that are spread over ranks."""
+"""Exact means over samples that are spread over ranks, and the best of them so far."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -107,22 +107,45 @@ class Meter:
         return torch.cat(self._kept[name]).to(self._device, torch.float64).sum()
 
 
-class Carried:
-    """Means that are reduced but not recorded yet; part of a checkpoint.
+@dataclass
+class Best:
+    """The best value so far.
 
-    So a record covers the same samples whether or not the run was interrupted before it.
+    Every rank gives it the same reduced values, so every rank decides the same.
+
+    Attributes:
+        higher: True when more is better.
+        patience: Evaluations without a better value before it says stop; 0 never does.
+        value: The best value; ``None`` before the first.
+        step: Global step of the best value.
+        stale: Evaluations since then.
     """
 
-    def __init__(self) -> None:
-        self.means = Means(0, {})
+    higher: bool = True
+    patience: int = 0
+    value: float | None = None
+    step: int = 0
+    stale: int = 0
 
-    def take(self) -> Means:
-        """What was collected; from now on it is empty."""
-        means, self.means = self.means, Means(0, {})
-        return means
+    def update(self, value: float, step: int) -> bool:
+        """Takes the value of an evaluation; True when it is the best so far."""
+        if step == self.step and self.value is not None:  # evaluated again after a resume
+            return value == self.value
+        better = self.value is None or (value > self.value if self.higher else value < self.value)
+        if better:
+            self.value, self.step, self.stale = value, step, 0
+        else:
+            self.stale += 1
+        return better
 
-    def state_dict(self) -> dict[str, object]:
-        return {"count": self.means.count, "sums": dict(self.means.sums)}
+    @property
+    def stop(self) -> bool:
+        """True when patience has run out."""
+        return 0 < self.patience <= self.stale
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.means = Means(state["count"], state["sums"])
+        """Takes an earlier state; the present patience stays."""
+        self.value, self.step, self.stale = state["value"], state["step"], state["stale"]

@@ -1,4 +1,4 @@
-"""Where the time of a step went, over all ranks: which of them the others waited for.
+"""How fast a training is, and where its time goes: which rank the others waited for.
 
 After its own backward pass a rank stands still until the gradients of all ranks are there, and
 before a forward pass with buffers until rank 0's are. The last to arrive sees the exchange alone;
@@ -9,6 +9,7 @@ stood still, step by step, and put their notes together now and then.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.train.comms import Comms
-from paceline.train.wrapping import Replica
+from paceline.train.parallel import Replica
 
 _NOTES = 512  # steps between two exchanges
 _CHEAP = 100  # times the cost of a note: the least time between two notes
@@ -58,6 +59,9 @@ class Pace:
     Args:
         comms: Of all ranks.
         model: What is trained; only DDP is understood, other models give no shares.
+
+    Attributes:
+        rate: Global samples a second.
     """
 
     def __init__(self, comms: Comms, model: nn.Module) -> None:
@@ -65,19 +69,21 @@ class Pace:
         self._ddp = isinstance(model, DistributedDataParallel) and not comms.alone
         self._clocks = self._ddp and comms.device.type == "cpu"
         self._every = 1
+        self.rate = Rate()
         self._ready, self._still = 0.0, 0.0
-        self._since, self._waited = time.perf_counter(), 0.0
+        self._since, self._waited = time.perf_counter(), 0.0  # at the end of the last step
         self._notes: list[tuple[float, float, float]] = []  # whole step, data, standing still
         self._rows: list[Tensor] = []
 
-    def restart(self) -> None:
-        """Leaves time out that was not spent on training."""
-        self._since, self._waited = time.perf_counter(), 0.0
-        self._in_buffers()
+    def restart(self, waited: float) -> None:
+        """Leaves time out that was not spent on training.
 
-    def waited(self, seconds: float) -> None:
-        """Notes a wait for data."""
-        self._waited += seconds
+        Args:
+            waited: Seconds in which this rank waited for its data, from its beginning.
+        """
+        self._since, self._waited = time.perf_counter(), waited
+        self.rate.restart()
+        self._in_buffers()
 
     def before_backward(self, loss: Tensor, step: int) -> None:
         """To be called before a backward pass that exchanges gradients."""
@@ -97,12 +103,17 @@ class Pace:
         """To be called after it."""
         self._still = time.perf_counter() - self._ready if self._ready else 0.0
 
-    def step(self) -> None:
-        """To be called at the end of each global step."""
+    def step(self, samples: int, waited: float) -> None:
+        """To be called at the end of each global step, with its samples over all ranks.
+
+        ``waited`` is as in :meth:`restart`.
+        """
+        self.rate.add(samples)
         now, buffers = time.perf_counter(), self._in_buffers()
         if self._ready:
-            self._notes.append((now - self._since, self._waited, self._still + buffers))
-        self._since, self._waited, self._ready = now, 0.0, 0.0
+            note = (now - self._since, waited - self._waited, self._still + buffers)
+            self._notes.append(note)
+        self._since, self._waited, self._ready = now, waited, 0.0
         if len(self._notes) >= _NOTES:
             self._exchange()
 
@@ -119,6 +130,18 @@ class Pace:
         self._rows.append(rows)
         a_step = float(rows[:, :, 0].mean())  # the same on every rank
         self._every = max(1, int(_NOTE_SECONDS * _CHEAP / max(a_step, 1e-9)))
+
+    def summary(self, steps: int, waited: float) -> str:
+        """The training of so many steps, for the user; a collective.
+
+        Args:
+            steps: Done by this process; the same on every rank.
+            waited: Seconds in which this rank waited for its data.
+        """
+        shares = self.shares()
+        named = shares is not None and shares.slowest is not None
+        hosts = self._comms.texts(self._comms.world.host) if named else ()
+        return summary(steps, self.rate.samples, self.rate.seconds, waited, shares, hosts)
 
     def shares(self) -> Shares | None:
         """What came out since the start; a collective. ``None`` where it cannot be known."""
@@ -171,3 +194,78 @@ def divided(notes: Tensor) -> Shares:
         float(late[slowest]) / notes.shape[1],
         float(data[slowest].sum() / whole[slowest].sum().clamp(min=1e-9)),
     )
+
+
+class Rate:
+    """Global samples a second, of the time that was spent on training.
+
+    Attributes:
+        value: Samples a second at the last measurement.
+        seconds: Time spent on training, without evaluations.
+        samples: Global samples in that time.
+    """
+
+    def __init__(self) -> None:
+        self.value, self.seconds, self.samples = 0.0, 0.0, 0
+        self._since = time.perf_counter()
+        self._new = 0
+
+    def add(self, samples: int) -> None:
+        """Counts the samples of a global step."""
+        self._new += samples
+
+    def measure(self) -> float:
+        """Samples a second since the last measurement or restart."""
+        now = time.perf_counter()
+        passed = max(now - self._since, 1e-9)
+        self.value = self._new / passed
+        self.seconds, self.samples = self.seconds + passed, self.samples + self._new
+        self._since, self._new = now, 0
+        return self.value
+
+    def restart(self) -> None:
+        """Leaves time out that was not spent on training."""
+        self._since = time.perf_counter()
+
+
+def summary(
+    steps: int,
+    samples: int,
+    seconds: float,
+    waited: float,
+    shares: Shares | None,
+    hosts: Sequence[str] = (),
+) -> str:
+    """The whole training in one line, and a second one about a rank that holds the others up.
+
+    Args:
+        steps, samples: Done in this process's life, over all ranks.
+        seconds: Spent on training.
+        waited: Seconds of these in which rank 0 waited for data.
+        shares: Of all ranks' time; ``None`` where they are not known.
+        hosts: Of each rank.
+    """
+    seconds = max(seconds, 1e-9)
+    if shares is None:
+        parts = f"waiting for data {min(1.0, waited / seconds):.0%}"
+    else:
+        parts = (
+            f"waiting for data {shares.data:.0%}, waiting for slower ranks {shares.others:.0%},"
+            f" communication {shares.exchange:.0%}, computing {shares.computing:.0%}"
+        )
+    text = (
+        f"trained {counted(steps, 'step')}, {counted(samples, 'sample')} in {seconds:.1f} s:"
+        f" {samples / seconds:,.0f} samples/s ({parts})"
+    )
+    if shares is None or shares.slowest is None:
+        return text
+    itself = f", and waits for its data {shares.its_data:.0%} of the time"
+    return (
+        f"{text}\nslowest: rank {shares.slowest} on {hosts[shares.slowest]}, for which the others"
+        f" wait {shares.late:.3f} s a step{itself if shares.its_data >= 0.1 else ''}"
+    )
+
+
+def counted(number: int, name: str) -> str:
+    """``1 step``, ``1,024 steps``."""
+    return f"{number:,} {name}{'s' * (number != 1)}"

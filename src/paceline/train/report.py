@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.spec import jobenv, rundir
-from paceline.train import records
+from paceline.train import files
 
 HEARTBEAT_SECONDS = 1.0
 PROGRESS_SECONDS = 0.2
@@ -110,7 +110,7 @@ class ToLauncher:
     def _send(self, **message: Any) -> None:
         if self._descriptor is None:
             return
-        line = records.line(message)
+        line = files.line(message)
         try:
             while line:
                 line = line[os.write(self._descriptor, line) :]
@@ -127,8 +127,8 @@ class ToFolder:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = records.Records(folder / rundir.METRICS)
-        self._events = records.Records(folder / rundir.EVENTS)
+        self._metrics = files.Records(folder / rundir.METRICS)
+        self._events = files.Records(folder / rundir.EVENTS)
         self._screen = _screen()
 
     def begin(self, resumed: bool) -> None:

@@ -4,41 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.spec import rundir
+from paceline.spec import jobenv, launched, rundir
 from paceline.spec.errors import JobError
-from paceline.train import disks, files, grouping, insync, trackers, weights, world, wrapping
+from paceline.train import device as devices
+from paceline.train import disks, files, parallel, report, weights, world
 from paceline.train.checkpoints.capture import Stateful, Training
 from paceline.train.checkpoints.keeper import Keeper, policy
 from paceline.train.checkpoints.store import FOLDER, Store
 from paceline.train.comms import Comms
-from paceline.train.cpus import allowed, loader_workers
-from paceline.train.fetching import Collate, Data, Fetch
-from paceline.train.grouping import Stated
+from paceline.train.data import Collate, Data, Fetch, allowed, loader_workers
+from paceline.train.insync import Proof
+from paceline.train.journal import Journal
 from paceline.train.loader import Batch, Loader, Progress, Shard
-from paceline.train.metrics import Carried, Means, Meter
-from paceline.train.order import Order
-from paceline.train.pace import Pace
-from paceline.train.precision import Precision
-from paceline.train.rate import Rate, counted, summary
-from paceline.train.report import Reporter, figures
-from paceline.train.seeding import seed_all
+from paceline.train.metrics import Best, Meter
+from paceline.train.order import Order, Stated, by_length, stated
+from paceline.train.pace import Pace, counted
 from paceline.train.stop import Quietly, Stopped, leave
-from paceline.train.stopping import Best
-from paceline.train.trackers import About, Tracker
-from paceline.train.trackers.guard import Guard, Record, numbers
-from paceline.train.update import Updater
 
 T = TypeVar("T")
 
@@ -60,40 +56,26 @@ class Session:
         self,
         place: world.World,
         device: torch.device,
-        numbers: Precision,
+        precision: devices.Precision,
         folder: Path,
         seed: int,
         log_every: int,
         check_every: int,
-        reporter: Reporter,
+        reporter: report.Reporter,
     ) -> None:
-        self.world, self.device, self.precision, self.folder = place, device, numbers, folder
+        self.world, self.device, self.precision, self.folder = place, device, precision, folder
         self.leaves_group = True
         self.progress = Progress()
         self.comms = Comms(place, device)
         self._seed, self._log_every, self._check_every = seed, log_every, check_every
-        self._reporter = reporter
-        self._train = self.meter()
-        self._module: nn.Module = nn.Module()
-        self._model: nn.Module = self._module
-        self._updater: Updater | None = None
-        self._batch: Batch | None = None
-        self._unsynced = ExitStack()
-        self._training: Batch | None = None  # what was given out last, until the loop ends
-        self._evaluating: Batch | None = None
-        self._proof: insync.Proof | None = None
-        self._pace = Pace(self.comms, self._module)
-        self._waited = 0.0
+        self._journal = Journal(reporter, self.meter(), self.progress, place, folder)
+        self._module = self._model = nn.Module()
+        self._updater: parallel.Updater | None = None
+        self._proof: Proof | None = None
+        self._pace = Pace(self.comms, self._model)
+        self._loader: Loader | None = None
         self._keeper: Keeper | None = None
         self._best: Best | None = None
-        self._carried = Carried()
-        self._trackers: list[Guard] = []
-        self._resumed_at = -1
-        self._epochs, self._epoch_size = 0, 0
-        self._pauses: Callable[[], bool] = lambda: False
-        self._loss = float("nan")
-        self._passed, self._shown = Means(0, {}), False  # the training since the last line
-        self._rate = Rate()
 
     # -- before the training -------------------------------------------------------------
 
@@ -122,20 +104,17 @@ class Session:
         Returns:
             What to call in the training loop. Evaluate and save with ``module`` itself.
         """
-        self._module = module
-        self._updater = Updater(
-            module, optimizer, schedule, self.precision.scaler(self.device), clip_norm
-        )
-        replicate = not self.comms.alone and not wrapping.is_sharded(module)
-        self._model = (
-            wrapping.replicated(module, self.device, unused=unused) if replicate else module
-        )
+        scaler = self.precision.scaler(self.device)
+        self._updater = parallel.Updater(module, optimizer, schedule, scaler, clip_norm)
+        self._module = self._model = module
         if not self.comms.alone:
-            self._proof = insync.Proof(self.comms, module)
+            if not parallel.is_sharded(module):
+                self._model = parallel.replicated(module, self.device, unused=unused)
+            self._proof = Proof(self.comms, module)
         self.verify()
         self._pace = Pace(self.comms, self._model)
-        seed_all(self._seed + 1 + self.world.rank)
-        self._reporter.event("prepared", parameters=sum(p.numel() for p in module.parameters()))
+        devices.seed_all(self._seed + 1 + self.world.rank)
+        self.event("prepared", parameters=sum(p.numel() for p in module.parameters()))
         return torch.compile(self._model) if compile else self._model  # type: ignore[return-value]
 
     def place(self, module: nn.Module, *, shard: bool = False) -> nn.Module:
@@ -149,7 +128,7 @@ class Session:
                 the optimizer afterwards.
         """
         placed = self.precision.widened(module.to(self.device))
-        return wrapping.sharded(placed) if shard and not self.comms.alone else placed
+        return parallel.sharded(placed) if shard and not self.comms.alone else placed
 
     def loader(
         self,
@@ -186,28 +165,22 @@ class Session:
         """
         if workers is None:
             workers = loader_workers(allowed(), self.world.local_size)
-        fetch = Fetch(data, self.device, workers, collate)
         visited = Order(len(data), self._seed, shuffle)
         if order is not None:
-            visited = self._agreed(grouping.stated(visited, order))
+            visited = stated(visited, order)
+            digest = hashlib.sha256(self.together(lambda: visited.epoch(0)).tobytes()).hexdigest()
+            self.agree("the order of the samples", digest)
         elif lengths is not None:
-            visited = grouping.by_length(visited, lengths, global_batch)
+            visited = by_length(visited, lengths, global_batch)
         return Loader(
-            fetch,
+            Fetch(data, self.device, workers, collate),
             visited,
-            self._place,
+            (self.world.rank, self.world.size),
             global_batch,
             limit,
             self.progress,
-            self._has_waited,
-            self._hand_over,
+            lambda: parallel.unsynced(self._model),
         )
-
-    def _agreed(self, order: Order) -> Order:
-        """A script's own order where all ranks have the same; looked at in the first epoch."""
-        digest = hashlib.sha256(self.together(lambda: order.epoch(0)).tobytes()).hexdigest()
-        self.agree("the order of the samples", digest)
-        return order
 
     def shard(self, data: Data, size: int = 512, *, collate: Collate | None = None) -> Shard:
         """This rank's share of every sample exactly once, for evaluation.
@@ -220,27 +193,20 @@ class Session:
             collate: Makes a batch of a list of samples.
         """
         fetch = Fetch(data, self.device, collate=collate)
-        return Shard(fetch, len(data), self._place, size, self._hand_over_evaluated)
+        place = self.world.rank, self.world.size
+        return Shard(fetch, len(data), place, size, self.progress, self._look_up)
 
-    def _hand_over_evaluated(self, batch: Batch | None) -> None:
-        self._evaluating = batch
-        if batch is not None:
-            self._reporter.heartbeat(self.progress.step, "evaluate")
-            if self._keeper is not None:
-                self._keeper.look_up()
+    def _look_up(self) -> None:
+        """In an evaluation, too, ranks live and may be asked to save or to stop."""
+        self.phase("evaluate")
+        if self._keeper is not None:
+            self._keeper.look_up()
 
     def meter(self) -> Meter:
         """Collects per-sample values and reduces them exactly over all ranks."""
-        return Meter(self.comms.sum, self.device, self._real)
-
-    def _real(self, count: int) -> int:
-        """How many samples of the batch that was given out last count: a stand-in does not."""
-        given = self._evaluating or self._training
-        return 0 if given is not None and not given.count else count
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        return self.world.rank, self.world.size
+        return Meter(
+            self.comms.sum, self.device, lambda count: 0 if self.progress.stand_in else count
+        )
 
     def checkpoints(
         self,
@@ -279,10 +245,15 @@ class Session:
             SettingError: Another job writes to the run directory, or this is another training.
             DataError: The checkpoint that was asked for is not there or not intact.
         """
-        kept = {**(extras or {}), "metrics": self._carried, **({"best": best} if best else {})}
-        same = {name: str(value) for name, value in (identity or {}).items()}
+        kept = {**(extras or {}), "metrics": self._journal, **({"best": best} if best else {})}
         training = Training(
-            self._prepared(), self.progress, self._seed, kept, same, describes or {}
+            self._prepared(),
+            self.progress,
+            self._seed,
+            kept,
+            {name: str(value) for name, value in (identity or {}).items()},
+            describes or {},
+            self._proof,
         )
         keeper = Keeper(
             training,
@@ -290,30 +261,17 @@ class Session:
             Store(self.folder / FOLDER),
             policy(every),
             keep,
-            self._tell,
-            self._before_save,
+            self._journal.tell,
             stop_when_full=stop_when_full,
         )
         loaded = keeper.open(resume)
         self._keeper, self._best = keeper, best
-        self._reporter.begin(resumed=loaded is not None)
+        self._journal.begin(-1 if loaded is None else loaded.step)
         if loaded is not None:
-            self._resumed_at = loaded.step
             self.verify()
             self.say(f"resumed after step {loaded.step} from {loaded.source}")
             self.event("resumed", step=loaded.step, source=loaded.source)
         return loaded is not None
-
-    def _before_save(self) -> None:
-        """A checkpoint holds what was measured, and never a model that ranks disagree on."""
-        self._collect()
-        self.verify()
-
-    def _tell(self, name: str, **details: Any) -> None:
-        """What the keeper has to say; warnings are shown as well as recorded."""
-        self.event(name, **details)
-        if "warning" in details:
-            self.say(f"warning: {name}: {details['warning']}")
 
     # -- the training --------------------------------------------------------------------
 
@@ -329,51 +287,33 @@ class Session:
             every: Gives the number of the running epoch again after so many global steps, for
                 an evaluation in between (0: not).
         """
-        loader.every, self._pauses = every, loader.pauses
-        self.progress.steps = steps or epochs * len(loader)
-        self._epochs = -(-self.progress.steps // len(loader))
+        done, self._loader, loader.every = self.progress, loader, every
+        done.steps = steps or epochs * len(loader)
+        self._journal.epochs = -(-done.steps // len(loader))
         self._log_every = self._log_every or _interval(len(loader))
-        self._epoch_size = loader.order.size
-        begun = self.progress.step
-        if self.progress.finished:
-            self._say_finished()
-        while not self.progress.finished:
-            self._rate.restart()
-            self._pace.restart()
-            self._passed, self._shown = Means(0, {}), False
-            yield self.progress.epoch
-            if not self._shown:
-                self._show("", {})
-            ended = self.progress.offset >= loader.order.size
+        begun = done.step
+        if done.finished:
+            self.say(
+                f"nothing is left to train: step {done.step:,}, in epoch {done.epoch}, is done"
+                f" already, and {done.steps:,} steps ({counted(self._journal.epochs, 'epoch')})"
+                " were asked for\nmore epochs or steps train it further; --resume never, or a run"
+                " directory of its own, starts a new training"
+            )
+        while not done.finished:
+            self._pace.restart(loader.waited)
+            self._journal.begin_epoch()
+            yield done.epoch
+            self._journal.end_epoch()
+            ended = done.offset >= loader.order.size
             if ended:
-                self.progress.epoch, self.progress.offset = self.progress.epoch + 1, 0
-            self._evaluated(ended or self.progress.finished)
+                done.epoch, done.offset = done.epoch + 1, 0
+            if self._keeper is not None:
+                best = self._best is not None and self._best.step == done.step
+                self._keeper.after_evaluation(best, ended or done.finished)
+                self._keeper.settle()
         self.verify()
-        self._summarise(self.progress.step - begun)
-
-    def _say_finished(self) -> None:
-        done = self.progress
-        self.say(
-            f"nothing is left to train: step {done.step:,}, in epoch {done.epoch}, is done already,"
-            f" and {done.steps:,} steps ({counted(self._epochs, 'epoch')}) were asked for\n"
-            "more epochs or steps train it further; --resume never, or a run directory of its own,"
-            " starts a new training"
-        )
-
-    def _summarise(self, steps: int) -> None:
-        """Where the time went, over all ranks; they must have made the same steps."""
-        if not steps:
-            return
-        shares = self._pace.shares()
-        hosts = self.comms.texts(self.world.host) if shares and shares.slowest is not None else ()
-        rate = self._rate
-        self.say(summary(steps, rate.samples, rate.seconds, self._waited, shares, hosts))
-
-    def _evaluated(self, ended: bool) -> None:
-        if self._keeper is not None:
-            best = self._best is not None and self._best.step == self.progress.step
-            self._keeper.after_evaluation(best, ended)
-            self._keeper.settle()
+        if done.step > begun:
+            self.say(self._pace.summary(done.step - begun, loader.waited))
 
     def stop(self, why: str) -> None:
         """Ends the training after this step; every rank must say so in the same step."""
@@ -401,136 +341,67 @@ class Session:
         Raises:
             ValueError: There is neither one loss nor one for each sample.
         """
-        batch = self._taken()
+        if self._loader is None:
+            raise RuntimeError("session.step was called without a new batch from the loader")
+        batch, updater = self._loader.take(), self._prepared()
         per_sample = _per_sample(losses, len(batch.ids))
         scale = self.world.size / batch.total
         loss = per_sample[: batch.count].sum() * scale if batch.count else per_sample.sum() * 0.0
-        updater = self._prepared()
         if batch.last:
             self._pace.before_backward(loss, self.progress.step)
         updater.backward(loss)
         self._pace.after_backward()
-        self._unsynced.close()
-        self._train.add(batch.count, loss=per_sample, **values)
-        if not batch.last:
-            return False
-        updater.update()
-        self._advance(batch)
-        return True
+        self._journal.measure(batch.count, loss=per_sample, **values)
+        if batch.last:
+            updater.update()
+            self._advance(batch, self._loader)
+        return batch.last
 
-    def _hand_over(self, batch: Batch | None) -> None:
-        self._batch = self._training = batch
-        if batch is None:
-            return
-        if not self.progress.steps:
-            raise RuntimeError(
-                "the training loader is to be used within: for epoch in session.epochs(loader, N)"
-            )
-        if not batch.last:  # only the last part of a global batch exchanges gradients
-            self._unsynced.enter_context(wrapping.unsynced(self._model))
-
-    def _has_waited(self, seconds: float) -> None:
-        self._waited += seconds
-        self._pace.waited(seconds)
-
-    def _taken(self) -> Batch:
-        batch, self._batch = self._batch, None
-        if batch is None:
-            raise RuntimeError("session.step was called without a new batch from the loader")
-        return batch
-
-    def _prepared(self) -> Updater:
+    def _prepared(self) -> parallel.Updater:
         if self._updater is None:
             raise RuntimeError("session.prepare comes before session.step and session.checkpoints")
         return self._updater
 
-    def _advance(self, batch: Batch) -> None:
-        progress = self.progress
-        progress.step += 1
-        progress.offset = batch.stop
-        self._rate.add(batch.total)
-        self._pace.step()
+    def _advance(self, batch: Batch, loader: Loader) -> None:
+        """After a global step: counts it, and does what is due."""
+        done = self.progress
+        done.step, done.offset = done.step + 1, batch.stop
+        self._pace.step(batch.total, loader.waited)
         if self._proof is not None:
             self._proof.stepped()
-        ended = progress.finished or progress.offset == self._epoch_size
-        if ended or progress.step % self._log_every == 0:
-            self._flush()
-        if progress.step % self._check_every == 0:
+        ended = done.finished or done.offset == loader.order.size
+        if ended or done.step % self._log_every == 0:
+            self._record()
+        if done.step % self._check_every == 0:
             self.verify()
-        self._reporter.heartbeat(progress.step, "train")
-        self._reporter.progress(
-            step=progress.step,
-            steps=progress.steps,
-            epoch=progress.epoch,
-            epochs=self._epochs,
-            loss=self._loss,
-            samples_per_s=self._rate.value or None,  # unknown until the first record
-        )
+        self._journal.stepped(self._pace.rate.value)
         if self._keeper is not None:
             self._keeper.after_step()
-        if ended or self._pauses():
-            self._settle()
+        if ended or loader.pauses():  # the script may evaluate now, or change the model
+            if self._proof is not None:
+                self._proof.align()
+            if self._keeper is not None:
+                self._keeper.settle()
 
-    def _settle(self) -> None:
-        """The script may evaluate now, or change the model: all ranks hold the same one."""
-        if self._proof is not None:
-            self._proof.align()
-        if self._keeper is not None:
-            self._keeper.settle()
+    def _record(self) -> None:
+        """Records the training since the last record; one that has diverged ends on every rank."""
+        updater, rate = self._prepared(), self._pace.rate
+        loss = self._journal.record_training(lr=updater.lr, samples_per_s=round(rate.measure(), 1))
+        if not math.isfinite(loss) and updater.scaler is None:
+            raise JobError(
+                f"the loss is not finite (loss {loss}): the training has diverged",
+                found=f"at or before step {self.progress.step}, with learning rate {updater.lr:g}",
+                remedy="lower --lr or lengthen the warm-up; clip gradients (--clip-norm 1.0)",
+            )
 
-    def _collect(self) -> None:
-        """Reduces what was measured since the last time, without recording it yet."""
-        if not self._train.empty:
-            self._carried.means += self._train.result()
-
-    def _flush(self) -> None:
-        """Records what was measured since the last record, on every rank."""
-        self._collect()
-        means = self._carried.take()
-        self._loss = means["loss"]
-        self._passed += means
-        extra = {"lr": self._prepared().lr, "samples_per_s": round(self._rate.measure(), 1)}
-        self._record("train", {"samples": means.count, **means.values(), **extra})
-        if not math.isfinite(self._loss) and self._prepared().scaler is None:
-            raise self._diverged()
-
-    def _diverged(self) -> JobError:
-        """The same on every rank, for the loss is the mean over all of them."""
-        step = self.progress.step
-        return JobError(
-            f"the loss is not finite (loss {self._loss}): the training has diverged",
-            found=f"at or before step {step}, with learning rate {self._prepared().lr:g}",
-            remedy="lower --lr or lengthen the warm-up; clip gradients (--clip-norm 1.0)",
-        )
-
-    # -- what is said and kept -----------------------------------------------------------
+    # -- what is said and saved ----------------------------------------------------------
 
     def log(self, split: str, **values: Any) -> None:
         """Records values under the present step and shows them, once for the job.
 
         The first line in each epoch also has the means of the training since its last one.
         """
-        self._record(split, values)
-        self._show(split, values)
-
-    def _show(self, split: str, values: Mapping[str, Any]) -> None:
-        done, passed = self.progress, self._passed.values()
-        parts = [(name, some) for name, some in (("train", passed), (split, values)) if some]
-        if parts:
-            self.say(figures(self._epoch, done.step, done.steps, parts))
-        self._passed, self._shown = Means(0, {}), True
-
-    @property
-    def _epoch(self) -> int:
-        """The number that the loop over epochs has, also right after its end."""
-        done = self.progress
-        return done.epoch - 1 if done.finished and done.epoch and not done.offset else done.epoch
-
-    def _record(self, split: str, values: Mapping[str, Any]) -> None:
-        done = self.progress
-        self._reporter.metrics(step=done.step, epoch=self._epoch, split=split, **values)
-        for guard in self._trackers:
-            guard.put(Record(split, done.step, numbers(values)))
+        self._journal.log(split, values)
 
     def track(
         self,
@@ -550,46 +421,19 @@ class Session:
             config: Settings, as the tracker shows them.
             each_node: One run for each node, in a group, instead of one for all.
         """
-        writes = self.world.local_rank == 0 if each_node else self.world.rank == 0
-        if not writes:
-            return
-        run = self.folder.name
-        about = About(
-            folder=self.folder,
-            project=project,
-            name=f"{run}-{self.world.host}" if each_node else run,
-            group=run if each_node else "",
-            config=config or {},
-            resumed_at=self._resumed_at,
-        )
-        self._trackers += [self._guard(name, about) for name in names]
-
-    def _guard(self, name: str, about: About) -> Guard:
-        suffix = f"-{self.world.host}" if about.group else ""
-        notes = self.folder / "trackers" / f"{name}{suffix}.json"
-        if notes.exists():  # then nothing is sent twice
-            about = replace(about, resumed_at=-1)
-
-        def opened(run_id: str) -> Tracker:
-            return trackers.load(name, replace(about, run_id=run_id))
-
-        return Guard(name, opened, notes, self._warn, resumed=self._resumed_at >= 0)
-
-    def _warn(self, text: str) -> None:
-        self.event("warning", warning=text)
-        self.say(f"warning: {text}")
+        self._journal.track(names, project, config or {}, each_node)
 
     def say(self, text: str) -> None:
         """One line for the user, once."""
-        self._reporter.say(text)
+        self._journal.say(text)
 
     def event(self, name: str, **details: Any) -> None:
         """Records that something happened on this rank."""
-        self._reporter.event(name, **details)
+        self._journal.event(name, **details)
 
     def phase(self, name: str) -> None:
         """Tells the launcher what this rank is doing now."""
-        self._reporter.heartbeat(self.progress.step, name)
+        self._journal.heartbeat(name)
 
     def agree(self, what: str, value: str) -> None:
         """Raises on every rank when ``value`` is not the same on all of them."""
@@ -621,14 +465,14 @@ class Session:
             self._proof.verify()
 
     def save_config(self, config: Mapping[str, Any]) -> None:
-        """Keeps the effective settings in the run directory."""
+        """Saves the effective settings in the run directory."""
         if self.world.rank == 0:
             files.write_json(self.folder / rundir.CONFIG, dict(config))
 
     def save_model(self, config: dict[str, Any]) -> None:
-        """Keeps the trained weights and their description in the run directory, once."""
+        """Saves the trained weights and their description in the run directory, once."""
         self.verify()
-        state = wrapping.whole_state(self._module)
+        state = parallel.whole_state(self._module)
         first = self.world.rank == 0
         kept = self.together(
             lambda: weights.save_model(self.folder, state, config) if first else self.folder
@@ -656,18 +500,12 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        agreed = error is None or isinstance(
-            error, (Stopped, Quietly)
-        )  # then all ranks end together
+        # Then all ranks end together. After a failure the others may be inside a collective.
+        agreed = error is None or isinstance(error, (Stopped, Quietly))
         if self._keeper is not None:
             self._keeper.close(failed=not agreed)
-        if not agreed:
-            self._reporter.event("failed", error=f"{type(error).__name__}: {error}")
-        for guard in self._trackers:
-            guard.close()
-        self._reporter.close()
-        # After a failure the other ranks may be inside a collective; leaving tells them.
-        if agreed and self.leaves_group:
+        self._journal.close(None if agreed else error)
+        if agreed and self.leaves_group:  # after a failure the process's end tells the others
             leave()
 
 
@@ -686,3 +524,68 @@ def _per_sample(losses: Tensor, samples: int) -> Tensor:
 def _interval(steps: int) -> int:
     """Equal parts of an epoch of about 50 steps or less."""
     return -(-steps // -(-steps // 50))
+
+
+def join(
+    name: str = "train",
+    *,
+    seed: int = 0,
+    device: str = "auto",
+    backend: str = "auto",
+    dtype: str = "float32",
+    run_dir: str | Path | None = None,
+    log_every: int = 0,
+    check_every: int = 100,
+    timeout: timedelta | None = None,
+    deterministic: bool = False,
+    quiet: bool = False,
+) -> Session:
+    """Takes this process's place in the job and waits for the others.
+
+    Works under the launcher, torchrun, mpirun, mpiexec and srun, and alone. What another launcher
+    says is written into this process's environment in torchrun's terms. A process group that the
+    script has made is used and left alone.
+
+    Args:
+        name: For the default run directory ``runs/NAME-DATE-TIME``.
+        seed: Of everything random: initial weights, order of the data, augmentation.
+        device: ``auto``, ``cpu``, ``cuda`` or ``xpu``.
+        backend: ``auto``, ``gloo``, ``nccl``, ``xccl`` or ``mpi``.
+        dtype: ``float32``, ``float64``, ``bf16`` or ``fp16`` (the last two by autocast).
+        run_dir: Where rank 0 leaves files; the launcher's choice wins.
+        log_every: Global steps between two records; 0 chooses by the length of an epoch.
+        check_every: Global steps after which all ranks prove that they hold the same model.
+        timeout: Longest wait in a collective; torch's default without.
+        deterministic: On accelerators, only kernels that give the same bits every time: slower,
+            and an operation that has no such kernel fails. CPUs do so anyway.
+        quiet: Leaves no metrics and events behind; for evaluation and prediction.
+
+    Raises:
+        SettingError: A value is unknown or cannot be on this machine.
+        JobError: The world is not the planned one.
+    """
+    os.environ.update(launched.translated(os.environ, os.getppid()))
+    place = world.read(os.environ)
+    found = devices.look()
+    target = devices.choose_device(device, found, place.local_rank)
+    chosen = devices.choose_backend(backend, target, found)
+    precision = devices.precision(dtype)
+    devices.settle(target, deterministic)
+    ours = place.joined and not dist.is_initialized()
+    if ours:
+        bound = None if target.type == "cpu" else target
+        dist.init_process_group(chosen, timeout=timeout, device_id=bound)
+    world.check_planned(place, os.environ)
+    devices.seed_all(seed)
+    folder = _folder(name, run_dir)
+    reporter = report.reporter(os.environ, place.rank, folder, quiet=quiet)
+    session = Session(place, target, precision, folder, seed, log_every, check_every, reporter)
+    session.leaves_group = ours
+    session.event("joined", world=place.size, device=str(target), backend=chosen)
+    return session
+
+
+def _folder(name: str, asked: str | Path | None) -> Path:
+    given = os.environ.get(jobenv.RUN_DIR) or asked
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return Path(given) if given else Path(rundir.DEFAULT_PARENT) / f"{name}-{stamp}"

@@ -22,7 +22,7 @@ from paceline.recipes.data.images import (
     taken_out,
 )
 from paceline.spec.errors import DataError
-from paceline.train.cpus import allowed
+from paceline.train.data import allowed
 
 SUFFIXES = frozenset(
     (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")

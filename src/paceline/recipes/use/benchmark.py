@@ -19,8 +19,7 @@ from paceline.recipes.use import BenchmarkOptions
 from paceline.recipes.use.evaluate import task_of
 from paceline.recipes.use.export import Portable
 from paceline.spec.errors import SettingError
-from paceline.train.device import choose_device, look
-from paceline.train.precision import precision
+from paceline.train.device import choose_device, look, precision
 
 
 @dataclass(frozen=True, slots=True)

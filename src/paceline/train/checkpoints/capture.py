@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.train import wrapping
+from paceline.train import parallel
 from paceline.train.checkpoints.format import (
     OPTIMIZER,
     OPTIMIZER_SHARDS,
@@ -37,14 +37,15 @@ from paceline.train.checkpoints.format import (
     size_of,
 )
 from paceline.train.comms import Comms
+from paceline.train.insync import Proof
 from paceline.train.loader import Progress
-from paceline.train.update import Updater
+from paceline.train.parallel import Updater
 
 _FORMAT = 1
 
 
 class Stateful(Protocol):
-    """Something whose state belongs into a checkpoint."""
+    """Something whose state belongs into a checkpoint; all ranks ask it at the same time."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any], /) -> object: ...
@@ -61,6 +62,7 @@ class Training:
         extras: Further states by name.
         identity: What must be the same when the run is resumed, by name.
         describes: What is needed to build the model again; JSON values.
+        proof: That all ranks hold the same model; ``None`` where there is one rank.
     """
 
     updater: Updater
@@ -69,6 +71,7 @@ class Training:
     extras: Mapping[str, Stateful] = field(default_factory=dict)
     identity: Mapping[str, str] = field(default_factory=dict)
     describes: Mapping[str, Any] = field(default_factory=dict)
+    proof: Proof | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,9 @@ class Snapshot:
 def capture(
     training: Training, comms: Comms, *, best: bool = False, in_parts: bool = False
 ) -> Snapshot:
-    """The state as it is; tensors are still the training's own.
+    """The state as it is, after a proof that it is the same on all ranks.
+
+    Its tensors are still the training's own: :class:`Copier` copies them.
 
     Args:
         training: What to save.
@@ -110,6 +115,8 @@ def capture(
         best: It is the best state so far.
         in_parts: Every rank writes the shards that it holds; otherwise rank 0 writes everything.
     """
+    if training.proof is not None:
+        training.proof.verify()
     rows = comms.rows(generators(comms.device))
     drawn = {RANDOM: {str(rank): row for rank, row in enumerate(rows)}}
     updater, done = training.updater, training.progress
@@ -128,10 +135,10 @@ def capture(
     if in_parts:
         tensors, headers = _shards_to_write(updater.module, rest, comms.world.rank)
         if comms.world.rank == 0:  # what is the same on all ranks
-            same = {name: one for name, one in rest.items() if not wrapping.is_shard(one)}
+            same = {name: one for name, one in rest.items() if not parallel.is_shard(one)}
             tensors = {OPTIMIZER: same, **drawn, **tensors}
     else:
-        weights = dict(wrapping.whole_state(updater.module))
+        weights = dict(parallel.whole_state(updater.module))
         tensors, headers = {WEIGHTS: weights, OPTIMIZER: rest, **drawn}, {}
     parameters = (name for name, _ in updater.module.named_parameters())
     moments = (name for name in rest if name.startswith("training.optimizer.state."))
@@ -153,7 +160,7 @@ def _shards_to_write(
     from paceline.train.checkpoints import shards
 
     parts = {
-        of_rank(WEIGHT_SHARDS, rank): shards.planned(wrapping.own_state(module)),
+        of_rank(WEIGHT_SHARDS, rank): shards.planned(parallel.own_state(module)),
         of_rank(OPTIMIZER_SHARDS, rank): shards.planned(shards_of(rest)),
     }
     held = {name: one for name, one in parts.items() if one.tensors}
@@ -163,7 +170,7 @@ def _shards_to_write(
 
 def shards_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those that are spread over the ranks."""
-    return {name: one for name, one in tensors.items() if wrapping.is_shard(one)}
+    return {name: one for name, one in tensors.items() if parallel.is_shard(one)}
 
 
 def generators(device: torch.device) -> Tensor:

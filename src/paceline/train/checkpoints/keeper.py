@@ -15,7 +15,7 @@ import torch
 
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
-from paceline.train import wrapping
+from paceline.train import parallel
 from paceline.train.checkpoints.capture import Snapshot, Training, capture
 from paceline.train.checkpoints.resume import Loaded, check_identity, load, restore
 from paceline.train.checkpoints.store import Lock, Store
@@ -78,8 +78,7 @@ class Keeper:
         store: Where to.
         policy: When.
         keep: How many stay; 0 keeps all.
-        tell: Called on rank 0 with an event's name and its details.
-        before_save: Called on every rank before a state is taken.
+        tell: Called with an event's name and its details, ``warning`` where it is to be shown.
         stop_when_full: Ends the training cleanly when a checkpoint could not be written.
     """
 
@@ -91,13 +90,11 @@ class Keeper:
         policy: Policy,
         keep: int,
         tell: Callable[..., None],
-        before_save: Callable[[], None],
         *,
         stop_when_full: bool = False,
     ) -> None:
         self._training, self._comms, self._store = training, comms, store
         self._policy, self._tell, self._stop_when_full = policy, tell, stop_when_full
-        self._before_save = before_save
         self._writer = Writer(store, keep)
         self._lock = Lock(store.root, os.environ.get(jobenv.RUN_ID, ""))
         self._notice, self._poll = Notice(), Poll(comms)
@@ -117,7 +114,7 @@ class Keeper:
         """
         self._comms.together(self._lock.take if self._comms.world.rank == 0 else _nothing)
         try:
-            sharded = wrapping.is_sharded(self._training.updater.module)
+            sharded = parallel.is_sharded(self._training.updater.module)
             self._in_parts = sharded and folder_of_all(self._comms, self._store.root)
             loaded = load(self._comms, want, self._store, self._warn, sharded=sharded)
             if loaded is None:
@@ -209,7 +206,6 @@ class Keeper:
         if self._training.progress.step == self._saved_step and not best:
             return
         self._saved_step, self._saved_at = self._training.progress.step, time.monotonic()
-        self._before_save()
         snapshot = capture(self._training, self._comms, best=best, in_parts=self._in_parts)
         if self._in_parts:
             self._begin_part(snapshot)

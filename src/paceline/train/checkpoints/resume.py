@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.spec.errors import DataError, PacelineError, SettingError
-from paceline.train import wrapping
+from paceline.train import parallel
 from paceline.train.checkpoints.capture import Training, set_generators, shards_of
 from paceline.train.checkpoints.format import (
     OPTIMIZER,
@@ -32,8 +32,8 @@ from paceline.train.checkpoints.format import (
 )
 from paceline.train.checkpoints.store import WANTS, Found, Store
 from paceline.train.comms import Comms
+from paceline.train.device import seed_all
 from paceline.train.disks import folder_of_all
-from paceline.train.seeding import seed_all
 
 
 @dataclass(frozen=True)
@@ -288,12 +288,12 @@ def restore(loaded: Loaded, training: Training, comms: Comms) -> None:
 def _restore(loaded: Loaded, training: Training, comms: Comms) -> None:
     state, rest, updater = loaded.state, loaded.tensors[OPTIMIZER], training.updater
     if loaded.shards is None:
-        wrapping.load_whole_state(updater.module, loaded.tensors[WEIGHTS])
+        parallel.load_whole_state(updater.module, loaded.tensors[WEIGHTS])
         updater.load_state(unpack(state["training"], rest))
     else:  # each rank reads what it is to hold, whoever has written it
         from paceline.train.checkpoints import shards
 
-        shards.fill(loaded.shards / WEIGHT_SHARDS, wrapping.own_state(updater.module))
+        shards.fill(loaded.shards / WEIGHT_SHARDS, parallel.own_state(updater.module))
         fresh: dict[str, Tensor] = {}
         pack(updater.state(whole=False), fresh, "training")
         mine = shards_of(fresh)

@@ -14,8 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from paceline.spec.errors import SettingError
-from paceline.train.cpus import allowed, loader_workers
-from paceline.train.fetching import Draws, Fetch, Wanted, _moved, ahead
+from paceline.train.data import Draws, Fetch, Wanted, _moved, ahead, allowed, loader_workers
 from paceline.train.loader import Batch
 
 CPU = torch.device("cpu")

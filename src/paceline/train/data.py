@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import random
 import signal
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -30,6 +32,9 @@ T = TypeVar("T")
 Collate = Callable[[list[Any]], Any]
 """From a list of samples to a batch: a tuple, a dictionary or one tensor."""
 Made = Generator[tuple[T, tuple[Any, ...]], None, None]
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+MOST_WORKERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +227,7 @@ def _maker(data: Data, collate: _Collated) -> Callable[[Ids, Draws | None], tupl
 
 
 def _one_by_one(data: Mapped, ids: Ids, draws: Draws | None, collate: _Collated) -> tuple[Any, ...]:
-    """In this process the generators go on afterwards as if nothing had been drawn."""
+    """Afterwards this process's generators are as if nothing had been drawn."""
     if draws is None:
         return collate([data[index] for index in ids.tolist()])
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -303,3 +308,30 @@ def _moved(value: Any, device: torch.device, pins: bool) -> Any:
         value = value if value.is_pinned() else value.pin_memory()
         return value.to(device, non_blocking=True)
     return value.to(device)
+
+
+def allowed(quota_file: Path = _QUOTA) -> int:
+    """CPUs by affinity and by the container's quota, at least 1."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        count = os.cpu_count() or 1
+    return max(1, min(count, _quota(quota_file, count)))
+
+
+def _quota(file: Path, otherwise: int) -> int:
+    try:
+        quota, period = file.read_text().split()
+        return int(quota) // int(period)
+    except (OSError, ValueError):  # no control groups, or "max"
+        return otherwise
+
+
+def loader_workers(cpus: int, local_ranks: int) -> int:
+    """Loader processes for each rank: what the ranks of the node leave free.
+
+    Args:
+        cpus: CPUs that this process may use. Where launchers bind ranks these are its own.
+        local_ranks: Ranks that share them.
+    """
+    return max(0, min(MOST_WORKERS, cpus // local_ranks - 1))

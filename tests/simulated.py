@@ -95,8 +95,8 @@ class Simulated:
     # --- what it does
 
     def prepare(self, request: Message) -> Message:
-        ready = {"event": "forkserver", "ready": True, "import_s": 0.0,
-                 "loaded": {"python": "3.11.2", "executable": self._python}}  # fmt: skip
+        ready = {"event": "imported", "seconds": 0.0, "python": "3.11.2",
+                 "executable": self._python}  # fmt: skip
         asyncio.get_running_loop().call_soon(self._say, ready)
         return {}
 
@@ -114,16 +114,16 @@ class Simulated:
 
     async def _run(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            self._say({"event": "started", "rank": rank, "pid": 2})
+            self._say({"event": "rank started", "rank": rank, "pid": 2})
         for _ in range(self._lines):
             for rank in ranks:
                 self._say({"event": "output", "rank": rank, "stream": "out"}, self._line)
             while len(self.reader._buffer) > PIPE:  # type: ignore[attr-defined]
                 await asyncio.sleep(0)
         for rank in ranks:
-            self._say({"event": "exit", "rank": rank, "code": 0, "signal": None,
+            self._say({"event": "rank ended", "rank": rank, "code": 0, "signal": None,
                        "time": time.monotonic(), "peak_bytes": 1 << 20})  # fmt: skip
-        self._say({"event": "ended", "leftover": 0, "time": time.monotonic()})
+        self._say({"event": "node ended", "time": time.monotonic()})
 
 
 def _connect(agent: Simulated, request: Message) -> Message:

@@ -29,9 +29,10 @@ from paceline.launch.screen import Screen
 from paceline.remote import protocol
 from paceline.remote.channel import Channel, LoginRefused, Silent, Untrusted
 from paceline.remote.network import candidates
-from paceline.remote.protocol import ANSWERS, BOOT, EVENTS, SAYINGS, Conversation
+from paceline.remote.protocol import ANSWERS, BOOT, EVENTS, Conversation
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, PacelineError
+from paceline.spec.events import KINDS, Event
 from paceline.spec.hosts import Host
 from paceline.spec.job import Entry, Job
 from paceline.spec.shapes import MOST_DIGITS, Untrue
@@ -104,13 +105,11 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
 }  # fmt: skip
 
 TOLD: dict[str, list[dict[str, Any]]] = {
-    "forkserver": [
-        {"ready": True, "import_s": 1.5, "loaded": {"python": "3.11.2", "executable": "/p",
-                                                    "torch": "2.13.0", "backends": ["gloo"]}},
-        {"failed": "ImportError: x", "traceback": "Traceback\n…"},
-        {"died": -9, "time": 5.0, "memory": MEMORY},
-    ],
-    "started": [{"rank": 0, "pid": 3}],
+    "imported": [{"seconds": 1.5, "python": "3.11.2", "executable": "/p", "torch": "2.13.0",
+                  "backends": ["gloo"]}],
+    "import failed": [{"error": "ImportError: x", "traceback": "Traceback\n…"}],
+    "fork server died": [{"status": -9, "time": 5.0, "memory": MEMORY}],
+    "rank started": [{"rank": 0, "pid": 3}],
     "output": [{"rank": 0, "stream": "out"}],
     "said": [{"rank": 0, "data": data} for data in (
         {"kind": "event", "event": "checkpoint", "step": 5},
@@ -123,10 +122,12 @@ TOLD: dict[str, list[dict[str, Any]]] = {
         {"kind": "begin", "resumed": True},
         {"kind": "heartbeat", "step": 3, "phase": "forward"},
     )],
-    "exit": [{"rank": 0, "code": 1, "signal": None, "time": 3.0, "peak_bytes": 5, "seen": SEEN},
-             {"rank": 0, "code": None, "signal": 9, "time": 3.0, "peak_bytes": 5,
-              "memory": MEMORY}],
-    "ended": [{"leftover": 1, "time": 5.0}],
+    "rank ended": [
+        {"rank": 0, "code": 1, "signal": None, "time": 3.0, "peak_bytes": 5, "seen": SEEN},
+        {"rank": 0, "code": None, "signal": 9, "time": 3.0, "peak_bytes": 5, "memory": MEMORY},
+    ],
+    "leftovers killed": [{"count": 1}],
+    "node ended": [{"time": 5.0}],
     "asked to end": [{"time": 5.0}],
     "leaving": [{"reason": "lease", "why": "it ran out", "time": 5.0}],
 }  # fmt: skip
@@ -154,7 +155,7 @@ def test_every_request_has_a_schema_and_an_example() -> None:
 def test_every_event_has_a_schema_and_an_example() -> None:
     posted = {
         name
-        for file in ("server.py", "job.py")
+        for file in ("server.py", "job.py", "forkserver.py")
         for name in re.findall(r'"event": "([^"]+)"|event="([^"]+)"', (AGENT / file).read_text())
         for name in name
         if name
@@ -527,11 +528,13 @@ def test_hostile_events(tmp_path: Path) -> None:
         except Untrue:
             return 1
         attempt: Any = Attempt(None, job(), fleet, None, screen, recorder)  # type: ignore[arg-type]
-        event: Any = SimpleNamespace(host="n2", message=message, blob=blob)
-        if kind == "forkserver":
-            node.take_fork_server(message)
+        event = Event.heard("n2", message, blob)
+        if kind in ("imported", "import failed", "fork server died"):
+            node.take_fork_server(event)
         attempt.take(node, event)
-        recorder.take(node, event)
+        recorder.take(event)
+        if event.written is not None:
+            assert recorder.events[-1].kind == event.kind
         return 0
 
     refused = within_bounds(lambda: asyncio.run(go()))
@@ -557,7 +560,7 @@ def test_events_that_no_agent_sends(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, -1, "../../../x", None, True, "0", 2**40])
-@pytest.mark.parametrize("kind", ["output", "started", "said", "exit"])
+@pytest.mark.parametrize("kind", ["output", "rank started", "said", "rank ended"])
 def test_ranks_of_other_nodes(kind: str, rank: Any) -> None:
     conversation = Conversation()
     conversation.event(hello(), b"")
@@ -577,7 +580,10 @@ def test_what_a_program_says_wrongly_is_not_heard() -> None:
     ]  # fmt: skip
     for data in wrong:
         assert not conversation.event({"event": "said", "rank": 0, "data": data}, b"")
-    assert set(SAYINGS) >= {"event", "exception", "metrics", "progress", "say", "begin"}
+    # nor what only an agent or the launcher can know
+    for name in (name for name, kind in KINDS.items() if kind.by != "rank"):
+        told = {"kind": "event", "event": name, "code": 0, "copy": "/a", "home": "/b"}
+        assert not conversation.event({"event": "said", "rank": 0, "data": told}, b"")
 
 
 # --- a lying node fails, alone
@@ -603,8 +609,8 @@ def test_a_lie_ends_the_connection_and_is_told() -> None:
             await asyncio.wait_for(waiting, LONGEST_S)
         assert isinstance(caught.value, NodeError)
         (lost,) = told
-        assert lost.message["event"] == "lost"
-        assert lost.message["trouble"] == channel.trouble == caught.value.found
+        assert lost.kind == "connection ended"
+        assert lost["trouble"] == channel.trouble == caught.value.found
         await channel.close()
 
     for lie in lies:

@@ -45,7 +45,7 @@ LIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "another rank": ("event", "output", {"rank": 0}),
     "its loss": ("event", "output", {"event": "lost", "stderr": "n1 is to blame"}),
     "the folder of a run": ("shared", False, {"shared": True, "folder": "/etc"}),
-    "files elsewhere": ("event", "ended", {"leftover": "x"}),
+    "files elsewhere": ("event", "node ended", {"time": "x"}),
 }
 
 

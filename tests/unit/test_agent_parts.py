@@ -527,8 +527,8 @@ def test_lone_surrogates_survive() -> None:
 
 
 def test_a_module_that_may_be_missing() -> None:
-    assert forkserver._preload(["json", "no_such_module?"])["ready"]
-    assert "no_such_module" in forkserver._preload(["no_such_module"])["failed"]
+    assert forkserver._preload(["json", "no_such_module?"])["event"] == "imported"
+    assert "no_such_module" in forkserver._preload(["no_such_module"])["error"]
 
 
 # --- what ps shows

@@ -19,6 +19,7 @@ from paceline.bench.scaling import (
     table,
     to_json,
 )
+from paceline.spec.events import Event
 
 SAID = (
     "trained 1,200 steps, 76,800 samples in 4.5 s: 17,067 samples/s"
@@ -44,10 +45,10 @@ def test_the_steps_of_the_ladder() -> None:
 
 def test_the_parts_add_up() -> None:
     events = [
-        {"time": 102.0, "event": "world joined"},
-        {"time": 102.5, "event": "world joined"},
-        {"time": 109.0, "event": "rank ended"},
-        {"time": 109.5, "event": "rank ended"},
+        Event("world joined", time=102.0),
+        Event("world joined", time=102.5),
+        Event("rank ended", time=109.0),
+        Event("rank ended", time=109.5),
     ]
     found = measure(10.0, 100.0, events, ["hello", SAID])
     assert (found.startup, found.training, found.shutdown) == (2.5, 7.0, 0.5)

@@ -11,9 +11,9 @@ from paceline.launch import restart
 from paceline.launch.fleet import Fleet, Silence, together, why_ended
 from paceline.launch.node import Node
 from paceline.remote import fanout
-from paceline.remote.channel import Event
 from paceline.remote.openssh import SshOptions
 from paceline.spec.errors import ConnectError, NodeError
+from paceline.spec.events import Event
 from paceline.spec.failure import Failure
 from paceline.spec.hosts import Host
 from paceline.spec.job import Entry, Job
@@ -56,7 +56,7 @@ def fleet_of(*agents: Agent, lease_s: float = 1.0) -> tuple[Fleet, list[str], li
     losses: list[str] = []
     fleet = Fleet(
         list(agents), lease_s,  # type: ignore[arg-type]
-        lambda node, event: events.append(f"{node.name} {event.message['event']}"),
+        lambda node, event: events.append(f"{node.name} {event.kind}"),
         lambda node, why: losses.append(why),
     )  # fmt: skip
     return fleet, events, losses
@@ -66,7 +66,7 @@ def test_renews_leases_and_hears_of_the_ranks() -> None:
     async def scene() -> tuple[Node, Agent, list[str]]:
         agent = Agent("n1")
         fleet, events, _ = fleet_of(agent)
-        agent.on_event(Event("n1", {"event": "started"}))
+        agent.on_event(Event("rank started", "n1"))
         await asyncio.sleep(0.25)
         await fleet.close()
         return fleet.first, agent, events
@@ -75,7 +75,7 @@ def test_renews_leases_and_hears_of_the_ranks() -> None:
     assert agent.asked.count("lease") >= 2
     assert agent.asked[-1] == "bye"
     assert (node.quiet_s, node.frozen) == (3.5, {1: 2.0})
-    assert events == ["n1 started"]
+    assert events == ["n1 rank started"]
 
 
 def test_a_silent_node_is_lost_once_and_only_that_one() -> None:
@@ -87,7 +87,7 @@ def test_a_silent_node_is_lost_once_and_only_that_one() -> None:
             await asyncio.sleep(0.05)
             if losses:
                 break
-        silent.on_event(Event("n1", {"event": "lost", "stderr": "", "trouble": ""}))
+        silent.on_event(Event("connection ended", "n1", fields={"stderr": "", "trouble": ""}))
         await fleet.close()
         return fleet, losses
 

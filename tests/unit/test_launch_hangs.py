@@ -11,6 +11,7 @@ from paceline.explain.evidence import Evidence
 from paceline.explain.rules import load_all
 from paceline.explain.stacks import Frame, Stand
 from paceline.launch.hangs import BUSY_S, Hang, Heartbeats, Look, judge
+from paceline.spec.events import Event
 from paceline.spec.failure import Result
 
 ALL_REDUCE = (
@@ -123,8 +124,8 @@ def test_patience_follows_what_is_usual() -> None:
 
 
 def test_a_stopped_job_that_had_gone_on_did_not_hang() -> None:
-    hang = {"event": "hang", "host": "n2", "rank": 1, "text": "rank 1 on n2 stands still"}
+    hang = Event("hang", "n2", 1, fields={"text": "rank 1 on n2 stands still"})
     told = Evidence(events=(hang,), result=Result(130, interrupted=2))
     assert "the job hung: rank 1 on n2" in conclude(told, load_all()).text
-    over = Evidence(events=(hang, {"event": "hang over"}), result=Result(130, interrupted=2))
+    over = Evidence(events=(hang, Event("hang over")), result=Result(130, interrupted=2))
     assert "nothing failed" in conclude(over, load_all()).text

@@ -8,12 +8,19 @@ from typing import Any
 import pytest
 
 from paceline.launch import outcome
+from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Kind, Result, signal_name
 
 
 def failure(rank: int | None, time: float, headline: str = "", kind: Kind = "exception",
             host: str = "", **more: Any) -> Failure:  # fmt: skip
     return Failure(kind, host or f"n{rank}", rank, time, headline=headline, **more)
+
+
+def left_for(host: str, reason: str, why: str, time: float) -> Failure | None:
+    """What it means that an agent leaves."""
+    event = Event("leaving", host, None, time, {"reason": reason, "why": why})
+    return outcome.failure_of(event, lease_s=10.0)
 
 
 ECHOES = [
@@ -86,7 +93,7 @@ def test_ends_in_words() -> None:
 
 
 def test_nodes_that_ended_their_ranks_while_we_were_away_are_not_to_blame() -> None:
-    left = outcome.leaving("n1", "lease", "the lease of 10 s ran out", 7.0, 10.0)
+    left = left_for("n1", "lease", "the lease of 10 s ran out", 7.0)
     assert left is not None
     after = [left, failure(0, 7.1, "killed by SIGTERM", "signal", signal=15)]
     us = outcome.first(outcome.own_absence(after, 20.4, 10.0))
@@ -120,10 +127,10 @@ def test_an_end_in_order_is_to_blame_where_only_echoes_follow() -> None:
 
 
 def test_an_agent_that_leaves_for_its_guard_is_named() -> None:
-    left = outcome.leaving("n2", "guard", "its guard was killed", 1.0, 10.0)
+    left = left_for("n2", "guard", "its guard was killed", 1.0)
     assert left is not None
     assert left.describe() == "n2: its guard was killed; the agent ended its ranks"
-    assert outcome.leaving("n2", "bye", "the launcher said so", 1.0, 10.0) is None
+    assert left_for("n2", "bye", "the launcher said so", 1.0) is None
 
 
 @pytest.mark.parametrize(

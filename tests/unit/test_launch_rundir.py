@@ -16,6 +16,7 @@ from paceline.launch.running import last_lines
 from paceline.rundir import directory as rundir
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, SettingError
+from paceline.spec.rundir import log_file, safe
 
 
 def owner(path: Path, **more: Any) -> None:
@@ -57,7 +58,7 @@ def test_a_damaged_owner_file_is_no_owner(tmp_path: Path, text: str) -> None:
 
 def test_few_of_many_logs_are_open(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    names = [directory.log_name("n1", rank) for rank in range(3 * rundir.OPEN_FILES)]
+    names = [log_file("n1", rank) for rank in range(3 * rundir.OPEN_FILES)]
     before = len(list(Path("/proc/self/fd").iterdir()))
     for word in (b"first\n", b"second\n"):
         for name in names:
@@ -237,7 +238,7 @@ def test_a_place_where_nothing_can_be() -> None:
      (".x", "x"), ("", "_")],
 )  # fmt: skip
 def test_names_of_folders(name: str, folder: str) -> None:
-    assert rundir.safe(name) == folder
+    assert safe(name) == folder
 
 
 def test_fresh_names(tmp_path: Path) -> None:
@@ -252,7 +253,7 @@ def test_the_last_lines_are_of_this_run(tmp_path: Path) -> None:
     """What an earlier run left in a log of the same folder is not this failure's."""
     for text in (b"of the first run\n", b"of the second run\n"):
         directory = RunDirectory(tmp_path)
-        name = directory.log_name("n1", 0)
+        name = log_file("n1", 0)
         directory.append_bytes(name, text)
         directory.close()
     assert last_lines(tmp_path / name, directory.begins[name]) == "of the second run"

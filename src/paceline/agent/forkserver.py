@@ -64,10 +64,12 @@ def _preload(modules: List[str]) -> Message:
             _import(module)
     except BaseException as error:  # an import may raise SystemExit too
         return {
-            "failed": "%s: %s" % (type(error).__name__, error),
+            "event": "import failed",
+            "error": "%s: %s" % (type(error).__name__, error),
             "traceback": traceback.format_exc(),
         }
-    return {"ready": True, "import_s": time.monotonic() - begun, "loaded": _loaded()}
+    seconds = round(time.monotonic() - begun, 3)
+    return dict(_loaded(), event="imported", seconds=seconds)
 
 
 def _import(module: str) -> None:

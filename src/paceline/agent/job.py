@@ -75,7 +75,7 @@ class Rank:
         seen = {"state": self.seen.state, "stack": self.seen.stack}
         return {
             **({"seen": seen} if self.seen.asked else {}),
-            "event": "exit",
+            "event": "rank ended",
             "rank": self.rank,
             "code": None if signaled else os.WEXITSTATUS(status),
             "signal": os.WTERMSIG(status) if signaled else None,
@@ -231,8 +231,8 @@ class NodeJob:
             self._from_server(json.loads(line))
 
     def _from_server(self, message: Message) -> None:
-        if "ready" in message or "failed" in message:
-            self._post(dict(message, event="forkserver"))
+        if "event" in message:
+            self._post(message)
         elif "started" in message:
             self._started(message)
         elif "exited" in message and not message.get("store"):
@@ -247,7 +247,7 @@ class NodeJob:
             return
         rank = self._rank(message["local_rank"])
         rank.process = process
-        self._post({"event": "started", "rank": rank.rank, "pid": process.pid})
+        self._post({"event": "rank started", "rank": rank.rank, "pid": process.pid})
         if self._stopping is not None:  # it was ordered before the stop, and begins after it
             self._signal_group(process, self._stopping)
         with contextlib.suppress(OSError):  # a fork server that died is noticed by itself
@@ -262,7 +262,7 @@ class NodeJob:
         self._channel.close()
         self._channel = None
         status = self._server.wait() if self._server is not None else 0
-        died = {"event": "forkserver", "died": status, "time": time.monotonic()}
+        died = {"event": "fork server died", "status": status, "time": time.monotonic()}
         if self._given_up:
             died["frozen"] = True
         elif status == -signal.SIGKILL:
@@ -425,7 +425,9 @@ class NodeJob:
         """
         self.running, self._kill_at = False, None
         leftover = self.kill()
-        self._post({"event": "ended", "leftover": leftover, "time": time.monotonic()})
+        if leftover:
+            self._post({"event": "leftovers killed", "count": leftover})
+        self._post({"event": "node ended", "time": time.monotonic()})
 
     def kill(self) -> int:
         """SIGKILLs every process of the job but fork server and store; returns how many."""

@@ -92,8 +92,7 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
         if entry["kind"] == "binary":
             return _execute([entry["target"], *entry["args"]])
         _run_python(entry)
-    except SystemExit as leaving:
-        _tell_exit(leaving, events)
+    except SystemExit:
         raise
     except KeyboardInterrupt as error:
         # what Python itself does: die of the signal, so that the parent sees it
@@ -236,11 +235,6 @@ def _hooked() -> bool:
     """
     module = str(getattr(sys.excepthook, "__module__", ""))
     return sys.excepthook is not sys.__excepthook__ and not module.startswith("torch.")
-
-
-def _tell_exit(leaving: SystemExit, events: int) -> None:
-    if leaving.code not in (None, 0):
-        _tell(events, {"kind": "leaving", "code": str(leaving.code), "time": time.monotonic()})
 
 
 def _tell(events: int, message: Message) -> None:

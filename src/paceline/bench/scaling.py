@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from paceline.spec.events import Event
 from paceline.spec.terminal import wrapped
 
 _NUMBER = r"([\d,]+(?:\.\d+)?)"
@@ -77,19 +78,19 @@ class Measured:
         return 1.0 / max(self.training, 1e-9)
 
 
-def measure(wall: float, began: float, events: Sequence[Mapping[str, Any]],
+def measure(wall: float, began: float, events: Sequence[Event],
             said: Sequence[str]) -> Measured:  # fmt: skip
     """Puts one run's record together.
 
     Args:
         wall: Seconds that the whole command took.
         began: When it was started, seconds since 1970.
-        events: Its events.jsonl.
+        events: What happened in it.
         said: Lines that the script had shown to the user.
     """
     times: dict[str, list[float]] = {}
     for event in events:
-        times.setdefault(str(event["event"]), []).append(float(event["time"]))
+        times.setdefault(event.kind, []).append(event.time)
     ready = max(times.get("world joined") or times.get("rank started") or [began])
     ended = max(times.get("rank ended") or [began + wall])
     startup = min(max(ready - began, 0.0), wall)

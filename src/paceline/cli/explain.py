@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from paceline.report import explanation
 from paceline.rundir.records import is_regular, read_object
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
+from paceline.spec.events import Event
 from paceline.spec.failure import Result
 from paceline.spec.terminal import for_reader
 
@@ -137,8 +137,8 @@ def pack(bundle: Path, run: Path | None, evidence: Evidence, found: Conclusion) 
 
     contents: dict[str, Any] = {"explanation.json": to_json(found)}
     for log in evidence.logs:
-        who = "log" if log.rank is None else f"{log.rank}"
-        contents[f"logs/{log.host or 'job'}/{who}.log"] = log.text
+        who = "log" if log.rank is None else log.rank
+        contents[names.log_file(log.host or "job", who)] = log.text
     for name in (names.PLAN, names.EVENTS, names.RESULT, names.HOSTS, names.METRICS):
         if run is not None and is_regular(run / name):
             contents[name] = read(run / name, WHOLE)
@@ -146,7 +146,7 @@ def pack(bundle: Path, run: Path | None, evidence: Evidence, found: Conclusion) 
     say(f"paceline: wrote {bundle}", err=True)
 
 
-def after_failure(run: Path, result: Result, events: Sequence[Mapping[str, Any]]) -> str:
+def after_failure(run: Path, result: Result, events: tuple[Event, ...]) -> str:
     """For the end of a failed run: the conclusion, written down there and as text to show.
 
     The text is empty where it would only repeat the traceback that is shown anyway.

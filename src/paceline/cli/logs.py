@@ -14,7 +14,7 @@ import click
 from paceline.cli.flags import of_a_run
 from paceline.cli.runs import current_run, look_at
 from paceline.cli.verb import Verb
-from paceline.explain.gather import log_files, rank_of
+from paceline.explain.gather import log_files
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
@@ -60,7 +60,7 @@ def command(ctx: click.Context, /, rank: int | None, host: str | None, tail: int
 def logs_of(path: Path, rank: int | None = None, host: str | None = None) -> list[Path]:
     """Log files of ranks, in the order of the ranks."""
     found = [(number, file) for file in log_files(path / names.LOGS)
-             if (number := rank_of(file)) is not None]  # fmt: skip
+             if (number := names.rank_of(file)) is not None]  # fmt: skip
     return [
         file
         for number, file in sorted(found)

@@ -23,6 +23,7 @@ from paceline.rundir.ownership import read_owner
 from paceline.rundir.redactor import Redactor
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError
+from paceline.spec.events import Event
 from paceline.spec.failure import Result
 from paceline.spec.finding import Finding
 from paceline.spec.hosts import Cluster, Host
@@ -158,7 +159,7 @@ def explained(run_dir: Path, secrets: Sequence[str]) -> Iterator[None]:
         raise
 
 
-def explain_run(run_dir: Path, result: Result, events: Sequence[Mapping[str, Any]],
+def explain_run(run_dir: Path, result: Result, events: tuple[Event, ...],
                 shown: bool) -> None:  # fmt: skip
     """The conclusion after a failed run: into findings.json, and shown.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
+from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result, place
 from paceline.spec.terminal import clean
 
@@ -63,35 +63,6 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """How one rank ended.
-
-    Attributes:
-        host, rank: Who.
-        code: Exit status, ``None`` after a signal.
-        signal: Number of the signal, ``None`` after an exit.
-        time: Seconds since 1970 at the launcher; 0 when not known.
-        peak_bytes: Most memory that it had; 0 when not known.
-        memory: What the memory killer left (see ``agent.memory.evidence``); may be empty.
-        seen: What it was doing when another failed: ``state`` (as ``ps`` shows it) and ``stack``
-            (innermost frame first); empty unless it was looked at.
-    """
-
-    host: str
-    rank: int
-    code: int | None
-    signal: int | None
-    time: float = 0.0
-    peak_bytes: int = 0
-    memory: Mapping[str, Any] = field(default_factory=dict)
-    seen: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def where(self) -> str:
-        return place(self.host, self.rank)
-
-
-@dataclass(frozen=True, slots=True)
 class Launcher:
     """Who says that the run is theirs: the mark is taken away when a run ends in order.
 
@@ -116,19 +87,22 @@ class Evidence:
 
     Attributes:
         logs: The first failing rank's first, then the others in rank order.
-        ends: In the order in which ranks ended.
         result: How the job ended; of a log only the first failure is known, if that.
-        events: Lines of events.jsonl.
+        events: What happened.
         launcher: Whose run it still is; ``None`` after an end in order.
         checkpoint: Step of the newest checkpoint; ``None`` when there is none.
     """
 
     logs: tuple[Log, ...] = ()
-    ends: tuple[End, ...] = ()
     result: Result = field(default_factory=Result)
-    events: tuple[Mapping[str, Any], ...] = ()
+    events: tuple[Event, ...] = ()
     launcher: Launcher | None = None
     checkpoint: int | None = None
+
+    @property
+    def ends(self) -> tuple[Event, ...]:
+        """In the order in which ranks ended."""
+        return tuple(event for event in self.events if event.kind == "rank ended")
 
     @property
     def first(self) -> Failure | None:
@@ -152,6 +126,6 @@ class Evidence:
     def says(self, pattern: re.Pattern[str]) -> bool:
         return next(self.search(pattern), None) is not None
 
-    def end_of(self, log: Log) -> End | None:
+    def end_of(self, log: Log) -> Event | None:
         found = (end for end in self.ends if (end.host, end.rank) == (log.host, log.rank))
         return next(found, None)

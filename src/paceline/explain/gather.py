@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from paceline.explain import logs as cutting
-from paceline.explain.evidence import End, Evidence, Launcher, Log
+from paceline.explain.evidence import Evidence, Launcher, Log
 from paceline.rundir.ownership import owner_alive, owner_here, read_owner
 from paceline.rundir.records import (
     folders_in,
     head_and_tail,
     is_regular,
-    mapping,
-    number,
     read_object,
     read_records,
-    whole,
-    words,
 )
 from paceline.spec import rundir as names
 from paceline.spec.errors import DataError
+from paceline.spec.events import Event, at_home, homes, read_events
 from paceline.spec.failure import Failure, Result
 
 HEAD = 64 << 10  # bytes read of a log's beginning
@@ -46,10 +42,11 @@ def from_run(path: Path) -> Evidence:
     launcher = _launcher(path)
     # a run that has not ended leaves the result of the one before it in the folder
     said = read_object(path / names.RESULT) if launcher is None else None
-    return of_run(path, Result.from_json(said or {}), read_records(path / names.EVENTS), launcher)
+    events = read_events(read_records(path / names.EVENTS))
+    return of_run(path, Result.from_json(said or {}), events, launcher)
 
 
-def of_run(path: Path, result: Result, events: Sequence[Mapping[str, Any]],
+def of_run(path: Path, result: Result, events: tuple[Event, ...],
            launcher: Launcher | None = None) -> Evidence:  # fmt: skip
     """The evidence of a run of which it is known how it ended and what happened.
 
@@ -58,36 +55,18 @@ def of_run(path: Path, result: Result, events: Sequence[Mapping[str, Any]],
         result, events: Of a run that has just ended as its launcher had them, else from its files.
         launcher: Whose run it still is.
     """
-    first, ends, homes = result.failure, _ends(events), _homes(events)
+    first, copies = result.failure, homes(events)
     found = [
-        Log(log.host, log.rank, tuple(_at_home(homes, log.host, line) for line in log.lines))
+        Log(log.host, log.rank, tuple(at_home(copies, log.host, line) for line in log.lines))
         for log in _rank_logs(path / names.LOGS, _hosts_of(events), first)
     ]
     return Evidence(
-        logs=tuple(_ordered(found, first, ends)),
-        ends=ends,
+        logs=tuple(_ordered(found, first, events)),
         result=result,
-        events=tuple(events),
+        events=events,
         launcher=launcher,
         checkpoint=next((int(one.name) for one in names.checkpoints(path)), None),
     )
-
-
-def _homes(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Host, shipped copy there, and the user's own folder that it is a copy of."""
-    found = (
-        tuple(words(event.get(name), 4096) for name in ("host", "copy", "home"))
-        for event in events
-        if event.get("event") == "copied"
-    )
-    return [(host, copy, home) for host, copy, home in found if copy.count("/") > 1][:10_000]
-
-
-def _at_home(homes: list[tuple[str, str, str]], host: str, line: str) -> str:
-    for name, copy, home in homes:
-        if name == host and copy in line:
-            line = line.replace(copy, home)
-    return line
 
 
 def _launcher(path: Path) -> Launcher | None:
@@ -102,15 +81,17 @@ def from_log(text: str) -> Evidence:
     """The evidence of one log, of whatever launcher."""
     first = cutting.root_cause(text)
     found = cutting.split(text)
-    ends: tuple[End, ...] = ()
-    if first is not None and first.signal is not None and first.rank is not None:
-        ends = (End(first.host, first.rank, None, first.signal),)
-    return Evidence(tuple(_ordered(found, first, ends)), ends, Result(failure=first))
+    events: tuple[Event, ...] = ()
+    if first is not None and first.signal is not None:
+        ended = {"code": None, "signal": first.signal}
+        events = (Event("rank ended", first.host, first.rank, fields=ended),)
+    return Evidence(tuple(_ordered(found, first, events)), Result(failure=first), events)
 
 
-def _ordered(found: Iterable[Log], first: Failure | None, ends: tuple[End, ...]) -> list[Log]:
+def _ordered(found: Iterable[Log], first: Failure | None, events: tuple[Event, ...]) -> list[Log]:
     """The first failing rank's log first; then ranks in the order of their bad ends."""
-    bad = [(end.host, end.rank) for end in ends if end.code != 0]
+    bad = [(one.host, one.rank) for one in events
+           if one.kind == "rank ended" and one["code"] != 0]  # fmt: skip
 
     def order(log: Log) -> tuple[bool, int, bool, int]:
         is_first = first is not None and log.rank == first.rank and log.host in (first.host, "")
@@ -121,51 +102,9 @@ def _ordered(found: Iterable[Log], first: Failure | None, ends: tuple[End, ...])
     return sorted(found, key=order)
 
 
-def _ends(events: Sequence[Mapping[str, Any]]) -> tuple[End, ...]:
-    return tuple(
-        End(
-            words(event.get("host"), 255),
-            whole(event.get("rank")) or 0,
-            whole(event.get("code")),
-            _signal(event.get("signal")),
-            number(event.get("time")),
-            whole(event.get("peak_bytes")) or 0,
-            _memory(mapping(event.get("memory"))),
-            _seen(mapping(event.get("seen"))),
-        )
-        for event in events
-        if event.get("event") == "rank ended"
-    )
-
-
-def _signal(value: Any) -> int | None:
-    """The number of a signal that this machine knows."""
-    return value if whole(value) in set(signal.Signals) else None
-
-
-def _memory(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What the memory killer left, of the kinds that rules expect."""
-    limit = mapping(said.get("limit"))
-    size, group = whole(limit.get("bytes")), words(limit.get("group"), 4096)
-    of_limit = {"limit": {"bytes": size, "group": group}} if size is not None else {}
-    rest = {name: value for name, value in said.items() if name != "limit"}
-    return {**rest, "kernel": _texts(said.get("kernel")), **of_limit} if said else {}
-
-
-def _seen(said: Mapping[str, Any]) -> dict[str, Any]:
-    stack = _texts(said.get("stack"))
-    return {"state": words(said.get("state"), 8), "stack": stack} if said else {}
-
-
-def _texts(value: Any) -> list[str]:
-    return [words(one, 2000) for one in value[:1000]] if isinstance(value, list) else []
-
-
-def _hosts_of(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _hosts_of(events: Sequence[Event]) -> dict[str, str]:
     """Host by the name of its folder among the logs."""
-    hosts = {host for event in events if (host := words(event.get("host"), 255))}
-    return {"".join(c if c.isalnum() or c in "._-" else "_" for c in h).lstrip("."): h
-            for h in hosts}  # fmt: skip
+    return {names.safe(event.host): event.host for event in events if event.host}
 
 
 def _rank_logs(folder: Path, hosts: Mapping[str, str], first: Failure | None) -> list[Log]:
@@ -174,7 +113,7 @@ def _rank_logs(folder: Path, hosts: Mapping[str, str], first: Failure | None) ->
     share = min(TAIL, ALL_LOGS // max(1, len(files)))
     found = []
     for file in files:
-        host, rank = hosts.get(file.parent.name, file.parent.name), rank_of(file)
+        host, rank = hosts.get(file.parent.name, file.parent.name), names.rank_of(file)
         blamed = first is not None and (first.host, first.rank) == (host, rank)
         found.append(Log.of(host, rank, read(file, TAIL if blamed else share)))
     return found
@@ -188,12 +127,6 @@ def log_files(folder: Path) -> list[Path]:
         if len(found) >= MOST_LOGS:
             break
     return found[:MOST_LOGS]
-
-
-def rank_of(file: Path) -> int | None:
-    """The rank whose log it is; ``None`` for an agent's."""
-    named = file.stem.isascii() and file.stem.isdecimal() and len(file.stem) < 10
-    return int(file.stem) if named else None
 
 
 def read(file: Path, tail: int = TAIL) -> str:

@@ -71,9 +71,9 @@ def parse(lines: Iterable[str]) -> tuple[Frame, ...]:
 def seen(evidence: Evidence) -> list[Stand]:
     """Where the ranks stood that were alive when another failed."""
     return [
-        Stand(end.host, end.rank, str(end.seen.get("state", "")), parse(end.seen.get("stack", ())))
+        Stand(end.host, end.rank, end["seen"]["state"], parse(end["seen"]["stack"]))
         for end in evidence.ends
-        if end.seen
+        if end["seen"] and end.rank is not None
     ]
 
 

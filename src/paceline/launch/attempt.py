@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
 
 from paceline.launch import outcome
 from paceline.launch.fleet import Fleet, first_of, together, within
 from paceline.launch.hangs import Hang, HangWatch
 from paceline.launch.interrupts import Interrupts
-from paceline.launch.node import Node, how_it_died
+from paceline.launch.node import Node
 from paceline.launch.recorder import Recorder
 from paceline.launch.screen import Screen
-from paceline.remote.channel import Event
 from paceline.spec import jobenv
-from paceline.spec.failure import Failure, Kind, Result, signal_name
+from paceline.spec.events import Event
+from paceline.spec.failure import Failure, Result, signal_name
 from paceline.spec.job import Job
 from paceline.spec.plan import NodePlan, Plan
 
@@ -171,9 +169,26 @@ class Attempt:
 
     def take(self, node: Node, event: Event) -> None:
         """Hears an agent; only what bears on the attempt's end is of interest here."""
-        hear = _HEARD.get(event.message.get("event", ""))
-        if hear is not None:
-            hear(self, node, event.message)
+        rank = -1 if event.rank is None else event.rank
+        if event.kind == "world joined":
+            self.joined += 1
+        elif event.kind == "rank started":
+            self._hangs.started(rank, event["pid"])
+        elif event.kind == "heartbeat":
+            self._hangs.heartbeat(rank, str(event["phase"]))
+        elif event.kind == "exception" and not event["hooked"]:
+            self._screen.mute(node.name, rank)
+        elif event.kind == "node ended":
+            node.running = False
+            self._check_ended()
+        failure = outcome.failure_of(event, self._fleet.lease_s)
+        if failure is None or (failure.rank is None and not node.running):
+            return
+        if failure.kind == "early":
+            self._early.append(failure)
+            self._hangs.ended(node.name, rank)
+        else:
+            self.fail(failure)
 
     def fail(self, failure: Failure) -> None:
         self._failures.append(failure)
@@ -189,39 +204,6 @@ class Attempt:
     def _check_ended(self) -> None:
         if not self._fleet.running:
             self._ended.set()
-
-    def _rank_ended(self, node: Node, said: dict[str, Any]) -> None:
-        code, signum = said["code"], said["signal"]
-        if code == 0:
-            text = "ended with status 0 while the others were still training"
-            when = node.to_launcher_time(said["time"])
-            self._early.append(Failure("early", node.name, said["rank"], when, 0, headline=text))
-            self._hangs.ended(node.name, said["rank"])
-            return
-        kind: Kind = "exit" if signum is None else "signal"
-        when = node.to_launcher_time(said["time"])
-        peak, memory = int(said.get("peak_bytes") or 0), said.get("memory")
-        headline = outcome.describe_end(code, signum, memory, peak)
-        self.fail(Failure(kind, node.name, said["rank"], when, code, signum, headline))
-
-    def _rank_said(self, node: Node, said: dict[str, Any]) -> None:
-        data, rank = said["data"], said["rank"]
-        if data.get("kind") == "exception":
-            if not data.get("hooked"):
-                self._screen.mute(node.name, rank)
-            when = node.to_launcher_time(data["time"])
-            self.fail(
-                Failure("exception", node.name, rank, when,
-                        headline=exception_headline(data), traceback=data["traceback"],
-                        origin=data.get("origin"))
-            )  # fmt: skip
-        elif data.get("event") == "world joined":
-            self.joined += 1
-        elif data.get("kind") == "heartbeat":
-            self._hangs.heartbeat(rank, str(data.get("phase")))
-
-    def _rank_started(self, node: Node, said: dict[str, Any]) -> None:
-        self._hangs.started(said["rank"], said["pid"])
 
     def _hang_told(self, hang: Hang | None, seconds: float) -> None:
         """A hang is only told: who wants it ended says after how long."""
@@ -239,42 +221,3 @@ class Attempt:
         text = hang.text.removeprefix(f"rank {hang.rank} on {hang.host} ")
         headline = f"hung for longer than {limit}: {text}"
         self.fail(Failure("hang", host, hang.rank, time.monotonic(), headline=headline))
-
-    def _node_ended(self, node: Node, said: dict[str, Any]) -> None:
-        node.running = False
-        self._check_ended()
-
-    def _asked_to_end(self, node: Node, said: dict[str, Any]) -> None:
-        when = node.to_launcher_time(said["time"])
-        headline = "asked to end by SIGTERM, by the scheduler or somebody's kill"
-        term = int(signal.SIGTERM)
-        self.fail(Failure("signal", node.name, None, when, signal=term, headline=headline))
-
-    def _fork_server(self, node: Node, said: dict[str, Any]) -> None:
-        if "died" in said and node.running:
-            when = node.to_launcher_time(said["time"])
-            headline = how_it_died(said)
-            self.fail(Failure("forkserver", node.name, None, when, headline=headline))
-
-    def _leaving(self, node: Node, said: dict[str, Any]) -> None:
-        """The agent ends the ranks by itself: what they do from now on is its doing."""
-        when, lease_s = node.to_launcher_time(said["time"]), self._fleet.lease_s
-        failure = outcome.leaving(node.name, said["reason"], said["why"], when, lease_s)
-        if failure is not None and node.running:
-            self.fail(failure)
-
-
-_HEARD: dict[str, Callable[[Attempt, Node, dict[str, Any]], None]] = {
-    "exit": Attempt._rank_ended,
-    "said": Attempt._rank_said,
-    "ended": Attempt._node_ended,
-    "forkserver": Attempt._fork_server,
-    "asked to end": Attempt._asked_to_end,
-    "started": Attempt._rank_started,
-    "leaving": Attempt._leaving,
-}
-
-
-def exception_headline(data: dict[str, Any]) -> str:
-    """``ValueError: boom``."""
-    return f"{data['type']}: {data['message']}".strip().removesuffix(":")

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from paceline.launch.fleet import Fleet
 from paceline.launch.node import Node
-from paceline.remote.channel import Event
-from paceline.rundir.directory import RunDirectory, safe, short
+from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
+from paceline.spec.events import Event
 from paceline.transfer.checkpoints import CheckpointFetcher
 from paceline.transfer.results import Fetcher
 
@@ -38,12 +38,9 @@ class Results:
 
     def heard(self, node: Node, event: Event) -> None:
         """Follows what ranks say of checkpoints and models that they saved."""
-        data = event.message.get("data") or {}
-        if event.message.get("event") != "said":
-            return
-        if data.get("event") == "model kept elsewhere" and data.get("folder"):
-            self._elsewhere.append((node, str(data["folder"])))
-        if data.get("event") == "checkpoint" and self._checkpoints is not None:
+        if event.kind == "model kept elsewhere" and event["folder"]:
+            self._elsewhere.append((node, event["folder"]))
+        if event.kind == "checkpoint" and self._checkpoints is not None:
             self._checkpoints.wanted()
 
     async def bring_home(self, fleet: Fleet) -> None:
@@ -78,7 +75,7 @@ class Results:
             )
         if "code" in node.copies:
             root, manifest = node.copies["code"]
-            folder = target / names.FETCHED / safe(node.name)
+            folder = target / names.FETCHED / names.safe(node.name)
             came = await self._fetcher.fetch(node.channel, root, manifest, folder)
             if came:
                 count = f"{len(came)} new file{'s' * (len(came) > 1)}"

@@ -7,13 +7,14 @@ import contextlib
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.launch.node import Node, Trouble
-from paceline.remote.channel import Channel, Event
+from paceline.remote.channel import Channel
 from paceline.remote.fanout import all_of
 from paceline.spec.errors import PacelineError
+from paceline.spec.events import Event
 from paceline.spec.hosts import Host
 
 REQUEST_PATIENCE_S = 3.0
@@ -136,13 +137,12 @@ class Fleet:
         self, node: Node, on_event: Callable[[Node, Event], None]
     ) -> Callable[[Event], None]:
         def route(event: Event) -> None:
-            if event.message.get("event") != "lost":
-                on_event(node, event)
-                return
-            if trouble := event.message["trouble"]:
+            if event.kind != "connection ended":
+                on_event(node, replace(event, time=node.to_launcher_time(event.time)))
+            elif trouble := event["trouble"]:
                 self.lose(node, f"{node.name} sent what no agent sends: {trouble}")
             else:
-                self.lose(node, why_ended(node.name, event.message["stderr"]))
+                self.lose(node, why_ended(node.name, event["stderr"]))
 
         return route
 

@@ -20,10 +20,10 @@ from paceline.launch.prepare import Request
 from paceline.launch.recorder import Recorder
 from paceline.launch.screen import Screen
 from paceline.launch.supply import fork_servers_up, send_copies, warm_up
-from paceline.remote.channel import Event
 from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError
+from paceline.spec.events import Event
 from paceline.spec.failure import HERE, Failure, Result
 from paceline.spec.hosts import Host
 from paceline.spec.plan import Plan
@@ -267,14 +267,14 @@ class Launcher:
     # --- what agents say ---------------------------------------------------------------------
 
     def _on_event(self, node: Node, event: Event) -> None:
-        if event.message.get("event") == "forkserver":
-            node.take_fork_server(event.message)
+        if event.kind in ("imported", "import failed", "fork server died"):
+            node.take_fork_server(event)
             self._importing(self._nodes)
         if self._attempt is not None:
             self._attempt.take(node, event)
         self._results.heard(node, event)
         try:
-            self.recorder.take(node, event)
+            self.recorder.take(event)
         except NodeError as error:
             self._cannot_record(error)
 

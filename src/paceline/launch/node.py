@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paceline.launch.outcome import describe_end
+from paceline.launch.outcome import how_it_died
 from paceline.remote.channel import Channel
+from paceline.spec.events import Event
 from paceline.spec.hosts import Host
 
 
@@ -85,8 +86,8 @@ class Node:
         self.frozen = {int(rank): seconds for rank, seconds in answer.get("frozen", {}).items()}
 
     def to_launcher_time(self, node_monotonic: float) -> float:
-        """A moment of the node's monotonic clock on the launcher's."""
-        return node_monotonic + self.offset
+        """A moment of the node's monotonic clock on the launcher's; now, when none was told."""
+        return node_monotonic + self.offset if node_monotonic else time.monotonic()
 
     async def prepare(self) -> None:
         """Starts the fork server, or a new one after the first has died."""
@@ -98,15 +99,15 @@ class Node:
         ready = self.ready
         return ready is not None and ready.done() and getattr(ready.result(), "kind", "") == "died"
 
-    def take_fork_server(self, said: Mapping[str, Any]) -> None:
+    def take_fork_server(self, event: Event) -> None:
         """The fork server is up, or could not import, or died."""
         trouble: Trouble | None = None
-        if "failed" in said:
-            trouble = Trouble("import", str(said["traceback"]))
-        elif "died" in said:
-            trouble = Trouble("died", how_it_died(said))
+        if event.kind == "import failed":
+            trouble = Trouble("import", event["traceback"])
+        elif event.kind == "fork server died":
+            trouble = Trouble("died", how_it_died(event))
         else:
-            self.loaded = dict(said["loaded"])
+            self.loaded = dict(event.fields)
         self.settle(trouble)
 
     def settle(self, trouble: Trouble | None) -> None:
@@ -116,13 +117,3 @@ class Node:
         elif trouble is not None:
             self.ready = asyncio.get_running_loop().create_future()
             self.ready.set_result(trouble)
-
-
-def how_it_died(said: Mapping[str, Any]) -> str:
-    """Of a fork server, in one line."""
-    if said.get("frozen"):
-        return "the fork server stood still, stopped by a signal (SIGSTOP): it was ended"
-    status = int(said["died"])
-    end = describe_end(status, None) if status >= 0 else describe_end(
-        None, -status, said.get("memory"))  # fmt: skip
-    return f"the fork server ended: {end}" if status >= 0 else f"the fork server was {end}"

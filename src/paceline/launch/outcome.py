@@ -1,4 +1,4 @@
-"""Which failure was the first: pure, over what all agents reported."""
+"""What is a failure, and which was the first: pure, over what all agents reported."""
 
 from __future__ import annotations
 
@@ -8,11 +8,56 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.spec.failure import HERE, Failure, signal_name
+from paceline.spec.events import Event
+from paceline.spec.failure import HERE, Failure, Kind, signal_name
 
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|is too full|disk .{0,200}is full")
 SETTLE_S = 0.5  # how long to wait for an earlier failure that is still on its way
 SETTLE_ECHO_S = 2.5  # the same while only echoes were heard
+
+
+def failure_of(event: Event, lease_s: float) -> Failure | None:
+    """What an agent's event means for the attempt; ``None`` when nothing failed by it.
+
+    Args:
+        event: With its time on the launcher's clock.
+        lease_s: How long nodes go on without hearing of the launcher.
+    """
+
+    def failed(kind: Kind, headline: str, **more: Any) -> Failure:
+        return Failure(kind, event.host, event.rank, event.time, headline=headline, **more)
+
+    if event.kind == "exception":
+        headline = f"{event['type']}: {event['message']}".strip().removesuffix(":")
+        return failed("exception", headline, traceback=event["traceback"], origin=event["origin"])
+    if event.kind == "rank ended":
+        code, signum = event["code"], event["signal"]
+        if code == 0:
+            return failed("early", "ended with status 0 while the others were still training",
+                          code=0)  # fmt: skip
+        headline = describe_end(code, signum, event["memory"], event["peak_bytes"])
+        return failed("exit" if signum is None else "signal", headline, code=code, signal=signum)
+    if event.kind == "fork server died":
+        return failed("forkserver", how_it_died(event))
+    if event.kind == "asked to end":
+        return failed("signal", "asked to end by SIGTERM, by the scheduler or somebody's kill",
+                      signal=int(signal.SIGTERM))  # fmt: skip
+    if event.kind == "leaving" and event["reason"] == "lease":
+        return failed("lease", f"heard nothing of this launcher and ended its ranks "
+                               f"(lease {lease_s:g} s)")  # fmt: skip
+    if event.kind == "leaving" and event["reason"] == "guard":
+        return failed("agent", f"{event['why']}; the agent ended its ranks")
+    return None
+
+
+def how_it_died(event: Event) -> str:
+    """Of a fork server, in one line."""
+    if event["frozen"]:
+        return "the fork server stood still, stopped by a signal (SIGSTOP): it was ended"
+    status = event["status"]
+    if status >= 0:
+        return f"the fork server ended: {describe_end(status, None)}"
+    return f"the fork server was {describe_end(None, -status, event['memory'])}"
 
 
 def merge(failures: Sequence[Failure]) -> list[Failure]:
@@ -97,16 +142,6 @@ def early_end(failures: Sequence[Failure], early: Sequence[Failure]) -> list[Fai
         return [*(replace(one, time=min(one.time, before)) for one in early
                   if one.time <= before + SETTLE_S), *failures]  # fmt: skip
     return list(failures)
-
-
-def leaving(host: str, reason: str, why: str, when: float, lease_s: float) -> Failure | None:
-    """What it means that an agent leaves by itself; ``None`` when that says nothing new."""
-    if reason == "lease":
-        text = f"heard nothing of this launcher and ended its ranks (lease {lease_s:g} s)"
-        return Failure("lease", host, None, when, headline=text)
-    if reason == "guard":
-        return Failure("agent", host, None, when, headline=f"{why}; the agent ended its ranks")
-    return None
 
 
 def own_absence(failures: Sequence[Failure], away_s: float, lease_s: float) -> list[Failure]:

@@ -20,9 +20,10 @@ from paceline.launch.decide import Found, Supplies
 from paceline.launch.fleet import Fleet, together
 from paceline.launch.node import Node
 from paceline.remote import connectivity, network
-from paceline.remote.channel import AgentRefusal, Event
+from paceline.remote.channel import AgentRefusal
 from paceline.remote.transport import Reached, Transport, nobody
 from paceline.spec.errors import NodeError, SettingError
+from paceline.spec.events import Event
 from paceline.spec.hosts import Host
 from paceline.spec.job import Job
 from paceline.spec.plan import Plan

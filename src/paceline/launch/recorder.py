@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.launch.metrics import MetricsLog
 from paceline.launch.node import Node
 from paceline.launch.screen import Screen
-from paceline.remote.channel import Event
-from paceline.rundir.directory import RunDirectory, safe, short
+from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
+from paceline.spec.events import Event, read_events
 
-Said = dict[str, Any]
 MOST_EVENTS = 20_000  # kept in memory of the beginning, and of the end
-
-
-class History:
-    """What was written to events.jsonl, for whoever explains the run; of a long one both ends."""
-
-    def __init__(self) -> None:
-        self._begin: list[Said] = []
-        self._end: deque[Said] = deque(maxlen=MOST_EVENTS)
-
-    def append(self, record: Said) -> None:
-        (self._begin if len(self._begin) < MOST_EVENTS else self._end).append(record)
-
-    def __iter__(self) -> Iterator[Said]:
-        yield from (*self._begin, *self._end)
 
 
 class Recorder:
@@ -40,7 +25,8 @@ class Recorder:
         self._metrics = MetricsLog(directory)
         self._directory = directory
         self._screen = screen
-        self.events = History()
+        self._begin: list[Mapping[str, Any]] = []
+        self._end: deque[Mapping[str, Any]] = deque(maxlen=MOST_EVENTS)
         self.resumable = False  # the training was stopped, and its state is saved
 
     @property
@@ -51,10 +37,16 @@ class Recorder:
     def event(self, kind: str, host: str | None = None, rank: int | None = None,
               **details: Any) -> None:  # fmt: skip
         """One line in events.jsonl."""
-        self.events.append(self._directory.event(kind, host, rank, **details))
+        line = self._directory.event(kind, host, rank, **details)
+        (self._begin if len(self._begin) < MOST_EVENTS else self._end).append(line)
 
     @property
-    def metrics(self) -> Said:
+    def events(self) -> tuple[Event, ...]:
+        """What was written to events.jsonl so far; of very many, both ends."""
+        return read_events([*self._begin, *self._end])
+
+    @property
+    def metrics(self) -> dict[str, Any]:
         """The last value of every metric that was reported."""
         return self._metrics.last
 
@@ -62,94 +54,41 @@ class Recorder:
         """The ranks are about to start once more, and to repeat some steps."""
         self._metrics.next_attempt()
 
-    def take(self, node: Node, event: Event) -> None:
+    def take(self, event: Event) -> None:
         """Writes what an agent said. NodeError when the run directory takes no more."""
-        write = _WRITERS.get(event.message.get("event", ""))
-        if write is not None:
-            write(self, node, event)
+        if event.kind == "output":
+            self._screen.output(event.host, _rank(event), event["stream"], event.blob)
+            self._directory.append_bytes(_log(event), event.blob, event["stream"])
+        elif event.kind == "rank started":
+            self._directory.append_bytes(_log(event), b"")
+        elif event.kind == "rank ended":
+            self._directory.finish(_log(event))
+        elif event.kind == "begin":
+            self._metrics.begin(resumed=bool(event["resumed"]))
+        elif event.kind == "metrics":
+            self._metrics.append(event.fields)
+        elif event.kind == "progress":
+            self._screen.progress(event.fields)
+        elif event.kind == "say":
+            self._screen.say(event["text"])
+            line = event["text"].encode(errors="replace") + b"\n"
+            self._directory.append_bytes(_log(event), line)
+        elif event.kind == "stopped":
+            self.resumable = True
+        if (written := event.written) is not None:
+            self.event(event.kind, event.host, event.rank, **written)
 
     def agent_log(self, node: Node) -> None:
         """What ssh and the agent had to say, beside the ranks' logs."""
         words = node.channel.stderr
         if words.strip():
             with contextlib.suppress(NodeError):
-                log = f"{names.LOGS}/{safe(node.name)}/agent.log"
-                self._directory.append_bytes(log, words.encode())
-
-    def _output(self, node: Node, event: Event) -> None:
-        rank, stream = event.message["rank"], event.message["stream"]
-        self._screen.output(node.name, rank, stream, event.blob)
-        log = self._directory.log_name(node.name, rank)
-        self._directory.append_bytes(log, event.blob, stream)
-
-    def _rank_started(self, node: Node, event: Event) -> None:
-        rank = event.message["rank"]
-        self._directory.append_bytes(self._directory.log_name(node.name, rank), b"")
-        self.event("rank started", node.name, rank, pid=event.message["pid"])
-
-    def _rank_ended(self, node: Node, event: Event) -> None:
-        said = event.message
-        self._directory.finish(self._directory.log_name(node.name, said["rank"]))
-        kept = ("code", "signal", "peak_bytes", "memory", "seen")
-        details = {name: said[name] for name in kept if name in said}
-        self.event("rank ended", node.name, said["rank"], **details)
-
-    def _node_ended(self, node: Node, event: Event) -> None:
-        if count := event.message["leftover"]:
-            self.event("leftovers killed", node.name, count=count)
-
-    def _fork_server(self, node: Node, event: Event) -> None:
-        said = event.message
-        if "ready" in said:
-            seconds = round(said["import_s"], 3)
-            self.event("imported", node.name, seconds=seconds, **said["loaded"])
-
-    def _said(self, node: Node, event: Event) -> None:
-        data, rank = event.message["data"], event.message["rank"]
-        write = _SAYINGS.get(str(data.get("kind")))
-        if write is not None:
-            write(self, node, rank, data)
-
-    def _said_event(self, node: Node, rank: int, data: Said) -> None:
-        own = {"kind", "event", "rank", "host", "time"}
-        details = {key: value for key, value in data.items() if key not in own}
-        self.resumable = self.resumable or data.get("event") == "stopped"
-        self.event(str(data.get("event", "event")), node.name, rank, **details)
-
-    def _said_exception(self, node: Node, rank: int, data: Said) -> None:
-        self.event("exception", node.name, rank, type=data["type"], message=data["message"])
-
-    def _said_metrics(self, node: Node, rank: int, data: Said) -> None:
-        self._metrics.append({key: value for key, value in data.items() if key != "kind"})
-
-    def _said_begin(self, node: Node, rank: int, data: Said) -> None:
-        self._metrics.begin(resumed=bool(data.get("resumed")))
-
-    def _said_progress(self, node: Node, rank: int, data: Said) -> None:
-        self._screen.progress(data)
-
-    def _said_line(self, node: Node, rank: int, data: Said) -> None:
-        text = str(data.get("text", ""))
-        self._screen.say(text)
-        self._directory.append_bytes(
-            self._directory.log_name(node.name, rank), text.encode(errors="replace") + b"\n"
-        )
+                self._directory.append_bytes(names.log_file(node.name, "agent"), words.encode())
 
 
-_WRITERS: dict[str, Callable[[Recorder, Node, Event], None]] = {
-    "output": Recorder._output,
-    "said": Recorder._said,
-    "started": Recorder._rank_started,
-    "exit": Recorder._rank_ended,
-    "ended": Recorder._node_ended,
-    "forkserver": Recorder._fork_server,
-}
+def _rank(event: Event) -> int:
+    return -1 if event.rank is None else event.rank
 
-_SAYINGS: dict[str, Callable[[Recorder, Node, int, Said], None]] = {
-    "event": Recorder._said_event,
-    "exception": Recorder._said_exception,
-    "begin": Recorder._said_begin,
-    "metrics": Recorder._said_metrics,
-    "progress": Recorder._said_progress,
-    "say": Recorder._said_line,
-}
+
+def _log(event: Event) -> str:
+    return names.log_file(event.host, _rank(event))

@@ -15,13 +15,14 @@ from paceline.launch import decide
 from paceline.launch.launcher import Launcher
 from paceline.launch.outcome import describe_end
 from paceline.launch.prepare import Inspect, Package, Request, make_plan
-from paceline.launch.screen import Home, Screen, at_home
+from paceline.launch.screen import Screen
 from paceline.remote.transport import Transport
-from paceline.rundir.directory import RunDirectory, fresh_path, safe, short
+from paceline.rundir.directory import RunDirectory, fresh_path, short
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
 from paceline.spec.errors import PacelineError
+from paceline.spec.events import Event, Home, at_home
 from paceline.spec.failure import Result, signal_name
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job
@@ -50,7 +51,7 @@ class RunOutcome:
 
     path: Path
     result: Result
-    events: Sequence[Mapping[str, Any]]
+    events: tuple[Event, ...]
     metrics: dict[str, Any]
     seconds: float
     begins: Mapping[str, int] = field(default_factory=dict)
@@ -120,7 +121,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
     told = blamed is not None and blamed.rank is not None and screen.before_eyes(
         blamed.host, blamed.rank)  # fmt: skip
     return RunOutcome(
-        directory.path, result, tuple(recorder.events), recorder.metrics, seconds,
+        directory.path, result, recorder.events, recorder.metrics, seconds,
         directory.begins, recorder.resumable,
         launcher.plan.world_size if launcher.plan else 0, tuple(screen.homes), told,
     )  # fmt: skip
@@ -170,7 +171,7 @@ def report_failure(outcome: RunOutcome) -> str:
         lines[0] += f" ({describe_end(failure.code, failure.signal)})" if failure.code else ""
         lines.append(_indent(failure.traceback))
     elif failure.rank is not None and not outcome.told:
-        name = f"{names.LOGS}/{safe(failure.host)}/{failure.rank}.log"
+        name = names.log_file(failure.host, failure.rank)
         if last := last_lines(outcome.path / name, outcome.begins.get(name, 0)):
             last = at_home(outcome.homes, failure.host, last)
             lines += ["  its last lines:", _indent(last)]

@@ -7,10 +7,11 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from paceline.launch.writer import Writer
+from paceline.spec.events import Home, at_home
 from paceline.spec.job import Show
 from paceline.spec.terminal import clean, clean_line, columns, for_reader, wrapped
 
@@ -34,17 +35,6 @@ _HARMLESS = re.compile(
 # what a script prints of its folder is shown as it is
 _PLACE = re.compile(r'^\s{0,40}File "|^/[^:\n]{1,4096}:\d{1,9}: ')
 _ERROR = "paceline: "  # how an error of ours begins; its parts follow, indented
-
-# host, folder of a shipped copy there, the folder here that it is a copy of
-Home = tuple[str, str, str]
-
-
-def at_home(homes: Sequence[Home], host: str, text: str) -> str:
-    """The text with the user's own paths in place of those of shipped copies on the host."""
-    for name, copy, home in homes:
-        if name == host and copy in text:
-            text = text.replace(copy, home)
-    return text
 
 
 class Lines:
@@ -226,7 +216,7 @@ class Screen:
 
     # --- progress ----------------------------------------------------------------------------
 
-    def progress(self, said: dict[str, Any]) -> None:
+    def progress(self, said: Mapping[str, Any]) -> None:
         """Draws where the job is, or now and then prints a line when there is no terminal."""
         if self.terminal:
             self._draw(said)
@@ -238,7 +228,7 @@ class Screen:
             self._plain_at = now
             self.note(describe_progress(said))
 
-    def _draw(self, said: dict[str, Any]) -> None:
+    def _draw(self, said: Mapping[str, Any]) -> None:
         if self._progress is None:
             self._begin_drawing()
         assert self._progress is not None
@@ -283,7 +273,7 @@ class Screen:
         self._err.close()
 
 
-def describe_progress(said: dict[str, Any], short: bool = False) -> str:
+def describe_progress(said: Mapping[str, Any], short: bool = False) -> str:
     """``epoch 2/5  step 40/140  loss 0.3100  812 samples/s``."""
     parts = []
     if "epoch" in said:

@@ -8,7 +8,6 @@ import itertools
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from paceline.agent.frames import MAX_ANSWER, MAX_ANSWER_BLOB, Decoder, FrameError, encode
@@ -25,6 +24,7 @@ from paceline.remote.openssh import (
     ssh_command,
 )
 from paceline.spec.errors import NodeError
+from paceline.spec.events import Event
 from paceline.spec.hosts import Host
 from paceline.spec.shapes import Untrue
 
@@ -37,15 +37,6 @@ BEAT_S = 5.0  # between two looks at a host that no lease watches
 SILENCE_S = 60.0  # after which such a host is given up
 TRIES = 4
 LOGINS_AT_ONCE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something an agent said without being asked."""
-
-    host: str
-    message: Message
-    blob: bytes = b""
 
 
 class LoginRefused(Exception):
@@ -264,7 +255,7 @@ class Channel:
             if not self._hello.done():
                 self._hello.set_result(None)
         else:
-            self.on_event(Event(self.host.name, message, blob))
+            self.on_event(Event.heard(self.host.name, message, blob))
 
     def abandon(self) -> None:
         """Gives up a host that is silent: whoever waits for an answer gets ConnectionError."""
@@ -280,8 +271,8 @@ class Channel:
         self._waiting.clear()
         if not self._hello.done():
             self._hello.set_exception(Untrue(self.trouble) if self.trouble else EOFError())
-        about = {"event": "lost", "stderr": self.stderr[-2000:], "trouble": self.trouble}
-        self.on_event(Event(self.host.name, about))
+        about = {"stderr": self.stderr[-2000:], "trouble": self.trouble}
+        self.on_event(Event("connection ended", self.host.name, fields=about))
 
     def _why_lost(self) -> Exception:
         if self.trouble:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.agent.inside import parts_of
+from paceline.spec.events import KINDS, STACK, believed
 from paceline.spec.shapes import (
     LARGEST,
     LONG_TEXT,
@@ -98,50 +99,13 @@ _FACTS = record(
     user=record({"shell": maybe(text()), "cache": text()}, uid=whole(), home=text()),
 )
 
-_MEMORY = maybe(record({
-    "kills": maybe(whole(-LARGEST)),
-    "limit": maybe(record(bytes=SIZE, peak=maybe(SIZE), group=text())),
-    "kernel": each(text(), 100),
-}))  # fmt: skip
-_LOADED = record({"torch": SMALL, "cuda": maybe(SMALL), "nccl": SMALL, "backends": each(SMALL, 50)},
-                 python=SMALL, executable=text())  # fmt: skip
-_SEEN = record(state=SMALL, stack=each(text(), 1000))
-
-
 # --- events -------------------------------------------------------------------------------------
 
 EVENTS: dict[str, Shape] = {
     "hello": record(pid=PROCESS, identity=IDENTITY, chosen_python=text(), facts=_FACTS),
-    "forkserver": record(
-        {"ready": flag, "import_s": number, "loaded": _LOADED, "failed": text(LONG_TEXT),
-         "traceback": text(LONG_TEXT), "died": whole(-1000, 1000), "time": number,
-         "memory": _MEMORY, "frozen": flag}
-    ),
-    "started": record(rank=RANK, pid=PROCESS),
-    "output": record(rank=RANK, stream=one_of("out", "err")),
-    "said": record(rank=RANK, data=anything),
-    "exit": record({"seen": _SEEN, "memory": _MEMORY}, rank=RANK, code=maybe(whole(0, 255)),
-                   signal=maybe(whole(1, 128)), time=number, peak_bytes=SIZE),
-    "ended": record(leftover=SIZE, time=number),
-    "asked to end": record(time=number),
-    "leaving": record(reason=SMALL, why=text(), time=number),
-}  # fmt: skip
-
-# by what they are: what a program in a rank says through its library. Another shape is a mistake
-# of the program, for it may write there what it likes: it is not heard
-SAYINGS: dict[str, Shape] = {
-    "event": record({"event": SMALL}),
-    "exception": record(type=text(), message=text(LONG_TEXT), traceback=text(LONG_TEXT),
-                        time=number),
-    "progress": record({
-        "step": whole(), "steps": maybe(whole()), "epoch": number, "epochs": maybe(number),
-    }),
-    "metrics": record({"step": maybe(whole()), "split": SMALL}),
-    "say": record(text=text(LONG_TEXT)),
-    "begin": record(),
-}  # fmt: skip
-
-_FORK_SERVER = (("ready", "import_s", "loaded"), ("failed", "traceback"), ("died", "time"))
+    "said": record(rank=RANK, data=anything),  # by a program in a rank: see events.believed
+    **{name: kind.shape() for name, kind in KINDS.items() if kind.by == "agent"},
+}
 
 
 # --- answers ------------------------------------------------------------------------------------
@@ -167,7 +131,7 @@ ANSWERS: dict[str, Shape] = {
     "dump_stacks": _DONE,
     "seen": record(ranks=each(
         record(rank=RANK, pid=PROCESS, cpu_s=number, moved=number, state=SMALL,
-               stack=each(text(), 1000))
+               stack=STACK)
     )),
     "stop": _DONE,
     "kill": record(killed=SIZE),
@@ -355,29 +319,13 @@ class Conversation:
             self._greeted = True
         elif not self._greeted and kind not in ("leaving", "asked to end"):
             raise Untrue(f"the event {kind} before hello")
-        elif kind == "forkserver":
-            if not any(set(names) <= message.keys() for names in _FORK_SERVER):
-                raise Untrue("the event forkserver says neither how it began nor how it ended")
         elif kind == "said":
-            return _is_saying(message.get("data"))
+            return believed(message.get("data"))
         return True
 
     def _own(self, rank: int) -> None:
         if rank not in self._ranks:
             raise Untrue(f"rank {rank}, which does not run there")
-
-
-def _is_saying(data: Any) -> bool:
-    try:
-        free(data, "data")
-        if not isinstance(data, dict):
-            return False
-        kind = data.get("kind")
-        if isinstance(kind, str) and kind in SAYINGS:
-            SAYINGS[kind](data, "data")
-    except Untrue:
-        return False
-    return True
 
 
 # --- before the first frame ---------------------------------------------------------------------

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import shutil
 import socket
 import time
@@ -171,10 +170,6 @@ class RunDirectory:
                 stamp = time.strftime("%Y%m%d-%H%M%S")
                 old.rename(old.with_name(f"{old.stem}-before-{stamp}{old.suffix}"))
 
-    def log_name(self, host: str, rank: int) -> str:
-        """Name of a rank's log inside the run directory."""
-        return f"{names.LOGS}/{safe(host)}/{rank}.log"
-
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         try:
@@ -206,14 +201,9 @@ class RunDirectory:
                 (self.path / name).unlink()
 
 
-def safe(name: str) -> str:
-    """A host's name as a folder's name."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "_"
-
-
 def fresh_path(parent: Path, name: str) -> Path:
     """``NAME-DATE-TIME`` below ``parent``, numbered when several start in the same second."""
-    base = f"{safe(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    base = f"{names.safe(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1, 1000):
         path = parent / (base if number == 1 else f"{base}-{number}")
         if not path.exists():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import unicodedata
 from pathlib import Path
 
@@ -38,6 +39,22 @@ def is_run(folder: Path) -> bool:
     """Whether a folder is the run directory of a run, under way or over."""
     marked = any((folder / name).exists() for name in (KEY, PROBE))
     return marked or ((folder / EVENTS).exists() and (folder / RESULT).exists())
+
+
+def safe(name: str) -> str:
+    """A host's name as a folder's name."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "_"
+
+
+def log_file(host: str, who: int | str) -> str:
+    """Name of a log inside the run directory: of a rank, or ``agent``: of ssh and the agent."""
+    return f"{LOGS}/{safe(host)}/{who}.log"
+
+
+def rank_of(log: Path) -> int | None:
+    """The rank whose log it is; ``None`` for an agent's."""
+    named = log.stem.isascii() and log.stem.isdecimal() and len(log.stem) < 10
+    return int(log.stem) if named else None
 
 
 def unfinished(folder: Path) -> Path | None:

@@ -16,9 +16,9 @@ _WORDS = re.compile(
 
 def match(evidence: Evidence) -> Match | None:
     for end in evidence.ends:
-        if end.signal in _NAMES:
+        if end["signal"] in _NAMES:
             where = end.where
-            cause = f"{where} crashed in compiled code ({_NAMES[end.signal]})"
+            cause = f"{where} crashed in compiled code ({_NAMES[end['signal']]})"
             return Match(cause, (end.host,) if end.host else (), end.rank, 0.8)
     for log, at, found in evidence.search(_WORDS):
         number = found["number"]

@@ -30,13 +30,8 @@ def match(evidence: Evidence) -> Match | None:
 
 def standing_hang(evidence: Evidence) -> tuple[str, str, int | None] | None:
     """Text, host and rank of the last hang that was told, unless the job went on after it."""
-    told = [event for event in evidence.events if event.get("event") in _ABOUT]
-    if not told or told[-1]["event"] != "hang":
+    told = [event for event in evidence.events if event.kind in _ABOUT]
+    if not told or told[-1].kind != "hang":
         return None
     last = told[-1]
-    rank = last.get("rank")
-    return (
-        str(last.get("text", "")),
-        str(last.get("host") or ""),
-        rank if isinstance(rank, int) else None,
-    )
+    return str(last["text"] or ""), last.host, last.rank

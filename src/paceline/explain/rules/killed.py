@@ -22,7 +22,7 @@ def match(evidence: Evidence) -> Match | None:
             evidence.first.host,
             evidence.first.rank,
         )
-        if end.signal == signal.SIGKILL and known:
+        if end["signal"] == signal.SIGKILL and known:
             where = end.where
             cause = f"{where} was killed from outside (SIGKILL)"
             return Match(cause, (end.host,) if end.host else (), end.rank, 0.6)

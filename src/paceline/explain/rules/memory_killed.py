@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import signal
 
-from paceline.explain.evidence import End, Evidence
+from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match
+from paceline.spec.events import Event
 
 _WORDS = re.compile(
     r"Memory cgroup out of memory: Killed process|Out of memory: Kill(?:ed)? process"
@@ -17,7 +18,7 @@ _WORDS = re.compile(
 
 def match(evidence: Evidence) -> Match | None:
     for end in evidence.ends:
-        if end.signal == signal.SIGKILL and _by_kernel(end):
+        if end["signal"] == signal.SIGKILL and _by_kernel(end):
             return _of_end(end)
     for log, at, _ in evidence.search(_WORDS):
         hosts = (log.host,) if log.host else ()
@@ -26,20 +27,20 @@ def match(evidence: Evidence) -> Match | None:
     return None
 
 
-def _by_kernel(end: End) -> bool:
-    kills = end.memory.get("kills")
-    if kills is None:  # no counter of our own: the kernel's log, which tells of others, too
-        return bool(end.memory.get("kernel"))
-    return bool(kills)
+def _by_kernel(end: Event) -> bool:
+    left = end["memory"] or {}
+    if left.get("kills") is None:  # no counter of our own: the kernel's log, which tells of others
+        return bool(left.get("kernel"))
+    return bool(left["kills"])
 
 
-def _of_end(end: End) -> Match:
-    limit = end.memory.get("limit")
-    peak = f" at {_size(end.peak_bytes)}" if end.peak_bytes else ""
+def _of_end(end: Event) -> Match:
+    left = end["memory"] or {}
+    limit, most = left.get("limit"), end["peak_bytes"]
+    peak = f" at {_size(most)}" if most else ""
     under = f" (limit {_size(limit['bytes'])}, {limit['group']})" if limit else ""
-    where = end.where
-    cause = f"{where} was killed by the kernel for its memory{peak}{under}"
-    return Match(cause, (end.host,), end.rank, 0.99, tuple(end.memory.get("kernel") or ()))
+    cause = f"{end.where} was killed by the kernel for its memory{peak}{under}"
+    return Match(cause, (end.host,), end.rank, 0.99, tuple(left.get("kernel") or ()))
 
 
 def _size(count: int) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from paceline.explain.evidence import End, Evidence
+from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match
+from paceline.spec.events import Event
 from paceline.spec.failure import PEER_GONE
 
 _STEP = re.compile(r"(?i)\bstep\D{0,3}(\d+)")
@@ -23,13 +24,13 @@ def match(evidence: Evidence) -> Match | None:
     return Match(cause, (early.host,), early.rank, 0.93, waiting[0].lines[waiting[1] :][:1])
 
 
-def _ended_well_before_others(evidence: Evidence) -> End | None:
-    bad = [end.time for end in evidence.ends if end.code != 0]
-    good = [end for end in evidence.ends if end.code == 0]
+def _ended_well_before_others(evidence: Evidence) -> Event | None:
+    bad = [end.time for end in evidence.ends if end["code"] != 0]
+    good = [end for end in evidence.ends if end["code"] == 0]
     return next((end for end in good if bad and end.time < max(bad)), None)
 
 
-def _last_step(evidence: Evidence, end: End) -> str:
+def _last_step(evidence: Evidence, end: Event) -> str:
     logs = [log for log in evidence.logs if (log.host, log.rank) == (end.host, end.rank)]
     steps = [match[1] for log in logs for line in log.lines if (match := _STEP.search(line))]
     return steps[-1] if steps else ""

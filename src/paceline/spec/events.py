@@ -1,0 +1,291 @@
+"""What happens in a run: every kind of event with its fields, defined here once.
+
+A rank tells its agent, the agent the launcher, and the launcher adds what it sees itself. Each is
+one :class:`Event`: the wire is held against :data:`KINDS`, ``events.jsonl`` holds one event a line,
+and the screen, ``status``, ``explain`` and the report are made of the same values, in memory of a
+run that has just ended and from the file of an older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from paceline.spec.failure import place
+from paceline.spec.shapes import (
+    LARGEST,
+    LONG_TEXT,
+    PROCESS,
+    RANK,
+    SIZE,
+    SMALL,
+    Shape,
+    each,
+    fits,
+    flag,
+    free,
+    maybe,
+    number,
+    one_of,
+    record,
+    text,
+    whole,
+)
+
+Message = Mapping[str, Any]
+
+MEMORY = maybe(record({
+    "kills": maybe(whole(-LARGEST)),
+    "limit": maybe(record(bytes=SIZE, peak=maybe(SIZE), group=text())),
+    "kernel": each(text(), 100),
+}))  # fmt: skip
+STACK = each(text(), 1000)
+
+# By name: what it may be, and in which unit. A field means the same in every kind of event.
+FIELDS: dict[str, Shape] = {
+    "attempt": whole(),  # number of the start, from 0
+    "backend": SMALL,  # of torch.distributed
+    "backends": each(SMALL, 50),  # that torch was built with
+    "code": maybe(whole(0, 255)),  # exit status; null after a signal
+    "copy": text(),  # a folder on the host
+    "count": SIZE,  # processes
+    "cuda": maybe(SMALL),  # version that torch was built for
+    "device": SMALL,
+    "epoch": number,
+    "epochs": maybe(number),
+    "error": text(LONG_TEXT),
+    "executable": text(),  # path of the interpreter
+    "exit_code": whole(),
+    "folder": text(),  # on the rank's node
+    "frozen": flag,  # a signal had stopped it
+    "home": text(),  # the folder on the launching machine that ``copy`` is a copy of
+    "hooked": flag,  # the script shows its exceptions itself
+    "hosts": each(text(255)),
+    "megabytes": number,  # 10**6 bytes
+    "memory": MEMORY,  # what the memory killer left: see agent/memory.py
+    "message": text(LONG_TEXT),  # of the exception
+    "nccl": SMALL,  # version
+    "origin": maybe(RANK),  # the rank that met what all raise
+    "parameters": SIZE,  # of the model
+    "peak_bytes": SIZE,  # most memory that the rank had
+    "phase": SMALL,  # of the training: train, evaluate, …
+    "pid": PROCESS,  # on its host
+    "problem": text(LONG_TEXT),
+    "python": SMALL,  # version
+    "rank": RANK,
+    "reason": SMALL,  # one word, for the launcher
+    "resumed": flag,  # the training continues an earlier one
+    "seconds": number,
+    "seen": record(state=SMALL, stack=STACK),  # when another rank failed; innermost line first
+    "signal": maybe(whole(1, 128)),  # its number; null after an exit
+    "source": text(),  # of what was resumed
+    "split": SMALL,  # of the data: train, test, …
+    "status": whole(-1000, 1000),  # as Python's subprocess gives it: -9 after signal 9
+    "stderr": text(LONG_TEXT),  # the end of what ssh and the agent wrote
+    "step": maybe(whole()),  # global step
+    "steps": maybe(whole()),  # of the whole training
+    "stream": one_of("out", "err"),
+    "text": text(LONG_TEXT),
+    "time": number,  # seconds of the teller's monotonic clock; in the file see Event
+    "torch": SMALL,  # version
+    "traceback": text(LONG_TEXT),
+    "trouble": text(LONG_TEXT),  # what it said that no agent says
+    "type": text(),  # of the exception
+    "warning": text(LONG_TEXT),
+    "why": text(LONG_TEXT),
+    "words": text(LONG_TEXT),  # a scheduler's own
+    "world": SIZE,  # ranks
+    "world_size": SIZE,  # ranks
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of event.
+
+    Attributes:
+        by: Who tells it. What an agent or the launcher tells is not believed of a rank.
+        needs, may: Names of the fields that it has, and of those that it may have.
+        written: Whether it stands in events.jsonl.
+    """
+
+    by: Literal["rank", "agent", "launcher"]
+    needs: tuple[str, ...] = ()
+    may: tuple[str, ...] = ()
+    written: bool = True
+
+    def shape(self) -> Shape:
+        """Of the message that tells it."""
+        may = {name: FIELDS[name] for name in self.may}
+        return record(may, **{name: FIELDS[name] for name in self.needs})
+
+
+def _kind(by: Literal["rank", "agent", "launcher"], needs: str = "", may: str = "",
+          written: bool = True) -> Kind:  # fmt: skip
+    return Kind(by, tuple(needs.split()), tuple(may.split()), written)
+
+
+KINDS: dict[str, Kind] = {
+    # what a program in a rank tells, through the pipe to its agent; it may tell others, too
+    "world joined": _kind("rank", may="world_size backend"),
+    "joined": _kind("rank", may="world device backend"),
+    "prepared": _kind("rank", may="parameters"),
+    "resumed": _kind("rank", may="step source"),
+    "checkpoint": _kind("rank", may="step megabytes seconds"),
+    "checkpoint failed": _kind("rank", may="step problem warning"),
+    "checkpoint skipped": _kind("rank", may="warning"),
+    "stopped": _kind("rank", may="step why"),  # for it was asked to; its state is saved
+    "stopped early": _kind("rank", may="step why"),
+    "model saved": _kind("rank", may="step"),
+    "model kept elsewhere": _kind("rank", may="folder"),
+    "warning": _kind("rank", may="warning"),
+    "failed": _kind("rank", may="error"),
+    "exception": _kind("rank", "type message traceback time", "hooked origin"),
+    "begin": _kind("rank", may="resumed", written=False),
+    "heartbeat": _kind("rank", may="step phase", written=False),
+    "metrics": _kind("rank", may="step split", written=False),  # to metrics.jsonl
+    "progress": _kind("rank", may="step steps epoch epochs", written=False),
+    "say": _kind("rank", "text", written=False),  # to the rank's log
+    # what an agent tells
+    "imported": _kind("agent", "seconds python executable", "torch cuda nccl backends"),
+    "import failed": _kind("agent", "error traceback", written=False),
+    "fork server died": _kind("agent", "status time", "memory frozen", written=False),
+    "rank started": _kind("agent", "rank pid"),
+    "output": _kind("agent", "rank stream", written=False),  # to the rank's log; with bytes
+    "rank ended": _kind("agent", "rank code signal time peak_bytes", "memory seen"),
+    "leftovers killed": _kind("agent", "count"),
+    "node ended": _kind("agent", "time", written=False),  # all its ranks have
+    "asked to end": _kind("agent", "time", written=False),  # by SIGTERM
+    "leaving": _kind("agent", "reason why time", written=False),
+    # what the launcher sees
+    "connected": _kind("launcher", "hosts"),
+    "copied": _kind("launcher", "copy home"),
+    "started": _kind("launcher", "attempt world_size"),
+    "ended": _kind("launcher", "attempt exit_code seconds"),
+    "connection ended": _kind("launcher", "stderr trouble", written=False),
+    "lost": _kind("launcher", "why"),
+    "scheduler": _kind("launcher", "words"),
+    "hang": _kind("launcher", "text"),
+    "hang over": _kind("launcher", "seconds"),
+}
+_OWN = {"event", "host", "rank", "time"}  # of every line
+_IN_RESULT = {"hooked", "origin", "traceback"}  # not in events.jsonl: of the first failure only
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        kind: One of :data:`KINDS`, or another name that a program gave to what it tells.
+        host: Where; empty when the whole job is meant.
+        rank: Whose; ``None`` when the node or the job is meant.
+        time: While the job runs, seconds of the launcher's monotonic clock, corrected for the
+            node's (0: now); in the file, and as it is read from there, seconds since 1970 at the
+            launcher.
+        fields: The rest: see :data:`FIELDS`. ``event[name]`` is ``None`` for one that is missing.
+        blob: Bytes that came with it.
+    """
+
+    kind: str
+    host: str = ""
+    rank: int | None = None
+    time: float = 0.0
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    blob: bytes = b""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields.get(name)
+
+    @property
+    def where(self) -> str:
+        """``rank 1 on n2``."""
+        return place(self.host, self.rank)
+
+    @property
+    def written(self) -> Mapping[str, Any] | None:
+        """The fields that stand in events.jsonl; ``None`` when it is not written there."""
+        kind = KINDS.get(self.kind)
+        if kind is None:
+            return self.fields
+        unwritten = _IN_RESULT | {"time"}
+        fields = {name: value for name, value in self.fields.items() if name not in unwritten}
+        return fields if kind.written else None
+
+    @classmethod
+    def heard(cls, host: str, message: Message, blob: bytes = b"") -> Event:
+        """Of an agent's message that has passed the wire's schema."""
+        told = message["data"] if message["event"] == "said" else message
+        kind = told_kind(told) if message["event"] == "said" else str(message["event"])
+        timed = kind in KINDS and "time" in KINDS[kind].needs
+        own = {"event", "rank"} if told is message else {"kind"}
+        own = {"kind", *_OWN} if told.get("kind") == "event" else own
+        fields = {name: value for name, value in told.items() if name not in own}
+        when = float(told["time"]) if timed else 0.0
+        return cls(str(kind), host, message.get("rank"), when, fields, blob)
+
+    @classmethod
+    def read(cls, line: Message) -> Event | None:
+        """Of a line of events.jsonl, as far as it can be believed; ``None`` of any other object."""
+        name, host, rank, when = (line.get(own) for own in ("event", "host", "rank", "time"))
+        if not isinstance(name, str):
+            return None
+        kind = KINDS.get(name)
+        known = None if kind is None else {*kind.needs, *kind.may}
+        fields = {
+            name: value for name, value in line.items()
+            if name not in _OWN
+            and (known is None or (name in known and fits(FIELDS[name], value)))
+        }  # fmt: skip
+        return cls(
+            name,
+            host if isinstance(host, str) and fits(text(255), host) else "",
+            rank if isinstance(rank, int) and fits(RANK, rank) else None,
+            float(when) if isinstance(when, (int, float)) and fits(number, when) else 0.0,
+            fields,
+        )
+
+
+def told_kind(data: Message) -> str | None:
+    """The kind of what a rank told: its library names its own kinds, a program any event."""
+    return str(data.get("event", "event")) if data.get("kind") == "event" else data.get("kind")
+
+
+def believed(data: Any) -> bool:
+    """Whether what a rank told is to be heard: a program may write to its pipe what it likes."""
+    if not isinstance(data, dict) or not isinstance(data.get("event", ""), str):
+        return False
+    if not fits(free, data):
+        return False
+    name = told_kind(data)
+    if not isinstance(name, str) or not fits(SMALL, name):
+        return False
+    kind = KINDS.get(name)
+    if kind is None:
+        return bool(data["kind"] == "event")
+    return kind.by == "rank" and fits(kind.shape(), data)
+
+
+def read_events(lines: Iterable[Message]) -> tuple[Event, ...]:
+    """The events in lines of events.jsonl."""
+    return tuple(event for event in map(Event.read, lines) if event is not None)
+
+
+# host, folder of a shipped copy there, the folder here that it is a copy of
+Home = tuple[str, str, str]
+
+
+def homes(events: Iterable[Event]) -> list[Home]:
+    """Where shipped copies of folders of the launching machine were."""
+    copied = [(event.host, event["copy"], event["home"]) for event in events
+              if event.kind == "copied"]  # fmt: skip
+    return [one for one in copied if one[1] and one[2] and one[1].count("/") > 1][:10_000]
+
+
+def at_home(homes: Sequence[Home], host: str, text: str) -> str:
+    """The text with the user's own paths in place of those of shipped copies on the host."""
+    for name, copy, home in homes:
+        if name == host and copy in text:
+            text = text.replace(copy, home)
+    return text

@@ -17,9 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.checks import examine
-from paceline.cli import applies, batch, launch, program, sources, trust
+from paceline.cli import applies, batch, launch, program, sources, trust, use
 from paceline.cli import bench_scaling as scaling_verb
-from paceline.cli import evaluate as evaluate_verb
 from paceline.containers import Probe, engine
 from paceline.launch import running
 from paceline.remote.channel import command_for
@@ -125,7 +124,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
         monkeypatch.setattr(module, "run_job", started)
     monkeypatch.setattr(launch, "show_plan", planned)
     monkeypatch.setattr(examine, "examine", examined)
-    monkeypatch.setattr(evaluate_verb, "run_here", lambda *words: done.is_done("here", words))
+    monkeypatch.setattr(use, "run_here", lambda *words: done.is_done("here", words))
     monkeypatch.setattr(batch, "_sbatch", written)
     monkeypatch.setattr(launch, "own_names", lambda: set[str]())
     monkeypatch.setattr(mpi, "find", lambda chosen: mpi.Mpi("mpich", "4", chosen or "mpiexec"))

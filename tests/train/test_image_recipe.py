@@ -14,7 +14,7 @@ import torch._dynamo  # sets an environment variable when it is first imported
 from PIL import Image
 from safetensors.torch import load_file
 
-from paceline.cli import evaluate as cli
+from paceline.cli import use as cli
 from paceline.recipes import image
 from paceline.recipes.data.images import Request, load
 from paceline.recipes.use import evaluate, predict

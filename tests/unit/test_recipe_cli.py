@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.cli import recipe as recipe_command
-from paceline.cli.list import command as listing
+from paceline.cli.recipe import listing
 from paceline.cli.train import from_table
 from paceline.recipes import RECIPES, parse_options, use_of
 from paceline.recipes.reference import markdown, options_of
@@ -77,7 +77,7 @@ def test_unknown_task() -> None:
 def test_no_torch_is_needed() -> None:
     code = (
         "import sys; from paceline.recipes import parse_options, RECIPES\n"
-        "import paceline.cli.list, paceline.cli.translate, paceline.cli.export\n"
+        "import paceline.cli.recipe, paceline.cli.use\n"
         "import paceline.recipes.reference, paceline.recipes.reference\n"
         "[parse_options(name, []) for name in RECIPES]\n"
         "assert not {'torch', 'numpy', 'tokenizers'} & set(sys.modules)"

@@ -1,12 +1,12 @@
-"""The command line: one verb a file, imported when it is called.
+"""The command line: its verbs, each imported when it is called.
 
-A new verb is one module with a ``command`` and one line in ``VERBS``.
+A new verb is one module with a ``command`` and one line in ``VERBS``. Verbs that answer one
+question share a module, in which each has its own name.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import signal
 import sys
@@ -15,22 +15,21 @@ from typing import Any
 import click
 
 import paceline
-from paceline.cli.verb import VerbGroup
+from paceline.cli.verb import Registered, Registry
 from paceline.spec.errors import PacelineError
-from paceline.spec.helptext import Row, Section
 from paceline.spec.terminal import for_reader
 
-# verb → (module, one line for --help)
-VERBS: dict[str, tuple[str, str]] = {
+# verb → (module of its command, one line for --help)
+VERBS: Registry = {
     "run": ("paceline.cli.run", "Run a script, module or program on every host."),
     "train": ("paceline.cli.train", "Train a model with a built-in recipe."),
-    "evaluate": ("paceline.cli.evaluate", "Evaluate a trained model."),
-    "predict": ("paceline.cli.predict", "Classify images or texts with a trained model."),
-    "translate": ("paceline.cli.translate", "Translate with a trained model."),
-    "export": ("paceline.cli.export", "Write a trained model for other programs."),
-    "benchmark": ("paceline.cli.benchmark", "Latency and throughput of a trained model."),
-    "quantize": ("paceline.cli.quantize", "Write a trained model in 8 bits, for CPUs."),
-    "list": ("paceline.cli.list", "Recipes, models and data sets by name."),
+    "evaluate": ("paceline.cli.use:evaluate", "Evaluate a trained model."),
+    "predict": ("paceline.cli.use:predict", "Classify images or texts with a trained model."),
+    "translate": ("paceline.cli.use:translate", "Translate with a trained model."),
+    "export": ("paceline.cli.use:export", "Write a trained model for other programs."),
+    "benchmark": ("paceline.cli.use:benchmark", "Latency and throughput of a trained model."),
+    "quantize": ("paceline.cli.use:quantize", "Write a trained model in 8 bits, for CPUs."),
+    "list": ("paceline.cli.recipe:listing", "Recipes, models and data sets by name."),
     "recipe": ("paceline.cli.recipe", "Show or copy a built-in recipe's script."),
     "check": ("paceline.cli.check", "Find what would go wrong on the hosts, before it does."),
     "explain": ("paceline.cli.explain", "Say what went wrong in a run, or in any log."),
@@ -46,21 +45,10 @@ VERBS: dict[str, tuple[str, str]] = {
 }
 
 
-class Verbs(VerbGroup):
-    """Knows every verb by name and one line; imports a verb's module when it is used."""
+class Verbs(Registered):
+    """All verbs."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*VERBS]  # not list(…): the verb of that name is a module here
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
-            return None
-        command = importlib.import_module(VERBS[cmd_name][0]).command
-        assert isinstance(command, click.Command)
-        return command
-
-    def sections(self, ctx: click.Context) -> list[Section]:
-        return [("Commands", [Row(name, line) for name, (_, line) in VERBS.items()])]
+    registry = VERBS
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         """Ctrl-C has the same status before a verb runs, where click would say 1."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-
 import click
 
-from paceline.cli.verb import VerbGroup
-from paceline.spec.helptext import Row, Section
+from paceline.cli.verb import Registered, Registry
 
 # name → (module with ``command``, one line for --help)
-BENCHES: dict[str, tuple[str, str]] = {
+BENCHES: Registry = {
     "collectives": (
         "paceline.cli.bench_collectives",
         "Bandwidth of collectives, checked, against the links' own rate.",
@@ -19,21 +16,10 @@ BENCHES: dict[str, tuple[str, str]] = {
 }
 
 
-class Benches(VerbGroup):
-    """Knows every measurement by name; imports its module when it is used."""
+class Benches(Registered):
+    """All measurements."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(BENCHES)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in BENCHES:
-            return None
-        command = importlib.import_module(BENCHES[cmd_name][0]).command
-        assert isinstance(command, click.Command)
-        return command
-
-    def sections(self, ctx: click.Context) -> list[Section]:
-        return [("Commands", [Row(name, line) for name, (_, line) in BENCHES.items()])]
+    registry = BENCHES
 
 
 @click.group("bench", cls=Benches)

@@ -14,18 +14,7 @@ import click
 
 from paceline.cli import trust
 from paceline.cli.applies import refuse_ignored
-from paceline.cli.flags import (
-    ACCEPT_NEW_HOST_KEYS,
-    HOSTS,
-    IFACE,
-    MASTER_PORT,
-    NNODES,
-    NPROC_PER_NODE,
-    PYTHON,
-    SSH_CONFIG,
-    Seconds,
-    with_settings,
-)
+from paceline.cli.flags import LAUNCH, with_settings
 from paceline.cli.sources import parse_env, refuse_ours, setting, toml_of
 from paceline.cli.torchrun import torchrun_options
 from paceline.cli.verb import TABLES_ARE_HOSTS, in_allocation, say
@@ -41,55 +30,10 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_OPTIONS = [
-    HOSTS,
-    SSH_CONFIG,
-    ACCEPT_NEW_HOST_KEYS,
-    NNODES,
-    NPROC_PER_NODE,
-    click.option("--env", "env", multiple=True, metavar="NAME[=VALUE]",
-                 help="Set a variable for every rank; NAME alone passes your current value without"
-                 " recording it."),
-    click.option("--unset", multiple=True, metavar="NAME", help="Hide a variable from the ranks."),
-    IFACE,
-    PYTHON,
-    click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path),
-                 help="The run's folder.", show_default="runs/NAME-DATE-TIME"),
-    click.option("--name", help="Name of the run.", show_default="from the script"),
-    MASTER_PORT,
-    click.option("--backend", type=click.Choice(["gloo", "nccl", "xccl", "mpi"]),
-                 help="Refuse to start where torch lacks this backend."),
-    click.option("--ship", type=click.Choice(["auto", "always", "never"]), default="auto",
-                 help="Copy the code to the hosts; auto: where it is missing or different."),
-    click.option("--bind", type=click.Choice(["auto", "none"]), default="auto",
-                 help="auto gives each rank of a CPU node its own share of the CPUs."),
-    click.option("--lease", type=Seconds(2.0), default=10.0, metavar="SECONDS",
-                 help="Heartbeat timeout: a node stops its ranks after this long without the"
-                 " launcher."),
-    click.option("--grace", type=Seconds(0.0), default=8.0, metavar="SECONDS",
-                 help="Time between TERM and KILL when you stop the job."),
-    click.option("--hang-timeout", type=Seconds(0.0), default=0.0, metavar="SECONDS",
-                 help="End a job that hangs for this long, so that --max-restarts starts it"
-                 " again; 0 only says who hangs where."),
-    click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N",
-                 help="After a failure start all nodes again, in step, up to N times."),
-    click.option("--check", "check_level", type=click.Choice(["full", "quick", "none"]),
-                 default="quick", help="What to check before the start: quick looks at what the"
-                 " login brought, full is `paceline check`."),
-    click.option("--show", type=click.Choice(["all", "rank0", "none"]), default="all",
-                 help="Whose output is shown live. The logs are complete in any case."),
-    click.option("--plan", "plan_only", is_flag=True,
-                 help="Print what would run where, and stop."),
-    click.option("-v", "--verbose", is_flag=True,
-                 help="With --plan: all variables, and the command of every rank."),
-    click.option("--json", "as_json", is_flag=True,
-                 help="Print JSON: the plan of --plan, or what was measured."),
-]  # fmt: skip
-
 
 def launch_options(command: F) -> F:
     """Adds the common options to a verb."""
-    return torchrun_options(with_settings(command, [*_OPTIONS, *VIA_OPTIONS]))
+    return torchrun_options(with_settings(command, [*LAUNCH, *VIA_OPTIONS]))
 
 
 def read_cluster(ctx: click.Context, source: str | None) -> Cluster:

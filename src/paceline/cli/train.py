@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
-from paceline.cli.data_files import gathered
 from paceline.cli.launch import job_of, launch, launch_options, prepare
 from paceline.cli.sources import toml_of
 from paceline.cli.verb import ALL, Verb, say
@@ -90,6 +91,25 @@ def folder_everywhere(path: str) -> str:
     whole = Path(path).expanduser().absolute()
     named = any(one.name == path for one in catalogue() if one.kind == "data")
     return str(whole) if whole.is_dir() and not named else path
+
+
+@contextmanager
+def gathered(names: Sequence[str]) -> Iterator[str]:
+    """A folder with links to those names that are files here; empty text when none is.
+
+    The folder is an input of the job: it travels to hosts, where the links are files. Recipes look
+    there for the file names of their data first.
+    """
+    paths = [Path(name).expanduser().absolute() for name in names if name]
+    found = [path for path in dict.fromkeys(paths) if path.is_file()]
+    different = len({path.name for path in found}) == len(found)
+    if not found or not different:  # two files of one name cannot lie in one folder
+        yield ""
+        return
+    with tempfile.TemporaryDirectory(prefix="paceline-data-") as folder:
+        for path in found:
+            (Path(folder) / path.name).symlink_to(path)
+        yield folder
 
 
 def with_data(job: Job, folder: str) -> Job:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 from click.core import ParameterSource
@@ -106,6 +108,33 @@ class VerbGroup(Verb, click.Group):
             if command is not None and not command.hidden:
                 rows.append(Row(name, (command.help or "").strip().partition("\n\n")[0]))
         return [("Commands", rows)]
+
+
+Registry = Mapping[str, tuple[str, str]]  # name → (where its command is, one line for --help)
+
+
+class Registered(VerbGroup):
+    """A group that imports a verb's module when the verb is used.
+
+    Attributes:
+        registry: ``MODULE`` with a ``command``, or ``MODULE:NAME``, by verb.
+    """
+
+    registry: ClassVar[Registry]
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.registry)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.registry:
+            return None
+        module, _, name = self.registry[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), name or "command")
+        assert isinstance(command, click.Command)
+        return command
+
+    def sections(self, ctx: click.Context) -> list[Section]:
+        return [("Commands", [Row(name, line) for name, (_, line) in self.registry.items()])]
 
 
 CONTEXT: dict[str, Any] = {

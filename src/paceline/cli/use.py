@@ -1,4 +1,8 @@
-"""``paceline evaluate``: a trained model's figures, in a fresh process or on every host."""
+"""The verbs that use the model of a run: evaluate, predict, translate, export, benchmark, quantize.
+
+Each becomes a script of ``recipes.use`` in a process of its own; of these only ``evaluate`` may
+also run on every host.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,8 @@ from typing import Any
 import click
 
 from paceline.cli.applies import given
-from paceline.cli.data_files import gathered
 from paceline.cli.launch import job_of, launch, launch_options, prepare
-from paceline.cli.train import RECIPE_MODULES, quiet_torch, with_data
+from paceline.cli.train import RECIPE_MODULES, gathered, quiet_torch, with_data
 from paceline.cli.verb import Verb, say
 from paceline.cli.via import Way
 from paceline.recipes.flags import parse
@@ -23,25 +26,25 @@ from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry, Input
 from paceline.spec.rundir import CHECKPOINTS, CONFIG, MODEL, MODEL_CONFIG, unfinished
 
-MODULE = "paceline.recipes.use.evaluate"
+SCRIPTS = "paceline.recipes.use"
 
 
-@click.command("evaluate", cls=Verb, options_of="paceline.recipes.use:EvaluateOptions")
+@click.command("evaluate", cls=Verb, options_of=f"{SCRIPTS}:EvaluateOptions")
 @launch_options
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: object) -> None:
+def evaluate(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: object) -> None:
     """Evaluate the model of RUN; the same figure as its training reported, to the digit."""
     typed = parse(EvaluateOptions, options, "paceline evaluate")
     folder = run_folder(run)
     cluster, way = prepare(ctx)
     if is_plain(ctx, way):
-        run_here(MODULE, ["--run", str(folder), *options])
+        run_here("evaluate", ["--run", str(folder), *options])
     with gathered(data_files(folder, typed)) as files:
         job = job_of(
             ctx,
-            Entry("module", MODULE, ("--run", str(folder), *options)),
+            Entry("module", f"{SCRIPTS}.evaluate", ("--run", str(folder), *options)),
             name="evaluate",
             preload=RECIPE_MODULES,
             inputs=(Input(str(folder), used_files(folder)),),
@@ -98,7 +101,55 @@ def used_files(folder: Path) -> tuple[str, ...]:
     return (MODEL, CONFIG) if finished else (MODEL, CONFIG, CHECKPOINTS)
 
 
-def run_here(module: str, argv: list[str]) -> None:
-    """Becomes a fresh Python process that runs ``module``."""
+def run_here(script: str, argv: list[str]) -> None:
+    """Becomes a fresh Python process that runs a script of ``recipes.use``."""
     sys.stdout.flush()
+    module = f"{SCRIPTS}.{script}"
     os.execv(sys.executable, [sys.executable, "-m", module, *argv])  # noqa: S606 - a list
+
+
+# --- those that need no launcher
+
+
+def _verb(name: str, options: str, words: str, text: str) -> Verb:
+    """A verb that is a script of the same name.
+
+    Args:
+        name: Of both.
+        options: Class of the options that it takes besides.
+        words: What follows RUN, in the words of the help; optional where it has brackets.
+        text: The help.
+    """
+
+    def use(run: Path, words: tuple[str, ...]) -> None:
+        run_here(name, ["--run", str(run_folder(run)), *words])
+
+    needed = not words.startswith("[")
+    arguments = [
+        click.Argument(["run"], type=click.Path(path_type=Path)),
+        click.Argument(["words"], nargs=-1, metavar=words, required=needed, type=click.UNPROCESSED),
+    ]
+    return Verb(name, callback=use, params=[*arguments], help=text,
+                options_of=f"{SCRIPTS}:{options}")  # fmt: skip
+
+
+predict = _verb("predict", "PredictOptions", "INPUT...", """\
+Tell the class of each INPUT with the model of RUN, and the probabilities.
+
+INPUT is an image file or a folder of images; for a text model a text, or a csv, tsv or txt
+file of texts.""")  # fmt: skip
+translate = _verb("translate", "TranslateOptions", "[SENTENCE...]", """\
+Translate each SENTENCE with the model of RUN, or each line of standard input.
+
+One translation a line, and nothing else, is written to standard output.""")  # fmt: skip
+export = _verb("export", "ExportOptions", "[OPTIONS]", """\
+Write the model of RUN for other programs.
+
+What is written runs no code when it is loaded.""")  # fmt: skip
+benchmark = _verb("benchmark", "BenchmarkOptions", "[OPTIONS]", """\
+Measure latency and throughput of the model of RUN.""")  # fmt: skip
+quantize = _verb("quantize", "QuantizeOptions", "[OPTIONS]", """\
+Write the model of RUN with weights of 8 bits, for CPUs.
+
+It is evaluated on the held-out data first, and refused when it loses more accuracy than
+--max-drop.""")  # fmt: skip

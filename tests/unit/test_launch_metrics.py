@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.metrics import MetricsLog, last_steps
+from paceline.launch.recorder import Recorder
+from paceline.launch.screen import Screen
 from paceline.rundir.directory import RunDirectory
+from paceline.spec.events import Event
+from paceline.spec.records import last_steps
 
 
 @pytest.fixture
@@ -18,6 +21,19 @@ def directory(tmp_path: Path) -> Iterator[RunDirectory]:
     directory = RunDirectory(tmp_path / "run")
     yield directory
     directory.close()
+
+
+class MetricsLog(Recorder):
+    """The recorder, told of a training."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        super().__init__(directory, Screen())
+
+    def begin(self, resumed: bool) -> None:
+        self.take(Event("begin", "n1", 0, fields={"resumed": resumed}))
+
+    def append(self, record: dict[str, Any]) -> None:
+        self.take(Event("metrics", "n1", 0, fields=record))
 
 
 def trained(log: MetricsLog, *steps: int) -> None:
@@ -41,7 +57,7 @@ def test_a_restart_repeats_nothing(directory: RunDirectory) -> None:
     trained(log, 3, 4, 5)
     log.append({"split": "test", "step": 4, "accuracy": 0.6})
     assert kept(directory) == [1, 2, 3, 4, 2, 5, 4]
-    assert log.last["accuracy"] == 0.6
+    assert log.metrics["accuracy"] == 0.6
 
 
 def test_nor_a_restart_before_the_first_checkpoint(directory: RunDirectory) -> None:

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.screen import REDRAW_S, Lines, Screen, describe_progress
+from paceline.launch.screen import REDRAW_S, Lines, Screen
 from paceline.launch.writer import Writer
+from paceline.progress import describe
 from paceline.spec.job import Show
 
 
@@ -91,7 +92,7 @@ def test_progress_in_plain_lines() -> None:
         screen.progress({"step": step, "steps": 3, "epoch": 1, "epochs": 2, "loss": 0.5})
     screen.close()
     assert err.getvalue() == "epoch 1/2  step 0/3  loss 0.5000\n"
-    assert describe_progress({"samples_per_s": 1234.5}) == "1,234 samples/s"
+    assert describe({"samples_per_s": 1234.5}) == "1,234 samples/s"
 
 
 # --- writers

@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.launch.metrics import MetricsLog
 from paceline.launch.node import Node
 from paceline.launch.screen import Screen
 from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
 from paceline.spec.events import Event, read_events
+from paceline.spec.records import Steps
 
 MOST_EVENTS = 20_000  # kept in memory of the beginning, and of the end
 
@@ -22,7 +22,8 @@ class Recorder:
     """From events to the run directory and the screen."""
 
     def __init__(self, directory: RunDirectory, screen: Screen) -> None:
-        self._metrics = MetricsLog(directory)
+        self.metrics: dict[str, Any] = {}  # the last value of every one that was reported
+        self._steps = Steps()
         self._directory = directory
         self._screen = screen
         self._begin: list[Mapping[str, Any]] = []
@@ -45,14 +46,9 @@ class Recorder:
         """What was written to events.jsonl so far; of very many, both ends."""
         return read_events([*self._begin, *self._end])
 
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """The last value of every metric that was reported."""
-        return self._metrics.last
-
     def next_attempt(self) -> None:
         """The ranks are about to start once more, and to repeat some steps."""
-        self._metrics.next_attempt()
+        self._steps.next_attempt()
 
     def take(self, event: Event) -> None:
         """Writes what an agent said. NodeError when the run directory takes no more."""
@@ -64,9 +60,11 @@ class Recorder:
         elif event.kind == "rank ended":
             self._directory.finish(_log(event))
         elif event.kind == "begin":
-            self._metrics.begin(resumed=bool(event["resumed"]))
+            self._begin_metrics(resumed=bool(event["resumed"]))
         elif event.kind == "metrics":
-            self._metrics.append(event.fields)
+            self.metrics |= event.fields
+            if self._steps.new(event.fields):
+                self._directory.append_line(names.METRICS, dict(event.fields))
         elif event.kind == "progress":
             self._screen.progress(event.fields)
         elif event.kind == "say":
@@ -77,6 +75,13 @@ class Recorder:
             self.resumable = True
         if (written := event.written) is not None:
             self.event(event.kind, event.host, event.rank, **written)
+
+    def _begin_metrics(self, *, resumed: bool) -> None:
+        """A training begins; one that does not resume leaves the earlier run's file aside."""
+        if resumed:
+            self._steps.resume(self._directory.path / names.METRICS)
+        elif self._steps.none:
+            self._directory.set_aside(names.METRICS)
 
     def agent_log(self, node: Node) -> None:
         """What ssh and the agent had to say, beside the ranks' logs."""

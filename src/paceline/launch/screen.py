@@ -8,15 +8,13 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import Any, TextIO, cast
 
 from paceline.launch.writer import Writer
+from paceline.progress import Bar, describe
 from paceline.spec.events import Home, at_home
 from paceline.spec.job import Show
 from paceline.spec.terminal import clean, clean_line, columns, for_reader, wrapped
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
 
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 REDRAW_S = 5.0  # how often a line that only returns the carriage is shown again
@@ -84,8 +82,7 @@ class Screen:
         self._lines: dict[tuple[str, int, str], Lines] = {}
         self._muted: set[tuple[str, int]] = set()
         self._hosts: dict[str, int] = {}
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+        self._bar: Bar | None = None
         self._plain_at = float("-inf")
         self.homes: list[Home] = []
         self._over = False  # the start
@@ -167,8 +164,8 @@ class Screen:
         if id(target) in self._unwiped:
             self._unwiped.discard(id(target))
             text = _WIPE + text
-        if self._progress is not None and target.isatty():
-            self._progress.console.out(text, highlight=False)
+        if self._bar is not None and target.isatty():
+            self._bar.print(text)
             return
         target.write(text + "\n")
         if target is self._err and self._begun and self.terminal:
@@ -219,71 +216,23 @@ class Screen:
     def progress(self, said: Mapping[str, Any]) -> None:
         """Draws where the job is, or now and then prints a line when there is no terminal."""
         if self.terminal:
-            self._draw(said)
+            if self._bar is None:
+                self._bar = Bar(cast(TextIO, self._err))
+            self._bar.update(said)
             return
         now = time.monotonic()
         if said.get("loss") is None:
             return  # nothing is known yet
         if now - self._plain_at >= PLAIN_PROGRESS_S:
             self._plain_at = now
-            self.note(describe_progress(said))
-
-    def _draw(self, said: Mapping[str, Any]) -> None:
-        if self._progress is None:
-            self._begin_drawing()
-        assert self._progress is not None
-        assert self._task is not None
-        self._progress.update(
-            self._task,
-            total=said.get("steps"),
-            completed=said.get("step", 0),
-            description=describe_progress(said, short=True),
-        )
-
-    def _begin_drawing(self) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=Console(file=cast(TextIO, self._err)),
-            transient=True,
-        )
-        self._task = self._progress.add_task("")
-        self._progress.start()
+            self.note(describe(said))
 
     def close(self) -> None:
         """Takes the bar away, shows what is unfinished and waits until it was taken."""
         self.started()
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
         self.flush()
         self._out.close()
         self._err.close()
-
-
-def describe_progress(said: Mapping[str, Any], short: bool = False) -> str:
-    """``epoch 2/5  step 40/140  loss 0.3100  812 samples/s``."""
-    parts = []
-    if "epoch" in said:
-        of = f"/{said['epochs']}" if said.get("epochs") else ""
-        parts.append(f"epoch {said['epoch']}{of}")
-    if not short and "step" in said:
-        of = f"/{said['steps']}" if said.get("steps") else ""
-        parts.append(f"step {said['step']}{of}")
-    if isinstance(said.get("loss"), (int, float)):
-        parts.append(f"loss {said['loss']:.4f}")
-    if isinstance(said.get("samples_per_s"), (int, float)):
-        parts.append(f"{said['samples_per_s']:,.0f} samples/s")
-    return "  ".join(parts)

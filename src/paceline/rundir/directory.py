@@ -167,8 +167,7 @@ class RunDirectory:
             if file := self._files.pop(name, None):
                 file.close()
             if (old := self.path / name).exists():
-                stamp = time.strftime("%Y%m%d-%H%M%S")
-                old.rename(old.with_name(f"{old.stem}-before-{stamp}{old.suffix}"))
+                old.rename(names.aside(old))
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

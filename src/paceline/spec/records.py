@@ -1,14 +1,52 @@
-"""``metrics.jsonl`` as it is read by the launcher and by a rank: one record a line."""
+"""``metrics.jsonl`` as the launcher or a rank keeps it: one record a line, every step once."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 MOST_BYTES = 1 << 20
 """Of a line; a longer one is no record."""
+
+
+class Steps:
+    """Which steps of each split are recorded: a training that resumes repeats some. Pure, but for
+    the file that :meth:`resume` reads.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}  # the last step of each split
+        self._known: dict[str, int] = {}  # the same, before the present attempt
+
+    @property
+    def none(self) -> bool:
+        """Whether nothing was recorded yet."""
+        return not self._seen
+
+    def next_attempt(self) -> None:
+        """Whatever comes again from now on is known."""
+        self._known = dict(self._seen)
+
+    def resume(self, path: Path) -> None:
+        """What an earlier run has left in a file is known, too."""
+        self._known = _later(self._known, last_steps(path))
+
+    def new(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record is to be kept: of the same step and split there may be several."""
+        split, step = str(record.get("split", "")), record.get("step")
+        if not isinstance(step, int):
+            return True
+        if step <= self._known.get(split, -1):
+            return False
+        self._seen = _later(self._seen, {split: step})
+        return True
+
+
+def _later(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {split: max(one.get(split, -1), other.get(split, -1)) for split in {*one, *other}}
 
 
 def last_steps(path: Path) -> dict[str, int]:

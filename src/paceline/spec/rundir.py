@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 import unicodedata
 from pathlib import Path
 
@@ -55,6 +56,11 @@ def rank_of(log: Path) -> int | None:
     """The rank whose log it is; ``None`` for an agent's."""
     named = log.stem.isascii() and log.stem.isdecimal() and len(log.stem) < 10
     return int(log.stem) if named else None
+
+
+def aside(file: Path) -> Path:
+    """The name under which an earlier run's ``.jsonl`` file is kept."""
+    return file.with_name(f"{file.stem}-before-{time.strftime('%Y%m%d-%H%M%S')}{file.suffix}")
 
 
 def unfinished(folder: Path) -> Path | None:

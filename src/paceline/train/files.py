@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.spec.records import last_steps
+from paceline.spec.records import Steps
+from paceline.spec.rundir import aside
 
 _BLOCK = 1 << 16
 
@@ -94,13 +95,13 @@ class Records:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._known: dict[str, int] = {}
+        self._steps = Steps()
         self._failed = False
         _end_with_a_whole_line(path)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Adds a record with the present time."""
-        if record.get("step", 0) > self._known.get(str(record.get("split", "")), -1):
+        if self._steps.new(record):
             self._write(line({"time": round(time.time(), 3), **record}))
 
     def _write(self, content: bytes) -> None:
@@ -114,13 +115,12 @@ class Records:
 
     def skip_known(self) -> None:
         """From now on leaves out records of steps, of the same split, that are in the file."""
-        self._known = last_steps(self.path)
+        self._steps.resume(self.path)
 
     def set_aside(self) -> None:
         """Keeps the records of an earlier run under another name and begins a new file."""
         if self.path.exists():
-            stamp = time.strftime("%Y%m%d-%H%M%S")
-            self.path.rename(self.path.with_name(f"{self.path.stem}-before-{stamp}.jsonl"))
+            self.path.rename(aside(self.path))
 
 
 def _end_with_a_whole_line(path: Path) -> None:

@@ -7,7 +7,6 @@ itself. A message that cannot be delivered never stops the training.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.progress import Bar
 from paceline.spec import jobenv, rundir
 from paceline.train import files
 
@@ -242,38 +242,18 @@ class BarScreen:
     """A live progress bar on a terminal."""
 
     def __init__(self) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
-        self._task = self._bar.add_task("starting", total=None)
+        self._bar = Bar(stays=True)
         self._gate = _Every(PROGRESS_SECONDS)
-        self._bar.start()
 
     def progress(self, **details: Any) -> None:
         if self._gate.due(last=details["step"] == details["steps"]):
-            self._bar.update(
-                self._task,
-                completed=details["step"],
-                total=details["steps"],
-                description=_headline(details),
-            )
+            self._bar.update(details)
 
     def metrics(self, **details: Any) -> None:
         pass
 
     def say(self, text: str) -> None:
-        self._bar.console.print(text, highlight=False, markup=False)
+        self._bar.print(text)
 
     def close(self) -> None:
         self._bar.stop()
@@ -301,17 +281,6 @@ def figures(
     for split, values in parts:
         shown = [f"{name} {_short(value)}" for name, value in values.items() if name != "samples"]
         words.append(f"{split}: {', '.join(shown)}")
-    return "  ".join(words)
-
-
-def _headline(details: Mapping[str, Any]) -> str:
-    words = [f"epoch {details['epoch']}/{details['epochs']}"]
-    if math.isfinite(details["loss"]):
-        words += [
-            f"loss {_short(details['loss'])}",
-        ]
-        if details["samples_per_s"] is not None:
-            words.append(f"{_short(details['samples_per_s'])} samples/s")
     return "  ".join(words)
 
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from paceline.checks import CHECKS, load, verdict
-from paceline.checks.check import LEVELS
+from paceline.checks import CHECKS, examine, load
+from paceline.checks.check import LEVELS, Scene
 from paceline.checks.examine import applies, judge
-from paceline.checks.scene import Scene
 from paceline.spec.finding import Finding
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "checks"
@@ -30,7 +29,7 @@ BLAMED = [
     for path in CASES
     if json.loads(path.read_text())["expect"][0]["outcome"] not in ("pass", "unknown")
 ]
-NOT_CHECKS = {"__init__", "check", "scene", "probing", "examine", "verdict", "blame"}
+NOT_CHECKS = {"__init__", "check", "examine", "attribution"}
 
 
 def healthy() -> dict[str, Any]:
@@ -75,7 +74,7 @@ def test_the_conclusion_is_that_of_the_case(path: Path) -> None:
     """Nothing else in the registry blames somebody for what the case changed."""
     case = json.loads(path.read_text())
     scene = changed(healthy(), case["change"])
-    first = verdict.ranked(judge(scene, "full"))[0]
+    first = examine.ranked(judge(scene, "full"))[0]
     assert first.check == path.parent.name, first
 
 
@@ -114,8 +113,8 @@ def test_every_file_is_registered() -> None:
 def test_healthy_hosts_are_called_healthy() -> None:
     found = judge(changed(healthy(), {}), "full")
     assert {finding.outcome for finding in found} == {"pass"}
-    assert verdict.exit_status(found) == 0
-    assert verdict.conclusion(found).startswith("all is well")
+    assert examine.exit_status(found) == 0
+    assert examine.conclusion(found).startswith("all is well")
 
 
 def test_a_lone_host_needs_no_network() -> None:

@@ -11,9 +11,7 @@ import asyncio
 import time
 from typing import Any
 
-from paceline.checks.check import Check, passed, warned
-from paceline.checks.probing import Probing, every
-from paceline.checks.scene import Scene
+from paceline.checks.check import Check, Probing, Scene, every, passed, warned
 from paceline.spec.finding import Finding
 
 ALLOWED_S = 2.0

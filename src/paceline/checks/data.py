@@ -10,9 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checks.check import Check, failed, listed, passed, size
-from paceline.checks.probing import Probing
-from paceline.checks.scene import Scene
+from paceline.checks.check import Check, Probing, Scene, failed, listed, passed, size
 from paceline.spec.finding import Finding
 
 

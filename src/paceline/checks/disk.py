@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checks.check import Check, failed, passed, size, warned
-from paceline.checks.probing import Probing, every
-from paceline.checks.scene import Scene
+from paceline.checks.check import Check, Probing, Scene, every, failed, passed, size, warned
 from paceline.spec.finding import Finding
 
 NOTHING = 50 << 20

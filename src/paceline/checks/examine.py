@@ -1,4 +1,7 @@
-"""Runs the checks: log in, ask, judge. The asking decides nothing, the judging does no I/O."""
+"""Runs the checks: log in, ask, judge, conclude.
+
+The asking decides nothing; the judging and the conclusion do no I/O.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.checks import due
-from paceline.checks.check import Check, Level, unknown
-from paceline.checks.probing import Probing
-from paceline.checks.scene import Scene, Wishes
+from paceline.checks.check import Check, Level, Probing, Scene, Wishes, unknown
 from paceline.remote.channel import Channel
 from paceline.remote.fanout import reach_all
 from paceline.remote.network import LOOPBACK
 from paceline.remote.openssh import SshOptions
 from paceline.spec.errors import PacelineError
-from paceline.spec.finding import Finding
+from paceline.spec.finding import Finding, Outcome
 from paceline.spec.hosts import Host
 
 GOODBYE_S = 2.0
@@ -134,3 +135,46 @@ def _judge_one(check: Check, scene: Scene, level: Level) -> list[Finding]:
     if check.probe is not None and check.id not in scene.evidence and level != "facts":
         return []
     return check.judge(scene)
+
+
+SEVERITY: tuple[Outcome, ...] = ("fail", "unknown", "warn", "pass")
+
+
+def exit_status(findings: Sequence[Finding]) -> int:
+    """1 when something fails, 2 when something could not be checked, else 0."""
+    outcomes = {finding.outcome for finding in findings}
+    return 1 if "fail" in outcomes else 2 if "unknown" in outcomes else 0
+
+
+def with_outcome(findings: Sequence[Finding], outcome: Outcome) -> list[Finding]:
+    return [finding for finding in findings if finding.outcome == outcome]
+
+
+def ranked(findings: Sequence[Finding]) -> list[Finding]:
+    """What matters first: failures, what is unknown, warnings, then what is well."""
+    return sorted(findings, key=lambda finding: SEVERITY.index(finding.outcome))
+
+
+def conclusion(findings: Sequence[Finding]) -> str:
+    """The first line: the gravest finding, or that all is well."""
+    counts = {outcome: len(with_outcome(findings, outcome)) for outcome in SEVERITY}
+    if not findings:
+        return "nothing was checked"
+    gravest = ranked(findings)[0]
+    if gravest.outcome == "pass":
+        return f"all is well: {counts['pass']} checks passed"
+    label = {"fail": "will fail", "unknown": "could not be checked", "warn": "warning"}
+    more = _and_more(counts, gravest.outcome)
+    return f"{label[gravest.outcome]}: {gravest.message}{more}"
+
+
+def _and_more(counts: dict[Outcome, int], gravest: Outcome) -> str:
+    nouns: dict[Outcome, str] = {
+        "fail": "failure",
+        "unknown": "unknown",
+        "warn": "warning",
+        "pass": "pass",
+    }
+    left = {o: counts[o] - (o == gravest) for o in SEVERITY[:3]}
+    parts = [f"{n} more {nouns[o]}{'s' * (n > 1)}" for o, n in left.items() if n]
+    return f" (and {', '.join(parts)})" if parts else ""

@@ -12,9 +12,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checks.check import Check, failed, listed, passed
-from paceline.checks.probing import Probing, every
-from paceline.checks.scene import Scene
+from paceline.checks.check import Check, Probing, Scene, every, failed, listed, passed
 from paceline.spec.finding import Finding
 
 

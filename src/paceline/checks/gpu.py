@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.checks.check import Check, failed, passed, unknown, warned
-from paceline.checks.probing import Probing
-from paceline.checks.scene import Scene
+from paceline.checks.check import Check, Probing, Scene, failed, passed, unknown, warned
 from paceline.spec.finding import Finding
 
 BUSY_MIB = 500

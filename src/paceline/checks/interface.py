@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checks.check import Check, listed, passed, size, warned
-from paceline.checks.scene import Scene
+from paceline.checks.check import Check, Scene, listed, passed, size, warned
 from paceline.spec.finding import Finding
 
 ENOUGH = 1 << 20  # bytes; below that, other traffic may mislead

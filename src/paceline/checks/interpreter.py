@@ -6,8 +6,7 @@ Fails when: there is nothing at that path. Warns when the minor versions differ.
 
 from __future__ import annotations
 
-from paceline.checks.check import Check, failed, passed, warned
-from paceline.checks.scene import Scene
+from paceline.checks.check import Check, Scene, failed, passed, warned
 from paceline.remote.agreement import differences, interpreter_problem
 from paceline.spec.finding import Finding
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.checks.check import Check, listed, passed, warned
-from paceline.checks.probing import Probing
-from paceline.checks.scene import Scene
+from paceline.checks.check import Check, Probing, Scene, listed, passed, warned
 from paceline.spec.finding import Finding
 
 

@@ -7,8 +7,7 @@ get 64 MiB unless told otherwise; NCCL and data loaders need more).
 
 from __future__ import annotations
 
-from paceline.checks.check import Check, passed, size, warned
-from paceline.checks.scene import Scene
+from paceline.checks.check import Check, Scene, passed, size, warned
 from paceline.spec.finding import Finding
 
 FILES = 1024

@@ -12,10 +12,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.checks import blame
-from paceline.checks.check import Check, listed, passed, rate, warned
-from paceline.checks.probing import Probing, every
-from paceline.checks.scene import Scene
+from paceline.checks import attribution
+from paceline.checks.check import Check, Probing, Scene, every, listed, passed, rate, warned
 from paceline.spec.errors import PacelineError
 from paceline.spec.finding import Finding
 
@@ -55,7 +53,7 @@ async def probe(probing: Probing) -> dict[str, Any]:
 def _blocked(scene: Scene) -> bool:
     """Where ports are closed, that is the finding; a transfer would only wait."""
     found = scene.evidence.get("ports", {})
-    known = blame.faults(found["results"], found["addresses"], found["half_open"])
+    known = attribution.faults(found["results"], found["addresses"], found["half_open"])
     return any(len(fault.ports) != 1 for fault in known)
 
 

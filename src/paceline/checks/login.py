@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 
-from paceline.checks.check import Check, failed, listed, passed
-from paceline.checks.scene import Scene
+from paceline.checks.check import Check, Scene, failed, listed, passed
 from paceline.remote.openssh import CAUSES
 from paceline.spec.finding import Finding
 

@@ -5,8 +5,7 @@ Warns when: the MTUs differ. Small messages then pass and large ones hang or cra
 
 from __future__ import annotations
 
-from paceline.checks.check import Check, passed, warned
-from paceline.checks.scene import Scene
+from paceline.checks.check import Check, Scene, passed, warned
 from paceline.spec.finding import Finding
 
 

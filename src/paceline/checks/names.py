@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checks.check import Check, listed, passed, warned
-from paceline.checks.scene import Scene
+from paceline.checks.check import Check, Scene, listed, passed, warned
 from paceline.setup import lines as hosts_file
 from paceline.spec.finding import Finding
 

@@ -16,10 +16,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.checks import blame
-from paceline.checks.check import Check, failed, listed, passed, warned
-from paceline.checks.probing import Probing, every
-from paceline.checks.scene import Scene
+from paceline.checks import attribution
+from paceline.checks.check import Check, Probing, Scene, every, failed, listed, passed, warned
 from paceline.remote import connectivity, network
 from paceline.spec.errors import PacelineError
 from paceline.spec.finding import Finding
@@ -46,7 +44,7 @@ async def probe(probing: Probing) -> dict[str, Any]:
         chosen = {name: own.address for name, own in probing.networks.items()}
     except PacelineError:
         reachable = False
-        chosen = blame.presumed(found, tried)
+        chosen = attribution.presumed(found, tried)
     results, half_open, rejects = await _try_ports(probing, chosen)
     return {
         "reachable": reachable,
@@ -152,7 +150,7 @@ def judge(scene: Scene) -> list[Finding]:
     if "refused" in found:
         return [_refused(scene, *found["refused"])]
     lonely = [_lonely(scene, name) for name in found["duplicates"]]
-    faults = blame.faults(found["results"], found["addresses"], found["half_open"])
+    faults = attribution.faults(found["results"], found["addresses"], found["half_open"])
     findings = lonely + [_finding(scene, fault) for fault in faults]
     if not found["reachable"] and not findings:
         findings = [_unreachable(scene, found)]
@@ -181,7 +179,7 @@ def _lonely(scene: Scene, name: str) -> Finding:
     )
 
 
-def _finding(scene: Scene, fault: blame.Fault) -> Finding:
+def _finding(scene: Scene, fault: attribution.Fault) -> Finding:
     where = _interface(scene, fault.host, scene.evidence["ports"]["addresses"])
     ports = describe_ports(fault.ports, fault.every_port)
     peers = listed(fault.peers)
@@ -243,7 +241,7 @@ def _interface(scene: Scene, name: str, addresses: Mapping[str, str]) -> str:
     return addresses.get(name, name)
 
 
-def _route_remedy(scene: Scene, fault: blame.Fault) -> str:
+def _route_remedy(scene: Scene, fault: attribution.Fault) -> str:
     rejects = scene.evidence["ports"]["rejects"].get(fault.host, [])
     barred = [_address(scene, peer) for peer in fault.peers if _address(scene, peer) in rejects]
     if barred:
@@ -255,7 +253,7 @@ def _route_remedy(scene: Scene, fault: blame.Fault) -> str:
     )
 
 
-def _allow(scene: Scene, fault: blame.Fault) -> str:
+def _allow(scene: Scene, fault: attribution.Fault) -> str:
     return f"On {fault.host}: {network.allow_from([_address(scene, p) for p in fault.peers])}"
 
 

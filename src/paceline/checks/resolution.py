@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.checks.check import Check, listed, passed, warned
-from paceline.checks.probing import Probing
-from paceline.checks.scene import Scene, usable
+from paceline.checks.check import Check, Probing, Scene, listed, passed, usable, warned
 from paceline.setup import lines as hosts_file
 from paceline.spec.finding import Finding
 

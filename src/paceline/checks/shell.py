@@ -7,8 +7,7 @@ it as data.
 
 from __future__ import annotations
 
-from paceline.checks.check import Check, passed, warned
-from paceline.checks.scene import Scene
+from paceline.checks.check import Check, Scene, passed, warned
 from paceline.spec.finding import Finding
 
 

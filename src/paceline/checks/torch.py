@@ -7,8 +7,7 @@ declared NCCL version is not the one that torch brings.
 
 from __future__ import annotations
 
-from paceline.checks.check import Check, failed, passed, warned
-from paceline.checks.scene import Scene
+from paceline.checks.check import Check, Scene, failed, passed, warned
 from paceline.remote.agreement import odd_ones, torch_problem
 from paceline.spec.finding import Finding
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.checks.check import Check, failed, listed, passed, unknown
-from paceline.checks.scene import Scene
+from paceline.checks.check import Check, Scene, failed, listed, passed, unknown
 from paceline.spec.finding import Finding
 
 # what has to be the same everywhere, of what a loaded torch says of itself

@@ -25,7 +25,7 @@ from paceline.spec.hosts import Cluster
 from paceline.spec.job import Entry
 
 if TYPE_CHECKING:
-    from paceline.checks.scene import Scene
+    from paceline.checks.check import Scene
 
 MODULE = "paceline.bench.collectives_job"
 RESULT = "collectives.json"
@@ -204,8 +204,8 @@ async def _second_opinion(scene: Scene, ssh: Any,
 
 
 async def _examine(ctx: click.Context, cluster: Cluster, ssh: Any) -> Scene:
+    from paceline.checks.check import Wishes
     from paceline.checks.examine import examine
-    from paceline.checks.scene import Wishes
 
     hosts = cluster.hosts[: ctx.params["nnodes"] or len(cluster.hosts)]
     python = ctx.params["python"] or this_machine.default_python()

@@ -11,11 +11,9 @@ from typing import Any, TypeVar
 
 import click
 
-from paceline.checks import verdict
-from paceline.checks.check import Level, rate
-from paceline.checks.examine import examine, judge
+from paceline.checks.check import Level, Scene, Wishes, rate
+from paceline.checks.examine import conclusion, examine, exit_status, judge
 from paceline.checks.link import bits
-from paceline.checks.scene import Scene, Wishes
 from paceline.cli.flags import (
     ACCEPT_NEW_HOST_KEYS,
     HOSTS,
@@ -97,7 +95,7 @@ def command(ctx: click.Context, /, as_json: bool, plain: bool, bundle: Path | No
         click.echo(json.dumps(to_json(findings, environment), indent=2))
     else:
         show(scene, findings, environment, plain)
-    ctx.exit(verdict.exit_status(findings))
+    ctx.exit(exit_status(findings))
 
 
 def worth_a_trial(scene: Scene, findings: Sequence[Finding], level: Level) -> bool:
@@ -163,7 +161,7 @@ def to_json(findings: Sequence[Finding],
 def show(scene: Scene, findings: Sequence[Finding], environment: Mapping[str, Mapping[str, str]],
          plain: bool) -> None:  # fmt: skip
     """Conclusion, what to do, hosts × checks, the matrix of pairs, the environment."""
-    text = report.lines(verdict.conclusion(findings), findings, everything=plain)
+    text = report.lines(conclusion(findings), findings, everything=plain)
     names = [host.name for host in scene.hosts]
     tables = [report.grid(names, findings), *_rates(scene)]
     after = report.environment_lines(environment)

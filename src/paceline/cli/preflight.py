@@ -92,7 +92,7 @@ def preflight(ctx: click.Context, job: Job, cluster: Cluster, way: Way) -> None:
 
 def wishes_of(job: Job, hosts: Sequence[Host]) -> Any:
     """What the checks need to know of the job."""
-    from paceline.checks.scene import Wishes
+    from paceline.checks.check import Wishes
 
     return Wishes(
         pythons={host.name: decide.python_of(job, host) for host in hosts},
@@ -127,8 +127,8 @@ def inspector(ctx: click.Context, job: Job, run_dir: Path | None = None) -> Insp
 
     def inspect(hosts: Sequence[Host], facts: Mapping[str, Any],
                 noise: Mapping[str, str]) -> list[str]:  # fmt: skip
+        from paceline.checks.check import Scene
         from paceline.checks.examine import judge
-        from paceline.checks.scene import Scene
 
         wishes = wishes_of(job, hosts)
         scene = Scene(tuple(hosts), {}, facts, dict(wishes.pythons), noise, wishes)

@@ -410,8 +410,8 @@ def mounts(kind: Any, server: str, path: str, at: str, user: str) -> None:
 @click.pass_context
 def names(ctx: click.Context, /, **_: object) -> None:
     """Print lines for /etc/hosts, and what is wrong with those that are there. Changes nothing."""
+    from paceline.checks.check import Wishes
     from paceline.checks.examine import examine
-    from paceline.checks.scene import Wishes
 
     hosts, ssh = cluster_hosts(ctx)
     pythons = {host.name: host.python or this_machine.default_python() for host in hosts}

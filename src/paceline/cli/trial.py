@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.bandwidth import COLLECTIVES, PARTS
-from paceline.checks.scene import Scene
+from paceline.checks.check import Scene
 from paceline.launch.running import RunOutcome, run_job
 from paceline.launch.screen import Screen
 from paceline.remote.openssh import SshOptions

@@ -24,7 +24,7 @@ TRAIN = ("--nnodes", "2", "--lease", str(LEASE_S))
 
 @pytest.fixture(scope="module")
 def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    folder = tmp_path_factory.mktemp("blame")
+    folder = tmp_path_factory.mktemp("attribution")
     project = project_at(folder / "project")
     return Site(new_lab(hosts=3, share=(str(project),)), project)
 

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checks.blame import faults, presumed
+from paceline.checks.attribution import faults, presumed
 from paceline.checks.link import rounds
 from paceline.checks.ports import choose_ports, lost_by_chance, merged
 from paceline.remote.network import Candidate

@@ -1,4 +1,4 @@
-"""Who is to blame for connections that failed. Pure.
+"""Whose fault failed connections are. Pure.
 
 A time-out alone does not say who does not hear whom: a host that hears nothing of its peer also
 gets no answer from it. Half-open connections tell: a host that saw the first packet hears.

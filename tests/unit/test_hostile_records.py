@@ -266,9 +266,10 @@ def test_pointers(tmp_path: Path) -> None:
 def test_what_starting_again_would_do(tmp_path: Path) -> None:
     """Nobody is promised a resume from a checkpoint that there is not."""
     from paceline.explain.gather import from_run
-    from paceline.explain.rules.interrupted import rule
+    from paceline.explain.rules import load
 
     (tmp_path / "result.json").write_text('{"interrupted": 2, "exit_code": 130}')
+    rule = load("interrupted")
     match = rule.match(from_run(tmp_path))
     assert match is not None
     assert match.remedy.endswith("it begins anew, for it has made no checkpoint.")

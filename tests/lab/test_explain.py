@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -164,7 +165,8 @@ def test_a_world_of_ones_own(site: Site) -> None:
     directory, _ = site.run(text)
     _, said = explain(directory)
     assert said["causes"][0]["rule"] == "unplanned-world", said
-    assert "became rank 0 of 1, but the plan says rank 1 of 2" in said["conclusion"]
+    words = "became rank 0 of 1, but the plan says rank [01] of 2"  # whichever came first
+    assert re.search(words, said["conclusion"])
 
 
 @pytest.mark.parametrize(

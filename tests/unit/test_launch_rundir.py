@@ -257,3 +257,13 @@ def test_the_last_lines_are_of_this_run(tmp_path: Path) -> None:
         directory.append_bytes(name, text)
         directory.close()
     assert last_lines(tmp_path / name, directory.begins[name]) == "of the second run"
+
+
+def test_what_is_handed_over_is_what_was_written(tmp_path: Path) -> None:
+    """Nobody prints or keeps a secret that the files do not show."""
+    directory = RunDirectory(tmp_path / "run", ["hunter2-hunter2"])
+    line = directory.event("hang", "n1", 0, text='in "hunter2-hunter2", line 3')
+    assert line["text"] == 'in "[secret]", line 3'
+    assert directory.redacted("hunter2-hunter2 ü \ud800") == "[secret] ü \ud800"
+    directory.close()
+    assert json.loads((tmp_path / "run" / "events.jsonl").read_text()) == line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import explain, preflight
-from paceline.spec.failure import Result
+from paceline.spec.errors import SettingError
+from paceline.spec.events import Event
+from paceline.spec.failure import Failure, Result
 
 
 def test_a_slow_rule_does_not_hold_the_end(
@@ -34,3 +37,38 @@ def test_ctrl_c_in_the_explanation_leaves_the_exit_status_to_us(
         preflight.explain_run(tmp_path, Result(1), (), shown=True)
     assert caught.type is not KeyboardInterrupt
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_refusal_is_explained_where_it_belongs(tmp_path: Path) -> None:
+    """Into the run directory, without secrets; and not into that of another run."""
+
+    def refused() -> None:
+        with (
+            pytest.raises(SettingError),
+            preflight.explained(tmp_path, ["hunter2-hunter2"]),
+        ):
+            raise SettingError("no hunter2-hunter2 here", remedy="look elsewhere")
+
+    findings = tmp_path / "findings.json"
+    (tmp_path / "owner.json").write_text('{"host": "x", "pid": 4711, "since": "now"}')
+    refused()
+    assert not findings.exists()
+    (tmp_path / "owner.json").unlink()
+    refused()
+    (found,) = json.loads(findings.read_text())["findings"]
+    assert found["check"] == "explain/not-started"
+    assert found["message"] == "no [secret] here"
+
+
+def test_the_explanation_needs_no_file_of_the_run(tmp_path: Path) -> None:
+    """What failed is handed over: only the logs are read."""
+    text = 'Traceback (most recent call last):\n  File "/a/t.py", line 3\nValueError: boom\n'
+    failed = Failure("exception", "n2", 1, headline="ValueError: boom", traceback=text)
+    ended = Event("rank ended", "n2", 1, fields={"code": None, "signal": 11, "peak_bytes": 0})
+    told = explain.after_failure(
+        tmp_path, Result(1, Failure("signal", "n2", 1, signal=11)), (ended,)
+    )
+    assert "rank 1 on n2 crashed in compiled code (SIGSEGV)" in told
+    assert explain.after_failure(tmp_path, Result(1, failed), ()) == ""  # the traceback is shown
+    (found,) = json.loads((tmp_path / "findings.json").read_text())["findings"]
+    assert found["message"] == "rank 1 on n2 raised ValueError: boom (t.py, line 3)"

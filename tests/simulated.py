@@ -21,8 +21,9 @@ from typing import Any
 
 from paceline.agent import facts
 from paceline.agent.frames import Decoder, encode
-from paceline.launch.running import RunOutcome, run_job
+from paceline.launch.launcher import run_job
 from paceline.launch.screen import Screen
+from paceline.launch.summary import RunOutcome
 from paceline.remote.channel import Channel
 from paceline.remote.transport import Reached, nobody
 from paceline.spec.hosts import Cluster, Host

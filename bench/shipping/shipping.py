@@ -129,7 +129,7 @@ async def ship(folder: Path, lab: str) -> dict[str, float]:
     """What a launcher does with a folder that its job needs."""
     from paceline.hosts import read_hosts
     from paceline.launch.node import Node
-    from paceline.launch.supply import ship_tree
+    from paceline.launch.supply import send_folder
     from paceline.remote.fanout import connect_all
     from paceline.remote.openssh import SshOptions
     from paceline.transfer.tree import read_parts
@@ -142,7 +142,7 @@ async def ship(folder: Path, lab: str) -> dict[str, float]:
     (channel,) = await connect_all(hosts, [sys.executable], SshOptions(config))
     try:
         node = Node(channel.host, channel)
-        await ship_tree(node, tree, "input0", "bench")
+        await send_folder(node, tree, "input0", "bench")
         return {"hashing": hashing, "launcher": own_peak(), "agent": agent_peak()}
     finally:
         await channel.request("bye")

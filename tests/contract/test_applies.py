@@ -20,7 +20,7 @@ from paceline.checks import examine
 from paceline.cli import applies, batch, launch, program, sources, trust, use
 from paceline.cli import bench_scaling as scaling_verb
 from paceline.containers import Probe, engine
-from paceline.launch import running
+from paceline.launch import launcher
 from paceline.remote.channel import command_for
 from paceline.remote.openssh import ssh_command
 from paceline.rendezvous.started import StartedTransport
@@ -120,7 +120,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
         return real_ladder(nodes, processes)
 
     monkeypatch.setattr(scaling_verb.scaling, "ladder", ladder)
-    for module in (running, scaling_verb):
+    for module in (launcher, scaling_verb):
         monkeypatch.setattr(module, "run_job", started)
     monkeypatch.setattr(launch, "show_plan", planned)
     monkeypatch.setattr(examine, "examine", examined)

@@ -16,8 +16,7 @@ import pytest
 import simulated
 from paceline.launch import prepare
 from paceline.launch.attempt import Attempt
-from paceline.launch.launcher import Launcher
-from paceline.launch.running import plan_job, run_job
+from paceline.launch.launcher import Launcher, plan_job, run_job
 from paceline.launch.screen import Screen
 from paceline.remote.channel import Channel
 from paceline.remote.transport import Reached, nobody

@@ -39,16 +39,16 @@ def call(*words: str) -> Result:
     return CliRunner().invoke(program, words, prog_name="paceline")
 
 
-def test_the_run_that_is_going_on_is_meant_not_the_newest() -> None:
+def test_the_run_that_is_running_is_meant_not_the_newest() -> None:
     make("old", alive=True, age=100)
     make("new")
     assert "runs/old: running" in call("status").output
-    assert [str(path) for path in runs.going_on()] == ["runs/old"]
+    assert [str(path) for path in runs.still_running()] == ["runs/old"]
 
 
 def test_a_run_of_a_measurement_counts_too() -> None:
     make("scaling/2x1-1", alive=True)
-    assert [str(path) for path in runs.going_on()] == ["runs/scaling/2x1-1"]
+    assert [str(path) for path in runs.still_running()] == ["runs/scaling/2x1-1"]
 
 
 def test_without_any_the_newest_is_looked_at_but_none_is_stopped() -> None:

@@ -12,7 +12,7 @@ from paceline.spec import errors
 from paceline.spec.command import for_people, shell_text
 from paceline.spec.finding import Finding
 from paceline.spec.hosts import Cluster, Host
-from paceline.spec.settings import Setting, Source, strongest
+from paceline.spec.settings import Setting, Source
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0")), min_size=1))
@@ -48,11 +48,9 @@ def test_exit_statuses(kind: type[errors.PacelineError], code: int) -> None:
     assert kind.exit_code == code
 
 
-def test_the_strongest_source_wins() -> None:
-    default, file = Setting(1), Setting(2, Source.FILE, "paceline.toml")
+def test_a_setting_says_where_it_comes_from() -> None:
+    file = Setting(2, Source.FILE, "paceline.toml")
     typed = Setting(3, Source.COMMAND_LINE)
-    assert strongest(default, None, typed, file) is typed
-    assert strongest(default, Setting(9)) is default
     assert file.describe() == "2 (file: paceline.toml)"
     assert typed.describe() == "3 (command line)"
 

@@ -16,7 +16,7 @@ import pytest
 from agents import ENDLESS, Served, agent_in_thread
 
 from paceline.agent import inside, snapshot
-from paceline.launch.supply import ship_tree
+from paceline.launch.supply import send_folder
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, PacelineError
@@ -85,7 +85,7 @@ def test_a_tree_is_shipped(tmp_path: Path) -> None:
     tree = read_parts(fill(tmp_path / "project", FILES), ())
 
     async def work(served: Served) -> dict[str, bytes]:
-        root = await ship_tree(served.node, tree, "code", "run1")
+        root = await send_folder(served.node, tree, "code", "run1")
         assert served.node.copies["code"][0] == root
         return below(Path(root))
 
@@ -103,7 +103,7 @@ def test_a_tree_of_many_files_comes_in_pieces(
     tree = read_parts(fill(tmp_path / "project", MANY), ())
 
     async def work(served: Served) -> list[dict[str, bytes]]:
-        roots = [await ship_tree(served.node, tree, "code", "run1") for _ in range(2)]
+        roots = [await send_folder(served.node, tree, "code", "run1") for _ in range(2)]
         return [below(Path(root)) for root in roots]
 
     assert run(work)[0] == [MANY, MANY]
@@ -115,7 +115,7 @@ def test_a_file_of_many_that_changed_since_it_was_hashed_is_refused(tmp_path: Pa
 
     async def work(served: Served) -> None:
         with pytest.raises(NodeError, match="changed while it was sent") as caught:
-            await ship_tree(served.node, tree, "code", "run1")
+            await send_folder(served.node, tree, "code", "run1")
         assert caught.value.found == "3/3"
         assert "MiB" not in caught.value.remedy
 
@@ -126,7 +126,7 @@ def test_an_empty_tree_is_a_folder(tmp_path: Path) -> None:
     tree = read_parts(fill(tmp_path / "project", {}), ())
 
     async def work(served: Served) -> bool:
-        return Path(await ship_tree(served.node, tree, "code", "run1")).is_dir()
+        return Path(await send_folder(served.node, tree, "code", "run1")).is_dir()
 
     assert run(work)[0]
 
@@ -143,10 +143,10 @@ def test_a_damaged_cache_is_filled_again(tmp_path: Path, cache: Path) -> None:
     tree = read_parts(fill(tmp_path / "project", FILES), ())
 
     async def work(served: Served) -> dict[str, bytes]:
-        await ship_tree(served.node, tree, "code", "run1")
+        await send_folder(served.node, tree, "code", "run1")
         blob = cache / snapshot.blob_path(str(tree.manifest[0][1]))
         blob.write_bytes(b"x" * blob.stat().st_size)
-        return below(Path(await ship_tree(served.node, tree, "code", "run1")))
+        return below(Path(await send_folder(served.node, tree, "code", "run1")))
 
     assert run(work)[0] == FILES
 
@@ -310,7 +310,7 @@ def test_checkpoints_are_sent_as_a_whole(tmp_path: Path, cache: Path) -> None:
 
 async def ship(served: Served, tmp_path: Path, home: RunDirectory) -> None:
     tree = read_parts(tmp_path / "project", ())
-    await ship_tree(served.node, tree, "code", "run1")
+    await send_folder(served.node, tree, "code", "run1")
 
 
 async def send(served: Served, tmp_path: Path, home: RunDirectory) -> None:

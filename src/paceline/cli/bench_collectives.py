@@ -220,8 +220,9 @@ async def _examine(ctx: click.Context, cluster: Cluster, ssh: Any) -> Scene:
 def run(ctx: click.Context, cluster: Cluster, way: Way,
         spec: Mapping[str, Any]) -> tuple[tuple[Row, ...], dict[str, Any]]:  # fmt: skip
     """Runs the job; JobError when it fails."""
-    from paceline.launch.running import report_failure, run_job
+    from paceline.launch.launcher import run_job
     from paceline.launch.screen import Screen
+    from paceline.launch.summary import report_failure
     from paceline.spec.rundir import DEFAULT_PARENT
 
     if way.transport is None:

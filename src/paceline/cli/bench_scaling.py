@@ -15,8 +15,9 @@ from paceline.cli.run import entry_of, opens_store
 from paceline.cli.train import recipe_job
 from paceline.cli.verb import Verb, say
 from paceline.cli.via import way_of
-from paceline.launch.running import report_failure, run_job
+from paceline.launch.launcher import run_job
 from paceline.launch.screen import Screen
+from paceline.launch.summary import report_failure
 from paceline.recipes import RECIPES, parse_options
 from paceline.spec.errors import JobError, SettingError
 from paceline.spec.hosts import Cluster

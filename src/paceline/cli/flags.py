@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import click
 
 from paceline.cli.sources import as_settings
-from paceline.cli.torchrun import Nodes, Processes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,6 +24,40 @@ class Seconds(click.FloatRange):
         if not math.isfinite(found):
             self.fail(f"{value} is no length of time", param, ctx)
         return found
+
+
+class Processes(click.ParamType):  # type: ignore[type-arg]
+    """``N``, or torchrun's words for one that is found on each host: auto, gpu, cpu."""
+
+    name = "number of processes"
+    WORDS = ("auto", "gpu", "cpu")
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in self.WORDS or isinstance(value, int):
+            return value
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a number nor one of {', '.join(self.WORDS)}",
+                      param, ctx)  # fmt: skip
+
+
+class Nodes(click.ParamType):  # type: ignore[type-arg]
+    """A number of nodes; torchrun's range only where it leaves no choice."""
+
+    name = "number of nodes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        least, colon, most = str(value).partition(":")
+        if colon and least != most:
+            self.fail(
+                f"{value} is a range, for torchrun's elastic start; here the number is fixed:"
+                f" --nnodes {most or least}", param, ctx,
+            )  # fmt: skip
+        try:
+            return int(least)
+        except ValueError:
+            self.fail(f"{value!r} is not a number", param, ctx)
 
 
 HOSTS = click.option(

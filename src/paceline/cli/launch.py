@@ -218,8 +218,9 @@ def launch(
             package=package,
             inspect=inspector(ctx, job),
         )
-    from paceline.launch.running import report_failure, report_success, run_job
+    from paceline.launch.launcher import run_job
     from paceline.launch.screen import Screen
+    from paceline.launch.summary import report_failure, report_success
     from paceline.rundir.directory import fresh_path
     from paceline.spec.terminal import clean
 
@@ -250,7 +251,7 @@ def launch(
 def show_plan(job: Job, cluster: Cluster, transport: Transport, *, as_json: bool,
               verbose: bool, package: bool, inspect: Inspect | None) -> int:  # fmt: skip
     """Prints the plan that a run would execute."""
-    from paceline.launch.running import plan_job
+    from paceline.launch.launcher import plan_job
     from paceline.launch.view import describe, everything
 
     plan = plan_job(job, cluster, transport, package, inspect)

@@ -90,7 +90,7 @@ def current_run(ctx: click.Context) -> Path:
     named = named_run(ctx)
     if named is not None:
         return find_run(named)
-    found = going_on()
+    found = still_running()
     if len(found) > 1:
         raise several(found)
     return found[0] if found else find_run(None)
@@ -111,15 +111,15 @@ def several(found: Sequence[Path]) -> SettingError:
                         remedy=f"Name one of them: {found[0]}")  # fmt: skip
 
 
-def going_on() -> list[Path]:
+def still_running() -> list[Path]:
     """The runs below runs/ that have not ended, the newest first; those of a measurement, too."""
     top = [*records.folders_in(Path(names.DEFAULT_PARENT))]
     inner = [path for folder in top if not is_run(folder) for path in records.folders_in(folder)]
-    found = [path for path in (*top, *inner) if is_run(path) and _goes_on(path)]
+    found = [path for path in (*top, *inner) if is_run(path) and _is_running(path)]
     return sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True)
 
 
-def _goes_on(path: Path) -> bool:
+def _is_running(path: Path) -> bool:
     owner = read_owner(path)
     if owner is not None and owner_alive(owner):
         return True

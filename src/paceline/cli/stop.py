@@ -9,7 +9,7 @@ import click
 
 from paceline.cli.batch import cancel
 from paceline.cli.flags import of_a_run
-from paceline.cli.runs import RunState, current_run, going_on, look_at, named_run
+from paceline.cli.runs import RunState, current_run, look_at, named_run, still_running
 from paceline.cli.verb import Verb, say
 from paceline.remote import this_machine
 from paceline.rundir.ownership import owner_here
@@ -29,7 +29,7 @@ def command(ctx: click.Context, /, now: bool, **_: object) -> None:
 
     Without RUN: the one below runs/ that is running.
     """
-    if named_run(ctx) is None and not going_on():
+    if named_run(ctx) is None and not still_running():
         say("paceline: no run below runs/ is running", err=True)
         return
     path = current_run(ctx)

@@ -9,8 +9,9 @@ from typing import Any
 
 from paceline.bench.bandwidth import COLLECTIVES, PARTS
 from paceline.checks.check import Scene
-from paceline.launch.running import RunOutcome, run_job
+from paceline.launch.launcher import run_job
 from paceline.launch.screen import Screen
+from paceline.launch.summary import RunOutcome
 from paceline.remote.openssh import SshOptions
 from paceline.schedulers import Options, transport
 from paceline.spec import rundir as names

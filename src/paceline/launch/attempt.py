@@ -17,7 +17,7 @@ from paceline.spec import jobenv
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result, signal_name
 from paceline.spec.job import Job
-from paceline.spec.plan import NodePlan, Plan
+from paceline.spec.plan import NodePlan, Plan, entry_json
 
 FAILURE_GRACE_S = 3.0  # for the others, once one rank has failed
 END_PATIENCE_S = 3.0  # after SIGKILL, until a node that does not answer is given up
@@ -78,29 +78,15 @@ class Attempt:
         env = {name: setting.value for name, setting in part.env.items()}
         env[jobenv.RUN_DIR] = node.run_folder
         env[jobenv.HOME_DIR] = self._recorder.shown_path
-        entry = {
-            "kind": part.entry.kind,
-            "target": part.entry.target,
-            "args": list(part.entry.args),
-        }
-        ranks = [
-            {
-                "rank": rank.rank,
-                "local_rank": rank.local_rank,
-                "cpus": list(rank.cpus),
-                "env": self.plan.rank_env(part, rank),
-            }
-            for rank in part.ranks
-        ]
         store = {"address": self.plan.master_addr, "port": self.plan.master_port}
         await node.channel.request(
             "start",
-            entry=entry,
+            entry=entry_json(part.entry),
             workdir=part.workdir,
             env={**env, **self._job.environment.all()},
             any_world=self._job.any_world,
             store=store if self.plan.agent_store and part.node_rank == 0 else None,
-            ranks=ranks,
+            ranks=self.plan.ranks_json(part),
         )
 
     # --- the end -----------------------------------------------------------------------------

@@ -219,6 +219,12 @@ def node_env(
     return {name: setting for name, setting in env.items() if name not in given}
 
 
+def early_env(job: Job, host: Host, facts: Facts) -> dict[str, str]:
+    """What libraries read when they are loaded; interface names follow with the ranks."""
+    settings = node_env(job, facts, processes_on(job, host, facts).value, None)
+    return {name: setting.value for name, setting in settings.items()}
+
+
 def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
               master_port: Setting[int], notes: Sequence[str] = (),
               attempt: int = 0) -> Plan:  # fmt: skip

@@ -82,8 +82,8 @@ class Fleet:
 
     Args:
         channels: One a host, in rank order.
-        lease_s: How long a node goes on without hearing of us. Half of it is how long we go on
-            without hearing of a node.
+        lease_s: Heartbeat timeout: how long a node runs on without hearing of us, in seconds. After
+            half of it without hearing of a node, we take that for lost.
         on_event: Told everything that agents say.
         on_lost: Told once when a node is lost, and why.
     """

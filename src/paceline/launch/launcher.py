@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from paceline.launch import decide, prepare, restart
@@ -16,16 +17,19 @@ from paceline.launch.decide import Supplies
 from paceline.launch.fleet import Fleet, together
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.node import Node
-from paceline.launch.prepare import Request
+from paceline.launch.prepare import Inspect, Package, Request, make_plan
 from paceline.launch.recorder import Recorder
 from paceline.launch.screen import Screen
+from paceline.launch.summary import RunOutcome
 from paceline.launch.supply import fork_servers_up, send_copies, warm_up
-from paceline.rundir.directory import RunDirectory, short
+from paceline.remote.transport import Transport
+from paceline.rundir.directory import RunDirectory, fresh_path, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError
-from paceline.spec.events import Event
+from paceline.spec.events import Event, Home, at_home
 from paceline.spec.failure import HERE, Failure, Result
-from paceline.spec.hosts import Host
+from paceline.spec.hosts import Cluster, Host
+from paceline.spec.job import Job
 from paceline.spec.plan import Plan
 
 
@@ -293,3 +297,90 @@ def lost_between(fleet: Fleet) -> Failure:
     """The loss of a node before the ranks of a further attempt ran."""
     node = next(node for node in fleet.nodes if node.lost)
     return Failure("lost", node.name, None, time.monotonic(), headline=node.why)
+
+
+# --- the whole as a function ------------------------------------------------------------------
+
+
+def request_of(job: Job, cluster: Cluster, transport: Transport, package: Package = False,
+               inspect: Inspect | None = None) -> Request:  # fmt: skip
+    """A job on the hosts of a cluster that it asks for. SettingError when there are too few."""
+    hosts = decide.choose_hosts(job, cluster)
+    return Request(job, hosts, transport, package, tuple(cluster.notes), inspect)
+
+
+def plan_job(job: Job, cluster: Cluster, transport: Transport, package: Package = False,
+             inspect: Inspect | None = None) -> Plan:  # fmt: skip
+    """The plan that :func:`run_job` would execute."""
+    return asyncio.run(make_plan(request_of(job, cluster, transport, package, inspect)))
+
+
+def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
+            run_dir: Path | None, parent: Path, package: Package = False,
+            inspect: Inspect | None = None) -> RunOutcome:  # fmt: skip
+    """Runs a job to its end.
+
+    Args:
+        job: What to run.
+        cluster: Where.
+        transport: How the agents are started and spoken to.
+        screen: What the user sees.
+        run_dir: The run directory; ``None`` makes a fresh one below ``parent``.
+        parent: Folder of run directories.
+        package: Ship this installation's ``paceline`` to the nodes, or parts of it.
+        inspect: Looks at the nodes' facts before anything is started.
+
+    Raises:
+        PacelineError: The job could not be started.
+    """
+    began = time.monotonic()
+    request = request_of(job, cluster, transport, package, inspect)
+    path = run_dir or fresh_path(parent, job.name)
+    directory = RunDirectory(path, job.environment.secrets())
+    run_id = request.run_id
+    try:
+        launcher = Launcher(request, screen, directory)
+        try:
+            result = asyncio.run(launcher.run())
+        except PacelineError as error:
+            result = Result(error.exit_code, error=error.render())
+            _write_result(directory, run_id, result, began, {})
+            raise
+        result = _for_reader(result, screen.homes, directory)
+        _write_result(directory, run_id, result, began, launcher.recorder.metrics)
+    finally:
+        screen.close()
+        directory.close()
+    recorder = launcher.recorder
+    seconds = time.monotonic() - began
+    blamed = result.failure
+    told = blamed is not None and blamed.rank is not None and screen.before_eyes(
+        blamed.host, blamed.rank)  # fmt: skip
+    return RunOutcome(
+        directory.path, result, recorder.events, recorder.metrics, seconds,
+        directory.begins, recorder.resumable,
+        launcher.plan.world_size if launcher.plan else 0, tuple(screen.homes), told,
+    )  # fmt: skip
+
+
+def _for_reader(result: Result, homes: Sequence[Home], directory: RunDirectory) -> Result:
+    """The failure with the user's own paths, and without secrets."""
+    failure = result.failure
+    if failure is None:
+        return result
+    headline, traceback = (
+        directory.redacted(at_home(homes, failure.host, text))
+        for text in (failure.headline, failure.traceback)
+    )
+    return replace(result, failure=replace(failure, headline=headline, traceback=traceback))
+
+
+def _write_result(directory: RunDirectory, run_id: str, result: Result, began: float,
+                  metrics: dict[str, Any]) -> None:  # fmt: skip
+    about = {
+        "run_id": run_id,
+        "exit_code": result.exit_code,
+        "seconds": round(time.monotonic() - began, 3),
+        "metrics": metrics,
+    }
+    directory.write_json(names.RESULT, {**about, **result.to_json()})

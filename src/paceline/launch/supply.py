@@ -40,9 +40,9 @@ async def begin(node: Node, request: Request, package: Tree | None, directory: R
     job = request.job
     await find_run_folder(node, directory)
     python = decide.python_of(job, node.host)
-    env = {**early_env(job, node), **job.environment.all()}
+    env = {**decide.early_env(job, node.host, node.facts), **job.environment.all()}
     if package is not None and not (node.host.local and python == sys.executable):
-        root = await ship_tree(node, package, "paceline", request.run_id)
+        root = await send_folder(node, package, "paceline", request.run_id)
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     node.preparation = {
         "python": python,
@@ -68,13 +68,6 @@ async def find_run_folder(node: Node, directory: RunDirectory) -> None:
     node.run_folder, node.shared_run_dir = answer["folder"], answer["shared"]
 
 
-def early_env(job: Job, node: Node) -> dict[str, str]:
-    """What libraries read when they are loaded; interface names follow with the ranks."""
-    processes = decide.processes_on(job, node.host, node.facts).value
-    settings = decide.node_env(job, node.facts, processes, None)
-    return {name: setting.value for name, setting in settings.items()}
-
-
 async def send_copies(plan: Plan, fleet: Fleet, supplies: Supplies) -> None:
     """Sends what the plan says is sent, unless a node has it from an attempt before."""
 
@@ -83,7 +76,7 @@ async def send_copies(plan: Plan, fleet: Fleet, supplies: Supplies) -> None:
         assert tree is not None
         if node.copies.get(copy.name) == (copy.target, tree.manifest):
             return
-        root = await ship_tree(node, tree, copy.name, plan.run_id)
+        root = await send_folder(node, tree, copy.name, plan.run_id)
         if root != copy.target:
             raise NodeError(f"{node.name} built {copy.source} in another place than it told",
                             found=f"{root} instead of {copy.target}")  # fmt: skip
@@ -92,7 +85,7 @@ async def send_copies(plan: Plan, fleet: Fleet, supplies: Supplies) -> None:
     await together([send(node, copy) for node, part in parts for copy in part.copies])
 
 
-async def ship_tree(node: Node, tree: Tree, name: str, run_id: str) -> str:
+async def send_folder(node: Node, tree: Tree, name: str, run_id: str) -> str:
     """Builds ``tree`` on the node out of what is cached there and what is sent; its folder.
 
     NodeError when the node cannot take it.

@@ -110,7 +110,7 @@ class Job:
         inputs: Further folders that are shipped to nodes other than this machine.
         bind: Whether ranks get CPUs of their own.
         any_world: Accept a world other than the planned one.
-        lease_s: Seconds after which a node ends the job when it hears nothing of the launcher.
+        lease_s: Heartbeat timeout: seconds without the launcher after which a node ends the job.
         grace_s: Seconds between the polite signal and SIGKILL when a job is stopped.
         hang_timeout_s: Seconds after which a hang ends the job; 0 only tells of it.
         max_restarts: How many times the whole job may be started again after a failure.

@@ -141,7 +141,7 @@ class Plan:
         return {
             "run_id": self.run_id,
             "attempt": self.attempt,
-            "entry": _entry_json(self.entry),
+            "entry": entry_json(self.entry),
             "world_size": self.world_size,
             "master": {"address": self.master_addr, "port": self.master_port},
             "store": "agent" if self.agent_store else "rank 0",
@@ -162,21 +162,26 @@ class Plan:
             "workdir": node.workdir,
             "code": node.code,
             "devices": node.devices,
-            "entry": _entry_json(node.entry),
+            "entry": entry_json(node.entry),
             "env": {name: _setting_json(setting) for name, setting in node.env.items()},
-            "ranks": [
-                {
-                    "rank": rank.rank,
-                    "local_rank": rank.local_rank,
-                    "cpus": list(rank.cpus),
-                    "env": self.rank_env(node, rank),
-                }
-                for rank in node.ranks
-            ],
+            "ranks": self.ranks_json(node),
         }
 
+    def ranks_json(self, node: NodePlan) -> list[dict[str, Any]]:
+        """A node's ranks as ``plan.json`` holds them, and as its agent is told to start them."""
+        return [
+            {
+                "rank": rank.rank,
+                "local_rank": rank.local_rank,
+                "cpus": list(rank.cpus),
+                "env": self.rank_env(node, rank),
+            }
+            for rank in node.ranks
+        ]
 
-def _entry_json(entry: Entry) -> dict[str, Any]:
+
+def entry_json(entry: Entry) -> dict[str, Any]:
+    """An entry in ``plan.json``, and on the wire."""
     return {"kind": entry.kind, "target": entry.target, "args": list(entry.args)}
 
 

@@ -43,9 +43,3 @@ class Setting(Generic[T]):
         """``value (source: detail)`` for people."""
         where = f"{self.source.label}: {self.detail}" if self.detail else self.source.label
         return f"{self.value} ({where})"
-
-
-def strongest(*settings: Setting[T] | None) -> Setting[T]:
-    """The setting with the highest source; of equals the first. At least one must be given."""
-    given = [setting for setting in settings if setting is not None]
-    return max(given, key=lambda setting: setting.source)

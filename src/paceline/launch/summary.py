@@ -1,0 +1,113 @@
+"""What a run left, and the last that the user reads of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.outcome import describe_end
+from paceline.rundir.directory import short
+from paceline.rundir.records import open_regular
+from paceline.spec import rundir as names
+from paceline.spec.command import shell_text
+from paceline.spec.events import Event, Home, at_home
+from paceline.spec.failure import Result, signal_name
+
+LAST_LINES = 20
+LAST_BYTES = 16384  # read of a log for them
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """What a finished run left.
+
+    Attributes:
+        path: The run directory.
+        result: How it ended.
+        events: What happened, as events.jsonl holds it.
+        metrics: The last value of every metric that was reported.
+        seconds: From the call to the end.
+        begins: Bytes that earlier runs had left in the logs, by name.
+        resumable: The training was asked to stop and saved its state.
+        ranks: How many were planned.
+        homes: Where shipped copies of folders of this machine were.
+        told: The last lines of the rank that failed first stand on the screen already.
+    """
+
+    path: Path
+    result: Result
+    events: tuple[Event, ...]
+    metrics: dict[str, Any]
+    seconds: float
+    begins: Mapping[str, int] = field(default_factory=dict)
+    resumable: bool = False
+    ranks: int = 0
+    homes: Sequence[Home] = ()
+    told: bool = False
+
+    @property
+    def shown(self) -> Path:
+        """The run directory as people type it from here."""
+        return Path(short(self.path))
+
+
+def report_success(outcome: RunOutcome) -> str:
+    """One line at the end of a run that went well."""
+    ranks = f"{outcome.ranks} rank{'s' * (outcome.ranks != 1)}"
+    took = f"{outcome.seconds:.{0 if outcome.seconds >= 2 else 1}f} s"
+    return f"paceline: finished: {ranks}, {took}, logs {short(outcome.path / names.LOGS)}"
+
+
+def report_failure(outcome: RunOutcome) -> str:
+    """The last thing the user reads: who failed first, its traceback, where the rest is."""
+    result = outcome.result
+    if result.failure is None:
+        if result.interrupted is not None:
+            text = f"paceline: stopped by {signal_name(result.interrupted)}: {short(outcome.path)}"
+            return "\n".join([text, *_to_resume(outcome)])
+        return ""
+    failure = result.failure
+    lines = [f"paceline: failed first: {failure.describe()}"]
+    if failure.kind == "exception":
+        lines[0] += f" ({describe_end(failure.code, failure.signal)})" if failure.code else ""
+        lines.append(_indent(failure.traceback))
+    elif failure.rank is not None and not outcome.told:
+        name = names.log_file(failure.host, failure.rank)
+        if last := last_lines(outcome.path / name, outcome.begins.get(name, 0)):
+            last = at_home(outcome.homes, failure.host, last)
+            lines += ["  its last lines:", _indent(last)]
+    if result.others:
+        noun = "rank" if result.others == 1 else "ranks"
+        lines.append(f"  {result.others} other {noun} failed after it")
+    lines.append(f"  logs: {short(outcome.path / names.LOGS)}")
+    return "\n".join([*lines, *_to_resume(outcome)])
+
+
+def _to_resume(outcome: RunOutcome) -> list[str]:
+    """The command that was typed, as it goes on in the same run directory."""
+    if not outcome.resumable:
+        return []
+    argv = ["paceline", *sys.argv[1:]]
+    if not any(word.split("=")[0] == "--run-dir" for word in argv):
+        argv[2:2] = ["--run-dir", short(outcome.path)]
+    return [f"to resume: {shell_text(argv)}"]
+
+
+def last_lines(log: Path, begins: int = 0, count: int = LAST_LINES) -> str:
+    """The end of what a log has beyond its first bytes; empty when there is none."""
+    try:
+        with open_regular(log) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(begins, size - LAST_BYTES))
+            data = file.read(LAST_BYTES)
+    except OSError:
+        return ""
+    return "\n".join(data.decode(errors="replace").splitlines()[-count:])
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.rstrip().splitlines())

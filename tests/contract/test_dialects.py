@@ -8,9 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from inventory_cases import (
+from dialect_cases import (
     CASES,
     HERE,
     LABEL,
@@ -20,10 +18,12 @@ from inventory_cases import (
     reading_of,
     refusal,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.hosts import DIALECTS
 from paceline.hosts.dialect import Dialect, Reading
-from paceline.hosts.registry import ALIASES, ENVIRONMENTS
+from paceline.hosts.dialects import ALIASES, ENVIRONMENTS
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
 

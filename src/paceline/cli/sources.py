@@ -136,13 +136,13 @@ def check_environment() -> None:
 
 def shown(text: str) -> str:
     """A text of the file or a variable as it may stand in an error: visible, and not too long."""
-    from paceline.hosts import problems
+    from paceline.hosts import dialect
 
-    return problems.shown(text)
+    return dialect.shown(text)
 
 
 def _unknown(message: str, word: str, legal: Sequence[str]) -> SettingError:
-    from paceline.hosts.problems import nearest
+    from paceline.spec.helptext import nearest
 
     near = nearest(word, legal)
     if near:

@@ -77,7 +77,7 @@ def require_hosts(path: Path, toml: Mapping[str, Any], described: bool) -> None:
 
 def _demand(path: Path, toml: Mapping[str, Any], needed: Mapping[str, Any], key: str,
             what: str) -> None:  # fmt: skip
-    from paceline.hosts.problems import shown
+    from paceline.hosts.dialect import shown
 
     listed = "\n".join(shown(f"{name} = {_text(value)}") for name, value in needed.items())
     if why := foreign(path):
@@ -167,7 +167,7 @@ def command(revoke: bool) -> None:
     values as they are now; a file that somebody else can change is refused.
     """
     from paceline.cli.sources import read_settings_file
-    from paceline.hosts.problems import shown
+    from paceline.hosts.dialect import shown
 
     path = Path.cwd() / TOML_NAME
     if not path.exists():

@@ -1,4 +1,4 @@
-"""The parts every dialect is made of: what goes in, what comes out, and what it can do."""
+"""The parts every dialect is made of: what goes in, what comes out, what it can do, its errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
 
 Colon = Literal["slots", "port", "rendezvous"]
@@ -100,3 +101,19 @@ class Dialect:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "says", self.says or self.keeps)
+
+
+_SHOWN = 120  # characters of a line worth showing
+
+
+def bad_line(label: str, number: int, line: str, expected: str) -> HostsError:
+    """The error for one line of a description; ``number`` counts from 1."""
+    where = f"{label}, line {number}" if label != LIST_LABEL else label
+    return HostsError(f"{where}: cannot be read", found=shown(line), remedy=f"expected {expected}")
+
+
+def shown(line: str) -> str:
+    """The line with control characters made visible and cut to a readable length."""
+    text = line.strip()
+    visible = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return visible if len(visible) <= _SHOWN else visible[:_SHOWN] + "…"

@@ -6,9 +6,9 @@ import codecs
 import re
 from pathlib import Path
 
+from paceline.hosts.dialect import bad_line
 from paceline.hosts.dialects.ssh_config import keyword
 from paceline.hosts.lines import split_lines
-from paceline.hosts.problems import bad_line
 from paceline.spec.errors import HostsError
 
 MOST_BYTES = 4 << 20

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 WIDTH = 80
@@ -94,3 +95,17 @@ def _row(row: Row, width: int) -> list[str]:
     if len(left) > _COLUMN - 2:
         return [left, *texts]
     return [f"{left:<{_COLUMN}}{texts[0].lstrip()}", *texts[1:]] if texts else [left]
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The most similar of the known words, or an empty string."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return matches[0] if matches else ""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``known: a, b; did you mean `a`?`` for an unknown word."""
+    names = list(known)
+    guess = nearest(word, names)
+    listed = "one of " + ", ".join(names)
+    return f"{listed}; did you mean `{guess}`?" if guess else listed

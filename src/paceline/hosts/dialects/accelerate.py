@@ -9,10 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.hosts.dialect import Dialect, Follow, Parsed, Reading
-from paceline.hosts.known_ends import hosts_from_ends
+from paceline.hosts.dialect import Dialect, Follow, Parsed, Reading, bad_line, shown
+from paceline.hosts.dialects.torchrun import hosts_from_ends
 from paceline.hosts.lines import split_lines
-from paceline.hosts.problems import bad_line, shown
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster
 

@@ -6,8 +6,7 @@ from collections import Counter
 
 from paceline.hosts.address import with_number
 from paceline.hosts.dialect import Dialect, Reading
-from paceline.hosts.mentions import parse_lines
-from paceline.hosts.peek import peek
+from paceline.hosts.lines import parse_lines, peek
 from paceline.spec.hosts import Cluster, Host
 
 

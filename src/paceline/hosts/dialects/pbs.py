@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from paceline.hosts.dialect import Dialect, Follow, Parsed, Reading
-from paceline.hosts.mentions import parse_lines
-from paceline.hosts.peek import peek
+from paceline.hosts.lines import parse_lines, peek
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.hosts.dialect import Dialect, Reading
-from paceline.hosts.mentions import parse_lines
+from paceline.hosts.lines import parse_lines
 from paceline.spec.hosts import Cluster
 
 

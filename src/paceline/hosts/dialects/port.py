@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from paceline.hosts.address import with_number
 from paceline.hosts.dialect import Dialect, Reading
-from paceline.hosts.mentions import parse_lines
-from paceline.hosts.peek import has_colon
+from paceline.hosts.lines import has_colon, parse_lines
 from paceline.spec.hosts import Cluster, Host
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from paceline.hosts.dialect import Dialect, Reading
-from paceline.hosts.lines import bare, split_lines
-from paceline.hosts.mentions import parse_lines
+from paceline.hosts.lines import bare, parse_lines, split_lines
 from paceline.spec.hosts import Cluster, Host
 
 

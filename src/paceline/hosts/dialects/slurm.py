@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline.hosts.address import check_address
 from paceline.hosts.dialect import Dialect, Parsed, Reading, UnreadableError
-from paceline.hosts.lines import bare, split_lines
-from paceline.hosts.mentions import parse_lines
+from paceline.hosts.lines import bare, parse_lines, split_lines
 from paceline.hosts.nodelist import compress, expand, expand_counts
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host

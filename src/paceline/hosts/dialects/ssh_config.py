@@ -10,9 +10,8 @@ import re
 import shlex
 
 from paceline.hosts.address import check_address
-from paceline.hosts.dialect import Dialect, Parsed, Reading, UnreadableError
+from paceline.hosts.dialect import Dialect, Parsed, Reading, UnreadableError, bad_line
 from paceline.hosts.lines import split_lines
-from paceline.hosts.problems import bad_line
 from paceline.spec.hosts import Cluster, Host
 
 _KEYWORD = re.compile(r"\s*([A-Za-z]+)(?:\s*=\s*|\s+)(.*?)\s*")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from paceline.hosts.dialect import Dialect, Reading
-from paceline.hosts.mentions import names_rendezvous, parse_lines
-from paceline.hosts.peek import peek
+from paceline.hosts.lines import names_rendezvous, parse_lines, peek
 from paceline.spec.hosts import Cluster
 
 

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.hosts.dialect import Dialect, Parsed, Reading
+from paceline.hosts.dialect import Dialect, Parsed, Reading, bad_line
 from paceline.hosts.lines import split_lines
-from paceline.hosts.problems import bad_line
 from paceline.hosts.tables import FIELDS, BadTableError, host_from_table, host_tables
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host

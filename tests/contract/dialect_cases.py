@@ -1,6 +1,6 @@
 """The recorded descriptions of hosts: what stands there, and what is to be understood.
 
-``fixtures/inventory/DIALECT/CASE.txt`` is a text, ``CASE.env`` a set of variables, one
+``fixtures/dialects/DIALECT/CASE.txt`` is a text, ``CASE.env`` a set of variables, one
 ``KEY=VALUE`` a line; ``CASE.json`` beside it is what they must give.
 """
 
@@ -15,7 +15,7 @@ from paceline.hosts.dialect import Parsed, Reading
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Host
 
-FOLDER = Path(__file__).parents[1] / "fixtures" / "inventory"
+FOLDER = Path(__file__).parents[1] / "fixtures" / "dialects"
 LABEL = "hosts.txt"
 HERE = "here"
 CASES = sorted([*FOLDER.glob("*/*.txt"), *FOLDER.glob("*/*.env")])

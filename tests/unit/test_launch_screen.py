@@ -85,6 +85,14 @@ def test_a_muted_rank_shows_no_more_errors() -> None:
     assert (out.getvalue(), err.getvalue()) == ("[n1/0] still\n", "")
 
 
+def test_lines_that_come_together_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(Writer, "write", lambda _, text: written.append(text))
+    screen = Screen("all", io.StringIO(), io.StringIO())
+    screen.output("n1", 0, "out", b"one\ntwo\nthree\npart")
+    assert written == ["[n1/0] one\n[n1/0] two\n[n1/0] three\n"]
+
+
 def test_progress_in_plain_lines() -> None:
     err = io.StringIO()
     screen = Screen("all", io.StringIO(), err)

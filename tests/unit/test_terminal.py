@@ -14,6 +14,7 @@ from paceline import cli
 from paceline.cli import setup
 from paceline.remote.openssh import Refusal
 from paceline.setup import access
+from paceline.spec import terminal
 from paceline.spec.errors import NodeError
 from paceline.spec.hosts import Host
 from paceline.spec.terminal import clean, clean_line, wrapped
@@ -49,6 +50,12 @@ def test_nothing_is_obeyed(text: str) -> None:
     assert OBEYED.search(clean(text)) is None
     assert OBEYED.search(re.sub(r"\x1b\[[0-9;:]*m", "", clean(text, colours=True))) is None
     assert "\n" not in clean_line(text)
+
+
+def test_ordinary_text_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank writes a hundred thousand lines a second, and each of them passes here."""
+    monkeypatch.setattr(terminal, "_SEQUENCE", None)
+    assert clean("epoch 1/2  umläut 漢字 🙂", colours=True) == "epoch 1/2  umläut 漢字 🙂"
 
 
 def test_colours_may_pass_and_end_with_the_line() -> None:

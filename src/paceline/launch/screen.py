@@ -104,8 +104,7 @@ class Screen:
         if self._show == "none" or (self._show == "rank0" and rank != 0):
             return
         lines = self._lines.setdefault((host, rank, stream), Lines())
-        for line in lines.feed(data, time.monotonic()):
-            self._labelled(host, rank, stream, line)
+        self._labelled(host, rank, stream, lines.feed(data, time.monotonic()))
 
     def mute(self, host: str, rank: int) -> None:
         """Shows no more of a rank's error stream: its traceback is shown once, at the end."""
@@ -114,24 +113,30 @@ class Screen:
     def flush(self) -> None:
         """Shows unfinished lines."""
         for (host, rank, stream), lines in self._lines.items():
-            for line in lines.rest():
-                self._labelled(host, rank, stream, line)
+            self._labelled(host, rank, stream, lines.rest())
 
-    def _labelled(self, host: str, rank: int, stream: str, line: bytes) -> None:
+    def _labelled(self, host: str, rank: int, stream: str, lines: list[bytes]) -> None:
+        """Writes them in one piece: a rank may write faster than single lines could be shown."""
         if stream == "err" and (host, rank) in self._muted:
             return
-        text = line.decode(errors="replace")
-        if _PLACE.match(text):
-            text = at_home(self.homes, host, text)
-        if _HARMLESS.search(text[:500]) or (stream == "err" and self._repeated(host, rank, text)):
-            return
-        self._last[host, rank] = self._count
         label = clean_line(f"[{host}/{rank}]")
         if self._colour:
             number = self._hosts.setdefault(host, len(self._hosts))
             label = f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{label}\x1b[0m"
         target = self._out if stream == "out" else self._err
-        self._write(target, f"{label} {clean(text, colours=target.isatty())}")
+        colours = target.isatty()
+        shown = []
+        for line in lines:
+            text = line.decode(errors="replace")
+            if _PLACE.match(text):
+                text = at_home(self.homes, host, text)
+            if _HARMLESS.search(text[:500]):
+                continue
+            if stream == "out" or not self._repeated(host, rank, text):
+                shown.append(f"{label} {clean(text, colours)}")
+        if shown:
+            self._last[host, rank] = self._count + len(shown) - 1
+            self._write(target, "\n".join(shown), len(shown))
 
     def _repeated(self, host: str, rank: int, text: str) -> bool:
         """Whether this belongs to an error of ours that another rank has told already."""
@@ -159,8 +164,8 @@ class Screen:
         """A line of ours, on standard error."""
         self._write(self._err, for_reader(text, cast(TextIO, self._err)))
 
-    def _write(self, target: Writer, text: str) -> None:
-        self._count += 1
+    def _write(self, target: Writer, text: str, lines: int = 1) -> None:
+        self._count += lines
         if id(target) in self._unwiped:
             self._unwiped.discard(id(target))
             text = _WIPE + text

@@ -17,16 +17,15 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.checks import examine
-from paceline.cli import applies, batch, launch, program, sources, trust, use
+from paceline.cli import applies, launch, program, sources, trust, use
 from paceline.cli import bench_scaling as scaling_verb
-from paceline.containers import Probe, engine
 from paceline.launch import launcher
 from paceline.remote.channel import command_for
 from paceline.remote.openssh import ssh_command
 from paceline.rendezvous.started import StartedTransport
 from paceline.rendezvous.typed import TypedTransport
-from paceline.schedulers import mpi, slurm
-from paceline.schedulers.contained import ContainerTransport, container_for
+from paceline.schedulers import commands, mpi, submission
+from paceline.schedulers.container import ContainerTransport, Probe, container_for
 from paceline.schedulers.ssh import SshTransport
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
@@ -39,15 +38,15 @@ LEADING: dict[str, tuple[str, ...]] = {
     "ssh": ("--via", "ssh", "-H", "n1,n2"),
     "local": ("--via", "local"),
     "mpi": ("--via", "mpi", "-H", "n1,n2"),
-    "srun": ("--via", "slurm"),
+    "slurm": ("--via", "slurm"),
     "docker": ("--image", "i:1", "-H", "n1,n2"),
     "podman": ("--via", "podman", "--image", "i:1", "-H", "n1,n2"),
     "apptainer": ("--via", "apptainer", "--image", "i.sif", "-H", "n1,n2"),
     "rdzv": ("--rdzv", "127.0.0.1", "--nnodes", "2", "--node-rank", "0"),
-    "sbatch": ("--via", "slurm", "--nnodes", "3", "--plan"),
-    "pbs": ("--via", "pbs", "--nnodes", "3"),
-    "lsf": ("--via", "lsf", "--nnodes", "3"),
-    "kubernetes": ("--via", "kubernetes", "--nnodes", "3", "--image", "i:1"),
+    "slurm script": ("--via", "slurm", "--nnodes", "3", "--plan"),
+    "pbs script": ("--via", "pbs", "--nnodes", "3"),
+    "lsf script": ("--via", "lsf", "--nnodes", "3"),
+    "kubernetes script": ("--via", "kubernetes", "--nnodes", "3", "--image", "i:1"),
 }
 # verb → the words before and after the options
 VERBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -74,6 +73,13 @@ VALUES = {
 }  # fmt: skip
 LEADS = {"via", "rdzv", "node_rank"}  # the manners themselves are made of these
 COMPANIONS = {"as_json": ("--plan",), "verbose": ("--plan",)}
+
+
+def manners() -> dict[str, applies.Manner]:
+    """By the words of this file."""
+    return {
+        f"{one.scheduler.name}{' script' if one.submits else ''}": one for one in applies.manners()
+    }
 
 
 class Acted(Exception):
@@ -110,7 +116,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     async def examined(*_: Any, **__: Any) -> NoReturn:
         done.is_done("examined")
 
-    def written(text: str, directory: Path) -> NoReturn:
+    def written(scheduler: Any, text: str, *_: object) -> NoReturn:
         done.is_done("submitted", text)
 
     real_ladder = scaling_verb.scaling.ladder
@@ -125,12 +131,11 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     monkeypatch.setattr(launch, "show_plan", planned)
     monkeypatch.setattr(examine, "examine", examined)
     monkeypatch.setattr(use, "run_here", lambda *words: done.is_done("here", words))
-    monkeypatch.setattr(batch, "_sbatch", written)
+    monkeypatch.setattr(submission, "hand_in", written)
     monkeypatch.setattr(launch, "own_names", lambda: set[str]())
     monkeypatch.setattr(mpi, "find", lambda chosen: mpi.Mpi("mpich", "4", chosen or "mpiexec"))
-    monkeypatch.setattr(slurm.shutil, "which", lambda name, **_: f"/bin/{name}")
+    monkeypatch.setattr(commands.shutil, "which", lambda name, **_: f"/bin/{name}")
     monkeypatch.setattr("paceline.rundir.directory.fresh_path", lambda parent, name: parent / name)
-    monkeypatch.setattr(batch, "fresh_path", lambda parent, name: parent / name)
     monkeypatch.setattr("time.strftime", lambda *_: "now")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text("")
@@ -158,7 +163,7 @@ def rendered(transport: Any) -> object:
     if isinstance(transport, ContainerTransport):
         probe = Probe("d", "", 0, 0, (), (), dri=False, nvidia=False)
         container = container_for(HOSTS[1], probe, transport._options, "run")
-        wrapped = engine(transport._name).wrap(["agent"], container)
+        wrapped = transport._engine.wrap(["agent"], container)
         return ssh_command(HOSTS[1], transport._options.ssh, wrapped)
     return type(transport).__name__
 
@@ -168,7 +173,7 @@ def call(deed: Deed, verb: str, manner: str, options: Sequence[str]) -> tuple[in
     before, after = VERBS[verb]
     deed.text, deed.layouts = "", ()
     env: dict[str, str | None] = dict.fromkeys(ALLOCATION)
-    if manner == "srun":
+    if manner == "slurm":
         env = {**ALLOCATION}
     done = CliRunner(env=env).invoke(program, [*before, *LEADING[manner], *options, *after])
     if isinstance(done.exception, Acted):
@@ -192,7 +197,7 @@ def test_every_option_is_in_the_table() -> None:
     """And nothing else."""
     assert {option.name for option in options_of("run")} == set(applies.OPTIONS)
     assert set(VALUES) | LEADS == set(applies.OPTIONS)
-    assert set(LEADING) == set(applies.MANNERS)
+    assert set(LEADING) == set(manners())
     assert set(VERBS) == set(applies.VERBS)
 
 
@@ -200,7 +205,7 @@ def test_every_option_is_in_the_table() -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -> None:
     plain = call(deed, verb, manner, ())
-    if verb in applies.MEASURING and manner in {*applies.BATCHES, "rdzv"}:
+    if verb in applies.MEASURING and (manner == "rdzv" or manner.endswith(" script")):
         assert plain[0] == 2, plain  # these two run here, started from here, or not at all
         return
     assert plain[0] == 0, plain[1]
@@ -211,9 +216,9 @@ def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -
         flag = max(option.opts, key=len)
         beside = () if verb in applies.MEASURING else COMPANIONS.get(name, ())
         words = [*beside, flag, *([VALUES[name]] if VALUES[name] else [])]
-        if name == "detach" and manner == "sbatch":
+        if name == "detach" and manner == "slurm script":
             continue  # shown below: it has to do with what follows the submission
-        if name == "plan_only" and manner in applies.BATCHES:
+        if name == "plan_only" and manner.endswith(" script"):
             continue  # what these do at all, but for Slurm's, is to print
         if name == "as_json" and verb in applies.MEASURING:
             continue  # it has to do with how the figures are printed
@@ -225,7 +230,7 @@ def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -
         status, said, did = call(deed, verb, manner, words)
         refused = status == 2 and flag in said
         where = applies.OPTIONS[name]
-        fits = manner in where.manners and verb in where.verbs
+        fits = verb in where.verbs and (not where.chosen or manners()[manner].takes(name))
         assert refused or (status == 0 and did != before[2]), (verb, manner, words, said, did)
         assert refused is not fits, (verb, manner, words, said)
 
@@ -255,12 +260,13 @@ def test_detached(deed: Deed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Submitted and left; without the option it is followed."""
     followed: list[str] = []
 
-    async def follow(number: str, *_: object) -> int:
-        followed.append(number)
+    async def follow(job: submission.Submitted, *_: object) -> int:
+        followed.append(job.job)
         return 0
 
-    monkeypatch.setattr(batch, "_sbatch", lambda text, directory: "7")
-    monkeypatch.setattr(batch, "follow", follow)
+    monkeypatch.setattr(submission, "hand_in",
+                        lambda scheduler, *_: submission.Submitted(scheduler, "7"))  # fmt: skip
+    monkeypatch.setattr(submission, "follow", follow)
     words = ["run", "--via", "slurm", "--nnodes", "2"]
     assert CliRunner().invoke(program, [*words, "--detach", "job.py"]).exit_code == 0
     assert followed == []
@@ -322,15 +328,15 @@ def test_a_batch_does_not_stumble_over_its_own_submission(
     """What the file and the variables say of the submission has had its effect before."""
     (tmp_path / "paceline.toml").write_text('[run]\nmem = "5G"\nvia = "slurm"\n')
     monkeypatch.setenv("PACELINE_OPT_TIME", "1:00")
-    assert call(deed, "run", "srun", ())[0] == 2
+    assert call(deed, "run", "slurm", ())[0] == 2
     monkeypatch.setenv("PACELINE_SUBMITTED", "1")
-    assert call(deed, "run", "srun", ())[0] == 0
-    assert call(deed, "run", "srun", ("--mem", "5G"))[0] == 2
+    assert call(deed, "run", "slurm", ())[0] == 0
+    assert call(deed, "run", "slurm", ("--mem", "5G"))[0] == 2
 
 
 def test_a_recipe_in_a_batch_is_told_what_the_file_says(deed: Deed, tmp_path: Path) -> None:
     (tmp_path / "paceline.toml").write_text("[train.image]\nlr = 0.5\n")
-    words = ["train", *LEADING["kubernetes"], "image", "--steps", "3"]
+    words = ["train", *LEADING["kubernetes script"], "image", "--steps", "3"]
     _, jobset = CliRunner().invoke(program, words).stdout.split("---\n")
     pod = json.loads(jobset)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     told = pod["containers"][0]["command"]
@@ -345,7 +351,7 @@ def test_the_job_in_a_batch_is_told_all_that_is_its_own(
     monkeypatch.setenv("PACELINE_OPT_GRACE", "3")
     words = ["--time", "1:00", "--name=--mem", "-p", "2", "--env", "A=x y", "--no-torch", "job.py",
              "--time", "3", "--detach"]  # fmt: skip
-    before = ["run", *LEADING["sbatch"]]
+    before = ["run", *LEADING["slurm script"]]
     script = CliRunner().invoke(program, [*before, *words]).output.splitlines()
     (line,) = [line for line in script if line.startswith("exec ")]
     _, told = line.split("--run-dir ", 1)

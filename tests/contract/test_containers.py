@@ -7,18 +7,33 @@ from pathlib import Path
 
 import pytest
 
-from paceline.containers import ENGINES, Container, Probe, engine, parse_probe, probe_command
-from paceline.schedulers.contained import check_images, container_for
-from paceline.schedulers.options import ContainerOptions, Options
+from paceline.schedulers import SCHEDULERS, load
+from paceline.schedulers.container import (
+    Container,
+    Engine,
+    Probe,
+    check_images,
+    container_for,
+    parse_probe,
+    probe_command,
+)
+from paceline.schedulers.scheduler import ContainerOptions, Options
 from paceline.spec.errors import NodeError
 from paceline.spec.hosts import Host
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "schedulers" / "containers"
+ENGINES = [name for name in SCHEDULERS if isinstance(load(name), Engine)]
 HOSTILE = ["/bin/sh", "-c", 'echo "$1"', "a,b", "it's", "$HOME", "new\nline", ""]
 CONTAINER = Container(
     "paceline-1-n1", "image:1", "/work dir", ("/data:/data:ro", "/work dir:/work dir"),
     {"XDG_CACHE_HOME": "/tmp/c"}, 1000, 1000, (109,), ("/dev/dri",), True, "4g", ("--privileged",),
 )  # fmt: skip
+
+
+def engine(name: str) -> Engine:
+    found = load(name)
+    assert isinstance(found, Engine)
+    return found
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -54,7 +69,7 @@ def test_the_probe_is_good_shell(name: str, tmp_path: Path) -> None:
     """Run here, engine or not: it says who we are and which folders exist."""
     import subprocess
 
-    argv = probe_command(name, "no such; image", [str(tmp_path), "/no/such"])
+    argv = probe_command(engine(name), "no such; image", [str(tmp_path), "/no/such"])
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=20)
     probe = parse_probe(done.stdout + done.stderr)
     assert probe.folders == (str(tmp_path),)

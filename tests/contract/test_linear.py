@@ -21,7 +21,7 @@ from paceline.explain.conclude import conclude
 from paceline.explain.gather import from_log
 from paceline.explain.rules import codes, load, load_all
 from paceline.remote.openssh import CAUSES
-from paceline.schedulers import mpi
+from paceline.schedulers import mpi, slurm
 
 CHARS = 40_000  # twenty times the longest line that rules see
 BOUND_S = 3.0  # of CPU time; a linear pattern takes hundredths, a quadratic one some seconds
@@ -33,7 +33,7 @@ READERS = [
     "paceline.spec.failure",
     "paceline.spec.terminal", "paceline.remote.openssh",
     "paceline.launch.fleet", "paceline.schedulers.mpi", "paceline.schedulers.slurm",
-    "paceline.schedulers.contained",
+    "paceline.schedulers.container",
     *(f"paceline.checks.{found.name}" for found in pkgutil.iter_modules(paceline.checks.__path__)),
 ]  # fmt: skip
 
@@ -51,10 +51,10 @@ def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
                 yield f"{module}.{name}", value
     for cause in CAUSES:
         yield f"CAUSES.{cause.name}", re.compile(cause.pattern)
-    tables = [*mpi._VERSIONS, *mpi._CAUSES]
+    tables = [*mpi._VERSIONS, *mpi._CAUSES, *slurm._CAUSES]
     for number, table in enumerate(tables):  # in one of them the name comes first
         pattern = table[1] if len(table) == 2 else table[0]
-        yield f"mpi.{number}", re.compile(pattern, re.DOTALL)
+        yield f"schedulers.{number}", re.compile(pattern, re.DOTALL)
     # written where they are used
     for module in READERS:
         source = Path(importlib.import_module(module).__file__ or "").read_text()

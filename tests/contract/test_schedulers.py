@@ -1,23 +1,24 @@
-"""Every way to start nodes and every batch form: deterministic, safe with hostile words, golden."""
+"""Every scheduler, by what all promise: deterministic scripts, safe with hostile words, golden."""
 
 from __future__ import annotations
 
-import importlib
+import asyncio
 import json
 import re
 import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from paceline.schedulers import WAYS, mpi, slurm
-from paceline.schedulers.batch import BATCHES, BatchRequest, render
-from paceline.schedulers.options import Options
-from paceline.schedulers.slurm_batch import parse_job, parse_submitted
+from paceline.schedulers import SCHEDULERS, inside, load, mpi, slurm, submission
+from paceline.schedulers.scheduler import Options
+from paceline.schedulers.script import BatchRequest
+from paceline.schedulers.slurm import parse_job
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 
@@ -44,11 +45,191 @@ REQUEST = BatchRequest(
 )
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_every_way_can_be_imported(name: str) -> None:
-    module, line = WAYS[name]
-    assert callable(importlib.import_module(module).transport)
-    assert line
+BATCHES = [name for name in SCHEDULERS if load(name).submitting is not None]
+STARTING = [name for name in SCHEDULERS if load(name).starting is not None]
+FOLLOWED = [name for name in SCHEDULERS if load(name).follows()]
+
+
+def render(name: str, request: BatchRequest) -> str:
+    return load(name).render(request)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_says_what_it_is(name: str) -> None:
+    scheduler = load(name)
+    assert scheduler.name == name
+    assert scheduler.title
+    assert scheduler.about
+    assert scheduler.typed.startswith("--")
+    assert scheduler.starting is not None or scheduler.submitting is not None
+    assert scheduler.follows() or scheduler.submitting is None or scheduler.hand_over
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_what_a_scheduler_lacks_it_refuses(name: str) -> None:
+    """With an error for people, not with one of Python's."""
+    scheduler = load(name)
+    if scheduler.starting is None:
+        with pytest.raises(SettingError, match="starts no nodes"):
+            scheduler.start(Options())
+    if scheduler.submitting is None:
+        with pytest.raises(SettingError, match="takes no scripts"):
+            scheduler.render(REQUEST)
+    if not scheduler.follows():
+        with pytest.raises(SettingError):
+            scheduler.submit(Path("job"))
+        with pytest.raises(SettingError):
+            asyncio.run(scheduler.poll("7"))
+        with pytest.raises(SettingError):
+            scheduler.cancel("7")
+
+
+def test_there_is_no_scheduler_of_another_name() -> None:
+    with pytest.raises(SettingError, match="no scheduler `abacus`"):
+        load("abacus")
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_nobody_is_in_an_allocation_without_its_variables(name: str) -> None:
+    assert load(name).allocation({}) is None
+    assert inside({f"{name.upper()}_NOTHING": "1"}) is None
+
+
+@pytest.mark.parametrize("name", STARTING)
+def test_why_a_node_went_is_asked_without_an_error(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where the scheduler's commands are not here."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert asyncio.run(load(name).why(Host("no-such-host"))) == ""
+
+
+@pytest.fixture
+def commands_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Stand-ins for a scheduler's commands: name → what it prints, and its exit status."""
+
+    def made(status: int = 0, **said: str) -> None:
+        for name, text in said.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\necho \"$@\" >> {tmp_path}/asked\n"
+                                         f"cat <<'EOF'\n{text}\nEOF\nexit {status}\n")  # fmt: skip
+            (tmp_path / name).chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return made
+
+
+# scheduler → the commands that it runs, what they say of a submitted job and of an unknown state
+SAID: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
+    "slurm": (("sbatch", "scontrol", "scancel"), {"sbatch": "12;cluster"}, "unknown-word.job.txt"),
+}
+
+
+def test_every_scheduler_that_follows_jobs_has_its_words_here() -> None:
+    assert set(SAID) == set(FOLLOWED)
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_script_is_submitted_and_recorded(
+    name: str, commands_of: Callable[..., None], tmp_path: Path
+) -> None:
+    commands, said, _ = SAID[name]
+    commands_of(**{command: said.get(command, "") for command in commands})
+    scheduler = load(name)
+    job = submission.hand_in(scheduler, "the script", tmp_path / "run")
+    assert re.fullmatch(scheduler.job_id, job.job)
+    assert (tmp_path / "run" / scheduler.script).read_text() == "the script"
+    assert job.outputs == (tmp_path / "run" / scheduler.output.replace("{job}", job.job),)
+    found = submission.found_in(tmp_path / "run")
+    assert found is not None
+    assert (found.scheduler, found.job) == (scheduler, job.job)
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_refusal_is_the_schedulers_own(
+    name: str, commands_of: Callable[..., None], tmp_path: Path
+) -> None:
+    commands_of(**dict.fromkeys(SAID[name][0], "no such queue"), status=1)
+    with pytest.raises(SettingError) as caught:
+        load(name).submit(tmp_path / "job")
+    assert "refused the batch" in caught.value.message
+    assert caught.value.found == "no such queue"
+    assert caught.value.exit_code == 1
+    commands_of(**dict.fromkeys(SAID[name][0], "welcome to the cluster"))
+    with pytest.raises(SettingError, match="said something unexpected"):
+        load(name).submit(tmp_path / "job")
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_job_is_cancelled_twice(
+    name: str, commands_of: Callable[..., None], tmp_path: Path
+) -> None:
+    """The second time it is unknown, and that is no error."""
+    commands_of(**dict.fromkeys(SAID[name][0], "invalid job id"), status=1)
+    load(name).cancel("12")
+    load(name).cancel("12", kill=True)
+    assert (tmp_path / "asked").read_text().count("12") == 2
+    assert asyncio.run(load(name).poll("12")) is None
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_an_unknown_state_is_kept_as_said(name: str, commands_of: Callable[..., None]) -> None:
+    commands, _, file = SAID[name]
+    text = (FIXTURES / name / file).read_text().rstrip()
+    commands_of(**dict.fromkeys(commands, text))
+    state = asyncio.run(load(name).poll("12"))
+    assert state is not None
+    assert state.word == "TELEPORTED"
+    assert not state.over
+    assert state.exit_code != 0
+
+
+@pytest.mark.parametrize("name", [*SCHEDULERS, "no-such-scheduler"])
+@pytest.mark.parametrize(
+    "job", ["", "-f", "--all", "7; rm -rf /", "a\nb", 7.5, None, ["7"], "7" * 60]
+)
+def test_a_hostile_record_of_a_job_is_none(name: str, job: object, tmp_path: Path) -> None:
+    """What stands in the file of a run directory becomes a word of the scheduler's command."""
+    record = {"scheduler": name, "job": job, "output": "../../etc/passwd"}
+    (tmp_path / submission.BATCH_FILE).write_text(json.dumps(record))
+    found = submission.found_in(tmp_path)
+    assert found is None or re.fullmatch(r"[\wƒ][\w.+\[\]-]*", found.job)
+    assert found is None or found.outputs == ()
+
+
+# What only a scheduler's own file may know. Elsewhere its name stands in the list of schedulers, in
+# its dialect of host lists, in the variables of its tasks, and in the words of people and programs.
+OWN_WORDS = {
+    "slurm": r"slurm|sbatch|srun|scontrol|scancel|squeue|sinfo|sacct|salloc",
+    "pbs": r"qsub|qdel|qstat",
+    "lsf": r"bsub|bkill|bjobs|LSB_",
+    "kubernetes": r"kubectl|jobset",
+}
+ELSEWHERE = {
+    "schedulers/__init__.py": 'its line in the list: "slurm",',
+    "hosts/": "dialects of host lists, and their names",
+    "spec/launched.py": "variables by which a task knows its place",
+    "cli/hosts.py": "names of dialects in the help",
+    "cli/flags.py": "the same",
+    "cli/__init__.py": "the same",
+    "spec/terminal.py": "commands that people paste",
+    "explain/": "what programs write into logs",
+}
+
+
+@pytest.mark.parametrize("name", OWN_WORDS)
+def test_only_its_own_file_knows_a_scheduler(name: str) -> None:
+    """``--sbatch-arg`` is an option of all that take scripts, called as people know it."""
+    source = Path(slurm.__file__).parents[1]
+    knowing = []
+    for file in sorted(source.rglob("*.py")):
+        where = str(file.relative_to(source))
+        if where == f"schedulers/{name}.py" or where.startswith(tuple(ELSEWHERE)):
+            continue
+        text = re.sub(r"sbatch[-_]arg", "", file.read_text())
+        knowing += [where for _ in re.finditer(OWN_WORDS[name], text, re.IGNORECASE)]
+    assert knowing == []
+    listed = (source / "schedulers" / "__init__.py").read_text()
+    assert len(re.findall(name, listed)) == 1
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -219,8 +400,8 @@ def test_a_manifest_is_valid() -> None:
     assert container["resources"]["limits"] == {
         "memory": "16Gi", "cpu": "16", "nvidia.com/gpu": "2",
     }  # fmt: skip
-    meeting = f"{jobset['metadata']['name']}-node-0-0.{jobset['metadata']['name']}:29400"
-    assert container["command"][container["command"].index("--rdzv") + 1] == meeting
+    where = f"{jobset['metadata']['name']}-node-0-0.{jobset['metadata']['name']}:29400"
+    assert container["command"][container["command"].index("--rdzv") + 1] == where
     assert all(isinstance(word, str) for word in container["command"])
 
 
@@ -321,7 +502,7 @@ def test_the_ssh_config_of_an_mpi() -> None:
 
 
 def test_the_command_of_srun() -> None:
-    words = slurm.command("srun", HOSTS, ("--mem=0",))
+    words = slurm.step("srun", HOSTS, ("--mem=0",))
     assert words[:5] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1",
                          "--nodelist=n1,10.0.0.2"]  # fmt: skip
     assert words[-1] == "--mem=0"
@@ -355,7 +536,9 @@ def test_a_node_of_slurm_is_read() -> None:
 
 @pytest.mark.parametrize("text", ["12\n", "12;cluster\n", "sbatch: a note\n12\n"])
 def test_a_submission_is_read(text: str) -> None:
-    assert parse_submitted(text) == "12"
+    found = re.search(slurm.SUBMITTED_AS, text, re.MULTILINE)
+    assert found is not None
+    assert found.group(1) == "12"
 
 
 @pytest.mark.parametrize(
@@ -367,8 +550,12 @@ def test_a_submission_is_read(text: str) -> None:
         ("something new", "srun did not start the agent"),
     ],
 )
-def test_what_srun_says_is_explained(words: str, cause: str) -> None:
-    error = slurm.explained(HOSTS, HOSTS[1:], 1, words, "8")
+def test_what_srun_says_is_explained(
+    words: str, cause: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    starter = slurm.SlurmStarter("srun", (), "8")
+    error = asyncio.run(starter.explain(HOSTS, HOSTS[1:], 1, words))
     assert cause in error.message
     assert "n2" in error.message
     assert words in error.found

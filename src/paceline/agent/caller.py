@@ -1,6 +1,6 @@
 """The first lines on a node whose agent has to call back: dial, prove who we are, become the agent.
 
-A scheduler that starts the nodes (mpiexec, srun, a person) leaves no stream of its own to each of
+What starts the nodes (a scheduler's command, a person) leaves no stream of its own to each of
 them. So what it starts calls the launcher over TCP, starts the agent, and passes its standard
 streams on through TLS. From there on everything is as over SSH.
 

@@ -37,7 +37,7 @@ VERBS: Registry = {
     "status": ("paceline.cli.status", "Say what has become of a run."),
     "logs": ("paceline.cli.logs", "Print or follow the logs of a run."),
     "stop": ("paceline.cli.stop", "End a run from any terminal."),
-    "env": ("paceline.cli.env", "The place that mpirun, mpiexec or srun gave this process."),
+    "env": ("paceline.cli.env", "The place that mpirun, mpiexec or a scheduler gave this process."),
     "setup": ("paceline.cli.setup", "Prepare the hosts: keys, host keys, sshd, environment."),
     "trust": ("paceline.cli.trust", "Let paceline.toml of this folder name programs."),
     "hosts": ("paceline.cli.hosts", "Show the hosts that a host file or list names."),

@@ -1,7 +1,7 @@
 """Which option applies where: one table, so that no option is ever accepted and then ignored.
 
-A *manner* is how a command is carried out: a way that starts the nodes now, or a batch system for
-which a script is written. An option that is given and does not apply is refused.
+What depends on how the nodes are started is said by the schedulers (``starting``, ``submitting``);
+the rest stands here. An option that is given and does not apply is refused.
 """
 
 from __future__ import annotations
@@ -13,28 +13,12 @@ import click
 from click.core import ParameterSource
 
 from paceline.cli.sources import RUN_TABLE, variable_of
-from paceline.schedulers.batch import SUBMITTED
+from paceline.schedulers import SCHEDULERS, load
+from paceline.schedulers.scheduler import Scheduler
+from paceline.schedulers.script import SUBMITTED
 from paceline.spec.errors import SettingError
 from paceline.spec.settings import TOML_NAME
 
-# manner → how it is asked for, for people
-WAYS = {
-    "ssh": "--via ssh (the default)",
-    "local": "--via local",
-    "mpi": "--via mpi",
-    "srun": "--via slurm inside an allocation",
-    "docker": "--via docker",
-    "podman": "--via podman",
-    "apptainer": "--via apptainer",
-    "rdzv": "--rdzv HOST:PORT",
-}
-BATCHES = {
-    "sbatch": "--via slurm outside an allocation",
-    "pbs": "--via pbs",
-    "lsf": "--via lsf",
-    "kubernetes": "--via kubernetes",
-}
-MANNERS = {**WAYS, **BATCHES}
 # verb (a command's own name) → what is typed
 VERBS = {
     "run": "run",
@@ -45,11 +29,37 @@ VERBS = {
 }
 MEASURING = frozenset({"scaling", "collectives"})
 
-EVERYWHERE = frozenset(MANNERS)
-ENGINES = frozenset({"docker", "podman", "apptainer"})
-OVER_SSH = frozenset({"ssh", "mpi", "pbs", "lsf"}) | ENGINES
-SCRIPTS = frozenset({"sbatch", "pbs", "lsf"})
-NOW = frozenset(WAYS)
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a command is carried out.
+
+    Attributes:
+        scheduler: By what.
+        submits: It writes a script for later, instead of starting nodes now.
+    """
+
+    scheduler: Scheduler
+    submits: bool
+
+    def takes(self, option: str) -> bool:
+        """Whether an option of which schedulers decide has an effect."""
+        known = self.scheduler.submitting if self.submits else self.scheduler.starting
+        return option in (known or ())
+
+    def __str__(self) -> str:
+        """How it is asked for, for people."""
+        scheduler = self.scheduler
+        if scheduler.starting is None or scheduler.submitting is None:
+            return scheduler.typed
+        return f"{scheduler.typed} {'outside' if self.submits else 'inside'} an allocation"
+
+
+def manners() -> list[Manner]:
+    """All that there are: first those that start nodes now."""
+    every = [load(name) for name in SCHEDULERS]
+    now = [Manner(one, submits=False) for one in every if one.starting is not None]
+    return now + [Manner(one, submits=True) for one in every if one.submitting is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +67,30 @@ class Applies:
     """Where an option has an effect.
 
     Attributes:
-        manners: How the nodes are started.
+        chosen: Only where the scheduler says so (:class:`paceline.schedulers.scheduler.Scheduler`).
         verbs: Which commands.
         value: Only this value is restricted to them; the others apply everywhere.
         hint: What to type instead; empty for a list of the manners.
+        submission: It only says how a batch is to be submitted.
     """
 
-    manners: frozenset[str] = EVERYWHERE
+    chosen: bool = False
     verbs: frozenset[str] = frozenset(VERBS)
     value: object = None
     hint: str = ""
+    submission: bool = False
 
 
 _JOBS = frozenset(VERBS) - MEASURING  # these end in one run whose start can be planned
 _AT_THE_SITE = "--sbatch-arg takes any directive of the batch system"
+_CHOSEN = Applies(chosen=True)
+_RENDEZVOUS = Applies(chosen=True, verbs=_JOBS)
+_BATCH = Applies(chosen=True, submission=True)
 # name of the parameter → where it applies
 OPTIONS: dict[str, Applies] = {
-    "hosts": Applies(NOW - {"rdzv"}, hint="The batch system, or --rdzv, chooses the hosts"),
-    "ssh_config": Applies(OVER_SSH),
-    "accept_new_host_keys": Applies(OVER_SSH),
+    "hosts": Applies(chosen=True, hint="The batch system, or --rdzv, chooses the hosts"),
+    "ssh_config": _CHOSEN,
+    "accept_new_host_keys": _CHOSEN,
     "nnodes": Applies(),
     "nproc_per_node": Applies(),
     "env": Applies(),
@@ -86,55 +101,46 @@ OPTIONS: dict[str, Applies] = {
     "name": Applies(),
     "master_port": Applies(),
     "backend": Applies(),
-    "ship": Applies(EVERYWHERE - {"local"}, frozenset({"run", "scaling"}),
+    "ship": Applies(chosen=True, verbs=frozenset({"run", "scaling"}),
                     hint="Only code of yours, for hosts other than this machine, is shipped"),
     "bind": Applies(),
     "lease": Applies(),
     "grace": Applies(),
     "max_restarts": Applies(),
     "hang_timeout": Applies(),
-    "check_level": Applies(frozenset({"ssh", "local", "pbs", "lsf"}), _JOBS, value="full",
+    "check_level": Applies(chosen=True, verbs=_JOBS, value="full",
                            hint="`paceline check` first"),
     "show": Applies(verbs=_JOBS),
     "plan_only": Applies(verbs=_JOBS),
-    "as_json": Applies(NOW),
-    "verbose": Applies(NOW, _JOBS),
+    "as_json": _CHOSEN,
+    "verbose": Applies(chosen=True, verbs=_JOBS),
     "via": Applies(),
-    "via_arg": Applies(frozenset({"mpi", "srun", "sbatch"}) | ENGINES),
-    "mpiexec": Applies(frozenset({"mpi"})),
-    "image": Applies(ENGINES | {"kubernetes"}),
-    "mount": Applies(ENGINES),
-    "shm_size": Applies((ENGINES - {"apptainer"}) | {"kubernetes"},
+    "via_arg": _CHOSEN,
+    "mpiexec": _CHOSEN,
+    "image": Applies(chosen=True, submission=True),
+    "mount": _CHOSEN,
+    "shm_size": Applies(chosen=True, submission=True,
                         hint="Apptainer's /dev/shm is the host's own"),
-    "rdzv": Applies(frozenset({"rdzv"}), _JOBS),
-    "rdzv_id": Applies(frozenset({"rdzv"}), _JOBS),
-    "rdzv_key_file": Applies(frozenset({"rdzv"}), _JOBS),
-    "node_rank": Applies(frozenset({"rdzv"}), _JOBS),
-    "rdzv_timeout": Applies(frozenset({"rdzv"}), _JOBS),
-    "time_limit": Applies(SCRIPTS),
-    "partition": Applies(SCRIPTS),
-    "account": Applies(SCRIPTS),
-    "cpus_per_task": Applies(frozenset(BATCHES) - {"lsf"}, hint=_AT_THE_SITE),
-    "mem": Applies(frozenset(BATCHES)),
-    "gres": Applies(frozenset(BATCHES)),
-    "sbatch_arg": Applies(SCRIPTS),
-    "setup_command": Applies(SCRIPTS),
-    "requeue": Applies(frozenset({"sbatch"}), hint=_AT_THE_SITE),
-    "array": Applies(SCRIPTS),
-    "detach": Applies(frozenset({"sbatch"})),
+    "rdzv": _RENDEZVOUS,
+    "rdzv_id": _RENDEZVOUS,
+    "rdzv_key_file": _RENDEZVOUS,
+    "node_rank": _RENDEZVOUS,
+    "rdzv_timeout": _RENDEZVOUS,
+    "time_limit": _BATCH,
+    "partition": _BATCH,
+    "account": _BATCH,
+    "cpus_per_task": Applies(chosen=True, submission=True, hint=_AT_THE_SITE),
+    "mem": _BATCH,
+    "gres": _BATCH,
+    "sbatch_arg": _BATCH,
+    "setup_command": _BATCH,
+    "requeue": Applies(chosen=True, submission=True, hint=_AT_THE_SITE),
+    "array": _BATCH,
+    "detach": _BATCH,
 }  # fmt: skip
-# These are for the submission; the job that was submitted finds them in its environment and file.
-SUBMISSION = frozenset({"image", "shm_size"}) | {
-    name for name, where in OPTIONS.items() if where.manners <= frozenset(BATCHES)
-}
-
-
-def applies(option: str, manner: str, verb: str = "run") -> bool:
-    """Whether an option (by its parameter's name) has an effect; one that is not ours always."""
-    where = OPTIONS.get(option)
-    return where is None or where.value is not None or (
-        manner in where.manners and verb in where.verbs
-    )  # fmt: skip
+# These are for the submission (image and shm_size also for a start now); the job that was submitted
+# finds them in its environment and file.
+SUBMISSION = frozenset(name for name, where in OPTIONS.items() if where.submission)
 
 
 def given(ctx: click.Context, names: Iterable[str] = OPTIONS) -> dict[str, str]:
@@ -160,7 +166,7 @@ def _options(ctx: click.Context) -> list[click.Option]:
     return [param for param in ctx.command.params if isinstance(param, click.Option)]
 
 
-def refuse_ignored(ctx: click.Context, manner: str, environ: Mapping[str, str]) -> None:
+def refuse_ignored(ctx: click.Context, manner: Manner, environ: Mapping[str, str]) -> None:
     """SettingError, exit status 2, for an option that was given and would have no effect."""
     verb = ctx.command.name or "run"
     for name, spelled in given(ctx).items():
@@ -170,8 +176,8 @@ def refuse_ignored(ctx: click.Context, manner: str, environ: Mapping[str, str]) 
         where = OPTIONS[name]
         if where.value is not None and ctx.params[name] != where.value:
             continue
-        if manner not in where.manners or verb not in where.verbs:
-            raise _ignored(spelled, _valued(where, spelled), where, manner, verb)
+        if verb not in where.verbs or (where.chosen and not manner.takes(name)):
+            raise _ignored(name, spelled, manner, verb)
     about_plans = {"as_json": "prints a plan as JSON", "verbose": "shows all of a plan"}
     for name, what in about_plans.items():
         if ctx.params.get(name) and verb in _JOBS and not ctx.params.get("plan_only"):
@@ -193,20 +199,17 @@ def refuse_beside(ctx: click.Context, what: str, names: Iterable[str]) -> None:
         )
 
 
-def _valued(where: Applies, spelled: str) -> str:
-    return spelled if where.value is None else f"{spelled} {where.value}"
-
-
-def _ignored(spelled: str, option: str, where: Applies, manner: str, verb: str) -> SettingError:
+def _ignored(name: str, spelled: str, manner: Manner, verb: str) -> SettingError:
+    where = OPTIONS[name]
+    option = spelled if where.value is None else f"{spelled} {where.value}"
     remedy = f"Leave it out. {where.hint}" if where.hint else "Leave it out, or use one of these"
     if verb not in where.verbs:
-        fitting = ", ".join(f"paceline {VERBS[one]}" for one in VERBS if one in where.verbs)
-        return SettingError(
-            f"{option} does not apply to paceline {VERBS[verb]}",
-            found=f"it applies to: {fitting}", remedy=remedy,
-        )  # fmt: skip
-    fitting = ", ".join(MANNERS[one] for one in MANNERS if one in where.manners)
+        fitting = [f"paceline {VERBS[one]}" for one in VERBS if one in where.verbs]
+        here = f"paceline {VERBS[verb]}"
+    else:
+        fitting = [str(one) for one in manners() if one.takes(name)]
+        here = str(manner)
     return SettingError(
-        f"{option} does not apply to {MANNERS[manner]}",
-        found=f"it applies to: {fitting}", remedy=remedy,
+        f"{option} does not apply to {here}",
+        found=f"it applies to: {', '.join(fitting)}", remedy=remedy,
     )  # fmt: skip

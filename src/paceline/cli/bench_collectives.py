@@ -17,7 +17,7 @@ from paceline.bench.bandwidth import Row
 from paceline.cli.applies import refuse_beside
 from paceline.cli.launch import F, job_of, launch_options, prepare
 from paceline.cli.verb import Verb, say
-from paceline.cli.via import Way
+from paceline.cli.via import Via
 from paceline.remote import this_machine
 from paceline.spec.errors import JobError, PacelineError, SettingError
 from paceline.spec.helptext import counted
@@ -126,10 +126,10 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     if bandwidth.parse_size(given["stepbytes"]):
         refuse_beside(ctx, "--stepbytes", ("stepfactor",))
     spec = spec_of(given, ctx.params["backend"])
-    cluster, way = prepare(ctx)
+    cluster, via = prepare(ctx)
     nothing: Links = ({}, (), None)
-    measured = nothing if given["no_links"] else measure_links(ctx, cluster, way)
-    rows, about = run(ctx, cluster, way, spec)
+    measured = nothing if given["no_links"] else measure_links(ctx, cluster, via)
+    rows, about = run(ctx, cluster, via, spec)
     found = Found(rows, about, *measured)
     if given["picture"] is not None:
         draw(given["picture"], found)
@@ -163,7 +163,7 @@ def spec_of(given: Mapping[str, Any], backend: str | None) -> dict[str, Any]:
     }
 
 
-def measure_links(ctx: click.Context, cluster: Cluster, way: Way) -> Links:
+def measure_links(ctx: click.Context, cluster: Cluster, via: Via) -> Links:
     """The TCP rate of every pair, whom it blames, and iperf3's word on the slowest way.
 
     Nothing for other ways than ssh.
@@ -172,7 +172,7 @@ def measure_links(ctx: click.Context, cluster: Cluster, way: Way) -> Links:
     from paceline.checks.link import judge as judge_link
     from paceline.remote.openssh import SshOptions
 
-    if len(cluster.hosts) < 2 or way.name not in ("ssh", "local"):
+    if len(cluster.hosts) < 2 or via.name not in ("ssh", "local"):
         return {}, (), None
     ssh = SshOptions(ctx.params["ssh_config"], ctx.params["accept_new_host_keys"])
     scene = asyncio.run(_examine(ctx, cluster, ssh))
@@ -217,7 +217,7 @@ async def _examine(ctx: click.Context, cluster: Cluster, ssh: Any) -> Scene:
     return await examine(hosts, ssh, wishes, "full", only=("ports", "link"))
 
 
-def run(ctx: click.Context, cluster: Cluster, way: Way,
+def run(ctx: click.Context, cluster: Cluster, via: Via,
         spec: Mapping[str, Any]) -> tuple[tuple[Row, ...], dict[str, Any]]:  # fmt: skip
     """Runs the job; JobError when it fails."""
     from paceline.launch.launcher import run_job
@@ -225,16 +225,16 @@ def run(ctx: click.Context, cluster: Cluster, way: Way,
     from paceline.launch.summary import report_failure
     from paceline.spec.rundir import DEFAULT_PARENT
 
-    if way.transport is None:
+    if via.transport is None:
         raise SettingError(
-            "bench collectives runs here, not in a batch", remedy="salloc, then this"
+            "bench collectives runs here, not in a batch", remedy="In an allocation, type it again"
         )
     entry = Entry("module", MODULE, (json.dumps(spec),))
     job = job_of(ctx, entry, name="collectives")
     outcome = run_job(
         job,
         cluster,
-        way.transport,
+        via.transport,
         Screen("none"),
         run_dir=ctx.params["run_dir"],
         parent=Path(DEFAULT_PARENT),

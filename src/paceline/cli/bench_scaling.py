@@ -14,7 +14,7 @@ from paceline.cli.launch import job_of, launch_options, prepare
 from paceline.cli.run import entry_of, opens_store
 from paceline.cli.train import recipe_job
 from paceline.cli.verb import Verb, say
-from paceline.cli.via import way_of
+from paceline.cli.via import via_of
 from paceline.launch.launcher import run_job
 from paceline.launch.screen import Screen
 from paceline.launch.summary import report_failure
@@ -51,7 +51,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
     work is taken to be the same at every layout (with --weak: to grow with the number of
     processes), and the time of its ranks is compared.
     """
-    cluster, _way = prepare(ctx)
+    cluster, _via = prepare(ctx)
     if recipe and module:
         raise SettingError("--recipe and --module exclude each other")
     if recipe:
@@ -119,9 +119,11 @@ def run_once(ctx: click.Context, job: Job, cluster: Cluster, layout: scaling.Lay
         nnodes=Setting(layout.nodes, Source.COMMAND_LINE),
         nproc_per_node=Setting(layout.processes, Source.COMMAND_LINE),
     )
-    screen, transport = Listening(), way_of(ctx.params).transport
+    screen, transport = Listening(), via_of(ctx.params).transport
     if transport is None:
-        raise SettingError("bench scaling runs here, not in a batch", remedy="salloc, then this")
+        raise SettingError(
+            "bench scaling runs here, not in a batch", remedy="In an allocation, type it again"
+        )
     began, clock = time.time(), time.monotonic()
     outcome = run_job(shaped, cluster, transport, screen, run_dir=where, parent=where.parent,
                       package=package)  # fmt: skip

@@ -12,7 +12,7 @@ from paceline.cli.verb import Verb
 from paceline.spec import jobenv
 from paceline.spec.command import shell_text
 from paceline.spec.errors import SettingError
-from paceline.spec.launched import translated
+from paceline.spec.launched import DIALECTS, translated
 
 NAMES = (
     jobenv.RANK, jobenv.LOCAL_RANK, jobenv.WORLD_SIZE, jobenv.LOCAL_WORLD_SIZE,
@@ -27,7 +27,7 @@ NAMES = (
 @click.argument("command_words", metavar="[COMMAND]...", nargs=-1, type=click.UNPROCESSED)
 def command(as_json: bool, master_addr: str | None, master_port: int | None,
             command_words: tuple[str, ...]) -> None:  # fmt: skip
-    """RANK, WORLD_SIZE and the like from what mpirun, mpiexec or srun has set.
+    """RANK, WORLD_SIZE and the like from what mpirun, mpiexec or a scheduler has set.
 
     Without COMMAND they are printed for a shell: eval "$(paceline env)". With COMMAND it runs
     with them, as in: mpirun -n 4 paceline env python train.py
@@ -55,8 +55,7 @@ def place(environ: dict[str, str], parent: int) -> dict[str, str]:
     if not found:
         raise SettingError(
             "no launcher has told this process its place",
-            found="none of RANK, OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, PMI_RANK, "
-            "SLURM_PROCID is set",
+            found=f"none of {', '.join(one.rank for one in DIALECTS)} is set",
             remedy="mpirun -n 4 paceline env python train.py",
         )
     return {name: found[name] for name in NAMES if name in found}

@@ -17,8 +17,9 @@ from paceline.cli.applies import refuse_ignored
 from paceline.cli.flags import LAUNCH, with_settings
 from paceline.cli.sources import parse_env, refuse_ours, setting, toml_of
 from paceline.cli.torchrun import torchrun_options
-from paceline.cli.verb import TABLES_ARE_HOSTS, in_allocation, say
-from paceline.cli.via import VIA_OPTIONS, Way, hosts_source, manner_of, way_of
+from paceline.cli.verb import TABLES_ARE_HOSTS, say
+from paceline.cli.via import VIA_OPTIONS, Via, hosts_source, manner_of, submit, via_of
+from paceline.schedulers import inside
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Job
 from paceline.spec.rundir import DEFAULT_PARENT
@@ -73,7 +74,7 @@ def described_by(ctx: click.Context) -> Setting[str | None]:
     found = setting(ctx, "hosts")
     if found.value is None:
         where = "--rdzv" if ctx.params["rdzv"] else ""
-        chosen = where or ("the allocation" if in_allocation() else "this machine")
+        chosen = where or ("the allocation" if inside(os.environ) else "this machine")
         return Setting(None, Source.FOUND, chosen)
     where = {Source.COMMAND_LINE: f"-H {found.value}"}.get(found.source, found.detail)
     tables = found.value == TABLES_ARE_HOSTS
@@ -158,17 +159,17 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
     )
 
 
-def prepare(ctx: click.Context) -> tuple[Cluster, Way]:
+def prepare(ctx: click.Context) -> tuple[Cluster, Via]:
     """Reads the hosts and how they are started."""
     refuse_ignored(ctx, manner_of(ctx.params, os.environ), os.environ)
-    way = way_of(ctx.params)
-    if way.name == "rdzv":
-        return unknown_nodes(ctx.params["nnodes"]), way
-    if way.kind != "run":
-        return read_cluster(ctx, None), way
+    via = via_of(ctx.params)
+    if via.name == "rdzv":
+        return unknown_nodes(ctx.params["nnodes"]), via
+    if via.kind != "run":
+        return read_cluster(ctx, None), via
     cluster = read_cluster(ctx, hosts_source(ctx.params, os.environ))
     say_hosts(ctx, cluster)
-    return cluster, way
+    return cluster, via
 
 
 def unknown_nodes(nodes: int) -> Cluster:
@@ -180,7 +181,7 @@ def launch(
     ctx: click.Context,
     job: Job,
     cluster: Cluster,
-    way: Way,
+    via: Via,
     package: bool = False,
     parent: Path = Path(DEFAULT_PARENT),
     after: Callable[[Path], None] | None = None,
@@ -189,30 +190,28 @@ def launch(
 
     Args:
         ctx: The verb's context, with the common options.
-        job, cluster, way: What, where, and how the nodes are started.
+        job, cluster, via: What, where, and how the nodes are started.
         package: Ship this installation's ``paceline`` to the nodes.
         parent: Folder of run directories when the user named none.
         after: Called with the run directory once the job has ended well.
     """
-    if way.kind == "submit":
-        from paceline.cli.batch import submit
-
-        return submit(ctx, job, parent, way.name)
-    if way.kind == "join":
+    if via.kind == "submit":
+        return submit(ctx, job, parent, via.scheduler)
+    if via.kind == "join":
         from paceline.launch.view import entry_argv
         from paceline.rendezvous.typed import serve
 
-        assert way.endpoint is not None
-        return serve(way.endpoint, entry_argv(job.entry, "python"), job.python)
-    assert way.transport is not None
-    way.agree_on(job)
+        assert via.endpoint is not None
+        return serve(via.endpoint, entry_argv(job.entry, "python"), job.python)
+    assert via.transport is not None
+    via.agree_on(job)
     from paceline.cli.preflight import explain_run, explained, inspector, preflight
 
     if ctx.params["plan_only"]:
         return show_plan(
             job,
             cluster,
-            way.transport,
+            via.transport,
             as_json=ctx.params["as_json"],
             verbose=ctx.params["verbose"],
             package=package,
@@ -224,13 +223,13 @@ def launch(
     from paceline.rundir.directory import fresh_path
     from paceline.spec.terminal import clean
 
-    preflight(ctx, job, cluster, way)
+    preflight(ctx, job, cluster, via)
     run_dir = ctx.params["run_dir"] or fresh_path(parent, job.name)
     with explained(run_dir, job.environment.secrets()):
         outcome = run_job(
             job,
             cluster,
-            way.transport,
+            via.transport,
             Screen(ctx.params["show"]),
             run_dir=run_dir,
             parent=parent,

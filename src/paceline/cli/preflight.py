@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from paceline.cli.verb import say
-from paceline.cli.via import Way
+from paceline.cli.via import Via
 from paceline.launch import decide
 from paceline.launch.prepare import Inspect
 from paceline.remote.openssh import SshOptions
@@ -74,9 +74,9 @@ def at_most(seconds: float) -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def preflight(ctx: click.Context, job: Job, cluster: Cluster, way: Way) -> None:
+def preflight(ctx: click.Context, job: Job, cluster: Cluster, via: Via) -> None:
     """With ``--check full``, all of ``paceline check`` first. NodeError when something fails."""
-    if ctx.params["check_level"] != "full" or way.name not in ("ssh", "local"):
+    if ctx.params["check_level"] != "full" or via.name not in ("ssh", "local"):
         return
     from paceline.checks.examine import examine, judge
 

@@ -32,7 +32,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
 
     Options for paceline stand before SCRIPT; all that follows it goes to the script untouched.
     """
-    cluster, way = prepare(ctx)
+    cluster, via = prepare(ctx)
     entry = entry_of(script, args, module=module, no_python=no_python)
     torch = not (no_torch or no_python)
     asked = {"--any-world": any_world, "--backend": ctx.params["backend"]}
@@ -51,7 +51,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         needs_torch=torch,
         any_world=any_world,
     )
-    ctx.exit(launch(ctx, job, cluster, way))
+    ctx.exit(launch(ctx, job, cluster, via))
 
 
 def entry_of(script: str, args: tuple[str, ...], *, module: bool, no_python: bool) -> Entry:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,17 +9,17 @@ from typing import Any
 
 import click
 
-from paceline.cli.batch import record_of, state_of
 from paceline.cli.sources import setting
 from paceline.rundir import records
 from paceline.rundir.ownership import owner_alive, read_owner
+from paceline.schedulers.submission import BATCH_FILE, Submitted, found_in
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 from paceline.spec.failure import UNKNOWN, Result
 from paceline.spec.settings import Source
 
 LAST_BYTES = 64 << 10  # of metrics.jsonl, to find the last record
-_SIGNS = (names.PLAN, names.EVENTS, names.OWNER, "batch.json")
+_SIGNS = (names.PLAN, names.EVENTS, names.OWNER, BATCH_FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class RunState:
             scheduler's own word for a batch.
         exit_code: Once it has ended.
         owner: Launcher's host, pid and start, while it runs.
-        job: Slurm's id for a batch.
+        job: For a batch: what its scheduler knows it by.
         failure: The first failure, one line.
         last: The last recorded metrics.
     """
@@ -42,7 +41,7 @@ class RunState:
     word: str
     exit_code: int | None = None
     owner: dict[str, Any] | None = None
-    job: str | None = None
+    job: Submitted | None = None
     failure: str = ""
     last: dict[str, Any] | None = None
 
@@ -56,7 +55,9 @@ class RunState:
             "state": self.word,
             "exit_code": self.exit_code,
             "owner": self.owner,
-            "slurm_job": self.job,
+            "scheduler": self.job.scheduler.name if self.job else None,
+            "job": self.job.job if self.job else None,
+            **({f"{self.job.scheduler.name}_job": self.job.job} if self.job else {}),
             "first_failure": self.failure or None,
             "last_metrics": self.last,
         }
@@ -123,7 +124,7 @@ def _is_running(path: Path) -> bool:
     owner = read_owner(path)
     if owner is not None and owner_alive(owner):
         return True
-    if record_of(path) is None or records.is_regular(path / names.RESULT):
+    if found_in(path) is None or records.is_regular(path / names.RESULT):
         return False
     state = look_at(path)  # asks the scheduler
     return not state.over and state.word != "not started"
@@ -141,13 +142,13 @@ def newest(parent: Path, count: int = 5) -> list[str]:
 
 def look_at(path: Path) -> RunState:
     """The present state of a run."""
-    owner, record = read_owner(path), record_of(path)
+    owner = read_owner(path)
     said = records.read_object(path / names.RESULT)
     result = Result.from_json(said or {})
     text = result.failure.describe() if result.failure else ""
     last = next(reversed(records.read_records(path / names.METRICS, LAST_BYTES)), None)
-    job = record["job"] if record else None
-    if job is not None and (state := asyncio.run(state_of(job))) is not None:
+    job = found_in(path)
+    if job is not None and (state := job.state()) is not None:
         code = state.exit_code if state.over else None
         return RunState(path, state.describe(), code, owner, job, text, last)
     if owner is not None and owner_alive(owner):

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from paceline.cli.verb import Verb, say
-from paceline.containers.matched_set import (
+from paceline.setup.container_set import (
     FIRST_PORT,
     HOST_KEY,
     KEY,

@@ -36,7 +36,7 @@ def describe(state: RunState) -> str:
     ended = f", exit status {state.exit_code}" if state.exit_code is not None else ""
     lines = [f"{state.path}: {state.word}{ended}"]
     if state.job:
-        lines.append(f"  Slurm job {state.job}")
+        lines.append(f"  {state.job.title}")
     if state.owner and state.word == "running":
         owner = state.owner
         lines.append(

@@ -7,7 +7,6 @@ import time
 
 import click
 
-from paceline.cli.batch import cancel
 from paceline.cli.flags import of_a_run
 from paceline.cli.runs import RunState, current_run, look_at, named_run, still_running
 from paceline.cli.verb import Verb, say
@@ -49,7 +48,7 @@ def command(ctx: click.Context, /, now: bool, **_: object) -> None:
 def end(state: RunState, now: bool) -> None:
     """Tells the scheduler, or the launcher by its recorded identity."""
     if state.job is not None:
-        cancel(state.job, kill=now)
+        state.job.cancel(kill=now)
         return
     owner = state.owner or {}
     if not owner_here(owner):

@@ -61,7 +61,7 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
     filed = from_table(name, table)
     ctx.params["options"] = (*filed, *argv)  # a batch may run where no such file is
     options = parse_options(name, [*filed, *shared, *argv])
-    cluster, way = prepare(ctx)
+    cluster, via = prepare(ctx)
     files = {field: getattr(options, field, "") for field in DATA_FILES}
     everywhere = {field: folder_everywhere(path) for field, path in files.items() if path}
     options = dataclasses.replace(options, **dict[str, Any](everywhere))
@@ -70,7 +70,7 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
             found: dict[str, Any] = {field: absolute(path) for field, path in files.items() if path}
             options = dataclasses.replace(options, **found)
         job = with_data(recipe_job(ctx, name, options), folder)
-        return launch(ctx, job, cluster, way, package=True, after=_where)
+        return launch(ctx, job, cluster, via, package=True, after=_where)
 
 
 DATA_FILES = ("data", "test_data", "target")

@@ -13,7 +13,8 @@ from paceline.launch.launcher import run_job
 from paceline.launch.screen import Screen
 from paceline.launch.summary import RunOutcome
 from paceline.remote.openssh import SshOptions
-from paceline.schedulers import Options, transport
+from paceline.schedulers import load
+from paceline.schedulers.scheduler import Options
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
 from paceline.spec.hosts import Cluster
@@ -42,7 +43,7 @@ def attempt(scene: Scene, job: Job, ssh: SshOptions) -> dict[str, Any]:
             outcome = run_job(
                 trial_job(job),
                 Cluster(scene.present),
-                transport("ssh", Options(ssh=ssh)),
+                load("ssh").start(Options(ssh=ssh)),
                 Silent("none"),
                 run_dir=path,
                 parent=path,

@@ -19,7 +19,7 @@ from paceline.cli.applies import given
 from paceline.cli.launch import job_of, launch, launch_options, prepare
 from paceline.cli.train import RECIPE_MODULES, gathered, quiet_torch, with_data
 from paceline.cli.verb import Verb, say
-from paceline.cli.via import Way
+from paceline.cli.via import Via
 from paceline.recipes.flags import parse
 from paceline.recipes.use import EvaluateOptions
 from paceline.spec.errors import SettingError
@@ -38,8 +38,8 @@ def evaluate(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: ob
     """Evaluate the model of RUN; the same figure as its training reported, to the digit."""
     typed = parse(EvaluateOptions, options, "paceline evaluate")
     folder = run_folder(run)
-    cluster, way = prepare(ctx)
-    if is_plain(ctx, way):
+    cluster, via = prepare(ctx)
+    if is_plain(ctx, via):
         run_here("evaluate", ["--run", str(folder), *options])
     with gathered(data_files(folder, typed)) as files:
         job = job_of(
@@ -50,13 +50,13 @@ def evaluate(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: ob
             inputs=(Input(str(folder), used_files(folder)),),
         )
         job, parent = with_data(quiet_torch(job), files), folder / "evaluations"
-        ctx.exit(launch(ctx, job, cluster, way, package=True, parent=parent))
+        ctx.exit(launch(ctx, job, cluster, via, package=True, parent=parent))
 
 
-def is_plain(ctx: click.Context, way: Way) -> bool:
+def is_plain(ctx: click.Context, via: Via) -> bool:
     """Nothing was asked for that needs a launcher: one process on this machine will do."""
     one = ctx.params["nproc_per_node"] in (None, 1)
-    return one and way.name in ("ssh", "local") and not given(ctx).keys() - {"nproc_per_node"}
+    return one and via.name in ("ssh", "local") and not given(ctx).keys() - {"nproc_per_node"}
 
 
 def data_files(folder: Path, typed: EvaluateOptions) -> list[str]:

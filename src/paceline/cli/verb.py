@@ -15,6 +15,7 @@ from paceline.cli import sources
 from paceline.cli.help import has_more, help_of
 from paceline.cli.sources import FromFile, is_setting
 from paceline.cli.torchrun import STANDALONE
+from paceline.schedulers import inside, load
 from paceline.spec.errors import SettingError
 from paceline.spec.helptext import Row, Section
 from paceline.spec.settings import TOML_NAME, Source
@@ -153,8 +154,6 @@ def name_variable(ctx: click.Context, error: click.BadParameter) -> None:
 
 
 TABLES_ARE_HOSTS = f"toml:{TOML_NAME}"
-# where --via would take hosts from a description
-_DESCRIBED = (None, "ssh", "mpi", "docker", "podman", "apptainer")
 
 
 def settle_hosts(ctx: click.Context, from_file: FromFile) -> None:
@@ -168,13 +167,13 @@ def settle_hosts(ctx: click.Context, from_file: FromFile) -> None:
         return
     if ctx.meta.get(STANDALONE):
         stand_alone(ctx)
-    open_to_us = not params.get("rdzv") and params.get("via") in _DESCRIBED
+    open_to_us = not params.get("rdzv") and _takes_hosts(params.get("via"))
     if not open_to_us and weaker(ctx, "hosts", "rdzv" if params.get("rdzv") else "via"):
         params["hosts"] = None  # what was typed now means other hosts than usual
         ctx.set_parameter_source("hosts", ParameterSource.DEFAULT)
     if params["hosts"] is None and open_to_us:
-        if in_allocation():
-            params["hosts"] = None if "via" in params else "slurm"  # the way knows it by itself
+        if around := inside(os.environ):  # a verb that has --via takes its scheduler's hosts
+            params["hosts"] = None if "via" in params else around.hosts(os.environ)
         elif from_file.toml.get("hosts"):
             params["hosts"] = TABLES_ARE_HOSTS
             ctx.set_parameter_source("hosts", ParameterSource.DEFAULT_MAP)
@@ -196,11 +195,11 @@ def weaker(ctx: click.Context, one: str, other: str) -> bool:
     return sources.setting(ctx, one).source < sources.setting(ctx, other).source
 
 
-def in_allocation() -> bool:
-    """Whether Slurm has chosen hosts for us."""
-    from paceline.schedulers.slurm import allocation
-
-    return bool(allocation(os.environ))
+def _takes_hosts(via: str | None) -> bool:
+    """Whether what starts the nodes takes hosts from a description."""
+    if via is None:
+        return True
+    return "ssh_config" in (load(via).starting or ())  # one that logs in to them
 
 
 def use_lab(ctx: click.Context) -> None:

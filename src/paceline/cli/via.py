@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from paceline.cli.applies import SUBMISSION, Manner, given
 from paceline.cli.flags import Seconds
 from paceline.cli.torchrun import Aliased
+from paceline.cli.verb import say
 from paceline.hosts.lab import lab_name
 from paceline.remote.openssh import SshOptions
-from paceline.schedulers import WAYS, ContainerOptions, Options
-from paceline.schedulers.batch import BATCHES
+from paceline.schedulers import SCHEDULERS, inside, load
+from paceline.schedulers.scheduler import ContainerOptions, Options, Scheduler
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Job
 
 if TYPE_CHECKING:
     from paceline.remote.transport import Transport
     from paceline.rendezvous.endpoint import Endpoint
-
-Kind = Literal["run", "submit", "join"]
-CONTAINERS = ("docker", "podman", "apptainer")
+    from paceline.schedulers.script import BatchRequest
 
 VIA_OPTIONS = [
-    click.option("--via", type=click.Choice([*WAYS, *(b for b in BATCHES if b not in WAYS)]),
-                 help="What starts the nodes. Default: srun inside a Slurm allocation, else ssh."),
+    click.option("--via", type=click.Choice([name for name in SCHEDULERS if name != "rdzv"]),
+                 help="What starts the nodes. Default: in an allocation its scheduler, else ssh."),
     click.option("--via-arg", multiple=True, metavar="FLAG",
-                 help="One more word for mpiexec, srun or the container engine, passed through."),
+                 help="One more word for the program that starts the nodes, passed through."),
     click.option("--mpiexec", metavar="PATH", help="Which mpiexec. Default: the one on PATH."),
     click.option("--image", metavar="IMAGE",
                  help="Container image; the same content is required on every host."),
@@ -50,43 +50,49 @@ VIA_OPTIONS = [
                  "else in order of arrival."),
     click.option("--rdzv-timeout", type=Seconds(1.0), default=300.0, metavar="SECONDS",
                  help="How long to wait for the other nodes."),
-    click.option("--time", "time_limit", metavar="H:MM:SS", help="Slurm: time limit."),
-    click.option("--partition", metavar="NAME", help="Slurm: partition."),
-    click.option("--account", metavar="NAME", help="Slurm: account."),
+    click.option("--time", "time_limit", metavar="H:MM:SS", help="Batch: time limit."),
+    click.option("--partition", metavar="NAME", help="Batch: partition."),
+    click.option("--account", metavar="NAME", help="Batch: account."),
     click.option("--cpus-per-task", type=click.IntRange(1), metavar="N",
-                 help="Slurm: CPUs for each process."),
-    click.option("--mem", metavar="SIZE", help="Slurm: memory a node."),
-    click.option("--gres", metavar="LIST", help="Slurm: accelerators a node, as gpu:2."),
+                 help="Batch: CPUs for each process."),
+    click.option("--mem", metavar="SIZE", help="Batch: memory a node."),
+    click.option("--gres", metavar="LIST", help="Batch: accelerators a node, as gpu:2."),
     click.option("--sbatch-arg", multiple=True, metavar="FLAG",
-                 help="Slurm: any other flag of sbatch, passed through."),
+                 help="Batch: any other directive of the scheduler, passed through."),
     click.option("--setup-command", multiple=True, metavar="COMMAND",
-                 help="Slurm: line of the batch script before the job (module load …)."),
+                 help="Batch: line of the script before the job (module load …)."),
     click.option("--requeue/--no-requeue", default=False,
-                 help="Slurm: before the time limit, save a checkpoint and requeue the job, which"
+                 help="Batch: before the time limit, save a checkpoint and requeue the job, which"
                       " then resumes."),
-    click.option("--array", metavar="RANGE", help="Slurm: job array, one run for each index."),
-    click.option("--detach", is_flag=True, help="Slurm: submit and leave; do not follow."),
+    click.option("--array", metavar="RANGE", help="Batch: job array, one run for each index."),
+    click.option("--detach", is_flag=True, help="Batch: submit and leave; do not follow."),
 ]  # fmt: skip
+
+Kind = Literal["run", "submit", "join"]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Via:
     """How a command is to be carried out.
 
     Attributes:
-        kind: ``run`` here with ``transport``; ``submit`` a batch; ``join`` somebody else's run.
-        name: Of the way.
+        kind: ``run`` here with ``transport``; ``submit`` a script; ``join`` somebody else's run.
+        scheduler: What starts the nodes.
         transport: For ``run``.
         endpoint: For ``join``: where the first node is.
     """
 
     kind: Kind
-    name: str
+    scheduler: Scheduler
     transport: Transport | None = None
     endpoint: Endpoint | None = None
 
+    @property
+    def name(self) -> str:
+        return self.scheduler.name
+
     def agree_on(self, job: Job) -> None:
-        """Nodes that meet by hand have to be there for the same thing."""
+        """Nodes on which the same command is typed have to mean the same job."""
         from paceline.launch.view import entry_argv
         from paceline.rendezvous.typed import TypedTransport
 
@@ -94,68 +100,68 @@ class Way:
             self.transport.words = entry_argv(job.entry, "python")
 
 
-def allocation(environ: Mapping[str, str]) -> str | None:
-    """The id of the Slurm allocation that we are in."""
-    from paceline.schedulers.slurm import allocation  # its imports are no help text's
+def manner_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> Manner:
+    """How the command is carried out: by which scheduler, now or later."""
+    scheduler = scheduler_of(params, environ)
+    outside = scheduler.submitting is not None and scheduler.allocation(environ) is None
+    return Manner(scheduler, submits=scheduler.starting is None or outside)
 
-    return allocation(environ)
 
-
-def manner_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> str:
-    """How the command is carried out, as :mod:`paceline.cli.applies` names it."""
-    name = name_of(params, environ)
+def scheduler_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> Scheduler:
+    """The scheduler that the options mean; inside an allocation its own, unless hosts are named."""
     if params["rdzv"]:
-        return "rdzv"
-    if name == "slurm":
-        return "srun" if allocation(environ) else "sbatch"
-    return name
-
-
-def name_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> str:
-    """The way that the options mean; inside an allocation srun, unless hosts are named."""
+        return load("rdzv")
     if params["via"]:
-        return str(params["via"])
+        return load(params["via"])
     if params["image"]:
-        return "docker"
-    if allocation(environ) and params["hosts"] in (None, "slurm") and not params["rdzv"]:
-        return "slurm"
-    return "ssh"
+        return load("docker")
+    around = inside(environ)
+    if around is not None and params["hosts"] in (None, around.name):
+        return around
+    return load("ssh")
 
 
 def hosts_source(params: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
     """Where the hosts are described: in an allocation, the allocation."""
     source: str | None = params["hosts"]
-    inside = name_of(params, environ) == "slurm" and allocation(environ)
-    return "slurm" if inside and source is None else source
+    scheduler = scheduler_of(params, environ)
+    ours = scheduler.allocation(environ) is not None and source in (None, scheduler.name)
+    return scheduler.hosts(environ) if ours else source
 
 
-def way_of(params: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Way:
+def via_of(params: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Via:
     """What is to be done. SettingError where options contradict each other."""
     environ = os.environ if environ is None else environ
-    name = name_of(params, environ)
-    check_options(params, name)
-    if params["rdzv"]:
-        return _typed(params)
-    if name in BATCHES and not (name == "slurm" and allocation(environ)):
-        return Way("submit", name)
-    from paceline.schedulers import transport
-
-    return Way("run", name, transport(name, options_of(params)))
-
-
-def _typed(params: Mapping[str, Any]) -> Way:
-    from paceline.rendezvous.endpoint import endpoint
-    from paceline.rendezvous.typed import TypedTransport
-
-    where = endpoint(params["rdzv"], params["rdzv_id"], params["rdzv_key_file"],
-                     params["node_rank"], params["nnodes"], params["rdzv_timeout"])  # fmt: skip
-    if where.first:
-        return Way("run", "rdzv", TypedTransport(where))
-    return Way("join", "rdzv", endpoint=where)
+    if params["rdzv"] and (params["hosts"] or params["via"] not in (None, "ssh", "local")):
+        raise SettingError(
+            "--rdzv means that the command is typed on each node",
+            found="-H or --via says that something else starts the nodes",
+            remedy="Leave out --rdzv, or leave out the other",
+        )
+    manner = manner_of(params, environ)
+    if manner.scheduler.name == "mpi" and lab_name(params["hosts"] or "") is not None:
+        raise SettingError(
+            "--via mpi needs nodes that can call this machine, and the lab's cannot",
+            found=f"-H {params['hosts']}: nothing outside a lab can be reached from its hosts",
+            remedy=f"Type it on one of them: paceline lab shell n1, cd {Path.cwd()}, and the same "
+            "with -H n1,n2; or leave out --via",
+        )
+    if manner.submits:
+        return Via("submit", manner.scheduler)
+    options = options_of(params)
+    if options.endpoint is not None and not options.endpoint.first:
+        return Via("join", manner.scheduler, endpoint=options.endpoint)
+    return Via("run", manner.scheduler, manner.scheduler.start(options))
 
 
 def options_of(params: Mapping[str, Any]) -> Options:
-    """The options that transports understand."""
+    """The options that schedulers understand when they start nodes."""
+    endpoint: Endpoint | None = None
+    if params["rdzv"]:
+        from paceline.rendezvous.endpoint import endpoint as meant
+
+        endpoint = meant(params["rdzv"], params["rdzv_id"], params["rdzv_key_file"],
+                         params["node_rank"], params["nnodes"], params["rdzv_timeout"])  # fmt: skip
     return Options(
         ssh=SshOptions(params["ssh_config"], params["accept_new_host_keys"]),
         interface=params["iface"],
@@ -168,6 +174,7 @@ def options_of(params: Mapping[str, Any]) -> Options:
             shm_size=params["shm_size"],
             arguments=tuple(params["via_arg"]),
         ),
+        endpoint=endpoint,
     )
 
 
@@ -181,20 +188,86 @@ def container_folders(params: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(folder) for folder in folders))
 
 
-def check_options(params: Mapping[str, Any], name: str) -> None:
-    """Refuses what the chosen way needs and has not, and options that contradict each other."""
-    if name in CONTAINERS and not params["image"] and not params["rdzv"]:
-        raise SettingError(f"--via {name} needs an image", remedy="--image IMAGE")
-    if name == "mpi" and lab_name(params["hosts"] or "") is not None:
-        raise SettingError(
-            "--via mpi needs nodes that can call this machine, and the lab's cannot",
-            found=f"-H {params['hosts']}: nothing outside a lab can be reached from its hosts",
-            remedy=f"Type it on one of them: paceline lab shell n1, cd {Path.cwd()}, and the same "
-            "with -H n1,n2; or leave out --via",
-        )
-    if params["rdzv"] and (params["hosts"] or params["via"] not in (None, "ssh", "local")):
-        raise SettingError(
-            "--rdzv means that the command is typed on each node",
-            found="-H or --via says that something else starts the nodes",
-            remedy="Leave out --rdzv, or leave out the other",
-        )
+# --- jobs that start later
+
+
+def submit(ctx: click.Context, job: Job, parent: Path, scheduler: Scheduler) -> int:
+    """Writes the script, and where that can be done submits and follows it.
+
+    Returns:
+        The job's exit status; 0 for one that is not followed.
+    """
+    import asyncio
+
+    from paceline.rundir.directory import fresh_path
+    from paceline.schedulers import submission
+
+    directory = (ctx.params["run_dir"] or fresh_path(parent, job.name)).absolute()
+    request = request_of(ctx, job, directory)
+    text = scheduler.render(request)
+    if ctx.params["plan_only"] or not scheduler.follows():
+        click.echo(text, nl=False)
+        if not scheduler.tried:
+            by_hand = f"; submit it with {scheduler.hand_over}" if scheduler.hand_over else ""
+            say(f"paceline: this form was not tried on a real {scheduler.name}{by_hand}", err=True)
+        return 0
+    handed_in = submission.hand_in(scheduler, text, directory, bool(request.array))
+    say(f"paceline: {handed_in.title}, run directory {directory}", err=True)
+    if ctx.params["detach"]:
+        return 0
+    return asyncio.run(submission.follow(handed_in, lambda line: say(line, err=True)))
+
+
+def request_of(ctx: click.Context, job: Job, directory: Path) -> BatchRequest:
+    """The batch that the options describe."""
+    from paceline.schedulers.script import BatchRequest
+
+    params = ctx.params
+    if params["nnodes"] is None:
+        raise SettingError("a batch needs the number of nodes", remedy="--nnodes N")
+    return BatchRequest(
+        name=job.name,
+        argv=(job.python, "-m", "paceline", ctx.info_name or "run"),
+        words=words_inside(ctx),
+        workdir=job.workdir,
+        run_dir=str(directory),
+        nodes=params["nnodes"],
+        processes=params["nproc_per_node"] if isinstance(params["nproc_per_node"], int) else None,
+        time=params["time_limit"] or "",
+        partition=params["partition"] or "",
+        account=params["account"] or "",
+        mem=params["mem"] or "",
+        gres=params["gres"] or "",
+        cpus_per_task=params["cpus_per_task"],
+        arguments=tuple(params["sbatch_arg"]),
+        setup=tuple(params["setup_command"]),
+        requeue=params["requeue"],
+        array=params["array"] or "",
+        image=params["image"] or "",
+        shm_size=params["shm_size"] if "shm_size" in given(ctx) else "",
+        forwarded=tuple(job.environment.forwarded),
+    )
+
+
+def words_inside(ctx: click.Context) -> tuple[str, ...]:
+    """What was given for the job itself, as the command in the batch is told it.
+
+    Written from the options' values, not from the words that were typed: a variable or a file of
+    the launching machine may not be there when the batch runs.
+    """
+    asked = given(ctx, [param.name or "" for param in ctx.command.params])
+    kept = asked.keys() - SUBMISSION - _USED
+    words: list[str] = []
+    for param in sorted(ctx.command.params, key=lambda one: isinstance(one, click.Argument)):
+        value = ctx.params.get(param.name or "")
+        if isinstance(param, click.Argument):
+            words += map(str, value if isinstance(value, tuple) else [value])
+        elif isinstance(param, click.Option) and param.name in kept:
+            flag = max(param.opts, key=len)
+            values = value if isinstance(value, tuple) else [value]
+            words += [flag] if param.is_flag else [f"{flag}={one}" for one in values]
+    return tuple(words)
+
+
+# Options that the submission has used up, besides those that are for submissions only.
+_USED = {"via", "nnodes", "run_dir", "plan_only"}

@@ -1,38 +1,46 @@
-"""Ways to start one agent a node: one module each, imported when it is used.
+"""What starts the nodes of a job: one file a scheduler, with all its verbs, imported when used.
 
-A module has ``transport(options) -> Transport``. A new one is one file and one line in ``WAYS``.
+To add one: write ``NAME.py`` with ``SCHEDULER``, an instance of a class of your own (see
+:mod:`paceline.schedulers.scheduler`), and put its name here.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-from paceline.schedulers.options import ContainerOptions, Options
+from paceline.schedulers.scheduler import Scheduler
 from paceline.spec.errors import SettingError
 
-if TYPE_CHECKING:
-    from paceline.remote.transport import Transport
-
-# name → (module, one line for people)
-WAYS: dict[str, tuple[str, str]] = {
-    "ssh": ("paceline.schedulers.ssh", "one OpenSSH login a host"),
-    "local": ("paceline.schedulers.local", "this machine, no network"),
-    "mpi": ("paceline.schedulers.mpi", "mpiexec of Intel MPI, MPICH or Open MPI"),
-    "slurm": ("paceline.schedulers.slurm", "srun inside a Slurm allocation"),
-    "docker": ("paceline.schedulers.docker", "Docker containers, over SSH"),
-    "podman": ("paceline.schedulers.podman", "Podman containers, over SSH"),
-    "apptainer": ("paceline.schedulers.apptainer", "Apptainer containers, over SSH"),
-}
-
-
-def transport(name: str, options: Options) -> Transport:
-    """The transport called ``name``. SettingError when there is none."""
-    if name not in WAYS:
-        raise SettingError(f"there is no way `{name}` to start nodes", found=", ".join(WAYS))
-    module = importlib.import_module(WAYS[name][0])
-    made: Transport = module.transport(options)
-    return made
+SCHEDULERS = (
+    "ssh",
+    "local",
+    "mpi",
+    "slurm",
+    "docker",
+    "podman",
+    "apptainer",
+    "rdzv",
+    "pbs",
+    "lsf",
+    "kubernetes",
+)
 
 
-__all__ = ["WAYS", "ContainerOptions", "Options", "transport"]
+def load(name: str) -> Scheduler:
+    """The scheduler of a name. SettingError when there is none."""
+    if name not in SCHEDULERS:
+        raise SettingError(f"there is no scheduler `{name}`", found=", ".join(SCHEDULERS))
+    found: Scheduler = importlib.import_module(f"paceline.schedulers.{name}").SCHEDULER
+    return found
+
+
+def inside(environ: Mapping[str, str]) -> Scheduler | None:
+    """The scheduler in whose allocation we are. Its variables begin with its name."""
+    for name in SCHEDULERS:
+        prefix = f"{name.upper()}_"
+        if any(variable.startswith(prefix) for variable in environ):
+            scheduler = load(name)
+            if scheduler.allocation(environ) is not None:
+                return scheduler
+    return None

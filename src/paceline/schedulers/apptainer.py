@@ -1,11 +1,31 @@
-"""Agents in Apptainer containers."""
+"""Apptainer: an image is a file, the user stays the user. Rendered; not tried."""
 
 from __future__ import annotations
 
-from paceline.remote.transport import Transport
-from paceline.schedulers.contained import ContainerTransport
-from paceline.schedulers.options import Options
+from collections.abc import Sequence
+
+from paceline.schedulers.container import Container, Engine
 
 
-def transport(options: Options) -> Transport:
-    return ContainerTransport("apptainer", options)
+class Apptainer(Engine):
+    """With images that are files."""
+
+    name, title, about = "apptainer", "Apptainer", "Apptainer containers, over SSH"
+    starting = Engine.starting - {"shm_size"}
+    tried = False
+    probe = (
+        'command -v apptainer >/dev/null || { echo "apptainer: not found"; exit; }; '
+        'd=$(sha256sum "$image" 2>&1) && echo "paceline-digest ${d%% *}" || echo "$d"'
+    )
+
+    def wrap(self, command: Sequence[str], container: Container) -> list[str]:
+        """``apptainer exec``; network, user and /dev/shm are the host's anyway."""
+        flags = ["exec", "--cleanenv", "--pwd", container.workdir]
+        flags += [word for mount in container.mounts for word in ("--bind", mount)]
+        flags += [f"--env={name}={value}" for name, value in container.env.items()]
+        flags += ["--nv"] if container.nvidia else []
+        flags += [word for device in container.devices for word in ("--bind", device)]
+        return ["apptainer", *flags, *container.arguments, container.image, *command]
+
+
+SCHEDULER = Apptainer()

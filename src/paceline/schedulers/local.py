@@ -8,7 +8,7 @@ from paceline.remote.channel import Channel
 from paceline.remote.fanout import connect_all
 from paceline.remote.openssh import SshOptions
 from paceline.remote.transport import Reached, Transport, nobody
-from paceline.schedulers.options import Options
+from paceline.schedulers.scheduler import NOW, Options, Scheduler
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 
@@ -37,5 +37,14 @@ class LocalTransport:
         return ""
 
 
-def transport(options: Options) -> Transport:
-    return LocalTransport()
+class Local(Scheduler):
+    """For a job that stays at home."""
+
+    name, title, about = "local", "This machine", "this machine, no network"
+    starting = (NOW - {"ship"}) | {"check_level"}
+
+    def start(self, options: Options) -> Transport:
+        return LocalTransport()
+
+
+SCHEDULER = Local()

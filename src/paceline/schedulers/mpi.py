@@ -24,7 +24,8 @@ from paceline.remote.openssh import Refusal, SshOptions, classify
 from paceline.remote.transport import Transport
 from paceline.rendezvous.endpoint import usable_addresses
 from paceline.rendezvous.started import Start, StartedTransport, said_by
-from paceline.schedulers.options import Options
+from paceline.schedulers.commands import tail
+from paceline.schedulers.scheduler import LOGIN, NOW, Options, Scheduler
 from paceline.setup.login import effective
 from paceline.spec.command import shell_text
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
@@ -262,12 +263,6 @@ _HOPELESS = re.compile(
 )
 
 
-def tail(words: str, lines: int = 6) -> str:
-    """The end of what MPI said, without its decoration."""
-    kept = [line.strip() for line in words.splitlines() if line.strip(" -=\t|:")]
-    return "\n".join(kept[-lines:])
-
-
 def lacks_mpi(mpi: Mpi, host: Host) -> Refusal:
     """A host that can be logged in to but has no MPI at that path."""
     return Refusal(
@@ -332,7 +327,7 @@ def failed_alone(host: Host, words: str) -> Refusal:
 # --- the scheduler --------------------------------------------------------------------------------
 
 
-class MpiScheduler:
+class MpiStarter:
     """One mpiexec for all hosts. Its ssh config lives in a folder of its own until the end."""
 
     def __init__(self, options: Options) -> None:
@@ -431,5 +426,14 @@ def no_call(mpi: Mpi, missing: Sequence[Host], status: int | None, words: str) -
     )
 
 
-def transport(options: Options) -> Transport:
-    return StartedTransport(MpiScheduler(options), options.interface)
+class MpiExec(Scheduler):
+    """For hosts that have an MPI; its own logins are over SSH."""
+
+    name, title, about = "mpi", "MPI", "mpiexec of Intel MPI, MPICH or Open MPI"
+    starting = NOW | LOGIN | {"via_arg", "mpiexec"}
+
+    def start(self, options: Options) -> Transport:
+        return StartedTransport(MpiStarter(options), options.interface)
+
+
+SCHEDULER = MpiExec()

@@ -1,20 +1,30 @@
-"""Agents started by srun inside a Slurm allocation."""
+"""Slurm: jobs by sbatch, and agents by srun inside an allocation."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
-import shutil
+import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from paceline.remote.transport import Transport
 from paceline.rendezvous.started import Start, StartedTransport
-from paceline.schedulers.mpi import tail
-from paceline.schedulers.options import Options
-from paceline.spec.errors import ConnectError, PacelineError, SettingError
+from paceline.schedulers.commands import StepFailed, ask, program, submitted
+from paceline.schedulers.scheduler import NOW, SCRIPT, JobState, Options, Scheduler
+from paceline.schedulers.script import (
+    OWNER_FILE,
+    BatchRequest,
+    check,
+    command,
+    processes_of,
+    prologue,
+)
+from paceline.spec.errors import PacelineError, SettingError
 from paceline.spec.hosts import Host
 from paceline.spec.launched import PROCESS_VARIABLES
+from paceline.spec.rundir import RESULT
 
 NAMES = ("SLURMD_NODENAME",)
 PLACES = ("SLURM_NODEID", "SLURM_PROCID")
@@ -31,15 +41,166 @@ _UNSET = (
     "SLURM_EXPORT_ENV", "SLURM_EXACT", "SLURM_THREADS_PER_CORE", "SLURM_LABELIO",
     "SLURM_KILL_BAD_EXIT", "SLURM_MPI_TYPE", "SLURM_STEP_ID", "SLURM_STEPID",
 )  # fmt: skip
+SUBMITTED_AS = r"^(\d+)(?:;\S+)?\s*$"
+# Slurm notices a dead node after SlurmdTimeout (300 s unless the site says otherwise), ends the job
+# and requeues it by itself; asked earlier, it might choose the same node again.
+NOTICE_S = 360
+LOST = '"kind": "lost"'
+# Slurm's words for a job that is over; every other word means that it may still run.
+OVER = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+    "PREEMPTED", "TIMEOUT", "REVOKED",
+}  # fmt: skip
+REQUEUED_AFTER = {"NODE_FAIL", "PREEMPTED"}  # Slurm may be about to put it back
 
 
-def allocation(environ: Mapping[str, str]) -> str | None:
-    """The id of the allocation that we are in."""
-    inside = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    return environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") if inside else None
+class Slurm(Scheduler):
+    """Batches from outside; one step of one task a node inside an allocation."""
+
+    name, title, about = "slurm", "Slurm", "srun inside an allocation, sbatch outside of one"
+    starting = NOW | {"via_arg"}
+    submitting = SCRIPT | {"via_arg", "cpus_per_task", "requeue", "detach"}
+    script = "job.sbatch"
+    output = "slurm-{job}.out"
+    history = "sacct -j {job}"
+
+    def allocation(self, environ: Mapping[str, str]) -> str | None:
+        inside = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+        return environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") if inside else None
+
+    def start(self, options: Options) -> Transport:
+        """Of one srun for all nodes."""
+        job = self.allocation(os.environ)
+        if job is None:
+            raise SettingError(
+                "there is no Slurm allocation here",
+                found="SLURM_JOB_ID is not set",
+                remedy="salloc -N 2, then the same command; or --nnodes N to submit it as a batch",
+            )
+        srun = program(self, "srun", remedy="module load slurm")
+        return StartedTransport(SlurmStarter(srun, options.arguments, job), options.interface)
+
+    def render(self, request: BatchRequest) -> str:
+        """Directives, the user's set-up, and the same command as typed."""
+        check(request)
+        lines = ["#!/bin/bash", *(f"#SBATCH {one}" for one in directives(request)), ""]
+        lines += [*(_TRAPS if request.requeue else ()), *prologue(request)]
+        run_dir = shlex.quote(request.run_dir)
+        if request.array:
+            run_dir += '/"$SLURM_ARRAY_TASK_ID"'
+        line = command(request, ["--via", "slurm"], run_dir)
+        ending = _with_requeue(line, run_dir) if request.requeue else [f"exec {line}"]
+        return "\n".join([*lines, *ending]) + "\n"
+
+    def submit(self, script: Path) -> str:
+        """``sbatch --parsable`` prints ``12`` or ``12;cluster``."""
+        remedy = "Type this on a login node of the cluster, or module load slurm"
+        sbatch = program(self, "sbatch", remedy, "no sbatch on PATH, and no Slurm allocation here")
+        return submitted(self, [sbatch, "--parsable", str(script)], script, SUBMITTED_AS)
+
+    async def poll(self, job: str) -> JobState | None:
+        """Of an array, its first task."""
+        said = await ask("scontrol", "show", "job", "-o", job)
+        return parse_job(said.splitlines()[0]) if said.strip() else None
+
+    def cancel(self, job: str, kill: bool = False) -> None:
+        force = ["--signal=KILL", "--full"] if kill else []
+        subprocess.run(["scancel", *force, job], capture_output=True, check=False)
+
+    async def why(self, host: Host) -> str:
+        state = await state_of_node(host)
+        return f"Slurm says that {host.name} is {state}" if state else ""
 
 
-def command(srun: str, hosts: Sequence[Host], arguments: Sequence[str]) -> list[str]:
+# --- batches: pure
+
+
+def directives(request: BatchRequest) -> list[str]:
+    """What stands behind ``#SBATCH``."""
+    number = "%A_%a" if request.array else "%j"
+    output = f"{request.run_dir}/slurm-{number}.out"
+    found = [f"--job-name={_name(request.name)}", f"--nodes={request.nodes}"]
+    processes = processes_of(request)
+    optional = {
+        "--ntasks-per-node": processes,
+        "--cpus-per-task": request.cpus_per_task,
+        "--time": request.time,
+        "--partition": request.partition,
+        "--account": request.account,
+        "--mem": request.mem,
+        "--gres": request.gres,
+        "--array": request.array,
+    }
+    found += [f"{name}={value}" for name, value in optional.items() if value]
+    found += [f'--output="{output}"', "--open-mode=append"]
+    if request.requeue:
+        found += ["--requeue", f"--signal=B:USR1@{request.lead_s}"]
+    else:
+        found += ["--no-requeue"]
+    return [*found, *request.arguments]
+
+
+def _name(name: str) -> str:
+    return re.sub(r"[^\w.+-]", "_", name) or "paceline"
+
+
+# Slurm warns the batch's shell before the limit, perhaps while it still loads modules.
+_TRAPS = (
+    "limit= child=",
+    'stop() { if [ "$child" ]; then kill -TERM "$child" 2>/dev/null',
+    '  elif [ -z "$limit" ]; then exit 143; fi; }',
+    "trap 'limit=1; stop' USR1",
+    "trap stop TERM",
+)
+
+
+def _with_requeue(line: str, run_dir: str) -> list[str]:
+    """Warned of the limit the job stops, with a checkpoint if it is so far, and comes back."""
+    return [
+        f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || rm -f {run_dir}/{OWNER_FILE}',
+        "status=1",
+        'if [ -z "$limit" ]; then',
+        f"  {line} &",
+        "  child=$!",
+        '  [ -z "$limit" ] || stop',
+        '  wait "$child"',
+        "  status=$?",
+        '  while kill -0 "$child" 2>/dev/null; do wait "$child"; status=$?; done',
+        "fi",
+        'if [ "$limit" ] && [ "$status" -ne 0 ]; then',
+        '  echo "paceline: the time limit is near: back into the queue"',
+        '  scontrol requeue "$SLURM_JOB_ID"',
+        f"elif grep -qs '{LOST}' {run_dir}/{RESULT}; then",
+        '  echo "paceline: a node was lost: Slurm puts the job back once it has noticed"',
+        f"  sleep {NOTICE_S} & wait $!",
+        '  scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        'exit "$status"',
+    ]
+
+
+def parse_job(text: str) -> JobState | None:
+    """The state from a line of ``scontrol show job -o``; ``None`` for a job that is not known."""
+    found = dict(re.findall(r"(?<!\S)([A-Za-z:/]+)=(\S*)", text))
+    if "JobState" not in found:
+        return None
+    word, reason = found["JobState"], found.get("Reason", "None")
+    code, _, signal = found.get("ExitCode", "0:0").partition(":")
+    failed = 128 + int(signal) if int(signal or 0) else int(code)
+    return JobState(
+        word=word,
+        reason="" if reason == "None" else reason,
+        over=word in OVER,
+        exit_code=failed or (0 if word == "COMPLETED" else 1),
+        may_return=word in REQUEUED_AFTER,
+        passing=word == "COMPLETING",
+    )
+
+
+# --- agents inside an allocation
+
+
+def step(srun: str, hosts: Sequence[Host], arguments: Sequence[str]) -> list[str]:
     """The srun call that starts one process on each host, with all CPUs; its command follows it."""
     count = len(hosts)
     return [
@@ -84,23 +245,6 @@ _CAUSES = (
 )
 
 
-def explained(hosts: Sequence[Host], missing: Sequence[Host], status: int | None, words: str,
-              job: str) -> PacelineError:  # fmt: skip
-    """The error for nodes on which srun started no agent. Pure."""
-    cause, remedy = "srun did not start the agent", f"Try: srun --jobid={job} hostname"
-    for pattern, found, advice in _CAUSES:
-        if re.search(pattern, words):
-            cause, remedy = found, advice.format(count=len(hosts), job=job)
-            break
-    names = ", ".join(host.name for host in missing)
-    ended = "is still waiting" if status is None else f"ended with status {status}"
-    return ConnectError(
-        f"no agent on {len(missing)} of {len(hosts)} nodes of Slurm's job {job} ({names}): {cause}",
-        found=f"srun {ended}\n{tail(words)}".strip(),
-        remedy=remedy,
-    )
-
-
 def parse_node(text: str) -> str:
     """State and reason from ``scontrol show node -o``: ``DOWN* (Not responding)``."""
     state = re.search(r"\bState=(\S+)", text)
@@ -111,70 +255,41 @@ def parse_node(text: str) -> str:
     return state.group(1) + why
 
 
-async def ask(*argv: str, patience_s: float = 10.0) -> str:
-    """What one of Slurm's commands says; empty when it cannot say anything."""
-    if shutil.which(argv[0]) is None:
-        return ""
-    process = await asyncio.create_subprocess_exec(
-        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        words, _ = await asyncio.wait_for(process.communicate(), patience_s)
-    except asyncio.TimeoutError:
-        return ""
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return words.decode(errors="replace")
+async def state_of_node(host: Host) -> str:
+    return parse_node(await ask("scontrol", "show", "node", "-o", host.address))
 
 
-class SlurmScheduler:
+class SlurmStarter:
     """One step of one task a node."""
 
-    def __init__(self, options: Options, environ: Mapping[str, str]) -> None:
-        self._arguments = options.arguments
-        self._job = allocation(environ) or ""
-        if not self._job:
-            raise SettingError(
-                "there is no Slurm allocation here",
-                found="SLURM_JOB_ID is not set",
-                remedy="salloc -N 2, then the same command; or --nnodes N to submit it as a batch",
-            )
-        srun = shutil.which("srun")
-        if srun is None:
-            raise SettingError(
-                "--via slurm needs srun", found="no srun on PATH", remedy="module load slurm"
-            )
-        self._srun = srun
+    def __init__(self, srun: str, arguments: Sequence[str], job: str) -> None:
+        self._srun, self._arguments, self._job = srun, arguments, job
 
     async def start(self, hosts: Sequence[Host]) -> Start:
         """The srun call."""
-        argv = command(self._srun, hosts, self._arguments)
+        argv = step(self._srun, hosts, self._arguments)
         return Start(tuple(argv), dict.fromkeys(_UNSET), PLACES, STRIP, NAMES)
+
+    def hopeless(self, words: str) -> bool:
+        """srun ends by itself when it cannot start the step."""
+        return False
 
     async def explain(self, hosts: Sequence[Host], missing: Sequence[Host], status: int | None,
                       words: str) -> PacelineError:  # fmt: skip
         """With what Slurm says of the nodes that are missing."""
         lines = [words]
         for host in missing:
-            if state := parse_node(await ask("scontrol", "show", "node", "-o", host.address)):
+            if state := await state_of_node(host):
                 lines.append(f"{host.name} is {state}")
-        return explained(hosts, missing, status, "\n".join(lines), self._job)
+        failed = StepFailed("srun", f"Slurm's job {self._job}", self._job, status, "\n".join(lines))
+        return failed.error(hosts, missing, _CAUSES, "Try: srun --jobid={job} hostname")
 
     async def why(self, host: Host) -> str:
         """Slurm's word on the node."""
-        state = parse_node(await ask("scontrol", "show", "node", "-o", host.address))
-        return f"Slurm says that {host.name} is {state}" if state else ""
-
-    def hopeless(self, words: str) -> bool:
-        """srun ends by itself when it cannot start the step."""
-        return False
+        return await SCHEDULER.why(host)
 
     def end(self) -> None:
         """Nothing was made: the step ends with its agents."""
 
 
-def transport(options: Options) -> Transport:
-    return StartedTransport(SlurmScheduler(options, os.environ), options.interface)
+SCHEDULER = Slurm()

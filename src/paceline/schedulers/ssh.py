@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.remote.channel import Channel
 from paceline.remote.fanout import connect_all
 from paceline.remote.transport import Reached, Transport, nobody
-from paceline.schedulers.options import Options
+from paceline.schedulers.scheduler import LOGIN, NOW, Options, Scheduler
 from paceline.spec.hosts import Host
 
 
@@ -31,5 +31,15 @@ class SshTransport:
         return ""
 
 
-def transport(options: Options) -> Transport:
-    return SshTransport(options)
+class Ssh(Scheduler):
+    """For hosts that this machine can log in to."""
+
+    name, title, about = "ssh", "OpenSSH", "one login a host"
+    typed = "--via ssh (the default)"
+    starting = NOW | LOGIN | {"check_level"}
+
+    def start(self, options: Options) -> Transport:
+        return SshTransport(options)
+
+
+SCHEDULER = Ssh()

@@ -1,4 +1,4 @@
-"""Translations of other launchers' variables into torchrun's: mpirun, mpiexec, srun.
+"""Translations of other launchers' variables into torchrun's: mpirun, mpiexec and the schedulers.
 
 Pure: from an environment to the place and to the address at which the ranks meet.
 """
@@ -28,6 +28,9 @@ class Dialect:
         name: Of the launcher, for people.
         rank, size, local_rank, local_size: Names of variables; the local ones may be empty.
         job: Variables whose values together tell this job from others on the machine.
+        counts: Variable with the tasks of each node (``2(x3),1``), where no local size is told.
+        node: Variable with this node's place in that list.
+        nodes: Variables with a node list (``a[03-07,9],b``), the first that is set wins.
     """
 
     name: str
@@ -36,6 +39,9 @@ class Dialect:
     local_rank: str
     local_size: str
     job: tuple[str, ...]
+    counts: str = ""
+    node: str = ""
+    nodes: tuple[str, ...] = ()
 
 
 DIALECTS = (
@@ -64,6 +70,9 @@ DIALECTS = (
         "SLURM_LOCALID",
         "",
         ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_NODEID",
+        ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
     ),
     Dialect(
         "MPICH or Intel MPI",
@@ -90,7 +99,7 @@ def translated(environ: Mapping[str, str], parent: int) -> dict[str, str]:
     dialect = next((one for one in DIALECTS if one.rank in environ and one.size in environ), None)
     if dialect is None:
         return {}
-    return {**_place(environ, dialect), **_meeting(environ, dialect, parent)}
+    return {**_place(environ, dialect), **_rendezvous(environ, dialect, parent)}
 
 
 def _place(environ: Mapping[str, str], dialect: Dialect) -> dict[str, str]:
@@ -104,30 +113,33 @@ def _place(environ: Mapping[str, str], dialect: Dialect) -> dict[str, str]:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> str:
-    """Tasks on this node of a Slurm step: entry SLURM_NODEID of a list such as ``2(x3),1``."""
+    """Tasks on this node, from the list of a scheduler, be it the launcher or around it."""
+    around = next((one for one in DIALECTS if one.counts in environ), None)
+    if around is None:
+        return "1"
     counts: list[str] = []
-    for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+    for entry in environ[around.counts].split(","):
         count, _, times = entry.partition("(x")
         counts += [count] * int(times.rstrip(")") or 1)
-    node = int(environ.get("SLURM_NODEID", "0"))
+    node = int(environ.get(around.node, "0"))
     return counts[min(node, len(counts) - 1)]
 
 
-def _meeting(environ: Mapping[str, str], dialect: Dialect, parent: int) -> dict[str, str]:
+def _rendezvous(environ: Mapping[str, str], dialect: Dialect, parent: int) -> dict[str, str]:
     place = _place(environ, dialect)
     here = place[jobenv.WORLD_SIZE] == place[jobenv.LOCAL_WORLD_SIZE]
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    address = "127.0.0.1" if here else first_node(nodes)
+    lists = [environ.get(name, "") for one in DIALECTS for name in one.nodes]
+    address = "127.0.0.1" if here else first_node(next(filter(None, lists), ""))
     marks = [environ[name] for name in dialect.job if name in environ]
     port = _port(marks or [str(parent)]) if marks or here else ""
-    meeting = {
+    found = {
         jobenv.MASTER_ADDR: environ.get(jobenv.MASTER_ADDR) or address,
         jobenv.MASTER_PORT: environ.get(jobenv.MASTER_PORT) or port,
     }
-    missing = [name for name, value in meeting.items() if not value]
+    missing = [name for name, value in found.items() if not value]
     if missing:
         raise _nowhere(dialect, missing)
-    return meeting
+    return found
 
 
 def _nowhere(dialect: Dialect, missing: list[str]) -> SettingError:
@@ -146,7 +158,7 @@ def _port(marks: list[str]) -> str:
 
 
 def first_node(nodes: str) -> str:
-    """First host of a Slurm node list: ``a[03-07,9],b`` gives ``a03``."""
+    """First host of a node list: ``a[03-07,9],b`` gives ``a03``."""
     matched = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
     prefix, number, suffix = matched.groups("") if matched else ("", "", "")
     return prefix + number + suffix

@@ -542,7 +542,7 @@ def join(
 ) -> Session:
     """Takes this process's place in the job and waits for the others.
 
-    Works under the launcher, torchrun, mpirun, mpiexec and srun, and alone. What another launcher
+    Works under the launcher, torchrun, an MPI or a scheduler, and alone. What another launcher
     says is written into this process's environment in torchrun's terms. A process group that the
     script has made is used and left alone.
 

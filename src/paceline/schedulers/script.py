@@ -1,23 +1,16 @@
-"""Batches: what is written for a scheduler that starts jobs later. Everything here is pure."""
+"""Scripts for schedulers that start jobs later: what they are to run, and what all have in common.
+
+Pure."""
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 from paceline.spec.command import bash_line
 from paceline.spec.errors import SettingError
 
-# name → (module with ``render(request) -> str``, how the user submits it, whether we tried it)
-BATCHES: dict[str, tuple[str, str, bool]] = {
-    "slurm": ("paceline.schedulers.slurm_batch", "sbatch FILE", True),
-    "pbs": ("paceline.schedulers.pbs_batch", "qsub FILE", False),
-    "lsf": ("paceline.schedulers.lsf_batch", "bsub < FILE", False),
-    "kubernetes": ("paceline.schedulers.kubernetes_batch", "kubectl apply -f FILE", False),
-}
 OWNER_FILE = "owner.json"
 SUBMITTED = "PACELINE_SUBMITTED"  # set in the batches that are written here
 
@@ -67,18 +60,6 @@ class BatchRequest:
     image: str = ""
     shm_size: str = ""
     forwarded: tuple[str, ...] = ()
-
-
-def load(name: str) -> ModuleType:
-    """The module of a batch scheduler."""
-    return importlib.import_module(BATCHES[name][0])
-
-
-def render(name: str, request: BatchRequest) -> str:
-    """The script or manifest. SettingError for what cannot be written down."""
-    check(request)
-    text: str = load(name).render(request)
-    return text
 
 
 def check(request: BatchRequest) -> None:

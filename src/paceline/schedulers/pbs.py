@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 
-from paceline.schedulers.batch import (
+from paceline.schedulers.scheduler import LOGIN, SCRIPT, Scheduler
+from paceline.schedulers.script import (
     BatchRequest,
+    check,
     command,
     gpus_of,
     processes_of,
@@ -16,14 +18,22 @@ from paceline.schedulers.batch import (
 _VIA = ["-H", "pbs", "--via", "ssh"]
 
 
-def render(request: BatchRequest) -> str:
-    """The script; the nodes come from ``$PBS_NODEFILE`` and are reached over SSH."""
-    lines = ["#!/bin/bash", *(f"#PBS {one}" for one in directives(request)), ""]
-    lines += prologue(request)
-    run_dir = shlex.quote(request.run_dir)
-    if request.array:
-        run_dir += '/"$PBS_ARRAY_INDEX"'
-    return "\n".join([*lines, f"exec {command(request, _VIA, run_dir)}"]) + "\n"
+class Pbs(Scheduler):
+    """The nodes come from ``$PBS_NODEFILE`` and are reached over SSH."""
+
+    name, title, about = "pbs", "PBS", "a script for qsub"
+    submitting = SCRIPT | LOGIN | {"check_level", "cpus_per_task"}
+    hand_over = "qsub FILE"
+    tried = False
+
+    def render(self, request: BatchRequest) -> str:
+        check(request)
+        lines = ["#!/bin/bash", *(f"#PBS {one}" for one in directives(request)), ""]
+        lines += prologue(request)
+        run_dir = shlex.quote(request.run_dir)
+        if request.array:
+            run_dir += '/"$PBS_ARRAY_INDEX"'
+        return "\n".join([*lines, f"exec {command(request, _VIA, run_dir)}"]) + "\n"
 
 
 def directives(request: BatchRequest) -> list[str]:
@@ -45,5 +55,8 @@ def directives(request: BatchRequest) -> list[str]:
 
 
 def _size(text: str) -> str:
-    """PBS writes ``16gb`` where Slurm writes ``16G``."""
+    """PBS writes ``16gb`` where people write ``16G``."""
     return re.sub(r"(?<=\d)([kmgtKMGT])$", lambda unit: unit.group(1).lower() + "b", text)
+
+
+SCHEDULER = Pbs()

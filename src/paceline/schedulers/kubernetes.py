@@ -1,7 +1,7 @@
 """A JobSet manifest for Kubernetes. Rendered and schema-checked; not tried on a cluster.
 
 Every pod runs the same command and they meet at the first pod's name, as nodes do on which it is
-typed by hand.
+typed.
 """
 
 from __future__ import annotations
@@ -10,27 +10,35 @@ import json
 import re
 from typing import Any
 
-from paceline.schedulers.batch import SUBMITTED, BatchRequest, gpus_of, processes_of
+from paceline.rendezvous.endpoint import DEFAULT_PORT, KEY_VARIABLE
+from paceline.schedulers.scheduler import Scheduler
+from paceline.schedulers.script import SUBMITTED, BatchRequest, check, gpus_of, processes_of
 from paceline.spec.errors import SettingError
 
-PORT = 29400
-KEY = "PACELINE_RDZV_KEY"
 PLACEHOLDER = "replace this by the output of: openssl rand -hex 16"  # refused as a key
 _JOB = "node"
 
 
-def render(request: BatchRequest) -> str:
+class Kubernetes(Scheduler):
     """Secret and JobSet as JSON documents, which are YAML too."""
-    if not request.image:
-        raise SettingError("Kubernetes needs an image", remedy="--image IMAGE")
-    if request.forwarded:
-        raise SettingError(
-            f"--env {request.forwarded[0]} cannot be forwarded into a manifest",
-            found="its value would stand there for all to read",
-            remedy="--env NAME=VALUE for what is no secret; else a Secret, put into the manifest",
-        )
-    documents = [json.dumps(one, indent=2) for one in (secret(request), jobset(request))]
-    return "---\n".join(f"{one}\n" for one in documents)
+
+    name, title, about = "kubernetes", "Kubernetes", "a manifest for kubectl"
+    submitting = frozenset({"ship", "image", "shm_size", "cpus_per_task", "mem", "gres"})
+    hand_over = "kubectl apply -f FILE"
+    tried = False
+
+    def render(self, request: BatchRequest) -> str:
+        check(request)
+        if not request.image:
+            raise SettingError("Kubernetes needs an image", remedy="--image IMAGE")
+        if request.forwarded:
+            raise SettingError(
+                f"--env {request.forwarded[0]} cannot be forwarded into a manifest",
+                found="its value would stand there for all to read",
+                remedy="--env NAME=VALUE for what is no secret; else a Secret in the manifest",
+            )
+        documents = [json.dumps(one, indent=2) for one in (secret(request), jobset(request))]
+        return "---\n".join(f"{one}\n" for one in documents)
 
 
 def name_of(request: BatchRequest) -> str:
@@ -81,7 +89,7 @@ def _pod(request: BatchRequest) -> dict[str, Any]:
                 "workingDir": request.workdir,
                 "command": _command(request),
                 "env": [_key(request), _index(), {"name": SUBMITTED, "value": "1"}],
-                "ports": [{"containerPort": PORT}],
+                "ports": [{"containerPort": DEFAULT_PORT}],
                 "resources": _resources(request),
                 "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108
             }
@@ -97,12 +105,12 @@ def _memory(request: BatchRequest) -> dict[str, str]:
 
 def _command(request: BatchRequest) -> list[str]:
     name = name_of(request)
-    meeting = ["--rdzv", f"{name}-{_JOB}-0-0.{name}:{PORT}", "--nnodes", str(request.nodes)]
-    meeting += ["--via", "ssh", "--node-rank", "$(JOB_COMPLETION_INDEX)"]
+    where = ["--rdzv", f"{name}-{_JOB}-0-0.{name}:{DEFAULT_PORT}", "--nnodes", str(request.nodes)]
+    where += ["--via", "ssh", "--node-rank", "$(JOB_COMPLETION_INDEX)"]
     derived = processes_of(request) if request.processes is None else None
     each = ["-p", str(derived)] if derived else []
     run_dir, *words = (_literal(word) for word in (request.run_dir, *request.words))
-    return ["paceline", request.argv[-1], "--run-dir", run_dir, *meeting, *each, *words]
+    return ["paceline", request.argv[-1], "--run-dir", run_dir, *where, *each, *words]
 
 
 def _literal(word: str) -> str:
@@ -112,7 +120,7 @@ def _literal(word: str) -> str:
 
 def _key(request: BatchRequest) -> dict[str, Any]:
     source = {"secretKeyRef": {"name": f"{name_of(request)}-key", "key": "key"}}
-    return {"name": KEY, "valueFrom": source}
+    return {"name": KEY_VARIABLE, "valueFrom": source}
 
 
 def _index() -> dict[str, Any]:
@@ -134,5 +142,8 @@ def _resources(request: BatchRequest) -> dict[str, Any]:
 
 
 def _quantity(size: str) -> str:
-    """Kubernetes writes ``16Gi`` where Slurm writes ``16G`` and Docker ``16g``."""
+    """Kubernetes writes ``16Gi`` where people write ``16G`` and Docker ``16g``."""
     return re.sub(r"(?<=\d)([kmgtKMGT])[bB]?$", lambda unit: unit.group(1).upper() + "i", size)
+
+
+SCHEDULER = Kubernetes()

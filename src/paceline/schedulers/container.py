@@ -1,4 +1,7 @@
-"""Agents in containers, started over SSH (here without it): what all engines have in common."""
+"""Agents in containers, started over SSH (here without it): what all engines have in common.
+
+The agent runs in the container and its ranks with it. An engine is a scheduler of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,94 @@ import asyncio
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from paceline.containers import Container, Probe, engine, parse_probe, probe_command
 from paceline.remote.channel import Channel
 from paceline.remote.fanout import connect_all
 from paceline.remote.openssh import classify, ssh_command
-from paceline.remote.transport import Reached, nobody
+from paceline.remote.transport import Reached, Transport, nobody
 from paceline.rendezvous.started import said_by
-from paceline.schedulers.mpi import SSH_FAILED
-from paceline.schedulers.options import Options
-from paceline.spec.errors import ConnectError, NodeError
+from paceline.schedulers.scheduler import LOGIN, NOW, Options, Scheduler
+from paceline.spec.errors import ConnectError, NodeError, SettingError
 from paceline.spec.hosts import Host
 
+SSH_FAILED = 255
 CACHE = "/tmp/paceline-cache"  # noqa: S108 - a folder inside the container, gone with it
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """The container for one host's agent.
+
+    Attributes:
+        name: Its name there.
+        image: Name of the image.
+        workdir: Folder in which it begins; it exists there.
+        mounts: ``SOURCE:TARGET[:ro]`` each.
+        env: Variables that are no secret.
+        uid, gid: Who runs in it: the user who logged in.
+        groups: Further group ids, for devices.
+        devices: Device folders that it sees.
+        nvidia: Whether NVIDIA's devices are to be seen.
+        shm_size: Size of its /dev/shm.
+        arguments: Further flags, passed through.
+    """
+
+    name: str
+    image: str
+    workdir: str = "/"
+    mounts: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    uid: int = 0
+    gid: int = 0
+    groups: tuple[int, ...] = ()
+    devices: tuple[str, ...] = ()
+    nvidia: bool = False
+    shm_size: str = "8g"
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a host says of an image and of itself.
+
+    Attributes:
+        digest: Of the image there; empty when it cannot be had.
+        words: What the engine said instead.
+        uid, gid: Of the user who logged in.
+        groups: Group ids of ``render`` and ``video``.
+        folders: Which of the wanted folders exist.
+        dri, nvidia: Whether there are such devices.
+    """
+
+    digest: str
+    words: str
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    folders: tuple[str, ...]
+    dri: bool
+    nvidia: bool
+
+
+class Engine(Scheduler):
+    """A container engine. Each says only how it runs a command and what it knows of an image.
+
+    Attributes:
+        probe: Shell text that says what the image ``$image`` is on a host.
+    """
+
+    probe: str
+    starting = NOW | LOGIN | {"via_arg", "image", "mount", "shm_size"}
+
+    def wrap(self, command: Sequence[str], container: Container) -> list[str]:
+        """The command that runs ``command`` in the container, its standard streams passed on."""
+        raise NotImplementedError
+
+    def start(self, options: Options) -> Transport:
+        if not options.container.image:
+            raise SettingError(f"{self.typed} needs an image", remedy="--image IMAGE")
+        return ContainerTransport(self, options)
 
 
 class ContainerTransport:
@@ -27,8 +104,8 @@ class ContainerTransport:
 
     redials = False  # the lost one's container may still be there
 
-    def __init__(self, name: str, options: Options) -> None:
-        self._name = name
+    def __init__(self, engine: Engine, options: Options) -> None:
+        self._engine = engine
         self._options = options
         self._run = secrets.token_hex(4)
 
@@ -36,11 +113,11 @@ class ContainerTransport:
                    reached: Reached = nobody) -> list[Channel]:  # fmt: skip
         """Looks at the image everywhere first; NodeError where it is missing or another one."""
         probes = await self._probe_all(hosts)
-        check_images(self._name, self._options.container.image, probes)
+        check_images(self._engine.name, self._options.container.image, probes)
 
         def wrap(host: Host, agent: list[str]) -> list[str]:
             container = container_for(host, probes[host.name], self._options, self._run)
-            return engine(self._name).wrap(agent, container)
+            return self._engine.wrap(agent, container)
 
         channels = await connect_all(hosts, pythons, self._options.ssh, wrap, reached)
         for channel in channels:  # a container here has other files than this machine
@@ -53,7 +130,7 @@ class ContainerTransport:
 
     async def _probe(self, host: Host) -> Probe:
         container = self._options.container
-        look = probe_command(self._name, container.image, container.folders)
+        look = probe_command(self._engine, container.image, container.folders)
         argv = look if host.local else ssh_command(host, self._options.ssh, look)
         status, words = await said_by(argv, {})
         if status == SSH_FAILED and "paceline-uid" not in words:
@@ -148,4 +225,45 @@ def _missing(name: str, image: str, without: Mapping[str, str]) -> NodeError:
         f"{image} cannot be run on {', '.join(without)}",
         found="\n".join(found),
         remedy="\n".join(dict.fromkeys(remedies)),
+    )
+
+
+# --- what a host says of an image and of itself
+
+
+# ``$1`` is the image, the folders follow
+_ABOUT_HOST = (
+    'image="$1"; shift; echo "paceline-uid $(id -u)"; echo "paceline-gid $(id -g)"; '
+    "for g in render video; do "
+    'n=$(getent group "$g" | cut -d: -f3); [ -z "$n" ] || echo "paceline-group $n"; done; '
+    "[ ! -d /dev/dri ] || echo paceline-dri; [ ! -e /dev/nvidiactl ] || echo paceline-nvidia; "
+    'for f in "$@"; do [ ! -d "$f" ] || echo "paceline-folder $f"; done; '
+)
+
+
+def probe_command(engine: Engine, image: str, folders: Sequence[str]) -> list[str]:
+    """Asks a host for all that :class:`Probe` holds; one command, any login shell."""
+    text = f"{_ABOUT_HOST}{engine.probe}"
+    return ["/bin/sh", "-c", text, "paceline", image, *folders]
+
+
+def parse_probe(text: str) -> Probe:
+    """Reads what the probe's command printed, errors of the engine included."""
+    found: dict[str, list[str]] = {}
+    words = []
+    for line in text.splitlines():
+        match = re.match(r"paceline-(\w+) ?(.*)", line)
+        if match:
+            found.setdefault(match.group(1), []).append(match.group(2))
+        else:
+            words.append(line)
+    return Probe(
+        digest=found.get("digest", [""])[0],
+        words="\n".join(words).strip(),
+        uid=int(found.get("uid", ["0"])[0]),
+        gid=int(found.get("gid", ["0"])[0]),
+        groups=tuple(int(number) for number in found.get("group", [])),
+        folders=tuple(found.get("folder", [])),
+        dri="dri" in found,
+        nvidia="nvidia" in found,
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 
-from paceline.schedulers.batch import (
+from paceline.schedulers.scheduler import LOGIN, SCRIPT, Scheduler
+from paceline.schedulers.script import (
     BatchRequest,
+    check,
     command,
     gpus_of,
     processes_of,
@@ -20,19 +22,27 @@ _HOSTS = (
 )
 
 
-def render(request: BatchRequest) -> str:
-    """The script; the nodes come from ``$LSB_MCPU_HOSTS`` and are reached over SSH."""
-    lines = ["#!/bin/bash", *(f"#BSUB {one}" for one in directives(request)), ""]
-    lines += prologue(request)
-    run_dir = shlex.quote(request.run_dir)
-    if request.array:
-        run_dir += '/"$LSB_JOBINDEX"'
-    hosts = f"{run_dir}/lsf-hosts"
-    lines += [f"mkdir -p {run_dir}", _HOSTS.replace("{hosts}", hosts)]
-    line = command(request, ["--via", "ssh"], run_dir).replace(
-        f"--run-dir {run_dir}", f"--run-dir {run_dir} -H {hosts}", 1
-    )
-    return "\n".join([*lines, f"exec {line}"]) + "\n"
+class Lsf(Scheduler):
+    """The nodes come from ``$LSB_MCPU_HOSTS`` and are reached over SSH."""
+
+    name, title, about = "lsf", "LSF", "a script for bsub"
+    submitting = SCRIPT | LOGIN | {"check_level"}
+    hand_over = "bsub < FILE"
+    tried = False
+
+    def render(self, request: BatchRequest) -> str:
+        check(request)
+        lines = ["#!/bin/bash", *(f"#BSUB {one}" for one in directives(request)), ""]
+        lines += prologue(request)
+        run_dir = shlex.quote(request.run_dir)
+        if request.array:
+            run_dir += '/"$LSB_JOBINDEX"'
+        hosts = f"{run_dir}/lsf-hosts"
+        lines += [f"mkdir -p {run_dir}", _HOSTS.replace("{hosts}", hosts)]
+        line = command(request, ["--via", "ssh"], run_dir).replace(
+            f"--run-dir {run_dir}", f"--run-dir {run_dir} -H {hosts}", 1
+        )
+        return "\n".join([*lines, f"exec {line}"]) + "\n"
 
 
 def directives(request: BatchRequest) -> list[str]:
@@ -51,3 +61,6 @@ def _hours(time: str) -> str:
     """LSF counts hours and minutes: ``1:30:00`` is ``1:30``."""
     parts = time.split(":")
     return ":".join(parts[:2]) if len(parts) == 3 else time
+
+
+SCHEDULER = Lsf()

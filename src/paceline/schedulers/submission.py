@@ -1,0 +1,182 @@
+"""A job that a scheduler starts later: handed in, followed, and found again from elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from paceline.rundir import records
+from paceline.schedulers import SCHEDULERS, load
+from paceline.schedulers.scheduler import JobState, Scheduler
+from paceline.spec.errors import ConnectError
+
+BATCH_FILE = "batch.json"  # scheduler and job id, by which status, logs and stop find the job
+LOOK_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A job that was handed in.
+
+    Attributes:
+        scheduler: To which.
+        job: Its id there.
+        outputs: Files that its output is written to, as far as they are known.
+    """
+
+    scheduler: Scheduler
+    job: str
+    outputs: tuple[Path, ...] = ()
+
+    @property
+    def title(self) -> str:
+        return f"{self.scheduler.title} job {self.job}"
+
+    def cancel(self, kill: bool = False) -> None:
+        self.scheduler.cancel(self.job, kill)
+
+    def state(self) -> JobState | None:
+        """As the scheduler sees it just now."""
+        return asyncio.run(self.scheduler.poll(self.job))
+
+
+def hand_in(scheduler: Scheduler, text: str, directory: Path, array: bool = False) -> Submitted:
+    """Writes the script into the run directory, submits it, and records its id there.
+
+    Args:
+        scheduler: Which.
+        text: What it has rendered.
+        directory: The run directory; it is made.
+        array: The job is many, each with an output of its own.
+
+    Raises:
+        SettingError: The scheduler refuses it, in its own words.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    script = directory / scheduler.script
+    script.write_text(text, encoding="utf-8")
+    job = scheduler.submit(script)
+    output = scheduler.output.replace("{job}", job)
+    record = {"scheduler": scheduler.name, "job": job, "output": output}
+    (directory / BATCH_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
+    return Submitted(scheduler, job, () if array else (directory / output,))
+
+
+def found_in(directory: Path) -> Submitted | None:
+    """The job that a run directory belongs to, if to one."""
+    record = records.read_object(directory / BATCH_FILE) or {}
+    name, job = record.get("scheduler"), str(record.get("job", ""))[:40]
+    if name not in SCHEDULERS:
+        return None
+    scheduler = load(str(name))
+    known = scheduler.follows() and re.fullmatch(scheduler.job_id, job)
+    return Submitted(scheduler, job) if known else None
+
+
+async def follow(job: Submitted, note: Callable[[str], None], cancel: bool = True) -> int:
+    """Shows a job's output, and the scheduler's words for its state, until it is over.
+
+    Args:
+        job: Which.
+        note: Told of every new state.
+        cancel: Ctrl-C cancels the job; else it only ends the following.
+
+    Returns:
+        The job's exit status.
+
+    Raises:
+        ConnectError: The scheduler does not know the job.
+    """
+    tails = [Tail(path) for path in job.outputs]
+    stop = Stopper(job, cancel)
+    last = seen = ""
+    try:
+        while True:
+            state = await job.scheduler.poll(job.job)
+            for tail in tails:
+                tail.show()
+            if state is None:
+                raise _unknown(job)
+            if state.describe() != last and not state.passing:
+                last = state.describe()
+                note(f"paceline: {job.title}: {last}")
+            returns = state.may_return and seen != state.word
+            if (state.over and not returns) or stop.left:
+                return stop.exit_code or state.exit_code
+            seen = state.word
+            await stop.wait(LOOK_EVERY_S)
+    finally:
+        stop.close()
+        for tail in tails:
+            tail.show()
+            tail.close()
+
+
+def _unknown(job: Submitted) -> ConnectError:
+    return ConnectError(
+        f"{job.scheduler.title} does not know job {job.job} (any more)",
+        found="it said nothing of it",
+        remedy=job.scheduler.history.replace("{job}", job.job),
+    )
+
+
+@dataclass
+class Tail:
+    """Shows what is added to a file that may not exist yet."""
+
+    path: Path
+    _file: IO[bytes] | None = None
+
+    def show(self) -> None:
+        if self._file is None and self.path.exists():
+            self._file = self.path.open("rb")
+        if self._file is not None and (data := self._file.read()):
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class Stopper:
+    """Ctrl-C while following: once cancels the job, twice kills it."""
+
+    def __init__(self, job: Submitted, cancel: bool) -> None:
+        self.exit_code = 0
+        self.left = False
+        self._job = job
+        self._cancel = cancel
+        self._received = asyncio.Event()
+        for one in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(one, self._take, one)
+
+    def _take(self, signum: int) -> None:
+        again = self.exit_code != 0
+        self.exit_code = 128 + signum
+        self.left = not self._cancel
+        self._received.set()
+        if self._cancel:
+            self._job.cancel(kill=again)
+
+    async def wait(self, seconds: float) -> None:
+        """Sleeps, or until the next signal."""
+        try:
+            await asyncio.wait_for(self._received.wait(), seconds)
+        except asyncio.TimeoutError:
+            return
+        self._received.clear()
+
+    def close(self) -> None:
+        for one in _SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(one)
+
+
+_SIGNALS: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)

@@ -23,7 +23,7 @@ from paceline.agent import facts, frames, server
 from paceline.agent.frames import MAGIC, MAX_ANSWER, Decoder, FrameError, encode
 from paceline.launch import decide
 from paceline.launch.attempt import Attempt
-from paceline.launch.node import Node
+from paceline.launch.fleet import Node
 from paceline.launch.recorder import Recorder
 from paceline.launch.screen import Screen
 from paceline.remote import protocol

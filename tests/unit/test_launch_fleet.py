@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.launch import restart
-from paceline.launch.fleet import Fleet, Silence, together, why_ended
-from paceline.launch.node import Node
+from paceline.launch.fleet import Fleet, Node, Silence, together, why_ended
 from paceline.remote import fanout
 from paceline.remote.openssh import SshOptions
 from paceline.spec.errors import ConnectError, NodeError

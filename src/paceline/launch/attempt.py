@@ -7,10 +7,9 @@ import signal
 import time
 
 from paceline.launch import outcome
-from paceline.launch.fleet import Fleet, first_of, together, within
+from paceline.launch.fleet import Fleet, Node, first_of, together, within
 from paceline.launch.hangs import Hang, HangWatch
 from paceline.launch.interrupts import Interrupts
-from paceline.launch.node import Node
 from paceline.launch.recorder import Recorder
 from paceline.launch.screen import Screen
 from paceline.spec import jobenv

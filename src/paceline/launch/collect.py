@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from paceline.launch.fleet import Fleet
-from paceline.launch.node import Node
+from paceline.launch.fleet import Fleet, Node
 from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError

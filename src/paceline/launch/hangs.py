@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.explain.stacks import Frame, Stand, parse
-from paceline.launch.fleet import Fleet
-from paceline.launch.node import Node
+from paceline.launch.fleet import Fleet, Node
 from paceline.spec.errors import PacelineError
 
 LEAST_S = 5.0  # of silence of a training that tells its steps

@@ -14,9 +14,8 @@ from paceline.launch import decide, prepare, restart
 from paceline.launch.attempt import Attempt
 from paceline.launch.collect import Results
 from paceline.launch.decide import Supplies
-from paceline.launch.fleet import Fleet, together
+from paceline.launch.fleet import Fleet, Node, together
 from paceline.launch.interrupts import Interrupts
-from paceline.launch.node import Node
 from paceline.launch.prepare import Inspect, Package, Request, make_plan
 from paceline.launch.recorder import Recorder
 from paceline.launch.screen import Screen

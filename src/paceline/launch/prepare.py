@@ -17,8 +17,7 @@ from typing import Any
 
 from paceline.launch import decide, outcome
 from paceline.launch.decide import Found, Supplies
-from paceline.launch.fleet import Fleet, together
-from paceline.launch.node import Node
+from paceline.launch.fleet import Fleet, Node, together
 from paceline.remote import connectivity, network
 from paceline.remote.channel import AgentRefusal
 from paceline.remote.transport import Reached, Transport, nobody

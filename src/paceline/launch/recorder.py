@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.launch.node import Node
+from paceline.launch.fleet import Node
 from paceline.launch.screen import Screen
 from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names

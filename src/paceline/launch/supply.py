@@ -10,8 +10,7 @@ from typing import Any
 
 from paceline.launch import decide
 from paceline.launch.decide import Supplies
-from paceline.launch.fleet import Fleet, together
-from paceline.launch.node import Node, Trouble
+from paceline.launch.fleet import Fleet, Node, Trouble, together
 from paceline.launch.prepare import Request, went_away
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.directory import RunDirectory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from paceline.launch.launcher import run_job
 from paceline.launch.screen import Screen
 from paceline.launch.summary import RunOutcome
 from paceline.remote.openssh import SshOptions
+from paceline.rundir.records import read_records
 from paceline.schedulers import load
 from paceline.schedulers.scheduler import Options
-from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
+from paceline.spec.events import Event, read_events
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Entry, Job
+from paceline.spec.rundir import EVENTS
 from paceline.spec.settings import Setting
 
 MODULE = "paceline.bench.collectives_job"
@@ -51,12 +54,12 @@ def attempt(scene: Scene, job: Job, ssh: SshOptions) -> dict[str, Any]:
             )
         except PacelineError as error:
             return {
-                "loaded": _loaded(path),
+                "loaded": _loaded(read_events(read_records(path / EVENTS))),
                 "rows": [],
                 "error": error.message,
                 "remedy": error.remedy,
             }
-        return {"loaded": _loaded(path), **_result(outcome)}
+        return {"loaded": _loaded(outcome.events), **_result(outcome)}
 
 
 def trial_job(job: Job) -> Job:
@@ -88,15 +91,8 @@ def _result(outcome: RunOutcome) -> dict[str, Any]:
     return {"rows": said["rows"], "backend": said["backend"]}
 
 
-def _loaded(path: Path) -> dict[str, Any]:
+def _loaded(events: Sequence[Event]) -> dict[str, Any]:
     """By host, what the fork server said of the libraries it had loaded."""
-    try:
-        lines = (path / names.EVENTS).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    events = [json.loads(line) for line in lines]
-    return {
-        event["host"]: {name: event.get(name) for name in ("torch", "cuda", "nccl", "backends")}
-        for event in events
-        if event.get("event") == "imported"
-    }
+    names = ("torch", "cuda", "nccl", "backends")
+    return {event.host: {name: event[name] for name in names}
+            for event in events if event.kind == "imported"}  # fmt: skip

@@ -28,7 +28,7 @@ BOUND_S = 3.0  # of CPU time; a linear pattern takes hundredths, a quadratic one
 EVERYWHERE = ["a", "a@", "@a", "a.", "a:", ": ", " ", "0", "(", "[", "[0]", "/", "-", "-a", "'",
               '"', "=", "a=", "://", "\x1b[", "\x1b]"]  # fmt: skip
 READERS = [
-    "paceline.explain.logs", "paceline.explain.stacks", "paceline.explain.rule",
+    "paceline.explain.gather", "paceline.explain.stacks", "paceline.explain.rule",
     "paceline.launch.outcome", "paceline.launch.screen", "paceline.report.bundle",
     "paceline.spec.failure",
     "paceline.spec.terminal", "paceline.remote.openssh",

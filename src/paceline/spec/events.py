@@ -209,9 +209,10 @@ class Event:
         kind = KINDS.get(self.kind)
         if kind is None:
             return self.fields
+        if not kind.written:
+            return None
         unwritten = _IN_RESULT | {"time"}
-        fields = {name: value for name, value in self.fields.items() if name not in unwritten}
-        return fields if kind.written else None
+        return {name: value for name, value in self.fields.items() if name not in unwritten}
 
     @classmethod
     def heard(cls, host: str, message: Message, blob: bytes = b"") -> Event:

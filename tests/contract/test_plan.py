@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ import pytest
 import simulated
 from paceline.launch import prepare
 from paceline.launch.attempt import Attempt
+from paceline.launch.decide import Supplies
 from paceline.launch.launcher import Launcher, plan_job, run_job
 from paceline.launch.screen import Screen
 from paceline.remote.channel import Channel
 from paceline.remote.transport import Reached, nobody
-from paceline.spec.errors import NodeError
+from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Input, Job
 from paceline.spec.plan import Plan
@@ -135,3 +137,23 @@ def test_a_node_that_builds_elsewhere_than_it_told_is_refused(
     monkeypatch.setitem(simulated.ANSWERS, "build_tree", elsewhere)
     with pytest.raises(NodeError, match="in another place than it told"):
         run(job(tmp_path), Differing(), tmp_path)
+
+
+@pytest.mark.parametrize("start", [run, lambda *asked: plan_job(asked[0], CLUSTER, asked[1])])
+def test_what_is_wrong_is_told_while_the_code_is_still_read(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither waits for the other, nor gives up the other's work as if the user had said so."""
+    real = prepare.read_supplies
+
+    def slowly(request: prepare.Request) -> Supplies:
+        time.sleep(0.5)
+        return real(request)
+
+    async def nowhere(*_: Any) -> Any:
+        raise SettingError("no interface")
+
+    monkeypatch.setattr(prepare, "read_supplies", slowly)
+    monkeypatch.setattr(prepare, "find_networks", nowhere)
+    with pytest.raises(SettingError, match="no interface"):
+        start(job(tmp_path), Differing(), tmp_path)

@@ -179,7 +179,7 @@ def package_tree(parts: Package) -> Tree:
 
 async def _look(fleet: Fleet, job: Job, supplies: Awaitable[Supplies]) -> Any:
     """What can be sent, and by node how the code differs there and whether its folder is there."""
-    read = await supplies
+    read = await asyncio.shield(supplies)  # who gives up waiting does not give up the reading
     code = await fleet.each(lambda node: _compare(node, job, read.code))
     folders = await fleet.each(lambda node: _has_workdir(node, job, read.code))
     return read, code, folders

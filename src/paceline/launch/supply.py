@@ -27,7 +27,7 @@ async def warm_up(fleet: Fleet, request: Request, supplies: Awaitable[Supplies],
                   directory: RunDirectory, token: str) -> None:  # fmt: skip
     """Has new nodes begin to import, beside all that is still to be found out for the plan."""
     nodes = [node for node in fleet.nodes if not node.preparation]
-    package = (await supplies).package
+    package = (await asyncio.shield(supplies)).package
     await together([begin(node, request, package, directory, token) for node in nodes])
     if fleet.first in nodes and not fleet.first.shared_run_dir:
         await send_checkpoints(fleet.first.channel, fleet.first.run_folder, directory)

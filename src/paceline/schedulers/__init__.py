@@ -17,6 +17,7 @@ SCHEDULERS = (
     "local",
     "mpi",
     "slurm",
+    "flux",
     "docker",
     "podman",
     "apptainer",

@@ -30,6 +30,7 @@ class Dialect:
         job: Variables whose values together tell this job from others on the machine.
         counts: Variable with the tasks of each node (``2(x3),1``), where no local size is told.
         node: Variable with this node's place in that list.
+        spread: Variable with the number of nodes, where all have as many tasks.
         nodes: Variables with a node list (``a[03-07,9],b``), the first that is set wins.
     """
 
@@ -41,6 +42,7 @@ class Dialect:
     job: tuple[str, ...]
     counts: str = ""
     node: str = ""
+    spread: str = ""
     nodes: tuple[str, ...] = ()
 
 
@@ -72,7 +74,17 @@ DIALECTS = (
         ("SLURM_JOB_ID", "SLURM_STEP_ID"),
         "SLURM_STEP_TASKS_PER_NODE",
         "SLURM_NODEID",
+        "",
         ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+    ),
+    Dialect(
+        "flux run",
+        "FLUX_TASK_RANK",
+        "FLUX_JOB_SIZE",
+        "FLUX_TASK_LOCAL_ID",
+        "",
+        ("FLUX_JOB_ID_PATH", "FLUX_JOB_ID"),
+        spread="FLUX_JOB_NNODES",
     ),
     Dialect(
         "MPICH or Intel MPI",
@@ -103,13 +115,27 @@ def translated(environ: Mapping[str, str], parent: int) -> dict[str, str]:
 
 
 def _place(environ: Mapping[str, str], dialect: Dialect) -> dict[str, str]:
-    sizes = environ.get(dialect.local_size) or _tasks_here(environ)
+    sizes = environ.get(dialect.local_size) or _share(environ, dialect) or _tasks_here(environ)
     return {
         jobenv.RANK: environ[dialect.rank],
         jobenv.WORLD_SIZE: environ[dialect.size],
         jobenv.LOCAL_RANK: environ.get(dialect.local_rank, "0"),
         jobenv.LOCAL_WORLD_SIZE: sizes,
     }
+
+
+def _share(environ: Mapping[str, str], dialect: Dialect) -> str:
+    """Tasks on each node, where only the number of nodes is told."""
+    if dialect.spread not in environ:
+        return ""
+    size, nodes = int(environ[dialect.size]), int(environ[dialect.spread])
+    if size % nodes:
+        raise SettingError(
+            f"{dialect.name} has not started as many ranks on each node",
+            found=f"{dialect.size}={size}, {dialect.spread}={nodes}",
+            remedy="Ask for a number of tasks that all nodes can share",
+        )
+    return str(size // nodes)
 
 
 def _tasks_here(environ: Mapping[str, str]) -> str:
@@ -147,7 +173,8 @@ def _nowhere(dialect: Dialect, missing: list[str]) -> SettingError:
         f"{dialect.name} started these ranks on several machines, but not where they can meet",
         found=f"{' and '.join(missing)} not set",
         remedy="mpirun -x MASTER_ADDR=ADDRESS_OF_RANK_0 -x MASTER_PORT=29500 … (Open MPI), or"
-        " mpiexec -genv MASTER_ADDR ADDRESS_OF_RANK_0 -genv MASTER_PORT 29500 …",
+        " mpiexec -genv MASTER_ADDR ADDRESS_OF_RANK_0 -genv MASTER_PORT 29500 …; elsewhere export"
+        " both before the start",
     )
 
 

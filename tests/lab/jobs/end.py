@@ -36,7 +36,7 @@ def write_all(data: bytes) -> None:
 
 def on_term(*_: object) -> None:
     time.sleep(0.5)
-    print("saved", flush=True)
+    write_all(b"saved\n")  # print would fail inside an interrupted print
     sys.exit(0)
 
 

@@ -100,7 +100,15 @@ def processes_on(job: Job, host: Host, facts: Facts) -> Setting[int]:
 
     SettingError when the host cannot hold so many.
     """
-    count = _wanted_processes(job, host, facts)
+    gpus = usable_gpus(job, facts)
+    if job.nproc_per_node.value is not None:
+        count = _as_asked(job.nproc_per_node, host, gpus, len(available_cpus(facts)))
+    elif host.slots is not None:
+        count = Setting(host.slots, Source.FILE, "slots")
+    elif gpus:
+        count = Setting(gpus, Source.FOUND, "one a GPU")
+    else:
+        count = Setting(1, Source.DEFAULT)
     most = most_processes(facts)
     if most is not None and count.value > most:
         hard = facts["limits"]["nofile_hard"]
@@ -113,50 +121,21 @@ def processes_on(job: Job, host: Host, facts: Facts) -> Setting[int]:
     return count
 
 
-def most_processes(facts: Facts) -> int | None:
-    """How many ranks a host's limit of open files allows; ``None`` when there is no limit."""
-    hard = (facts.get("limits") or {}).get("nofile_hard", -1)
-    return None if hard < 0 else max(1, (hard - SPARE_DESCRIPTORS) // PIPES_A_RANK)
+def _as_asked(asked: Setting[Any], host: Host, gpus: int, cpus: int) -> Setting[int]:
+    """A number of processes, or one a GPU or CPU of this host, as torchrun counts them.
 
-
-def _wanted_processes(job: Job, host: Host, facts: Facts) -> Setting[int]:
-    asked = job.nproc_per_node
-    if asked.value is not None:
-        count = asked.value
-        number = count if isinstance(count, int) else _counted(count, job, host, facts)
-        return _asked_processes(number, asked, host)
-    if host.slots is not None:
-        return Setting(host.slots, Source.FILE, "slots")
-    if gpus := usable_gpus(job, facts):
-        return Setting(gpus, Source.FOUND, "one a GPU")
-    return Setting(1, Source.DEFAULT)
-
-
-def usable_gpus(job: Job, facts: Facts) -> int:
-    """How many GPUs of a host the ranks may see."""
-    present = len((facts.get("devices") or {}).get("nvidia", ()))
-    chosen = job.environment.all().get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return present
-    return min(present, len([one for one in chosen.split(",") if one.strip()]))
-
-
-def _counted(word: str, job: Job, host: Host, facts: Facts) -> int:
-    """One process a GPU or CPU of this host, as torchrun counts them. SettingError without a GPU.
-
-    The CPUs are those that the agent may use, which may be fewer than the machine has.
+    The CPUs are those that the agent may use, which may be fewer than the host has. SettingError
+    for what this host cannot do.
     """
-    gpus = usable_gpus(job, facts)
-    if word == "gpu" and not gpus:
+    count = asked.value
+    if count == "gpu" and not gpus:
         raise SettingError(
             f"--nproc-per-node gpu: {host.name} has no GPU",
             found="no /dev/nvidia* there, or CUDA_VISIBLE_DEVICES hides them",
             remedy="--nproc-per-node auto takes the CPUs where there is no GPU",
         )
-    return gpus if word != "cpu" and gpus else max(1, len(available_cpus(facts)))
-
-
-def _asked_processes(count: int, asked: Setting[Any], host: Host) -> Setting[int]:
+    if not isinstance(count, int):
+        count = gpus if count != "cpu" and gpus else max(1, cpus)
     if count < 1:
         raise SettingError(f"--nproc-per-node {count}: at least 1", remedy="--nproc-per-node 1")
     if host.slots is not None and count > host.slots and not host.slots_yield:
@@ -166,6 +145,21 @@ def _asked_processes(count: int, asked: Setting[Any], host: Host) -> Setting[int
             remedy=f"--nproc-per-node {host.slots}, or raise the slots of {host.name}",
         )
     return Setting(count, asked.source, asked.detail)
+
+
+def most_processes(facts: Facts) -> int | None:
+    """How many ranks a host's limit of open files allows; ``None`` when there is no limit."""
+    hard = (facts.get("limits") or {}).get("nofile_hard", -1)
+    return None if hard < 0 else max(1, (hard - SPARE_DESCRIPTORS) // PIPES_A_RANK)
+
+
+def usable_gpus(job: Job, facts: Facts) -> int:
+    """How many GPUs of a host the ranks may see."""
+    present = len((facts.get("devices") or {}).get("nvidia", ()))
+    chosen = job.environment.all().get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return present
+    return min(present, len([one for one in chosen.split(",") if one.strip()]))
 
 
 def slot_notes(job: Job, hosts: Sequence[Host]) -> list[str]:
@@ -329,7 +323,12 @@ def place_on(job: Job, found: Found, supplies: Supplies, run_id: str) -> Place:
         workdir = relocate(job.workdir, tree.root, here)
         entry = entry_at(job.entry, job.workdir, tree.root, here)
     if not found.has_workdir:
-        workdir = _home_instead(host, found.facts, workdir)
+        if host.workdir:
+            raise NodeError(
+                f"{host.name} has no folder {workdir}",
+                remedy=f"Create it there, or change workdir under [hosts.{host.name}]",
+            )
+        workdir = str(found.facts["user"]["home"])  # a program runs there as well
     for number, path in enumerate(supplies.inputs):
         name = f"input{number}"
         copies.append(Copy(name, path, copy_target(found.facts, run_id, name)))
@@ -381,16 +380,6 @@ def _how_placed(job: Job, host: Host, root: str, code: Mapping[str, Any] | None)
         found=found,
         remedy="Leave --ship out (what differs is shipped), or bring the folders into line",
     )
-
-
-def _home_instead(host: Host, facts: Facts, wanted: str) -> str:
-    """Programs run at home where the folder is missing, unless the host's description named it."""
-    if host.workdir:
-        raise NodeError(
-            f"{host.name} has no folder {wanted}",
-            remedy=f"Create it there, or change workdir under [hosts.{host.name}]",
-        )
-    return str(facts["user"]["home"])
 
 
 # --- the rest

@@ -278,13 +278,11 @@ class Launcher:
         self._results.heard(node, event)
         try:
             self.recorder.take(event)
-        except NodeError as error:
-            self._cannot_record(error)
-
-    def _cannot_record(self, error: NodeError) -> None:
-        """A full disk here ends the job: a run that leaves no trace is not worth its time."""
-        if self._attempt is not None:
-            self._attempt.fail(Failure("record", HERE, None, time.monotonic(), headline=str(error)))
+        except NodeError as error:  # a run that leaves no trace is not worth its time
+            if self._attempt is not None:
+                headline = str(error)
+                failure = Failure("record", HERE, None, time.monotonic(), headline=headline)
+                self._attempt.fail(failure)
 
     def _on_lost(self, node: Node, why: str) -> None:
         if self._attempt is not None:

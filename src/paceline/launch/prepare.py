@@ -33,7 +33,6 @@ from paceline.transfer.tree import Tree, project_root, read_parts, read_tree
 Inspect = Callable[[Sequence[Host], Mapping[str, Any], Mapping[str, str]], list[str]]
 # whether a job needs this installation's package: all of it, or these parts of it
 Package = bool | tuple[str, ...]
-Candidates = Mapping[str, Sequence[network.Candidate]]
 Networks = dict[str, network.NodeNetwork]
 
 LEAVING_S = 5.0  # an agent without launcher and its ranks are gone by then
@@ -212,13 +211,10 @@ async def find_networks(fleet: Fleet, job: Job) -> tuple[Networks, list[str]]:
     found, notes = network.candidates(fleet.hosts, fleet.facts(), interface)
     if len(fleet.nodes) == 1:
         return {only.name: network.only_choice(found[only.name])}, notes
-    networks, more = network.decide(fleet.hosts, found, await try_connections(fleet, found))
+    channels = [node.channel for node in fleet.nodes]
+    tried = await connectivity.try_addresses(channels, found, together)
+    networks, more = network.decide(fleet.hosts, found, tried)
     return networks, notes + more
-
-
-async def try_connections(fleet: Fleet, found: Candidates) -> dict[str, list[dict[str, Any]]]:
-    """By connecting host, the results of trying the other hosts' addresses."""
-    return await connectivity.try_addresses([node.channel for node in fleet.nodes], found, together)
 
 
 async def hold_port(first: Node, address: str, asked: Setting[int]) -> Setting[int]:

@@ -16,8 +16,8 @@ import click
 import pytest
 
 OF_PYTHON = [
-    ("threading", "_shutdown", "agent/ending.py"),
-    ("atexit", "_run_exitfuncs", "agent/ending.py"),
+    ("threading", "_shutdown", "agent/rank_exit.py"),
+    ("atexit", "_run_exitfuncs", "agent/rank_exit.py"),
     ("runpy", "_run_module_as_main", "agent/rank.py"),
     ("multiprocessing.process", "ORIGINAL_DIR", "agent/rank.py"),
 ]

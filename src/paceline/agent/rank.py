@@ -15,7 +15,7 @@ import types
 import zipfile
 from typing import Any, Callable, Dict, List
 
-from . import ending, forkserver, master, procs, stackdump, title
+from . import forkserver, master, procs, rank_exit, stackdump, title
 
 Message = Dict[str, Any]
 TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
@@ -76,11 +76,11 @@ def run(entry: Message, workdir: str, events: int) -> int:
     try:
         status = run_entry(entry, workdir, events)
     except SystemExit as leaving:
-        if ending.is_safe():
+        if rank_exit.is_safe():
             raise
-        status = ending.status_of(leaving)
-    if not ending.is_safe():
-        ending.leave(status)
+        status = rank_exit.status_of(leaving)
+    if not rank_exit.is_safe():
+        rank_exit.leave(status)
     return status
 
 

@@ -28,7 +28,7 @@ class Fault:
         kind: ``no route``: the host cannot send to the peers. ``stranger``: somebody else answers
             at its address. ``refused`` and ``dropped``: it does not take what comes from them.
             ``silent``: neither hears the other.
-        host: Who is to blame.
+        host: Whose fault it is.
         peers: Towards whom, in order.
         ports: Those of the tried ports that failed.
         every_port: All that were tried.

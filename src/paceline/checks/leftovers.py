@@ -1,7 +1,7 @@
 """Are processes of earlier jobs of ours still there?
 
 Looks at: processes that carry a job's token, and whether an agent owns them.
-Warns when: nobody owns them any more. A running job of yours is mentioned, not blamed.
+Warns when: nobody owns them any more. A running job of yours is mentioned, no more.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
     found = []
     for _ in range(len(ring) - 1):
         half = len(ring) // 2
-        meeting = zip(ring[:half], reversed(ring[half:]), strict=True)
-        found.append([(a, b) for a, b in meeting if a is not None and b is not None])
+        round_of = zip(ring[:half], reversed(ring[half:]), strict=True)
+        found.append([(a, b) for a, b in round_of if a is not None and b is not None])
         ring = [ring[0], ring[-1], *ring[1:-1]]
     return found
 

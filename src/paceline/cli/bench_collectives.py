@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MODULE = "paceline.bench.collectives_job"
 RESULT = "collectives.json"
-# bits a second by (from, to); whom they blame; iperf3's from, to and bits a second
+# bits a second by (from, to); whose fault that is; iperf3's from, to and bits a second
 Links = tuple[dict[tuple[str, str], float], tuple[str, ...], tuple[str, str, float] | None]
 
 
@@ -41,7 +41,7 @@ class Found:
         rows: The table.
         about: backend, ranks, nodes, torch.
         links: Bits a second between hosts, by (from, to); empty when not measured.
-        slow: What the links' own measurement blames, in words; empty when nobody.
+        slow: What the links' own measurement found slow, in words; empty when nothing.
         iperf3: From, to, and bits a second by iperf3 of the slowest way; ``None`` without it.
     """
 
@@ -164,7 +164,7 @@ def spec_of(given: Mapping[str, Any], backend: str | None) -> dict[str, Any]:
 
 
 def measure_links(ctx: click.Context, cluster: Cluster, via: Via) -> Links:
-    """The TCP rate of every pair, whom it blames, and iperf3's word on the slowest way.
+    """The TCP rate of every pair, what is slow, and iperf3's word on the slowest way.
 
     Nothing for other ways than ssh.
     """
@@ -178,8 +178,8 @@ def measure_links(ctx: click.Context, cluster: Cluster, via: Via) -> Links:
     scene = asyncio.run(_examine(ctx, cluster, ssh))
     pairs = (scene.evidence.get("link") or {}).get("pairs", [])
     rates = {(p["source"], p["target"]): bits(p) for p in pairs if "bytes" in p}
-    blamed = judge_link(scene) if pairs else []
-    words = tuple(f.message for f in blamed if f.outcome != "pass")
+    slow = judge_link(scene) if pairs else []
+    words = tuple(f.message for f in slow if f.outcome != "pass")
     second = asyncio.run(_second_opinion(scene, ssh, rates)) if rates else None
     return rates, words, second
 

@@ -256,7 +256,7 @@ def ask_password(ctx: click.Context, looks: Sequence[Look]) -> str:
 
 async def take_all_back(hosts: Sequence[Host], ssh: SshOptions, journal: Journal,
                         dry_run: bool) -> int:  # fmt: skip
-    """Undoes the journal, other hosts first: what lets us in goes last."""
+    """Undoes the journal, other hosts first: the login key goes last."""
     by_name = {host.name: host for host in hosts}
     remote = [change for change in reversed(journal.changes) if change.host]
     local = [change for change in reversed(journal.changes) if not change.host]

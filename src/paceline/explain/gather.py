@@ -140,8 +140,8 @@ def _rank_logs(folder: Path, hosts: Mapping[str, str], first: Failure | None) ->
     found = []
     for file in files:
         host, rank = hosts.get(file.parent.name, file.parent.name), names.rank_of(file)
-        blamed = first is not None and (first.host, first.rank) == (host, rank)
-        found.append(Log.of(host, rank, read(file, TAIL if blamed else share)))
+        failed_first = first is not None and (first.host, first.rank) == (host, rank)
+        found.append(Log.of(host, rank, read(file, TAIL if failed_first else share)))
     return found
 
 

@@ -18,7 +18,7 @@ class Match:
 
     Attributes:
         cause: One sentence with who and where.
-        hosts: The hosts that it blames; empty when not known.
+        hosts: The hosts that it names; empty when not known.
         rank: The rank; ``None`` when a host or the job is meant.
         confidence: 0 … 1.
         lines: The evidence, as found.

@@ -109,7 +109,7 @@ class Fault:
 
 
 def find(name: str, arguments: Sequence[str]) -> Fault:
-    """The fault called ``name``, if it can be struck with so many arguments."""
+    """The fault called ``name``, if it takes so many arguments."""
     fault = FAULTS.get(name)
     if fault is None:
         raise LabError(f"there is no fault {name!r}", found=f"the faults are {', '.join(FAULTS)}")

@@ -350,9 +350,9 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         directory.close()
     recorder = launcher.recorder
     seconds = time.monotonic() - began
-    blamed = result.failure
-    told = blamed is not None and blamed.rank is not None and screen.before_eyes(
-        blamed.host, blamed.rank)  # fmt: skip
+    failure = result.failure
+    told = failure is not None and failure.rank is not None and screen.before_eyes(
+        failure.host, failure.rank)  # fmt: skip
     return RunOutcome(
         directory.path, result, recorder.events, recorder.metrics, seconds,
         directory.begins, recorder.resumable,

@@ -145,7 +145,7 @@ def early_end(failures: Sequence[Failure], early: Sequence[Failure]) -> list[Fai
 
 
 def own_absence(failures: Sequence[Failure], away_s: float, lease_s: float) -> list[Failure]:
-    """The same failures; nodes that ended their ranks while we were away are not to blame.
+    """The same failures; nodes that ended their ranks while we were away are not at fault.
 
     Args:
         failures: As reported.

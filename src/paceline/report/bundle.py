@@ -42,14 +42,14 @@ _KNOWN = re.compile(
 )
 _KEY_BEGIN = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----")
 _KEY_END = re.compile(r"-----END [A-Z ]{0,40}PRIVATE KEY-----")
-BLOT = "[secret]"
+REDACTED = "[secret]"
 
 
 def redact(text: str) -> str:
     """The text without what looks like a secret: by the name before it, or by its own shape."""
-    text = _KNOWN.sub(BLOT, _without_keys(text))
+    text = _KNOWN.sub(REDACTED, _without_keys(text))
     for named in (_HEADER, _OPTION, _NAMED):
-        text = named.sub(rf"\1{BLOT}", text)
+        text = named.sub(rf"\1{REDACTED}", text)
     return text
 
 
@@ -58,7 +58,7 @@ def _without_keys(text: str) -> str:
     parts, at = [], 0
     while begin := _KEY_BEGIN.search(text, at):
         end = _KEY_END.search(text, begin.end())
-        parts += [text[at : begin.start()], BLOT]
+        parts += [text[at : begin.start()], REDACTED]
         at = end.end() if end else len(text)
     return "".join([*parts, text[at:]])
 

@@ -31,7 +31,7 @@ class RunDirectory:
 
     Attributes:
         path: Absolute path.
-        token: A secret word in the owner file, by which a node finds out whether it sees this very
+        token: A secret in the probe file, by which a node finds out whether it sees this very
             folder.
     """
 

@@ -158,7 +158,7 @@ def _true_of(ask: Callable[[Path], bool], path: Path) -> bool:
 
 
 def _too_large(root: Path, sizes: Mapping[str, int]) -> SettingError:
-    """Says which part is to blame, for it is data or results as a rule."""
+    """Says which part is too large, for it is data or results as a rule."""
     folders: Counter[str] = Counter()
     for path, size in sizes.items():
         # A block each: very many small files are as bad as a few large ones.

@@ -73,10 +73,10 @@ ENDS = {
 RANK = """
 import os, sys
 sys.path.insert(0, {source!r})
-from paceline.agent import ending, rank
+from paceline.agent import rank, rank_exit
 with open("/proc/self/task/%d/comm" % os.getpid()) as file:
-    ending.GLOO = file.read().strip()  # this thread passes for one of gloo
-assert not ending.is_safe()
+    rank_exit.GLOO = file.read().strip()  # this thread passes for one of gloo
+assert not rank_exit.is_safe()
 sys.path.pop(0)
 entry = {{"kind": "script", "target": {script!r}, "args": []}}
 sys.exit(rank.run(entry, {folder!r}, os.open(os.devnull, os.O_WRONLY)))

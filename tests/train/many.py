@@ -151,7 +151,7 @@ def held_up(session: train.Session, buffers: bool = False) -> list[str]:
 
 
 def with_buffers(session: train.Session) -> list[int]:
-    """One step of a network with buffers: they go on over all ranks."""
+    """One step of a network with buffers: they count over all ranks."""
     session.progress.step = session.progress.epoch = session.progress.offset = 0
     network = session.place(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
     model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))

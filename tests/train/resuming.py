@@ -199,7 +199,7 @@ def terminated_and_resumed() -> dict[str, Any]:
     def act(step: int) -> None:
         if os.environ["RANK"] == "1":
             killer(6, signal.SIGTERM)(step)
-        time.sleep(0.15 if step >= 6 else 0)  # the rest lasts longer than two beats
+        time.sleep(0.15 if step >= 6 else 0)  # the rest lasts longer than two polls
 
     slow = forking.run(4, lambda: training(folder, every="never", dropout=0.3, at_step=act))
     steps = [one.step for one in Store(folder / "checkpoints").found()[0]]
@@ -346,7 +346,7 @@ def shards_on_private_disks() -> dict[str, Any]:
 
 
 def hide(folder: Path) -> None:
-    """Makes a folder empty for this process alone, as the disk of another machine would be."""
+    """Makes a folder empty for this process alone, as the disk of another host would be."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_mounts, new_users, private, recursive = 0x20000, 0x10000000, 1 << 18, 1 << 14
     users = 0 if os.geteuid() == 0 else new_users

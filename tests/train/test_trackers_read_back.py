@@ -42,7 +42,7 @@ def installed(name: str) -> bool:
 
 
 def tracked(name: str, folder: Path) -> None:
-    """Steps 1 to 5; then, going on after step 3, steps 4 to 8."""
+    """Steps 1 to 5; then, resumed after step 3, steps 4 to 8."""
     extra = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio")}
     for first, last in ((1, 5), (4, 8)):
         argv = ["-c", SCRIPT, name, str(folder), str(first), str(last)]

@@ -119,7 +119,7 @@ def _no_device(kind: str) -> SettingError:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How numbers are kept and computed.
+    """In which precision numbers are stored and computed.
 
     Attributes:
         name: As the user writes it.

@@ -78,7 +78,7 @@ class Proof:
         """Gives every rank the buffers of rank 0."""
         buffers = [buffer.detach() for buffer in self._module.buffers() if buffer.numel()]
         if buffers:
-            # As bytes: backends do not know every format. Copied, so that each part is aligned.
+            # As bytes: backends do not know every type. Copied, so that each part is aligned.
             raw = torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for one in buffers])
             raw = raw.to(self._comms.device)
             dist.broadcast(raw, 0, group=self._comms.group)

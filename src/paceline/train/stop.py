@@ -121,7 +121,7 @@ def leave() -> None:
     A worker thread of gloo lets go of a collective's tensors a moment after the collective has
     returned. When the interpreter ends in this moment, the thread cannot get the interpreter's
     lock and the process aborts with status -6 after a training that went well (seen in one of
-    ten short runs on a busy machine).
+    ten short runs on a busy host).
     """
     if not dist.is_initialized():
         return
@@ -135,17 +135,13 @@ def _wait_for_idle_workers() -> None:
     idle = 0
     while idle < _LOOKS and time.monotonic() < deadline:
         time.sleep(0.002)
-        idle = 0 if _running() else idle + 1
+        busy = any(map(_is_busy, Path("/proc/self/task").glob("*")))
+        idle = 0 if busy else idle + 1
 
 
-def _running() -> bool:
-    """True when a worker thread is running or wants to; False where this cannot be seen."""
-    return any(_state(task) == "R" for task in Path("/proc/self/task").glob("*"))
-
-
-def _state(task: Path) -> str:
+def _is_busy(task: Path) -> bool:
+    """True for a worker thread that runs or wants to; False where this cannot be seen."""
     with contextlib.suppress(OSError):
         name, _, rest = (task / "stat").read_text().partition(")")
-        if _WORKERS in name:
-            return rest.split()[0]
-    return ""
+        return _WORKERS in name and rest.split()[0] == "R"
+    return False

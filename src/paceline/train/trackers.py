@@ -76,7 +76,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = about.folder / "tensorboard" / (about.name if about.group else "")
-        # Hides what an interrupted process recorded on another machine after the checkpoint.
+        # Hides what an interrupted process recorded on another host after the checkpoint.
         purge = about.resumed_at + 1 if about.resumed_at >= 0 else None
         self._writer = SummaryWriter(str(folder), purge_step=purge)
 

@@ -2,7 +2,7 @@
 
 Parameters and optimizer states change only when the optimizer steps. So a thread copies them
 while the next forward and backward passes run, and the next optimizer step waits for the copy
-if it has to. Everything else may change as soon as the script goes on (batch statistics in the
+if it has to. Everything else may change as soon as the script continues (batch statistics in the
 forward pass, a moving average whenever it likes) and is copied at once. On an accelerator the
 copies are queued on its stream, before everything that comes later.
 

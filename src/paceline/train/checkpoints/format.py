@@ -1,9 +1,8 @@
 """The files of a checkpoint: their names, what is in them, and the manifest that vouches for them.
 
 State that is no tensor is JSON, everything else safetensors, so that nothing in a checkpoint is
-executed when it is read. The safetensors library reads these files; its own writer first makes
-the whole file in memory, holding the interpreter's lock, so ours writes them piece by piece,
-hashed on the way, and lets the training go on.
+executed when it is read. The safetensors library reads these files. Ours writes them: it hashes
+each piece on its way to the disk, so that nothing has to be read again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Batch, learning rate, early stopping: decided purely."""
+"""Batch, optimizer and learning rate, as the options say."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from paceline.recipes.optimization import (
     scheduled,
 )
 from paceline.spec.errors import SettingError
-from paceline.train import Best
 
 
 def test_the_global_batch_stays() -> None:
@@ -89,28 +88,6 @@ def test_frozen_parameters_stay_out(name: str) -> None:
     module[0].requires_grad_(False)
     made = optimizer(name, module, 0.1, weight_decay=0.1)
     assert sum(len(group["params"]) for group in made.param_groups) == 2
-
-
-def test_best_and_patience() -> None:
-    best = Best(patience=2)
-    values = [0.1, 0.3, 0.2, 0.3, 0.4]
-    assert [best.update(value, step) for step, value in enumerate(values[:4], 1)] == [
-        True, True, False, False,
-    ]  # fmt: skip
-    assert best.stop
-    assert (best.value, best.step) == (0.3, 2)
-    other = Best(patience=5)
-    other.load_state_dict(best.state_dict())
-    assert not other.stop
-    assert other.update(values[4], 5)
-
-
-def test_lower_may_be_better() -> None:
-    best = Best(higher=False)
-    assert [best.update(value, step) for step, value in enumerate((2.0, 3.0, 1.0))] == [
-        True, False, True,
-    ]  # fmt: skip
-    assert not best.stop
 
 
 def test_steps_fall_at_their_milestones() -> None:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from paceline.spec.errors import DataError, SettingError
 from paceline.spec.records import last_steps
+from paceline.spec.rundir import CHECKPOINTS
 from paceline.train.checkpoints.capture import (
     Copier,
     Snapshot,
@@ -42,7 +43,7 @@ from paceline.train.checkpoints.format import (
 )
 from paceline.train.checkpoints.keeper import Policy, policy
 from paceline.train.checkpoints.resume import Loaded, load, restore
-from paceline.train.checkpoints.store import BEST, FOLDER, STALE_SECONDS, Lock, Store, surplus
+from paceline.train.checkpoints.store import BEST, STALE_SECONDS, Lock, Store, surplus
 from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
 from paceline.train.files import Records
@@ -420,4 +421,4 @@ def test_records_survive(tmp_path: Path) -> None:
 
 
 def test_names_of_the_folder() -> None:
-    assert (FOLDER, MANIFEST) == ("checkpoints", "manifest.json")
+    assert (CHECKPOINTS, MANIFEST) == ("checkpoints", "manifest.json")

@@ -17,7 +17,7 @@ from paceline.spec.errors import DataError, JobError, NodeError, SettingError
 from paceline.train import disks, insync, weights, world
 from paceline.train.comms import Comms
 from paceline.train.device import Found, choose_backend, choose_device, look, precision
-from paceline.train.metrics import Meter
+from paceline.train.metrics import Best, Meter
 from paceline.train.pace import Shares, divided, summary
 from paceline.train.report import BarScreen, Eta, ToFolder, ToLauncher, figures, plain
 
@@ -80,6 +80,28 @@ def test_meter_counts_only_what_counts() -> None:
     means = meter.result()
     assert (means.count, means["loss"], means.sums["hit"]) == (3, 3.0, 2.0)
     assert meter.empty
+
+
+def test_best_and_patience() -> None:
+    best = Best(patience=2)
+    values = [0.1, 0.3, 0.2, 0.3, 0.4]
+    assert [best.update(value, step) for step, value in enumerate(values[:4], 1)] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    assert best.stop
+    assert (best.value, best.step) == (0.3, 2)
+    other = Best(patience=5)
+    other.load_state_dict(best.state_dict())
+    assert not other.stop
+    assert other.update(values[4], 5)
+
+
+def test_lower_may_be_better() -> None:
+    best = Best(higher=False)
+    assert [best.update(value, step) for step, value in enumerate((2.0, 3.0, 1.0))] == [
+        True, False, True,
+    ]  # fmt: skip
+    assert not best.stop
 
 
 def test_checksum_sees_every_bit() -> None:

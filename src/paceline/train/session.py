@@ -25,7 +25,7 @@ from paceline.train import device as devices
 from paceline.train import disks, files, parallel, report, weights, world
 from paceline.train.checkpoints.capture import Stateful, Training
 from paceline.train.checkpoints.keeper import Keeper, policy
-from paceline.train.checkpoints.store import FOLDER, Store
+from paceline.train.checkpoints.store import Store
 from paceline.train.comms import Comms
 from paceline.train.data import Collate, Data, Fetch, allowed, loader_workers
 from paceline.train.insync import Proof
@@ -258,7 +258,7 @@ class Session:
         keeper = Keeper(
             training,
             self.comms,
-            Store(self.folder / FOLDER),
+            Store(self.folder / rundir.CHECKPOINTS),
             policy(every),
             keep,
             self._journal.tell,

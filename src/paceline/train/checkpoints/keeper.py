@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.spec import jobenv
+from paceline.spec import jobenv, rundir
 from paceline.spec.errors import SettingError
 from paceline.train import parallel
 from paceline.train.checkpoints.capture import Snapshot, Training, capture
@@ -112,7 +112,8 @@ class Keeper:
             SettingError: Another job writes there, or the run was another one.
             DataError: The wanted checkpoint is not there or not intact.
         """
-        self._comms.together(self._lock.take if self._comms.world.rank == 0 else _nothing)
+        first = self._comms.world.rank == 0
+        self._comms.together(lambda: self._lock.take() if first else None)
         try:
             sharded = parallel.is_sharded(self._training.updater.module)
             self._in_parts = sharded and folder_of_all(self._comms, self._store.root)
@@ -135,9 +136,7 @@ class Keeper:
     def _set_aside(self) -> None:
         """A new beginning in an old folder leaves the old checkpoints, under another name."""
         if self._comms.world.rank == 0 and self._store.found()[0]:
-            stamp = time.strftime("%Y%m%d-%H%M%S")
-            aside = self._store.root.with_name(f"{self._store.root.name}-before-{stamp}")
-            self._store.root.rename(aside)
+            self._store.root.rename(rundir.aside(self._store.root))
             self._lock.release()
             self._lock.take()
 
@@ -208,49 +207,40 @@ class Keeper:
         self._saved_step, self._saved_at = self._training.progress.step, time.monotonic()
         snapshot = capture(self._training, self._comms, best=best, in_parts=self._in_parts)
         if self._in_parts:
-            self._begin_part(snapshot)
+            self._write_together(snapshot)
         elif self._comms.world.rank == 0:
             self._writer.begin(snapshot)
 
-    def _begin_part(self, snapshot: Snapshot) -> None:
-        """Every rank begins to write into the folder that rank 0 has made."""
+    def _write_together(self, snapshot: Snapshot) -> None:
+        """Every rank begins to write into the folder that rank 0 makes, where there is room."""
         self._writer.wait()
         mine = torch.tensor([float(snapshot.bytes)], dtype=torch.float64)
-        needed = int(self._comms.rows(mine).sum())
-        folder = self._comms.texts(self._prepared(snapshot.step, needed))[0]
+        needed, world, made = int(self._comms.rows(mine).sum()), self._comms.world, ""
+        if world.rank == 0:
+            try:
+                made = str(self._writer.prepare(snapshot.step, needed).resolve())
+            except OSError as error:
+                self._writer.outcomes.put(Outcome(snapshot.step, 0.0, needed, str(error)))
+        folder = self._comms.texts(made)[0]
         if folder:
-            world = self._comms.world
             self._writer.begin(snapshot, Part(Path(folder), world.rank, world.size))
-
-    def _prepared(self, step: int, needed: int) -> str:
-        """Rank 0's folder for a checkpoint; empty when there can be none."""
-        if self._comms.world.rank:
-            return ""
-        try:
-            return str(self._writer.prepare(step, needed).resolve())
-        except OSError as error:
-            self._writer.outcomes.put(Outcome(step, 0.0, needed, str(error)))
-            return ""
 
     def report(self) -> None:
         """Tells how the saves since the last time ended."""
         while not self._writer.outcomes.empty():
-            self._told(self._writer.outcomes.get())
-
-    def _told(self, outcome: Outcome) -> None:
-        if outcome.problem:
+            outcome = self._writer.outcomes.get()
+            if not outcome.problem:
+                self._full, self._good_step = "", outcome.step
+                size, seconds = round(outcome.bytes / 1e6, 3), round(outcome.seconds, 3)
+                self._tell("checkpoint", step=outcome.step, megabytes=size, seconds=seconds)
+                continue
             known, self._full = self._full, outcome.problem
-            good = f"the last good one is of step {self._good_step}" if self._good_step else (
-                "there is none yet")  # fmt: skip
+            step = self._good_step
+            good = f"the last good one is of step {step}" if step else "there is none yet"
             text = f"{outcome.problem}: the training continues without checkpoints, {good}"
             # shown once, until one can be made again
             about = {"problem": outcome.problem} if known else {"warning": text}
             self._tell("checkpoint failed", step=outcome.step, **about)
-        else:
-            self._full, self._good_step = "", outcome.step
-            megabytes = round(outcome.bytes / 1e6, 3)
-            seconds = round(outcome.seconds, 3)
-            self._tell("checkpoint", step=outcome.step, megabytes=megabytes, seconds=seconds)
 
     # -- the end -------------------------------------------------------------------------
 
@@ -266,7 +256,3 @@ class Keeper:
         self.report()
         self._notice.close()
         self._lock.release()
-
-
-def _nothing() -> None:
-    pass

@@ -16,11 +16,10 @@ from typing import Any
 
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
-from paceline.spec.rundir import WRITER
+from paceline.spec.rundir import CHECKPOINTS, WRITER
 from paceline.train import files
 from paceline.train.checkpoints.format import MANIFEST, Damaged, Manifest, read_manifest
 
-FOLDER = "checkpoints"
 LATEST, BEST = "latest.json", "best.json"
 
 WANTS = ("auto", "never", "latest", "best")
@@ -136,7 +135,7 @@ class Store:
 
 def _at(path: Path) -> tuple[list[Found], list[str]]:
     """The checkpoints of a run's folder, or the one that the folder is."""
-    for root in (path / "checkpoints", path):
+    for root in (path / CHECKPOINTS, path):
         found, bad = Store(root).found()
         if found or bad:
             return found, bad

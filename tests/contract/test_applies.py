@@ -1,4 +1,4 @@
-"""Every option of the launching verbs, with every way to start nodes and every batch system.
+"""Every option of the launching verbs, with every scheduler, now and later.
 
 Each is either shown to act, by what would be started or written, or refused with exit status 2.
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import cgroups
 from launches import eventually
-from ways import missing
+from transports import missing
 
 from paceline.lab import Lab
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from every_way import EveryWay
+from every_transport import EveryTransport
 from launches import Ended, Site, eventually
-from ways import ByHand, Way, site_in
+from transports import ByHand, Transport, site_in
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -34,27 +34,27 @@ def site(shared: Site) -> Iterator[Site]:
     assert shared.leftovers() == ""
 
 
-class TestByHand(EveryWay):
+class TestByHand(EveryTransport):
     """Typed on both nodes."""
 
     @pytest.fixture
-    def way(self, site: Site) -> Way:
+    def transport(self, site: Site) -> Transport:
         return ByHand(site, MEETING, env={"PACELINE_RDZV_KEY": KEY})
 
 
-def typed(site: Site, host: str, *options: str, key: str = KEY) -> Way:
-    return Way(site, (*MEETING, *options), host=host, env={"PACELINE_RDZV_KEY": key})
+def typed(site: Site, host: str, *options: str, key: str = KEY) -> Transport:
+    return Transport(site, (*MEETING, *options), host=host, env={"PACELINE_RDZV_KEY": key})
 
 
 @contextlib.contextmanager
-def both(first: Way, second: Way, *words: str, pause: float = 0.0,
+def both(first: Transport, second: Transport, *words: str, pause: float = 0.0,
          verb: str = "run") -> Iterator[list[tuple[subprocess.Popen[str], Path]]]:  # fmt: skip
     """Typed on one node, a while later on the other."""
     with contextlib.ExitStack() as stack:
         started = []
-        for way in (first, second):
-            directory = way.site.fresh()
-            child = stack.enter_context(way.popen(verb, directory, *words))
+        for transport in (first, second):
+            directory = transport.site.fresh()
+            child = stack.enter_context(transport.popen(verb, directory, *words))
             stack.callback(lambda c=child: c.poll() is None and c.kill())
             started.append((child, directory))
             time.sleep(pause)
@@ -71,8 +71,8 @@ def ended(started: list[tuple[subprocess.Popen[str], Path]]) -> list[Ended]:
 
 @pytest.mark.parametrize("order", [("n1", "n2"), ("n2", "n1")])
 def test_any_order(site: Site, order: tuple[str, str]) -> None:
-    ways = [typed(site, name) for name in order]
-    with both(*ways, "--no-torch", "-p", "2", "tell.py", pause=0.7) as started:
+    transports = [typed(site, name) for name in order]
+    with both(*transports, "--no-torch", "-p", "2", "tell.py", pause=0.7) as started:
         done = dict(zip(order, ended(started), strict=True))
     assert [one.code for one in done.values()] == [0, 0], [one.err for one in done.values()]
     places = [done["n1"].said(rank)["place"] for rank in range(4)]
@@ -81,9 +81,9 @@ def test_any_order(site: Site, order: tuple[str, str]) -> None:
 
 
 def test_interrupted_on_the_other_node(site: Site) -> None:
-    ways = typed(site, "n1"), typed(site, "n2")
-    with both(*ways, "--no-torch", "--grace", "1", "end.py", "wait") as started:
-        assert ways[0].waits(started[0][1], 2)
+    transports = typed(site, "n1"), typed(site, "n2")
+    with both(*transports, "--no-torch", "--grace", "1", "end.py", "wait") as started:
+        assert transports[0].waits(started[0][1], 2)
         started[1][0].send_signal(signal.SIGINT)
         first, second = ended(started)
     assert second.code == 128 + signal.SIGINT, second.err
@@ -104,11 +104,11 @@ def test_the_first_node_is_not_there(site: Site) -> None:
 
 
 def test_another_key(site: Site) -> None:
-    ways = (
+    transports = (
         typed(site, "n1", "--rdzv-timeout", "4"),
         typed(site, "n2", "--rdzv-timeout", "2", key="f" * 32),
     )
-    with both(*ways, "--no-torch", "tell.py") as started:
+    with both(*transports, "--no-torch", "tell.py") as started:
         first, second = ended(started)
     assert (first.code, second.code) == (1, 1)
     assert "the launcher that answers there has another key" in second.err
@@ -131,8 +131,8 @@ def test_another_script(site: Site) -> None:
 
 def test_a_key_is_made_up_and_told(site: Site) -> None:
     """And a chosen name goes with it, which is no key."""
-    way = Way(site, (*MEETING, "--rdzv-id", "456"), host="n1")
-    with way.started("--no-torch", "tell.py") as (child, _):
+    transport = Transport(site, (*MEETING, "--rdzv-id", "456"), host="n1")
+    with transport.started("--no-torch", "tell.py") as (child, _):
         assert child.stderr is not None
         lines = [child.stderr.readline() for _ in range(2)]
         assert "type the same command there; it asks for this key" in lines[1]
@@ -148,12 +148,12 @@ def test_a_key_is_made_up_and_told(site: Site) -> None:
 def test_a_forwarded_secret_cannot_be_read_off_the_wire(site: Site) -> None:
     """What passes between the nodes is written down while a secret travels."""
     secret = "T0p-secret-0123456789-of-mine"
-    ways = typed(site, "n1", "--env", "T_SECRET"), typed(site, "n2", "--env", "T_SECRET")
-    for way in ways:
-        assert way.env is not None
-        way.env["T_SECRET"] = secret
+    transports = typed(site, "n1", "--env", "T_SECRET"), typed(site, "n2", "--env", "T_SECRET")
+    for transport in transports:
+        assert transport.env is not None
+        transport.env["T_SECRET"] = secret
     with sniffed(site) as seen:
-        with both(*ways, "--no-torch", "-p", "1", "tell.py") as started:
+        with both(*transports, "--no-torch", "-p", "1", "tell.py") as started:
             done = ended(started)
         assert [one.code for one in done] == [0, 0], done[0].err
     assert len(seen) > 10_000

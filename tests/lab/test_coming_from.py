@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from launches import SOURCE, Site
 from slurmlab import Slurm, slurm_on
-from ways import PARTS, Way, missing, site_in
+from transports import PARTS, Transport, missing, site_in
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -73,10 +73,9 @@ def over_two(site: Site, script: str, *words: str, processes: int = 2) -> list[s
     """The lines of a script on two hosts, sorted."""
     if script.startswith("with_") and not FRAMEWORKS.is_dir():
         missing("accelerate, lightning and transformers are not installed")
-    env = {"HF_HUB_OFFLINE": "1"}
-    way = Way(site, ("-H", "n1,n2", "-p", str(processes), "--env", f"PYTHONPATH={FRAMEWORKS}"),
-              env=env)  # fmt: skip
-    ended = way.run(script, *words)
+    options = ("-H", "n1,n2", "-p", str(processes), "--env", f"PYTHONPATH={FRAMEWORKS}")
+    transport = Transport(site, options, env={"HF_HUB_OFFLINE": "1"})
+    ended = transport.run(script, *words)
     assert ended.code == 0, ended.err
     return sorted(line.split("] ", 1)[1] for line in ended.out.splitlines())
 

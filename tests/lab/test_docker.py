@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from dockerlab import IMAGE, Docker, docker_on, python_mounts, write_image_with
-from every_way import EveryWay
+from every_transport import EveryTransport
 from launches import SOURCE, Site, eventually
-from ways import Way, mpiexec, site_in
+from transports import Transport, mpiexec, site_in
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -38,40 +38,40 @@ def docker(cluster: tuple[Site, Docker]) -> Iterator[Docker]:
 
 
 @pytest.fixture
-def way(cluster: tuple[Site, Docker], docker: Docker) -> Way:
+def transport(cluster: tuple[Site, Docker], docker: Docker) -> Transport:
     site = cluster[0]
     prefixes = {str(Path(sys.prefix)), str(Path(sys.base_prefix)), str(SOURCE.parent)}
     options = ("-H", "n1,n2", "--via", "docker", "--image", IMAGE, "--python", sys.executable)
-    return Way(site, (*options, *python_mounts(sorted(prefixes))))
+    return Transport(site, (*options, *python_mounts(sorted(prefixes))))
 
 
-class TestDocker(EveryWay):
+class TestDocker(EveryTransport):
     """A container a host."""
 
 
-def test_an_image_that_one_host_lacks(way: Way, docker: Docker) -> None:
+def test_an_image_that_one_host_lacks(transport: Transport, docker: Docker) -> None:
     docker.tell("n1", "tag", IMAGE, "only-here:1")
-    options = [word.replace(IMAGE, "only-here:1") for word in way.options]
-    ended = Way(way.site, tuple(options)).run("--no-torch", "tell.py")
+    options = [word.replace(IMAGE, "only-here:1") for word in transport.options]
+    ended = Transport(transport.site, tuple(options)).run("--no-torch", "tell.py")
     assert ended.code == 1
     assert "only-here:1 cannot be run on n2" in ended.err
     assert "the image is not there" in ended.err
 
 
-def test_another_image_of_the_same_name(way: Way, docker: Docker) -> None:
+def test_another_image_of_the_same_name(transport: Transport, docker: Docker) -> None:
     for name in ("n1", "n2"):  # imported twice: another date, so another image
         docker.tell(name, "import", str(docker.folder / "root.tar"), f"two:{name}")
         docker.tell(name, "tag", f"two:{name}", "twice:1")
-    options = [word.replace(IMAGE, "twice:1") for word in way.options]
-    ended = Way(way.site, tuple(options)).run("--no-torch", "tell.py")
+    options = [word.replace(IMAGE, "twice:1") for word in transport.options]
+    ended = Transport(transport.site, tuple(options)).run("--no-torch", "tell.py")
     assert ended.code == 1
     assert "twice:1 is not the same image on all hosts" in ended.err
 
 
-def test_no_daemon(way: Way, docker: Docker) -> None:
+def test_no_daemon(transport: Transport, docker: Docker) -> None:
     docker.stop("n2")
     try:
-        ended = way.run("--no-torch", "tell.py")
+        ended = transport.run("--no-torch", "tell.py")
     finally:
         docker.start("n2")
     assert ended.code == 1
@@ -98,7 +98,7 @@ def matched(cluster: tuple[Site, Docker], docker: Docker) -> Path:
     write_image_with(docker.folder / "base.tar", PROGRAMS, links)
     workers = [f"--worker=w{n}={site.lab.address(f'n{n}')}" for n in (1, 2)]
     words = ["--image=base:1", *workers, "sh", "-c", SAYS_ITS_PLACE]
-    Way(site, ()).verb("setup", "containers", "--out", str(docker.folder / "set"), *words)
+    Transport(site, ()).verb("setup", "containers", "--out", str(docker.folder / "set"), *words)
     for name in ("n1", "n2"):
         docker.tell(name, "import", "-c", "ENV PATH=/usr/sbin:/usr/bin",
                     str(docker.folder / "base.tar"), "base:1")  # fmt: skip

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from every_way import EveryWay
+from every_transport import EveryTransport
 from launches import SOURCE, Site, eventually
-from ways import Way, mpiexec, site_in
+from transports import Transport, mpiexec, site_in
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -34,27 +34,27 @@ def site(shared: Site) -> Iterator[Site]:
 
 
 @pytest.fixture(params=FLAVOURS)
-def way(request: pytest.FixtureRequest, site: Site) -> Way:
+def transport(request: pytest.FixtureRequest, site: Site) -> Transport:
     options = ("-H", "n1,n2", "--via", "mpi", "--mpiexec", mpiexec(request.param))
-    return Way(site, options)
+    return Transport(site, options)
 
 
-class TestMpi(EveryWay):
+class TestMpi(EveryTransport):
     """Three MPIs."""
 
 
-class TestSsh(EveryWay):
-    """The way that all others are compared with."""
+class TestSsh(EveryTransport):
+    """The transport that all others are compared with."""
 
     @pytest.fixture
-    def way(self, site: Site) -> Way:
-        return Way(site, ("-H", "n1,n2"))
+    def transport(self, site: Site) -> Transport:
+        return Transport(site, ("-H", "n1,n2"))
 
 
-def test_the_key_is_in_no_command_line(way: Way) -> None:
-    with way.started("--no-torch", "end.py", "wait") as (_, directory):
-        assert way.waits(directory, 2)
-        pids = [pid for name in ("n1", "n2") for pid, _ in way.site.lab.processes(name)]
+def test_the_key_is_in_no_command_line(transport: Transport) -> None:
+    with transport.started("--no-torch", "end.py", "wait") as (_, directory):
+        assert transport.waits(directory, 2)
+        pids = [pid for name in ("n1", "n2") for pid, _ in transport.site.lab.processes(name)]
         keys = {_environment(pid).get("PACELINE_CALL_KEY") for pid in pids} - {None}
         lines = [_read(f"/proc/{pid}/cmdline") for pid in pids]
     assert keys
@@ -73,12 +73,12 @@ def _environment(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def test_dead_hosts_are_named_and_the_others_answer(way: Way) -> None:
+def test_dead_hosts_are_named_and_the_others_answer(transport: Transport) -> None:
     """What `mpiexec -ppn 1 -f hostfile hostname` is used for."""
-    off = "impi" in way.options[-1]  # the other two only refuse, which is quicker to find out
-    way.site.lab.fault(*(("power-off", "n2") if off else ("reject", "n2", "22")))
-    options = ("-H", "n1,n2,n3", *way.options[2:])
-    ended = Way(way.site, options).run("--no-python", "hostname")
+    off = "impi" in transport.options[-1]  # the other two only refuse, which is quicker to find out
+    transport.site.lab.fault(*(("power-off", "n2") if off else ("reject", "n2", "22")))
+    options = ("-H", "n1,n2,n3", *transport.options[2:])
+    ended = Transport(transport.site, options).run("--no-python", "hostname")
     assert ended.code == 1, ended.err
     assert "cannot start anything on 1 of 3 hosts: n2" in ended.err
     assert "answered: n1, n3" in ended.err
@@ -86,31 +86,33 @@ def test_dead_hosts_are_named_and_the_others_answer(way: Way) -> None:
     assert any(cause in ended.err for cause in causes)
 
 
-def test_host_names_through_mpi(way: Way) -> None:
-    options = ("-H", "n1,n2,n3", *way.options[2:])
-    ended = Way(way.site, options).run("--no-python", "hostname")
+def test_host_names_through_mpi(transport: Transport) -> None:
+    options = ("-H", "n1,n2,n3", *transport.options[2:])
+    ended = Transport(transport.site, options).run("--no-python", "hostname")
     assert ended.code == 0, ended.err
     assert [ended.lines(rank) for rank in range(3)] == [["n1"], ["n2"], ["n3"]]
 
 
 @pytest.mark.parametrize("typed_on", ["n3", "n1"])
-def test_a_launching_machine_whose_name_nobody_knows(way: Way, typed_on: str) -> None:
+def test_a_launching_machine_whose_name_nobody_knows(transport: Transport, typed_on: str) -> None:
     """As an ordinary laptop: neither the hosts nor it itself can resolve what it is called."""
     unknown = ("unshare", "--uts", "sh", "-c", 'hostname a-laptop; exec "$@"', "sh")
-    laptop = Way(way.site, way.options, host=typed_on, prefix=unknown)
+    laptop = Transport(transport.site, transport.options, host=typed_on, prefix=unknown)
     ended = laptop.run("--no-python", "hostname")
     assert ended.code == 0, ended.err
     assert ended.lines(0) in (["n1"], ["a-laptop"])  # itself, where MPI starts it without ssh
     assert ended.lines(1) == ["n2"]
 
 
-def test_a_name_that_cannot_be_resolved_is_said_to_be_one(way: Way) -> None:
+def test_a_name_that_cannot_be_resolved_is_said_to_be_one(transport: Transport) -> None:
     """The words of the log decide: no word of ports and firewalls."""
-    if "openmpi" in way.options[-1]:
+    if "openmpi" in transport.options[-1]:
         return  # it has no such name: its daemons are told addresses
     unknown = ("unshare", "--uts", "sh", "-c", 'hostname a-laptop; exec "$@"', "sh")
-    by_name = (*way.options, "--via-arg=-localhost", "--via-arg=a-laptop")
-    ended = Way(way.site, by_name, host="n3", prefix=unknown).run("--no-python", "hostname")
+    by_name = (*transport.options, "--via-arg=-localhost", "--via-arg=a-laptop")
+    ended = Transport(transport.site, by_name, host="n3", prefix=unknown).run(
+        "--no-python", "hostname"
+    )
     assert ended.code == 1
     assert "name resolution failed" in ended.err
     assert "/etc/hosts" in ended.err
@@ -125,15 +127,15 @@ def test_an_mpi_that_one_host_lacks(site: Site) -> None:
     copy = ["sh", "-c", f"mkdir -p {own} && cp -r {source}/bin {source}/lib {own}/"]
     site.lab.exec("n1", copy, timeout=60, check=True)
     options = ("-H", "n1,n2", "--via", "mpi", "--mpiexec", f"{own}/bin/mpiexec.hydra")
-    ended = Way(site, options).run("--no-python", "hostname")
+    ended = Transport(site, options).run("--no-python", "hostname")
     assert ended.code == 1
     assert "cannot start anything on 1 of 2 hosts: n2" in ended.err, ended.err
     assert "MPI is not installed there" in ended.err
 
 
 def test_no_mpi(site: Site) -> None:
-    way = Way(site, ("-H", "n1,n2", "--via", "mpi"), env={"PATH": "/nowhere"})
-    ended = way.run("--no-python", "hostname")
+    transport = Transport(site, ("-H", "n1,n2", "--via", "mpi"), env={"PATH": "/nowhere"})
+    ended = transport.run("--no-python", "hostname")
     assert ended.code == 2
     assert "--via mpi needs an MPI, and there is none" in ended.err
 
@@ -145,15 +147,15 @@ def test_two_mpis_mixed(site: Site) -> None:
         if not (folder / name).exists():
             (folder / name).symlink_to(mpiexec(flavour))
     path = f"{folder}:{os.environ['PATH']}"
-    ended = Way(site, ("-H", "n1,n2", "--via", "mpi"), env={"PATH": path}).run("tell.py")
+    ended = Transport(site, ("-H", "n1,n2", "--via", "mpi"), env={"PATH": path}).run("tell.py")
     assert ended.code == 2
     assert "two MPIs are mixed on PATH" in ended.err
 
 
-def test_the_users_own_mpirun(way: Way) -> None:
+def test_the_users_own_mpirun(transport: Transport) -> None:
     """A script that only knows RANK, started by mpirun, through `paceline env`."""
-    mpiexec_path = way.options[-1]
-    address = way.site.lab.address("n1")
+    mpiexec_path = transport.options[-1]
+    address = transport.site.lab.address("n1")
     meet = {"MASTER_ADDR": address, "MASTER_PORT": "29517", "PYTHONPATH": str(SOURCE)}
     script = "import os, socket; print(os.environ['RANK'], os.environ['WORLD_SIZE'], " \
              "os.environ['LOCAL_RANK'], socket.gethostname(), flush=True)"  # fmt: skip
@@ -164,7 +166,7 @@ def test_the_users_own_mpirun(way: Way) -> None:
         head += ["--allow-run-as-root"]
     else:
         head = ["-hosts", "n1,n2", "-ppn", "2", "-n", "4"]
-    done = way.site.lab.exec("n1", [mpiexec_path, *head, *command], env=meet, timeout=60)
+    done = transport.site.lab.exec("n1", [mpiexec_path, *head, *command], env=meet, timeout=60)
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.split("\n")[:-1])
     assert lines == ["0 4 0 n1", "1 4 1 n1", "2 4 0 n2", "3 4 1 n2"]

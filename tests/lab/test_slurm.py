@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from every_way import EveryWay
+from every_transport import EveryTransport
 from launches import Site, eventually
 from slurmlab import Slurm, slurm_on
-from ways import IMAGE_RECIPE, Way, largest_difference, reference, site_in
+from transports import IMAGE_RECIPE, Transport, largest_difference, reference, site_in
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -41,17 +41,17 @@ def slurm(cluster: tuple[Site, Slurm]) -> Slurm:
 
 
 @pytest.fixture
-def inside(site: Site, slurm: Slurm) -> Iterator[Way]:
+def inside(site: Site, slurm: Slurm) -> Iterator[Transport]:
     """Typed in an allocation of n1 and n2."""
     with slurm.allocation() as env:
-        yield Way(site, (), env=env)
+        yield Transport(site, (), env=env)
 
 
 @pytest.fixture
-def batch(site: Site, slurm: Slurm) -> Way:
+def batch(site: Site, slurm: Slurm) -> Transport:
     """Typed on the login node."""
     options = ("--via", "slurm", "--nnodes", "2", "--sbatch-arg=--nodelist=n[1-2]", "--mem", "100")
-    return Way(site, options, env=slurm.env)
+    return Transport(site, options, env=slurm.env)
 
 
 def number_of(err: str) -> str:
@@ -63,18 +63,18 @@ def number_of(err: str) -> str:
 # --- inside an allocation
 
 
-class TestSrun(EveryWay):
+class TestSrun(EveryTransport):
     """In an allocation."""
 
     @pytest.fixture
-    def way(self, inside: Way) -> Way:
+    def transport(self, inside: Transport) -> Transport:
         return inside
 
 
 def test_salloc_around_the_command(site: Site, slurm: Slurm) -> None:
     """Tasks a node are ranks a node, and a step for one CPU does not bind the ranks to it."""
     prefix = ("salloc", "-N2", "--ntasks-per-node=2", "--mem=100", "--nodelist=n[1-2]")
-    ended = Way(site, (), prefix=prefix, env=slurm.env).run("--no-torch", "tell.py")
+    ended = Transport(site, (), prefix=prefix, env=slurm.env).run("--no-torch", "tell.py")
     assert ended.code == 0, ended.err
     assert [ended.said(rank)["place"]["PACELINE_HOST"] for rank in range(4)] == [
         "n1", "n1", "n2", "n2",
@@ -90,14 +90,14 @@ def test_processes_are_typed_or_asked_of_slurm(
 ) -> None:
     """One task a node is Slurm's default, and what was asked of Slurm yields to `-p`."""
     prefix = ("salloc", "-N2", *asked, "--mem=100", "--nodelist=n[1-2]")
-    way = Way(site, (), prefix=prefix, env=slurm.env)
-    ended = way.run("--no-torch", *typed, "tell.py")
+    transport = Transport(site, (), prefix=prefix, env=slurm.env)
+    ended = transport.run("--no-torch", *typed, "tell.py")
     assert ended.code == 0, ended.err
     assert ended.said(ranks - 1)["place"]["WORLD_SIZE"] == str(ranks)
     assert ("the allocation's tasks are fewer: n1 2, n2 2" in ended.err) is bool(asked)
 
 
-def test_an_allocation_that_is_too_small(inside: Way) -> None:
+def test_an_allocation_that_is_too_small(inside: Transport) -> None:
     ended = inside.run("--nnodes", "3", "tell.py")
     assert ended.code == 2
     assert "3 nodes were asked for" in ended.err
@@ -107,7 +107,7 @@ def test_an_allocation_that_is_too_small(inside: Way) -> None:
 def test_an_allocation_that_is_over(site: Site, slurm: Slurm) -> None:
     with slurm.allocation() as env:
         pass
-    ended = Way(site, (), env=env).run("--no-torch", "tell.py")
+    ended = Transport(site, (), env=env).run("--no-torch", "tell.py")
     assert ended.code == 1
     assert "the allocation is over" in ended.err
 
@@ -115,15 +115,15 @@ def test_an_allocation_that_is_over(site: Site, slurm: Slurm) -> None:
 # --- submitted
 
 
-class TestSbatch(EveryWay):
+class TestSbatch(EveryTransport):
     """From outside."""
 
     @pytest.fixture
-    def way(self, batch: Way) -> Way:
+    def transport(self, batch: Transport) -> Transport:
         return batch
 
 
-def test_batch_that_fails(batch: Way, slurm: Slurm) -> None:
+def test_batch_that_fails(batch: Transport, slurm: Slurm) -> None:
     """FAILED in Slurm, with the rank's exit status; its traceback is followed to the terminal."""
     ended = batch.run("--no-torch", "-p", "1", "end.py", "exit", "1")
     assert ended.code == 7, ended.err
@@ -134,7 +134,7 @@ def test_batch_that_fails(batch: Way, slurm: Slurm) -> None:
     assert (ended.directory / "logs" / "n2" / "1.log").exists()
 
 
-def test_batch_interrupted(batch: Way, slurm: Slurm) -> None:
+def test_batch_interrupted(batch: Transport, slurm: Slurm) -> None:
     with batch.started("--no-torch", "--grace", "1", "end.py", "wait") as (child, directory):
         assert batch.waits(directory, 2)
         child.send_signal(signal.SIGINT)
@@ -145,13 +145,13 @@ def test_batch_interrupted(batch: Way, slurm: Slurm) -> None:
 
 def test_batch_refused(site: Site, slurm: Slurm) -> None:
     options = ("--via", "slurm", "--nnodes", "2", "--partition", "nosuch")
-    ended = Way(site, options, env=slurm.env).run("tell.py")
+    ended = Transport(site, options, env=slurm.env).run("tell.py")
     assert ended.code == 1
     assert "Slurm refused the batch" in ended.err
     assert "invalid partition specified" in ended.err
 
 
-def test_script_arguments_stay_its_own(batch: Way) -> None:
+def test_script_arguments_stay_its_own(batch: Transport) -> None:
     ended = batch.run("--no-torch", "-p", "1", "tell.py", "--time", "a 'b' $c", "--mem=3")
     assert ended.code == 0, ended.err
     words = [bytes.fromhex(word).decode() for word in ended.said(0)["argv"]]
@@ -159,12 +159,15 @@ def test_script_arguments_stay_its_own(batch: Way) -> None:
 
 
 @pytest.mark.timeout(200)  # half a minute of it is the clock's
-def test_over_the_time_limit_and_back(batch: Way, slurm: Slurm) -> None:
+def test_over_the_time_limit_and_back(batch: Transport, slurm: Slurm) -> None:
     """In mid-epoch: a checkpoint, back into the queue, and the same bits as never interrupted."""
     options = (*batch.options, "--requeue", "--time", "10", "--sbatch-arg=--signal=B:USR1@57")
-    way = Way(batch.site, options, env=batch.env)
+    transport = Transport(batch.site, options, env=batch.env)
     batch.site.lab.fault("slow", "n2", "4mbit")
-    with way.started("-p", "2", *IMAGE_RECIPE, "--log-every", "1", verb="train") as (child, where):
+    with transport.started("-p", "2", *IMAGE_RECIPE, "--log-every", "1", verb="train") as (
+        child,
+        where,
+    ):
         assert eventually(lambda: bool(records(where)), 60)
         number = json.loads(text_of(where / "batch.json"))["job"]
         # Slurm counts in minutes and looks every 30 s; on a narrow link an epoch lasts longer
@@ -184,11 +187,14 @@ def test_over_the_time_limit_and_back(batch: Way, slurm: Slurm) -> None:
 
 
 @pytest.mark.parametrize("when", ["in the set-up", "while starting"])
-def test_a_time_limit_before_the_first_step(batch: Way, slurm: Slurm, when: str) -> None:
+def test_a_time_limit_before_the_first_step(batch: Transport, slurm: Slurm, when: str) -> None:
     """Nothing was saved yet: it comes back all the same, and begins anew."""
     setup = "--setup-command=echo in the set-up; [ $SLURM_RESTART_COUNT ] || sleep 2"
-    way = Way(batch.site, (*batch.options, "--requeue", setup), env=batch.env)
-    with way.started("-p", "1", *IMAGE_RECIPE, "--steps", "2", verb="train") as (child, where):
+    transport = Transport(batch.site, (*batch.options, "--requeue", setup), env=batch.env)
+    with transport.started("-p", "1", *IMAGE_RECIPE, "--steps", "2", verb="train") as (
+        child,
+        where,
+    ):
         begun = where / ("events.jsonl" if when == "while starting" else "job.sbatch")
         assert eventually(begun.exists, 20)
         assert eventually(lambda: "in the set-up" in output_of(where), 20)
@@ -210,10 +216,10 @@ def records(directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(200)  # Slurm takes its time to notice, and to queue again
-def test_a_node_lost_while_running(batch: Way, slurm: Slurm) -> None:
+def test_a_node_lost_while_running(batch: Transport, slurm: Slurm) -> None:
     """Slurm's own word for it is shown, and the job comes back on other nodes."""
     options = ("--via", "slurm", "--nnodes", "2", "--requeue", "--mem", "100")
-    way = Way(batch.site, options, env=batch.env)
+    transport = Transport(batch.site, options, env=batch.env)
     set_state(slurm, "n2", "drain")
     batch.site.lab.fault("slow", "n3", "20mbit")
     words = (
@@ -227,7 +233,7 @@ def test_a_node_lost_while_running(batch: Way, slurm: Slurm) -> None:
         "--checkpoint-every",
         "2",
     )
-    with way.started(*words, verb="train") as (child, where):
+    with transport.started(*words, verb="train") as (child, where):
         assert eventually(lambda: len(records(where)) > 5, 40)
         set_state(slurm, "n2", "resume")
         set_state(slurm, "n3", "drain")
@@ -254,27 +260,31 @@ def text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_detached(batch: Way, slurm: Slurm) -> None:
+def test_detached(batch: Transport, slurm: Slurm) -> None:
     options = (*batch.options, "--detach")
-    ended = Way(batch.site, options, env=batch.env).run("--no-torch", "-p", "1", "end.py", "wait")
+    ended = Transport(batch.site, options, env=batch.env).run(
+        "--no-torch", "-p", "1", "end.py", "wait"
+    )
     assert ended.code == 0, ended.err
     number = number_of(ended.err)
     assert batch.waits(ended.directory, 2)
     slurm.tell("scancel", number)
 
 
-def test_an_array_of_runs(batch: Way, slurm: Slurm) -> None:
+def test_an_array_of_runs(batch: Transport, slurm: Slurm) -> None:
     options = (*batch.options, "--array", "1-2", "--detach")
-    ended = Way(batch.site, options, env=batch.env).run("--no-torch", "-p", "1", "tell.py")
+    ended = Transport(batch.site, options, env=batch.env).run("--no-torch", "-p", "1", "tell.py")
     assert ended.code == 0, ended.err
     results = [ended.directory / index / "result.json" for index in ("1", "2")]
     assert eventually(lambda: all(result.exists() for result in results), 30)
     assert eventually(lambda: slurm.tell("squeue", "-h").strip() == "", 10)
 
 
-def test_looked_at_and_stopped_from_another_terminal(batch: Way, slurm: Slurm) -> None:
+def test_looked_at_and_stopped_from_another_terminal(batch: Transport, slurm: Slurm) -> None:
     options = (*batch.options, "--detach")
-    ended = Way(batch.site, options, env=batch.env).run("--no-torch", "-p", "1", "end.py", "wait")
+    ended = Transport(batch.site, options, env=batch.env).run(
+        "--no-torch", "-p", "1", "end.py", "wait"
+    )
     assert batch.waits(ended.directory, 2), ended.err
     run = str(ended.directory)
     assert f"{run}: RUNNING" in batch.verb("status", run)

@@ -1,4 +1,4 @@
-"""Launcher and workers as containers with sshd, for mpirun inside: every file from one value. Pure.
+"""Launcher and workers as containers with sshd, for mpirun inside: every file from one value.
 
 Each path, alias, port and key occurs once in :class:`ContainerSet` and is derived from there, so
 that what one file says is what the others expect.
@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.spec.command import shell_text
+from paceline.spec.errors import NodeError
 
 USER, UID = "dev", 1000
 HOME = f"/home/{USER}"
@@ -235,3 +239,58 @@ def _service(made: ContainerSet, ssh_folder: str, words: list[str]) -> dict[str,
         "environment": _environment(made),
         "command": words,
     }
+
+
+# --- onto this machine
+
+
+def written(out: Path, image: str, tag: str, workers: tuple[Worker, ...], shm_size: str,
+            interface: str, command: tuple[str, ...]) -> ContainerSet:  # fmt: skip
+    """Writes the set into a folder; keys that are there are kept.
+
+    Raises:
+        NodeError: ssh-keygen cannot make a key.
+    """
+    made = ContainerSet(image, tag, workers, shm_size, interface, command, os.getuid() or UID)
+    keys = make_keys(out, made.workers)
+    for name, text in files(made, keys).items():
+        _write(out / name, text)
+    (out / "workload").mkdir(exist_ok=True)
+    if os.getuid() == 0:
+        _give_to(made.uid, out)
+    return made
+
+
+def _give_to(uid: int, out: Path) -> None:
+    """What root has written belongs to the user in the containers, who has to read it."""
+    for folder in [*out.glob("ssh_*"), out / "workload"]:
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, uid, -1)
+
+
+def make_keys(out: Path, workers: tuple[Worker, ...]) -> Keys:
+    """Makes what is not there yet; private halves never leave their folder."""
+    identity = _key(out / "ssh_launcher" / KEY, "paceline launcher")
+    hosts = {
+        worker.alias: " ".join(_key(out / folder_of(worker) / HOST_KEY, worker.alias).split()[:2])
+        for worker in workers
+    }
+    return Keys(identity, hosts)
+
+
+def _key(path: Path, comment: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not path.exists():
+        argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise NodeError("ssh-keygen failed", found=done.stderr.strip())
+    return path.with_suffix(".pub").read_text(encoding="utf-8").strip()
+
+
+def _write(path: Path, text: str) -> None:
+    """Readable by the owner only where ssh insists on it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    if path.parent.name.startswith("ssh_"):
+        path.chmod(0o600)

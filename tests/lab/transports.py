@@ -1,4 +1,4 @@
-"""The same things for every way to start nodes: how each is called, and what has to hold of it."""
+"""The same things for every transport: how each is called, and what has to hold of it."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def missing(why: str) -> None:
 
 
 @dataclass
-class Way:
-    """A way to start two nodes of a lab, typed on its first host.
+class Transport:
+    """What starts two nodes of a lab, typed on its first host.
 
     Attributes:
         site: The lab and its project folder.
@@ -121,11 +121,11 @@ class Way:
         return ended
 
 
-class ByHand(Way):
+class ByHand(Transport):
     """The same command typed on the second host, too; looked at is the first, which launches."""
 
-    def _second(self) -> Way:
-        return Way(self.site, self.options, host="n2", env=self.env)
+    def _second(self) -> Transport:
+        return Transport(self.site, self.options, host="n2", env=self.env)
 
     def run(self, *words: str, verb: str = "run") -> Ended:
         with self._second().started(*words, verb=verb) as (second, _):
@@ -177,7 +177,7 @@ def reference(site: Site) -> Path:
     """The run directory of the image recipe over SSH; made once."""
     known = _references()
     if not known:
-        known.append(Way(site, ("-H", "n1,n2")).trains().directory)
+        known.append(Transport(site, ("-H", "n1,n2")).trains().directory)
     return known[0]
 
 

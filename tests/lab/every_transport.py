@@ -1,22 +1,22 @@
-"""What has to hold of every way to start nodes: one class, mixed into the tests of each way."""
+"""What has to hold of every transport: one class, mixed into the tests of each."""
 
 from __future__ import annotations
 
 import signal
 
 from launches import Ended
-from ways import Way, contents, largest_difference, reference, said_in_logs
+from transports import Transport, contents, largest_difference, reference, said_in_logs
 
 # what a batch system adds to a run directory
 BATCH_FILES = {"batch.json", "job.sbatch"}
 
 
-class EveryWay:
-    """Takes the fixture ``way`` of the module, which sees to it that nothing is left."""
+class EveryTransport:
+    """Takes the fixture ``transport`` of the module, which sees to it that nothing is left."""
 
-    def test_ranks_know_their_place(self, way: Way) -> None:
+    def test_ranks_know_their_place(self, transport: Transport) -> None:
         """Ranks in the order of the hosts, nothing of the scheduler's in their environment."""
-        ended = way.run("--no-torch", "-p", "2", "tell.py", "a b", "$HOME;x'\"")
+        ended = transport.run("--no-torch", "-p", "2", "tell.py", "a b", "$HOME;x'\"")
         assert ended.code == 0, ended.err
         places = [ended.said(rank)["place"] for rank in range(4)]
         assert [place["PACELINE_HOST"] for place in places] == ["n1", "n1", "n2", "n2"]
@@ -25,38 +25,38 @@ class EveryWay:
         assert words == ["a b", "$HOME;x'\""]
         assert ended.json("result.json")["exit_code"] == 0
 
-    def test_same_parameters_and_files_as_over_ssh(self, way: Way) -> None:
-        found = way.trains().directory
-        assert largest_difference(found, reference(way.site)) < 1e-10
+    def test_same_parameters_and_files_as_over_ssh(self, transport: Transport) -> None:
+        found = transport.trains().directory
+        assert largest_difference(found, reference(transport.site)) < 1e-10
         own = {name for name in contents(found) if not name.startswith("slurm-")} - BATCH_FILES
-        assert own == contents(reference(way.site))
+        assert own == contents(reference(transport.site))
 
-    def test_a_rank_raises(self, way: Way) -> None:
-        ended = way.run("--no-torch", "-p", "1", "end.py", "raise", "1")
+    def test_a_rank_raises(self, transport: Transport) -> None:
+        ended = transport.run("--no-torch", "-p", "1", "end.py", "raise", "1")
         assert ended.code == 1, ended.err
         assert "failed first: rank 1 on n2: ValueError: boom on 1" in both(ended), both(ended)
         assert both(ended).count("Traceback") == 1
 
-    def test_a_rank_is_killed(self, way: Way) -> None:
-        ended = way.run("--no-torch", "-p", "1", "end.py", "kill", "1")
+    def test_a_rank_is_killed(self, transport: Transport) -> None:
+        ended = transport.run("--no-torch", "-p", "1", "end.py", "kill", "1")
         assert ended.code == 128 + signal.SIGKILL, ended.err
         assert "rank 1 on n2: killed by SIGKILL" in both(ended), both(ended)
 
-    def test_interrupted(self, way: Way) -> None:
+    def test_interrupted(self, transport: Transport) -> None:
         """Ranks that do not listen."""
         words = ("--no-torch", "-p", "1", "--grace", "1", "end.py", "ignore")
-        with way.started(*words) as (child, directory):
-            assert way.waits(directory, 2)
+        with transport.started(*words) as (child, directory):
+            assert transport.waits(directory, 2)
             child.send_signal(signal.SIGINT)
             _, err = child.communicate(timeout=20)
         assert child.returncode == 128 + signal.SIGINT, err
 
-    def test_stopped_from_another_terminal(self, way: Way) -> None:
+    def test_stopped_from_another_terminal(self, transport: Transport) -> None:
         """Ranks that save."""
-        with way.started("--no-torch", "-p", "1", "end.py", "save") as (child, directory):
-            assert way.waits(directory, 2)
-            assert "running" in way.verb("status", str(directory)).lower()
-            way.verb("stop", str(directory))
+        with transport.started("--no-torch", "-p", "1", "end.py", "save") as (child, directory):
+            assert transport.waits(directory, 2)
+            assert "running" in transport.verb("status", str(directory)).lower()
+            transport.verb("stop", str(directory))
             _, err = child.communicate(timeout=20)
         assert child.returncode == 128 + signal.SIGTERM, err
         assert said_in_logs(directory, "saved") == 2

@@ -48,7 +48,14 @@ def test_copying(tmp_path: Path) -> None:
     target = tmp_path / "mine.py"
     copied = CliRunner().invoke(recipe_command.command, ["copy", "text", str(target)])
     assert copied.exit_code == 0
-    assert target.read_text() == recipe_command.script("text")
+    assert (
+        target.read_text() == recipe_command.script("text") != recipe_command.script("text", True)
+    )
+    whole = CliRunner().invoke(
+        recipe_command.command, ["copy", "--full", "text", str(target), "--force"]
+    )
+    assert whole.exit_code == 0
+    assert "train_text(options: TextOptions)" in target.read_text()
     again = CliRunner().invoke(recipe_command.command, ["copy", "text", str(target)])
     assert isinstance(again.exception, SettingError)
     with pytest.raises(SettingError, match="did you mean recipe translation"):

@@ -49,6 +49,10 @@ def _section(heading: str, entries: list[Entry], width: int) -> None:
                              break_on_hyphens=False)  # fmt: skip
         say(text)
 
+FULL = click.option(
+    "--full", is_flag=True, help="The script of `paceline train RECIPE`, with all its options."
+)
+
 
 @click.group("recipe", cls=VerbGroup)
 def command() -> None:
@@ -57,21 +61,24 @@ def command() -> None:
 
 @command.command("show", cls=Verb)
 @click.argument("name", metavar="RECIPE")
-def show(name: str) -> None:
-    """Print the script of RECIPE."""
-    click.echo(script(name), nl=False)
+@FULL
+def show(name: str, full: bool) -> None:
+    """Print the script of RECIPE that `paceline recipe copy` writes."""
+    click.echo(script(name, full), nl=False)
 
 
 @command.command("copy", cls=Verb)
 @click.argument("name", metavar="RECIPE")
 @click.argument("target", type=click.Path(path_type=Path), required=False)
+@FULL
 @click.option("--force", is_flag=True, help="Overwrite a file that is there.")
-def copy(name: str, target: Path | None, force: bool) -> None:
+def copy(name: str, target: Path | None, full: bool, force: bool) -> None:
     """Copy the script of RECIPE to TARGET (default: my_RECIPE.py in this folder), to be changed.
 
-    The copy takes the same flags: `paceline run my_RECIPE.py --epochs 3`.
+    It is a whole training in one short file: data, network, loop and evaluation, on torch and
+    `paceline.train`. Run it with `paceline run my_RECIPE.py --epochs 3`.
     """
-    text = script(name)
+    text = script(name, full)
     path = target or Path(f"my_{name}.py")
     if path.is_dir():
         path = path / f"my_{name}.py"
@@ -93,13 +100,16 @@ def options(name: str) -> None:
     click.echo(markdown(name), nl=False)
 
 
-def script(name: str) -> str:
-    """The recipe's source; nothing of it is imported.
+def script(name: str, full: bool = False) -> str:
+    """The source of the recipe, or of its minimal form; neither is imported.
 
     Raises:
         SettingError: Unknown recipe; the nearest one is suggested.
     """
-    spec = importlib.util.find_spec(recipe(name).module)
+    module = recipe(name).module
+    spec = importlib.util.find_spec(
+        module if full else module.replace("recipes", "recipes.minimal")
+    )
     if spec is None or spec.origin is None:
         raise SettingError(
             f"the script of {name} is not there", found=f"known: {', '.join(RECIPES)}"

@@ -1,0 +1,3 @@
+"""Each recipe at its smallest, for ``paceline recipe copy``: one file on torch and
+``paceline.train``.
+"""

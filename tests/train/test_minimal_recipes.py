@@ -1,0 +1,113 @@
+"""The copy that a person gets of each recipe: trains, resumes, evaluates, at two ranks as at one.
+
+``python tests/train/test_minimal_recipes.py`` records the losses anew; a change of them says that
+the copies train differently than before.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.cli.recipe import script
+from paceline.recipes.data.pairs import numbers
+from paceline.recipes.data.texts import meals
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+
+GOLDEN = Path(__file__).parents[1] / "golden/minimal"
+NAMES = ("image", "text", "translation")
+
+
+def flags(name: str, folder: Path) -> list[str]:
+    """Two short epochs."""
+    if name == "image":
+        return ["--epochs=2"]
+    file = folder / "rows"
+    rows = (f"{label},{text}" for label, text in meals(0)[:320])
+    pairs = ("\t".join(pair) for pair in numbers(0)[:640])
+    file.write_text("\n".join(rows if name == "text" else pairs))
+    return ["--epochs=2", f"--data={file}"]
+
+
+def train(name: str, size: int, folder: Path, run: Path) -> list[ranks.Ended]:
+    """The copy, but in float64 and with every step on record."""
+    text = script(name)
+    exact = text.replace('dtype="float32"', 'dtype="float64", log_every=1')
+    assert exact != text
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.py").write_text(exact)
+    words = [str(folder / "mine.py"), *flags(name, folder)]
+    return ranks.run_ok(size, words, folder, timeout=100, extra={"PACELINE_RUN_DIR": str(run)})
+
+
+def losses(run: Path) -> list[float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    by_step = {one["step"]: one["loss"] for one in lines if one["split"] == "train"}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def parameters(run: Path) -> torch.Tensor:
+    state = load_file(run / "model/model.safetensors")
+    return torch.cat([state[name].flatten() for name in sorted(state)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trains_as_recorded_and_resumes_at_any_number_of_ranks(name: str, tmp_path: Path) -> None:
+    expected = json.loads((GOLDEN / f"{name}.json").read_text())["losses"]
+    one, two, resumed = (tmp_path / folder / "run" for folder in ("one", "two", "resumed"))
+    train(name, 1, one.parent, one)
+    assert losses(one) == pytest.approx(expected, rel=1e-8)
+    train(name, 2, two.parent, two)
+    assert losses(two) == pytest.approx(expected, rel=1e-8)
+    assert (parameters(one) - parameters(two)).abs().max() < 1e-10
+
+    shutil.copytree(two, resumed)
+    shutil.rmtree(resumed / f"checkpoints/{len(expected)}")
+    shutil.rmtree(resumed / "model")
+    ended = train(name, 1, resumed.parent, resumed)
+    assert f"resumed after step {len(expected) // 2}" in ended[0].out + ended[0].err
+    assert (parameters(one) - parameters(resumed)).abs().max() < 1e-10
+
+    words = [str(one.parent / "mine.py"), *flags(name, one.parent), f"--evaluate={one}"]
+    (said,) = ranks.run_ok(1, words, tmp_path / "evaluated")
+    last = json.loads((one / "metrics.jsonl").read_text().splitlines()[-1])
+    figures = ast.literal_eval(said.out.strip())
+    assert {key: last[key] for key in figures} == figures
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reads_in_one_sitting(name: str) -> None:
+    text = script(name)
+    assert len(text.splitlines()) <= {"image": 120}.get(name, 150)
+    modules = [
+        module
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for module in (
+            [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+        )
+    ]
+    ours = [module for module in modules if module.startswith("paceline")]
+    assert len(ours) == (1 if name == "image" else 2)
+    others = {module.partition(".")[0] for module in modules} - {"torch", "paceline"}
+    assert others <= sys.stdlib_module_names
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or NAMES:
+        with tempfile.TemporaryDirectory() as temporary:
+            run = Path(temporary) / "run"
+            train(chosen, 1, Path(temporary) / "made", run)
+            made = {"losses": losses(run)}
+        GOLDEN.mkdir(exist_ok=True)
+        (GOLDEN / f"{chosen}.json").write_text(json.dumps(made, indent=1) + "\n")

@@ -49,6 +49,7 @@ def _section(heading: str, entries: list[Entry], width: int) -> None:
                              break_on_hyphens=False)  # fmt: skip
         say(text)
 
+
 FULL = click.option(
     "--full", is_flag=True, help="The script of `paceline train RECIPE`, with all its options."
 )

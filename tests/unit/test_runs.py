@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from paceline.cli import program, runs
 from paceline.cli.logs import seek_lines
-from paceline.cli.status import describe
+from paceline.cli.runs import describe
 from paceline.spec.errors import SettingError
 
 ALIVE = 4711  # a process id that stands for one that lives

@@ -1,7 +1,11 @@
-"""Finding a run from any terminal, and what has become of it."""
+"""Which run is meant from any terminal; ``paceline status`` and ``paceline stop``."""
 
 from __future__ import annotations
 
+import json
+import signal
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,16 +13,22 @@ from typing import Any
 
 import click
 
+from paceline.cli.flags import of_a_run
 from paceline.cli.sources import setting
+from paceline.cli.verb import Verb, say
+from paceline.remote import this_machine
 from paceline.rundir import records
-from paceline.rundir.ownership import owner_alive, read_owner
+from paceline.rundir.ownership import owner_alive, owner_here, read_owner
 from paceline.schedulers.submission import BATCH_FILE, Submitted, found_in
 from paceline.spec import rundir as names
-from paceline.spec.errors import SettingError
+from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.failure import UNKNOWN, Result
 from paceline.spec.settings import Source
+from paceline.spec.terminal import clean, for_reader
 
 LAST_BYTES = 64 << 10  # of metrics.jsonl, to find the last record
+LOOK_EVERY_S = 0.2  # while a run is being stopped
+PATIENCE_S = 30.0
 _SIGNS = (names.PLAN, names.EVENTS, names.OWNER, BATCH_FILE)
 
 
@@ -157,3 +167,84 @@ def look_at(path: Path) -> RunState:
         code = result.exit_code if result.exit_code != UNKNOWN else None
         return RunState(path, "ended", code, None, job, text, last)
     return RunState(path, "lost" if owner else "not started", None, None, job, "", last)
+
+
+@click.command("status", cls=Verb)
+@of_a_run
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.pass_context
+def status(ctx: click.Context, /, as_json: bool, **_: object) -> None:
+    """Say whether RUN is running, and how it ended.
+
+    Without RUN: the one below runs/ that is running, else the newest there.
+
+    A batch is described in its scheduler's own words.
+    """
+    state = look_at(current_run(ctx))
+    if as_json:
+        click.echo(json.dumps(state.to_json(), indent=2))
+    else:
+        say(for_reader(describe(state), sys.stdout))
+
+
+def describe(state: RunState) -> str:
+    """A few lines for people."""
+    ended = f", exit status {state.exit_code}" if state.exit_code is not None else ""
+    lines = [f"{state.path}: {state.word}{ended}"]
+    if state.job:
+        lines.append(f"  {state.job.title}")
+    if state.owner and state.word == "running":
+        owner = state.owner
+        lines.append(
+            f"  launcher: process {owner['pid']} on {owner['host']} since {owner['since']}"
+        )
+    if state.last:
+        shown = ", ".join(
+            f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in list(state.last.items())[:6]
+        )
+        lines.append(f"  last record: {shown}")
+    if state.failure:
+        lines.append(f"  failed first: {state.failure}")
+    return "\n".join(lines)
+
+
+@click.command("stop", cls=Verb)
+@of_a_run
+@click.option("--now", is_flag=True, help="Do not give the ranks time to save anything.")
+@click.pass_context
+def stop(ctx: click.Context, /, now: bool, **_: object) -> None:
+    """End RUN on all its nodes; return when it is over.
+
+    Without RUN: the one below runs/ that is running.
+    """
+    if named_run(ctx) is None and not still_running():
+        say("paceline: no run below runs/ is running", err=True)
+        return
+    path = current_run(ctx)
+    state = look_at(path)
+    if state.over or state.word == "not started":
+        say(clean(f"{path}: {state.word} already"), err=True)
+        return
+    end(state, now)
+    deadline = time.monotonic() + PATIENCE_S
+    while not look_at(path).over:
+        if time.monotonic() > deadline:
+            raise NodeError(f"{path} has not ended within {PATIENCE_S:.0f} s", remedy="--now")
+        time.sleep(LOOK_EVERY_S)
+    say(clean(f"{path}: stopped"), err=True)
+
+
+def end(state: RunState, now: bool) -> None:
+    """Tells the scheduler, or the launcher by its recorded identity."""
+    if state.job is not None:
+        state.job.cancel(kill=now)
+        return
+    owner = state.owner or {}
+    if not owner_here(owner):
+        raise NodeError(
+            f"the launcher of {state.path} runs on {owner.get('host')}",
+            remedy=f"Type this there: ssh {owner.get('host')}",
+        )
+    for _ in range(2 if now else 1):
+        this_machine.send(int(owner["pid"]), owner.get("start", 0), signal.SIGTERM)

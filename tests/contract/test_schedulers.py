@@ -61,7 +61,6 @@ def test_every_scheduler_says_what_it_is(name: str) -> None:
     scheduler = load(name)
     assert scheduler.name == name
     assert scheduler.title
-    assert scheduler.about
     assert scheduler.typed.startswith("--")
     assert scheduler.starting is not None or scheduler.submitting is not None
     assert scheduler.follows() or scheduler.submitting is None or scheduler.hand_over

@@ -55,7 +55,7 @@ def command(
     or ssh-config:~/.ssh/config; or local for this machine. The file is only read.
 
     Without SOURCE: PACELINE_OPT_HOSTS, else [run] hosts of ./paceline.toml, else the hosts of
-    the Slurm allocation, else the [hosts.NAME] tables of that file, else this machine. The tables
+    the allocation, else the [hosts.NAME] tables of that file, else this machine. The tables
     also win over whatever else describes a host.
 
     Dialects: plain, slots (openmpi, deepspeed), colon (mpich, intel), port, tlt, list, slurm,

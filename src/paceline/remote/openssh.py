@@ -12,6 +12,7 @@ from paceline.spec.command import shell_text
 from paceline.spec.hosts import Host
 
 CONNECT_TIMEOUT_S = 10
+SSH_FAILED = 255  # its own exit status; every other is that of the command there
 # One POSIX line without single quotes, exclamation marks or newlines: any login shell passes it on.
 _FIND_PYTHON = (
     'for p in "$@"; do if command -v "$p" >/dev/null 2>&1; then '

@@ -7,7 +7,7 @@ import contextlib
 import os
 import secrets
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,9 +69,6 @@ class Starter(Protocol):
             words: What it wrote, the end of it.
         """
 
-    async def why(self, host: Host) -> str:
-        """What the scheduler knows of a host that was lost; empty when nothing."""
-
     def end(self) -> None:
         """Gives up what :meth:`start` has made. Called once, at the end."""
 
@@ -82,13 +79,16 @@ class StartedTransport:
     Args:
         starter: The scheduler.
         interface: Interface on which agents connect; ``None`` for any address.
+        why: What the scheduler knows of a host that was lost; ``None`` when nothing ever.
     """
 
     redials = False  # the scheduler starts all agents at once
 
-    def __init__(self, starter: Starter, interface: str | None = None) -> None:
+    def __init__(self, starter: Starter, interface: str | None = None,
+                 why: Callable[[Host], Awaitable[str]] | None = None) -> None:  # fmt: skip
         self._starter = starter
         self._interface = interface
+        self._why = why
         self._process: asyncio.subprocess.Process | None = None
         self._words = bytearray()
         self._readers: list[asyncio.Task[None]] = []
@@ -156,7 +156,7 @@ class StartedTransport:
 
     async def why(self, host: Host) -> str:
         """The scheduler's own word on a lost host."""
-        return await self._starter.why(host)
+        return await self._why(host) if self._why else ""
 
     async def _end(self, patience_s: float) -> None:
         if self._process is None:

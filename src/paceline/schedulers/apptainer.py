@@ -10,7 +10,7 @@ from paceline.schedulers.container import Container, Engine
 class Apptainer(Engine):
     """With images that are files."""
 
-    name, title, about = "apptainer", "Apptainer", "Apptainer containers, over SSH"
+    name, title = "apptainer", "Apptainer"
     starting = Engine.starting - {"shm_size"}
     tried = False
     probe = (

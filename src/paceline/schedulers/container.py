@@ -13,14 +13,13 @@ from dataclasses import dataclass, field, replace
 
 from paceline.remote.channel import Channel
 from paceline.remote.fanout import connect_all
-from paceline.remote.openssh import classify, ssh_command
+from paceline.remote.openssh import SSH_FAILED, classify, ssh_command
 from paceline.remote.transport import Reached, Transport, nobody
 from paceline.rendezvous.started import said_by
 from paceline.schedulers.scheduler import LOGIN, NOW, Options, Scheduler
 from paceline.spec.errors import ConnectError, NodeError, SettingError
 from paceline.spec.hosts import Host
 
-SSH_FAILED = 255
 CACHE = "/tmp/paceline-cache"  # noqa: S108 - a folder inside the container, gone with it
 
 

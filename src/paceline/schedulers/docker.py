@@ -10,7 +10,7 @@ from paceline.schedulers.container import Container, Engine
 class Docker(Engine):
     """Through its daemon on each host."""
 
-    name, title, about = "docker", "Docker", "Docker containers, over SSH"
+    name, title = "docker", "Docker"
     probe = 'd=$(docker image inspect --format "{{.Id}}" "$image" 2>&1) && echo "paceline-digest $d" || echo "$d"'  # noqa: E501
 
     def wrap(self, command: Sequence[str], container: Container) -> list[str]:

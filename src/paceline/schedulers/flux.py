@@ -40,7 +40,7 @@ _LOAD = "Type this on a login node of the cluster, or module load flux"
 class Flux(Scheduler):
     """Batches from outside; a job of one task a node inside the instance of an allocation."""
 
-    name, title, about = "flux", "Flux", "flux run inside an allocation, flux batch outside of one"
+    name, title = "flux", "Flux"
     starting = NOW | {"via_arg"}
     submitting = (SCRIPT - {"mem", "array"}) | {"via_arg", "cpus_per_task", "detach"}
     script = "job.flux"
@@ -78,7 +78,8 @@ class Flux(Scheduler):
                 remedy="flux alloc -N 2, then the same command; or --nnodes N to submit it",
             )
         flux = program(self, "flux", _LOAD)
-        return StartedTransport(FluxStarter(flux, options.arguments, job), options.interface)
+        starter = FluxStarter(flux, options.arguments, job)
+        return StartedTransport(starter, options.interface, self.why)
 
     def render(self, request: BatchRequest) -> str:
         """Directives, the user's set-up, and the same command as typed."""
@@ -237,10 +238,6 @@ class FluxStarter:
             "flux run", f"Flux's job {self._job}", self._job, status, "\n".join(lines)
         )
         return failed.error(hosts, missing, _CAUSES, "Try: flux run -N {count} hostname")
-
-    async def why(self, host: Host) -> str:
-        """Flux's word on the node."""
-        return await SCHEDULER.why(host)
 
     def end(self) -> None:
         """Nothing was made: the job ends with its agents."""

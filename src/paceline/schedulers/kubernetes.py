@@ -22,7 +22,7 @@ _JOB = "node"
 class Kubernetes(Scheduler):
     """Secret and JobSet as JSON documents, which are YAML too."""
 
-    name, title, about = "kubernetes", "Kubernetes", "a manifest for kubectl"
+    name, title = "kubernetes", "Kubernetes"
     submitting = frozenset({"ship", "image", "shm_size", "cpus_per_task", "mem", "gres"})
     hand_over = "kubectl apply -f FILE"
     tried = False

@@ -40,7 +40,7 @@ class LocalTransport:
 class Local(Scheduler):
     """For a job that stays at home."""
 
-    name, title, about = "local", "This machine", "this machine, no network"
+    name, title = "local", "This machine"
     starting = (NOW - {"ship"}) | {"check_level"}
 
     def start(self, options: Options) -> Transport:

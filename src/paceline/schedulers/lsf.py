@@ -25,7 +25,7 @@ _HOSTS = (
 class Lsf(Scheduler):
     """The nodes come from ``$LSB_MCPU_HOSTS`` and are reached over SSH."""
 
-    name, title, about = "lsf", "LSF", "a script for bsub"
+    name, title = "lsf", "LSF"
     submitting = SCRIPT | LOGIN | {"check_level"}
     hand_over = "bsub < FILE"
     tried = False

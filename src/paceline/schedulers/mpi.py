@@ -20,7 +20,7 @@ from pathlib import Path
 
 from paceline.agent.caller import KEY
 from paceline.remote.network import allow_from
-from paceline.remote.openssh import Refusal, SshOptions, classify
+from paceline.remote.openssh import SSH_FAILED, Refusal, SshOptions, classify
 from paceline.remote.transport import Transport
 from paceline.rendezvous.endpoint import usable_addresses
 from paceline.rendezvous.started import Start, StartedTransport, said_by
@@ -34,7 +34,6 @@ from paceline.spec.launched import PROCESS_VARIABLES
 
 NAMES = ("mpiexec", "mpirun", "mpiexec.hydra")  # the first on PATH that can be told counts
 PLACES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-SSH_FAILED = 255
 ROUTES_LOOKED_AT = 8  # hosts: the others are reached by the same route
 PROBES_AT_ONCE = 8
 
@@ -355,10 +354,6 @@ class MpiStarter:
         """Removes the ssh config."""
         self._folder.cleanup()
 
-    async def why(self, host: Host) -> str:
-        """MPI knows nothing of hosts."""
-        return ""
-
     async def explain(self, hosts: Sequence[Host], missing: Sequence[Host], status: int | None,
                       words: str) -> PacelineError:  # fmt: skip
         """mpiexec gives up as a whole; asking for every host alone tells which ones are dead."""
@@ -429,7 +424,7 @@ def no_call(mpi: Mpi, missing: Sequence[Host], status: int | None, words: str) -
 class MpiExec(Scheduler):
     """For hosts that have an MPI; its own logins are over SSH."""
 
-    name, title, about = "mpi", "MPI", "mpiexec of Intel MPI, MPICH or Open MPI"
+    name, title = "mpi", "MPI"
     starting = NOW | LOGIN | {"via_arg", "mpiexec"}
 
     def start(self, options: Options) -> Transport:

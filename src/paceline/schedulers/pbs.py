@@ -21,7 +21,7 @@ _VIA = ["-H", "pbs", "--via", "ssh"]
 class Pbs(Scheduler):
     """The nodes come from ``$PBS_NODEFILE`` and are reached over SSH."""
 
-    name, title, about = "pbs", "PBS", "a script for qsub"
+    name, title = "pbs", "PBS"
     submitting = SCRIPT | LOGIN | {"check_level", "cpus_per_task"}
     hand_over = "qsub FILE"
     tried = False

@@ -11,7 +11,7 @@ from paceline.schedulers.docker import run
 class Podman(Engine):
     """Without a daemon."""
 
-    name, title, about = "podman", "Podman", "Podman containers, over SSH"
+    name, title = "podman", "Podman"
     tried = False
     probe = 'd=$(podman image inspect --format "{{.Id}}" "$image" 2>&1) && echo "paceline-digest $d" || echo "$d"'  # noqa: E501
 

@@ -10,7 +10,7 @@ from paceline.schedulers.scheduler import NOW, Options, Scheduler
 class Rendezvous(Scheduler):
     """For nodes of which one cannot log in to another."""
 
-    name, title, about = "rdzv", "The rendezvous", "the same command typed on each node"
+    name, title = "rdzv", "The rendezvous"
     typed = "--rdzv HOST:PORT"
     starting = (NOW - {"hosts"}) | {
         "rdzv", "rdzv_id", "rdzv_key_file", "node_rank", "rdzv_timeout",

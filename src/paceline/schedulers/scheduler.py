@@ -101,7 +101,6 @@ class Scheduler:
     Attributes:
         name: As in ``--via NAME``, and of its module.
         title: What people call it.
-        about: How it starts nodes, in a few words.
         starting: Options of the command line that :meth:`start` understands, besides those that
             everything does; ``None`` when it starts nothing now.
         submitting: The same for :meth:`render`; ``None`` when it takes no scripts.
@@ -116,7 +115,6 @@ class Scheduler:
 
     name: str
     title: str
-    about: str
     starting: frozenset[str] | None = None
     submitting: frozenset[str] | None = None
     typed: str = ""

@@ -57,7 +57,7 @@ REQUEUED_AFTER = {"NODE_FAIL", "PREEMPTED"}  # Slurm may be about to put it back
 class Slurm(Scheduler):
     """Batches from outside; one step of one task a node inside an allocation."""
 
-    name, title, about = "slurm", "Slurm", "srun inside an allocation, sbatch outside of one"
+    name, title = "slurm", "Slurm"
     starting = NOW | {"via_arg"}
     submitting = SCRIPT | {"via_arg", "cpus_per_task", "requeue", "detach"}
     script = "job.sbatch"
@@ -78,7 +78,8 @@ class Slurm(Scheduler):
                 remedy="salloc -N 2, then the same command; or --nnodes N to submit it as a batch",
             )
         srun = program(self, "srun", remedy="module load slurm")
-        return StartedTransport(SlurmStarter(srun, options.arguments, job), options.interface)
+        starter = SlurmStarter(srun, options.arguments, job)
+        return StartedTransport(starter, options.interface, self.why)
 
     def render(self, request: BatchRequest) -> str:
         """Directives, the user's set-up, and the same command as typed."""
@@ -283,10 +284,6 @@ class SlurmStarter:
                 lines.append(f"{host.name} is {state}")
         failed = StepFailed("srun", f"Slurm's job {self._job}", self._job, status, "\n".join(lines))
         return failed.error(hosts, missing, _CAUSES, "Try: srun --jobid={job} hostname")
-
-    async def why(self, host: Host) -> str:
-        """Slurm's word on the node."""
-        return await SCHEDULER.why(host)
 
     def end(self) -> None:
         """Nothing was made: the step ends with its agents."""

@@ -34,7 +34,7 @@ class SshTransport:
 class Ssh(Scheduler):
     """For hosts that this machine can log in to."""
 
-    name, title, about = "ssh", "OpenSSH", "one login a host"
+    name, title = "ssh", "OpenSSH"
     typed = "--via ssh (the default)"
     starting = NOW | LOGIN | {"check_level"}
 

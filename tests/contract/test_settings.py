@@ -250,7 +250,7 @@ def test_tables_are_no_hosts_where_something_else_chooses(typed: tuple[str, ...]
 def test_the_lab_brings_its_ssh_config(verb: str, monkeypatch: pytest.MonkeyPatch,
                                        tmp_path: Path) -> None:  # fmt: skip
     from paceline.hosts import lab
-    from paceline.lab.layout import Layout
+    from paceline.hosts.lab import Layout
 
     monkeypatch.setattr(lab, "find_lab", lambda name, environ: Layout(tmp_path / (name or "up")))
 
@@ -267,13 +267,12 @@ def test_the_lab_brings_its_ssh_config(verb: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_which_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from paceline.hosts.lab import find_lab
-    from paceline.lab import state
-    from paceline.lab.layout import Layout
+    from paceline.hosts import lab
+    from paceline.hosts.lab import Layout, find_lab
 
     up: list[Layout] = []
-    monkeypatch.setattr(state, "labs", lambda: up)
-    monkeypatch.setattr(state, "alive", lambda layout: True)
+    monkeypatch.setattr(lab, "labs", lambda: up)
+    monkeypatch.setattr(lab, "alive", lambda layout: True)
     with pytest.raises(HostsError, match="no lab is up"):
         find_lab("", {})
     up.append(Layout(tmp_path / "a"))

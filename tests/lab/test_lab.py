@@ -18,7 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.lab import Lab, LabOptions, state
+import paceline.lab
+from paceline.hosts.lab import labs, parent_folder, read_owner
+from paceline.lab import Lab, LabOptions
 from paceline.lab import processes as looking
 from paceline.spec.errors import LabError
 
@@ -517,7 +519,7 @@ def _namespaces_of(pid: int) -> set[int]:
 
 
 def _namespaces_of_lab(lab: Lab) -> set[int]:
-    owner = state.read_owner(lab.layout)
+    owner = read_owner(lab.layout)
     assert owner is not None
     pids = [owner.pid, *(host["pid"] for host in lab.status()["hosts"])]
     own = set().union(*map(_namespaces_of, pids)) - _namespaces_of(os.getpid())
@@ -527,7 +529,7 @@ def _namespaces_of_lab(lab: Lab) -> set[int]:
 
 
 def _labs() -> list[str]:
-    return [layout.root.name for layout in state.labs()]
+    return [layout.root.name for layout in labs()]
 
 
 HOLD = """
@@ -549,7 +551,7 @@ def test_kill_9_leaves_nothing(victim: str) -> None:
         assert caller.stdout is not None
         assert caller.stdout.readline() == "ready\n"
         namespaces = _namespaces_of_lab(Lab.attach(name))
-        owner = state.read_owner(Lab.attach(name).layout)
+        owner = read_owner(Lab.attach(name).layout)
         assert owner is not None
         os.kill(owner.pid if victim == "owner" else caller.pid, signal.SIGKILL)
         assert eventually(lambda: not owner.alive())
@@ -658,7 +660,7 @@ def readable_source() -> Iterator[str]:
     """A copy of the code that any user may read; a clone in root's home is for root alone."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-source-", dir="/tmp"))
     folder.chmod(0o755)
-    ours = Path(state.__file__).parents[2]
+    ours = Path(paceline.lab.__file__).parents[2]
     shutil.copytree(ours, folder / ours.name, ignore=shutil.ignore_patterns("__pycache__"))
     yield str(folder)
     shutil.rmtree(folder)
@@ -702,7 +704,7 @@ def test_commands_from_up_to_down() -> None:
     name = f"cli-{os.getpid()}"
     try:
         up = paceline_lab("up", "--name", name, "--hosts", "2")
-        config = f"{state.parent_folder()}/{name}/ssh_config"
+        config = f"{parent_folder()}/{name}/ssh_config"
         assert up.returncode == 0, up.stderr
         assert config in up.stdout
         assert ssh(Lab.attach(name), "n2", "hostname").stdout == "n2\n"
@@ -714,7 +716,7 @@ def test_commands_from_up_to_down() -> None:
         assert [host["up"] for host in status["hosts"]] == [True, True]
         assert "slow 1mbit" in paceline_lab("status", "--name", name).stdout
         argv = [sys.executable, "-c", CLI, "status", "--name", name]
-        source = {"PYTHONPATH": str(Path(state.__file__).parents[2])}
+        source = {"PYTHONPATH": str(Path(paceline.lab.__file__).parents[2])}
         from_a_host = Lab.attach(name).exec("n1", argv, env=source, check=True)
         assert "slow 1mbit" in from_a_host.stdout
         assert paceline_lab("fault", "--name", name, "slow", "n1", "--undo").returncode == 0

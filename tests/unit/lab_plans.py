@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.lab.options import LabOptions, LabPlan, Surroundings, plan_lab
+from paceline.lab.plan import LabOptions, LabPlan, Surroundings, plan_lab
 
 AROUND = Surroundings(
     python="/venv/bin/python",

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.lab.lab import Lab
-    from paceline.lab.options import LabOptions
+    from paceline.lab.plan import LabOptions
 
 __all__ = ["Lab", "LabOptions"]
 
-_HOMES = {"Lab": "paceline.lab.lab", "LabOptions": "paceline.lab.options"}
+_HOMES = {"Lab": "paceline.lab.lab", "LabOptions": "paceline.lab.plan"}
 
 
 def __getattr__(name: str) -> Any:
-    # On demand: the small programs in this package (dial, enter) start at every connection.
+    # On demand: the small programs in this package start at every connection.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.lab import network
-from paceline.lab.options import HostPlan, LabPlan
+from paceline.lab.plan import HostPlan, LabPlan
 from paceline.spec.errors import LabError
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paceline.lab import available, control, state, texts
-from paceline.lab import processes as looking
-from paceline.lab.layout import Layout
-from paceline.lab.options import LabOptions, LabPlan, plan_lab
+from paceline.hosts.lab import Layout, Owner, alive, labs, parent_folder, read_owner
+from paceline.lab import available, control, files
+from paceline.lab import processes as proc
+from paceline.lab.plan import LabOptions, LabPlan, plan_lab
 from paceline.spec.errors import LabError
 
 _START_DEADLINE = 120.0
@@ -51,16 +51,16 @@ class Lab:
             available.require()
         except LabError as error:
             return str(error)
-        return _output(state.program("available"), subprocess.DEVNULL).strip() or None
+        return _output(files.program("available"), subprocess.DEVNULL).strip() or None
 
     @classmethod
     def attach(cls, name: str) -> Lab:
         """The lab called ``name`` that is up already; raises LabError when there is none."""
-        layout = Layout(state.parent_folder() / name)
-        if not state.alive(layout):
+        layout = Layout(parent_folder() / name)
+        if not alive(layout):
             raise LabError(f"no lab called {name!r} is up", remedy="paceline lab up --hosts 2")
         lab = cls(LabOptions(name=name))
-        lab._layout, lab._plan = layout, state.read_plan(layout)
+        lab._layout, lab._plan = layout, files.read_plan(layout)
         return lab
 
     def up(self, detached: bool = False) -> Lab:
@@ -73,12 +73,12 @@ class Lab:
             LabError: It cannot be made here, or its name is taken.
         """
         available.require()
-        plan = plan_lab(self._options, state.surroundings())
+        plan = plan_lab(self._options, files.surroundings())
         _check_folders(plan)
-        self._layout = state.claim(self._options.name)
+        self._layout = files.claim(self._options.name)
         self._plan = plan
         try:
-            state.write_files(plan, self._layout)
+            files.write_files(plan, self._layout)
             self._start_owner(detached)
         except BaseException:
             self.down()
@@ -86,7 +86,7 @@ class Lab:
         return self
 
     def _start_owner(self, detached: bool) -> None:
-        command = [*state.program("switch"), str(self.layout.root)]
+        command = [*files.program("switch"), str(self.layout.root)]
         if detached:
             said = _output(command, subprocess.DEVNULL)
         else:
@@ -100,10 +100,10 @@ class Lab:
         """Takes the lab down; nothing of it is left when this returns. Can be called again."""
         if self._layout is None:
             return
-        owner = state.read_owner(self._layout)
+        owner = read_owner(self._layout)
         if owner is not None and owner.pid != os.getpid() and owner.alive():
             _end(owner, self._layout)
-        state.remove(self._layout)
+        files.remove(self._layout)
         if self._lifeline is not None:
             os.close(self._lifeline)
         self._lifeline = self._layout = self._plan = None
@@ -168,7 +168,7 @@ class Lab:
 
     def home_inside(self) -> str:
         """HOME as processes on the hosts see it."""
-        return texts.home_inside(self.plan)
+        return files.home_inside(self.plan)
 
     def sshd_log(self, name: str) -> Path:
         return self.layout.sshd_log(self.plan.host(name).name)
@@ -179,7 +179,7 @@ class Lab:
         Process ids are the machine's; None for a host that is off (or seen from a host).
         """
         status: dict[str, Any] = self._ask({"do": "status"})
-        first = {p.namespace: p.pid for p in looking.everything() if p.inner == 1}
+        first = {p.namespace: p.pid for p in proc.everything() if p.inner == 1}
         for host in status["hosts"]:
             host["pid"] = first.get(host.pop("namespace", 0))
         return status
@@ -207,7 +207,7 @@ class Lab:
 
     def environment(self, name: str) -> dict[str, str]:
         """The variables of a fresh login on a host, its Python environment first on PATH."""
-        return texts.environment(self.plan, self.plan.host(name))
+        return files.environment(self.plan, self.plan.host(name))
 
     def command(
         self, name: str, argv: Sequence[str | Path], cwd: str | Path | None = None
@@ -216,7 +216,7 @@ class Lab:
         self.plan.host(name)
         folder = str(cwd or Path.cwd())
         words = [str(word) for word in argv]
-        return [*state.program("enter"), str(self.layout.root), name, folder, *words]
+        return [*files.program("run"), str(self.layout.root), name, folder, *words]
 
     def exec(
         self,
@@ -269,17 +269,17 @@ class Lab:
 
     def listeners(self, name: str) -> list[str]:
         """Listening TCP sockets on a host as ``address:port``, without sshd's."""
-        found = looking.listeners(self._first_process(name))
+        found = proc.listeners(self._first_process(name))
         return [address for address in found if address not in ("0.0.0.0:22", "[::]:22")]
 
-    def _inside(self, name: str) -> list[looking.Process]:
+    def _inside(self, name: str) -> list[proc.Process]:
         fds = self._namespaces(name)
         try:
             inode = os.fstat(fds[control.NAMESPACES.index("pid")]).st_ino
         finally:
             for fd in fds:
                 os.close(fd)
-        return looking.of_host(looking.everything(), inode)
+        return proc.of_host(proc.everything(), inode)
 
     def _first_process(self, name: str) -> int:
         return next(process.pid for process in self._inside(name) if process.inner == 1)
@@ -341,7 +341,7 @@ def _output(command: list[str], stdin: int) -> str:
 def _owner_environment() -> dict[str, str]:
     """Next to nothing: every host can read it (in /proc/1/environ)."""
     kept = ("LD_LIBRARY_PATH", "LANG")
-    return {"PATH": texts.USUAL_PATH, **{k: os.environ[k] for k in kept if k in os.environ}}
+    return {"PATH": files.USUAL_PATH, **{k: os.environ[k] for k in kept if k in os.environ}}
 
 
 def _raise_error(answer: Any) -> None:
@@ -365,7 +365,7 @@ def _communicate(
         raise
 
 
-def _end(owner: state.Owner, layout: Layout) -> None:
+def _end(owner: Owner, layout: Layout) -> None:
     """Asks the owner to end; after a while, insists."""
     try:
         handle = os.pidfd_open(owner.pid)
@@ -383,10 +383,10 @@ def _end(owner: state.Owner, layout: Layout) -> None:
 
 def names_up() -> list[str]:
     """Names of this user's labs that are up."""
-    return [layout.root.name for layout in state.labs() if state.alive(layout)]
+    return [layout.root.name for layout in labs() if alive(layout)]
 
 
 def wait(lab: Lab) -> None:
     """Returns when the lab has ended by itself."""
-    while state.alive(lab.layout):
+    while alive(lab.layout):
         time.sleep(0.2)

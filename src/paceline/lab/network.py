@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.lab.options import BRIDGE_ADDRESS, HostPlan, LabPlan, delay_seconds, rate_bits
+from paceline.lab.plan import BRIDGE_ADDRESS, HostPlan, LabPlan, delay_seconds, rate_bits
 
 BRIDGE = "br0"
 

@@ -18,12 +18,12 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.lab import available, kernel, mounts, network, state
+from paceline.hosts.lab import Layout
+from paceline.lab import available, files, host, kernel, network
 from paceline.lab.control import answer
 from paceline.lab.engine import Engine
 from paceline.lab.host import batch
-from paceline.lab.layout import Layout
-from paceline.lab.options import LabPlan
+from paceline.lab.plan import LabPlan
 from paceline.spec.errors import LabError, PacelineError
 
 _FAREWELL = 0.5  # seconds that the hosts' processes have to close their connections
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         os.close(ready)
         _own(layout, ready_write, held="--held" in argv)
     os.close(ready_write)
-    state.write_owner(layout, owner)
+    files.write_owner(layout, owner)
     with os.fdopen(ready) as report:
         said = report.read()
     print(said or json.dumps({"error": {"message": "the lab's owner ended while starting"}}))
@@ -64,7 +64,7 @@ def _own(layout: Layout, ready: int, held: bool) -> NoReturn:
     _log_to(layout.owner_log)
     switch = None
     try:
-        plan = state.read_plan(layout)
+        plan = files.read_plan(layout)
         _make_own_world(plan, layout)
         switch = Switch(plan, layout, held)
         switch.engine.boot([host.name for host in plan.hosts])
@@ -89,12 +89,12 @@ def _log_to(file: Path) -> None:
 
 def _make_own_world(plan: LabPlan, layout: Layout) -> None:
     """The switch sees its own processes and interfaces, and has a /run for its tools' locks."""
-    mounts.apply(
+    host.apply_mounts(
         (
-            mounts.Mount("fresh", "/proc", "proc"),
-            mounts.Mount("fresh", "/sys", "sysfs"),
-            mounts.Mount("fresh", "/run", "tmpfs", "mode=755"),
-            *mounts.shared_again([str(layout.root), *plan.shared]),
+            host.Mount("fresh", "/proc", "proc"),
+            host.Mount("fresh", "/sys", "sysfs"),
+            host.Mount("fresh", "/run", "tmpfs", "mode=755"),
+            *host.shared_again([str(layout.root), *plan.shared]),
         )
     )
     kernel.set_host_name("switch")
@@ -116,7 +116,7 @@ def _take_down(layout: Layout) -> None:
         os.kill(-1, signal.SIGTERM)
         _reap_until(time.monotonic() + _FAREWELL)
         os.kill(-1, signal.SIGKILL)
-    state.remove(layout)
+    files.remove(layout)
 
 
 def _reap_until(deadline: float) -> None:

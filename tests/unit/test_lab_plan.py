@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab_plans import plan
 
-from paceline.lab import state
-from paceline.lab.layout import Layout
-from paceline.lab.options import (
+from paceline.hosts.lab import Layout
+from paceline.lab import files
+from paceline.lab.plan import (
     PrivateFolder,
     delay_seconds,
     rate_bits,
@@ -94,5 +94,5 @@ def test_delays() -> None:
 def test_plan_survives_its_file(tmp_path: Path) -> None:
     made = plan(hosts=2, private=("/data:1m",), python={"n1": "/x"}, debian_hosts=True)
     layout = Layout(tmp_path)
-    state.write_plan(made, layout)
-    assert state.read_plan(layout) == made
+    files.write_plan(made, layout)
+    assert files.read_plan(layout) == made

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lab_plans import plan
 
-from paceline.lab import disk, mounts, network, texts
-from paceline.lab.layout import Layout
+from paceline.hosts.lab import Layout
+from paceline.lab import engine, files, host, network
 from paceline.lab.processes import Process, of_host, parse_listeners
 
 LAYOUT = Layout(Path("/tmp/paceline-lab-0/test"))
@@ -16,20 +16,20 @@ LAYOUT = Layout(Path("/tmp/paceline-lab-0/test"))
 
 def test_debian_puts_the_own_name_on_127_0_1_1_first() -> None:
     made = plan(hosts=2, debian_hosts=True)
-    lines = texts.hosts_file(made, made.host("n2")).splitlines()
+    lines = files.hosts_file(made, made.host("n2")).splitlines()
     assert lines[:2] == ["127.0.0.1 localhost", "127.0.1.1 n2"]
     assert lines[-2:] == ["10.77.0.11 n1", "10.77.0.12 n2"]
 
 
 def test_dead_name_comes_before_the_good_address() -> None:
     made = plan(hosts=1, dead_interface=True, dead_name=True)
-    text = texts.hosts_file(made, made.host("n1"))
+    text = files.hosts_file(made, made.host("n1"))
     assert text.index("10.66.0.11 n1") < text.index("10.77.0.11 n1")
 
 
 def test_passwd_moves_the_home_and_keeps_the_others() -> None:
     made = plan()
-    lines = texts.passwd(made, "root:x:0:0::/root:/bin/sh\nann:x:1000:1000::/home/ann:/bin/sh\n")
+    lines = files.passwd(made, "root:x:0:0::/root:/bin/sh\nann:x:1000:1000::/home/ann:/bin/sh\n")
     assert lines.splitlines() == [
         "ann:x:1000:1000::/run/home/ann:/bin/bash",
         "root:x:0:0::/root:/bin/sh",
@@ -38,11 +38,11 @@ def test_passwd_moves_the_home_and_keeps_the_others() -> None:
 
 
 def test_group_of_terminals_is_left_out_without_root() -> None:
-    assert texts.group(plan(), "root:x:0:\ntty:x:5:\n") == "root:x:0:\n"
+    assert files.group(plan(), "root:x:0:\ntty:x:5:\n") == "root:x:0:\n"
 
 
 def test_ssh_configuration_pins_and_never_asks() -> None:
-    text = texts.ssh_config(plan(), LAYOUT, "'dial'")
+    text = files.ssh_config(plan(), LAYOUT, "'dial'")
     for line in (
         "StrictHostKeyChecking yes",
         "IdentitiesOnly yes",
@@ -56,14 +56,14 @@ def test_ssh_configuration_pins_and_never_asks() -> None:
 
 def test_known_hosts_name_both_name_and_address() -> None:
     made = plan(hosts=1)
-    assert texts.known_hosts(made, {"n1": "ssh-ed25519 KEY comment"}) == (
+    assert files.known_hosts(made, {"n1": "ssh-ed25519 KEY comment"}) == (
         "n1,10.77.0.11 ssh-ed25519 KEY\n"
     )
 
 
 def test_settings_only_where_a_host_differs() -> None:
-    assert texts.settings(plan()) == ""
-    assert texts.settings(plan(python={"n2": "/x"})) == '[hosts.n2]\npython = "/x/bin/python"\n'
+    assert files.settings(plan()) == ""
+    assert files.settings(plan(python={"n2": "/x"})) == '[hosts.n2]\npython = "/x/bin/python"\n'
 
 
 def test_dead_interface_is_made_first() -> None:
@@ -93,12 +93,12 @@ def test_bucket_suffices_for_the_rate() -> None:
 
 def test_only_what_own_folders_would_hide_is_shared_again() -> None:
     paths = ["/venv", "/tmp/project", "/run/user/1", "/tmp/project", "/tmp"]
-    assert [step.target for step in mounts.shared_again(paths)] == ["/tmp/project", "/run/user/1"]
+    assert [step.target for step in host.shared_again(paths)] == ["/tmp/project", "/run/user/1"]
 
 
 def test_mounts_come_in_an_order_that_works() -> None:
     made = plan(private=("/data", "/small:1m"), hide=("/secret",))
-    steps = mounts.host_mounts(made, LAYOUT, made.host("n1"))
+    steps = host.host_mounts(made, LAYOUT, made.host("n1"))
     targets = [step.target for step in steps]
     assert targets.index("/proc") < targets.index("/tmp") < targets.index("/tmp/project")
     assert targets.index("/run") < targets.index("/run/home/ann") < targets.index("/etc/hosts")
@@ -135,5 +135,5 @@ def test_processes_of_inner_namespaces_belong_to_the_host() -> None:
 
 def test_kind_of_file_system() -> None:
     line = "36 35 0:42 / /small rw shared:1 - tmpfs tmpfs rw\n"
-    assert disk.kind_of(os.makedev(0, 42), line) == "tmpfs"
-    assert disk.kind_of(os.makedev(0, 43), line) == "unknown"
+    assert engine.kind_of(os.makedev(0, 42), line) == "tmpfs"
+    assert engine.kind_of(os.makedev(0, 43), line) == "unknown"

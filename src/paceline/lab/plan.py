@@ -18,6 +18,9 @@ DEAD_SUBNET = ipaddress.IPv4Network("10.66.0.0/24")
 BRIDGE_ADDRESS = "172.17.0.1/16"  # what Docker gives docker0 on every machine
 IPV6_SUBNET = "fd77::/64"
 
+MARKER = "/run/paceline-lab"  # exists inside the hosts only; holds the lab's name
+HOMES = "/run/home"  # parent of the login user's HOME inside a host
+
 _RATE = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[kmg]?)(bit|bps)", re.IGNORECASE)
 _TIME = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>us|ms|s)", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")

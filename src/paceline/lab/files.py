@@ -1,0 +1,371 @@
+"""The files of a lab: the text of each, and claiming, filling and clearing the lab's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from paceline.hosts.lab import Layout, alive, parent_folder, start_time
+from paceline.lab.plan import (
+    HOMES,
+    MARKER,
+    HostPlan,
+    LabOptions,
+    LabPlan,
+    PrivateFolder,
+    Surroundings,
+)
+from paceline.spec.errors import LabError
+
+# --- their text
+
+
+USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def home_inside(plan: LabPlan) -> str:
+    """HOME as a process on a host sees it."""
+    return f"{HOMES}/{plan.around.user}"
+
+
+def search_path(host: HostPlan) -> str:
+    """PATH on a host: its Python environment first."""
+    return f"{Path(host.python).parent}:{USUAL_PATH}"
+
+
+def environment(plan: LabPlan, host: HostPlan) -> dict[str, str]:
+    """The environment of a fresh login on ``host``."""
+    user = plan.around.user
+    return {
+        "HOME": home_inside(plan),
+        "USER": user,
+        "LOGNAME": user,
+        "SHELL": plan.around.shell,
+        "PATH": search_path(host),
+        "PACELINE_LAB": plan.options.name,
+    }
+
+
+def hostfile(plan: LabPlan) -> str:
+    return "".join(f"{host.name}\n" for host in plan.hosts)
+
+
+def settings(plan: LabPlan) -> str:
+    """Per-host settings for paceline.toml; empty when no host differs."""
+    lines = []
+    for name in plan.options.python:
+        lines += [f"[hosts.{name}]", f"python = {json.dumps(plan.host(name).python)}", ""]
+    return "\n".join(lines)
+
+
+def etc_files(
+    plan: LabPlan, host: HostPlan, machine_passwd: str, machine_group: str
+) -> dict[str, str]:
+    """Path below /etc → content, as ``host`` sees them."""
+    return {
+        "hosts": hosts_file(plan, host),
+        "hostname": f"{host.name}\n",
+        "machine-id": _identity(plan, host)[:32] + "\n",
+        "passwd": passwd(plan, machine_passwd),
+        "group": group(plan, machine_group),
+        # "*": no password fits. With "!" sshd would call the account locked and refuse keys too.
+        "shadow": f"{plan.around.user}:*:19000:0:99999:7:::\n",
+        "resolv.conf": "# nothing outside the lab can be reached\n",
+    }
+
+
+def passwd(plan: LabPlan, machine: str) -> str:
+    """/etc/passwd: the machine's, but the login user has another HOME.
+
+    The user's real home stays visible under its own path (Python environments and data often
+    lie there), while ``~`` is the host's own: sshd and ssh take it from here.
+    """
+    around = plan.around
+    own = f"{around.user}:x:{around.uid}:{around.gid}::{home_inside(plan)}:{around.shell}"
+    others = [line for line in machine.splitlines() if line.split(":")[0] != around.user]
+    if not any(line.startswith("sshd:") for line in others):
+        others.append("sshd:x:105:65534::/run/sshd:/usr/sbin/nologin")
+    return "\n".join([own, *others]) + "\n"
+
+
+def group(plan: LabPlan, machine: str) -> str:
+    """/etc/group: the machine's; without root there is no group ``tty`` to own terminals.
+
+    Its number has no meaning in the user namespace, and sshd gives up when it cannot use it.
+    """
+    if plan.around.uid == 0:
+        return machine
+    return "".join(f"{line}\n" for line in machine.splitlines() if not line.startswith("tty:"))
+
+
+def boot_id(plan: LabPlan, host: HostPlan) -> str:
+    """A boot id of the host's own; programs tell machines apart by it."""
+    raw = _identity(plan, host)
+    return "-".join((raw[:8], raw[8:12], raw[12:16], raw[16:20], raw[20:32])) + "\n"
+
+
+def _identity(plan: LabPlan, host: HostPlan) -> str:
+    return hashlib.sha256(f"{plan.options.name}/{host.name}".encode()).hexdigest()
+
+
+def hosts_file(plan: LabPlan, host: HostPlan) -> str:
+    """/etc/hosts of ``host``: what its own name means comes first."""
+    lines = ["127.0.0.1 localhost"]
+    if plan.options.debian_hosts:
+        lines.append(f"127.0.1.1 {host.name}")
+    if plan.options.dead_name:
+        lines.append(f"{host.dead_address} {host.name}")
+    lines.append("::1 localhost ip6-localhost ip6-loopback")
+    lines += [f"{other.address} {other.name}" for other in plan.hosts]
+    return "\n".join(lines) + "\n"
+
+
+def ssh_config(plan: LabPlan, layout: Layout, dialer: str) -> str:
+    """The client's configuration; it serves inside the hosts and outside.
+
+    Args:
+        dialer: Command line that connects from outside (without host and port).
+    """
+    names = [name for host in plan.hosts for name in (host.name, host.address)]
+    everyone = [
+        f"User {plan.around.user}",
+        f'IdentityFile "{layout.identity}"',
+        "IdentitiesOnly yes",
+        "IdentityAgent none",
+        f'UserKnownHostsFile "{layout.known_hosts}"',
+        "GlobalKnownHostsFile none",
+        "StrictHostKeyChecking yes",
+        "UpdateHostKeys no",
+        "BatchMode yes",
+        "ForwardAgent no",
+    ]
+    lines = [
+        f"# Hosts of the virtual cluster {plan.options.name!r}; removed with it.",
+        "# From outside, a connection is made in the lab's network and handed to ssh.",
+        f'Match originalhost {",".join(names)} exec "test ! -e {MARKER}"',
+        f"  ProxyCommand {dialer} %h %p",
+        "  ProxyUseFdpass yes",
+    ]
+    for host in plan.hosts:
+        lines += [f"Host {host.name} {host.address}", f"  HostName {host.address}"]
+    lines += [f"Host {' '.join(names)}", *(f"  {line}" for line in everyone)]
+    return "\n".join(lines) + "\n"
+
+
+def known_hosts(plan: LabPlan, public_keys: dict[str, str]) -> str:
+    """One pinned key a host. ``public_keys``: host name → line of its ``.pub`` file."""
+    lines = []
+    for host in plan.hosts:
+        kind, key = public_keys[host.name].split()[:2]
+        lines.append(f"{host.name},{host.address} {kind} {key}\n")
+    return "".join(lines)
+
+
+def sshd_config(plan: LabPlan, layout: Layout, host: HostPlan) -> str:
+    """sshd of ``host``: OpenSSH's defaults but for what the lab needs."""
+    lines = [
+        "Port 22",
+        f'HostKey "{layout.host_key(host.name)}"',
+        "PidFile none",
+        "UsePAM no",
+        "PasswordAuthentication no",
+        "KbdInteractiveAuthentication no",
+        "PermitRootLogin prohibit-password",
+        "AuthorizedKeysFile .ssh/authorized_keys",
+        "PrintMotd no",
+        "PrintLastLog no",
+        "AcceptEnv LANG LC_*",
+        "Subsystem sftp internal-sftp",
+        "LogLevel INFO",
+    ]
+    if host.name in plan.options.python:
+        lines.append(f'SetEnv "PATH={search_path(host)}"')
+    return "\n".join(lines) + "\n"
+
+
+# --- in a folder of the lab's own
+
+
+START = Path(__file__).with_name("start.py")
+
+
+def program(name: str) -> list[str]:
+    """Command line of one of the lab's own programs, quick to start: standard library only."""
+    return [sys.executable, "-I", "-S", str(START), name]
+
+
+def surroundings(share: Sequence[str] = ()) -> Surroundings:
+    """What the plan needs to know of this machine, process and user."""
+    user = _account(os.geteuid())
+    package = str(Path(__file__).resolve().parents[2])
+    shared = (sys.prefix, sys.base_prefix, str(Path.cwd()), package, *share)
+    return Surroundings(
+        python=sys.executable,
+        shared=tuple(dict.fromkeys(path for path in shared if Path(path).exists())),
+        uid=user.pw_uid,
+        gid=user.pw_gid,
+        user=user.pw_name,
+        shell=_shell(user),
+    )
+
+
+def _account(uid: int) -> pwd.struct_passwd:
+    try:
+        return pwd.getpwuid(uid)
+    except KeyError:
+        raise LabError(
+            "a lab needs a user that has an account",
+            found=f"user id {uid} is not in /etc/passwd, and OpenSSH does without nobody",
+        ) from None
+
+
+def _shell(account: pwd.struct_passwd) -> str:
+    """The account's shell, where that is one."""
+    shell = account.pw_shell
+    barred = shell.endswith(("/nologin", "/false")) or not Path(shell).is_file()
+    return "/bin/sh" if barred else shell
+
+
+def write_owner(layout: Layout, pid: int) -> None:
+    started = start_time(pid)
+    _write(layout.owner, json.dumps({"pid": pid, "started": started}))
+
+
+@contextlib.contextmanager
+def _exclusive(parent: Path) -> Iterator[None]:
+    with (parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def claim(name: str) -> Layout:
+    """An empty state folder for a lab called ``name``; also clears what dead labs left.
+
+    Raises:
+        LabError: A lab of that name is up.
+    """
+    parent = parent_folder()
+    with _exclusive(parent):
+        _clear_dead(parent)
+        layout = Layout(parent / name)
+        try:
+            layout.root.mkdir(mode=0o700)
+        except FileExistsError:
+            raise LabError(
+                f"a lab called {name!r} is up already",
+                remedy=f"paceline lab down --name {name}, or give another --name",
+            ) from None
+        write_owner(layout, os.getpid())  # until the lab's own process takes over
+    return layout
+
+
+def remove(layout: Layout) -> None:
+    """Removes a lab's folder; an overlay's work folder may lack the rights to be read."""
+    for folder in layout.root.glob("hosts/*/private/*/work/work"):
+        with contextlib.suppress(OSError):
+            folder.chmod(0o700)
+    shutil.rmtree(layout.root, ignore_errors=True)
+
+
+def _clear_dead(parent: Path) -> None:
+    for layout in [Layout(entry) for entry in parent.iterdir() if entry.is_dir()]:
+        if not alive(layout):
+            remove(layout)
+
+
+def write_files(plan: LabPlan, layout: Layout) -> None:
+    """Fills a claimed folder with everything the lab reads."""
+    if len(str(layout.control)) > 100:
+        raise LabError(f"the path {layout.root} is too long for a socket", remedy="shorter --name")
+    write_plan(plan, layout)
+    _make_keys(plan, layout)
+    _write(layout.hostfile, hostfile(plan))
+    _write(layout.settings, settings(plan))
+    _write(layout.ssh_config, ssh_config(plan, layout, _dialer(layout)))
+    passwd, group = (Path(file).read_text() for file in ("/etc/passwd", "/etc/group"))
+    for host in plan.hosts:
+        _write_etc(layout, host, etc_files(plan, host, passwd, group))
+        _write_host(plan, layout, host)
+
+
+def _write_etc(layout: Layout, host: HostPlan, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        _write(layout.etc(host.name) / name, text)
+    (layout.etc(host.name) / "shadow").chmod(0o600)
+
+
+def _write_host(plan: LabPlan, layout: Layout, host: HostPlan) -> None:
+    _write(layout.etc(host.name) / "boot_id", boot_id(plan, host))
+    _write(layout.sshd_config(host.name), sshd_config(plan, layout, host))
+    ssh = layout.home(host.name) / ".ssh"
+    _write(ssh / "authorized_keys", layout.identity.with_suffix(".pub").read_text())
+    _write(ssh / "config", f'Include "{layout.ssh_config}"\n')
+    ssh.chmod(0o700)
+    for file in ssh.iterdir():
+        file.chmod(0o600)
+
+
+def _dialer(layout: Layout) -> str:
+    return " ".join(_quoted(part) for part in [*program("dial"), str(layout.root)])
+
+
+def _quoted(part: str) -> str:
+    # ssh expands % in it, then a shell reads it.
+    return "'" + part.replace("%", "%%").replace("'", "'\\''") + "'"
+
+
+def _make_keys(plan: LabPlan, layout: Layout) -> None:
+    """The client's key and one key a host, made side by side."""
+    files = {host.name: layout.host_key(host.name) for host in plan.hosts}
+    wanted = [layout.identity, *files.values()]
+    for file in wanted:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    makers = [subprocess.Popen(_keygen(file), stdin=subprocess.DEVNULL) for file in wanted]
+    statuses = [maker.wait() for maker in makers]  # all, lest one is left behind
+    if any(statuses):
+        raise LabError("ssh-keygen could not make the lab's keys")
+    public = {name: file.with_suffix(".pub").read_text() for name, file in files.items()}
+    _write(layout.known_hosts, known_hosts(plan, public))
+
+
+def _keygen(file: Path) -> list[str]:
+    return ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "paceline-lab", "-f", str(file)]
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def write_plan(plan: LabPlan, layout: Layout) -> None:
+    _write(layout.plan, json.dumps(asdict(plan)))
+
+
+def read_plan(layout: Layout) -> LabPlan:
+    """The plan that :func:`write_plan` left."""
+    raw = json.loads(layout.plan.read_text())
+    options = {key: _frozen(value) for key, value in raw["options"].items()}
+    return LabPlan(
+        options=LabOptions(**options),
+        hosts=tuple(HostPlan(**host) for host in raw["hosts"]),
+        around=Surroundings(**{key: _frozen(value) for key, value in raw["around"].items()}),
+        prefix_length=raw["prefix_length"],
+        gateway=raw["gateway"],
+        private=tuple(PrivateFolder(**folder) for folder in raw["private"]),
+        shared=tuple(raw["shared"]),
+    )
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

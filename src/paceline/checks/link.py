@@ -222,8 +222,7 @@ def _slow(scene: Scene, pairs: Sequence[Mapping[str, Any]]) -> list[Finding]:
                 f"the way {names[0]}→{names[1]} carries only "
                 f"{rate(bits(slowest))}: exchanging 100 MB of gradients takes "
                 f"{1.6e9 / bits(slowest):.0f} s a step",
-                "Use a wired network (--iface NAME), larger batches with accumulation, or "
-                "one machine",
+                "Use a wired network (--iface NAME), larger batches with accumulation, or one host",
             )
         ]
     return []

@@ -125,7 +125,7 @@ def _same_names(scene: Scene) -> list[Finding]:
             "names",
             [name for name in own if own[name] == word],
             f"{listed([name for name in own if own[name] == word])} are all called {word}: "
-            "NCCL may take them for one machine",
+            "NCCL may take them for one host",
             f"Give each its own name: sudo hostnamectl set-hostname NAME "
             f"(on {listed([name for name in own if own[name] == word][1:])})",
         )

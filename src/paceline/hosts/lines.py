@@ -244,7 +244,7 @@ def _repeats_bare(group: list[Mention]) -> bool:
 
 
 def _shared_addresses(keys: list[tuple[str, int | None]]) -> set[str]:
-    """Addresses that stand for several machines behind different ports."""
+    """Addresses that stand for several hosts behind different ports."""
     addresses = [address for address, _ in keys]
     return {address for address in addresses if addresses.count(address) > 1}
 

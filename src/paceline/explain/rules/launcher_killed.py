@@ -13,7 +13,7 @@ def match(evidence: Evidence) -> Match | None:
     hosts = (launcher.host,)
     again = f"Run again with the same --run-dir: {evidence.again}."
     if launcher.alive is False:
-        cause = f"the launcher was killed or its machine {launcher.host} restarted: it"
+        cause = f"the launcher was killed or its host {launcher.host} restarted: it"
         return Match(f"{cause} left no result ({launcher.where})", hosts, None, 0.97, remedy=again)
     cause = f"the launcher on {launcher.host} still runs or was killed: there is"
     confirm = f"On {launcher.host}: ps -p {launcher.pid} -o lstart,args"

@@ -1,4 +1,4 @@
-"""Accelerate's YAML, one file for each machine. It names the first machine and counts the rest.
+"""Accelerate's YAML, one file for each host. It names the first host and counts the rest.
 
 Where it names a DeepSpeed host file, that file has all hosts and is read instead.
 """
@@ -31,17 +31,17 @@ def parse(reading: Reading) -> Parsed:
     hostfile = _deepspeed_hostfile(settings)
     if hostfile:
         return Parsed(notes=(f"host file named by {reading.label}",), follow=Follow(hostfile))
-    if "num_machines" not in settings:  # some other YAML; one machine would be a guess
+    if "num_machines" not in settings:  # some other YAML; one host would be a guess
         raise bad_line(reading.label, 1, split_lines(reading.text)[0], "a key `num_machines`")
-    machines = _whole(reading, settings, "num_machines", 1, least=1)
+    count = _whole(reading, settings, "num_machines", 1, least=1)
     processes = _whole(reading, settings, "num_processes", 0, least=0)
     hosts = hosts_from_ends(
         reading.label,
         str(settings.get("main_process_ip") or ""),
         reading.here,
         _whole(reading, settings, "machine_rank", 0, least=0),
-        machines,
-        _each(reading, processes, machines),
+        count,
+        _each(reading, processes, count),
     )
     return Parsed(hosts, _notes(settings))
 
@@ -56,7 +56,7 @@ def write(cluster: Cluster) -> str:
         "main_process_ip": f'"{cluster.hosts[0].address}"',
         "main_process_port": str(DEFAULT_PORT),
         "num_machines": str(len(slots)),
-        "num_processes": f"{sum(slots)}  # of all machines together",
+        "num_processes": f"{sum(slots)}  # of all hosts together",
         "rdzv_backend": "static",
         "same_network": "true",
     }
@@ -103,14 +103,14 @@ def _line_of(text: str, key: str) -> tuple[int, str]:
     return next(((n, line) for n, line in lines if line.strip().startswith(key)), (1, key))
 
 
-def _each(reading: Reading, processes: int, machines: int) -> int | None:
-    if processes % machines:
+def _each(reading: Reading, processes: int, hosts: int) -> int | None:
+    if processes % hosts:
         raise HostsError(
-            f"{reading.label}: {processes} processes do not divide over {machines} machines",
-            found=shown(f"num_processes: {processes}, num_machines: {machines}"),
+            f"{reading.label}: {processes} processes do not divide over {hosts} hosts",
+            found=shown(f"num_processes: {processes}, num_machines: {hosts}"),
             remedy="set num_processes to a multiple of num_machines, or name hosts with slots",
         )
-    return processes // machines or None
+    return processes // hosts or None
 
 
 def _notes(settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """MPI's variables: they tell the size of the job and one's own rank, but not the hosts.
 
 What can be learned: the number of processes, how many of them are on this machine, and, when
-mpirun was given its host file through a variable, that file. What cannot: the other machines.
+mpirun was given its host file through a variable, that file. What cannot: the other hosts.
 So this gives hosts in two cases, and otherwise an error that says so: a host file is named by
 a variable, or all processes are on this machine.
 """

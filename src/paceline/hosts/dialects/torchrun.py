@@ -1,4 +1,4 @@
-"""torchrun's variables: they name the first machine, count the others, and name no third."""
+"""torchrun's variables: they name the first host, count the others, and name no third."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def hosts_from_ends(
         slots: Processes on each.
 
     Raises:
-        HostsError: There are machines that nothing names.
+        HostsError: There are hosts that nothing names.
     """
     if nodes == 1:
         return (Host(here, slots=slots, local=True),)
@@ -66,7 +66,7 @@ def hosts_from_ends(
         return (Host(_checked(label, first), slots=slots), Host(here, slots=slots, local=True))
     unnamed = nodes - len({name for name in (first, here if rank else "") if name})
     raise HostsError(
-        f"{label}: {unnamed} of {nodes} machines have no name in it",
+        f"{label}: {unnamed} of {nodes} hosts have no name in it",
         found=f"node 0: {first or 'not named'}; this machine: {here}, node rank {_said(rank)}",
         remedy="name all hosts: a host file or a list such as `-H n1,n2`",
     )

@@ -660,7 +660,7 @@ def readable_source() -> Iterator[str]:
     """A copy of the code that any user may read; a clone in root's home is for root alone."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-source-", dir="/tmp"))
     folder.chmod(0o755)
-    ours = Path(paceline.lab.__file__).parents[2]
+    ours = Path(paceline.lab.__file__).parents[1]
     shutil.copytree(ours, folder / ours.name, ignore=shutil.ignore_patterns("__pycache__"))
     yield str(folder)
     shutil.rmtree(folder)

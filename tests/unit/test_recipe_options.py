@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
+from paceline.recipes.argv import parse
 from paceline.recipes.data import NAMED
 from paceline.recipes.options import AUGMENTATIONS, IMAGE_MODELS, ImageOptions
+from paceline.recipes.use import PredictOptions
 from paceline.spec.errors import PacelineError, SettingError
 
 
@@ -64,6 +66,18 @@ def test_refusals(argv: list[str], told: str) -> None:
         parse_options("image", argv)
     assert told in caught.value.render()
     assert caught.value.exit_code == 2
+
+
+def test_what_stands_without_a_flag_may_stand_anywhere() -> None:
+    words = ["--run", "r", "a.png", "--top-k", "2", "-5 b_c", "--json"]
+    found = parse(PredictOptions, words, "paceline predict")
+    assert found == PredictOptions(("a.png", "-5 b_c"), "r", 2, True)
+    assert parse(PredictOptions, [], "paceline predict") == PredictOptions()
+
+
+def test_underscores_are_dashes_in_flags_only() -> None:
+    found = parse_options("image", ["--global_batch=8", "--run_dir", "a_b", "--no_fast"])
+    assert set(options_to_argv(found)) == {"--no-fast", "--global-batch=8", "--run-dir=a_b"}
 
 
 def test_an_earlier_run_can_be_repeated(tmp_path: Path) -> None:

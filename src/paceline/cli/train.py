@@ -16,7 +16,7 @@ from paceline.cli.launch import job_of, launch, launch_options, prepare
 from paceline.cli.sources import toml_of
 from paceline.cli.verb import ALL, Verb, say
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
-from paceline.recipes.flags import as_flags, known, option_names
+from paceline.recipes.argv import as_flags, known, option_names
 from paceline.recipes.options import Options
 from paceline.recipes.reference import catalogue
 from paceline.spec.helptext import Row, Section
@@ -142,7 +142,7 @@ def recipe_job(ctx: click.Context, name: str, options: Options) -> Job:
     return quiet_torch(job)
 
 
-RECIPE_MODULES = ("torch", "tyro", "paceline.train")
+RECIPE_MODULES = ("torch", "paceline.train")
 TRAINING_MODULES = (*RECIPE_MODULES, "paceline.train.preload")  # what an optimizer needs, too
 
 

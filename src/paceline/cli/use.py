@@ -20,7 +20,7 @@ from paceline.cli.launch import job_of, launch, launch_options, prepare
 from paceline.cli.train import RECIPE_MODULES, gathered, quiet_torch, with_data
 from paceline.cli.verb import Verb, say
 from paceline.cli.via import Via
-from paceline.recipes.flags import parse
+from paceline.recipes.argv import parse
 from paceline.recipes.use import EvaluateOptions
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry, Input

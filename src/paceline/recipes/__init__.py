@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.recipes.flags import known, parse, to_argv
+from paceline.recipes.argv import known, parse, to_argv
 from paceline.recipes.options import ImageOptions, Options, TextOptions, TranslationOptions
 from paceline.spec.errors import DataError
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from paceline.recipes.argv import at_least, below_one, known
 from paceline.recipes.data import NAMED, HubSource, is_path
-from paceline.recipes.flags import at_least, below_one, known
 from paceline.spec.errors import SettingError
 
 Dtype = Literal["float32", "float64", "bf16", "fp16"]

@@ -81,7 +81,7 @@ def options_in(kind: type) -> list[Option]:
 
 def _typed(field: dataclasses.Field[Any]) -> bool:
     """Whether a field is an option: not what stands without a flag."""
-    return field.name != "run" and "Positional" not in str(field.type)
+    return field.name != "run" and not field.metadata.get("positional")
 
 
 # title → fields, in the order of a help; what stands in none is about model and data

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
-
-import tyro
+from dataclasses import dataclass, field
+from typing import Literal
 
 from paceline.recipes.options import Backend, Device
 
@@ -36,7 +34,7 @@ class EvaluateOptions:
 class PredictOptions:
     """Tell the class of images or texts."""
 
-    inputs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    inputs: tuple[str, ...] = field(default=(), metadata={"positional": True})
     """Image files and folders of images; or texts, and csv, tsv and txt files of texts."""
     run: str = ""
     """Run directory that holds model/."""
@@ -52,7 +50,7 @@ class PredictOptions:
 class TranslateOptions:
     """Translate sentences; without any, the lines of standard input."""
 
-    sentences: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    sentences: tuple[str, ...] = field(default=(), metadata={"positional": True})
     """Sentences."""
     run: str = ""
     """Run directory that holds model/."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.recipes import use_of
-from paceline.recipes.flags import at_least, parse
+from paceline.recipes.argv import at_least, parse
 from paceline.recipes.program import guarded
 from paceline.recipes.use import BenchmarkOptions
 from paceline.recipes.use.evaluate import task_of

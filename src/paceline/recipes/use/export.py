@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.recipes import use_of
-from paceline.recipes.flags import parse
+from paceline.recipes.argv import parse
 from paceline.recipes.program import guarded, library
 from paceline.recipes.use import ExportOptions, Format
 from paceline.recipes.use.evaluate import task_of

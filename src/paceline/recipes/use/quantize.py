@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.recipes import use_of
-from paceline.recipes.flags import below_one, parse
+from paceline.recipes.argv import below_one, parse
 from paceline.recipes.program import guarded, library
 from paceline.recipes.use import QuantizeOptions
 from paceline.recipes.use.evaluate import task_of

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from paceline import train
-from paceline.recipes.flags import at_least, parse
+from paceline.recipes.argv import at_least, parse
 from paceline.recipes.program import guarded
 from paceline.recipes.tokens import padded, source_rows
 from paceline.recipes.transformer import DecoderLayer, Search, Transformer, decode

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import dataclasses
 import difflib
-import io
 import json
-import re
 import sys
-from collections.abc import Iterable, Sequence
+import typing
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from paceline.spec import rundir
 from paceline.spec.errors import SettingError
@@ -61,20 +60,86 @@ def parse(kind: type[O], argv: Sequence[str], prog: str) -> O:
 
         sys.stdout.write(help_of(kind, prog, everything="--help-all" in wanted) + "\n")
         raise SystemExit(0)
-    import tyro
-
     rest, default = _from_record(kind, list(argv))
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            if default is None:
-                return tyro.cli(kind, args=rest, prog=prog)
-            return tyro.cli(kind, args=rest, prog=prog, default=default)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        message, remedy = _said(complaint.getvalue())
-        raise SettingError(message, remedy=remedy or f"{prog} --help lists all options") from None
+    parser = _Parser(prog, option_names(kind))
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        parser.add_field(field, hints[field.name])
+    words = [_dashed(word) for word in rest]
+    given, surplus = parser.parse_known_intermixed_args(words)
+    if surplus:
+        parser.refuse(surplus[0])
+    values = {name: _frozen(value) for name, value in vars(given).items()}
+    start: Any = kind() if default is None else default
+    made: O = dataclasses.replace(start, **values)
+    return made
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse's parser, but that its complaints are errors of ours."""
+
+    def __init__(self, prog: str, names: Sequence[str]) -> None:
+        super().__init__(prog, add_help=False, allow_abbrev=False)
+        self._names = names
+
+    def add_field(self, field: dataclasses.Field[Any], hint: Any) -> None:
+        """The option, or the words without one, that a field stands for."""
+        flag = "--" + field.name.replace("_", "-")
+        several, literal = typing.get_origin(hint) is tuple, typing.get_origin(hint) is Literal
+        more: dict[str, Any] = {"default": argparse.SUPPRESS}
+        if hint is bool:
+            self.add_argument(flag, action=argparse.BooleanOptionalAction, **more)
+            return
+        if literal:
+            more["choices"] = typing.get_args(hint)
+        elif several:
+            more |= {"nargs": "*", "type": _KINDS[typing.get_args(hint)[0]]}
+        else:
+            more["type"] = _KINDS[hint]
+        self.add_argument(field.name if field.metadata.get("positional") else flag, **more)
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(
+            message.removeprefix("argument "), remedy=f"{self.prog} --help lists all options"
+        )
+
+    def refuse(self, word: str) -> NoReturn:
+        """The error of a word that is no option."""
+        flag = word.partition("=")[0]
+        if not flag.startswith("-"):
+            self.error(f"{word}: no option takes this word")
+        near = difflib.get_close_matches(flag.lstrip("-"), self._names, 1, cutoff=0.5)
+        raise SettingError(
+            f"{flag}: no such option",
+            remedy=f"did you mean --{near[0]}?"
+            if near
+            else f"{self.prog} --help lists all options",
+        )
+
+
+def _number(kind: type[O], what: str) -> Callable[[str], O]:
+    def read(word: str) -> O:
+        try:
+            return kind(word)  # type: ignore[call-arg]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{word!r} is no {what}") from None
+
+    return read
+
+
+_KINDS: dict[type, Callable[[str], Any]] = {
+    str: str,
+    int: _number(int, "whole number"),
+    float: _number(float, "number"),
+}
+
+
+def _dashed(word: str) -> str:
+    """``--global_batch=8`` is ``--global-batch=8``."""
+    if not word.startswith("--"):
+        return word
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value
 
 
 def _from_record(kind: type[O], argv: list[str]) -> tuple[list[str], O | None]:
@@ -113,16 +178,6 @@ def recorded(kind: type[O], path: Path) -> O:
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _said(box: str) -> tuple[str, str]:
-    """Message and suggestion out of the parser's drawn box."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    lines = [line.strip("│ ").strip() for line in text.splitlines() if line.startswith("│")]
-    sections = " ".join("\0" if set(line) == {"─"} else line for line in lines).split("\0")
-    near = next((part for part in sections if "meant" in part), "")
-    flag = re.search(r"--[\w-]+", near)
-    return sections[0].strip(), f"did you mean {flag.group()}?" if flag else ""
 
 
 def to_argv(options: Any) -> list[str]:

@@ -196,11 +196,11 @@ IMAGE_MODELS = {
     "resnet50": "residual network, 26 million parameters",
 }
 AUGMENTATIONS = {
-    "flip": "mirrored, every second image",
-    "crop": "shifted by up to an eighth of the size",
-    "rotate": "turned by up to 15 degrees",
-    "zoom": "larger or smaller by up to 15 percent",
-    "resized-crop": "a random part of 8 to 100 percent of the area, brought to the full size",
+    "flip": "mirror half of the images, at random",
+    "crop": "shift by up to an eighth of the size",
+    "rotate": "turn by up to 15 degrees",
+    "zoom": "enlarge or shrink by up to 15 percent",
+    "resized-crop": "enlarge a random part, 8 to 100 percent of the area, to the full size",
 }
 _IMAGENET = (
     *("--epochs=90", "--global-batch=256", "--lr=0.1", "--image-size=224"),
@@ -301,7 +301,7 @@ TEXT_MODELS = {
     "words": "the mean of word vectors, from scratch: fast, and blind to word order",
 }
 MADE_TEXTS = {
-    "meals": "short restaurant reviews, is the food praised? (generated)",
+    "meals": "short restaurant reviews: is the food praised? (generated)",
     "dummy": "random words, for measuring speed",
 }
 """Text data sets that need no file."""
@@ -399,8 +399,8 @@ TRANSLATION_SIZES: dict[str, tuple[int, int, int, int]] = {
 }
 """(d_model, layers, heads, ff) by name; ``base`` and ``big`` are those of the original paper."""
 MADE_PAIRS = {
-    "numbers": "numbers in digits to their English words (generated)",
-    "reverse": "short sequences of letters to the same ones backwards (generated)",
+    "numbers": "numbers, from digits to English words (generated)",
+    "reverse": "short sequences of letters, to be reversed (generated)",
     "dummy": "random words, for measuring speed",
 }
 """Parallel corpora that need no file."""

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,9 +146,17 @@ def test_each_command_of_the_guide(cluster: tuple[Site, Slurm], text: str) -> No
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("script", [SCRIPTS / "main.py", *([IMAGENET] * IMAGENET.exists())])
-def test_the_imagenet_line(cluster: tuple[Site, Slurm], script: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(SCRIPTS / "main.py", id="our stand-in"),
+        *([pytest.param(IMAGENET, id="pytorch-examples")] * IMAGENET.exists()),
+    ],
+)
+def test_the_imagenet_line(cluster: tuple[Site, Slurm], script: Path) -> None:
     """As typed, in a folder with the script, unmodified; its 90 epochs are cut."""
+    if not IMAGENET.exists():  # the summary of the tests shows it
+        warnings.warn(f"ran our stand-in only: {IMAGENET} could not be fetched", stacklevel=1)
     site, slurm = cluster
     folder = site.project.parent / f"imagenet-{script.parent.name}"
     pictures(folder / "data")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from every_transport import EveryTransport
 from launches import Ended, Site, eventually
-from transports import ByHand, Transport, site_in
+from transports import ByHand, Transport, site_in, sniffed
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -159,26 +158,3 @@ def test_a_forwarded_secret_cannot_be_read_off_the_wire(site: Site) -> None:
     assert len(seen) > 10_000
     assert secret.encode() not in seen
     assert KEY.encode() not in seen
-
-
-@contextlib.contextmanager
-def sniffed(site: Site) -> Iterator[bytearray]:
-    """All frames that the second host sends and gets, as a packet socket there sees them."""
-    code = (
-        "import socket, sys\n"
-        "s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))\n"
-        "sys.stdout.buffer.write(b'!'); sys.stdout.buffer.flush()\n"
-        "while True: sys.stdout.buffer.write(s.recv(65535)); sys.stdout.buffer.flush()\n"
-    )
-    pipe = subprocess.PIPE
-    seen = bytearray()
-    argv = [sys.executable, "-c", code]
-    with site.lab.popen("n2", argv, stdout=pipe, stdin=subprocess.DEVNULL) as child:
-        assert child.stdout is not None
-        try:
-            assert child.stdout.read(1) == b"!"
-            yield seen
-            time.sleep(0.3)
-        finally:
-            child.kill()
-        seen += child.stdout.read()

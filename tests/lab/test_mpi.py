@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from every_transport import EveryTransport
 from launches import SOURCE, Site, eventually
-from transports import Transport, mpiexec, site_in
+from transports import Transport, mpiexec, site_in, sniffed
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -59,6 +60,17 @@ def test_the_key_is_in_no_command_line(transport: Transport) -> None:
         lines = [_read(f"/proc/{pid}/cmdline") for pid in pids]
     assert keys
     assert not [line for line in lines for key in keys if key and key.encode() in line]
+
+
+def test_a_forwarded_secret_cannot_be_read_off_the_wire(transport: Transport) -> None:
+    """MPI passes the environment on in the clear: it must not have it."""
+    secret = "T0p-secret-0123456789-of-mine"
+    transport = replace(transport, env={**(transport.env or {}), "T_SECRET": secret})
+    with sniffed(transport.site) as seen:
+        done = transport.run("--env", "T_SECRET", "--no-torch", "-p", "1", "tell.py")
+    assert done.code == 0, done.err
+    assert len(seen) > 10_000
+    assert secret.encode() not in seen
 
 
 def _read(path: str) -> bytes:

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from every_transport import EveryTransport
 from launches import Site, eventually
 from slurmlab import Slurm, slurm_on
-from transports import IMAGE_RECIPE, Transport, largest_difference, reference, site_in
+from transports import IMAGE_RECIPE, Transport, largest_difference, reference, site_in, sniffed
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -69,6 +70,17 @@ class TestSrun(EveryTransport):
     @pytest.fixture
     def transport(self, inside: Transport) -> Transport:
         return inside
+
+
+def test_a_forwarded_secret_cannot_be_read_off_the_wire(inside: Transport) -> None:
+    """srun passes the environment on in the clear: it must not have it."""
+    secret = "T0p-secret-0123456789-of-mine"
+    transport = replace(inside, env={**(inside.env or {}), "T_SECRET": secret})
+    with sniffed(transport.site) as seen:
+        done = transport.run("--env", "T_SECRET", "--no-torch", "-p", "1", "tell.py")
+    assert done.code == 0, done.err
+    assert len(seen) > 10_000
+    assert secret.encode() not in seen
 
 
 def test_salloc_around_the_command(site: Site, slurm: Slurm) -> None:

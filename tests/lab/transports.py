@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,3 +187,26 @@ def site_in(new_lab: Any, folder: Path, **options: Any) -> Site:
     project = project_at(folder / "project")
     share = (str(folder), str(PARTS)) if PARTS.is_dir() else (str(folder),)
     return Site(new_lab(**{"hosts": 2, "share": share, **options}), project)
+
+
+@contextlib.contextmanager
+def sniffed(site: Site) -> Iterator[bytearray]:
+    """All frames that the second host sends and gets, as a packet socket there sees them."""
+    code = (
+        "import socket, sys\n"
+        "s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))\n"
+        "sys.stdout.buffer.write(b'!'); sys.stdout.buffer.flush()\n"
+        "while True: sys.stdout.buffer.write(s.recv(65535)); sys.stdout.buffer.flush()\n"
+    )
+    pipe = subprocess.PIPE
+    seen = bytearray()
+    argv = [sys.executable, "-c", code]
+    with site.lab.popen("n2", argv, stdout=pipe, stdin=subprocess.DEVNULL) as child:
+        assert child.stdout is not None
+        try:
+            assert child.stdout.read(1) == b"!"
+            yield seen
+            time.sleep(0.3)
+        finally:
+            child.kill()
+        seen += child.stdout.read()

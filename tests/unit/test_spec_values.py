@@ -12,6 +12,7 @@ from paceline.spec import errors
 from paceline.spec.command import for_people, shell_text
 from paceline.spec.finding import Finding
 from paceline.spec.hosts import Cluster, Host
+from paceline.spec.job import Environment
 from paceline.spec.settings import Setting, Source
 
 
@@ -68,3 +69,10 @@ def test_a_finding_that_fails_has_a_remedy() -> None:
         Finding("ports", "fail", ("n1",), "closed")
     found = Finding("ports", "fail", ("n1",), "closed", "open it")
     assert found.to_json()["outcome"] == "fail"
+
+
+def test_which_forwarded_variables_seem_to_be_secrets() -> None:
+    forwarded = {"WANDB_API_KEY": "abc", "MINE": "sk0123456789abcdefgh", "LANG": "C.UTF-8",
+                 "SSH_AUTH_SOCK": "/tmp/agent.1"}  # fmt: skip
+    environment = Environment({"A_KEY": "public"}, forwarded)
+    assert environment.forwarded_secrets() == ("WANDB_API_KEY", "MINE")

@@ -92,12 +92,21 @@ class Via:
         return self.scheduler.name
 
     def agree_on(self, job: Job) -> None:
-        """Nodes on which the same command is typed have to mean the same job."""
+        """What the transport must know of the job.
+
+        Nodes on which the same command is typed have to mean the same. A scheduler's command
+        passes its whole environment on in the clear: forwarded secrets must not be in it, for the
+        agents get them through TLS.
+        """
         from paceline.launch.view import entry_argv
+        from paceline.rendezvous.started import StartedTransport
         from paceline.rendezvous.typed import TypedTransport
 
         if isinstance(self.transport, TypedTransport):
             self.transport.words = entry_argv(job.entry, "python")
+        elif isinstance(self.transport, StartedTransport):
+            for name in job.environment.forwarded_secrets():
+                os.environ.pop(name, None)
 
 
 def manner_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> Manner:

@@ -63,6 +63,15 @@ class Environment:
         shaped = [value for value in self.forwarded.values() if _SECRET_SHAPE.fullmatch(value)]
         return tuple(dict.fromkeys(value for value in [*named, *shaped] if len(value) >= 6))
 
+    def forwarded_secrets(self) -> tuple[str, ...]:
+        """Names of forwarded variables that seem to be secrets; a path is none."""
+        return tuple(
+            name
+            for name, value in self.forwarded.items()
+            if not value.startswith("/")
+            and (_SECRET_NAME.search(name) or _SECRET_SHAPE.fullmatch(value))
+        )
+
     def shown(self) -> dict[str, str]:
         """Every variable as the plan records it."""
         public = {

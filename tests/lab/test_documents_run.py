@@ -54,7 +54,7 @@ SHORTER = [
     (r"paceline train .*fashion-mnist", "--steps 2 --data-dir fewer"),
     (r"paceline train translation", "--steps 2 --model tiny --score-every 1000"),
     (r"paceline train ", "--steps 2"),
-    (r"paceline run my_text.py", "--steps 2"),
+    (r"paceline run my_text.py", "--epochs 1"),
     (r"paceline bench collectives", "-e 64K -n 2"),
     (r"paceline check (?!.*--quick)", "--no-trial"),
     (r"paceline benchmark ", "--iterations 3 --warm-up 1"),

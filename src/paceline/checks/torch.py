@@ -1,6 +1,6 @@
 """Do all hosts have the same torch?
 
-Looks at: ``torch/version.py`` of every host; ``--full`` asks the loaded library.
+Looks at: ``torch/version.py`` of every host; without ``--quick`` the loaded library is asked, too.
 Fails when: a host has none, or the versions or what they were built for differ. Warns when a
 declared NCCL version is not the one that torch brings.
 """

@@ -99,3 +99,16 @@ def _name(function: ast.expr) -> str:
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""
+
+
+def test_a_program_begins_when_all_of_its_file_is_known() -> None:
+    """What stands below the line that runs it would not exist yet."""
+    early = []
+    for path in (REPOSITORY / "src").rglob("*.py"):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        early += [
+            str(path)
+            for node in body[:-1]
+            if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+        ]
+    assert early == []

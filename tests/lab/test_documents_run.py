@@ -49,10 +49,11 @@ ELSEWHERE = {
 PAGES_ELSEWHERE = {"coming-from.md": "tests/lab/test_coming_from.py"}
 
 # by pattern: what is added, so that it takes seconds
+FEW = "--val-fraction 0.02"  # an untrained model translates each sentence to the last token
 SHORTER = [
     (r"paceline train image .*--preset imagenet", "--steps 1 --global-batch 4"),
     (r"paceline train .*fashion-mnist", "--steps 2 --data-dir fewer"),
-    (r"paceline train translation", "--steps 2 --model tiny --score-every 1000"),
+    (r"paceline train translation", f"--steps 2 --model tiny --score-every 1000 {FEW}"),
     (r"paceline train ", "--steps 2"),
     (r"paceline run my_text.py", "--epochs 1"),
     (r"paceline bench collectives", "-e 64K -n 2"),
@@ -125,7 +126,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Path]
         shutil.copy(lab.ssh_config, ssh / "config")
         project = folder / "project"
         furnish(project)
-        for run in (f"image --run-dir {RUN}", f"translation --run-dir {TRANSLATION} --model tiny"):
+        for run in (
+            f"image --run-dir {RUN}",
+            f"translation --run-dir {TRANSLATION} --model tiny {FEW}",
+        ):
             done = typed(lab, project, f"paceline train {run} --steps 2")
             assert done.returncode == 0, done.stderr
         failing = "paceline run --run-dir runs/train-20260301-101500 --no-torch broken.py"

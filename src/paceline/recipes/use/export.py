@@ -159,10 +159,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(lambda: export(parse(ExportOptions, flags, "paceline export")))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 Figures = tuple[int, dict[str, float]]
 """Samples, and each figure over them."""
 
@@ -193,3 +189,7 @@ class Portable:
     measure: Callable[[tuple[Tensor, ...]], object]
     evaluate: Callable[[nn.Module], Figures] | None = None
     hub: Any = None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

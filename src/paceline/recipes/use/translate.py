@@ -114,10 +114,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(lambda: translate(parse(TranslateOptions, flags, "paceline translate")))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 CELL, LABEL, GAP = 18, 90, 16  # pixels
 
 
@@ -181,3 +177,7 @@ def _upright(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> I
     label = Image.new("L", (LABEL - 4, CELL), 255)
     ImageDraw.Draw(label).text((0, CELL // 2), text, 0, font, anchor="lm")
     return label.rotate(90, expand=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,12 +6,13 @@ import asyncio
 import re
 import shutil
 import subprocess
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.rendezvous.started import Starter
 from paceline.schedulers.scheduler import Scheduler
-from paceline.spec.errors import ConnectError, SettingError
+from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.hosts import Host
 
 ASK_PATIENCE_S = 10.0
@@ -75,45 +76,53 @@ def tail(words: str, lines: int = 6) -> str:
     return "\n".join(kept[-lines:])
 
 
-@dataclass(frozen=True, slots=True)
-class StepFailed:
-    """A command that should have started one agent a node of an allocation, and did not.
+class StepStarter(Starter):
+    """Has a command inside an allocation start one agent a node; a scheduler says how it does.
 
-    Attributes:
-        command: Its name.
-        allocation: What people call it, with its id.
-        job: Its id, for remedies.
-        status: Exit status of the command, ``None`` while it runs.
-        words: What it and the scheduler said.
+    Args:
+        path: Of the command.
+        arguments: The user's own words for it.
+        job: The allocation's id.
     """
 
-    command: str
-    allocation: str
-    job: str
-    status: int | None
-    words: str
+    command: str  # what people call it
+    scheduler: str
+    causes: Sequence[tuple[str, str, str]]
+    """Pattern of the words, cause, and remedy, in which ``{count}`` and ``{job}`` are filled in."""
+    otherwise: str  # remedy when no pattern is found
 
-    def error(self, hosts: Sequence[Host], missing: Sequence[Host],
-              causes: Sequence[tuple[str, str, str]], otherwise: str) -> ConnectError:  # fmt: skip
-        """The error that names the nodes and the cause. Pure.
+    def __init__(self, path: str, arguments: Sequence[str], job: str) -> None:
+        self._path, self._arguments, self._job = path, arguments, job
 
-        Args:
-            hosts: All of them.
-            missing: Those without an agent.
-            causes: Pattern of the words, cause, and remedy, in which ``{count}`` and ``{job}``
-                are filled in.
-            otherwise: Remedy when no pattern is found.
-        """
-        cause, remedy = f"{self.command} did not start the agent", otherwise
-        for pattern, found, advice in causes:
-            if re.search(pattern, self.words):
+    @abstractmethod
+    async def state_of(self, host: Host) -> str:
+        """What the scheduler says of a node; empty when it says nothing."""
+
+    def hopeless(self, words: str) -> bool:
+        """The command ends by itself when it cannot start."""
+        return False
+
+    def end(self) -> None:
+        """Nothing was made: what was started ends with its agents."""
+
+    async def explain(self, hosts: Sequence[Host], missing: Sequence[Host], status: int | None,
+                      words: str) -> PacelineError:  # fmt: skip
+        """With what the scheduler says of the nodes that are missing."""
+        lines = [words]
+        for host in missing:
+            if state := await self.state_of(host):
+                lines.append(f"{host.name} is {state}")
+        said = "\n".join(lines)
+        cause, remedy = f"{self.command} did not start the agent", self.otherwise
+        for pattern, found, advice in self.causes:
+            if re.search(pattern, said):
                 cause, remedy = found, advice
                 break
         names = ", ".join(host.name for host in missing)
-        ended = "is still waiting" if self.status is None else f"ended with status {self.status}"
+        ended = "is still waiting" if status is None else f"ended with status {status}"
         return ConnectError(
-            f"no agent on {len(missing)} of {len(hosts)} nodes of {self.allocation} ({names}): "
-            f"{cause}",
-            found=f"{self.command} {ended}\n{tail(self.words)}".strip(),
-            remedy=remedy.format(count=len(hosts), job=self.job),
+            f"no agent on {len(missing)} of {len(hosts)} nodes of {self.scheduler}'s job "
+            f"{self._job} ({names}): {cause}",
+            found=f"{self.command} {ended}\n{tail(said)}".strip(),
+            remedy=remedy.format(count=len(hosts), job=self._job),
         )

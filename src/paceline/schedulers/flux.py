@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.remote.transport import Transport
 from paceline.rendezvous.started import Start, StartedTransport
-from paceline.schedulers.commands import StepFailed, ask, program, submitted
+from paceline.schedulers.commands import StepStarter, ask, program, submitted
 from paceline.schedulers.scheduler import NOW, SCRIPT, JobState, Options, Scheduler
 from paceline.schedulers.script import (
     BatchRequest,
@@ -24,7 +24,7 @@ from paceline.schedulers.script import (
     processes_of,
     prologue,
 )
-from paceline.spec.errors import HostsError, PacelineError, SettingError
+from paceline.spec.errors import HostsError, SettingError
 from paceline.spec.hosts import Host
 from paceline.spec.launched import PROCESS_VARIABLES
 
@@ -213,34 +213,18 @@ async def state_of_node(host: Host) -> str:
     return parse_node(said.splitlines()[0]) if said.strip() else ""
 
 
-class FluxStarter:
+class FluxStarter(StepStarter):
     """One job of one task a node."""
 
-    def __init__(self, flux: str, arguments: Sequence[str], job: str) -> None:
-        self._flux, self._arguments, self._job = flux, arguments, job
+    command, scheduler = "flux run", "Flux"
+    causes, otherwise = _CAUSES, "Try: flux run -N {count} hostname"
 
     async def start(self, hosts: Sequence[Host]) -> Start:
         """The call of flux run."""
-        return Start(tuple(step(self._flux, hosts, self._arguments)), {}, PLACES, STRIP)
+        return Start(tuple(step(self._path, hosts, self._arguments)), {}, PLACES, STRIP)
 
-    def hopeless(self, words: str) -> bool:
-        """flux run ends by itself when its job cannot start."""
-        return False
-
-    async def explain(self, hosts: Sequence[Host], missing: Sequence[Host], status: int | None,
-                      words: str) -> PacelineError:  # fmt: skip
-        """With what Flux says of the nodes that are missing."""
-        lines = [words]
-        for host in missing:
-            if state := await state_of_node(host):
-                lines.append(f"{host.name} is {state}")
-        failed = StepFailed(
-            "flux run", f"Flux's job {self._job}", self._job, status, "\n".join(lines)
-        )
-        return failed.error(hosts, missing, _CAUSES, "Try: flux run -N {count} hostname")
-
-    def end(self) -> None:
-        """Nothing was made: the job ends with its agents."""
+    async def state_of(self, host: Host) -> str:
+        return await state_of_node(host)
 
 
 SCHEDULER = Flux()

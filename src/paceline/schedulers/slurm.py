@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.remote.transport import Transport
 from paceline.rendezvous.started import Start, StartedTransport
-from paceline.schedulers.commands import StepFailed, ask, program, submitted
+from paceline.schedulers.commands import StepStarter, ask, program, submitted
 from paceline.schedulers.scheduler import NOW, SCRIPT, JobState, Options, Scheduler
 from paceline.schedulers.script import (
     OWNER_FILE,
@@ -21,7 +21,7 @@ from paceline.schedulers.script import (
     processes_of,
     prologue,
 )
-from paceline.spec.errors import PacelineError, SettingError
+from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 from paceline.spec.launched import PROCESS_VARIABLES
 from paceline.spec.rundir import RESULT
@@ -260,33 +260,19 @@ async def state_of_node(host: Host) -> str:
     return parse_node(await ask("scontrol", "show", "node", "-o", host.address))
 
 
-class SlurmStarter:
+class SlurmStarter(StepStarter):
     """One step of one task a node."""
 
-    def __init__(self, srun: str, arguments: Sequence[str], job: str) -> None:
-        self._srun, self._arguments, self._job = srun, arguments, job
+    command, scheduler = "srun", "Slurm"
+    causes, otherwise = _CAUSES, "Try: srun --jobid={job} hostname"
 
     async def start(self, hosts: Sequence[Host]) -> Start:
         """The srun call."""
-        argv = step(self._srun, hosts, self._arguments)
+        argv = step(self._path, hosts, self._arguments)
         return Start(tuple(argv), dict.fromkeys(_UNSET), PLACES, STRIP, NAMES)
 
-    def hopeless(self, words: str) -> bool:
-        """srun ends by itself when it cannot start the step."""
-        return False
-
-    async def explain(self, hosts: Sequence[Host], missing: Sequence[Host], status: int | None,
-                      words: str) -> PacelineError:  # fmt: skip
-        """With what Slurm says of the nodes that are missing."""
-        lines = [words]
-        for host in missing:
-            if state := await state_of_node(host):
-                lines.append(f"{host.name} is {state}")
-        failed = StepFailed("srun", f"Slurm's job {self._job}", self._job, status, "\n".join(lines))
-        return failed.error(hosts, missing, _CAUSES, "Try: srun --jobid={job} hostname")
-
-    def end(self) -> None:
-        """Nothing was made: the step ends with its agents."""
+    async def state_of(self, host: Host) -> str:
+        return await state_of_node(host)
 
 
 SCHEDULER = Slurm()

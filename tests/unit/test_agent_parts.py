@@ -469,16 +469,6 @@ def test_a_named_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
             inside.open_file(str(tmp_path), "events.jsonl", flags)
 
 
-def test_blocks_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "f"
-    file.write_bytes(b"")
-    assert list(snapshot.read_blocks(file)) == [(0, b"")]
-    file.write_bytes(bytes(snapshot.BLOCK + 5))
-    assert [(o, len(d)) for o, d in snapshot.read_blocks(file)] == [
-        (0, snapshot.BLOCK), (snapshot.BLOCK, 5),
-    ]  # fmt: skip
-
-
 # --- the way out
 
 

@@ -265,7 +265,7 @@ def test_what_a_rank_amounts_to(entry: Entry, argv: list[str]) -> None:
 
 SAME: dict[str, Any] = {"exists": True, "missing": [], "different": []}
 OTHER: dict[str, Any] = {**SAME, "missing": ["a.py"], "different": ["b.py"]}
-TREE = Tree(Path("/w"), [["a.py", "00", 0o644, 1]], "digest")
+TREE = Tree(Path("/w"), [["a.py", "00", 0o644, 1]])
 
 
 N1 = Host("n1")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.spec import errors
-from paceline.spec.command import for_people, shell_text
+from paceline.spec.command import shell_text
 from paceline.spec.finding import Finding
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Environment
@@ -19,11 +19,6 @@ from paceline.spec.settings import Setting, Source
 @given(st.lists(st.text(st.characters(exclude_characters="\0")), min_size=1))
 def test_a_command_as_text_is_read_back_word_for_word(argv: list[str]) -> None:
     assert shlex.split(shell_text(argv)) == argv
-
-
-def test_commands_are_shortened_for_people() -> None:
-    assert for_people(["echo", "a b"]) == "echo 'a b'"
-    assert len(for_people(["x" * 500], limit=50)) == 50
 
 
 def test_an_error_in_three_parts() -> None:

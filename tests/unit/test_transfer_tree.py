@@ -74,12 +74,12 @@ def test_git_says_what_belongs_to_it(folder: Path) -> None:
 def test_the_same_files_have_the_same_hash(folder: Path) -> None:
     before = code.read_tree(folder)
     os.utime(folder / "a.py", (1, 1))
-    assert code.read_tree(folder).digest == before.digest
+    assert code.read_tree(folder).manifest == before.manifest
     (folder / "a.py").write_text("other")
-    assert code.read_tree(folder).digest != before.digest
+    assert code.read_tree(folder).manifest != before.manifest
     (folder / "a.py").write_text("a.py")
     (folder / "a.py").chmod(0o755)
-    assert code.read_tree(folder).digest != before.digest
+    assert code.read_tree(folder).manifest != before.manifest
     assert before.size == sum(len(name) for name in ("a.py", "pack/b.py", "data/d.bin"))
 
 

@@ -23,7 +23,7 @@ class Outbox:
         self.broken = False
         self._wake_fd = wake_fd
         self._data = bytearray()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     @property
     def pending(self) -> int:
@@ -37,26 +37,19 @@ class Outbox:
     def post(self, message: Message, blob: bytes = b"") -> None:
         """Queues a frame; from any thread. ValueError when it is longer than a launcher takes."""
         frame = encode(message, blob, MAX_ANSWER)
-        with self._changed:
+        with self._lock:
             if not self.broken:
                 self._data += frame
         self._wake()
 
-    def post_when_room(self, message: Message, blob: bytes = b"") -> None:
-        """As :meth:`post`, but waits while the queue is full. Not from the loop's thread."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.broken or not self.full)
-        self.post(message, blob)
-
     def flush(self) -> None:
         """Writes what the descriptor takes now."""
-        with self._changed:
+        with self._lock:
             while self._data and not self.broken:
                 written = self._write(memoryview(self._data)[: 1 << 16])
                 if written is None:
                     break
                 del self._data[:written]
-            self._changed.notify_all()
 
     def _write(self, chunk: memoryview) -> Optional[int]:
         with chunk:

@@ -346,16 +346,3 @@ def _walk(root: Path) -> Iterator[Tuple[str, int]]:
             with contextlib.suppress(OSError):
                 if path.is_file() and not path.is_symlink():
                     yield path.relative_to(root).as_posix(), path.stat().st_size
-
-
-def read_blocks(path: Path) -> Iterator[Tuple[int, bytes]]:
-    """Offset and content, block by block; an empty file gives one empty block."""
-    with path.open("rb") as file:
-        offset = 0
-        while True:
-            data = file.read(BLOCK)
-            if data or offset == 0:
-                yield offset, data
-            if not data:
-                return
-            offset += len(data)

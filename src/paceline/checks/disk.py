@@ -16,7 +16,6 @@ from paceline.spec.finding import Finding
 
 NOTHING = 50 << 20
 LITTLE = 1 << 30
-LABELS = {"cache": "cache", "tmp": "temporary files", "shm": "shared memory"}
 
 
 async def probe(probing: Probing) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def package_tree(parts: Package) -> Tree:
     folder = Path(paceline.__file__).parent
     inner = read_tree(folder, () if isinstance(parts, bool) else parts)
     manifest = [[f"paceline/{entry[0]}", *entry[1:]] for entry in inner.manifest]
-    return Tree(folder.parent, manifest, inner.digest)
+    return Tree(folder.parent, manifest)
 
 
 async def _look(fleet: Fleet, job: Job, supplies: Awaitable[Supplies]) -> Any:

@@ -113,8 +113,3 @@ def number(value: Any) -> float:
 def words(value: Any, limit: int = 1 << 20) -> str:
     """A text; empty for anything else."""
     return value[:limit] if isinstance(value, str) else ""
-
-
-def mapping(value: Any) -> dict[str, Any]:
-    """An object; empty for anything else."""
-    return value if isinstance(value, dict) else {}

@@ -21,9 +21,3 @@ def _without_breaks(word: str) -> str:
         return shlex.quote(word)
     plain = word.replace("\\", "\\\\").replace("'", "\\'")
     return "$'" + plain.replace("\n", "\\n").replace("\r", "\\r") + "'"
-
-
-def for_people(argv: Sequence[str], limit: int = 200) -> str:
-    """The command in one line for a message, shortened in the middle of nowhere."""
-    text = shell_text(argv)
-    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 from collections import Counter
@@ -30,12 +29,10 @@ class Tree:
     Attributes:
         root: Absolute path here.
         manifest: Its files with their hashes, sorted by path.
-        digest: Hash of the manifest.
     """
 
     root: Path
     manifest: Manifest
-    digest: str
 
     @property
     def size(self) -> int:
@@ -120,7 +117,7 @@ def _hashed(root: Path, files: Sequence[str]) -> Tree:
     for path in files:
         stat = (root / path).stat()
         manifest.append([path, hash_file(root / path), stat.st_mode & 0o777, stat.st_size])
-    return Tree(root, manifest, hashlib.sha256(repr(manifest).encode()).hexdigest())
+    return Tree(root, manifest)
 
 
 def _files(root: Path) -> Iterator[str]:

@@ -18,11 +18,13 @@ from paceline.schedulers.commands import StepStarter, ask, program, submitted
 from paceline.schedulers.scheduler import NOW, SCRIPT, JobState, Options, Scheduler
 from paceline.schedulers.script import (
     BatchRequest,
+    bash_script,
     check,
     command,
     gpus_of,
     processes_of,
     prologue,
+    run_dir_of,
 )
 from paceline.spec.errors import HostsError, SettingError
 from paceline.spec.hosts import Host
@@ -89,11 +91,10 @@ class Flux(Scheduler):
                 f"the run directory {request.run_dir!r} cannot stand in a batch script",
                 found="Flux fills in what stands between double braces",
             )
-        lines = ["#!/bin/bash", *(f"# flux: {one}" for one in directives(request)), ""]
         derived = processes_of(request) if request.processes is None else None
         via = ["--via", "flux", *(["-p", str(derived)] if derived else [])]
-        line = command(request, via, shlex.quote(request.run_dir))
-        return "\n".join([*lines, *prologue(request), f"exec {line}"]) + "\n"
+        line = command(request, via, run_dir_of(request))
+        return bash_script("# flux:", directives(request), [*prologue(request), f"exec {line}"])
 
     def submit(self, script: Path) -> str:
         """``flux batch`` prints the job's id and nothing else."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-import shlex
 
 from paceline.schedulers.scheduler import LOGIN, SCRIPT, Scheduler
 from paceline.schedulers.script import (
     BatchRequest,
+    bash_script,
     check,
     command,
     gpus_of,
     processes_of,
     prologue,
+    run_dir_of,
 )
 
 # LSF tells "n1 2 n2 2"; a host file says the same in a form that every launcher reads
@@ -32,17 +33,14 @@ class Lsf(Scheduler):
 
     def render(self, request: BatchRequest) -> str:
         check(request)
-        lines = ["#!/bin/bash", *(f"#BSUB {one}" for one in directives(request)), ""]
-        lines += prologue(request)
-        run_dir = shlex.quote(request.run_dir)
-        if request.array:
-            run_dir += '/"$LSB_JOBINDEX"'
+        run_dir = run_dir_of(request, "LSB_JOBINDEX")
         hosts = f"{run_dir}/lsf-hosts"
-        lines += [f"mkdir -p {run_dir}", _HOSTS.replace("{hosts}", hosts)]
+        before = [f"mkdir -p {run_dir}", _HOSTS.replace("{hosts}", hosts)]
         line = command(request, ["--via", "ssh"], run_dir).replace(
             f"--run-dir {run_dir}", f"--run-dir {run_dir} -H {hosts}", 1
         )
-        return "\n".join([*lines, f"exec {line}"]) + "\n"
+        lines = [*prologue(request), *before, f"exec {line}"]
+        return bash_script("#BSUB", directives(request), lines)
 
 
 def directives(request: BatchRequest) -> list[str]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-import shlex
 
 from paceline.schedulers.scheduler import LOGIN, SCRIPT, Scheduler
 from paceline.schedulers.script import (
     BatchRequest,
+    bash_script,
     check,
     command,
     gpus_of,
     processes_of,
     prologue,
+    run_dir_of,
 )
 
 _VIA = ["-H", "pbs", "--via", "ssh"]
@@ -28,12 +29,9 @@ class Pbs(Scheduler):
 
     def render(self, request: BatchRequest) -> str:
         check(request)
-        lines = ["#!/bin/bash", *(f"#PBS {one}" for one in directives(request)), ""]
-        lines += prologue(request)
-        run_dir = shlex.quote(request.run_dir)
-        if request.array:
-            run_dir += '/"$PBS_ARRAY_INDEX"'
-        return "\n".join([*lines, f"exec {command(request, _VIA, run_dir)}"]) + "\n"
+        line = command(request, _VIA, run_dir_of(request, "PBS_ARRAY_INDEX"))
+        lines = [*prologue(request), f"exec {line}"]
+        return bash_script("#PBS", directives(request), lines)
 
 
 def directives(request: BatchRequest) -> list[str]:

@@ -5,6 +5,7 @@ Pure."""
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -115,6 +116,23 @@ def prologue(request: BatchRequest) -> list[str]:
         f"cd {bash_line([request.workdir])} || exit",
         *request.setup,
     ]
+
+
+def run_dir_of(request: BatchRequest, index: str = "") -> str:
+    """The run directory as shell text.
+
+    Args:
+        request: For its run directory.
+        index: Variable with a task's number in an array, whose runs lie below it.
+    """
+    folder = shlex.quote(request.run_dir)
+    return f'{folder}/"${index}"' if request.array else folder
+
+
+def bash_script(mark: str, directives: Sequence[str], lines: Sequence[str]) -> str:
+    """A batch: what the scheduler reads, each behind ``mark``, then what bash does."""
+    head = ["#!/bin/bash", *(f"{mark} {one}" for one in directives), ""]
+    return "\n".join([*head, *lines]) + "\n"
 
 
 def command(request: BatchRequest, via: Sequence[str], run_dir: str) -> str:

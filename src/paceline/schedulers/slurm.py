@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,10 +15,12 @@ from paceline.schedulers.scheduler import NOW, SCRIPT, JobState, Options, Schedu
 from paceline.schedulers.script import (
     OWNER_FILE,
     BatchRequest,
+    bash_script,
     check,
     command,
     processes_of,
     prologue,
+    run_dir_of,
 )
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
@@ -84,14 +85,11 @@ class Slurm(Scheduler):
     def render(self, request: BatchRequest) -> str:
         """Directives, the user's set-up, and the same command as typed."""
         check(request)
-        lines = ["#!/bin/bash", *(f"#SBATCH {one}" for one in directives(request)), ""]
-        lines += [*(_TRAPS if request.requeue else ()), *prologue(request)]
-        run_dir = shlex.quote(request.run_dir)
-        if request.array:
-            run_dir += '/"$SLURM_ARRAY_TASK_ID"'
+        run_dir = run_dir_of(request, "SLURM_ARRAY_TASK_ID")
         line = command(request, ["--via", "slurm"], run_dir)
         ending = _with_requeue(line, run_dir) if request.requeue else [f"exec {line}"]
-        return "\n".join([*lines, *ending]) + "\n"
+        lines = [*(_TRAPS if request.requeue else ()), *prologue(request), *ending]
+        return bash_script("#SBATCH", directives(request), lines)
 
     def submit(self, script: Path) -> str:
         """``sbatch --parsable`` prints ``12`` or ``12;cluster``."""

@@ -53,6 +53,22 @@ def test_run_directories_are_no_code(folder: Path, tracked: bool, mark: tuple[st
     assert "pack/b.py" in files(folder)
 
 
+@pytest.mark.parametrize("tracked", [False, True])
+def test_code_beside_what_a_run_left_is_code(folder: Path, tracked: bool) -> None:
+    """With --run-dir exp1, exp1/train.py is still there for the second start."""
+    inner = folder / "exp1"
+    (inner / "model").mkdir(parents=True)
+    for name in ("events.jsonl", "result.json", "model/model.safetensors", "train.py",
+                 "model/net.py"):  # fmt: skip
+        (inner / name).write_text("")
+    if tracked:
+        git(folder, "init", "-q")
+    assert {path for path in files(folder) if path.startswith("exp1/")} == {
+        "exp1/train.py",
+        "exp1/model/net.py",
+    }
+
+
 def test_folders_that_may_not_be_looked_into(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(path))

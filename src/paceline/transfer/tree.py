@@ -13,7 +13,7 @@ from paceline.agent.snapshot import hash_file
 from paceline.spec.errors import SettingError
 from paceline.spec.helptext import counted
 from paceline.spec.job import Entry, Job
-from paceline.spec.rundir import is_run
+from paceline.spec.rundir import WEIGHTS, is_ours, is_run
 
 MAX_FILES = 5000
 MAX_BYTES = 256 * 1024 * 1024
@@ -82,7 +82,7 @@ def _git(folder: Path, *args: str) -> str | None:
 def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
     """Hashes the code in ``root``: what git tracks or would track, else everything plain.
 
-    Run directories in it are no code: they change while they are read.
+    What runs have left in it is no code: it changes while it is read.
 
     With ``parts`` only what begins with one of them. SettingError when that is more than is
     sensibly shipped at every start.
@@ -121,14 +121,25 @@ def _hashed(root: Path, files: Sequence[str]) -> Tree:
 
 
 def _files(root: Path) -> Iterator[str]:
-    """Relative paths, ``/``-separated, of plain files."""
+    """Relative paths, ``/``-separated, of plain files that no run has left."""
+    runs: dict[Path, bool] = {}
+    for name in _plain(root):
+        above = [folder for folder in Path(name).parents if folder.name]
+        runs |= {one: _true_of(is_run, root / one) for one in above if one not in runs}
+        if not any(runs[one] and _of_a_run(Path(name).relative_to(one)) for one in above):
+            yield name
+
+
+def _of_a_run(path: Path) -> bool:
+    """Whether a path in a run directory is the run's; a script may well lie beside it."""
+    return is_ours(path.as_posix()) or path.as_posix() == WEIGHTS
+
+
+def _plain(root: Path) -> Iterator[str]:
     listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listed is not None:
-        runs: dict[Path, bool] = {}
         for name in dict.fromkeys(filter(None, listed.split("\0"))):
-            above = [folder for folder in Path(name).parents if folder.name]
-            runs |= {folder: is_run(root / folder) for folder in above if folder not in runs}
-            if (root / name).is_file() and not any(runs[folder] for folder in above):
+            if (root / name).is_file():
                 yield name
         return
     for folder, folders, names in os.walk(root):
@@ -141,9 +152,7 @@ def _files(root: Path) -> Iterator[str]:
 
 def _skip(folder: Path) -> bool:
     name = folder.name
-    if name.startswith(".") or name in _SKIPPED:
-        return True
-    return _true_of(Path.exists, folder / "pyvenv.cfg") or _true_of(is_run, folder)
+    return name.startswith(".") or name in _SKIPPED or _true_of(Path.exists, folder / "pyvenv.cfg")
 
 
 def _true_of(ask: Callable[[Path], bool], path: Path) -> bool:

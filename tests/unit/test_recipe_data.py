@@ -106,6 +106,26 @@ def test_cifar_files(tmp_path: Path, binary: bool) -> None:
     assert data.classes[3] == "cat"
 
 
+def test_the_hundred_classes_of_cifar(tmp_path: Path) -> None:
+    folder = tmp_path / "cifar-100-python"
+    folder.mkdir()
+    names = [f"class {number}".encode() for number in range(100)]
+    (folder / "meta").write_bytes(pickle.dumps({b"fine_label_names": names}, protocol=2))
+    for part in ("train", "test"):
+        batch = {
+            b"data": np.full((3, 3072), 7, np.uint8),
+            b"fine_labels": [0, 42, 99],
+            b"coarse_labels": [0, 1, 19],
+        }
+        (folder / part).write_bytes(pickle.dumps(batch, protocol=2))
+    data = read("cifar100", tmp_path)
+    assert data.splits["train"].labels.tolist() == [0, 42, 99]
+    assert data.classes[42] == "class 42"
+    (folder / "meta").write_bytes(b"no pickle")
+    with pytest.raises(DataError, match="CIFAR-100's classes"):
+        read(folder)
+
+
 def test_both_cifar_versions_are_one_data_set(tmp_path: Path) -> None:
     write_cifar(tmp_path / "a", binary=True)
     write_cifar(tmp_path / "b", binary=False)
@@ -427,7 +447,7 @@ def test_torn_pixels_are_named_when_read(tmp_path: Path) -> None:
 
 def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="files of mnist were not found"):
-        read("mnist", tmp_path)
+        read("mnist", tmp_path, offline=True)
     with pytest.raises(DataError, match="no such folder"):
         read(tmp_path / "nope")
 

@@ -118,6 +118,7 @@ def load_data(options: ImageOptions, wants: Inputs) -> ImageData:
         skip_damaged=options.skip_damaged,
         config=options.data_config,
         offline=options.offline,
+        mirror=options.mirror,
     )
     return load(options.data_dir, request)
 

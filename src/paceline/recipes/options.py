@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from paceline.recipes.argv import at_least, below_one, known
-from paceline.recipes.data import NAMED, HubSource, is_path
+from paceline.recipes.data import NAMED, PAIRS, TEXTS, HubSource, is_path
 from paceline.spec.errors import SettingError
 
 Dtype = Literal["float32", "float64", "bf16", "fp16"]
@@ -34,7 +34,10 @@ class Options:
     data: str = ""
     """Data set, by name or as a path."""
     data_dir: str = ""
-    """Folder that holds the files of the named data set (default: the usual places)."""
+    """Folder that holds the files of the named data set, or gets them (default: the usual
+    places)."""
+    mirror: str = ""
+    """Address that is asked first for the files of a named data set: MIRROR/NAME/FILE."""
     epochs: int = 1
     """Passes over the training data."""
     steps: int = 0
@@ -125,6 +128,11 @@ class Options:
         at_least("--check-every", self.check_every, 1)
         for name in self.track:
             known("--track", name, TRACKERS)
+        if self.mirror and not re.match(r"https?://[^/]", self.mirror):
+            raise SettingError(
+                f"--mirror {self.mirror}: no address of a web server",
+                remedy="--mirror https://HOST/FOLDER, or --data-dir FOLDER for files that are here",
+            )
         at_least("--keep", self.keep, 0)
         if not _CADENCE.fullmatch(self.checkpoint_every):
             raise SettingError(
@@ -243,8 +251,8 @@ class ImageOptions(Options):
     """Compute in bf16 where the machine is faster in it, and with channels last (not cnn on images
     below 16 pixels); --no-fast keeps to --dtype."""
     data: str = "digits"
-    """digits, fashion-mnist, mnist, cifar10, dummy, a folder with a folder for each class, or a
-    Hugging Face data set by id or folder."""
+    """digits, fashion-mnist, mnist, cifar10, cifar100, dummy, a folder with a folder for each
+    class, or a Hugging Face data set by id or folder."""
     data_config: str = ""
     """Configuration of a Hugging Face data set."""
     offline: bool = False
@@ -326,7 +334,7 @@ class TextOptions(Options):
 
     data: str = "meals"
     """A csv, tsv or jsonl file, a folder with train, val and test files, a Hugging Face data set
-    by id or folder; or meals, dummy."""
+    by id or folder; or ag-news, meals, dummy."""
     test_data: str = ""
     """A file of the same form that is held out (default: a part of --data)."""
     data_config: str = ""
@@ -366,7 +374,7 @@ class TextOptions(Options):
         if not is_path(self.model):
             known("--model", self.model, TEXT_MODELS)
         if not is_path(self.data):
-            known("--data", self.data, MADE_TEXTS)
+            known("--data", self.data, [*MADE_TEXTS, *TEXTS])
         at_least("--vocab-size", self.vocab_size, 0)
         at_least("--max-length", self.max_length, 2)
         at_least("--unfreeze-every", self.unfreeze_every, 0)
@@ -377,7 +385,7 @@ class TextOptions(Options):
 
     def hub(self) -> HubSource:
         """Where a Hugging Face data set would come from."""
-        return HubSource(self.data, self.data_config, self.offline)
+        return HubSource(self.data, self.data_config, self.offline, self.mirror)
 
     def _validate_data(self) -> None:
         if not 0 < self.test_fraction < 1:
@@ -427,7 +435,8 @@ class TranslationOptions(Options):
 
     data: str = "numbers"
     """A TSV (source, tab, target), JSONL, the source file beside --target, a folder with
-    train/val/test files, a Hugging Face data set by id or folder; or numbers, reverse, dummy."""
+    train/val/test files, a Hugging Face data set by id or folder; or multi30k, numbers, reverse,
+    dummy."""
     target: str = ""
     """The other file, line by line the translation of --data."""
     source_lang: str = ""
@@ -495,7 +504,7 @@ class TranslationOptions(Options):
 
     def hub(self) -> HubSource:
         """Where a Hugging Face data set would come from."""
-        return HubSource(self.data, self.data_config, self.offline)
+        return HubSource(self.data, self.data_config, self.offline, self.mirror)
 
     def _validate_sizes(self) -> None:
         for flag in ("d_model", "layers", "heads", "ff", "vocab_size"):
@@ -515,10 +524,10 @@ class TranslationOptions(Options):
                 f"--val-fraction {self.val_fraction} must lie between 0 and 1",
                 remedy="--val-fraction 0.1",
             )
-        if self.target and self.data in MADE_PAIRS:
+        if self.target and self.data in (*MADE_PAIRS, *PAIRS):
             raise SettingError(
                 f"--target {self.target} needs a file as --data",
-                found=f"--data {self.data} is generated",
+                found=f"--data {self.data} has both sides",
                 remedy="--data FILE.SOURCE --target FILE.TARGET",
             )
         if bool(self.source_lang) != bool(self.target_lang):
@@ -526,4 +535,4 @@ class TranslationOptions(Options):
                 "--source-lang and --target-lang belong together", remedy="name both, or none"
             )
         if not is_path(self.data):
-            known("--data", self.data, MADE_PAIRS)
+            known("--data", self.data, [*MADE_PAIRS, *PAIRS])

@@ -22,7 +22,7 @@ from paceline.recipes import (
     options,
     recipe,
 )
-from paceline.recipes.data import NAMED
+from paceline.recipes.data import NAMED, PAIRS, TEXTS
 from paceline.spec.helptext import WIDTH, Row, Section, render
 
 
@@ -213,7 +213,9 @@ class Entry:
 def catalogue() -> list[Entry]:
     """All entries, in the order in which they are listed."""
     sizes = {name: _size(numbers) for name, numbers in options.TRANSLATION_SIZES.items()}
-    images = {name: named.summary for name, named in NAMED.items()}
+    images, texts, pairs = (
+        {name: named.summary for name, named in sets.items()} for sets in (NAMED, TEXTS, PAIRS)
+    )
     presets = {name: " ".join(flags) for name, flags in options.IMAGE_PRESETS.items()}
     return [
         *(Entry("recipes", one.name, one.name, one.summary) for one in RECIPES.values()),
@@ -221,8 +223,8 @@ def catalogue() -> list[Entry]:
         *_entries("models", "text", options.TEXT_MODELS),
         *_entries("models", "translation", sizes),
         *_entries("data", "image", images),
-        *_entries("data", "text", options.MADE_TEXTS),
-        *_entries("data", "translation", options.MADE_PAIRS),
+        *_entries("data", "text", {**options.MADE_TEXTS, **texts}),
+        *_entries("data", "translation", {**options.MADE_PAIRS, **pairs}),
         *_entries("augmentations", "image", options.AUGMENTATIONS),
         *_entries("presets", "image", presets),
     ]

@@ -27,6 +27,28 @@ _CLOTHES = (
 
 
 @dataclass(frozen=True, slots=True)
+class Remote:
+    """A file that can be downloaded.
+
+    Attributes:
+        name: Under which its sources have it.
+        digest: ``sha256:HEX`` or ``md5:HEX``, as published.
+        sources: Addresses of the folders that hold it, in the order in which they are asked.
+        size: Its bytes; 0 where that is not published.
+    """
+
+    name: str
+    digest: str
+    sources: tuple[str, ...]
+    size: int = 0
+
+
+def _remotes(sources: tuple[str, ...], *files: tuple[str, int, str]) -> tuple[Remote, ...]:
+    """Files of the same sources, as (name, size, digest)."""
+    return tuple(Remote(name, digest, sources, size) for name, size, digest in files)
+
+
+@dataclass(frozen=True, slots=True)
 class Named:
     """A data set that has a name.
 
@@ -34,10 +56,11 @@ class Named:
         name: As in ``--data NAME``.
         reader: Module under ``paceline.recipes.data`` that understands its files.
         folders: Where the files are looked for, under each of the usual places; none for a set
-            that is generated.
+            that is generated. Downloaded files go to the first.
         summary: One line for people.
-        get: How to get the files.
+        get: How to get the files by hand.
         classes: Class names, where the files do not hold them.
+        remote: What can be downloaded; archives (``.tar.gz``) are unpacked, without their folders.
     """
 
     name: str
@@ -46,7 +69,20 @@ class Named:
     summary: str
     get: str
     classes: tuple[str, ...] = ()
+    remote: tuple[Remote, ...] = ()
 
+
+_MNIST = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)
+_FASHION = (
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+)
+_CIFAR = ("https://www.cs.toronto.edu/~kriz/",)
+_AG_NEWS = ("https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv/",)
+_MULTI30K = ("https://raw.githubusercontent.com/neychev/small_DL_repo/master/datasets/Multi30k/",)
 
 NAMED: dict[str, Named] = {
     named.name: named
@@ -66,6 +102,29 @@ NAMED: dict[str, Named] = {
             "70,000 photos of clothing, 28×28 greyscale",
             "apt install dataset-fashion-mnist, or --data-dir FOLDER with the four IDX files",
             _CLOTHES,
+            _remotes(
+                _FASHION,
+                (
+                    "train-images-idx3-ubyte.gz",
+                    26_421_880,
+                    "sha256:3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+                ),
+                (
+                    "train-labels-idx1-ubyte.gz",
+                    29_515,
+                    "sha256:a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+                ),
+                (
+                    "t10k-images-idx3-ubyte.gz",
+                    4_422_102,
+                    "sha256:346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+                ),
+                (
+                    "t10k-labels-idx1-ubyte.gz",
+                    5_148,
+                    "sha256:67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+                ),
+            ),
         ),
         Named(
             "mnist",
@@ -74,6 +133,29 @@ NAMED: dict[str, Named] = {
             "70,000 handwritten digits, 28×28 greyscale",
             "--data-dir FOLDER with the four IDX files (train-images-idx3-ubyte.gz, …)",
             _DIGITS,
+            _remotes(
+                _MNIST,
+                (
+                    "train-images-idx3-ubyte.gz",
+                    9_912_422,
+                    "sha256:440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+                ),
+                (
+                    "train-labels-idx1-ubyte.gz",
+                    28_881,
+                    "sha256:3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+                ),
+                (
+                    "t10k-images-idx3-ubyte.gz",
+                    1_648_877,
+                    "sha256:8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+                ),
+                (
+                    "t10k-labels-idx1-ubyte.gz",
+                    4_542,
+                    "sha256:f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+                ),
+            ),
         ),
         Named(
             "cifar10",
@@ -81,29 +163,98 @@ NAMED: dict[str, Named] = {
             ("cifar-10-batches-py", "cifar-10-batches-bin", "cifar10", "cifar-10"),
             "60,000 photos in ten classes, 32×32 in colour",
             "--data-dir FOLDER with data_batch_1 … test_batch (Python or binary version)",
+            remote=_remotes(
+                _CIFAR,
+                (
+                    "cifar-10-python.tar.gz",
+                    170_498_071,
+                    "sha256:6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
+                ),
+            ),
+        ),
+        Named(
+            "cifar100",
+            "cifar",
+            ("cifar-100-python", "cifar100", "cifar-100"),
+            "60,000 photos in a hundred classes, 32×32 in colour",
+            "--data-dir FOLDER with train, test and meta (Python version)",
+            remote=_remotes(
+                _CIFAR,
+                (
+                    "cifar-100-python.tar.gz",
+                    169_001_437,
+                    "sha256:85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7",
+                ),
+            ),
         ),
         Named("dummy", "", (), "random images, for measuring speed", ""),
     )
 }
+TEXTS: dict[str, Named] = {
+    "ag-news": Named(
+        "ag-news",
+        "texts",
+        ("ag_news_csv", "ag-news", "AG_NEWS"),
+        "127,600 news in four classes, in English",
+        "--data FOLDER with train.csv and test.csv",
+        ("World", "Sports", "Business", "Sci/Tech"),
+        _remotes(
+            _AG_NEWS,
+            ("train.csv", 0, "md5:b1a00f826fdfbd249f79597b59e1dc12"),
+            ("test.csv", 0, "md5:d52ea96a97a2d943681189a97654912d"),
+        ),
+    ),
+}
+"""Sets of labelled texts that have a name and files."""
+PAIRS: dict[str, Named] = {
+    "multi30k": Named(
+        "multi30k",
+        "pairs",
+        ("multi30k", "Multi30k"),
+        "31,000 captions of pictures, in German and English",
+        "--data FOLDER with train.de, train.en, val.de, val.en, test.de and test.en",
+        remote=_remotes(
+            _MULTI30K,
+            (
+                "training.tar.gz",
+                0,
+                "sha256:20140d013d05dd9a72dfde46478663ba05737ce983f478f960c1123c6671be5e",
+            ),
+            (
+                "validation.tar.gz",
+                0,
+                "sha256:a7aa20e9ebd5ba5adce7909498b94410996040857154dab029851af3a866da8c",
+            ),
+            (
+                "mmt16_task1_test.tar.gz",
+                0,
+                "sha256:6d1ca1dba99e2c5dd54cae1226ff11c2551e6ce63527ebb072a1f70f72a5cd36",
+            ),
+        ),
+    ),
+}
+"""Parallel corpora that have a name and files."""
 READERS = ("idx", "cifar", "hub_images", "folder")
 """Formats that a path is tried as, in this order."""
-PLACES = ("~/.cache/paceline/datasets", "/usr/share/datasets", "/usr/local/share/datasets", "data")
-"""Folders under which the files of named sets are looked for, after ``--data-dir``."""
+PLACES = ("/usr/share/datasets", "/usr/local/share/datasets", "data")
+"""Folders under which the files of named sets are looked for, after the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """A Hugging Face data set.
+    """A Hugging Face data set, or one that has a name here.
 
     Attributes:
-        name: Id (``user/name``) or folder.
+        name: Id (``user/name``), folder or name.
         config: Its configuration; empty for the only one.
         offline: Whether the network must not be touched.
+        mirror: Address that is asked first for the files of a name; may be empty.
     """
 
     name: str
     config: str = ""
     offline: bool = False
+    mirror: str = ""
 
 
 FILES = (".csv", ".tsv", ".txt", ".jsonl")

@@ -1,4 +1,4 @@
-"""CIFAR-10 in both its formats: pickled batches (read without running code) and binary ones."""
+"""CIFAR-10 and CIFAR-100: pickled batches (read without running code), the first also binary."""
 
 from __future__ import annotations
 
@@ -28,39 +28,62 @@ _CLASSES = (
 _PIXELS = 3 * 32 * 32
 _RECORD = 1 + _PIXELS
 _MOST_BYTES = 256 << 20  # a batch has 31 MB
+_FINE, _FINE_NAMES = b"fine_labels", b"fine_label_names"
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 
 
 def matches(folder: Path) -> bool:
-    """True when the folder holds the first training batch in either format."""
-    return any((folder / f"{_BATCHES[0]}{suffix}").is_file() for suffix in ("", ".bin"))
+    """True when the folder holds the first training batch in one of the formats."""
+    first = any((folder / f"{_BATCHES[0]}{suffix}").is_file() for suffix in ("", ".bin"))
+    return first or _is_hundred(folder)
+
+
+def _is_hundred(folder: Path) -> bool:
+    return (folder / "meta").is_file() and (folder / "train").is_file()
 
 
 def read(folder: Path, request: Request) -> ImageData:
-    """Reads the five training batches and the test batch.
+    """Reads the training batches and the test batch.
 
     Raises:
         DataError: A file is missing, truncated or of another format, or a label out of range.
     """
+    if _is_hundred(folder):
+        classes = _names(folder / "meta")
+        train, test = (_batch(folder / name, classes) for name in ("train", "test"))
+        return in_memory(request, classes, train, test)
     suffix = ".bin" if (folder / f"{_BATCHES[0]}.bin").is_file() else ""
-    parts = [_batch(folder / f"{name}{suffix}") for name in _BATCHES]
+    parts = [_batch(folder / f"{name}{suffix}", _CLASSES) for name in _BATCHES]
     images = np.concatenate([part.images for part in parts])
     labels = np.concatenate([part.labels for part in parts])
-    test = _batch(folder / f"test_batch{suffix}")
+    test = _batch(folder / f"test_batch{suffix}", _CLASSES)
     return in_memory(request, _CLASSES, InMemory(images, labels), test)
 
 
-def _batch(path: Path) -> InMemory:
+def _names(meta: Path) -> tuple[str, ...]:
+    """The hundred classes, as the data set's own file has them."""
+    try:
+        names = _Plain(io.BytesIO(meta.read_bytes()), encoding="bytes").load()[_FINE_NAMES]
+        return tuple(name.decode() for name in names)
+    except Exception as error:  # a damaged pickle may raise anything
+        raise DataError(
+            f"{meta} is damaged or no list of CIFAR-100's classes",
+            found=str(error)[:200] or type(error).__name__,
+            remedy="get the file again",
+        ) from None
+
+
+def _batch(path: Path, classes: tuple[str, ...]) -> InMemory:
     try:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(
             f"{path} cannot be read",
             found=str(error),
-            remedy="put data_batch_1 to data_batch_5 and test_batch into that folder",
+            remedy="put all files of the data set into that folder",
         ) from None
     rows, labels = (_binary if path.suffix == ".bin" else _pickled)(path, content)
-    check_labels(path, labels, len(rows), len(_CLASSES))
+    check_labels(path, labels, len(rows), len(classes))
     return InMemory(rows.reshape(-1, 3, 32, 32), labels)
 
 
@@ -81,7 +104,7 @@ def _pickled(path: Path, content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.
         if len(content) > _MOST_BYTES:
             raise ValueError(f"more than the {_MOST_BYTES >> 20} MiB that a batch may have")
         batch = _Plain(io.BytesIO(content), encoding="bytes").load()
-        rows, labels = batch[b"data"], batch[b"labels"]
+        rows, labels = batch[b"data"], batch[_FINE if _FINE in batch else b"labels"]
         if type(labels) is not list or not all(type(one) is int for one in labels):
             raise ValueError("the labels are no list of numbers")
         return _rows(rows), np.array(labels, dtype=np.int64)

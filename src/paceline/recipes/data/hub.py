@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import queue
@@ -11,12 +10,13 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from paceline.recipes.data import SPLIT_NAMES, HubSource
+from paceline.recipes.data.onedisk import one_at_a_time
 from paceline.recipes.program import library
 from paceline.spec.errors import DataError
 
@@ -132,7 +132,7 @@ def fetched(what: str, get: Callable[[], T], sleep: Callable[[float], None] = ti
     Raises:
         DataError: Says why not, and what to do.
     """
-    with _one_at_a_time():
+    with _alone():
         for wait in (*WAITS, None):
             try:
                 return get()
@@ -144,20 +144,19 @@ def fetched(what: str, get: Callable[[], T], sleep: Callable[[float], None] = ti
 
 
 @contextmanager
-def _one_at_a_time() -> Iterator[None]:
+def _alone() -> Iterator[None]:
     home = os.environ.get("HF_HOME", str(Path("~/.cache/huggingface").expanduser()))
     path = Path(home) / "paceline.lock"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
-    except OSError as error:
-        raise DataError(
-            f"the cache {home} cannot be written",
-            found=str(error),
-            remedy="HF_HOME=FOLDER names another one",
-        ) from None
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with ExitStack() as held:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(one_at_a_time(path))
+        except OSError as error:
+            raise DataError(
+                f"the cache {home} cannot be written",
+                found=str(error),
+                remedy="HF_HOME=FOLDER names another one",
+            ) from None
         yield
 
 

@@ -13,7 +13,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.recipes.data import NAMED, PLACES, READERS, Named, is_hub_id
+from paceline.recipes.data import NAMED, READERS, is_hub_id
+from paceline.recipes.data.download import Ways, folder_of
 from paceline.spec import jobenv
 from paceline.spec.errors import DataError
 from paceline.train.order import permutation
@@ -113,6 +114,7 @@ class Request:
         skip_damaged: Leave unreadable files out, instead of refusing them.
         config: Configuration of a Hugging Face data set.
         offline: Whether the network must not be touched.
+        mirror: Address that is asked first for the files of a named set; may be empty.
     """
 
     source: str
@@ -125,6 +127,7 @@ class Request:
     skip_damaged: bool = False
     config: str = ""
     offline: bool = False
+    mirror: str = ""
 
 
 def taken_out(labels: Labels, fraction: float, seed: int) -> NDArray[np.bool_]:
@@ -217,7 +220,7 @@ def load(data_dir: str, request: Request) -> ImageData:
     """Reads the data set that ``request.source`` names.
 
     Args:
-        data_dir: Where to look for the files of a named set first; may be empty.
+        data_dir: Where the files of a named set are, or are downloaded to; may be empty.
         request: Name or path of the data set, and how to prepare it.
 
     Raises:
@@ -228,7 +231,8 @@ def load(data_dir: str, request: Request) -> ImageData:
         return with_validation(dummy(request), request)
     if named is None:
         return _from_path(Path(request.source).expanduser(), request)
-    folder = _folder(named, data_dir)
+    ways = Ways(request.offline, request.mirror)
+    folder = folder_of(named, data_dir, _module(named.reader).matches, ways)
     return _read(named.reader, folder, replace(request, classes=named.classes))
 
 
@@ -258,26 +262,6 @@ def missing(path: Path) -> str:
     """That there is no such path, and on which host."""
     host = os.environ.get(jobenv.HOST)
     return f"no {path.absolute()}" + (f" on {host}" if host else "")
-
-
-def _folder(named: Named, data_dir: str) -> Path:
-    for folder in _candidates(named, data_dir):
-        if _module(named.reader).matches(folder):
-            return folder
-    places = [data_dir] if data_dir else [*PLACES]
-    raise DataError(
-        f"the files of {named.name} were not found",
-        found=f"looked under {', '.join(places)}",
-        remedy=named.get,
-    )
-
-
-def _candidates(named: Named, data_dir: str) -> list[Path]:
-    """With --data-dir only there, so that a wrong one is not passed over silently."""
-    if data_dir:
-        root = Path(data_dir).expanduser()
-        return [root, *(root / name for name in named.folders)]
-    return [Path(place).expanduser() / name for place in PLACES for name in named.folders]
 
 
 def _read(reader: str, folder: Path, request: Request) -> ImageData:

@@ -6,11 +6,12 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.recipes.data import SPLIT_NAMES, HubSource, is_hub_id, located
+from paceline.recipes.data import PAIRS, SPLIT_NAMES, HubSource, Named, is_hub_id, located
+from paceline.recipes.data.download import Ways, folder_of
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.recipes.data.texts import divide
 from paceline.spec.errors import DataError
@@ -91,6 +92,8 @@ def _read(request: PairRequest) -> dict[str, list[Pair]]:
     path = located(name, request.data_dir)
     if name in MAKERS:
         return {"train": MAKERS[name](0)}
+    if name in PAIRS:
+        return _named(PAIRS[name], request)
     if request.target:
         return {"train": _two_files(path, located(request.target, request.data_dir))}
     if path.is_file():
@@ -107,6 +110,22 @@ def _read(request: PairRequest) -> dict[str, list[Pair]]:
         found=f"no {path.absolute()}",
         remedy="a TSV file (source, tab, target), or --data FILE --target FILE",
     )
+
+
+def _named(named: Named, request: PairRequest) -> dict[str, list[Pair]]:
+    """A corpus of a name; without languages in the order in which its files are told."""
+    languages = request.languages if all(request.languages) else _LANGUAGES[named.name]
+    wanted = replace(request, languages=languages)
+
+    def is_whole(folder: Path) -> bool:
+        return all((folder / f"{part}.{one}").is_file() for part in _PARTS for one in languages)
+
+    ways = Ways(request.hub.offline, request.hub.mirror)
+    return _folder(folder_of(named, request.data_dir, is_whole, ways), wanted)
+
+
+_PARTS = ("train", "val", "test")
+_LANGUAGES = {"multi30k": ("de", "en")}
 
 
 def _folder(folder: Path, request: PairRequest) -> dict[str, list[Pair]]:

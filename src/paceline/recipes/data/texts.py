@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.recipes.data import SPLIT_NAMES, HubSource, is_hub_id, located
+from paceline.recipes.data import SPLIT_NAMES, TEXTS, HubSource, is_hub_id, located
+from paceline.recipes.data.download import Ways, folder_of
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.spec.errors import DataError
 from paceline.train.order import permutation
@@ -107,6 +108,10 @@ def _read(request: TextRequest) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
     path = located(name, request.data_dir)
     if name in MAKERS:
         return {"train": MAKERS[name](0)}, ()
+    if name in TEXTS:
+        named, hub = TEXTS[name], request.hub
+        path = folder_of(named, request.data_dir, _is_whole, Ways(hub.offline, hub.mirror))
+        return {split: _file(file, request) for split, file in _folder(path).items()}, named.classes
     if path.is_file():
         return {"train": _file(path, request)}, ()
     if path.is_dir() and not is_saved(path) and (found := _folder(path)):
@@ -116,7 +121,7 @@ def _read(request: TextRequest) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
     raise DataError(
         f"--data {name}: no such file or folder",
         found=f"no {path.absolute()}",
-        remedy="a csv file (label, text), or one of " + ", ".join(MAKERS),
+        remedy="a csv file (label, text), or one of " + ", ".join((*MAKERS, *TEXTS)),
     )
 
 
@@ -127,6 +132,10 @@ def divide(items: Sequence[T], fraction: float, seed: int) -> dict[str, list[T]]
     held_out = sorted(order[:count])
     kept = sorted(order[count:])
     return {"train": [items[i] for i in kept], "val": [items[i] for i in held_out]}
+
+
+def _is_whole(folder: Path) -> bool:
+    return {"train", "test"} <= set(_folder(folder))
 
 
 def _folder(folder: Path) -> dict[str, Path]:

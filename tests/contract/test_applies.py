@@ -71,7 +71,8 @@ VALUES = {
     "image": "other:2", "mount": "/m:/m", "shm_size": "2g", "rdzv_id": "other",
     "rdzv_key_file": "key",
     "rdzv_timeout": "77", "time_limit": "1:00:00", "partition": "p", "account": "a",
-    "cpus_per_task": "3", "mem": "5G", "gres": "gpu:4", "sbatch_arg": "--x=y",
+    "cpus_per_task": "3", "mem": "5G", "gres": "gpu:4",
+    "gpus": "6", "gpus_per_node": "4", "constraint": "a100", "sbatch_arg": "--x=y",
     "setup_command": "module load x", "requeue": "", "array": "1-3", "detach": "",
 }  # fmt: skip
 LEADS = {"via", "rdzv", "node_rank"}  # the manners themselves are made of these

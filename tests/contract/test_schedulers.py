@@ -353,6 +353,67 @@ def test_resources_that_cannot_be_written_are_refused(name: str, gres: str) -> N
         render(name, replace(REQUEST, gres=gres))
 
 
+GPUS = {  # options → what Slurm is asked for, and processes a node
+    "total": ({"gpus": "v100:4"}, "--gpus-per-node=v100:2", 2),
+    "a node": ({"gpus_per_node": "a100:2"}, "--gpus-per-node=a100:2", 2),
+    "kinds": ({"gpus_per_node": "a100:2,v100:1"}, "--gpus-per-node=a100:2,v100:1", 3),
+    "one of a kind": ({"gpus_per_node": "a100"}, "--gpus-per-node=a100:1", 1),
+    "gres": ({"gres": "gpu:v100:1"}, "--gres=gpu:v100:1", 1),
+    "gres of kinds": ({"gres": "gpu:v100:1,gpu:a100:2,tmp:5"}, "gpu:a100:2,tmp:5", 3),
+    "no GPUs": ({"gres": "tmp:5"}, "--gres=tmp:5", None),
+}
+
+
+@pytest.mark.parametrize("case", GPUS)
+def test_gpus_are_shared_out_and_counted(case: str) -> None:
+    """A job's total too is asked for by node, so that Slurm cannot share it out unequally."""
+    asked, directive, processes = GPUS[case]
+    request = replace(REQUEST, **{"gres": "", "processes": None, **asked})
+    text = render("slurm", request)
+    assert directive in text
+    assert ("--ntasks-per-node=" in text) is (processes is not None)
+    assert processes is None or f"--ntasks-per-node={processes}\n" in text
+    assert "--gpus=" not in text
+    assert "--ntasks-per-node=5\n" in render("slurm", replace(request, processes=5))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"gpus": "5"}, "5 is no equal share for 2 nodes"),
+        ({"gpus": "v100:2,a100:1"}, "no equal share"),
+        ({"gpus": "4", "gpus_per_node": "2"}, "--gpus-per-node and --gpus both say"),
+        ({"gpus": "4", "gres": "gpu:2"}, "--gres and --gpus both say"),
+        ({"gpus_per_node": "v100:many"}, "--gpus-per-node v100:many"),
+        ({"gres": "gpu:v100:2:4"}, "--gres v100:2:4"),
+        ({"constraint": "a100\n#SBATCH --uid=0"}, "cannot stand in a batch script"),
+        ({"constraint": "`id`"}, "cannot stand in a batch script"),
+    ],
+)
+@pytest.mark.parametrize("name", ["slurm", "flux"])
+def test_wishes_that_cannot_be_are_refused(name: str, asked: dict[str, str], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        render(name, replace(REQUEST, **{"gres": "", **asked}))
+
+
+def test_a_number_of_gpus_for_every_batch_system() -> None:
+    for name in BATCHES:
+        by_gres = render(name, replace(REQUEST, processes=None))
+        each = replace(REQUEST, processes=None, gres="", gpus_per_node="2")
+        text = render(name, each)
+        assert text == render(name, replace(each, gpus_per_node="", gpus="4"))
+        assert text == by_gres or name == "slurm"
+        if name != "slurm":
+            with pytest.raises(SettingError, match="GPUs a100:2 cannot be written"):
+                render(name, replace(each, gpus_per_node="a100:2"))
+
+
+def test_features_that_the_nodes_must_have() -> None:
+    request = replace(REQUEST, constraint="(v100|a100)&hdr")
+    assert "\n#SBATCH --constraint=(v100|a100)&hdr\n" in render("slurm", request)
+    assert "\n# flux: --requires='(v100|a100)&hdr'\n" in render("flux", request)
+
+
 def as_kubernetes_reads(word: str) -> str:
     """What Kubernetes makes of a word of a command, by its documented rules."""
     known = {"JOB_COMPLETION_INDEX": "1", "PACELINE_RDZV_KEY": "secret"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,33 @@ def test_a_schedulers_tasks_yield_to_what_is_typed() -> None:
     assert "tasks are fewer: a 2" in note
     assert decide.slot_notes(job(nproc_per_node=asked(2)), (tasks,)) == []
     assert decide.slot_notes(job(), (tasks,)) == []
+
+
+def test_an_allocations_gpus_are_counted() -> None:
+    """Of the GPUs that a host has, those that are ours; also where it shows none."""
+    ours = Host("a", gpus=2)
+    for there in (0, 2, 8):
+        found = decide.processes_on(job(), ours, facts(gpus=there))
+        assert (found.value, found.detail) == (2, "one a GPU of the allocation")
+    assert decide.processes_on(job(), replace(ours, slots=3), facts(gpus=8)).value == 3
+    assert decide.processes_on(job(nproc_per_node=asked("gpu")), ours, facts(gpus=8)).value == 2
+    assert decide.usable_gpus(job(), ours, facts(gpus=8)) == 2
+
+
+def test_gpus_that_torch_cannot_see_are_told_of() -> None:
+    hosts = (Host("a", gpus=2), Host("b", gpus=2), Host("c"))
+
+    def notes(gpus: int, cuda: str | None = "13.0") -> list[str]:
+        torch = {"version": "2.13.0+cpu", "cuda": cuda, "hip": None}
+        devices = {"nvidia": ["nvidia0"] * gpus, "render": [], "nvidia_driver": None}
+        return decide.gpu_notes(hosts, [{**facts(), "devices": devices, "torch": torch}] * 3)
+
+    (note,) = notes(0)
+    assert note.startswith("torch sees no GPU on a, b, though the allocation has GPUs there (no /")
+    assert note.endswith("the ranks compute on CPUs")
+    assert "torch 2.13.0+cpu is built without GPUs" in notes(2, None)[0]
+    assert notes(2) == []
+    assert decide.gpu_notes(hosts, [{**facts(), "devices": None}] * 3) == []
 
 
 def test_processes_by_what_each_host_has() -> None:

@@ -24,8 +24,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "MPI and containers": ("mpiexec", "image", "mount", "shm_size", "via_arg"),
     "Batch systems": (
-        "time_limit", "partition", "account", "cpus_per_task", "mem", "gres", "array", "requeue",
-        "detach", "setup_command", "sbatch_arg",
+        "time_limit", "partition", "account", "cpus_per_task", "mem", "gpus", "gpus_per_node",
+        "gres", "constraint", "array", "requeue", "detach", "setup_command", "sbatch_arg",
     ),
 }  # fmt: skip
 AT_HAND = frozenset({

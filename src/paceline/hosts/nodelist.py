@@ -1,4 +1,4 @@
-"""Slurm's node-list syntax, both ways: ``gpu-[01-03,07],login`` and ``2(x3),1``.
+"""Slurm's node-list syntax, both ways: ``gpu-[01-03,07],login`` and ``2(x3),1``; and ``a100:2``.
 
 Reading is one step more generous than Slurm: text may follow the last bracket, as pdsh has it.
 Writing gives what Slurm reads, so names that end in no number are not compressed.
@@ -20,6 +20,7 @@ _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
 _SINGLE = re.compile(r"[0-9]{1,18}")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+_GPUS = re.compile(r"(?:([\w.+-]{1,60}):)?([0-9]{1,4})|([A-Za-z][\w.+-]{0,59})", re.ASCII)
 _NUMBERED = re.compile(r"([^:\[\]]*?)([0-9]{1,18})")
 
 
@@ -65,6 +66,17 @@ def expand_counts(text: str) -> list[int]:
             raise _too_many()
         counts.extend([int(match[1])] * repeat)
     return counts
+
+
+def expand_gpus(text: str) -> list[tuple[str, int]]:
+    """``a100:2,v100:1`` → kinds with their numbers; a kind may be empty, and alone means one."""
+    found: list[tuple[str, int]] = []
+    for item in text.split(","):
+        match = _GPUS.fullmatch(item.strip())
+        if not match:
+            raise UnreadableError("a number of GPUs such as `2` or `a100:2`")
+        found.append((match[1] or match[3] or "", int(match[2] or 1)))
+    return found
 
 
 def compress(names: Iterable[str]) -> str:

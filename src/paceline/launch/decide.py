@@ -98,13 +98,17 @@ def choose_hosts(job: Job, cluster: Cluster) -> tuple[Host, ...]:
 def processes_on(job: Job, host: Host, facts: Facts) -> Setting[int]:
     """How many ranks a host gets: as asked, else its slots, else its accelerators, else one.
 
+    Of its accelerators count those that an allocation gave the job, where it says how many.
+
     SettingError when the host cannot hold so many.
     """
-    gpus = usable_gpus(job, facts)
+    gpus = usable_gpus(job, host, facts)
     if job.nproc_per_node.value is not None:
         count = _as_asked(job.nproc_per_node, host, gpus, len(available_cpus(facts)))
     elif host.slots is not None:
         count = Setting(host.slots, Source.FILE, "slots")
+    elif host.gpus:
+        count = Setting(host.gpus, Source.FOUND, "one a GPU of the allocation")
     elif gpus:
         count = Setting(gpus, Source.FOUND, "one a GPU")
     else:
@@ -153,9 +157,10 @@ def most_processes(facts: Facts) -> int | None:
     return None if hard < 0 else max(1, (hard - SPARE_DESCRIPTORS) // PIPES_A_RANK)
 
 
-def usable_gpus(job: Job, facts: Facts) -> int:
-    """How many GPUs of a host the ranks may see."""
+def usable_gpus(job: Job, host: Host, facts: Facts) -> int:
+    """How many GPUs of a host the ranks may see; of an allocation's host, those that are ours."""
     present = len((facts.get("devices") or {}).get("nvidia", ()))
+    present = present if host.gpus is None else min(present, host.gpus)
     chosen = job.environment.all().get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return present
@@ -171,6 +176,25 @@ def slot_notes(job: Job, hosts: Sequence[Host]) -> list[str]:
         return []
     tasks = ", ".join(f"{host.name} {host.slots}" for host in over)
     return [f"{count} processes a node as asked for; the allocation's tasks are fewer: {tasks}"]
+
+
+def gpu_notes(hosts: Sequence[Host], facts: Sequence[Facts]) -> list[str]:
+    """Where the allocation has GPUs that torch cannot see: a job there would pass for slow."""
+    blind: dict[str, list[str]] = {}
+    for host, found in zip(hosts, facts, strict=True):
+        devices, torch = found.get("devices"), found.get("torch") or {}
+        if not host.gpus or devices is None:
+            continue
+        if not devices.get("nvidia") and not devices.get("render"):
+            blind.setdefault("no /dev/nvidia* and no /dev/dri there", []).append(host.name)
+        elif torch and not any(torch.get(kind) for kind in ("cuda", "hip", "xpu")):
+            built = f"torch {torch['version']} is built without GPUs"
+            blind.setdefault(built, []).append(host.name)
+    return [
+        f"torch sees no GPU on {', '.join(names)}, though the allocation has GPUs there ({why}):"
+        " the ranks compute on CPUs"
+        for why, names in blind.items()
+    ]
 
 
 def available_cpus(facts: Facts) -> list[int]:
@@ -254,7 +278,7 @@ def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
         nodes=tuple(nodes),
         environment=job.environment.shown(),
         settings=_settings(job, hosts, facts, master_port),
-        notes=(*notes, *slot_notes(job, hosts)),
+        notes=(*notes, *slot_notes(job, hosts), *gpu_notes(hosts, [one.facts for one in found])),
     )
 
 
@@ -299,7 +323,7 @@ def _node(job: Job, found: Found, place: Place, node_rank: int, first_rank: int)
         ranks=tuple(
             RankPlan(first_rank + local, local, binding[local]) for local in range(processes)
         ),
-        devices=_devices(job, facts),
+        devices=_devices(job, found.host, facts),
         copies=place.copies,
     )
 
@@ -385,9 +409,9 @@ def _how_placed(job: Job, host: Host, root: str, code: Mapping[str, Any] | None)
 # --- the rest
 
 
-def _devices(job: Job, facts: Facts) -> str:
+def _devices(job: Job, host: Host, facts: Facts) -> str:
     """What a host's ranks compute on: its GPUs where they see some, else its CPUs."""
-    gpus = usable_gpus(job, facts)
+    gpus = usable_gpus(job, host, facts)
     number, noun = (gpus, "GPU") if gpus else (len(available_cpus(facts)), "CPU")
     return f"{number} {noun}{'s' * (number != 1)}"
 

@@ -44,7 +44,7 @@ class Flux(Scheduler):
 
     name, title = "flux", "Flux"
     starting = NOW | {"via_arg"}
-    submitting = (SCRIPT - {"mem", "array"}) | {"via_arg", "cpus_per_task", "detach"}
+    submitting = (SCRIPT - {"mem", "array"}) | {"via_arg", "constraint", "cpus_per_task", "detach"}
     script = "job.flux"
     output = "flux.out"
     job_id = JOB_ID
@@ -130,6 +130,7 @@ def directives(request: BatchRequest) -> list[str]:
     optional = {
         "--gpus-per-slot": gpus_of(request) or "",
         "--time-limit": _duration(request.time),
+        "--requires": shlex.quote(request.constraint) if request.constraint else "",
         "--queue": request.partition,
         "--bank": request.account,
     }

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 NOW = frozenset({"hosts", "ship", "as_json", "verbose"})  # of those that start nodes now
 LOGIN = frozenset({"ssh_config", "accept_new_host_keys"})  # where SSH is used, by us or by it
 SCRIPT = frozenset({  # of those that take a script
-    "ship", "time_limit", "partition", "account", "mem", "gres", "array", "sbatch_arg",
-    "setup_command",
+    "ship", "time_limit", "partition", "account", "mem", "gres", "gpus", "gpus_per_node", "array",
+    "sbatch_arg", "setup_command",
 })  # fmt: skip
 
 

@@ -9,6 +9,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.hosts.dialect import UnreadableError
+from paceline.hosts.nodelist import expand_gpus
 from paceline.spec.command import bash_line
 from paceline.spec.errors import SettingError
 
@@ -29,6 +31,8 @@ class BatchRequest:
         nodes: How many.
         processes: Processes a node, ``None`` leaves it to the node.
         time, partition, account, mem, gres: As the user wrote them; empty for the site's default.
+        gpus, gpus_per_node: GPUs of the whole job or of a node, as ``4`` or ``a100:4``.
+        constraint: Features that the nodes must have, in the words of the batch system.
         cpus_per_task: CPUs for each process, ``None`` for the site's default.
         arguments: Further directives, passed through.
         setup: Lines of shell before the job.
@@ -52,6 +56,9 @@ class BatchRequest:
     account: str = ""
     mem: str = ""
     gres: str = ""
+    gpus: str = ""
+    gpus_per_node: str = ""
+    constraint: str = ""
     cpus_per_task: int | None = None
     arguments: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
@@ -78,34 +85,74 @@ def check(request: BatchRequest) -> None:
             f"the run directory {request.run_dir!r} cannot stand in a batch script",
             remedy="Give a --run-dir of letters, digits, dashes, dots and blanks",
         )
+    if not re.fullmatch(r"[\w.:@&|,()\[\]*!+=/-]*", request.constraint, re.ASCII):
+        raise SettingError(
+            f"--constraint {request.constraint} cannot stand in a batch script",
+            found="names of features, joined by &, |, commas and brackets, can",
+        )
+    gpus_on_each(request)
     if request.nodes < 1:
         raise SettingError(f"{request.nodes} nodes cannot be", remedy="--nnodes N")
 
 
+def gpus_on_each(request: BatchRequest) -> list[tuple[str, int]]:
+    """Kinds of GPUs (empty for any) with their numbers on each node; nothing for none.
+
+    Raises:
+        SettingError: They cannot be read or shared out, or are asked for in two ways.
+    """
+    wanted = [one for one in request.gres.split(",") if _is_gpu(one)]
+    ways = {"--gres": ",".join(one.partition(":")[2] or "1" for one in wanted),
+            "--gpus-per-node": request.gpus_per_node, "--gpus": request.gpus}  # fmt: skip
+    asked = [(flag, text) for flag, text in ways.items() if text]
+    if not asked:
+        return []
+    (flag, text), *others = asked
+    if others:
+        raise SettingError(
+            f"{flag} and {others[0][0]} both say how many GPUs", remedy="Leave out one of the two"
+        )
+    try:
+        found = expand_gpus(text)
+    except UnreadableError as problem:
+        raise SettingError(f"{flag} {text}", found=f"expected {problem.expected}") from None
+    share = request.nodes if flag == "--gpus" else 1
+    if any(number % share for _, number in found):
+        raise SettingError(
+            f"--gpus {text} is no equal share for {request.nodes} nodes",
+            remedy="--gpus-per-node says it for each node",
+        )
+    return [(kind, number // share) for kind, number in found]
+
+
+def _is_gpu(resource: str) -> bool:
+    """Of an entry of ``--gres``: ``gpu:2``, and on Kubernetes ``nvidia.com/gpu:2``."""
+    return resource.partition(":")[0].rpartition("/")[2] == "gpu"
+
+
 def gpus_of(request: BatchRequest) -> int:
-    """GPUs a node, for a batch system that knows nothing else of ``--gres``.
+    """GPUs a node, for a batch system that knows no kinds of them and nothing else of ``--gres``.
 
     Raises:
         SettingError: Something else than a number of GPUs was asked for.
     """
-    if not request.gres:
-        return 0
-    match = re.fullmatch(r"gpu:(\d+)", request.gres)
-    if match is None:
+    found = gpus_on_each(request)
+    if any(kind for kind, _ in found) or not re.fullmatch(r"(gpu:\d+)?", request.gres):
+        asked = request.gpus_per_node or request.gpus
         raise SettingError(
-            f"--gres {request.gres} cannot be written for this batch system",
-            found="a number of GPUs can: gpu:2",
-            remedy="--gres gpu:N, and --sbatch-arg for what the site calls the rest",
+            f"{f'GPUs {asked}' if asked else f'--gres {request.gres}'} cannot be written for this"
+            " batch system",
+            found="a number of GPUs can: --gpus-per-node 2",
+            remedy="--gpus-per-node N, and --sbatch-arg for what the site calls the rest",
         )
-    return int(match.group(1))
+    return sum(number for _, number in found)
 
 
 def processes_of(request: BatchRequest) -> int | None:
     """Processes a node: as asked, else one for each accelerator that was asked for."""
     if request.processes is not None:
         return request.processes
-    match = re.search(r"\bgpu(?::[\w.-]+)?:(\d+)\b", request.gres)
-    return int(match.group(1)) if match else None
+    return sum(number for _, number in gpus_on_each(request)) or None
 
 
 def prologue(request: BatchRequest) -> list[str]:

@@ -18,6 +18,7 @@ from paceline.schedulers.script import (
     bash_script,
     check,
     command,
+    gpus_on_each,
     processes_of,
     prologue,
     run_dir_of,
@@ -36,7 +37,8 @@ STRIP = (
 )
 # The allocation's wishes for its tasks must not shape the step that starts our agents.
 _UNSET = (
-    "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS",
+    "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND",
+    "SLURM_NTASKS",
     "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_CORE",
     "SLURM_NTASKS_PER_GPU", "SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_HINT",
     "SLURM_EXPORT_ENV", "SLURM_EXACT", "SLURM_THREADS_PER_CORE", "SLURM_LABELIO",
@@ -60,7 +62,7 @@ class Slurm(Scheduler):
 
     name, title = "slurm", "Slurm"
     starting = NOW | {"via_arg"}
-    submitting = SCRIPT | {"via_arg", "cpus_per_task", "requeue", "detach"}
+    submitting = SCRIPT | {"via_arg", "constraint", "cpus_per_task", "requeue", "detach"}
     script = "job.sbatch"
     output = "slurm-{job}.out"
     history = "sacct -j {job}"
@@ -128,6 +130,8 @@ def directives(request: BatchRequest) -> list[str]:
         "--account": request.account,
         "--mem": request.mem,
         "--gres": request.gres,
+        "--gpus-per-node": _gpus(request),
+        "--constraint": request.constraint,
         "--array": request.array,
     }
     found += [f"{name}={value}" for name, value in optional.items() if value]
@@ -137,6 +141,14 @@ def directives(request: BatchRequest) -> list[str]:
     else:
         found += ["--no-requeue"]
     return [*found, *request.arguments]
+
+
+def _gpus(request: BatchRequest) -> str:
+    """Of each node, also where the job's total was given: Slurm might share that out unequally."""
+    if not request.gpus and not request.gpus_per_node:
+        return ""
+    each = gpus_on_each(request)
+    return ",".join(f"{kind}:{number}" if kind else str(number) for kind, number in each)
 
 
 def _name(name: str) -> str:

@@ -14,6 +14,7 @@ class Host:
         address: What SSH connects to (name, alias of the ssh config, IPv4 or IPv6 address).
         slots: How many processes fit; ``None`` when the description does not say.
         slots_yield: The slots are a scheduler's tasks: more processes may be asked for.
+        gpus: How many GPUs a scheduler gave the job there; ``None`` when it says nothing of them.
         user: Login name; ``None`` leaves it to the ssh config.
         port: SSH port; ``None`` leaves it to the ssh config.
         identity_file: Private key; ``None`` leaves it to the ssh config.
@@ -36,6 +37,7 @@ class Host:
     workdir: str | None = None
     local: bool = False
     slots_yield: bool = False
+    gpus: int | None = None
 
     def __post_init__(self) -> None:
         if not self.address:

@@ -77,7 +77,7 @@ def canonical_name(name: str) -> str:
 
 
 _IMPLIED = frozenset(
-    {"name", "address", "local", "slots_yield"}
+    {"name", "address", "local", "slots_yield", "gpus"}
 )  # never lost in a way that matters to say
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from paceline.hosts.address import check_address
 from paceline.hosts.dialect import Dialect, Parsed, Reading, UnreadableError
 from paceline.hosts.lines import bare, parse_lines, split_lines
-from paceline.hosts.nodelist import compress, expand, expand_counts
+from paceline.hosts.nodelist import compress, expand, expand_counts, expand_gpus
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
 
@@ -16,6 +16,7 @@ from paceline.spec.hosts import Cluster, Host
 NODE_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")
 TASKS = ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 CPUS = "SLURM_JOB_CPUS_PER_NODE"
+GPUS_A_NODE, GPUS, GPUS_HERE = "SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE"
 _BRACKET = re.compile(r"\[[^\]:]*\]")  # with a colon inside it is an IPv6 address
 
 
@@ -46,10 +47,13 @@ def _allocation(environ: Mapping[str, str]) -> Parsed:
         )
     names = _names(variable, environ[variable])
     counted, slots = _slots(environ, len(names))
+    gpus, told = _gpus(environ, len(names))
     hosts = tuple(
-        Host(name, slots=n, slots_yield=n is not None) for name, n in zip(names, slots, strict=True)
+        Host(name, slots=n, slots_yield=n is not None, gpus=gpus)
+        for name, n in zip(names, slots, strict=True)
     )
-    return Parsed(hosts, (f"hosts from ${variable}", *_slot_notes(environ, counted)))
+    notes = [f"hosts from ${variable}", *_slot_notes(environ, counted, gpus), *told]
+    return Parsed(hosts, tuple(notes))
 
 
 def _names(variable: str, value: str) -> list[str]:
@@ -87,9 +91,34 @@ def _counts(variable: str, value: str) -> list[int]:
         raise _bad_variable(variable, value, problem.expected) from None
 
 
-def _slot_notes(environ: Mapping[str, str], counted: str) -> list[str]:
+def _gpus(environ: Mapping[str, str], nodes: int) -> tuple[int | None, list[str]]:
+    """GPUs of each node, and where that stands; ``None`` where they may differ from node to node.
+
+    ``--gres`` leaves no variable but the number on the node where the shell is.
+    """
+    for variable, share in ((GPUS_A_NODE, 1), (GPUS, nodes), (GPUS_HERE, 1)):
+        value = environ.get(variable, "")
+        if not value:
+            continue
+        total = _total(variable, value)
+        if total % share:
+            return None, [f"{total} GPUs (${variable}) are no equal share for {nodes} nodes"]
+        return total // share, [f"GPUs on each node: {total // share} (${variable}={value})"]
+    return None, []
+
+
+def _total(variable: str, value: str) -> int:
+    try:
+        return sum(number for _, number in expand_gpus(value))
+    except UnreadableError as problem:
+        raise _bad_variable(variable, value, problem.expected) from None
+
+
+def _slot_notes(environ: Mapping[str, str], counted: str, gpus: int | None) -> list[str]:
     if counted:
         return [f"slots from ${counted} ({environ[counted]})"]
+    if gpus:
+        return []
     notes = ["nobody asked Slurm for a number of tasks on each node: slots are left open"]
     if environ.get(CPUS):
         notes.append(f"processors on each node: {environ[CPUS]} (${CPUS})")

@@ -172,6 +172,27 @@ def device_facts() -> Facts:
     }
 
 
+def rdma_facts(folder: str = "/sys/class/infiniband") -> List[Facts]:
+    """Ports of cards that bypass the kernel (InfiniBand, RoCE, EFA): speed in Mbit/s, -1 unknown.
+
+    ``interfaces`` are those of the kernel that belong to the same card.
+    """
+    found = []
+    for port in sorted(Path(folder).glob("*/ports/*")):
+        card = port.parent.parent
+        rate = re.match(r"([\d.]+) Gb/sec", _read(port / "rate"))
+        found.append(
+            {
+                "name": card.name,
+                "port": int(port.name),
+                "active": _read(port / "state").endswith("ACTIVE"),
+                "speed": int(float(rate.group(1)) * 1000) if rate else -1,
+                "interfaces": sorted(link.name for link in (card / "device" / "net").glob("*")),
+            }
+        )
+    return found
+
+
 def limit_facts() -> Facts:
     """Limits that jobs meet: open files, locked memory, size of /dev/shm in bytes; -1 for none."""
 
@@ -244,6 +265,7 @@ FACTS: Dict[str, Callable[[], Any]] = {
     "cpu": cpu_facts,
     "memory": memory_facts,
     "devices": device_facts,
+    "rdma": rdma_facts,
     "limits": limit_facts,
     "ephemeral_ports": ephemeral_ports,
     "clock": clock_facts,

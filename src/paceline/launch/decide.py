@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.remote import agreement
+from paceline.remote import agreement, interfaces
 from paceline.remote.network import NodeNetwork
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
@@ -17,11 +17,6 @@ from paceline.spec.settings import Setting, Source
 from paceline.transfer.tree import Tree, entry_at, relocate
 
 Facts = Mapping[str, Any]
-# gloo and TensorPipe, then what MPI libraries and oneCCL talk by (libfabric over TCP)
-INTERFACE_NAMES = (
-    "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "FI_TCP_IFACE", "FI_SOCKETS_IFACE",
-    "I_MPI_HYDRA_IFACE",
-)  # fmt: skip
 PIPES_A_RANK = 3  # that the agent of its node holds open
 SPARE_DESCRIPTORS = 128  # for what else the agent opens
 
@@ -228,11 +223,8 @@ def node_env(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": Setting("1", Source.DEFAULT),
     }
     if network is not None:
-        by_route = Setting(network.interface, Source.FOUND, network.reason)
-        env |= dict.fromkeys(INTERFACE_NAMES, by_route)
-        # "=" asks NCCL for exactly this name; alone it would be a prefix
-        exact = Setting("=" + network.interface, Source.FOUND, network.reason)
-        env["NCCL_SOCKET_IFNAME"] = exact
+        named = interfaces.variables(network.interface, facts)
+        env |= {name: Setting(value, Source.FOUND, network.reason) for name, value in named.items()}
     given = job.environment.all()
     return {name: setting for name, setting in env.items() if name not in given}
 

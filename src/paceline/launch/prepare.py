@@ -18,7 +18,7 @@ from typing import Any
 from paceline.launch import decide, outcome
 from paceline.launch.decide import Found, Supplies
 from paceline.launch.fleet import Fleet, Node, together
-from paceline.remote import connectivity, network
+from paceline.remote import connectivity, interfaces, network
 from paceline.remote.channel import AgentRefusal
 from paceline.remote.transport import Reached, Transport, nobody
 from paceline.spec.errors import NodeError, SettingError
@@ -204,6 +204,7 @@ async def _has_workdir(node: Node, job: Job, tree: Tree | None) -> bool:
 
 async def find_networks(fleet: Fleet, job: Job) -> tuple[Networks, list[str]]:
     """Address and interface of every node, and what the user should know about the choice."""
+    interfaces.refuse_absent(fleet.hosts, fleet.facts(), job.environment.all())
     only, interface = fleet.first, job.interface.value
     fixed = interface or only.host.interface or only.host.job_address
     if len(fleet.nodes) == 1 and not fixed:

@@ -77,6 +77,8 @@ _NAME = record(hostname=SMALL, resolves_to=maybe(each(address, 1000)),
                hosts_lines=each(text(), 10_000))  # fmt: skip
 _CPU = record(available=each(whole(0, 1 << 20), 1 << 16), model=text(), machine=SMALL)
 _DEVICES = record(nvidia=each(SMALL, 1000), render=each(SMALL, 1000), nvidia_driver=maybe(SMALL))
+_PORT_OF_CARD = record(name=SMALL, port=whole(0, 1 << 16), active=flag, speed=whole(-1),
+                       interfaces=each(SMALL, 1000))  # fmt: skip
 _LIMITS = record(nofile=whole(-1), nofile_hard=whole(-1), memlock=whole(-1, 1 << 64), shm=SIZE)
 
 # facts that nothing works without; of the others a node may have none, and says so
@@ -86,6 +88,7 @@ _FACTS = record(
     cpu=maybe(_CPU),
     memory=maybe(record(total=SIZE, available=SIZE)),
     devices=maybe(_DEVICES),
+    rdma=maybe(each(_PORT_OF_CARD, 1000)),
     limits=maybe(_LIMITS),
     environment=maybe(table(text(LONG_TEXT), SMALL, 10_000)),
     disks=maybe(table(_DISK, SMALL, 100)),

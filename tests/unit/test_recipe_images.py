@@ -5,26 +5,31 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hub_folders import convnext, images, vit
 from PIL import Image
 from recipe_tools import config, hub_variables, one_thread  # noqa: F401 - fixtures
 from safetensors.torch import load_file
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paceline.recipes import image, parse_options, pretrained
 from paceline.recipes.common import cpu_flags
 from paceline.recipes.data import hub
 from paceline.recipes.data.hub import WAITS, fetched
-from paceline.recipes.networks import MODELS
+from paceline.recipes.networks import MODELS, backbone
 from paceline.recipes.options import IMAGE_PRESETS, ImageOptions
 from paceline.recipes.pictures import augmented, inputs
+from paceline.recipes.pretrained import Origin, freeze, let_go
 from paceline.recipes.reference import catalogue
 from paceline.recipes.use import evaluate, predict
 from paceline.spec.errors import DataError, SettingError
 from paceline.train import Draws
+from paceline.train.parallel import Replica
 
 
 def train(folder: Path, *flags: str) -> int:
@@ -92,15 +97,75 @@ def test_frozen_weights_reach_the_accuracy_in_fewer_steps(trained: Path, tmp_pat
     assert moved == {f"{last}.weight", f"{last}.bias"}
 
 
-def test_batch_statistics_stay_frozen(tmp_path: Path) -> None:
+def test_other_classes_get_a_new_head_on_a_frozen_backbone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From colour photos of two classes to grey digits; batch statistics are frozen, too."""
+    first, tuned, whole = (tmp_path / name for name in ("first", "tuned", "whole"))
     flags = ["--model=resnet18", "--steps=2", "--global-batch=8"]
-    assert train(tmp_path / "a", *flags) == 0
-    assert train(tmp_path / "b", f"--weights={tmp_path / 'a'}", "--freeze", *flags) == 0
-    old, new = (load_file(tmp_path / name / "model/model.safetensors") for name in "ab")
-    assert {name for name in old if not torch.equal(old[name], new[name])} == {
-        "fc.weight",
-        "fc.bias",
-    }
+    photos = f"--data={class_folders(tmp_path / 'photos')}"
+    assert train(first, photos, "--image-size=8", *flags) == 0
+    assert train(tuned, f"--weights={first}", "--add-layers", "24", "16", *flags) == 0
+    assert "a new head; the backbone is frozen" in capsys.readouterr().out
+    assert train(whole, f"--weights={first}", "--no-freeze", *flags) == 0
+    assert "a new head; all of it is trained" in capsys.readouterr().out
+    old, new, moved = (load_file(one / "model/model.safetensors") for one in (first, tuned, whole))
+    backbone = {name for name in old if not name.startswith("fc.")}
+    assert {"bn1.running_mean", "layer4.1.bn2.num_batches_tracked"} <= backbone
+    assert all(torch.equal(old[name], new[name]) for name in backbone)
+    head = {name: tuple(new[name].shape) for name in sorted(set(new) - backbone) if "w" in name}
+    assert head == {"fc.0.weight": (24, 512), "fc.2.weight": (16, 24), "fc.4.weight": (10, 16)}
+    assert moved["fc.weight"].shape == (10, 512)
+    assert not any(torch.equal(old[n], moved[n]) for n in ("conv1.weight", "bn1.running_mean"))
+    before, after = config(first), config(tuned)
+    assert (after["shape"], after["decoded"]) == ([3, 8, 8], [1, 8, 8])
+    assert after["normalisation"] == before["normalisation"]
+    assert evaluate.main([f"--run={tuned}"]) == 0
+    assert f"accuracy {after['metrics']['test']['accuracy']:.4f}" in capsys.readouterr().out
+    other = ["--model=resnet34", "--freeze", f"--weights={first}", "--steps=1"]
+    assert train(tmp_path / "no", *other) == 2
+    assert "would keep" in capsys.readouterr().err
+
+
+def test_what_is_frozen_unless_said_otherwise() -> None:
+    for origin, wanted in (
+        (Origin(), False),  # from scratch
+        (Origin("run"), True),
+        (Origin("run", new_head=False), False),  # the same classes: no transfer
+        (Origin("run", missing=("conv1.weight",)), False),
+    ):
+        assert origin.frozen(None) is wanted
+        assert origin.frozen(False) is False
+    with pytest.raises(SettingError, match="1 tensors with random weights"):
+        Origin("run", missing=("conv1.weight",)).frozen(True)
+
+
+def test_nothing_frozen_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither gradients nor batch statistics, until a stage is let go."""
+    sent: list[int] = []
+    shared: list[tuple[int, ...]] = []
+
+    def reduce(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations
+        shared.extend(tuple(one.shape) for one in bucket.parameters())
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    network = MODELS["resnet18"]((1, 8, 8), 3)
+    freeze(backbone(network))
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model = Replica(network)
+        monkeypatch.setattr(dist, "_broadcast_coalesced", lambda _, all, *__: sent.append(len(all)))
+        model.register_comm_hook(None, reduce)
+        model(torch.zeros(2, 1, 8, 8)).sum().backward()
+        assert (sent, shared) == ([], [(3, 512), (3,)])
+        let_go(network.layer4)
+        network.layer4.train()
+        model(torch.zeros(2, 1, 8, 8))
+        assert sent == [15]  # three of each of its five batch normalisations
+    finally:
+        dist.destroy_process_group()
 
 
 def test_weights_that_do_not_fit(trained: Path, tmp_path: Path) -> None:
@@ -115,8 +180,15 @@ def test_weights_that_do_not_fit(trained: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [vit, convnext])
 def test_pretrained_network_of_a_folder(make, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     folder = make(tmp_path / "model")
-    flags = [f"--model={folder}", "--steps=3", "--freeze", "--global-batch=16"]
+    flags = [f"--model={folder}", "--steps=3", "--global-batch=16", "--add-layers=8"]
+    wanted = pretrained.HubModel("image", str(folder))
+    before = pretrained.load_model(wanted, ("LABEL_0", "LABEL_1"))[0].state_dict()
     assert train(tmp_path / "run", *flags, f"--data={images(tmp_path / 'data')}") == 0
+    assert "a new head; the backbone is frozen" in capsys.readouterr().out
+    after = load_file(tmp_path / "run/model/model.safetensors")
+    same = {n for n in before if torch.equal(before[n], after.get(f"model.{n}", torch.zeros(0)))}
+    assert set(before) - same == {"classifier.weight", "classifier.bias"}
+    assert after["model.classifier.2.weight"].shape == (2, 8)
     found = config(tmp_path / "run")
     assert found["classes"] == ["dark", "light"]
     assert found["shape"] == [3, 16, 16] if make is vit else [3, 64, 64]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hub_folders import bert
 from recipe_tools import config, hub_variables, one_thread, records  # noqa: F401 - fixtures
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from paceline.recipes import parse_options, text
+from paceline.recipes import parse_options, pretrained, text
 from paceline.recipes.data import HubSource
 from paceline.recipes.data.texts import TextData, TextRequest, load_texts
 from paceline.recipes.pretrained import stages_of
@@ -178,6 +178,22 @@ def test_pretrained_model_of_a_folder(tmp_path: Path) -> None:
     assert {name.split(".")[0] for name in moved} == {"bert", "classifier"}
     assert {name.split(".")[1] for name in moved if name.startswith("bert")} == {"pooler"}
     assert evaluate.main([f"--run={tmp_path / 'run'}"]) == 0
+
+
+def test_a_part_that_the_weights_lack_is_not_frozen(tmp_path: Path) -> None:
+    """A language model's weights have no pooler and no head."""
+    folder = bert(tmp_path / "bert")
+    path = folder / "model.safetensors"
+    state = {n: t for n, t in load_file(path).items() if "pooler" not in n and "class" not in n}
+    save_file(state, path, {"format": "pt"})
+    model, origin = pretrained.load_model(pretrained.HubModel("text", str(folder)), ("a", "b"))
+    assert origin.missing == ("bert.pooler.dense.bias", "bert.pooler.dense.weight")
+    assert (origin.new_head, model.training) == (True, True)
+    with pytest.raises(SettingError, match=r"has no bert\.pooler\.dense\.bias"):
+        origin.frozen(True)
+    labels = bert(tmp_path / "other")
+    same = pretrained.load_model(pretrained.HubModel("text", str(labels)), ("LABEL_0", "LABEL_1"))
+    assert not same[1].new_head
 
 
 def test_stages_of_a_list_of_layers() -> None:

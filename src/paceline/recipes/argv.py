@@ -87,7 +87,7 @@ class _Parser(argparse.ArgumentParser):
         flag = "--" + field.name.replace("_", "-")
         several, literal = typing.get_origin(hint) is tuple, typing.get_origin(hint) is Literal
         more: dict[str, Any] = {"default": argparse.SUPPRESS}
-        if hint is bool:
+        if hint in (bool, bool | None):
             self.add_argument(flag, action=argparse.BooleanOptionalAction, **more)
             return
         if literal:

@@ -17,11 +17,12 @@ from torch.nn.functional import cross_entropy
 from paceline import train
 from paceline.recipes import common, parse_options, pretrained
 from paceline.recipes.data.images import ImageData, Request, load
+from paceline.recipes.heads import add_layers
 from paceline.recipes.networks import MODELS, backbone, describe_network, hub_images
 from paceline.recipes.optimization import Curve
 from paceline.recipes.options import ImageOptions
 from paceline.recipes.pictures import Inputs, Normalisation, Pictures, inputs, normalisation
-from paceline.recipes.pretrained import Freezing, load_backbone
+from paceline.recipes.pretrained import Origin, load_backbone
 from paceline.recipes.program import guarded
 from paceline.train import Best
 
@@ -31,7 +32,7 @@ def train_image(options: ImageOptions) -> None:
     wants = inputs(options)
     data = load_data(options, wants)
     # The small network on tiny images has nothing that would be faster.
-    large = options.model != "cnn" or max(data.shape) >= 16
+    large = options.model != "cnn" or max(*data.shape, wants.size) >= 16
     options = common.effective(options, large)
     fast = options.fast and options.dtype != "float64" and large
     with common.join("image", options) as session:
@@ -50,10 +51,10 @@ def train_image(options: ImageOptions) -> None:
         batch = common.batch_of(session, options)
         loader = session.loader(training, batch.global_batch, limit=batch.limit)
 
-        shape = (data.shape[0], size or data.shape[1], size or data.shape[2])
-        network = make_network(session, options, shape, data.classes)
-        freezing = Freezing(backbone(network), options.freeze, options.unfreeze_every)
-        description = describe_network(network, options.model)
+        shape = (len(normalise.mean), size or data.shape[1], size or data.shape[2])
+        network, origin = make_network(session, options, shape, data.classes)
+        freezing = pretrained.freezing(session, options, origin, backbone(network))
+        description = describe_network(network, options.model, options.add_layers)
         if fast:
             network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         network = session.place(network, shard=options.shard)
@@ -128,16 +129,21 @@ def make_network(
     options: ImageOptions,
     shape: tuple[int, int, int],
     classes: Sequence[str],
-) -> nn.Module:
+) -> tuple[nn.Module, Origin]:
     """The network that the options name, with the weights from which it starts."""
+    network: nn.Module
     if options.model not in MODELS:
         wanted = pretrained.HubModel("image", options.model, options.offline, options.from_scratch)
-        return hub_images(session.together(lambda: pretrained.load_model(wanted, classes)))
-    network = MODELS[options.model](shape, len(classes))
-    if options.weights:
-        count, fresh = session.together(lambda: load_backbone(network, options.weights))
-        session.say(f"{count} tensors from {options.weights}; new: {', '.join(fresh) or 'none'}")
-    return network
+        model, origin = session.together(lambda: pretrained.load_model(wanted, classes))
+        network = hub_images(model)
+        add_layers(network, backbone(network), options.add_layers)
+        return network, origin
+    network, origin = MODELS[options.model](shape, len(classes)), Origin()
+    add_layers(network, backbone(network), options.add_layers)
+    if source := options.weights:
+        parts = backbone(network)
+        origin = session.together(lambda: load_backbone(network, parts, source, classes))
+    return network, origin
 
 
 def describe(

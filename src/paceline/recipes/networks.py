@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from paceline.recipes import pretrained
+from paceline.recipes.heads import add_layers
 from paceline.recipes.transformer import Embedding, EncoderLayer
 from paceline.recipes.transformer import Shape as Sizes
 
@@ -192,33 +193,33 @@ def hub_images(model: Any) -> HubImages:
 def backbone(network: nn.Module) -> Sequence[nn.Module]:
     """The parts of a network without its head."""
     if isinstance(network, HubImages):
-        return _hub_backbone(network.model)
+        return pretrained.backbone_of(network.model)
     children = list(network.children())
     return children[:-1]
 
 
-def _hub_backbone(model: Any) -> Sequence[nn.Module]:
-    inner = getattr(model, "timm_model", None)
-    if inner is not None:
-        head = inner.get_classifier()
-        return [child for child in inner.children() if child is not head]
-    if model.base_model is model:
-        return list(model.children())[:-1]
-    return [model.base_model]
+def describe_network(network: nn.Module, name: str, layers: Sequence[int]) -> dict[str, Any]:
+    """What makes the same network again, as JSON values.
 
-
-def describe_network(network: nn.Module, name: str) -> dict[str, Any]:
-    """What makes the same network again, as JSON values."""
+    Args:
+        network: Of this module.
+        name: As it was asked for.
+        layers: Widths of those that were added to its head.
+    """
     if isinstance(network, HubImages):
-        return {"kind": "hub", "config": pretrained.description(network.model)}
-    return {"kind": name}
+        config = pretrained.description(network.model)
+        return {"kind": "hub", "config": config, "layers": [*layers]}
+    return {"kind": name, "layers": [*layers]}
 
 
 def rebuilt_images(description: dict[str, Any], shape: Shape, classes: int) -> nn.Module:
     """The network that a run's ``config.json`` describes, with initial weights."""
     if description["kind"] == "hub":
-        return hub_images(pretrained.rebuilt("image", description["config"]))
-    return MODELS[description["kind"]](shape, classes)
+        network: nn.Module = hub_images(pretrained.rebuilt("image", description["config"]))
+    else:
+        network = MODELS[description["kind"]](shape, classes)
+    add_layers(network, backbone(network), description.get("layers", ()))
+    return network
 
 
 WIDTH, LAYERS, HEADS, FF = 128, 2, 4, 256
@@ -290,7 +291,11 @@ class HubClassifier(nn.Module):
 
 def rebuilt_texts(description: dict[str, Any], classes: int) -> nn.Module:
     """The network that a run's ``config.json`` describes, with initial weights."""
+    network: TextClassifier | HubClassifier
     if description["kind"] == "hub":
-        return HubClassifier(pretrained.rebuilt("text", description["config"]))
-    kind, tokens = description["kind"], description["tokens"]
-    return TextClassifier(kind, tokens, classes, description["dropout"])
+        network = HubClassifier(pretrained.rebuilt("text", description["config"]))
+    else:
+        kind, tokens = description["kind"], description["tokens"]
+        network = TextClassifier(kind, tokens, classes, description["dropout"])
+    add_layers(network, [network.backbone], description.get("layers", ()))
+    return network

@@ -179,21 +179,26 @@ def check_fine_tuning(own: bool, options: Options) -> None:
     """
     weights, scratch = getattr(options, "weights", ""), getattr(options, "from_scratch", False)
     freeze, stages = getattr(options, "freeze", False), getattr(options, "unfreeze_every", 0)
+    random = scratch or (own and not weights)
+    at_least("--unfreeze-every", stages, 0)
+    for width in getattr(options, "add_layers", ()):
+        at_least("--add-layers", width, 1)
     if weights and not own:
         raise SettingError(
             f"--weights {weights} cannot be used with --model {options.model}",
             found="that model brings its own weights",
             remedy="--model FOLDER with the weights in it",
         )
-    if freeze and (scratch or (own and not weights)):
+    if freeze and random:
         raise SettingError(
             "--freeze would keep random weights",
             found=f"--model {options.model} starts from scratch here",
             remedy="--weights RUN, or a Hugging Face model with its weights",
         )
-    if stages and not freeze:
+    if stages and (random or freeze is False):
         raise SettingError(
-            f"--unfreeze-every {stages} needs something frozen", remedy="--freeze, or leave it out"
+            f"--unfreeze-every {stages} needs something frozen",
+            remedy="pretrained weights and --freeze, or leave it out",
         )
 
 
@@ -240,13 +245,18 @@ class ImageOptions(Options):
     """cnn, resnet18, resnet34, resnet50, or any image classifier of Hugging Face by id or
     folder."""
     weights: str = ""
-    """Start from these weights: a run directory, a safetensors or a .pth file (cnn, resnets)."""
+    """Start from these weights: a run directory, a safetensors or a .pth file (cnn, resnets). Of a
+    run its image size and normalisation are taken, too."""
     from_scratch: bool = False
     """Take only the architecture of a Hugging Face model, not its weights."""
-    freeze: bool = False
-    """Train the head only; the backbone stays exactly as it was loaded."""
+    freeze: bool | None = None
+    """Train the head only; the backbone stays exactly as it was loaded (default: where pretrained
+    weights get a new head)."""
     unfreeze_every: int = 0
-    """With --freeze: epochs after which one more stage, from the head backwards, trains too."""
+    """Epochs after which one more stage of a frozen backbone, from the head backwards, trains
+    too."""
+    add_layers: tuple[int, ...] = ()
+    """Widths of linear layers, each with a ReLU, between the backbone and the output layer."""
     fast: bool = True
     """Compute in bf16 where the machine is faster in it, and with channels last (not cnn on images
     below 16 pixels); --no-fast keeps to --dtype."""
@@ -284,7 +294,6 @@ class ImageOptions(Options):
             known("--model", self.model, IMAGE_MODELS)
         if self.preset:
             known("--preset", self.preset, IMAGE_PRESETS)
-        at_least("--unfreeze-every", self.unfreeze_every, 0)
         check_fine_tuning(self.model in IMAGE_MODELS, self)
         for name in self.augment:
             known("--augment", name, AUGMENTATIONS)
@@ -329,6 +338,8 @@ class TextOptions(Options):
     """Train the head only; the backbone stays exactly as it was loaded."""
     unfreeze_every: int = 0
     """With --freeze: epochs after which one more stage, from the head backwards, trains too."""
+    add_layers: tuple[int, ...] = ()
+    """Widths of linear layers, each with a ReLU, between the backbone and the output layer."""
     dropout: float = 0.1
     """Dropout of small; above 0 the result depends on how a batch is shared among processes."""
 
@@ -377,7 +388,6 @@ class TextOptions(Options):
             known("--data", self.data, [*MADE_TEXTS, *TEXTS])
         at_least("--vocab-size", self.vocab_size, 0)
         at_least("--max-length", self.max_length, 2)
-        at_least("--unfreeze-every", self.unfreeze_every, 0)
         below_one("--dropout", self.dropout)
         below_one("--label-smoothing", self.label_smoothing)
         self._validate_data()

@@ -31,6 +31,7 @@ class Inputs:
         decoded: Height and width to which files are brought before (0: by the reader).
         crop: Files of another aspect are cut instead of squeezed.
         mean, deviation: Of each colour, as the pretrained model expects; empty measures them.
+        channels: That go into the model (0: as they come).
     """
 
     size: int = 0
@@ -38,6 +39,7 @@ class Inputs:
     crop: bool = False
     mean: tuple[float, ...] = ()
     deviation: tuple[float, ...] = ()
+    channels: int = 0
 
     def fitted(self, shape: tuple[int, int, int]) -> int:
         """To what images of this shape are cut or enlarged; 0 when they are used as they are."""
@@ -47,7 +49,7 @@ class Inputs:
         """The pretrained model's normalisation, also for grey images."""
         if not self.mean:
             return None
-        if channels == len(self.mean):
+        if channels == len(self.mean) or (channels == 1 and self.channels == len(self.mean)):
             return Normalisation(self.mean, self.deviation)
         average = (sum(one) / len(one) for one in (self.mean, self.deviation))
         return Normalisation(*((one,) * channels for one in average))
@@ -59,10 +61,13 @@ def inputs(options: ImageOptions) -> Inputs:
     if options.model not in IMAGE_MODELS:
         wanted = pretrained.HubModel("image", options.model, options.offline)
         found = pretrained.load_preprocessing(wanted)
+    elif options.weights:
+        found = pretrained.preprocessing_of(options.weights)
     size = options.image_size or _size(found.get("size"))
     crop = "resized-crop" in options.augment
     mean, deviation = (tuple(found.get(name) or ()) for name in ("image_mean", "image_std"))
-    return Inputs(size, round(size * MARGIN) if crop else size, crop, mean, deviation)
+    decoded, channels = round(size * MARGIN) if crop else size, found.get("channels", 0)
+    return Inputs(size, decoded, crop, mean, deviation, channels)
 
 
 def _size(found: Any) -> int:
@@ -90,12 +95,17 @@ class Normalisation:
         dtype: torch.dtype,
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
     ) -> Tensor:
-        """Images of shape ``[n, channels, height, width]`` as a tensor of the same shape."""
+        """Images of shape ``[n, channels, height, width]`` as a tensor of the same shape.
+
+        Grey images become colour images where there is more than one mean.
+        """
         # Bytes travel to the device, and become numbers there.
         deviation = torch.tensor(self.deviation, dtype=torch.float64)
         scale = (1 / (255 * deviation))[:, None, None].to(dtype)
         shift = (-torch.tensor(self.mean, dtype=torch.float64) / deviation)[:, None, None].to(dtype)
         there = torch.from_numpy(pixels).to(device).to(dtype)
+        if there.shape[1] < len(self.mean):
+            there = there.expand(-1, len(self.mean), -1, -1).clone()
         return there.mul_(scale.to(device)).add_(shift.to(device))
 
     def to_json(self) -> dict[str, list[float]]:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from paceline import train
 from paceline.recipes.data.hub import fetched, prepare_environment
+from paceline.recipes.heads import names_within, renew
 from paceline.recipes.optimization import Curve
 from paceline.recipes.program import library
 from paceline.spec import rundir
@@ -26,6 +28,49 @@ _CLASSES = {
     "text": "AutoModelForSequenceClassification",
     "image": "AutoModelForImageClassification",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the weights come from with which a training starts.
+
+    Attributes:
+        source: As typed; empty for random weights.
+        missing: The backbone's tensors that it does not have.
+        new_head: The head was made anew, because it was for other classes.
+    """
+
+    source: str = ""
+    missing: tuple[str, ...] = ()
+    new_head: bool = True
+
+    def frozen(self, asked: bool | None) -> bool:
+        """Whether the backbone stays as it is: unless said otherwise where only the head is new.
+
+        Raises:
+            SettingError: It is to be frozen, and has random weights.
+        """
+        if asked and self.missing:
+            raise SettingError(
+                f"--freeze would keep {len(self.missing)} tensors with random weights",
+                found=f"{self.source} has no {self._named()}",
+                remedy="--no-freeze, or the --model and --image-size that it was made with",
+            )
+        if asked is not None:
+            return asked
+        return bool(self.source) and self.new_head and not self.missing
+
+    def describe(self, frozen: bool) -> str:
+        """One line for people."""
+        head = "a new head" if self.new_head else "their own head"
+        missing = f", random where they have none ({self._named()})" if self.missing else ""
+        rest = "the backbone is frozen (--no-freeze trains it, too)"
+        trained = rest if frozen else "all of it is trained (--freeze trains the head only)"
+        return f"weights of {self.source} with {head}{missing}; {trained}"
+
+    def _named(self) -> str:
+        more = f" and {len(self.missing) - 3} more" if len(self.missing) > 3 else ""
+        return ", ".join(self.missing[:3]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +116,8 @@ class HubModel:
             )
 
 
-def load_model(wanted: HubModel, classes: Sequence[str]) -> nn.Module:
-    """The model with a head for these classes; a head of another size is made anew.
+def load_model(wanted: HubModel, classes: Sequence[str]) -> tuple[nn.Module, Origin]:
+    """The model with a head for these classes; one that was for others is made anew.
 
     Raises:
         DataError: Not found, refused, or no such classifier.
@@ -86,26 +131,40 @@ def load_model(wanted: HubModel, classes: Sequence[str]) -> nn.Module:
         "label2id": {name: number for number, name in enumerate(classes)},
     }
 
-    def get() -> nn.Module:
-        only = wanted.local
+    def get() -> tuple[Any, dict[str, Any], tuple[str, ...]]:
+        at = {"local_files_only": wanted.local}
+        described = transformers.AutoConfig.from_pretrained
         if wanted.from_scratch:
-            found = transformers.AutoConfig.from_pretrained(
-                wanted.source, local_files_only=only, **names
-            )
-            made: nn.Module = kind.from_config(found)
-            return made
-        loaded: nn.Module = kind.from_pretrained(
-            wanted.source, local_files_only=only, ignore_mismatched_sizes=True, **names
-        )
-        return loaded
+            return kind.from_config(described(wanted.source, **at, **names)), {}, ()
+        before = getattr(described(wanted.source, **at), "id2label", None) or {}
+        more = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, report = kind.from_pretrained(wanted.source, **at, **names, **more)
+        return model, report, tuple(before[number] for number in sorted(before))
 
-    return _checked(wanted, fetched(f"--model {wanted.name}", get))
-
-
-def _checked(wanted: HubModel, model: nn.Module) -> nn.Module:
+    model, report, before = fetched(f"--model {wanted.name}", get)
     if not isinstance(model, nn.Module):
         raise DataError(f"--model {wanted.name} is no {wanted.kind} classifier")
-    return model.float()
+    # The library gives what it has loaded in evaluation mode.
+    model = model.float().train()
+    if wanted.from_scratch:
+        return model, Origin()
+    backbone = backbone_of(model)
+    inside, missing = names_within(model, backbone), set(report["missing_keys"])
+    same = before == tuple(classes) and missing <= inside
+    if not same:
+        renew(model, backbone)
+    return model, Origin(wanted.name, tuple(sorted(missing & inside)), not same)
+
+
+def backbone_of(model: Any) -> Sequence[nn.Module]:
+    """The parts of the library's classifier without its head."""
+    inner = getattr(model, "timm_model", None)
+    if inner is not None:
+        head = inner.get_classifier()
+        return [child for child in inner.children() if child is not head]
+    if model.base_model is model:
+        return list(model.children())[:-1]
+    return [model.base_model]
 
 
 def rebuilt(kind: Kind, description: dict[str, Any]) -> nn.Module:
@@ -185,30 +244,58 @@ def _library(kind: Kind, offline: bool, folder: bool = False) -> Any:
     return found
 
 
-def load_backbone(network: nn.Module, source: str) -> tuple[int, list[str]]:
+def load_backbone(
+    network: nn.Module, backbone: Sequence[nn.Module], source: str, classes: Sequence[str]
+) -> Origin:
     """Loads every tensor that fits by name and shape; the others keep their initial values.
+
+    The head is loaded only where it is whole, and not known to be for other classes.
 
     Args:
         network: Changed in place.
+        backbone: Its parts without the head.
         source: A run directory, or a ``.safetensors`` or ``.pth``/``.pt`` file.
-
-    Returns:
-        The number of tensors loaded, and the names of those that were not.
+        classes: That the network shall tell.
 
     Raises:
         DataError: Unreadable, or nothing in it fits.
     """
-    state = read_weights(source)
-    mine = network.state_dict()
+    state, mine = read_weights(source), network.state_dict()
+    inside = names_within(network, backbone)
     fits = {n: t for n, t in state.items() if n in mine and mine[n].shape == t.shape}
-    if not fits:
+    if not inside & set(fits):
         raise DataError(
             f"--weights {source} do not fit the model",
             found=f"of its {len(state)} tensors none has the name and shape of one of the model's",
             remedy="name the --model that they were made with",
         )
-    network.load_state_dict(fits, strict=False)
-    return len(fits), sorted(set(mine) - set(fits))
+    before = described(source).get("classes") or [*classes]
+    same = before == [*classes] and set(mine) - inside <= set(fits)
+    loaded = fits if same else {name: fits[name] for name in inside & set(fits)}
+    network.load_state_dict(loaded, strict=False)
+    missing = (n for n in sorted(inside - set(loaded)) if not n.endswith("num_batches_tracked"))
+    return Origin(source, tuple(missing), not same)
+
+
+def described(source: str) -> dict[str, Any]:
+    """What a run says of its model; empty for a file, or where nothing can be read."""
+    try:
+        text = (Path(source).expanduser() / rundir.MODEL_CONFIG).read_text(encoding="utf-8")
+        found = json.loads(text)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def preprocessing_of(source: str) -> dict[str, Any]:
+    """How a run's images were prepared, as :func:`load_preprocessing` says it, and the channels."""
+    found = described(source)
+    try:
+        moments, (channels, size, _) = found["normalisation"], found["shape"]
+        means, deviations = moments["mean"], moments["deviation"]
+    except (KeyError, TypeError, ValueError):
+        return {}
+    return {"size": size, "image_mean": means, "image_std": deviations, "channels": channels}
 
 
 def read_weights(source: str) -> dict[str, Tensor]:
@@ -330,3 +417,20 @@ class Freezing:
             if epoch >= number * self._every:
                 let_go(stage)
                 stage.train()
+
+
+def freezing(
+    session: train.Session, options: Any, origin: Origin, backbone: Sequence[nn.Module]
+) -> Freezing:
+    """What stays frozen, as the options and the weights' origin say; told once.
+
+    Args:
+        session: Tells it.
+        options: With ``freeze`` and ``unfreeze_every``.
+        origin: Of the network's weights.
+        backbone: The network's parts without its head.
+    """
+    frozen = origin.frozen(True if options.unfreeze_every else options.freeze)
+    if origin.source:
+        session.say(origin.describe(frozen))
+    return Freezing(backbone, frozen, options.unfreeze_every)

@@ -154,9 +154,9 @@ def _texts(kind: type) -> dict[str, str]:
 
 def _option(field: dataclasses.Field[Any], text: str) -> Option:
     flag = "--" + field.name.replace("_", "-")
-    if isinstance(field.default, bool):
-        both = f"{flag} / --no-{flag[2:]}"
-        return Option(both, "", "on" if field.default else "off", text, field.name)
+    if str(field.type) in ("bool", "bool | None"):
+        default = {"True": "on", "False": "off"}.get(str(field.default), "")
+        return Option(f"{flag} / --no-{flag[2:]}", "", default, text, field.name)
     several = field.default if isinstance(field.default, tuple) else (field.default,)
     default = " ".join(map(str, several))
     return Option(flag, _kind(field), default, text, field.name, _choices(field))

@@ -19,10 +19,11 @@ from torch.nn.functional import cross_entropy, one_hot
 from paceline import train
 from paceline.recipes import common, parse_options, pretrained
 from paceline.recipes.data.texts import TextData, TextRequest, load_texts
+from paceline.recipes.heads import add_layers
 from paceline.recipes.networks import HubClassifier, TextClassifier
 from paceline.recipes.optimization import Curve
 from paceline.recipes.options import TEXT_MODELS, TextOptions
-from paceline.recipes.pretrained import Freezing, load_backbone
+from paceline.recipes.pretrained import Origin, load_backbone
 from paceline.recipes.program import guarded
 from paceline.recipes.tokens import (
     TOKENIZER,
@@ -52,8 +53,8 @@ def train_text(options: TextOptions) -> None:
             training, batch.global_batch, limit=batch.limit, lengths=training.lengths()
         )
 
-        network = make_network(session, data, options, encoding)
-        freezing = Freezing([network.backbone], options.freeze, options.unfreeze_every)
+        network, origin = make_network(session, data, options, encoding)
+        freezing = pretrained.freezing(session, options, origin, [network.backbone])
         placed = session.place(network, shard=options.shard)
         optimizer = common.optimizer_of(options, placed, batch.lr)
         steps = options.steps or options.epochs * len(loader)
@@ -191,19 +192,23 @@ def make_encoding(session: train.Session, data: TextData, options: TextOptions) 
 
 def make_network(
     session: train.Session, data: TextData, options: TextOptions, encoding: Encoding
-) -> TextClassifier | HubClassifier:
+) -> tuple[TextClassifier | HubClassifier, Origin]:
     """The network that the options name, with the weights from which it starts."""
+    network: TextClassifier | HubClassifier
     if options.model not in TEXT_MODELS:
         wanted = pretrained.HubModel("text", options.model, options.offline, options.from_scratch)
-        loaded = session.together(lambda: pretrained.load_model(wanted, data.classes))
-        return HubClassifier(loaded)
+        model, origin = session.together(lambda: pretrained.load_model(wanted, data.classes))
+        network = HubClassifier(model)
+        add_layers(network, [network.backbone], options.add_layers)
+        return network, origin
     assert isinstance(encoding, OwnEncoding)
     tokens, classes = len(encoding.tokenizer), len(data.classes)
-    network = TextClassifier(options.model, tokens, classes, options.dropout)
-    if options.weights:
-        count, fresh = session.together(lambda: load_backbone(network, options.weights))
-        session.say(f"{count} tensors from {options.weights}; new: {', '.join(fresh) or 'none'}")
-    return network
+    network, origin = TextClassifier(options.model, tokens, classes, options.dropout), Origin()
+    add_layers(network, [network.backbone], options.add_layers)
+    if source := options.weights:
+        parts = [network.backbone]
+        origin = session.together(lambda: load_backbone(network, parts, source, data.classes))
+    return network, origin
 
 
 def describe(
@@ -241,9 +246,11 @@ def describe_network(
 ) -> dict[str, Any]:
     """What makes the same network again."""
     if isinstance(network, HubClassifier):
-        return {"kind": "hub", "config": pretrained.description(network.model)}
+        config = pretrained.description(network.model)
+        return {"kind": "hub", "config": config, "layers": [*options.add_layers]}
     tokens = next(network.backbone.parameters()).shape[0]
-    return {"kind": options.model, "tokens": tokens, "dropout": options.dropout}
+    more = {"dropout": options.dropout, "layers": [*options.add_layers]}
+    return {"kind": options.model, "tokens": tokens, **more}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

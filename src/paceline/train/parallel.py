@@ -53,10 +53,11 @@ def put_back(module: nn.Module) -> None:
 
 
 class Replica(DistributedDataParallel):
-    """DDP that keeps how long it stood still for buffers.
+    """DDP that keeps how long it stood still for buffers, and sends none that cannot change.
 
     Before each forward pass rank 0 sends its buffers (batch norm's statistics) to all, and a rank
-    that is early waits there for a late one, not after its backward pass.
+    that is early waits there for a late one, not after its backward pass. Those of frozen parts,
+    which are in evaluation mode and have no parameter that is trained, stay at home.
 
     Attributes:
         stood: Seconds in which the CPU was in that exchange; whoever reads it sets it back.
@@ -68,6 +69,23 @@ class Replica(DistributedDataParallel):
         began = time.perf_counter()
         super()._sync_buffers()  # type: ignore[no-untyped-call]
         self.stood += time.perf_counter() - began
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        moving = {id(buffer) for buffer in moving_buffers(self.module)}
+        if found := [tensor for tensor in tensors if id(tensor) in moving]:
+            super()._distributed_broadcast_coalesced(found, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
+
+
+def moving_buffers(module: nn.Module) -> list[Tensor]:
+    """The buffers that training may change: none of frozen parts in evaluation mode."""
+    return [
+        buffer
+        for part in module.modules()
+        for buffer in part.buffers(recurse=False)
+        if part.training or any(p.requires_grad for p in part.parameters())
+    ]
 
 
 def replicated(module: nn.Module, device: torch.device, *, unused: bool = False) -> nn.Module:

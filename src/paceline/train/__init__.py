@@ -22,6 +22,7 @@ from paceline.train.loader import Batch, Loader
 from paceline.train.metrics import Best, Means, Meter
 from paceline.train.order import Ids
 from paceline.train.session import Session, join
+from paceline.train.shards import ShardedDataset, decoded, write_shards
 from paceline.train.weights import load_config, load_weights
 from paceline.train.world import World
 
@@ -35,8 +36,11 @@ __all__ = [
     "Means",
     "Meter",
     "Session",
+    "ShardedDataset",
     "World",
+    "decoded",
     "join",
     "load_config",
     "load_weights",
+    "write_shards",
 ]

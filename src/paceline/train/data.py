@@ -25,13 +25,14 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paceline.spec.errors import SettingError
-from paceline.train.order import Ids, uniforms
+from paceline.spec.errors import PacelineError, SettingError
+from paceline.train.order import Ids, Order, uniforms
 
 T = TypeVar("T")
 Collate = Callable[[list[Any]], Any]
 """From a list of samples to a batch: a tuple, a dictionary or one tensor."""
 Made = Generator[tuple[T, tuple[Any, ...]], None, None]
+_Answers = Generator[tuple["Wanted[T]", tuple[Any, ...]], None, None]
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MOST_WORKERS = 8
@@ -77,6 +78,28 @@ class Batched(Protocol):
         ...
 
 
+@runtime_checkable
+class Stored(Protocol):
+    """A data set that is read in one step, which may be done ahead, and decoded in another.
+
+    See :class:`~paceline.train.shards.ShardedDataset`.
+    """
+
+    def __len__(self) -> int: ...
+
+    def visiting_order(self, seed: int, shuffle: bool) -> Order:
+        """The order in which its samples are visited."""
+        ...
+
+    def raw(self, ids: Ids) -> list[Any]:
+        """Samples as they are stored."""
+        ...
+
+    def made(self, number: int, sample: Any, /) -> Any:
+        """A sample, decoded."""
+        ...
+
+
 class Mapped(Protocol):
     """Any of torch's map-style data sets."""
 
@@ -84,7 +107,13 @@ class Mapped(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-Data = Batched | Mapped
+Data = Batched | Mapped | Stored
+
+
+def order_of(data: Data, seed: int, shuffle: bool) -> Order:
+    """The order in which a data set is visited: its own, or any sample after any other."""
+    visited = getattr(data, "visiting_order", None)
+    return visited(seed, shuffle) if visited else Order(len(data), seed, shuffle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +135,9 @@ class Fetch:
     """Makes the batches of a data set, in the order in which they are wanted.
 
     Args:
-        data: A data set that makes batches, a ``TensorDataset``, or any map-style data set. A
-            sample of the last kind that draws from Python's, numpy's or torch's generators gets
-            the same numbers on whichever rank it is made.
+        data: A data set that makes batches, a ``TensorDataset``, a stored or any map-style data
+            set. A sample of the last kinds that draws from Python's, numpy's or torch's generators
+            gets the same numbers on whichever rank it is made.
         device: Where the tensors go.
         workers: Processes for map-style data sets; 0 makes everything in this one.
         collate: Makes a batch of a list of samples; torch's own way without.
@@ -135,36 +164,74 @@ class Fetch:
 
     def __call__(self, wanted: Iterable[Wanted[T]]) -> Made[T]:
         """Each order's tag with its tensors. Close it when it is not used up."""
-        with closing(self._made(wanted)) as made:
-            for tag, tensors in made:
+        will_need = getattr(self._data, "will_need", None)
+        with closing(self._made(foretold(wanted, will_need) if will_need else wanted)) as made:
+            for one, tensors in made:
                 if self._device.type == "cpu":
-                    yield tag, tensors
+                    yield one.tag, tensors
                 else:
-                    yield tag, tuple(_moved(one, self._device, self._pins) for one in tensors)
+                    yield one.tag, tuple(_moved(t, self._device, self._pins) for t in tensors)
 
-    def _made(self, wanted: Iterable[Wanted[T]]) -> Made[T]:
-        whole = isinstance(self._data, TensorDataset) and self._collate.is_default
-        mapped = not (whole or isinstance(self._data, Batched))
-        if mapped and self._workers:
+    def _made(self, wanted: Iterable[Wanted[T]]) -> _Answers[T]:
+        if self._workers and isinstance(self._make, _OneByOne):
             return self._from_workers(wanted)
-        made = ((one.tag, self._make(one.ids, one.draws)) for one in wanted)
+        if isinstance(self._make, _OneByOne) and isinstance(self._data, Stored):
+            return self._read_ahead(self._make, self._data, wanted)
+        made = ((one, self._make(one.ids, one.draws)) for one in wanted)
         return ahead(made) if getattr(self._data, "slow", False) else made
 
-    def _from_workers(self, wanted: Iterable[Wanted[T]]) -> Made[T]:
+    def _read_ahead(
+        self, make: _OneByOne, data: Stored, wanted: Iterable[Wanted[T]]
+    ) -> _Answers[T]:
+        """Only reading is done in a thread: decoding may draw from the process's generators."""
+        with closing(ahead((one, data.raw(one.ids)) for one in wanted)) as read:
+            for one, samples in read:
+                yield one, make.decoded(one.ids, one.draws, samples)
+
+    def _from_workers(self, wanted: Iterable[Wanted[T]]) -> _Answers[T]:
         if self._loader is None:
             self._loader = DataLoader(
-                _Seeded(self._data),  # type: ignore[arg-type]
-                batch_sampler=self._orders,
+                _Work(self._make),
+                batch_size=None,  # an order is a batch
+                sampler=self._orders,
                 num_workers=self._workers,
-                collate_fn=self._collate,
+                collate_fn=_as_made,
                 worker_init_fn=_end_on_sigterm,
                 persistent_workers=True,
                 pin_memory=self._pins,
                 # of its own: the script's generators must not depend on how often a run resumed
                 generator=torch.Generator(),
             )
-        self._orders.wanted, self._orders.tags = wanted, queue.SimpleQueue()
-        return ((self._orders.tags.get(), made) for made in self._loader)
+        self._orders.wanted, self._orders.given = wanted, queue.SimpleQueue()
+        for made in self._loader:
+            if isinstance(made, _Failed):
+                raise made.error
+            yield self._orders.given.get(), tuple(made)
+
+
+_FORETOLD = 1024  # samples, at least
+
+
+def foretold(
+    wanted: Iterable[Wanted[T]], tell: Callable[[Ids], None], samples: int = _FORETOLD
+) -> Iterator[Wanted[T]]:
+    """The same orders; ``tell`` hears of ids when at least so many samples come before them."""
+    orders = iter(wanted)
+
+    def more() -> list[Wanted[T]]:
+        found: list[Wanted[T]] = []
+        while sum(len(one.ids) for one in found) < samples:
+            if (one := next(orders, None)) is None:
+                break
+            found.append(one)
+        if found:
+            tell(np.concatenate([one.ids for one in found]))
+        return found
+
+    now, then = more(), more()
+    while now:
+        yield from now
+        now, then = then, more()
 
 
 def ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
@@ -208,7 +275,8 @@ def _check(data: Data, collate: Collate | None) -> None:
         raise SettingError(
             "the data must be a data set with a length and numbered samples",
             found=f"a {type(data).__name__}",
-            remedy="give the data set itself, not a DataLoader; make a list of a stream",
+            remedy="give the data set itself, not a DataLoader; of a stream make a list, or shards"
+            " (train.write_shards, train.ShardedDataset)",
         )
     if collate is not None and isinstance(data, Batched):
         raise SettingError(
@@ -217,56 +285,95 @@ def _check(data: Data, collate: Collate | None) -> None:
         )
 
 
-def _maker(data: Data, collate: _Collated) -> Callable[[Ids, Draws | None], tuple[Any, ...]]:
+Make = Callable[[Ids, Draws | None], tuple[Any, ...]]
+
+
+def _maker(data: Data, collate: _Collated) -> Make:
     if isinstance(data, Batched):
         return data.batch
     if isinstance(data, TensorDataset) and collate.is_default:
         tensors = data.tensors
         return lambda ids, _: tuple(one[torch.from_numpy(ids)] for one in tensors)
-    return lambda ids, draws: _one_by_one(data, ids, draws, collate)
+    return _OneByOne(data, collate)
 
 
-def _one_by_one(data: Mapped, ids: Ids, draws: Draws | None, collate: _Collated) -> tuple[Any, ...]:
-    """Afterwards this process's generators are as if nothing had been drawn."""
-    if draws is None:
-        return collate([data[index] for index in ids.tolist()])
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        keys = zip(ids.tolist(), draws.seeds(), strict=True)
-        return collate([_Seeded(data)[key] for key in keys])
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+@dataclass(frozen=True)
+class _OneByOne:
+    """Makes a batch sample by sample; each has randomness of its own place in the order."""
+
+    data: Mapped | Stored
+    collate: _Collated
+
+    def __call__(self, ids: Ids, draws: Draws | None) -> tuple[Any, ...]:
+        samples = self.data.raw(ids) if isinstance(self.data, Stored) else None
+        return self.decoded(ids, draws, samples)
+
+    def decoded(self, ids: Ids, draws: Draws | None, samples: list[Any] | None) -> tuple[Any, ...]:
+        """Afterwards this process's generators are as if nothing had been drawn.
+
+        Args:
+            ids: Sample ids.
+            draws: Their randomness; ``None`` leaves the generators alone.
+            samples: As they were read, of a stored data set.
+        """
+        numbers = ids.tolist()
+        if draws is None:
+            return self.collate([self._one(n, place, samples) for place, n in enumerate(numbers)])
+        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        try:
+            made = []
+            for place, (number, seed) in enumerate(zip(numbers, draws.seeds(), strict=True)):
+                random.seed(seed)
+                np.random.seed(seed)
+                torch.default_generator.manual_seed(seed)
+                made.append(self._one(number, place, samples))
+            return self.collate(made)
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+            torch.set_rng_state(before[2])
+
+    def _one(self, number: int, place: int, samples: list[Any] | None) -> Any:
+        if samples is not None and isinstance(self.data, Stored):
+            return self.data.made(number, samples[place])
+        return self.data[number]  # type: ignore[index]
 
 
-class _Seeded(Dataset[Any]):
-    """A map-style data set whose samples' randomness depends on their place in the order only."""
+class _Work(Dataset[Any]):
+    """What a worker process does: an order in, a batch out."""
 
-    def __init__(self, data: Mapped) -> None:
-        self._data = data
+    def __init__(self, make: Make) -> None:
+        self._make = make
 
-    def __getitem__(self, key: tuple[int, int | None]) -> Any:
-        index, seed = key
-        if seed is not None:
-            random.seed(seed)
-            np.random.seed(seed)
-            torch.default_generator.manual_seed(seed)
-        return self._data[index]
+    def __getitem__(self, order: tuple[Ids, Draws | None]) -> Any:
+        try:
+            return self._make(*order)
+        except PacelineError as error:  # torch would wrap it into its own traceback's text
+            return _Failed(error)
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A batch that could not be made."""
+
+    error: PacelineError
+
+
+def _as_made(batch: Any) -> Any:
+    return batch
 
 
 class _Orders:
-    """The orders as a batch sampler; their tags are kept for the batches to come."""
+    """The orders as torch's sampler; they are kept for the batches to come."""
 
     def __init__(self) -> None:
         self.wanted: Iterable[Wanted[Any]] = ()
-        self.tags: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.given: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def __iter__(self) -> Iterator[list[tuple[int, int | None]]]:
+    def __iter__(self) -> Iterator[tuple[Ids, Draws | None]]:
         for one in self.wanted:
-            self.tags.put(one.tag)
-            seeds = [None] * len(one.ids) if one.draws is None else one.draws.seeds()
-            yield list(zip(one.ids.tolist(), seeds, strict=True))
+            self.given.put(one)
+            yield one.ids, one.draws
 
 
 def _end_on_sigterm(_: int) -> None:

@@ -189,14 +189,14 @@ class Loader:
         return self.every > 0 and self._progress.step % self.every == 0
 
     def _wanted(self, epoch: int, offset: int) -> Iterator[Wanted[Batch]]:
-        order, size = self.order.epoch(epoch), self.order.size
+        size = self.order.size
         for start in range(offset, size, self.global_batch):
             stop = min(start + self.global_batch, size)
             pieces = shares(start, stop, *self._place, self._limit)
             for number, (first, end) in enumerate(pieces, 1):
                 # An empty share computes the batch's first sample with weight zero.
                 positions = np.arange(first, end) if end > first else np.array([start])
-                ids = order[positions]
+                ids = self.order.at(epoch, positions)
                 tag = Batch((), end - first, stop - start, ids, stop, number == len(pieces))
                 yield Wanted(ids, Draws(self.order.seed, epoch, positions), tag)
 

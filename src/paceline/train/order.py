@@ -54,6 +54,10 @@ class Order:
             self._cached = (epoch, self._make(epoch))
         return self._cached[1]
 
+    def at(self, epoch: int, positions: Ids) -> Ids:
+        """The sample ids at these positions of an epoch, shape ``[n]``."""
+        return self.epoch(epoch)[positions]
+
     def _make(self, epoch: int) -> Ids:
         if not self.shuffle:
             return np.arange(self.size, dtype=np.int64)
@@ -85,6 +89,63 @@ class LengthGrouped(Order):
         batches = ordered[:whole].reshape(-1, self.batch)
         shuffled = batches[permutation(self.seed + 1, epoch, len(batches))]
         return np.concatenate([shuffled.ravel(), ordered[whole:]])
+
+
+@dataclass
+class ShardOrder(Order):
+    """Shards in a new order, some at a time, each from its beginning to its end.
+
+    Shards that are visited together flow into one stream, in proportion to their sizes, and the
+    stream is shuffled inside windows: a sample is at most a window from its place, so that disks
+    read in order. Only the shards that are visited now are in memory.
+
+    Attributes:
+        counts: Samples of each shard, shape ``[shards]``; a shard's ids follow each other.
+        together: Shards that are visited at a time.
+        window: Samples that are shuffled together.
+    """
+
+    counts: Ids = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    together: int = 1
+    window: int = 1
+    _groups: dict[tuple[int, int], Ids] = field(default_factory=dict, init=False, repr=False)
+
+    def at(self, epoch: int, positions: Ids) -> Ids:
+        if not self.shuffle:
+            return positions
+        groups, starts = self._grouped(epoch)
+        where = np.searchsorted(starts, positions, side="right") - 1
+        ids = np.empty(len(positions), dtype=np.int64)
+        for number in np.unique(where).tolist():
+            here = where == number
+            stream = self._stream(epoch, number, groups[number], int(starts[number]))
+            ids[here] = stream[positions[here] - starts[number]]
+        return ids
+
+    def _make(self, epoch: int) -> Ids:
+        return self.at(epoch, np.arange(self.size, dtype=np.int64))
+
+    def _grouped(self, epoch: int) -> tuple[list[Ids], Ids]:
+        """The shards that are visited together, and the position at which each group begins."""
+        shards = np.flatnonzero(self.counts)
+        shards = shards[permutation(self.seed + 1, epoch, len(shards))]
+        groups = np.array_split(shards, max(1, -(-len(shards) // self.together)))
+        sizes = [int(self.counts[group].sum()) for group in groups]
+        return groups, np.cumsum([0, *sizes[:-1]])
+
+    def _stream(self, epoch: int, number: int, group: Ids, start: int) -> Ids:
+        """The ids of a group of shards in their order; the last two groups are kept."""
+        if (epoch, number) not in self._groups:
+            first = np.cumsum(self.counts) - self.counts
+            ids = np.concatenate([first[s] + np.arange(self.counts[s]) for s in group])
+            part = np.concatenate([(np.arange(n) + 0.5) / n for n in self.counts[group]])
+            ids = ids[np.argsort(part, kind="stable")]
+            places = np.arange(len(ids))
+            drawn = uniforms(self.seed + 1, epoch, start + places, 1)[:, 0]
+            while len(self._groups) > 1:
+                del self._groups[next(iter(self._groups))]
+            self._groups[epoch, number] = ids[np.lexsort((drawn, places // self.window))]
+        return self._groups[epoch, number]
 
 
 def by_length(order: Order, lengths: Sequence[int], batch: int) -> Order:

@@ -27,13 +27,14 @@ from paceline.train.checkpoints.capture import Stateful, Training
 from paceline.train.checkpoints.keeper import Keeper, policy
 from paceline.train.checkpoints.store import Store
 from paceline.train.comms import Comms
-from paceline.train.data import Collate, Data, Fetch, allowed, loader_workers
+from paceline.train.data import Collate, Data, Fetch, allowed, loader_workers, order_of
 from paceline.train.insync import Proof
 from paceline.train.journal import Journal
 from paceline.train.loader import Batch, Loader, Progress, Shard
 from paceline.train.metrics import Best, Meter
-from paceline.train.order import Order, Stated, by_length, stated
+from paceline.train.order import Stated, by_length, stated
 from paceline.train.pace import Pace, counted
+from paceline.train.shards import ShardedDataset
 from paceline.train.stop import Quietly, Stopped, leave
 
 T = TypeVar("T")
@@ -145,7 +146,8 @@ class Session:
         """Batches for training: each rank's share of every global batch of ``global_batch``.
 
         Args:
-            data: A data set that makes batches, a ``TensorDataset`` or any map-style data set.
+            data: A data set that makes batches, a ``ShardedDataset``, a ``TensorDataset`` or any
+                map-style data set.
             global_batch: Samples of one optimizer step over all ranks.
             shuffle: A new order for each epoch, from the seed.
             order: Gives the sample ids of an epoch, by its number, instead; the same on every
@@ -165,7 +167,9 @@ class Session:
         """
         if workers is None:
             workers = loader_workers(allowed(), self.world.local_size)
-        visited = Order(len(data), self._seed, shuffle)
+        if isinstance(data, ShardedDataset):
+            self.agree("the data set", data.fingerprint)
+        visited = order_of(data, self._seed, shuffle)
         if order is not None:
             visited = stated(visited, order)
             digest = hashlib.sha256(self.together(lambda: visited.epoch(0)).tobytes()).hexdigest()

@@ -1,0 +1,76 @@
+"""Parquet files as shards: a row is a sample; a group of rows is read at once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.spec.errors import DataError, SettingError
+from paceline.train.order import Ids
+
+MOST_BYTES = 256 << 20
+"""Of the groups of rows that a process keeps."""
+
+
+def scan(path: Path) -> Ids:
+    """Group and place in the group of each row; the third column is -1. Only the end is read.
+
+    Raises:
+        DataError: The file is damaged or cut off.
+        SettingError: pyarrow is not installed.
+    """
+    library = _library()
+    try:
+        with library.ParquetFile(path) as file:
+            about = file.metadata
+            sizes = [about.row_group(number).num_rows for number in range(about.num_row_groups)]
+    except Exception as error:  # whatever pyarrow raises
+        raise DataError(
+            f"the shard {path} cannot be used",
+            found=f"{error} ({path.stat().st_size:,} bytes)",
+            remedy="copy it again; what it was made from is whole",
+        ) from None
+    rows = np.full((sum(sizes), 3), -1, dtype=np.int64)
+    rows[:, 0] = np.repeat(np.arange(len(sizes)), sizes)
+    rows[:, 1] = np.concatenate([np.arange(size) for size in sizes] or [np.zeros(0)])
+    return rows
+
+
+class Groups:
+    """The groups of rows that were read last, as a table each."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[Path, int], Any] = OrderedDict()
+        self._bytes = 0
+
+    def rows(self, path: Path, group: int, places: list[int]) -> list[dict[str, Any]]:
+        """Rows of a group, as dictionaries of Python values."""
+        found: list[dict[str, Any]] = self._group(path, group).take(places).to_pylist()
+        return found
+
+    def _group(self, path: Path, group: int) -> Any:
+        if (path, group) in self._kept:
+            self._kept.move_to_end((path, group))
+        else:
+            with _library().ParquetFile(path) as file:
+                table = file.read_row_group(group)
+            self._kept[path, group] = table
+            self._bytes += table.nbytes
+        while self._bytes > MOST_BYTES and len(self._kept) > 1:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        return self._kept[path, group]
+
+
+def _library() -> Any:
+    try:
+        import pyarrow.parquet as library
+    except ImportError as error:
+        raise SettingError(
+            "shards of parquet files are read with pyarrow",
+            found=str(error),
+            remedy="pip install pyarrow, or write tar files",
+        ) from None
+    return library

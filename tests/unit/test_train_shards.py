@@ -1,0 +1,274 @@
+"""Folders of shards: an index, an exact order, and errors that name shard and member."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import pickle
+import random
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.spec.errors import DataError, SettingError
+from paceline.train import ShardedDataset, shards, tars, write_shards
+from paceline.train.data import Draws, Fetch, Wanted, foretold, order_of
+from paceline.train.order import ShardOrder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three shards of 37 samples altogether."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folder = tmp_path / "shards"
+    samples = ({"npy": np.full(3, i), "cls": i % 5, "txt": f"text {i}"} for i in range(37))
+    assert len(write_shards(folder, samples, size=40_000)) == 3
+    return folder
+
+
+# -- the order ---------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.integers(1, 5), st.integers(1, 50))
+def test_an_epoch_holds_every_sample_once(counts: list[int], together: int, window: int) -> None:
+    order = ShardOrder(sum(counts), 3, counts=np.array(counts), together=together, window=window)
+    for epoch in range(2):
+        whole = order.epoch(epoch)
+        assert sorted(whole.tolist()) == list(range(sum(counts)))
+        some = np.arange(sum(counts))[::3]
+        assert np.array_equal(order.at(epoch, some), whole[some])
+
+
+def test_the_order_of_shards_never_changes() -> None:
+    """Recorded values: a run must be resumed in the same order by another version."""
+    order = ShardOrder(12, 7, counts=np.array([5, 3, 4]), together=2, window=4)
+    assert [order.epoch(epoch).tolist() for epoch in (0, 2)] == RECORDED
+    assert ShardOrder(12, 7, False, counts=np.array([12])).epoch(1).tolist() == list(range(12))
+
+
+RECORDED = [
+    [5, 8, 6, 9, 11, 10, 7, 0, 1, 3, 2, 4],
+    [1, 0, 9, 8, 2, 3, 11, 10, 4, 5, 7, 6],
+]
+
+
+def test_a_sample_stays_near_its_shard() -> None:
+    """What is visited in one window comes from few shards, and there from one place."""
+    order = ShardOrder(8000, 1, counts=np.full(80, 100), together=4, window=50)
+    ids = order.epoch(0)
+    for start in range(0, 8000, 50):
+        part = ids[start : start + 50]
+        used = np.unique(part // 100)
+        assert len(used) <= 4
+        assert all(np.ptp(part[part // 100 == shard]) < 50 for shard in used)
+    assert not np.array_equal(np.sort(ids[:400]), np.sort(order.epoch(1)[:400]))
+
+
+# -- what is read ------------------------------------------------------------------------------
+
+
+def test_samples_come_back(folder: Path) -> None:
+    data = ShardedDataset(folder)
+    assert (len(data), data.counts.tolist()) == (37, [14, 14, 9])
+    assert data.numbers.tolist() == [i % 5 for i in range(37)]
+    sample = data[21]
+    assert sample["npy"].tolist() == [21, 21, 21]
+    assert (sample["cls"], sample["txt"], sample["__key__"]) == (1, "text 21", "000000021")
+    chosen = ShardedDataset(folder, lambda one: int(one["cls"]), pattern="0000[12].tar")
+    assert [chosen[i] for i in range(len(chosen))] == [i % 5 for i in range(37)][-len(chosen) :]
+    with pytest.raises(SettingError, match="holds shards already"):
+        write_shards(folder, [])
+    with pytest.raises(SettingError, match=r"the key 'a\.b'"):
+        write_shards(folder / "new", [{"__key__": "a.b", "txt": ""}])
+
+
+def test_tar_files_of_others(tmp_path: Path) -> None:
+    """Folders, long names, PAX headers, ./ in front, files without an ending, no .cls."""
+    long = "class one/" + "x" * 150
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as tar:
+        for name in ("./", "./class one", f"./{long}.seg.PNG", f"./{long}.json", "README", "./b.x"):
+            member = tarfile.TarInfo(name)
+            member.type = tarfile.REGTYPE if "." in name[2:] else tarfile.DIRTYPE
+            member.size = 4 if member.isreg() else 0
+            tar.addfile(member, io.BytesIO(b"1234"))
+    with tarfile.open(tmp_path / "b.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        member = tarfile.TarInfo("é" * 120 + ".txt")
+        member.size = 2
+        tar.addfile(member, io.BytesIO(b"hi"))
+    data = ShardedDataset(tmp_path)
+    assert data.counts.tolist() == [2, 1]
+    assert data[0] == {"__key__": long, "seg.png": b"1234", "json": 1234}
+    assert data[1] == {"__key__": "b", "x": b"1234"}
+    assert data[2] == {"__key__": "é" * 120, "txt": "hi"}
+    assert data.numbers.tolist() == [-1, -1, -1]
+
+
+def test_rows_of_parquet(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for number in range(2):
+        table = pa.table({"text": [f"{number} {row}" for row in range(10)], "label": range(10)})
+        pq.write_table(table, tmp_path / f"{number}.parquet", row_group_size=4)
+    data = ShardedDataset(tmp_path, window=4)
+    assert len(data) == 20
+    assert [data[i]["text"] for i in (0, 7, 19)] == ["0 0", "0 7", "1 9"]
+    (tmp_path / "1.parquet").write_bytes((tmp_path / "0.parquet").read_bytes()[:-10])
+    with pytest.raises(DataError, match=r"1\.parquet cannot be used"):
+        ShardedDataset(tmp_path)
+
+
+def test_randomness_and_order_are_the_same_in_workers(folder: Path) -> None:
+    def decode(sample: shards.Sample) -> Any:
+        noise = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        return torch.tensor([int(sample["cls"]), *noise], dtype=torch.float64), os.getpid()
+
+    data = ShardedDataset(folder, decode)
+    ids = order_of(data, 3, True).epoch(1)
+    orders = [
+        Wanted(ids[start : start + 8], Draws(3, 1, np.arange(start, min(start + 8, 37))), start)
+        for start in range(0, 37, 8)
+    ]
+    here = list(Fetch(data, CPU)(orders))
+    there = Fetch(data, CPU, workers=2)
+    for _ in range(2):
+        for (tag, mine), (theirs_tag, theirs) in zip(here, there(orders), strict=True):
+            assert tag == theirs_tag
+            assert torch.equal(mine[0], theirs[0])
+            assert os.getpid() not in theirs[1]
+    there._loader = None
+    again = pickle.loads(pickle.dumps(ShardedDataset(folder)))  # as to a worker that is no fork
+    assert again[3]["txt"] == "text 3"
+
+
+def test_ids_are_foretold() -> None:
+    told: list[list[int]] = []
+    orders = [Wanted(np.arange(i, i + 4), None, i) for i in range(0, 40, 4)]
+    heard = foretold(orders, lambda ids: told.append(ids.tolist()), samples=8)
+    for place, one in enumerate(heard):
+        assert {*range(one.tag, min(one.tag + 8, 40))} <= {i for ids in told for i in ids}
+        assert place == one.tag // 4
+    assert [i for ids in told for i in ids] == list(range(40))
+
+
+# -- the index ---------------------------------------------------------------------------------
+
+
+def test_only_what_has_changed_is_indexed_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanned: list[str] = []
+
+    def scan(path: Path) -> Any:
+        scanned.append(path.name)
+        return tars.scan(path)
+
+    monkeypatch.setitem(shards._FORMATS, ".tar", scan)
+    first = ShardedDataset(folder, pattern="0000[01].tar")
+    assert sorted(scanned) == ["00000.tar", "00001.tar"]
+    whole = ShardedDataset(folder)
+    assert sorted(scanned) == ["00000.tar", "00001.tar", "00002.tar"]
+    assert isinstance(whole._index.spans, np.memmap)  # one copy for all ranks of a node
+    assert ShardedDataset(folder).fingerprint == whole.fingerprint != first.fingerprint
+    os.utime(folder / "00001.tar", ns=(1, 1))
+    with pytest.raises(DataError, match=r"00001\.tar.*\n.*changed after it had been indexed"):
+        ShardedDataset.__getitem__(whole, 20)
+    assert ShardedDataset(folder)[20]["txt"] == "text 20"
+    assert scanned[3:] == ["00001.tar"]
+    (folder / "00001.tar").unlink()
+    assert len(ShardedDataset(folder)) == 37 - whole.counts[1]
+    (folder / ".paceline-index" / "index.json").write_text("{")
+    assert len(ShardedDataset(folder)) == 37 - whole.counts[1]
+    assert len([*(folder / ".paceline-index").glob("spans-*")]) == 1
+
+
+def test_a_folder_that_cannot_be_written_to(folder: Path, tmp_path: Path) -> None:
+    (folder / ".paceline-index").write_text("in the way, also for root")
+    assert len(ShardedDataset(folder)) == 37
+    assert len([*(tmp_path / "home").rglob("index.json")]) == 1
+
+
+# -- what is wrong -----------------------------------------------------------------------------
+
+
+def _cut(content: bytes) -> bytes:
+    return content[:4000]
+
+
+def _cut_between(content: bytes) -> bytes:
+    return content[: 3 * 1024 + 1024]
+
+
+def _header_lost(content: bytes) -> bytes:
+    return content[:3072] + b"\xff" * 512 + content[3584:]
+
+
+@pytest.mark.parametrize(
+    "damage", [_cut, _cut_between, _header_lost, lambda _: b"", lambda _: b"x"]
+)
+def test_a_damaged_shard_is_named(folder: Path, damage: Callable[[bytes], bytes]) -> None:
+    shard = folder / "00001.tar"
+    shard.write_bytes(damage(shard.read_bytes()))
+    with pytest.raises(DataError, match=rf"the shard {shard} cannot be used") as raised:
+        ShardedDataset(folder)
+    if shard.stat().st_size > 1:
+        assert ": member 0000000" in str(raised.value)
+
+
+def test_samples_that_do_not_lie_together(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in ("1.jpg", "2.jpg", "1.cls"):
+            tar.addfile(tarfile.TarInfo(name))
+    with pytest.raises(DataError, match=r"member 1\.cls[^$]*sample 1 do not lie together"):
+        ShardedDataset(tmp_path)
+
+
+def test_compressed_empty_and_mixed_folders(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no shards\n.*nothing"):
+        ShardedDataset(tmp_path)
+    with tarfile.open(tmp_path / "a.tar", "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("1.jpg"))
+    with pytest.raises(DataError, match=r"(?s)a\.tar cannot be used.*gunzip"):
+        ShardedDataset(tmp_path)
+    (tmp_path / "b.parquet").touch()
+    with pytest.raises(DataError, match="two kinds of shards"):
+        ShardedDataset(tmp_path)
+    with pytest.raises(DataError, match="no such folder"):
+        ShardedDataset(tmp_path / "none")
+    with pytest.raises(SettingError, match="window 0"):
+        ShardedDataset(tmp_path, window=0)
+
+
+def test_damage_that_is_met_while_reading(folder: Path) -> None:
+    shard = folder / "00000.tar"
+    data, before = ShardedDataset(folder), shard.stat()
+    content = bytearray(shard.read_bytes())
+    content[:100] = b"\xee" * 100
+    shard.write_bytes(content)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DataError, match=rf"(?s)shard {shard} cannot be read.*byte 0 is damaged"):
+        data[0]
+    assert data[20]["txt"] == "text 20"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_decoded_is_named(folder: Path, workers: int) -> None:
+    def decode(sample: shards.Sample) -> int:
+        return 1 // (int(sample["txt"].split()[1]) - 5)
+
+    fetch = Fetch(ShardedDataset(folder, decode), CPU, workers)
+    with pytest.raises(DataError, match=r"00000\.tar: 000000005 cannot be decoded") as raised:
+        list(fetch([Wanted(np.array([4, 5]), None, 0)]))
+    assert raised.value.found.startswith("ZeroDivisionError")
+    del raised, fetch  # and with them, the index's open file
+    gc.collect()

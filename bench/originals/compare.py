@@ -8,8 +8,9 @@ tensorboardX, datasets, wandb. DATA is made here, as far as it is missing: Fashi
 Debian's package, the message catalogues of installed packages; CIFAR-10 by ``cifar10.py``.
 
 Script and recipe run one after the other with all CPUs of this machine. The recipe runs twice:
-once for as many epochs, once until its held-out figure is the script's (which it evaluates every
-few steps, within the time). Times are those of the whole command, from start to end.
+once for as many epochs, once until its held-out figure is the script's, the evaluations
+that show it within the time. Data, epochs and the sizes of the script's own command are typed;
+everything else is the recipe's default. Times are those of the whole command, from start to end.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def compared(name: str, script: Script, options: argparse.Namespace) -> str:
     ours = run_ours(script, options.data, ())
     cells = [name, script.figure, f"{theirs.figure:.4g}", f"{theirs.seconds:.0f}"]
     cells += [f"{ours.figure:.4g}", f"{ours.seconds:.0f}"]
-    if script.until:
-        until = run_ours(script, options.data, (*script.until, f"--stop-at={theirs.figure}"))
+    if script.reaches:
+        until = run_ours(script, options.data, (f"--stop-at={theirs.figure}",))
         assert until.figure >= theirs.figure, until
         cells += [f"{until.seconds:.0f}", f"{until.seconds / theirs.seconds:.2f}"]
     else:  # a rate: the time for the same work
@@ -146,7 +147,7 @@ def stamped(command: Sequence[str], folder: Path, script: Script) -> list[Line]:
     begun, lines = time.monotonic(), list[Line]()
     for line in process.stdout:
         lines.append((time.monotonic() - begun, line.rstrip()))
-        if not script.until and script.read(lines) is not None:
+        if not script.reaches and script.read(lines) is not None:
             os.killpg(process.pid, signal.SIGKILL)
             break
     process.wait()
@@ -166,7 +167,7 @@ def run_ours(script: Script, data: Path, more: Sequence[str]) -> Outcome:
 
 def reached(run: Path, script: Script) -> float:
     """The held-out figure of a run of ours, or its samples a second."""
-    if not script.until:
+    if not script.reaches:
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         return float([one for one in records if one["split"] == "train"][-1]["samples_per_s"])
     metrics = json.loads((run / "result.json").read_text())["metrics"]

@@ -27,7 +27,7 @@ class Script:
         figure: What is compared.
         read: The figure from the lines, or ``None`` before the first.
         ours: Arguments of ``paceline``.
-        until: What ours gets in addition when it shall reach the script's figure.
+        reaches: Whether the figure is one that a training reaches, and not a rate.
         stubs: Modules of vendors' extensions, which are empty here.
     """
 
@@ -37,7 +37,7 @@ class Script:
     figure: str
     read: Callable[[Sequence[Line]], float | None]
     ours: tuple[str, ...]
-    until: tuple[str, ...] = ()
+    reaches: bool = True
     command: tuple[str, ...] = ("python",)
     changes: tuple[tuple[str, str], ...] = ()
     stubs: tuple[str, ...] = ()
@@ -75,8 +75,7 @@ SCRIPTS = {
         arguments=("--epochs", "1"),
         figure="accuracy",
         read=last_number(r"accuracy=([\d.]+)"),
-        ours=("train", "image", "--data=fashion-mnist", "--model=cnn", "--epochs=1"),
-        until=("--evaluate-every=50",),
+        ours=("train", "image", "--data=fashion-mnist", "--epochs=1"),
         stubs=("oneccl_bindings_for_pytorch",),
     ),
     "slurm-cifar10": Script(
@@ -87,9 +86,8 @@ SCRIPTS = {
         read=last_number(r"accuracy +([\d.]+)"),
         ours=(
             *("train", "image", "--data=cifar10", "--data-dir={data}/cifar-10-batches-bin"),
-            *("--model=resnet18", "--epochs=1", "--augment", "flip", "crop"),
+            "--epochs=1",
         ),
-        until=("--evaluate-every=75",),
         changes=(
             ("local_rank = int(os.getenv('LOCAL_RANK', 0))", "local_rank = 'cpu'"),
             ("download=is_main", "download=False"),
@@ -111,7 +109,6 @@ SCRIPTS = {
             *("train", "translation", "--data={data}/pairs.tsv", "--epochs=3", *SIZES),
             *("--nproc-per-node=2", "--samples=0"),
         ),
-        until=("--evaluate-every=40",),
         changes=(
             ('assert torch.cuda.is_available(), "Training on CPU is not supported"', ""),
             ('torch.device("cuda")', 'torch.device("cpu")'),
@@ -128,6 +125,7 @@ SCRIPTS = {
         arguments=("-a", "resnet50", "--dummy", "-b", "32", "-p", "1", "-j", "0"),
         figure="images/s",
         read=lambda lines: per_second(lines, 32, 16),
+        reaches=False,
         ours=(
             *("train", "image", "--data=dummy", "--preset=imagenet-example"),
             *("--model=resnet50", "--global-batch=32", "--steps=16", "--log-every=8"),

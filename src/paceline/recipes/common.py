@@ -18,6 +18,9 @@ from paceline.recipes.options import Options
 from paceline.train import Best
 from paceline.train.device import choose_device, look
 
+LOOKS, LEAST_STEPS = 16, 40
+"""With ``--stop-at``: evaluations within an epoch, and the least number of steps between two."""
+
 R = TypeVar("R", bound=Options)
 
 
@@ -103,7 +106,11 @@ def prepare(
 
 def epochs(session: train.Session, loader: train.Loader, options: Options) -> Iterator[int]:
     """Epoch numbers, once for each evaluation."""
-    return session.epochs(loader, options.epochs, options.steps, every=options.evaluate_every)
+    every = options.evaluate_every
+    if options.stop_at and not (every or options.patience):
+        # or a long epoch hides that it is reached
+        every = max(-(-len(loader) // LOOKS), LEAST_STEPS)
+    return session.epochs(loader, options.epochs, options.steps, every=every)
 
 
 def end_early(

@@ -70,7 +70,8 @@ class Options:
     clip_norm: float = 0.0
     """Largest norm of the whole gradient (0: no limit)."""
     evaluate_every: int = 0
-    """Evaluate every N steps, besides at the end of each epoch (0: only there)."""
+    """Evaluate every N steps, besides at the end of each epoch (0: only there; with --stop-at also
+    about sixteen times within a long epoch)."""
     patience: int = 0
     """Stop early after N evaluations without an improvement (0: never)."""
     stop_at: float = 0.0

@@ -49,7 +49,10 @@ LEADING: dict[str, tuple[str, ...]] = {
     "flux script": ("--via", "flux", "--nnodes", "3", "--plan"),
     "pbs script": ("--via", "pbs", "--nnodes", "3"),
     "lsf script": ("--via", "lsf", "--nnodes", "3"),
-    "kubernetes script": ("--via", "kubernetes", "--nnodes", "3", "--image", "i:1"),
+    "kubernetes script": (
+        *("--via", "kubernetes", "--nnodes", "3", "--image", "i:1"),
+        *("--mount", "r:/r", "--run-dir", "/r/0"),
+    ),
 }
 # verb → the words before and after the options
 VERBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -75,6 +78,11 @@ VALUES = {
     "gpus": "6", "gpus_per_node": "4", "constraint": "a100", "sbatch_arg": "--x=y",
     "setup_command": "module load x", "requeue": "", "array": "1-3", "detach": "",
 }  # fmt: skip
+# where that would be refused: a manifest has no directives, and Kubernetes knows labels only
+OTHERWISE = {
+    ("kubernetes script", "sbatch_arg"): "kind=JobSet",
+    ("kubernetes script", "constraint"): "zone=a",
+}
 LEADS = {"via", "rdzv", "node_rank"}  # the manners themselves are made of these
 COMPANIONS = {"as_json": ("--plan",), "verbose": ("--plan",)}
 
@@ -142,6 +150,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     monkeypatch.setattr(commands.shutil, "which", lambda name, **_: f"/bin/{name}")
     monkeypatch.setattr("paceline.rundir.directory.fresh_path", lambda parent, name: parent / name)
     monkeypatch.setattr("time.strftime", lambda *_: "now")
+    monkeypatch.setattr("secrets.token_hex", lambda size: "5a" * size)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text("")
     (tmp_path / "config").write_text("")
@@ -219,7 +228,8 @@ def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -
             continue
         flag = max(option.opts, key=len)
         beside = () if verb in applies.MEASURING else COMPANIONS.get(name, ())
-        words = [*beside, flag, *([VALUES[name]] if VALUES[name] else [])]
+        value = OTHERWISE.get((manner, name), VALUES[name])
+        words = [*beside, flag, *([value] if value else [])]
         if name == "detach" and manner in ("slurm script", "flux script"):
             continue  # shown below: it has to do with what follows the submission
         if name == "plan_only" and manner.endswith(" script"):
@@ -341,8 +351,8 @@ def test_a_batch_does_not_stumble_over_its_own_submission(
 def test_a_recipe_in_a_batch_is_told_what_the_file_says(deed: Deed, tmp_path: Path) -> None:
     (tmp_path / "paceline.toml").write_text("[train.image]\nlr = 0.5\n")
     words = ["train", *LEADING["kubernetes script"], "image", "--steps", "3"]
-    _, jobset = CliRunner().invoke(program, words).stdout.split("---\n")
-    pod = json.loads(jobset)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    whole = CliRunner().invoke(program, words).stdout.split("---\n")[-1]
+    pod = json.loads(whole)["spec"]["template"]["spec"]
     told = pod["containers"][0]["command"]
     assert told[told.index("image") :] == ["image", "--lr=0.5", "--steps", "3"]
 

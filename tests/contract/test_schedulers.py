@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,11 @@ FOLLOWED = [name for name in SCHEDULERS if load(name).follows()]
 
 
 def render(name: str, request: BatchRequest) -> str:
+    """With what Kubernetes has instead of directives and shared disks, unless something is said."""
+    if name == "kubernetes":
+        directives = () if request.arguments == REQUEST.arguments else request.arguments
+        mounts = request.mounts or ("project:/home/ann",)
+        request = replace(request, arguments=directives, mounts=mounts)
     return load(name).render(request)
 
 
@@ -431,49 +437,162 @@ def as_kubernetes_reads(word: str) -> str:
 )
 def test_words_reach_the_job_in_a_pod(word: str) -> None:
     request = replace(REQUEST, words=("train.py", word))
-    _, jobset = (json.loads(text) for text in render("kubernetes", request).split("---\n"))
-    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod = pod_of(json.loads(render("kubernetes", request).split("---\n")[-1]))
     read = [as_kubernetes_reads(one) for one in pod["containers"][0]["command"]]
     assert read[-2:] == ["train.py", word]
     assert read[read.index("--node-rank") + 1] == "1"
 
 
-def test_a_manifest_that_was_not_filled_in_starts_nothing() -> None:
-    """The placeholder for the key is none."""
-    secret = json.loads(render("kubernetes", REQUEST).split("---\n")[0])
-    placeholder = secret["stringData"]["key"]
+def manifest(**changes: object) -> list[dict[str, Any]]:
+    text = render("kubernetes", replace(REQUEST, **changes))
+    return [json.loads(one) for one in text.split("---\n")]
+
+
+def pod_of(whole: dict[str, Any]) -> dict[str, Any]:
+    """The pods' description in a Job or a JobSet."""
+    spec = whole["spec"]
+    if whole["kind"] == "JobSet":
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    pod: dict[str, Any] = spec["template"]["spec"]
+    return pod
+
+
+SCHEMAS = {"Secret": "io.k8s.api.core.v1.Secret", "Service": "io.k8s.api.core.v1.Service",
+           "Job": "io.k8s.api.batch.v1.Job", "JobSet": "JobSet"}  # fmt: skip
+MANIFESTS: dict[str, dict[str, object]] = {
+    "Job": {},
+    "JobSet": {"arguments": ("kind=JobSet",)},
+    "everything": {
+        "forwarded": ("HF_TOKEN",), "secrets": {"HF_TOKEN": "hf_x"}, "shm_size": "8g",
+        "mounts": ("project:/home/ann", "data:/data:ro", "/scratch:/scratch"), "gres": "rdma/hca:1",
+        "gpus": "4", "constraint": "nvidia.com/gpu.product=A100,zone=a", "time": "1-00:00:00",
+    },
+    "nothing": {"mem": "", "gres": "", "cpus_per_task": None, "time": "", "setup": ()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_a_manifest_is_valid(case: str) -> None:
+    """By the schemas that the servers publish, which know all fields and no others."""
+    import jsonschema
+
+    known = json.loads((FIXTURES / "kubernetes" / "schemas.json").read_text())
+    documents = manifest(**MANIFESTS[case])
+    kinds = [one["kind"] for one in documents]
+    assert kinds == (["Secret", "JobSet"] if case == "JobSet" else ["Secret", "Service", "Job"])
+    for document in documents:
+        schema = {**known, "$ref": f"#/$defs/{SCHEMAS[document['kind']]}"}
+        jsonschema.validate(document, schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**document, "specs": {}}, schema)
+        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", document["metadata"]["name"])
+
+
+@pytest.mark.parametrize("kind", ["Job", "JobSet"])
+def test_pods_find_each_other(kind: str) -> None:
+    """By the name of the first: a Job's pod is NAME-0 in a service, a JobSet's has two numbers."""
+    *others, whole = manifest(**MANIFESTS[kind])
+    name = whole["metadata"]["name"]
+    spec = (
+        whole["spec"] if kind == "Job" else whole["spec"]["replicatedJobs"][0]["template"]["spec"]
+    )
+    assert spec["completions"] == spec["parallelism"] == REQUEST.nodes
+    assert (spec["completionMode"], spec["backoffLimit"]) == ("Indexed", 0)
+    assert spec["activeDeadlineSeconds"] == 3600
+    command = pod_of(whole)["containers"][0]["command"]
+    first = f"{name}-0.{name}" if kind == "Job" else f"{name}-node-0-0.{name}"
+    assert command[command.index("--rdzv") + 1] == f"{first}:29400"
+    assert all(isinstance(word, str) for word in command)
+    if kind == "Job":
+        service = others[1]
+        assert service["metadata"]["name"] == name == pod_of(whole)["subdomain"]
+        assert service["spec"]["clusterIP"] == "None"
+        assert service["spec"]["publishNotReadyAddresses"] is True
+        labels = spec["template"]["metadata"]["labels"]
+        assert service["spec"]["selector"].items() <= labels.items()
+
+
+def test_what_a_pod_gets() -> None:
+    pod = pod_of(manifest(**MANIFESTS["everything"])[-1])
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {
+        "memory": "16Gi", "cpu": "16", "nvidia.com/gpu": "2", "rdma/hca": "1",
+    }  # fmt: skip
+    assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "A100", "zone": "a"}
+    volumes = {one.pop("name"): one for one in pod["volumes"]}
+    assert {one["mountPath"]: (volumes[one["name"]], one.get("readOnly", False))
+            for one in container["volumeMounts"]} == {
+        "/dev/shm": ({"emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}, False),
+        "/home/ann": ({"persistentVolumeClaim": {"claimName": "project"}}, False),
+        "/data": ({"persistentVolumeClaim": {"claimName": "data"}}, True),
+        "/scratch": ({"hostPath": {"path": "/scratch", "type": "Directory"}}, False),
+    }  # fmt: skip
+    assert pod_of(manifest(gres="amd.com/gpu:2", processes=None)[-1])["containers"][0]["resources"][
+        "limits"]["amd.com/gpu"] == "2"  # fmt: skip
+
+
+def test_secrets_stand_in_the_secret_alone() -> None:
+    """And not even there in a manifest that is only looked at: with it no pod starts."""
+    values = {"PACELINE_RDZV_KEY": "0123456789abcdef" * 2, "HF_TOKEN": "hf_of_mine"}
+    for given in (values, {}):
+        secret, *rest = manifest(forwarded=("HF_TOKEN",), secrets=given)
+        assert secret["stringData"].keys() == values.keys()
+        assert not given or secret["stringData"] == values
+        assert not any(value in json.dumps(rest) for value in values.values())
+        (container,) = pod_of(rest[-1])["containers"]
+        for name in values:
+            (variable,) = [one for one in container["env"] if one["name"] == name]
+            assert variable["valueFrom"]["secretKeyRef"] == {
+                "name": secret["metadata"]["name"], "key": name,
+            }  # fmt: skip
+    placeholder = secret["stringData"]["PACELINE_RDZV_KEY"]
     assert not re.fullmatch(r"[0-9a-f]{32,}", placeholder)
     assert "openssl rand -hex 16" in placeholder
-
-
-def test_a_secret_stands_in_no_manifest() -> None:
-    with pytest.raises(SettingError, match="--env HF_TOKEN cannot be forwarded"):
-        render("kubernetes", replace(REQUEST, forwarded=("HF_TOKEN",)))
     assert "#PBS -v HF_TOKEN\n" in render("pbs", replace(REQUEST, forwarded=("HF_TOKEN",)))
 
 
-def test_a_manifest_is_valid() -> None:
-    """The pod's part against the rules of Kubernetes that a schema would check."""
-    documents = [json.loads(text) for text in render("kubernetes", REQUEST).split("---\n")]
-    secret, jobset = documents
-    assert secret["kind"] == "Secret"
-    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
-    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", jobset["metadata"]["name"])
-    (replicated,) = jobset["spec"]["replicatedJobs"]
-    job = replicated["template"]["spec"]
-    assert job["completions"] == job["parallelism"] == REQUEST.nodes
-    (container,) = job["template"]["spec"]["containers"]
-    assert container["resources"]["limits"] == {
-        "memory": "16Gi", "cpu": "16", "nvidia.com/gpu": "2",
-    }  # fmt: skip
-    where = f"{jobset['metadata']['name']}-node-0-0.{jobset['metadata']['name']}:29400"
-    assert container["command"][container["command"].index("--rdzv") + 1] == where
-    assert all(isinstance(word, str) for word in container["command"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image": ""}, "needs an image"),
+        ({"mounts": ()}, "would be gone with its pods"),
+        ({"mounts": ("project:/home/ann:ro",)}, "would be gone with its pods"),
+        ({"mounts": ("project:/data",)}, "would be gone with its pods"),
+        ({"mounts": ("project",)}, "--mount project cannot be written"),
+        ({"mounts": ("Project:/home/ann",)}, "cannot be written"),
+        ({"mounts": ("project:/",)}, "cannot be written"),
+        ({"arguments": ("--qos=debug",)}, "--sbatch-arg --qos=debug cannot be written"),
+        ({"constraint": "v100"}, "--constraint v100 cannot be written"),
+        ({"gres": "", "gpus_per_node": "a100:2"}, "GPUs a100:2 cannot be written"),
+        ({"time": "tomorrow"}, "--time tomorrow is no time"),
+    ],
+)
+def test_what_a_manifest_cannot_say_is_refused(changes: dict[str, Any], message: str) -> None:
+    request = {"arguments": (), "mounts": ("project:/home/ann",), **changes}
+    with pytest.raises(SettingError, match=message):
+        load("kubernetes").render(replace(REQUEST, **request))
 
 
-def test_kubernetes_needs_an_image() -> None:
-    with pytest.raises(SettingError, match="needs an image"):
-        render("kubernetes", replace(REQUEST, image=""))
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("1:30:00", 5400), ("2-12", 216000), ("1-00:00:01", 86401)],
+)
+def test_a_time_limit_in_seconds(time: str, seconds: int) -> None:
+    assert manifest(time=time)[-1]["spec"]["activeDeadlineSeconds"] == seconds
+
+
+def test_lines_before_the_job_in_a_pod(tmp_path: Path) -> None:
+    """They are shell, what follows them is not."""
+    request = {"setup": ("export A=$((40 + 2))",), "words": ("$A", "it's"), "argv": ("run",)}
+    command = pod_of(manifest(**request)[-1])["containers"][0]["command"]
+    (tmp_path / "paceline").write_text('#!/bin/sh\nprintf "%s\\n" "$A" "$@"\n')
+    (tmp_path / "paceline").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
+    done = subprocess.run([as_kubernetes_reads(one) for one in command], env=env, text=True,
+                          check=True, capture_output=True)  # fmt: skip
+    said = done.stdout.splitlines()
+    assert said[:2] == ["42", "run"]
+    assert said[-2:] == ["$A", "it's"]
 
 
 # --- MPI

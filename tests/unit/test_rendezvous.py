@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from paceline.rendezvous import endpoint as endpoints
+from paceline.rendezvous import typed
 from paceline.rendezvous.endpoint import Endpoint
 from paceline.rendezvous.listener import Connection
 from paceline.rendezvous.peers import Peers, SameCommand
-from paceline.spec.errors import SettingError
+from paceline.spec.errors import ConnectError, SettingError
 
 KEY = "00112233445566778899aabbccddeeff"
 
@@ -121,3 +122,21 @@ def test_a_place_that_is_none_breaks_nothing(place: object) -> None:
     peers = Peers(SameCommand(2, "a", "c"))
     comes(peers)
     assert '"error"' in comes(peers, place=place)
+
+
+def test_a_name_that_nobody_knows_yet_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a pod that is still to come: each try asks for it anew."""
+    asked: list[object] = []
+
+    def dial(addresses: list[tuple[str, int]], *_: object) -> None:
+        asked.extend(addresses)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(typed.caller, "dial", dial)
+    monkeypatch.setattr(typed, "addresses_of", lambda host: [])
+    monkeypatch.setenv("PACELINE_RDZV_KEY", KEY)
+    here = endpoints.endpoint("first.invalid:29400", None, None, 1, 2, 5.0)
+    with pytest.raises(ConnectError, match="did not meet the first node") as caught:
+        typed.serve(here, ("train.py",), "python3")
+    assert asked == [("first.invalid", 29400)]
+    assert "Name or service not known" in caught.value.found

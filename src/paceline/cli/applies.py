@@ -118,7 +118,7 @@ OPTIONS: dict[str, Applies] = {
     "via_arg": _CHOSEN,
     "mpiexec": _CHOSEN,
     "image": Applies(chosen=True, submission=True),
-    "mount": _CHOSEN,
+    "mount": Applies(chosen=True, submission=True),
     "shm_size": Applies(chosen=True, submission=True,
                         hint="Apptainer's /dev/shm is the host's own"),
     "rdzv": _RENDEZVOUS,
@@ -141,8 +141,8 @@ OPTIONS: dict[str, Applies] = {
     "array": _BATCH,
     "detach": _BATCH,
 }  # fmt: skip
-# These are for the submission (image and shm_size also for a start now); the job that was submitted
-# finds them in its environment and file.
+# These are for the submission (those of containers also for a start now); the job that was
+# submitted finds them in its environment and file.
 SUBMISSION = frozenset(name for name, where in OPTIONS.items() if where.submission)
 
 

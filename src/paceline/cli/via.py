@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,7 +35,7 @@ VIA_OPTIONS = [
     click.option("--image", metavar="IMAGE",
                  help="Container image; the same content is required on every host."),
     click.option("--mount", multiple=True, metavar="SOURCE:TARGET[:ro]",
-                 help="Folder of the host to be seen in the container."),
+                 help="Folder of the host (Kubernetes: or a claim) to be seen in the container."),
     click.option("--shm-size", default="8g", metavar="SIZE",
                  help="Size of /dev/shm in the container."),
     click.option("--rdzv", cls=Aliased, aliases=("--rdzv-endpoint",), metavar="HOST:PORT",
@@ -219,11 +219,15 @@ def submit(ctx: click.Context, job: Job, parent: Path, scheduler: Scheduler) -> 
 
     directory = (ctx.params["run_dir"] or fresh_path(parent, job.name)).absolute()
     request = request_of(ctx, job, directory)
+    if scheduler.keeps_secrets and not ctx.params["plan_only"]:
+        request = replace(request, secrets=secrets_of(job))
     text = scheduler.render(request)
     if ctx.params["plan_only"] or not scheduler.follows():
         click.echo(text, nl=False)
         if not scheduler.tried:
             by_hand = f"; submit it with {scheduler.hand_over}" if scheduler.hand_over else ""
+            if request.secrets:
+                by_hand += ", and show it to nobody: it holds secrets (--plan leaves them out)"
             say(f"paceline: this form was not tried on a real {scheduler.name}{by_hand}", err=True)
         return 0
     handed_in = submission.hand_in(scheduler, text, directory, bool(request.array))
@@ -262,9 +266,20 @@ def request_of(ctx: click.Context, job: Job, directory: Path) -> BatchRequest:
         requeue=params["requeue"],
         array=params["array"] or "",
         image=params["image"] or "",
+        mounts=tuple(params["mount"]),
         shm_size=params["shm_size"] if "shm_size" in given(ctx) else "",
         forwarded=tuple(job.environment.forwarded),
     )
+
+
+def secrets_of(job: Job) -> dict[str, str]:
+    """What a script has to hold that keeps secrets: a key made up for this run, and values."""
+    import secrets
+
+    from paceline.rendezvous.endpoint import KEY_VARIABLE, TOKEN_DIGITS
+
+    made = secrets.token_hex(TOKEN_DIGITS // 2)
+    return {KEY_VARIABLE: made, **job.environment.forwarded}
 
 
 def words_inside(ctx: click.Context) -> tuple[str, ...]:

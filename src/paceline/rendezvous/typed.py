@@ -158,7 +158,9 @@ def serve(endpoint: Endpoint, words: Sequence[str], python: str) -> int:
         "python": python,
         "workdir": str(Path.cwd()),
     }
-    addresses = [(address, endpoint.port) for address in addresses_of(endpoint.host)]
+    # a name that is not known yet, as that of a pod that is still to come, is asked for again
+    known = addresses_of(endpoint.host) or [endpoint.host]
+    addresses = [(address, endpoint.port) for address in known]
     mine = {**about, "stream": "status", "name": socket.gethostname()}
     deadline = time.monotonic() + endpoint.patience_s
     try:

@@ -1,4 +1,5 @@
-"""A JobSet manifest for Kubernetes. Rendered and schema-checked; not tried on a cluster.
+"""An indexed Job or a JobSet for Kubernetes. Held against the published schemas; not tried on a
+cluster.
 
 Every pod runs the same command and they meet at the first pod's name, as nodes do on which it is
 typed.
@@ -8,109 +9,173 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import PurePosixPath
 from typing import Any
 
 from paceline.rendezvous.endpoint import DEFAULT_PORT, KEY_VARIABLE
 from paceline.schedulers.scheduler import Scheduler
-from paceline.schedulers.script import SUBMITTED, BatchRequest, check, gpus_of, processes_of
+from paceline.schedulers.script import (
+    SUBMITTED,
+    BatchRequest,
+    check,
+    gpus_on_each,
+    processes_of,
+)
 from paceline.spec.errors import SettingError
 
 PLACEHOLDER = "replace this by the output of: openssl rand -hex 16"  # refused as a key
-_JOB = "node"
+GPU = "nvidia.com/gpu"
+KINDS = ("kind=Job", "kind=JobSet")
+_NODE = "node"  # of a JobSet, its only job
+_RUN = "app.kubernetes.io/instance"  # label by which the service finds the pods
 
 
 class Kubernetes(Scheduler):
-    """Secret and JobSet as JSON documents, which are YAML too."""
+    """Secret, Service and Job as JSON documents, which are YAML too."""
 
     name, title = "kubernetes", "Kubernetes"
-    submitting = frozenset({"ship", "image", "shm_size", "cpus_per_task", "mem", "gres"})
+    submitting = frozenset({
+        "ship", "image", "shm_size", "mount", "time_limit", "cpus_per_task", "mem", "gres", "gpus",
+        "gpus_per_node", "constraint", "setup_command", "sbatch_arg",
+    })  # fmt: skip
     hand_over = "kubectl apply -f FILE"
+    keeps_secrets = True
     tried = False
 
     def render(self, request: BatchRequest) -> str:
         check(request)
         if not request.image:
             raise SettingError("Kubernetes needs an image", remedy="--image IMAGE")
-        if request.forwarded:
+        if unknown := [one for one in request.arguments if one not in KINDS]:
             raise SettingError(
-                f"--env {request.forwarded[0]} cannot be forwarded into a manifest",
-                found="its value would stand there for all to read",
-                remedy="--env NAME=VALUE for what is no secret; else a Secret in the manifest",
+                f"--sbatch-arg {unknown[0]} cannot be written into a manifest",
+                found=f"these can: {', '.join(KINDS)}",
+                remedy="Change the manifest before you apply it",
             )
-        documents = [json.dumps(one, indent=2) for one in (secret(request), jobset(request))]
+        whole = [jobset(request)] if "kind=JobSet" in request.arguments else [
+            service(request), job(request)]  # fmt: skip
+        documents = [json.dumps(one, indent=2) for one in (secret(request), *whole)]
         return "---\n".join(f"{one}\n" for one in documents)
 
 
 def name_of(request: BatchRequest) -> str:
-    """As Kubernetes allows names: lower case, dashes, 40 characters."""
+    """As Kubernetes allows names of services: lower case, dashes, first a letter, 40 characters."""
     name = re.sub(r"[^a-z0-9-]+", "-", request.name.lower()).strip("-")
-    return name[:40].rstrip("-") or "paceline"
+    name = name if name[:1].isalpha() else f"run-{name}"
+    return name[:40].rstrip("-")
+
+
+# --- the objects
 
 
 def secret(request: BatchRequest) -> dict[str, Any]:
-    """The rendezvous' key; until the placeholder is replaced, the pods refuse to start."""
+    """The rendezvous' key and the forwarded variables.
+
+    Where they are not to be shown stands what is to be filled in; without a key pods refuse to
+    start.
+    """
+    values = {KEY_VARIABLE: PLACEHOLDER}
+    values |= {name: f"replace this by the value of {name}" for name in request.forwarded}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {"name": f"{name_of(request)}-key"},
-        "stringData": {"key": PLACEHOLDER},
+        "metadata": {"name": _secret_name(request)},
+        "type": "Opaque",
+        "stringData": {**values, **request.secrets},
     }
 
 
-def jobset(request: BatchRequest) -> dict[str, Any]:
-    """One indexed job with a pod a node, found under stable names."""
-    template = {
-        "parallelism": request.nodes,
-        "completions": request.nodes,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "template": {"spec": _pod(request)},
-    }
-    job = {"name": _JOB, "replicas": 1, "template": {"spec": template}}
+def service(request: BatchRequest) -> dict[str, Any]:
+    """Gives the pods their names: headless, and before they say that they are ready."""
     return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
+        "apiVersion": "v1",
+        "kind": "Service",
         "metadata": {"name": name_of(request)},
         "spec": {
-            "network": {"enableDNSHostnames": True},
-            "failurePolicy": {"maxRestarts": 0},
-            "replicatedJobs": [job],
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": _labels(request),
+            "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}],
         },
     }
 
 
-def _pod(request: BatchRequest) -> dict[str, Any]:
+def job(request: BatchRequest) -> dict[str, Any]:
+    """One pod a node, numbered; the first that fails ends it."""
+    name = name_of(request)
+    spec = _indexed(request, f"{name}-0.{name}")
+    spec["template"]["spec"]["subdomain"] = name
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec}
+
+
+def jobset(request: BatchRequest) -> dict[str, Any]:
+    """The same where JobSet is installed, which makes the service."""
+    name = name_of(request)
+    spec = _indexed(request, f"{name}-{_NODE}-0-0.{name}")
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": {
+            "network": {"enableDNSHostnames": True},
+            "failurePolicy": {"maxRestarts": 0},
+            "replicatedJobs": [{"name": _NODE, "replicas": 1, "template": {"spec": spec}}],
+        },
+    }
+
+
+def _indexed(request: BatchRequest, first: str) -> dict[str, Any]:
+    limit = {"activeDeadlineSeconds": _seconds(request.time)} if request.time else {}
+    return {
+        "parallelism": request.nodes,
+        "completions": request.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        **limit,
+        "template": {"metadata": {"labels": _labels(request)}, "spec": _pod(request, first)},
+    }
+
+
+def _pod(request: BatchRequest, first: str) -> dict[str, Any]:
+    volumes, mounts = _volumes(request)
     return {
         "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        **({"nodeSelector": _features(request.constraint)} if request.constraint else {}),
         "containers": [
             {
                 "name": "paceline",
                 "image": request.image,
                 "workingDir": request.workdir,
-                "command": _command(request),
-                "env": [_key(request), _index(), {"name": SUBMITTED, "value": "1"}],
+                "command": _command(request, first),
+                "env": [*_secrets(request), _index(), {"name": SUBMITTED, "value": "1"}],
                 "ports": [{"containerPort": DEFAULT_PORT}],
                 "resources": _resources(request),
-                "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108
+                "volumeMounts": mounts,
             }
         ],
-        "volumes": [{"name": "shm", "emptyDir": _memory(request)}],
+        "volumes": volumes,
     }
 
 
-def _memory(request: BatchRequest) -> dict[str, str]:
-    limit = {"sizeLimit": _quantity(request.shm_size)} if request.shm_size else {}
-    return {"medium": "Memory", **limit}
+def _labels(request: BatchRequest) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "paceline", _RUN: name_of(request)}
 
 
-def _command(request: BatchRequest) -> list[str]:
-    name = name_of(request)
-    where = ["--rdzv", f"{name}-{_JOB}-0-0.{name}:{DEFAULT_PORT}", "--nnodes", str(request.nodes)]
+# --- of a pod
+
+
+def _command(request: BatchRequest, first: str) -> list[str]:
+    where = ["--rdzv", f"{first}:{DEFAULT_PORT}", "--nnodes", str(request.nodes)]
     where += ["--via", "ssh", "--node-rank", "$(JOB_COMPLETION_INDEX)"]
     derived = processes_of(request) if request.processes is None else None
     each = ["-p", str(derived)] if derived else []
     run_dir, *words = (_literal(word) for word in (request.run_dir, *request.words))
-    return ["paceline", request.argv[-1], "--run-dir", run_dir, *where, *each, *words]
+    before = []
+    if request.setup:
+        lines = "\n".join([*request.setup, 'exec "$@"'])
+        before = ["/bin/sh", "-c", _literal(lines), "sh"]
+    return [*before, "paceline", request.argv[-1], "--run-dir", run_dir, *where, *each, *words]
 
 
 def _literal(word: str) -> str:
@@ -118,9 +183,16 @@ def _literal(word: str) -> str:
     return word.replace("$", "$$")
 
 
-def _key(request: BatchRequest) -> dict[str, Any]:
-    source = {"secretKeyRef": {"name": f"{name_of(request)}-key", "key": "key"}}
-    return {"name": KEY_VARIABLE, "valueFrom": source}
+def _secret_name(request: BatchRequest) -> str:
+    return f"{name_of(request)}-secrets"
+
+
+def _secrets(request: BatchRequest) -> list[dict[str, Any]]:
+    """Variables whose values stand in the secret alone."""
+    return [
+        {"name": one, "valueFrom": {"secretKeyRef": {"name": _secret_name(request), "key": one}}}
+        for one in (KEY_VARIABLE, *request.forwarded)
+    ]
 
 
 def _index() -> dict[str, Any]:
@@ -130,15 +202,111 @@ def _index() -> dict[str, Any]:
     return {"name": "JOB_COMPLETION_INDEX", "valueFrom": source}
 
 
+def _volumes(request: BatchRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What the pod brings, and where it is seen: /dev/shm, and a volume for each source."""
+    size = {"sizeLimit": _quantity(request.shm_size)} if request.shm_size else {}
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", **size}}]
+    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108
+    names: dict[str, str] = {}
+    kept = False
+    for mount in request.mounts:
+        source, target, read_only = _parts(mount)
+        if source not in names:
+            names[source] = f"volume-{len(names)}"
+            volumes.append({"name": names[source], **_volume(source)})
+        reading = {"readOnly": True} if read_only else {}
+        mounts.append({"name": names[source], "mountPath": target, **reading})
+        inside = PurePosixPath(request.run_dir).is_relative_to(target)
+        kept = kept or (inside and not read_only)
+    if not kept:
+        raise SettingError(
+            f"the run directory {request.run_dir} would be gone with its pods",
+            found="no --mount that can be written to holds it",
+            remedy=f"--mount CLAIM:{request.workdir}, where CLAIM is a PersistentVolumeClaim with "
+            "your project, or another --run-dir",
+        )
+    return volumes, mounts
+
+
+def _parts(mount: str) -> tuple[str, str, bool]:
+    """Source, target, and whether it is only read."""
+    match = re.fullmatch(r"(/[^:]*|[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?):(/[^:]+)(:ro)?", mount)
+    if match is None:
+        raise SettingError(
+            f"--mount {mount} cannot be written into a manifest",
+            found="CLAIM:/TARGET and CLAIM:/TARGET:ro can, with the name of a "
+            "PersistentVolumeClaim or, for a folder of each node, its absolute path",
+        )
+    return match[1], match[2], bool(match[3])
+
+
+def _volume(source: str) -> dict[str, Any]:
+    if source.startswith("/"):
+        return {"hostPath": {"path": source, "type": "Directory"}}
+    return {"persistentVolumeClaim": {"claimName": source}}
+
+
 def _resources(request: BatchRequest) -> dict[str, Any]:
     limits: dict[str, str] = {}
     if request.mem:
         limits["memory"] = _quantity(request.mem)
     if request.cpus_per_task:
         limits["cpu"] = str(request.cpus_per_task * (processes_of(request) or 1))
-    if gpus := gpus_of(request):
-        limits["nvidia.com/gpu"] = str(gpus)
+    limits |= _devices(request)
     return {"limits": limits} if limits else {}
+
+
+def _devices(request: BatchRequest) -> dict[str, str]:
+    """GPUs, and what else a device plugin offers: ``gpu:2``, ``amd.com/gpu:2``, ``rdma/hca:1``."""
+    found = gpus_on_each(request)
+    if request.gpus or request.gpus_per_node:
+        if any(kind for kind, _ in found):
+            raise SettingError(
+                f"GPUs {request.gpus or request.gpus_per_node} cannot be written for this batch"
+                " system",
+                found="Kubernetes tells kinds of GPUs by labels of its nodes",
+                remedy="--gpus-per-node N, and --constraint nvidia.com/gpu.product=NAME",
+            )
+        return {GPU: str(sum(number for _, number in found)), **_named(request.gres)}
+    return _named(request.gres)
+
+
+def _named(gres: str) -> dict[str, str]:
+    limits = {}
+    for entry in filter(None, gres.split(",")):
+        match = re.fullmatch(r"(gpu|[a-z0-9.-]+/[\w.-]+):(\d+)", entry, re.ASCII)
+        if match is None:
+            raise SettingError(
+                f"--gres {entry} cannot be written for this batch system",
+                found="gpu:2 and names of a device plugin can, as amd.com/gpu:2",
+            )
+        limits[GPU if match[1] == "gpu" else match[1]] = match[2]
+    return limits
+
+
+def _features(constraint: str) -> dict[str, str]:
+    """Labels of the nodes, as ``NAME=VALUE``, with commas between them."""
+    labels = {}
+    for one in constraint.split(","):
+        match = re.fullmatch(r"([\w./-]+)=([\w.-]*)", one, re.ASCII)
+        if match is None:
+            raise SettingError(
+                f"--constraint {constraint} cannot be written into a manifest",
+                found="labels of nodes can: NAME=VALUE,NAME=VALUE",
+            )
+        labels[match[1]] = match[2]
+    return labels
+
+
+def _seconds(time: str) -> int:
+    """Of a time limit as batch systems write it: ``90`` minutes, ``1:30:00``, ``2-12:00:00``."""
+    match = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", time)
+    if match is None:
+        raise SettingError(f"--time {time} is no time", remedy="--time H:MM:SS")
+    days, first, second, third = (int(one or 0) for one in match.groups())
+    if match[1] or match[4]:  # days or seconds are named: hours come first
+        return ((days * 24 + first) * 60 + second) * 60 + third
+    return first * 60 + second
 
 
 def _quantity(size: str) -> str:

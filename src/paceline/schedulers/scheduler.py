@@ -110,6 +110,8 @@ class Scheduler:
         output: The same for the job's output; ``{job}`` stands for its id.
         job_id: Regular expression of its jobs' ids.
         history: Command that tells of jobs that are long over; ``{job}`` as above.
+        keeps_secrets: Its scripts hold what nobody else may read: a rendezvous' key, and the values
+            of forwarded variables.
         tried: Whether scripts were ever tried on a real one.
     """
 
@@ -123,6 +125,7 @@ class Scheduler:
     output: str = ""
     job_id: str = r"[0-9][0-9._+\[\]-]*"
     history: str = ""
+    keeps_secrets: bool = False
     tried: bool = True
 
     def __init_subclass__(cls) -> None:

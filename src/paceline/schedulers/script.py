@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from paceline.hosts.dialect import UnreadableError
 from paceline.hosts.nodelist import expand_gpus
@@ -40,8 +40,10 @@ class BatchRequest:
         lead_s: How long before the limit.
         array: Index range of a job array, empty for none.
         image: Container image, where the scheduler needs one.
+        mounts: ``SOURCE:TARGET[:ro]`` each, to be seen in it.
         shm_size: Size of /dev/shm in it, as ``8g``; empty for no limit.
         forwarded: Variables whose value of now the ranks shall have.
+        secrets: Values for a script that keeps them itself; empty when they are not to be shown.
     """
 
     name: str
@@ -66,8 +68,10 @@ class BatchRequest:
     lead_s: int = 90
     array: str = ""
     image: str = ""
+    mounts: tuple[str, ...] = ()
     shm_size: str = ""
     forwarded: tuple[str, ...] = ()
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 def check(request: BatchRequest) -> None:

@@ -43,6 +43,13 @@ def script(session: train.Session, network: nn.Module) -> None:
     for batch in loader:
         assert_type(batch, train.Batch)
         assert_type(session.step(torch.zeros(2), accuracy=torch.zeros(2)), bool)
+        session.update("generator", torch.zeros(2), real=torch.zeros(2))
+        assert_type(session.step({"generator": torch.zeros(2)}), bool)
+    average = session.average(0.99, name="generator")
+    assert_type(average, train.Average)
+    with average.applied() as averaged:
+        assert_type(averaged, nn.Module)
+    session.add(train.Callback())
     assert_type(session.checkpoints(every="10m"), bool)
     assert_type(session.together(lambda: 3), int)
     meter = session.meter()

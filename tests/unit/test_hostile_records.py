@@ -43,7 +43,8 @@ from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
 from paceline.train.files import Records
 from paceline.train.loader import Progress
-from paceline.train.parallel import Updater
+from paceline.train.models import Models
+from paceline.train.update import Updater
 from paceline.train.world import World
 
 ALONE = Comms(World(), torch.device("cpu"))
@@ -120,8 +121,8 @@ def trained() -> Training:
     network(torch.randn(4, 3)).sum().backward()
     adam.step()
     schedule = torch.optim.lr_scheduler.StepLR(adam, 3)
-    updater = Updater(network, adam, schedule, None, None)
-    return Training(updater, Progress(step=3), 0, {"average": torch.nn.Linear(2, 2)}, {"a": "1"})
+    models = Models({"": Updater(network, adam, schedule, None, None)})
+    return Training(models, Progress(step=3), 0, {"average": torch.nn.Linear(2, 2)}, {"a": "1"})
 
 
 @pytest.fixture

@@ -48,8 +48,9 @@ from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
 from paceline.train.files import Records
 from paceline.train.loader import Progress
-from paceline.train.parallel import Updater
+from paceline.train.models import Models
 from paceline.train.stop import Notice, next_poll
+from paceline.train.update import Updater
 from paceline.train.world import World
 
 NOTHING: dict[str, Any] = {"ranks": 1, "identity": {}, "training": {}, "extras": {}}
@@ -263,7 +264,7 @@ def test_a_moving_average_is_of_the_moment() -> None:
     adam.step()
     average = torch.optim.swa_utils.AveragedModel(network)
     training = Training(
-        Updater(network, adam, None, None, None), Progress(), 0, {"average": average}
+        Models({"": Updater(network, adam, None, None, None)}), Progress(), 0, {"average": average}
     )
     taken = capture(training, ALONE)
     finish = Copier().begin(taken.tensors, taken.later)
@@ -285,7 +286,9 @@ def test_generators_begin_the_same_at_another_world_size() -> None:
     """Nobody's state fits; all generators begin anew, and always the same."""
     network = torch.nn.Linear(2, 2)
     training = Training(
-        Updater(network, torch.optim.SGD(network.parameters()), None, None, None), Progress(), 0
+        Models({"": Updater(network, torch.optim.SGD(network.parameters()), None, None, None)}),
+        Progress(),
+        0,
     )
     taken = capture(training, ALONE)
     state = json.loads(taken.state) | {"ranks": 2}

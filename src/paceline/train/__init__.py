@@ -17,19 +17,24 @@
 
 from __future__ import annotations
 
+from paceline.train.average import Average
+from paceline.train.callbacks import Callback
 from paceline.train.data import Batched, Draws
 from paceline.train.loader import Batch, Loader
 from paceline.train.metrics import Best, Means, Meter
 from paceline.train.order import Ids
-from paceline.train.session import Session, join
+from paceline.train.session import Session
 from paceline.train.shards import ShardedDataset, decoded, write_shards
+from paceline.train.start import join
 from paceline.train.weights import load_config, load_weights
 from paceline.train.world import World
 
 __all__ = [
+    "Average",
     "Batch",
     "Batched",
     "Best",
+    "Callback",
     "Draws",
     "Ids",
     "Loader",

@@ -56,6 +56,16 @@ class Draws:
         """``count`` numbers in [0, 1) for each sample, shape ``[n, count]``."""
         return uniforms(self.seed, self.epoch, self.positions, count)
 
+    def normal(self, count: int) -> NDArray[np.float64]:
+        """``count`` normally distributed numbers for each sample, shape ``[n, count]``.
+
+        Others than :meth:`uniform` gives, so that they do not depend on augmentation.
+        """
+        both = uniforms(~self.seed, self.epoch, self.positions, 2 * count)
+        radius = np.sqrt(-2 * np.log1p(-both[:, :count]))
+        drawn: NDArray[np.float64] = radius * np.cos(2 * np.pi * both[:, count:])
+        return drawn
+
     def seeds(self) -> list[int]:
         """A 32-bit seed for each sample."""
         return [int(number * 2**32) for number in self.uniform(1)[:, 0]]

@@ -76,16 +76,22 @@ class Proof:
 
     def align(self) -> None:
         """Gives every rank the buffers of rank 0."""
-        buffers = [buffer.detach() for buffer in self._module.buffers() if buffer.numel()]
-        if buffers:
-            # As bytes: backends do not know every type. Copied, so that each part is aligned.
-            raw = torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for one in buffers])
-            raw = raw.to(self._comms.device)
-            dist.broadcast(raw, 0, group=self._comms.group)
-            sizes = [one.numel() * one.element_size() for one in buffers]
-            for one, part in zip(buffers, torch.split(raw, sizes), strict=True):
-                one.copy_(part.clone().view(one.dtype).reshape(one.shape))
+        align(self._comms, self._module.buffers())
         self._buffers, self._stepped = checksums(self._module.buffers()), False
+
+
+def align(comms: Comms, tensors: Iterable[Tensor]) -> None:
+    """Gives every rank these tensors of rank 0."""
+    filled = [one.detach() for one in tensors if one.numel()]
+    if not filled:
+        return
+    # As bytes: backends do not know every type. Copied, so that each part is aligned.
+    raw = torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for one in filled])
+    raw = raw.to(comms.device)
+    dist.broadcast(raw, 0, group=comms.group)
+    sizes = [one.numel() * one.element_size() for one in filled]
+    for one, part in zip(filled, torch.split(raw, sizes), strict=True):
+        one.copy_(part.clone().view(one.dtype).reshape(one.shape))
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:

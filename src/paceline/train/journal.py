@@ -30,7 +30,7 @@ class Journal:
         folder: The run directory.
 
     Attributes:
-        loss: Mean training loss of the last record.
+        loss: Mean training loss of the last record; of several models that of the first.
         epochs: Of the whole training.
     """
 
@@ -65,18 +65,20 @@ class Journal:
         """Takes what a step of the training has measured, as :meth:`Meter.add` does."""
         self._meter.add(count, **values)
 
-    def record_training(self, **details: float) -> float:
+    def record_training(self, losses: Sequence[str], **details: float) -> dict[str, float]:
         """Records what was measured since the last record, with further values; a collective.
 
         Returns:
-            The mean loss, the same on every rank.
+            The means of these losses, as far as there are, the same on every rank.
         """
         self._reduce()
         means, self._open = self._open, Means(0, {})
-        self.loss = means["loss"]
+        values = means.values()
+        found = {name: values[name] for name in losses if name in values}
+        self.loss = next(iter(found.values()), self.loss)
         self._since_line += means
-        self._record("train", {"samples": means.count, **means.values(), **details})
-        return self.loss
+        self.record("train", {"samples": means.count, **values, **details})
+        return found
 
     def _reduce(self) -> None:
         if not self._meter.empty:
@@ -85,10 +87,11 @@ class Journal:
     def state_dict(self) -> dict[str, object]:
         """What is not recorded yet, the same on every rank; a collective."""
         self._reduce()
-        return {"count": self._open.count, "sums": dict(self._open.sums)}
+        some = {"counts": dict(self._open.counts)} if self._open.counts else {}
+        return {"count": self._open.count, "sums": dict(self._open.sums), **some}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._open = Means(state["count"], state["sums"])
+        self._open = Means(state["count"], state["sums"], state.get("counts", {}))
 
     def stepped(self, samples_per_s: float) -> None:
         """Shows how far the training is; to be called after each global step."""
@@ -107,10 +110,11 @@ class Journal:
 
     def log(self, split: str, values: Mapping[str, Any]) -> None:
         """Records values and shows them, with the means of the training since the last line."""
-        self._record(split, values)
+        self.record(split, values)
         self._show(split, values)
 
-    def _record(self, split: str, values: Mapping[str, Any]) -> None:
+    def record(self, split: str, values: Mapping[str, Any]) -> None:
+        """Records values under the present step, without showing them."""
         step = self._progress.step
         self._reporter.metrics(step=step, epoch=self._epoch, split=split, **values)
         for guard in self._trackers:

@@ -31,6 +31,8 @@ class Batch:
         ids: Sample ids, shape ``[max(count, 1)]``.
         stop: Position in the epoch after the global batch.
         last: True for the last part of the global batch on this rank: the optimizer steps.
+        draws: Random numbers of these samples, the same on however many ranks (a generator's
+            input); ``None`` in an evaluation.
     """
 
     data: tuple[Any, ...]
@@ -39,6 +41,7 @@ class Batch:
     ids: Ids
     stop: int
     last: bool = True
+    draws: Draws | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.data)
@@ -177,11 +180,16 @@ class Loader:
         if self._progress.offset == start:
             raise RuntimeError("a batch was not given to session.step")
 
+    def given(self) -> Batch:
+        """The batch that the script has now."""
+        if self._given is None:
+            raise RuntimeError("session.step was called without a new batch from the loader")
+        return self._given
+
     def take(self) -> Batch:
         """The batch that the script has now, for the step; each of them once."""
-        batch, self._given = self._given, None
-        if batch is None:
-            raise RuntimeError("session.step was called without a new batch from the loader")
+        batch = self.given()
+        self._given = None
         return batch
 
     def pauses(self) -> bool:
@@ -197,8 +205,9 @@ class Loader:
                 # An empty share computes the batch's first sample with weight zero.
                 positions = np.arange(first, end) if end > first else np.array([start])
                 ids = self.order.at(epoch, positions)
-                tag = Batch((), end - first, stop - start, ids, stop, number == len(pieces))
-                yield Wanted(ids, Draws(self.order.seed, epoch, positions), tag)
+                draws, last = Draws(self.order.seed, epoch, positions), number == len(pieces)
+                tag = Batch((), end - first, stop - start, ids, stop, last, draws)
+                yield Wanted(ids, draws, tag)
 
 
 class Shard:

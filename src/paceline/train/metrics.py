@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -20,25 +20,32 @@ class Means:
     Attributes:
         count: Samples seen, over all ranks, each once.
         sums: Sum of each value over these samples.
+        counts: Of values that were not given for all of them: for how many.
     """
 
     count: int
     sums: dict[str, float]
+    counts: dict[str, int] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> float:
-        return self.sums[name] / self.count
+        return self.sums[name] / self._samples(name)
+
+    def _samples(self, name: str) -> int:
+        return self.counts.get(name, self.count if name in self.sums else 0)
 
     def __add__(self, other: Means) -> Means:
-        """Over the samples of both; a name that only one has is lost."""
+        """Over the samples of both."""
         if not self.count or not other.count:
             return self if self.count else other
-        names = self.sums.keys() & other.sums.keys()
-        sums = {name: self.sums[name] + other.sums[name] for name in sorted(names)}
-        return Means(self.count + other.count, sums)
+        names = sorted(self.sums.keys() | other.sums.keys())
+        count = self.count + other.count
+        sums = {name: self.sums.get(name, 0.0) + other.sums.get(name, 0.0) for name in names}
+        counts = {name: self._samples(name) + other._samples(name) for name in names}
+        return Means(count, sums, {name: one for name, one in counts.items() if one != count})
 
     def values(self) -> dict[str, float]:
         """The mean of every value; empty when no sample was seen."""
-        return {name: self[name] for name in self.sums} if self.count else {}
+        return {name: self[name] for name in self.sums if self._samples(name)}
 
 
 class Meter:
@@ -62,7 +69,7 @@ class Meter:
         self._reduce, self._real = reduce, real
         self._device = device
         self._kept: dict[str, list[Tensor]] = {}
-        self._count = 0
+        self._count, self._added = 0, 0
 
     @property
     def empty(self) -> bool:
@@ -87,7 +94,7 @@ class Meter:
                     f"meter.add needs one number for each of the {count} samples,"
                     f" but {name} has the shape {list(value.shape)}"
                 )
-        self._count += count
+        self._count, self._added = self._count + count, self._added + 1
         for name, value in values.items():
             self._kept.setdefault(name, []).append(value.detach()[:count])
 
@@ -98,10 +105,16 @@ class Meter:
         """
         order = sorted(self._kept)
         sums = [self._sum(name) for name in order]
-        count = torch.tensor(float(self._count), dtype=torch.float64, device=self._device)
-        total = self._reduce(torch.stack([count, *sums])).tolist()
-        self._kept, self._count = {}, 0
-        return Means(round(total[0]), dict(zip(order, total[1:], strict=True)))
+        seldom = [name for name in order if len(self._kept[name]) < self._added]
+        counts = [self._number(sum(map(len, self._kept[name]))) for name in seldom]
+        total = self._reduce(torch.stack([self._number(self._count), *sums, *counts])).tolist()
+        self._kept, self._count, self._added = {}, 0, 0
+        found, fewer = total[1 : 1 + len(order)], map(round, total[1 + len(order) :])
+        means = dict(zip(order, found, strict=True))
+        return Means(round(total[0]), means, dict(zip(seldom, fewer, strict=True)))
+
+    def _number(self, value: float) -> Tensor:
+        return torch.tensor(float(value), dtype=torch.float64, device=self._device)
 
     def _sum(self, name: str) -> Tensor:
         return torch.cat(self._kept[name]).to(self._device, torch.float64).sum()

@@ -70,7 +70,7 @@ class Pace:
         self._clocks = self._ddp and comms.device.type == "cpu"
         self._every = 1
         self.rate = Rate()
-        self._ready, self._still = 0.0, 0.0
+        self._ready, self._still, self._noted = 0.0, 0.0, False  # of the running step
         self._since, self._waited = time.perf_counter(), 0.0  # at the end of the last step
         self._notes: list[tuple[float, float, float]] = []  # whole step, data, standing still
         self._rows: list[Tensor] = []
@@ -101,7 +101,8 @@ class Pace:
 
     def after_backward(self) -> None:
         """To be called after it."""
-        self._still = time.perf_counter() - self._ready if self._ready else 0.0
+        if self._ready:
+            self._still, self._noted = self._still + time.perf_counter() - self._ready, True
 
     def step(self, samples: int, waited: float) -> None:
         """To be called at the end of each global step, with its samples over all ranks.
@@ -110,10 +111,11 @@ class Pace:
         """
         self.rate.add(samples)
         now, buffers = time.perf_counter(), self._in_buffers()
-        if self._ready:
+        if self._noted:
             note = (now - self._since, waited - self._waited, self._still + buffers)
             self._notes.append(note)
-        self._since, self._waited, self._ready = now, waited, 0.0
+        self._since, self._waited = now, waited
+        self._ready, self._still, self._noted = 0.0, 0.0, False
         if len(self._notes) >= _NOTES:
             self._exchange()
 

@@ -1,11 +1,11 @@
-"""How a model trains on all ranks at once: replicated (DDP) or sharded (FSDP2), and its update."""
+"""How a model trains on all ranks at once: replicated (DDP) or sharded (FSDP2)."""
 
 from __future__ import annotations
 
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 
 def sharded(module: nn.Module) -> nn.Module:
@@ -33,12 +32,12 @@ def sharded(module: nn.Module) -> nn.Module:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """True when the parameters are spread over the ranks."""
+    """True when parameters are spread over the ranks: all, or those of a part."""
     if "torch.distributed.fsdp" not in sys.modules:  # importing it only to say no takes long
         return False
     from torch.distributed.fsdp import FSDPModule
 
-    return isinstance(module, FSDPModule)
+    return any(isinstance(one, FSDPModule) for one in module.modules())
 
 
 def put_back(module: nn.Module) -> None:
@@ -88,19 +87,44 @@ def moving_buffers(module: nn.Module) -> list[Tensor]:
     ]
 
 
-def replicated(module: nn.Module, device: torch.device, *, unused: bool = False) -> nn.Module:
+class Apart(Replica):
+    """DDP for one of several models: a forward pass promises no backward pass.
+
+    A discriminator is called for its own loss and for the generator's. DDP expects gradients after
+    each forward pass, waits in vain for those that never come, and changes buffers between two
+    forward passes of one backward pass. This one expects them when it is told (:meth:`expect`),
+    and leaves buffers alone: :class:`paceline.train.insync.Proof` makes them equal.
+    """
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        with self.no_sync():
+            return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
+
+    def expect(self, loss: Tensor) -> None:
+        """The next backward pass is that of this loss, and exchanges gradients."""
+        self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
+
+
+def replicated(
+    module: nn.Module, device: torch.device, *, unused: bool = False, apart: bool = False
+) -> nn.Module:
     """The module under DDP: gradients are averaged over all ranks.
 
     Args:
         module: On its device.
         device: Of this rank.
         unused: Some steps leave parameters unused; looking for them costs time at every step.
+        apart: It is one of several models that are trained together.
     """
     index = None if device.type == "cpu" else [device]
     # A false alarm of DDP for weights with one input channel, whose strides are ambiguous.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
-    model = Replica(
-        module, device_ids=index, gradient_as_bucket_view=True, find_unused_parameters=unused
+    model = (Apart if apart else Replica)(
+        module,
+        device_ids=index,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=unused,
+        broadcast_buffers=not apart,
     )
     _settle_buckets(model)
     return model
@@ -117,7 +141,10 @@ def _settle_buckets(model: DistributedDataParallel) -> None:
     module, parameters = model.module, [p for p in model.parameters() if p.requires_grad]
     buffers, model.broadcast_buffers = model.broadcast_buffers, False  # there are none in it
     model.module = _Touch(parameters)
-    model().backward()
+    touched = model()
+    if isinstance(model, Apart):
+        model.expect(touched)
+    touched.backward()
     model.module, model.broadcast_buffers = module, buffers
     for parameter in parameters:
         parameter.grad = None
@@ -237,6 +264,22 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return cast(Tensor, tensor.full_tensor()) if is_shard(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor; the same memory. Without gradients."""
+    return cast(Tensor, tensor.to_local()) if is_shard(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def fill_own(own: Tensor, given: Tensor) -> None:
+    """Fills what this rank holds from a tensor that is whole or spread as ``own`` is."""
+    if is_shard(own) and not is_shard(given):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(own, DTensor)
+        there = given.to(own.device)
+        given = distribute_tensor(there, own.device_mesh, own.placements, src_data_rank=None)
+    own_part(own).copy_(own_part(given))
+
+
 def _names(module: nn.Module, optimizer: Optimizer) -> list[str]:
     """Names of the optimizer's parameters, in its order."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -252,76 +295,3 @@ def renamed(state: dict[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
     ]
     kept = {names[key]: value for key, value in state["state"].items()}
     return {**state, "state": kept, "param_groups": groups}
-
-
-class Updater:
-    """What happens between a loss and new parameters.
-
-    Attributes:
-        before_step: Called right before the optimizer changes parameters.
-
-    Args:
-        module: Its parameters' gradients are clipped.
-        optimizer: Steps.
-        schedule: Advanced once for each step.
-        scaler: Loss scale of fp16; ``None`` where none is needed.
-        clip_norm: Largest norm of the whole gradient; ``None`` does not clip.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        schedule: LRScheduler | None,
-        scaler: torch.amp.GradScaler | None,
-        clip_norm: float | None,
-    ) -> None:
-        self.module, self.optimizer, self.schedule = module, optimizer, schedule
-        self.scaler, self._clip = scaler, clip_norm
-        self.before_step: Callable[[], None] | None = None
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the first parameter group."""
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    def backward(self, loss: Tensor) -> None:
-        """Adds the loss's gradient."""
-        scaled = self.scaler.scale(loss) if self.scaler else loss
-        scaled.backward()  # type: ignore[no-untyped-call]
-
-    def update(self) -> None:
-        """Steps and clears the gradient."""
-        if self._clip is not None:
-            self._clip_gradient(self._clip)
-        if self.before_step is not None:
-            self.before_step()
-        if self.scaler:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.schedule is not None:
-            self.schedule.step()
-
-    def _clip_gradient(self, norm: float) -> None:
-        if self.scaler:
-            self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.module.parameters(), norm)
-
-    def state(self, *, whole: bool = True) -> dict[str, Any]:
-        """States of optimizer, schedule and scaler; a collective where parameters are sharded."""
-        return {
-            "optimizer": optimizer_state(self.module, self.optimizer, whole=whole),
-            "schedule": self.schedule.state_dict() if self.schedule else None,
-            "scaler": self.scaler.state_dict() if self.scaler else None,
-        }
-
-    def load_state(self, state: dict[str, Any], *, whole: bool = True) -> None:
-        """Takes a state of :meth:`state`."""
-        load_optimizer_state(self.module, self.optimizer, state["optimizer"], whole=whole)
-        if self.schedule and state["schedule"]:
-            self.schedule.load_state_dict(state["schedule"])
-        if self.scaler and state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])

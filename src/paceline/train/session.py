@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from datetime import timedelta
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.spec import jobenv, launched, rundir
-from paceline.spec.errors import JobError
+from paceline.spec import rundir
 from paceline.train import device as devices
 from paceline.train import disks, files, parallel, report, weights, world
+from paceline.train.average import Average
+from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Stateful, Training
 from paceline.train.checkpoints.keeper import Keeper, policy
 from paceline.train.checkpoints.store import Store
@@ -32,10 +28,14 @@ from paceline.train.insync import Proof
 from paceline.train.journal import Journal
 from paceline.train.loader import Batch, Loader, Progress, Shard
 from paceline.train.metrics import Best, Meter
+from paceline.train.models import ALONE, Models
 from paceline.train.order import Stated, by_length, stated
 from paceline.train.pace import Pace, counted
 from paceline.train.shards import ShardedDataset
 from paceline.train.stop import Quietly, Stopped, leave
+from paceline.train.update import Updater, each_loss, loss_of
+from paceline.train.usage import Usage
+from paceline.train.watch import Watch
 
 T = TypeVar("T")
 
@@ -70,13 +70,15 @@ class Session:
         self.comms = Comms(place, device)
         self._seed, self._log_every, self._check_every = seed, log_every, check_every
         self._journal = Journal(reporter, self.meter(), self.progress, place, folder)
-        self._module = self._model = nn.Module()
-        self._updater: parallel.Updater | None = None
+        self._models = Models()
         self._proof: Proof | None = None
-        self._pace = Pace(self.comms, self._model)
+        self._pace = Pace(self.comms, self._models.module)
         self._loader: Loader | None = None
         self._keeper: Keeper | None = None
         self._best: Best | None = None
+        self._measured: dict[str, Tensor] = {}  # in the running step, by name
+        self._callbacks = Callbacks(self)
+        self._watch = Watch(self._journal.record)
 
     # -- before the training -------------------------------------------------------------
 
@@ -89,8 +91,11 @@ class Session:
         clip_norm: float | None = None,
         compile: bool = False,
         unused: bool = False,
+        name: str = "",
     ) -> nn.Module:
         """Makes the model train as one over all ranks and proves that all start equal.
+
+        To be called once for each of several models.
 
         Args:
             module: Already on :attr:`device` (see :meth:`place`), with the optimizer over its
@@ -101,22 +106,66 @@ class Session:
             compile: Compiles what is returned with ``torch.compile``.
             unused: Some steps leave parameters without gradient (branches, frozen parts that
                 still require one); DDP then looks for them at every step, which costs time.
+            name: Of one of several models: in losses, records and checkpoints.
 
         Returns:
             What to call in the training loop. Evaluate and save with ``module`` itself.
         """
         scaler = self.precision.scaler(self.device)
-        self._updater = parallel.Updater(module, optimizer, schedule, scaler, clip_norm)
-        self._module = self._model = module
+        updater = Updater(module, optimizer, schedule, scaler, clip_norm)
+        self._models.add(name, updater)
         if not self.comms.alone:
             if not parallel.is_sharded(module):
-                self._model = parallel.replicated(module, self.device, unused=unused)
-            self._proof = Proof(self.comms, module)
+                updater.model = parallel.replicated(
+                    module, self.device, unused=unused, apart=bool(name)
+                )
+            self._proof = Proof(self.comms, self._models.module)
         self.verify()
-        self._pace = Pace(self.comms, self._model)
+        self._pace = Pace(self.comms, self._models.first.model)
         devices.seed_all(self._seed + 1 + self.world.rank)
-        self.event("prepared", parameters=sum(p.numel() for p in module.parameters()))
-        return torch.compile(self._model) if compile else self._model  # type: ignore[return-value]
+        about = {"model": name} if name else {}
+        self.event("prepared", parameters=sum(p.numel() for p in module.parameters()), **about)
+        model = updater.model
+        return torch.compile(model) if compile else model  # type: ignore[return-value]
+
+    def average(self, decay: float = 0.999, *, start: int = 0, name: str = "") -> Average:
+        """Keeps a moving average (EMA) of a model's weights from now on, as checkpoints do.
+
+        To be called after :meth:`prepare` and before :meth:`checkpoints`. Evaluate with it inside
+        ``with average.applied():``; :meth:`save_model` writes it where it is asked to.
+
+        Args:
+            decay: From 0 to below 1; 0.999 remembers about the last thousand updates.
+            start: Updates of the model after which averaging begins.
+            name: Of one of several models.
+
+        Raises:
+            SettingError: A value that cannot be.
+        """
+        updater = self._models[name]
+        updater.average = Average(updater.module, self.comms, decay, start, self._settle)
+        return updater.average
+
+    def add(self, callback: Callback) -> None:
+        """Has the callback's methods called at their moments; on every rank alike."""
+        self._callbacks.add(callback)
+
+    def watch(self, every: int = 0, *, devices: bool = False) -> None:
+        """Records more than losses, in ``metrics.jsonl`` and for the trackers.
+
+        Args:
+            every: Steps between two looks at the norms of gradients and weights and at the part
+                of the weights that a step changes (split ``norms``); 0: none. Such a step needs
+                memory for another copy of the parameters.
+            devices: With each record of the training the load and memory of processes, hosts and
+                accelerators (split ``usage``).
+        """
+        self._watch.every = every
+        self._watch.usage = Usage(self.comms) if devices else None
+
+    def _settle(self) -> None:
+        if self._keeper is not None:
+            self._keeper.settle()
 
     def place(self, module: nn.Module, *, shard: bool = False) -> nn.Module:
         """The module on this session's device, its parameters in this session's precision.
@@ -183,7 +232,7 @@ class Session:
             global_batch,
             limit,
             self.progress,
-            lambda: parallel.unsynced(self._model),
+            self._models.unsynced,
         )
 
     def shard(self, data: Data, size: int = 512, *, collate: Collate | None = None) -> Shard:
@@ -267,6 +316,7 @@ class Session:
             keep,
             self._journal.tell,
             stop_when_full=stop_when_full,
+            callbacks=self._callbacks,
         )
         loaded = keeper.open(resume)
         self._keeper, self._best = keeper, best
@@ -310,6 +360,7 @@ class Session:
             self._journal.end_epoch()
             ended = done.offset >= loader.order.size
             if ended:
+                self._callbacks.epoch_ended(done.epoch)
                 done.epoch, done.offset = done.epoch + 1, 0
             if self._keeper is not None:
                 best = self._best is not None and self._best.step == done.step
@@ -329,42 +380,81 @@ class Session:
         """The context for the forward pass and the loss."""
         return self.precision.autocast(self.device)
 
-    def step(self, losses: Tensor, **values: Tensor) -> bool:
+    def step(self, losses: Tensor | Mapping[str, Tensor], **values: Tensor) -> bool:
         """Backward for the batch that the loader gave last; after its last part, the update.
 
         The gradient is that of the mean over the global batch, whatever the sizes of the
         ranks' shares.
 
         Args:
-            losses: One loss for each sample (preferred), or the mean over the batch.
+            losses: One loss for each sample (preferred), or the mean over the batch. Of several
+                models each one's, by its name: all gradients are computed, then all are updated.
+                A model that is left out stays as it is.
             values: Further per-sample values to be averaged in the log, shape ``[n]``.
 
         Returns:
             True when the optimizer has stepped.
 
         Raises:
-            ValueError: There is neither one loss nor one for each sample.
+            ValueError: There is neither one loss nor one for each sample; no model has this name.
         """
         if self._loader is None:
             raise RuntimeError("session.step was called without a new batch from the loader")
-        batch, updater = self._loader.take(), self._prepared()
-        per_sample = _per_sample(losses, len(batch.ids))
-        scale = self.world.size / batch.total
-        loss = per_sample[: batch.count].sum() * scale if batch.count else per_sample.sum() * 0.0
+        batch = self._loader.take()
+        named = losses if isinstance(losses, Mapping) else {ALONE: losses}
+        self._backward(batch, named)
+        measured, self._measured = self._measured, {}
+        self._journal.measure(batch.count, **{**measured, **values})
         if batch.last:
-            self._pace.before_backward(loss, self.progress.step)
-        updater.backward(loss)
-        self._pace.after_backward()
-        self._journal.measure(batch.count, loss=per_sample, **values)
-        if batch.last:
-            updater.update()
+            for name in named:
+                self._update(name)
             self._advance(batch, self._loader)
         return batch.last
 
-    def _prepared(self) -> parallel.Updater:
-        if self._updater is None:
-            raise RuntimeError("session.prepare comes before session.step and session.checkpoints")
-        return self._updater
+    def update(self, name: str, losses: Tensor, **values: Tensor) -> None:
+        """Updates one of several models at once, within a step that :meth:`step` ends.
+
+        So the next loss is computed with its new weights: a discriminator's update comes before
+        the generator's loss. May be called several times in a step; the last values are recorded.
+
+        Args:
+            name: Of the model.
+            losses: As for :meth:`step`.
+            values: As for :meth:`step`.
+
+        Raises:
+            RuntimeError: The batch comes in pieces (``limit``): the other pieces would be computed
+                with other weights.
+        """
+        if self._loader is None or not (batch := self._loader.given()).last:
+            raise RuntimeError(
+                "session.update needs a whole batch: where session.loader(limit=…) divides it,"
+                " give session.step the losses of all models together"
+            )
+        self._backward(batch, {name: losses})
+        self._measured.update(values)
+        self._update(name)
+
+    def _update(self, name: str) -> None:
+        due = self._watch.due(self.progress.step + 1)
+        self._watch.take(name, self._models[name].update(measured=due))
+
+    def _backward(self, batch: Batch, losses: Mapping[str, Tensor]) -> None:
+        """Adds each model's gradient, and notes the losses."""
+        said = self._prepared().figures("loss")
+        for number, (name, given) in enumerate(losses.items(), 1):
+            self._models[name]  # an unknown one is refused
+            each = each_loss(given, len(batch.ids))
+            loss = loss_of(each, batch, self.world.size)
+            if batch.last:
+                self._pace.before_backward(loss, self.progress.step)
+            self._models.backward(name, loss, last=batch.last, again=number < len(losses))
+            self._pace.after_backward()
+            self._measured[said[name]] = each
+
+    def _prepared(self) -> Models:
+        assert self._models.first
+        return self._models
 
     def _advance(self, batch: Batch, loader: Loader) -> None:
         """After a global step: counts it, and does what is due."""
@@ -373,6 +463,8 @@ class Session:
         self._pace.step(batch.total, loader.waited)
         if self._proof is not None:
             self._proof.stepped()
+        self._watch.stepped()
+        self._callbacks.after_step(done.step)
         ended = done.finished or done.offset == loader.order.size
         if ended or done.step % self._log_every == 0:
             self._record()
@@ -389,14 +481,11 @@ class Session:
 
     def _record(self) -> None:
         """Records the training since the last record; one that has diverged ends on every rank."""
-        updater, rate = self._prepared(), self._pace.rate
-        loss = self._journal.record_training(lr=updater.lr, samples_per_s=round(rate.measure(), 1))
-        if not math.isfinite(loss) and updater.scaler is None:
-            raise JobError(
-                f"the loss is not finite (loss {loss}): the training has diverged",
-                found=f"at or before step {self.progress.step}, with learning rate {updater.lr:g}",
-                remedy="lower --lr or lengthen the warm-up; clip gradients (--clip-norm 1.0)",
-            )
+        models, speed = self._prepared(), round(self._pace.rate.measure(), 1)
+        names = list(models.figures("loss").values())
+        means = self._journal.record_training(names, **models.lrs, samples_per_s=speed)
+        self._watch.recorded()
+        models.check(means, self.progress.step)
 
     # -- what is said and saved ----------------------------------------------------------
 
@@ -406,6 +495,7 @@ class Session:
         The first line in each epoch also has the means of the training since its last one.
         """
         self._journal.log(split, values)
+        self._callbacks.evaluated(split, values)
 
     def track(
         self,
@@ -473,14 +563,23 @@ class Session:
         if self.world.rank == 0:
             files.write_json(self.folder / rundir.CONFIG, dict(config))
 
-    def save_model(self, config: dict[str, Any]) -> None:
-        """Saves the trained weights and their description in the run directory, once."""
+    def save_model(self, config: dict[str, Any], *, name: str = "", average: bool = False) -> None:
+        """Saves the trained weights and their description in the run directory, once.
+
+        Args:
+            config: What is needed to build the model again and to use it; JSON values.
+            name: Only this one of several models; otherwise all, in one file, each tensor under
+                the name of its model.
+            average: The averaged weights, of models that have an average (:meth:`average`).
+        """
         self.verify()
-        state = parallel.whole_state(self._module)
-        first = self.world.rank == 0
-        kept = self.together(
-            lambda: weights.save_model(self.folder, state, config) if first else self.folder
-        )
+        module = self._models[name].module if name else self._models.module
+        with self._models.averaged([name] if name else []) if average else nullcontext():
+            state = parallel.whole_state(module)
+            first = self.world.rank == 0
+            kept = self.together(
+                lambda: weights.save_model(self.folder, state, config) if first else self.folder
+            )
         if kept != self.folder:
             self.event("model kept elsewhere", folder=str(kept))
             self.say(
@@ -513,83 +612,6 @@ class Session:
             leave()
 
 
-def _per_sample(losses: Tensor, samples: int) -> Tensor:
-    if losses.dim() == 0:
-        return losses.expand(samples)
-    if losses.shape != (samples,):
-        raise ValueError(
-            f"session.step needs one loss for each of the {samples} samples, or their mean,"
-            f" not a tensor of shape {list(losses.shape)}"
-            ' (reduction="none", and a mean over what belongs to one sample)'
-        )
-    return losses
-
-
 def _interval(steps: int) -> int:
     """Equal parts of an epoch of about 50 steps or less."""
     return -(-steps // -(-steps // 50))
-
-
-def join(
-    name: str = "train",
-    *,
-    seed: int = 0,
-    device: str = "auto",
-    backend: str = "auto",
-    dtype: str = "float32",
-    run_dir: str | Path | None = None,
-    log_every: int = 0,
-    check_every: int = 100,
-    timeout: timedelta | None = None,
-    deterministic: bool = False,
-    quiet: bool = False,
-) -> Session:
-    """Takes this process's place in the job and waits for the others.
-
-    Works under the launcher, torchrun, an MPI or a scheduler, and alone. What another launcher
-    says is written into this process's environment in torchrun's terms. A process group that the
-    script has made is used and left alone.
-
-    Args:
-        name: For the default run directory ``runs/NAME-DATE-TIME``.
-        seed: Of everything random: initial weights, order of the data, augmentation.
-        device: ``auto``, ``cpu``, ``cuda`` or ``xpu``.
-        backend: ``auto``, ``gloo``, ``nccl``, ``xccl`` or ``mpi``.
-        dtype: ``float32``, ``float64``, ``bf16`` or ``fp16`` (the last two by autocast).
-        run_dir: Where rank 0 leaves files; the launcher's choice wins.
-        log_every: Global steps between two records; 0 chooses by the length of an epoch.
-        check_every: Global steps after which all ranks prove that they hold the same model.
-        timeout: Longest wait in a collective; torch's default without.
-        deterministic: On accelerators, only kernels that give the same bits every time: slower,
-            and an operation that has no such kernel fails. CPUs do so anyway.
-        quiet: Leaves no metrics and events behind; for evaluation and prediction.
-
-    Raises:
-        SettingError: A value is unknown or cannot be on this machine.
-        JobError: The world is not the planned one.
-    """
-    os.environ.update(launched.translated(os.environ, os.getppid()))
-    place = world.read(os.environ)
-    found = devices.look()
-    target = devices.choose_device(device, found, place.local_rank)
-    chosen = devices.choose_backend(backend, target, found)
-    precision = devices.precision(dtype)
-    devices.settle(target, deterministic)
-    ours = place.joined and not dist.is_initialized()
-    if ours:
-        bound = None if target.type == "cpu" else target
-        dist.init_process_group(chosen, timeout=timeout, device_id=bound)
-    world.check_planned(place, os.environ)
-    devices.seed_all(seed)
-    folder = _folder(name, run_dir)
-    reporter = report.reporter(os.environ, place.rank, folder, quiet=quiet)
-    session = Session(place, target, precision, folder, seed, log_every, check_every, reporter)
-    session.leaves_group = ours
-    session.event("joined", world=place.size, device=str(target), backend=chosen)
-    return session
-
-
-def _folder(name: str, asked: str | Path | None) -> Path:
-    given = os.environ.get(jobenv.RUN_DIR) or asked
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return Path(given) if given else Path(rundir.DEFAULT_PARENT) / f"{name}-{stamp}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -39,9 +40,11 @@ from paceline.train.checkpoints.format import (
 from paceline.train.comms import Comms
 from paceline.train.insync import Proof
 from paceline.train.loader import Progress
-from paceline.train.parallel import Updater
+from paceline.train.models import Models
 
 _FORMAT = 1
+# What changes with the parameters only: moments of optimizers, averages of weights.
+_LATER = re.compile(r"training\.(models\.\w+\.)?(optimizer\.state|average)\.")
 
 
 class Stateful(Protocol):
@@ -56,7 +59,7 @@ class Training:
     """What a checkpoint is made of.
 
     Attributes:
-        updater: Module, optimizer, schedule and scaler.
+        models: Each with optimizer, schedule, scaler and average.
         progress: Position in the data.
         seed: Of the run.
         extras: Further states by name.
@@ -65,7 +68,7 @@ class Training:
         proof: That all ranks hold the same model; ``None`` where there is one rank.
     """
 
-    updater: Updater
+    models: Models
     progress: Progress
     seed: int
     extras: Mapping[str, Stateful] = field(default_factory=dict)
@@ -119,7 +122,7 @@ def capture(
         training.proof.verify()
     rows = comms.rows(generators(comms.device))
     drawn = {RANDOM: {str(rank): row for rank, row in enumerate(rows)}}
-    updater, done = training.updater, training.progress
+    models, done = training.models, training.progress
     rest: dict[str, Tensor] = {}  # all tensors but the weights
     extras = {name: one.state_dict() for name, one in training.extras.items()}
     state = {
@@ -129,19 +132,19 @@ def capture(
         "seed": training.seed,
         "identity": dict(training.identity),
         "model": dict(training.describes),
-        "training": pack(updater.state(whole=not in_parts), rest, "training"),
+        "training": pack(models.state(whole=not in_parts), rest, "training"),
         "extras": pack(extras, rest, "extras"),
     }
     if in_parts:
-        tensors, headers = _shards_to_write(updater.module, rest, comms.world.rank)
+        tensors, headers = _shards_to_write(models.module, rest, comms.world.rank)
         if comms.world.rank == 0:  # what is the same on all ranks
             same = {name: one for name, one in rest.items() if not parallel.is_shard(one)}
             tensors = {OPTIMIZER: same, **drawn, **tensors}
     else:
-        weights = dict(parallel.whole_state(updater.module))
+        weights = dict(parallel.whole_state(models.module))
         tensors, headers = {WEIGHTS: weights, OPTIMIZER: rest, **drawn}, {}
-    parameters = (name for name, _ in updater.module.named_parameters())
-    moments = (name for name in rest if name.startswith("training.optimizer.state."))
+    parameters = (name for name, _ in models.module.named_parameters())
+    moments = filter(_LATER.match, rest)
     return Snapshot(
         done.step,
         tensors,

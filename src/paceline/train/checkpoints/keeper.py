@@ -16,6 +16,7 @@ import torch
 from paceline.spec import jobenv, rundir
 from paceline.spec.errors import SettingError
 from paceline.train import parallel
+from paceline.train.callbacks import Callbacks
 from paceline.train.checkpoints.capture import Snapshot, Training, capture
 from paceline.train.checkpoints.resume import Loaded, check_identity, load, restore
 from paceline.train.checkpoints.store import Lock, Store
@@ -80,6 +81,7 @@ class Keeper:
         keep: How many stay; 0 keeps all.
         tell: Called with an event's name and its details, ``warning`` where it is to be shown.
         stop_when_full: Ends the training cleanly when a checkpoint could not be written.
+        callbacks: Told on every rank of each checkpoint that is complete.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Keeper:
         tell: Callable[..., None],
         *,
         stop_when_full: bool = False,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self._training, self._comms, self._store = training, comms, store
         self._policy, self._tell, self._stop_when_full = policy, tell, stop_when_full
@@ -100,8 +103,9 @@ class Keeper:
         self._notice, self._poll = Notice(), Poll(comms)
         self._saved_at, self._saved_step = time.monotonic(), -1
         self._full, self._good_step = "", 0
+        self._callbacks, self._told_step = callbacks, 0
         self._in_parts = False
-        training.updater.before_step = self._writer.copier.wait
+        training.models.wait_with(self._writer.copier.wait)
 
     # -- the start -----------------------------------------------------------------------
 
@@ -115,7 +119,7 @@ class Keeper:
         first = self._comms.world.rank == 0
         self._comms.together(lambda: self._lock.take() if first else None)
         try:
-            sharded = parallel.is_sharded(self._training.updater.module)
+            sharded = parallel.is_sharded(self._training.models.module)
             self._in_parts = sharded and folder_of_all(self._comms, self._store.root)
             loaded = load(self._comms, want, self._store, self._warn, sharded=sharded)
             if loaded is None:
@@ -123,7 +127,7 @@ class Keeper:
             else:
                 self._comms.together(lambda: check_identity(loaded, self._training.identity))
                 restore(loaded, self._training, self._comms)
-                self._saved_step = self._good_step = loaded.step
+                self._saved_step = self._good_step = self._told_step = loaded.step
         except BaseException:
             self._lock.release()
             raise
@@ -157,6 +161,7 @@ class Keeper:
         if not self._poll.due():
             return
         self.report()
+        self._tell_saved()
         self._lock.refresh()
         stop = bool(self._notice.stop or (self._full and self._stop_when_full))
         late = self._policy.due_by_time(time.monotonic() - self._saved_at)
@@ -167,6 +172,16 @@ class Keeper:
             self.save()
         if wishes.stop:
             self._stop()
+
+    def _tell_saved(self) -> None:
+        """Rank 0 knows which checkpoint is complete; every rank is told at the same moment."""
+        if not self._callbacks:
+            return
+        known = self._good_step if self._comms.world.rank == 0 else 0
+        step = int(self._comms.most(torch.tensor([known], dtype=torch.float64))[0])
+        if step > self._told_step:
+            self._told_step = step
+            self._callbacks.checkpoint_saved(step)
 
     def after_evaluation(self, best: bool, epoch_ended: bool) -> None:
         """To be called after each epoch and its evaluation, and after one in mid-epoch."""
@@ -205,11 +220,14 @@ class Keeper:
         if self._training.progress.step == self._saved_step and not best:
             return
         self._saved_step, self._saved_at = self._training.progress.step, time.monotonic()
-        snapshot = capture(self._training, self._comms, best=best, in_parts=self._in_parts)
-        if self._in_parts:
-            self._write_together(snapshot)
-        elif self._comms.world.rank == 0:
-            self._writer.begin(snapshot)
+        with self._training.models.own_weights() as exchanged:
+            snapshot = capture(self._training, self._comms, best=best, in_parts=self._in_parts)
+            if self._in_parts:
+                self._write_together(snapshot)
+            elif self._comms.world.rank == 0:
+                self._writer.begin(snapshot)
+            if exchanged:  # the evaluation goes on with the averages
+                self.settle()
 
     def _write_together(self, snapshot: Snapshot) -> None:
         """Every rank begins to write into the folder that rank 0 makes, where there is room."""
@@ -254,5 +272,9 @@ class Keeper:
             self._writer.give_up()
         self._writer.wait()
         self.report()
-        self._notice.close()
-        self._lock.release()
+        try:
+            if not failed:
+                self._tell_saved()
+        finally:
+            self._notice.close()
+            self._lock.release()

@@ -286,19 +286,21 @@ def restore(loaded: Loaded, training: Training, comms: Comms) -> None:
 
 
 def _restore(loaded: Loaded, training: Training, comms: Comms) -> None:
-    state, rest, updater = loaded.state, loaded.tensors[OPTIMIZER], training.updater
+    state, rest, models = loaded.state, loaded.tensors[OPTIMIZER], training.models
     if loaded.shards is None:
-        parallel.load_whole_state(updater.module, loaded.tensors[WEIGHTS])
-        updater.load_state(unpack(state["training"], rest))
+        parallel.load_whole_state(models.module, loaded.tensors[WEIGHTS])
+        models.load_state(unpack(state["training"], rest))
     else:  # each rank reads what it is to hold, whoever has written it
         from paceline.train.checkpoints import shards
 
-        shards.fill(loaded.shards / WEIGHT_SHARDS, parallel.own_state(updater.module))
+        shards.fill(loaded.shards / WEIGHT_SHARDS, parallel.own_state(models.module))
         fresh: dict[str, Tensor] = {}
-        pack(updater.state(whole=False), fresh, "training")
-        mine = shards_of(fresh)
+        pack(models.state(whole=False), fresh, "training")
+        kept = models.known(state["training"])  # there may be averages that are not wanted now
+        said = json.dumps(kept)  # and others that were not wanted then
+        mine = {name: one for name, one in shards_of(fresh).items() if json.dumps(name) in said}
         shards.fill(loaded.shards / OPTIMIZER_SHARDS, mine)
-        updater.load_state(unpack(state["training"], {**rest, **mine}), whole=False)
+        models.load_state(unpack(kept, {**rest, **mine}), whole=False)
     for name, kept in unpack(state["extras"], rest).items():
         if name in training.extras:
             training.extras[name].load_state_dict(kept)

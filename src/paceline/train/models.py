@@ -1,0 +1,183 @@
+"""The models that a session trains: one, or several by name, each with an optimizer of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.spec.errors import JobError
+from paceline.train import parallel
+from paceline.train.update import Updater
+
+ALONE = ""
+"""The name of the only model of a session that gives none."""
+
+
+class Models:
+    """By name, in the order in which they were prepared.
+
+    A loss changes the model that it is given for and no other, whatever else it passes through:
+    neither are the others' gradients computed nor does any rank wait for them.
+
+    Attributes:
+        module: The only one, or all of them under their names.
+    """
+
+    def __init__(self, updaters: Mapping[str, Updater] | None = None) -> None:
+        self._updaters: dict[str, Updater] = {}
+        self.module = nn.Module()
+        for name, one in (updaters or {}).items():
+            self.add(name, one)
+
+    def add(self, name: str, updater: Updater) -> None:
+        """Takes a further model; one of the same name is replaced.
+
+        Raises:
+            ValueError: The name cannot be, or some have names and others have none.
+        """
+        if name and not name.isidentifier():
+            raise ValueError(f"session.prepare: the name {name!r} is no identifier")
+        if any(bool(other) != bool(name) for other in self._updaters):
+            raise ValueError(
+                "session.prepare: of several models each needs a name: name='generator'"
+            )
+        self._updaters[name] = updater
+        modules = {one: known.module for one, known in self._updaters.items()}
+        self.module = nn.ModuleDict(modules) if name else updater.module
+
+    def __getitem__(self, name: str) -> Updater:
+        if name in self._updaters:
+            return self._updaters[name]
+        if not self._updaters:
+            raise RuntimeError("session.prepare comes before session.step and session.checkpoints")
+        known = ", ".join(map(repr, self._updaters))
+        told = f"{name!r}" if name else "none: each loss belongs to a model, session.step({...})"
+        raise ValueError(f"models were prepared under the names {known}, but given was {told}")
+
+    def __iter__(self) -> Iterator[Updater]:
+        return iter(self._updaters.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._updaters)
+
+    def figures(self, what: str) -> dict[str, str]:
+        """How a figure is called in the records, by model: ``loss`` or ``generator_loss``."""
+        return {name: f"{name}_{what}" if name else what for name in self._updaters}
+
+    @property
+    def lrs(self) -> dict[str, float]:
+        """Learning rates, as they are recorded."""
+        return {said: self._updaters[name].lr for name, said in self.figures("lr").items()}
+
+    def check(self, losses: Mapping[str, float], step: int) -> None:
+        """Ends a training that has diverged, on every rank.
+
+        Raises:
+            JobError: A mean loss is not finite (fp16 takes such steps back by itself).
+        """
+        wrong = [f"{name} {one}" for name, one in losses.items() if not math.isfinite(one)]
+        if wrong and self.first.scaler is None:
+            rates = ", ".join(f"{lr:g}" for lr in self.lrs.values())
+            raise JobError(
+                f"the loss is not finite ({', '.join(wrong)}): the training has diverged",
+                found=f"at or before step {step}, with learning rate {rates}",
+                remedy="lower --lr or lengthen the warm-up; clip gradients (--clip-norm 1.0)",
+            )
+
+    @property
+    def first(self) -> Updater:
+        """Of the model that was prepared first."""
+        return next(iter(self), None) or self[ALONE]
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        """The context of passes whose gradients stay here; several models are told one by one."""
+        alone = self._updaters.get(ALONE)
+        return parallel.unsynced(alone.model) if alone else nullcontext()
+
+    def wait_with(self, before_step: Callable[[], None]) -> None:
+        """Calls this before any optimizer changes parameters."""
+        for one in self:
+            one.before_step = before_step
+
+    def backward(self, name: str, loss: Tensor, *, last: bool, again: bool = False) -> None:
+        """Adds the loss's gradient to one model's.
+
+        Args:
+            name: Of the model.
+            loss: A single number.
+            last: The gradient is then complete, and averaged over all ranks.
+            again: Another loss, that may share a part of the way, comes after this one.
+        """
+        updater = self[name]
+        if name == ALONE:
+            updater.backward(loss)
+        elif parallel.is_sharded(self.module):
+            with self._aside(updater):
+                updater.backward(loss, again=again)
+        else:
+            if last and isinstance(updater.model, parallel.Apart):
+                updater.model.expect(loss)
+            own = [one for one in updater.module.parameters() if one.requires_grad]
+            updater.backward(loss, own, again=again)
+
+    @contextmanager
+    def _aside(self, chosen: Updater) -> Iterator[None]:
+        """Keeps the other models' gradients as they are.
+
+        A loss cannot be told to leave sharded parameters alone: in the forward pass they were
+        others, put together for it.
+        """
+        others = [
+            one for updater in self if updater is not chosen for one in updater.module.parameters()
+        ]
+        kept = [one.grad for one in others]
+        for one in others:
+            one.grad = None
+        try:
+            yield
+        finally:
+            for one, grad in zip(others, kept, strict=True):
+                one.grad = grad
+
+    @contextmanager
+    def averaged(self, names: Iterable[str] = ()) -> Iterator[None]:
+        """Within it models have averaged weights: these, or all that have an average."""
+        found = [self[name].average for name in names] or [one.average for one in self]
+        with ExitStack() as stack:
+            for average in filter(None, found):
+                stack.enter_context(average.applied())
+            yield
+
+    @contextmanager
+    def own_weights(self) -> Iterator[bool]:
+        """Within it no module has averaged weights; True when one had them before."""
+        with ExitStack() as stack:
+            averages = [one.average for one in self if one.average is not None]
+            before = [stack.enter_context(one.suspended()) for one in averages]
+            yield any(before)
+
+    def state(self, *, whole: bool = True) -> dict[str, Any]:
+        """That of the only updater, or all of them under their names."""
+        if ALONE in self._updaters:
+            return self._updaters[ALONE].state(whole=whole)
+        states = {name: one.state(whole=whole) for name, one in self._updaters.items()}
+        return {"models": states}
+
+    def known(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state of :meth:`state` without averages that are not asked for now."""
+        if ALONE in self._updaters:
+            return self._updaters[ALONE].known(state)
+        saved = state["models"]
+        return {"models": {name: one.known(saved[name]) for name, one in self._updaters.items()}}
+
+    def load_state(self, state: dict[str, Any], *, whole: bool = True) -> None:
+        """Takes a state of :meth:`state`."""
+        if ALONE in self._updaters:
+            self._updaters[ALONE].load_state(state, whole=whole)
+            return
+        for name, one in self._updaters.items():
+            one.load_state(state["models"][name], whole=whole)

@@ -1,0 +1,80 @@
+"""The start of a session: the process takes its place in the job."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from paceline.spec import jobenv, launched, rundir
+from paceline.train import device as devices
+from paceline.train import report, world
+from paceline.train.session import Session
+
+
+def join(
+    name: str = "train",
+    *,
+    seed: int = 0,
+    device: str = "auto",
+    backend: str = "auto",
+    dtype: str = "float32",
+    run_dir: str | Path | None = None,
+    log_every: int = 0,
+    check_every: int = 100,
+    timeout: timedelta | None = None,
+    deterministic: bool = False,
+    quiet: bool = False,
+) -> Session:
+    """Takes this process's place in the job and waits for the others.
+
+    Works under the launcher, torchrun, an MPI or a scheduler, and alone. What another launcher
+    says is written into this process's environment in torchrun's terms. A process group that the
+    script has made is used and left alone.
+
+    Args:
+        name: For the default run directory ``runs/NAME-DATE-TIME``.
+        seed: Of everything random: initial weights, order of the data, augmentation.
+        device: ``auto``, ``cpu``, ``cuda`` or ``xpu``.
+        backend: ``auto``, ``gloo``, ``nccl``, ``xccl`` or ``mpi``.
+        dtype: ``float32``, ``float64``, ``bf16`` or ``fp16`` (the last two by autocast).
+        run_dir: Where rank 0 leaves files; the launcher's choice wins.
+        log_every: Global steps between two records; 0 chooses by the length of an epoch.
+        check_every: Global steps after which all ranks prove that they hold the same model.
+        timeout: Longest wait in a collective; torch's default without.
+        deterministic: On accelerators, only kernels that give the same bits every time: slower,
+            and an operation that has no such kernel fails. CPUs do so anyway.
+        quiet: Leaves no metrics and events behind; for evaluation and prediction.
+
+    Raises:
+        SettingError: A value is unknown or cannot be on this machine.
+        JobError: The world is not the planned one.
+    """
+    os.environ.update(launched.translated(os.environ, os.getppid()))
+    place = world.read(os.environ)
+    found = devices.look()
+    target = devices.choose_device(device, found, place.local_rank)
+    chosen = devices.choose_backend(backend, target, found)
+    precision = devices.precision(dtype)
+    devices.settle(target, deterministic)
+    ours = place.joined and not dist.is_initialized()
+    if ours:
+        bound = None if target.type == "cpu" else target
+        dist.init_process_group(chosen, timeout=timeout, device_id=bound)
+    world.check_planned(place, os.environ)
+    devices.seed_all(seed)
+    folder = _folder(name, run_dir)
+    reporter = report.reporter(os.environ, place.rank, folder, quiet=quiet)
+    session = Session(place, target, precision, folder, seed, log_every, check_every, reporter)
+    session.leaves_group = ours
+    session.event("joined", world=place.size, device=str(target), backend=chosen)
+    return session
+
+
+def _folder(name: str, asked: str | Path | None) -> Path:
+    given = os.environ.get(jobenv.RUN_DIR) or asked
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return Path(given) if given else Path(rundir.DEFAULT_PARENT) / f"{name}-{stamp}"

@@ -1,0 +1,143 @@
+"""From a loss to new parameters of one model: backward pass, clipping, optimizer, schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.train import parallel
+from paceline.train.average import Average
+from paceline.train.loader import Batch
+from paceline.train.norms import Norms
+
+
+def each_loss(losses: Tensor, samples: int) -> Tensor:
+    """One loss for each sample; a mean is that of each.
+
+    Raises:
+        ValueError: There is neither.
+    """
+    if losses.dim() == 0:
+        return losses.expand(samples)
+    if losses.shape != (samples,):
+        raise ValueError(
+            f"session.step needs one loss for each of the {samples} samples, or their mean,"
+            f" not a tensor of shape {list(losses.shape)}"
+            ' (reduction="none", and a mean over what belongs to one sample)'
+        )
+    return losses
+
+
+def loss_of(each: Tensor, batch: Batch, ranks: int) -> Tensor:
+    """This rank's part of a loss whose gradient, averaged over ranks, is that of the mean."""
+    if not batch.count:
+        return each.sum() * 0.0
+    return each[: batch.count].sum() * (ranks / batch.total)
+
+
+class Updater:
+    """What happens between a loss and new parameters.
+
+    Attributes:
+        model: What the script calls; the module itself, or DDP around it.
+        before_step: Called right before the optimizer changes parameters.
+        average: Of the weights, brought up to date after each step; ``None`` for none.
+
+    Args:
+        module: Its parameters' gradients are clipped.
+        optimizer: Steps.
+        schedule: Advanced once for each step.
+        scaler: Loss scale of fp16; ``None`` where none is needed.
+        clip_norm: Largest norm of the whole gradient; ``None`` does not clip.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        schedule: LRScheduler | None,
+        scaler: torch.amp.GradScaler | None,
+        clip_norm: float | None,
+    ) -> None:
+        self.model = self.module = module
+        self.optimizer, self.schedule = optimizer, schedule
+        self.scaler, self._clip = scaler, clip_norm
+        self.before_step: Callable[[], None] | None = None
+        self.average: Average | None = None
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def backward(
+        self, loss: Tensor, only: Sequence[Tensor] | None = None, *, again: bool = False
+    ) -> None:
+        """Adds the loss's gradient.
+
+        Args:
+            loss: A single number.
+            only: The parameters that get a gradient; ``None``: all that the loss depends on.
+            again: Another loss that shares a part of the way comes after this one.
+        """
+        scaled = self.scaler.scale(loss) if self.scaler else loss
+        scaled.backward(inputs=only, retain_graph=again or None)  # type: ignore[no-untyped-call]
+
+    def update(self, *, measured: bool = False) -> dict[str, float]:
+        """Steps and clears the gradient.
+
+        Args:
+            measured: Returns what :class:`Norms` says of the step; otherwise nothing.
+        """
+        if self.scaler and (measured or self._clip is not None):
+            self.scaler.unscale_(self.optimizer)
+        norms = Norms(self.optimizer) if measured else None
+        if self._clip is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self._clip)
+        if self.before_step is not None:
+            self.before_step()
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.schedule is not None:
+            self.schedule.step()
+        if self.average is not None:
+            self.average.update()
+        return norms.figures() if norms else {}
+
+    def state(self, *, whole: bool = True) -> dict[str, Any]:
+        """States of optimizer, schedule, scaler and average.
+
+        A collective where parameters are sharded.
+        """
+        optimizer = parallel.optimizer_state(self.module, self.optimizer, whole=whole)
+        average = {"average": self.average.state(whole=whole)} if self.average else {}
+        return {
+            "optimizer": optimizer,
+            "schedule": self.schedule.state_dict() if self.schedule else None,
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            **average,
+        }
+
+    def known(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state of :meth:`state` without an average that is not asked for now."""
+        kept = self.average is not None
+        return {key: one for key, one in state.items() if kept or key != "average"}
+
+    def load_state(self, state: dict[str, Any], *, whole: bool = True) -> None:
+        """Takes a state of :meth:`state`; the module has its weights already."""
+        parallel.load_optimizer_state(self.module, self.optimizer, state["optimizer"], whole=whole)
+        if self.schedule and state["schedule"]:
+            self.schedule.load_state_dict(state["schedule"])
+        if self.scaler and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.average:
+            self.average.load_state(state.get("average"))

@@ -1,0 +1,285 @@
+"""Several models in one session, averages of weights, and callbacks, in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # as the first optimizer does; it leaves a variable behind
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from paceline import train
+from paceline.spec.errors import JobError, SettingError
+from paceline.train.comms import Comms
+from paceline.train.metrics import Means, Meter
+from paceline.train.norms import Norms
+from paceline.train.usage import Usage
+from paceline.train.weights import load_weights
+from paceline.train.world import World
+
+SAMPLES = torch.arange(8.0)[:, None]
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[train.Session]:
+    with train.join(run_dir=tmp_path, seed=0) as session:
+        yield session
+
+
+def line(session: train.Session, name: str = "", lr: float = 0.01) -> nn.Module:
+    network = session.place(nn.Linear(1, 1, bias=False))
+    nn.init.ones_(network.weight)  # type: ignore[arg-type]
+    return session.prepare(network, torch.optim.SGD(network.parameters(), lr=lr), name=name)
+
+
+def loader_of(session: train.Session, **options: Any) -> train.Loader:
+    return session.loader(TensorDataset(SAMPLES), 4, shuffle=False, **options)
+
+
+def squares(network: nn.Module, inputs: Tensor) -> Tensor:
+    return network(inputs).square().mean(1)
+
+
+def epochs(session: train.Session, loader: train.Loader, act: Callable[[Tensor], object]) -> None:
+    """One epoch with this in each step."""
+    for _ in session.epochs(loader, 1):
+        for (inputs,) in loader:
+            act(inputs)
+
+
+def test_a_loss_changes_its_own_model_only(session: train.Session) -> None:
+    one, other = line(session, "one"), line(session, "other")
+    loader = loader_of(session)
+    for _ in session.epochs(loader, 1):
+        for (inputs,) in loader:
+            session.step({"one": squares(other, one(inputs))})
+    assert one.weight.item() < 1 == other.weight.item()  # type: ignore[operator]
+    assert other.weight.grad is None
+
+
+def test_an_update_acts_at_once(session: train.Session) -> None:
+    one, other = line(session, "one"), line(session, "other")
+    loader, seen = loader_of(session), []
+    for _ in session.epochs(loader, 1):
+        for (inputs,) in loader:
+            for _ in range(2):
+                session.update("one", squares(one, inputs))
+                seen.append(one.weight.item())
+            session.step({"other": squares(other, inputs)})
+    assert seen == sorted(seen, reverse=True)
+    assert len(set(seen)) == 4
+    assert session.progress.step == 2
+
+
+def test_losses_may_share_their_way(session: train.Session) -> None:
+    one, other = line(session, "one"), line(session, "other")
+    loader = loader_of(session)
+    for _ in session.epochs(loader, 1):
+        for (inputs,) in loader:
+            losses = squares(other, one(inputs))
+            session.step({"one": losses, "other": -losses})
+    assert one.weight.item() < 1 < other.weight.item()  # type: ignore[operator]
+
+
+def test_an_update_of_a_piece_is_refused(session: train.Session) -> None:
+    one, loader = line(session, "one"), loader_of(session, limit=2)
+    with pytest.raises(RuntimeError, match="needs a whole batch"):
+        epochs(session, loader, lambda inputs: session.update("one", squares(one, inputs)))
+
+
+def test_names_are_told_apart(session: train.Session) -> None:
+    model = line(session, "one")
+    with pytest.raises(ValueError, match="each needs a name"):
+        line(session)
+    with pytest.raises(ValueError, match="no identifier"):
+        line(session, "not.one")
+    loader = loader_of(session)
+    losses = squares(model, SAMPLES[:4])
+    with pytest.raises(ValueError, match="under the names 'one', but given was none"):
+        epochs(session, loader, lambda inputs: session.step(losses))
+    with pytest.raises(ValueError, match="under the names 'one', but given was 'two'"):
+        epochs(session, loader, lambda inputs: session.step({"two": losses}))
+
+
+def test_what_is_measured_seldom_has_its_own_count() -> None:
+    meter = Meter(lambda vector: vector, torch.device("cpu"))
+    meter.add(2, often=torch.ones(2), seldom=torch.tensor([1.0, 2.0]))
+    meter.add(2, often=torch.ones(2))
+    means = meter.result()
+    assert means.values() == {"often": 1.0, "seldom": 1.5}
+    both = means + Means(4, {"often": 8.0, "new": 2.0})
+    assert both.values() == {"new": 0.5, "often": 1.5, "seldom": 1.5}
+
+
+def test_an_average_of_weights(session: train.Session) -> None:
+    """By hand, and with torch's own: the mean of what was, after its start."""
+    model, loader = line(session), loader_of(session)
+    average = session.average(0.5, start=1)
+    weights = []
+    for _ in session.epochs(loader, 2):
+        for (inputs,) in loader:
+            session.step(squares(model, inputs))
+            weights.append(model.weight.item())
+    expected = weights[0]
+    for one in weights[1:]:
+        expected = 0.5 * expected + 0.5 * one
+    with average.applied() as averaged:
+        assert averaged.weight.item() == pytest.approx(expected, rel=1e-6)
+        assert model.weight.item() != weights[-1]
+    assert model.weight.item() == weights[-1]
+    session.save_model({}, average=True)
+    saved = nn.Linear(1, 1, bias=False)
+    load_weights(session.folder, saved)
+    assert saved.weight.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_checkpoint_in_an_evaluation_has_the_weights_themselves(tmp_path: Path) -> None:
+    with train.join(run_dir=tmp_path) as session:
+        model, loader = line(session), loader_of(session)
+        average = session.average(0.9)
+        session.checkpoints(every="never")
+        assert session._keeper is not None
+        for _ in session.epochs(loader, 1):
+            for (inputs,) in loader:
+                session.step(squares(model, inputs))
+            weight = model.weight.item()
+            with average.applied():
+                averaged = model.weight.item()
+                session._keeper.save()
+                assert model.weight.item() == averaged
+    with train.join(run_dir=tmp_path) as session:
+        model, average = line(session), session.average(0.9)
+        assert session.checkpoints()
+        assert model.weight.item() == weight != averaged
+        with average.applied():
+            assert model.weight.item() == averaged
+        assert average.updates == 2
+    with train.join(run_dir=tmp_path) as session:  # nobody asks for the average any more
+        model = line(session)
+        assert session.checkpoints()
+        assert model.weight.item() == weight
+
+
+@pytest.mark.parametrize(("decay", "start"), [(1.0, 0), (-0.1, 0), (0.9, -1)])
+def test_an_average_that_cannot_be(session: train.Session, decay: float, start: int) -> None:
+    line(session)
+    with pytest.raises(SettingError, match="cannot be"):
+        session.average(decay, start=start)
+
+
+class Notes(train.Callback):
+    """Notes its moments."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def after_step(self, session: train.Session, step: int) -> None:
+        self.said.append(step)
+
+    def epoch_ended(self, session: train.Session, epoch: int) -> None:
+        self.said.append(f"epoch {epoch}")
+
+    def evaluated(self, session: train.Session, split: str, values: Mapping[str, Any]) -> None:
+        self.said.append((split, dict(values)))
+
+    def checkpoint_saved(self, session: train.Session, step: int) -> None:
+        self.said.append(f"saved {step}")
+
+
+def test_callbacks_are_called_at_their_moments(tmp_path: Path) -> None:
+    notes = Notes()
+    with train.join(run_dir=tmp_path) as session:
+        model, loader = line(session), loader_of(session)
+        session.checkpoints()
+        session.add(notes)
+        for _ in session.epochs(loader, 1, every=1):
+            for (inputs,) in loader:
+                session.step(squares(model, inputs))
+            session.log("val", radius=2)
+    assert notes.said == [
+        1,
+        ("val", {"radius": 2}),
+        2,
+        ("val", {"radius": 2}),
+        "epoch 0",
+        "saved 2",
+    ]
+
+
+def test_what_a_callback_raises_ends_the_rank(session: train.Session) -> None:
+    class Broken(train.Callback):
+        def after_step(self, session: train.Session, step: int) -> None:
+            raise KeyError("x")
+
+    session.add(Broken())
+    model, loader = line(session), loader_of(session)
+    with pytest.raises(JobError, match=r"Broken\.after_step failed after step 1") as caught:
+        epochs(session, loader, lambda inputs: session.step(squares(model, inputs)))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def records(session: train.Session, split: str) -> list[dict[str, Any]]:
+    lines = (session.folder / "metrics.jsonl").read_text().splitlines()
+    return [one for one in map(json.loads, lines) if one["split"] == split]
+
+
+def test_norms_are_measured_when_they_are_asked_for(session: train.Session) -> None:
+    """By hand: the gradient of the mean of (w x)^2 is 2 w mean(x^2); one clipped step."""
+    network = session.place(nn.Linear(1, 1, bias=False))
+    nn.init.ones_(network.weight)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    model = session.prepare(network, optimizer, clip_norm=1.0)
+    session.watch(every=2, devices=True)
+    epochs(session, loader_of(session), lambda x: session.step(squares(model, x)))
+    (norms,) = records(session, "norms")
+    weight = 0.9  # the first step was one of the norm 1, times lr
+    assert norms["step"] == 2
+    assert norms["weight_norm"] == pytest.approx(weight)
+    assert norms["grad_norm"] == pytest.approx(2 * weight * (16 + 25 + 36 + 49) / 4)
+    assert norms["update_ratio"] == pytest.approx(0.1 / weight)
+    (usage,) = records(session, "usage")
+    assert usage["memory_gib"] > 0
+    assert {"cpu_percent", "host_cpu_percent", "host_memory_percent"} < usage.keys()
+    assert not any(name.startswith("gpu") for name in usage)
+
+
+def test_each_group_has_norms_of_its_own() -> None:
+    one, other = (nn.Parameter(torch.full((4,), value)) for value in (1.0, 2.0))
+    optimizer = torch.optim.SGD([{"params": [one]}, {"params": [other], "lr": 0.0}], lr=0.5)
+    (one.sum() + 3 * other.sum()).backward()  # type: ignore[no-untyped-call]
+    norms = Norms(optimizer)
+    optimizer.step()
+    figures = norms.figures()
+    assert figures["grad_norm_group0"] == 2
+    assert figures["grad_norm_group1"] == 6
+    assert figures["grad_norm"] == pytest.approx(40**0.5)
+    assert figures["update_ratio_group0"] == 0.5
+    assert figures["update_ratio_group1"] == 0
+
+
+def test_what_an_accelerator_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NVIDIA GPU without NVML, as torch answers there."""
+
+    class Library:
+        @staticmethod
+        def utilization(device: torch.device) -> int:
+            raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+        @staticmethod
+        def max_memory_allocated(device: torch.device) -> int:
+            return 3 << 29
+
+        @staticmethod
+        def mem_get_info(device: torch.device) -> tuple[int, int]:
+            return 1 << 30, 4 << 30
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Library)
+    figures = Usage(Comms(World(), torch.device("cuda", 0))).figures()
+    assert figures["gpu_memory_gib"] == 1.5
+    assert figures["gpu_memory_percent"] == 75
+    assert "gpu_percent" not in figures

@@ -53,5 +53,5 @@ def refusal(error: HostsError) -> dict[str, Any]:
 
 def said(host: Host) -> dict[str, Any]:
     """The fields in which the host says something."""
-    silent = {"address": host.name, "local": False, "slots_yield": False}
+    silent = {"address": host.name, "local": False, "slots_yield": False, "env": {}}
     return {k: v for k, v in asdict(host).items() if v is not None and silent.get(k) != v}

@@ -45,6 +45,7 @@ FULL = Host(
     job_address="10.1.0.2",
     python='/opt/"odd"/bin/python',
     workdir="/scratch",
+    env={"CUDA_VISIBLE_DEVICES": "0,1", "ODD": 'a "b" # c'},
 )
 CLUSTERS = {
     "names": Cluster((Host("n1"), Host("n2"), Host("n10"))),

@@ -476,7 +476,7 @@ def test_hostile_greetings() -> None:
             candidates(hosts, told, None)
         with contextlib.suppress(PacelineError):
             ranks = decide.processes_on(job(), hosts[1], said["facts"]).value
-            decide.node_env(job(), said["facts"], ranks, None)
+            decide.node_env(job(), hosts[1], said["facts"], ranks, None)
         json.dumps(told)
     assert refused > 100
 

@@ -341,6 +341,16 @@ def test_the_python_of_a_host_needs_trust(text: str) -> None:
     assert launch.read_cluster(ctx, ctx.params["hosts"]).hosts[0].python == "/x"
 
 
+def test_the_environment_of_a_host_needs_trust() -> None:
+    Path("paceline.toml").write_text('[hosts.n1.env]\nLD_PRELOAD = "/x"\n')
+    ctx = taken("check")
+    with pytest.raises(SettingError, match="environment of a host") as caught:
+        launch.read_cluster(ctx, "n1")
+    assert "[hosts.n1] env" in caught.value.found
+    CliRunner().invoke(trust.command)
+    assert launch.read_cluster(taken("check"), "n1").hosts[0].env == {"LD_PRELOAD": "/x"}
+
+
 @pytest.mark.parametrize("how", ["of another user", "writable for all", "a planted link"])
 def test_a_file_of_somebody_else_runs_nothing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import os

@@ -23,6 +23,12 @@ def test_tables_win_over_the_description() -> None:
     assert cluster.notes == TWO.notes
 
 
+def test_variables_of_a_host() -> None:
+    table = {"env": {"FI_PROVIDER": "tcp", "NCCL_IB_TC": 106}}
+    n1, _ = apply_overrides(TWO, {"hosts": {"n1": table}}).hosts
+    assert n1.env == {"FI_PROVIDER": "tcp", "NCCL_IB_TC": "106"}
+
+
 def test_a_table_may_be_called_by_the_address() -> None:
     cluster = Cluster((Host("n1", address="FD00::1"),))
     changed = apply_overrides(cluster, {"hosts": {"fd00::1": {"user": "ml"}}})
@@ -53,6 +59,11 @@ def test_a_slip_of_the_pen_is_noted() -> None:
         ({"python": ""}, "text in quotes"),
         ({"user": "-x"}, "login name"),
         ({"address": "-oProxyCommand=x"}, "a host name or an IP address"),
+        ({"env": "A=1"}, r'a table: `\[hosts."n1".env\]`'),
+        ({"env": {"A B": "1"}}, "the name of a variable"),
+        ({"env": {"A": True}}, "text in quotes, or a number, for A"),
+        ({"env": {"RANK": 1}}, "does not say a rank's place"),
+        ({"env": {"example": {"org": {}}}}, r'quotes around .* `\[hosts."n1.env.example.org"\]`'),
         ("n1", "a table"),
     ],
 )

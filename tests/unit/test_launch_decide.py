@@ -36,7 +36,12 @@ def facts(cpus: int = 4, gpus: int = 0, torch: str | None = "2.13.0+cpu",
           python: str = "3.11.7") -> dict[str, Any]:  # fmt: skip
     return {
         "cpu": {"available": list(range(cpus))},
-        "devices": {"nvidia": [f"nvidia{n}" for n in range(gpus)]},
+        "devices": {
+            "gpus": [
+                {"maker": "nvidia", "device": f"nvidia{n}", "pci": "", "node": -1}
+                for n in range(gpus)
+            ]
+        },
         "torch": {"version": torch} if torch else None,
         "python": {"executable": "/py", "version": python},
     }
@@ -104,7 +109,7 @@ def test_an_allocations_gpus_are_counted() -> None:
         assert (found.value, found.detail) == (2, "one a GPU of the allocation")
     assert decide.processes_on(job(), replace(ours, slots=3), facts(gpus=8)).value == 3
     assert decide.processes_on(job(nproc_per_node=asked("gpu")), ours, facts(gpus=8)).value == 2
-    assert decide.usable_gpus(job(), ours, facts(gpus=8)) == 2
+    assert len(decide.usable_gpus(job(), ours, facts(gpus=8))) == 2
 
 
 def test_gpus_that_torch_cannot_see_are_told_of() -> None:
@@ -112,7 +117,7 @@ def test_gpus_that_torch_cannot_see_are_told_of() -> None:
 
     def notes(gpus: int, cuda: str | None = "13.0") -> list[str]:
         torch = {"version": "2.13.0+cpu", "cuda": cuda, "hip": None}
-        devices = {"nvidia": ["nvidia0"] * gpus, "render": [], "nvidia_driver": None}
+        devices = {"gpus": [{"maker": "nvidia"}] * gpus, "nvidia_driver": None}
         return decide.gpu_notes(hosts, [{**facts(), "devices": devices, "torch": torch}] * 3)
 
     (note,) = notes(0)
@@ -158,39 +163,84 @@ def test_never_fewer_nodes_than_asked_for() -> None:
 # --- threads and CPUs
 
 
-@pytest.mark.parametrize(
-    ("cpus", "processes", "shares"),
-    [
-        ([0, 1, 2, 3], 2, [(0, 1), (2, 3)]),
-        ([0, 2, 4, 6, 8], 2, [(0, 2), (4, 6)]),
-        ([0, 1], 1, [()]),
-        ([0, 1], 3, [(), (), ()]),
-        ([], 2, [(), ()]),
-    ],
-)
-def test_shares_of_cpus(cpus: list[int], processes: int, shares: list[tuple[int, ...]]) -> None:
-    assert decide.bind_cpus(cpus, processes) == shares
-
-
 @pytest.mark.parametrize(("cpus", "processes", "threads"), [(8, 2, "4"), (2, 3, "1"), (0, 1, "1")])
-def test_threads_are_the_cpus_of_a_rank(cpus: int, processes: int, threads: str) -> None:
-    env = decide.node_env(job(), facts(cpus), processes, None)
+def test_threads_are_the_cores_of_a_rank(cpus: int, processes: int, threads: str) -> None:
+    env = decide.node_env(job(), Host("n1"), facts(cpus), processes, None)
     assert env["OMP_NUM_THREADS"].value == threads
 
 
-def test_binding_can_be_left_out_and_is_with_accelerators() -> None:
+def test_binding_can_be_left_out() -> None:
     two = job(nproc_per_node=asked(2))
     assert plan(two).nodes[0].ranks[1].cpus == (2, 3)
     free = job(nproc_per_node=asked(2), bind=asked("none"))
     assert plan(free).nodes[0].ranks[1].cpus == ()
-    gpus = {"n1": facts(gpus=2), "n2": facts(gpus=2)}
-    assert plan(two, per_host=gpus).nodes[0].ranks[1].cpus == ()
+
+
+def test_ranks_are_bound_near_their_gpus() -> None:
+    there = facts(gpus=2)
+    there["cpu"]["nodes"] = {"0": [0, 1], "1": [2, 3]}
+    there["devices"]["gpus"][0]["node"], there["devices"]["gpus"][1]["node"] = 1, 0
+    made = plan(job(), per_host={"n1": there, "n2": there})
+    assert [rank.cpus for rank in made.nodes[0].ranks] == [(2, 3), (0, 1)]
+    assert made.nodes[0].env["OMP_NUM_THREADS"].value == "2"
+    swapped = job(environment=Environment({"CUDA_VISIBLE_DEVICES": "1,0"}))
+    made = plan(swapped, per_host={"n1": there, "n2": there})
+    assert [rank.cpus for rank in made.nodes[0].ranks] == [(0, 1), (2, 3)]
+
+
+def test_a_schedulers_choice_of_gpus_counts() -> None:
+    """Slurm shows its tasks a part; the agent's environment says which."""
+    there = {**facts(gpus=8), "environment": {"CUDA_VISIBLE_DEVICES": "0,1"}}
+    assert decide.processes_on(job(), Host("a"), there).value == 2
+    whole = job(environment=Environment(unset=("CUDA_VISIBLE_DEVICES",)))
+    assert decide.processes_on(whole, Host("a"), there).value == 8
+
+
+# --- variables of one host
+
+ODD = Host("n1", env={"FI_PROVIDER": "psm3", "CUDA_VISIBLE_DEVICES": "0", "A_TOKEN": "hidden-word"})
+
+
+def test_the_table_of_a_host_has_variables() -> None:
+    two = {name: facts(gpus=2) for name in ("n1", "n2")}
+    made = plan(job(), (ODD, Host("n2")), two)
+    assert [len(node.ranks) for node in made.nodes] == [1, 2]
+    first = made.nodes[0].env["FI_PROVIDER"]
+    assert (first.value, first.source) == ("psm3", Source.FILE)
+    assert "FI_PROVIDER" not in made.nodes[1].env
+    text = view.describe(made)
+    assert "  FI_PROVIDER=psm3 ([hosts.n1.env] of paceline.toml), on n1" in text
+    for shown in (text, view.everything(made), json.dumps(made.to_json())):
+        assert "psm3" in shown
+        assert "hidden-word" not in shown
+    assert made.nodes[0].env["A_TOKEN"].value == "hidden-word"
+
+
+@pytest.mark.parametrize(
+    ("source", "wins"),
+    [(Source.COMMAND_LINE, "typed"), (Source.ENVIRONMENT, "typed"), (Source.FILE, "psm3")],
+)
+def test_a_hosts_variable_goes_before_the_files_for_all(source: Source, wins: str) -> None:
+    typed = job(environment=Environment({"FI_PROVIDER": "typed"}, source=source))
+    assert decide.given(typed, ODD)["FI_PROVIDER"] == wins
+    env = decide.node_env(typed, ODD, facts(), 1, None)
+    assert ("FI_PROVIDER" in env) == (wins == "psm3")
+    command = view.rank_command(made := plan(typed, (ODD,)), made.nodes[0], made.nodes[0].ranks[0])
+    assert f"FI_PROVIDER={wins}" in command
+
+
+def test_ours_yield_to_a_hosts() -> None:
+    host = Host("n1", env={"GLOO_SOCKET_IFNAME": "ib0", "OMP_NUM_THREADS": "3"})
+    env = decide.node_env(job(), host, facts(), 1, NodeNetwork("10.0.0.1", "eth0", "tried"))
+    assert env["GLOO_SOCKET_IFNAME"].value == "ib0"
+    assert env["OMP_NUM_THREADS"].value == "3"
+    assert env["NCCL_SOCKET_IFNAME"].value == "=eth0"
 
 
 def test_the_users_variables_go_before_ours() -> None:
     mine = Environment({"OMP_NUM_THREADS": "7"}, {"GLOO_SOCKET_IFNAME": "ib0"})
     network = NodeNetwork("10.0.0.1", "eth0", "tried")
-    env = decide.node_env(job(environment=mine), facts(), 1, network)
+    env = decide.node_env(job(environment=mine), Host("n1"), facts(), 1, network)
     assert not {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"} & set(env)
     assert env["NCCL_SOCKET_IFNAME"].value == "=eth0"
 

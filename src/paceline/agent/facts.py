@@ -15,9 +15,9 @@ import sysconfig
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Set
 
-from . import netlink, snapshot
+from . import accelerators, netlink, snapshot
 
 Facts = Dict[str, Any]
 
@@ -139,14 +139,72 @@ def hosts_lines(text: str, name: str) -> List[str]:
     return lines
 
 
-def cpu_facts() -> Facts:
-    """CPUs this process may use, in order; the model's name."""
+def cpu_facts(root: Path = accelerators.ROOT) -> Facts:
+    """CPUs this process may use, in order, their cores and NUMA nodes; the model's name.
+
+    ``cores``: the allowed CPUs of each core, several where it runs several threads; ``nodes``: the
+    allowed CPUs of each NUMA node that has some; ``quota``: CPUs' worth of time that a container
+    gets, null for all.
+    """
+    allowed = os.sched_getaffinity(0)
     model = re.search(r"^model name\s*:\s*(.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     return {
-        "available": sorted(os.sched_getaffinity(0)),
+        "available": sorted(allowed),
+        "cores": cores(allowed, root),
+        "nodes": numa_nodes(allowed, root),
+        "quota": cpu_quota(root),
         "model": model.group(1) if model else platform.machine(),
         "machine": platform.machine(),
     }
+
+
+def cores(allowed: Set[int], root: Path = accelerators.ROOT) -> List[List[int]]:
+    """The allowed CPUs by core; a CPU whose core is not told is one of its own."""
+    found = set()
+    for cpu in allowed:
+        folder = root / ("sys/devices/system/cpu/cpu%d/topology" % cpu)
+        text = _read(folder / "core_cpus_list") or _read(folder / "thread_siblings_list")
+        found.add(tuple(sorted((numbers(text) | {cpu}) & allowed)))
+    return [list(core) for core in sorted(found)]
+
+
+def numa_nodes(allowed: Set[int], root: Path = accelerators.ROOT) -> Dict[str, List[int]]:
+    """The allowed CPUs by NUMA node; empty where the kernel tells of none."""
+    found = {}
+    for folder in root.glob("sys/devices/system/node/node[0-9]*"):
+        cpus = sorted(numbers(_read(folder / "cpulist")) & allowed)
+        if cpus:
+            found[folder.name[len("node") :]] = cpus
+    return found
+
+
+def numbers(text: str) -> Set[int]:
+    """A list of the kernel's: ``0-3,8`` is 0, 1, 2, 3 and 8."""
+    found: Set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if match:
+            found.update(range(int(match.group(1)), int(match.group(2) or match.group(1)) + 1))
+    return found
+
+
+def cpu_quota(root: Path = accelerators.ROOT) -> Optional[float]:
+    """How many CPUs' worth of time this process's control groups allow; ``None`` for no limit."""
+    limits = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        unified, old = not controllers, "cpu" in controllers.split(",")
+        base = root / ("sys/fs/cgroup" if unified else "sys/fs/cgroup/cpu")
+        folder = base / path.lstrip("/")
+        while (unified or old) and ".." not in folder.parts:
+            words = _read(folder / "cpu.max").split()
+            words = words or [_read(folder / ("cpu.cfs_%s_us" % w)) for w in ("quota", "period")]
+            if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
+                limits.append(int(words[0]) / int(words[1]))
+            if folder == base:
+                break
+            folder = folder.parent
+    return min(limits, default=None)
 
 
 def memory_facts() -> Facts:
@@ -161,14 +219,11 @@ def memory_facts() -> Facts:
 
 
 def device_facts() -> Facts:
-    """Accelerators by their device files: no driver library is loaded."""
-    nvidia = [p.name for p in Path("/dev").glob("nvidia[0-9]*")]
-    render = [p.name for p in Path("/dev").glob("dri/renderD*")]
+    """GPUs by the kernel's files (:func:`accelerators.found`), and NVIDIA's driver."""
     version = re.search(r"Kernel Module\D*([\d.]+)", _read(Path("/proc/driver/nvidia/version")))
     return {
-        "nvidia": sorted(nvidia),
+        "gpus": accelerators.found(),
         "nvidia_driver": version.group(1) if version else None,
-        "render": sorted(render),
     }
 
 
@@ -242,7 +297,10 @@ def user_facts() -> Facts:
     return {"uid": os.getuid(), "home": home, "shell": os.environ.get("SHELL"), "cache": cache}
 
 
-_TOLD = re.compile(r"(NCCL|GLOO|TP|UCX|FI|I_MPI|OMP|TORCH)_[A-Z_]+|CUDA_VISIBLE_DEVICES")
+_TOLD = re.compile(
+    r"(NCCL|GLOO|TP|UCX|FI|I_MPI|OMP|TORCH|CCL)_[A-Z_]+|(CUDA|HIP|ROCR)_VISIBLE_DEVICES"
+    r"|ZE_AFFINITY_MASK|ZE_FLAT_DEVICE_HIERARCHY|ONEAPI_DEVICE_SELECTOR"
+)
 
 
 def environment_facts() -> Facts:

@@ -73,8 +73,8 @@ def judge(scene: Scene) -> list[Finding]:
 
 
 def _without_tool(scene: Scene, name: str) -> list[Finding]:
-    devices = (scene.facts[name].get("devices") or {}).get("nvidia") or []
-    if not devices:
+    gpus = (scene.facts[name].get("devices") or {}).get("gpus") or []
+    if not any(gpu["maker"] == "nvidia" for gpu in gpus):
         return []
     return [
         unknown(

@@ -36,7 +36,7 @@ from paceline.remote.openssh import SshOptions
 from paceline.report import findings as report
 from paceline.spec.finding import Finding
 from paceline.spec.hosts import Host
-from paceline.spec.job import Entry, Job
+from paceline.spec.job import Entry, Job, recorded
 from paceline.spec.terminal import clean
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -144,8 +144,10 @@ def environment_of(job: Job, scene: Scene) -> dict[str, dict[str, str]]:
     for host in scene.present:
         facts, network = scene.facts[host.name], scene.networks[host.name]
         processes = decide.processes_on(job, host, facts).value
-        variables = decide.node_env(job, facts, processes, network)
-        found[host.name] = {name: setting.value for name, setting in variables.items()}
+        variables = decide.node_env(job, host, facts, processes, network)
+        found[host.name] = {
+            name: recorded(name, setting.value) for name, setting in variables.items()
+        }
         found[host.name] |= {"MASTER_ADDR": head, "PACELINE_ADDRESS": network.address}
         if job.master_port.value:
             found[host.name]["MASTER_PORT"] = str(job.master_port.value)

@@ -141,7 +141,7 @@ LAUNCH = [
     click.option("--ship", type=click.Choice(["auto", "always", "never"]), default="auto",
                  help="Copy the code to the hosts; auto: where it is missing or different."),
     click.option("--bind", type=click.Choice(["auto", "none"]), default="auto",
-                 help="auto gives each rank of a CPU node its own share of the CPUs."),
+                 help="auto gives each rank whole cores of its own, near its GPU."),
     click.option("--lease", type=Seconds(2.0), default=10.0, metavar="SECONDS",
                  help="Heartbeat timeout: a node stops its ranks after this long without the"
                  " launcher."),

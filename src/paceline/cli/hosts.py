@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,8 @@ def _cell(host: Host, field: str) -> str:
         return ""
     if value is None or value is False:
         return ""
+    if isinstance(value, Mapping):  # values may be long, and secret
+        return ", ".join(value)
     return "yes" if value is True else str(value)
 
 

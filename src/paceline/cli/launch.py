@@ -49,7 +49,7 @@ def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
 
     cwd, toml = Path.cwd(), toml_of(ctx)
     cluster = mark_me(apply_overrides(read_hosts(source, environ=os.environ, cwd=cwd), toml))
-    if any(host.python for host in cluster.hosts) and lab_name(source or "") is None:
+    if any(host.python or host.env for host in cluster.hosts) and lab_name(source or "") is None:
         from_file = setting(ctx, "hosts").source is Source.FILE
         trust.require_hosts(cwd / TOML_NAME, toml, described=from_file)
     return cluster
@@ -142,7 +142,7 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
         entry=entry,
         workdir=str(Path.cwd()),
         python=ctx.params["python"] or this_machine.default_python(image=ctx.params["image"]),
-        environment=Environment(public, forwarded, ctx.params["unset"]),
+        environment=Environment(public, forwarded, ctx.params["unset"], setting(ctx, "env").source),
         nproc_per_node=setting(ctx, "nproc_per_node"),
         nnodes=setting(ctx, "nnodes"),
         hosts=described_by(ctx),
@@ -217,7 +217,7 @@ def launch(
             package=package,
             inspect=inspector(ctx, job),
         )
-    from paceline.launch.launcher import run_job
+    from paceline.launch.launcher import run_job, secrets_of
     from paceline.launch.screen import Screen
     from paceline.launch.summary import report_failure, report_success
     from paceline.rundir.directory import fresh_path
@@ -225,7 +225,7 @@ def launch(
 
     preflight(ctx, job, cluster, via)
     run_dir = ctx.params["run_dir"] or fresh_path(parent, job.name)
-    with explained(run_dir, job.environment.secrets()):
+    with explained(run_dir, secrets_of(job, cluster)):
         outcome = run_job(
             job,
             cluster,

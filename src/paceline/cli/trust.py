@@ -36,7 +36,10 @@ GUARDED = {
     "rdzv": "lets another machine start programs here",
     "accept-new-host-keys": "trusts hosts never met before",
 }
-HOST_GUARDED = {"python": "is started"}  # the same for [hosts.NAME]
+HOST_GUARDED = {  # the same for [hosts.NAME]
+    "python": "is started",
+    "env": "can make programs load other code",
+}
 
 
 def guarded(toml: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,16 +66,19 @@ def require(path: Path, toml: Mapping[str, Any], key: str) -> None:
 
 
 def require_hosts(path: Path, toml: Mapping[str, Any], described: bool) -> None:
-    """The same for the interpreters of hosts.
+    """The same for what the tables of hosts set.
 
     Args:
         path, toml: The settings file and its content.
-        described: Its ``[run] hosts`` is what describes the hosts, interpreters included.
+        described: Its ``[run] hosts`` is what describes the hosts, their tables included.
     """
     about = ("[hosts.", "[run] hosts") if described else ("[hosts.",)
     needed = {name: value for name, value in guarded(toml).items() if name.startswith(about)}
     if needed:
-        _demand(path, toml, needed, "the Python of a host", "is started")
+        only_env = all(name.endswith(("] env", "] hosts")) for name in needed)
+        said = only_env and any(name.endswith("] env") for name in needed)
+        what, does = ("environment", "env") if said else ("Python", "python")
+        _demand(path, toml, needed, f"the {what} of a host", HOST_GUARDED[does])
 
 
 def _demand(path: Path, toml: Mapping[str, Any], needed: Mapping[str, Any], key: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from paceline.hosts.address import A_HOST, canonical, check_address, check_user, whole_number
 from paceline.hosts.dialect import UnreadableError
 from paceline.hosts.lines import MOST_SLOTS
+from paceline.spec import jobenv
 from paceline.spec.errors import HostsError
 from paceline.spec.helptext import did_you_mean, nearest
 from paceline.spec.hosts import Cluster, Host
@@ -24,9 +26,11 @@ FIELDS = {
     "job_address": "job_address",
     "python": "python",
     "workdir": "workdir",
+    "env": "env",
 }
 """Key of a table → field of Host."""
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MOST = {"port": 65535, "slots": MOST_SLOTS}
 
 
@@ -91,11 +95,36 @@ def _dotted_name(name: str, table: Mapping[str, Any]) -> str:
     return _dotted_name(f"{name}.{inner[0][0]}", inner[0][1]) if inner else name
 
 
-def _value(name: str, key: str, value: Any) -> str | int:
+def _value(name: str, key: str, value: Any) -> str | int | dict[str, str]:
+    if key == "env":
+        return _variables(name, value)
     try:
         return _number(key, value) if key in _MOST else _text(key, value)
     except UnreadableError as problem:
         raise BadTableError(name, key, problem.expected) from None
+
+
+def _variables(host: str, table: Any) -> dict[str, str]:
+    """``[hosts.NAME.env]``: names of variables, and texts or numbers."""
+    if not isinstance(table, Mapping):
+        raise BadTableError(host, "env", f'a table: `[hosts."{host}".env]`')
+    found = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            whole = _dotted_name(f"{host}.env.{name}", value)
+            raise BadTableError(host, "", f'quotes around a name with dots: `[hosts."{whole}"]`')
+        if not _VARIABLE.fullmatch(name):
+            raise BadTableError(host, name, "the name of a variable: letters, digits and _")
+        if jobenv.is_ours(name):
+            raise BadTableError(host, name, "a variable that does not say a rank's place")
+        if (
+            not isinstance(value, (str, int, float))
+            or isinstance(value, bool)
+            or "\0" in str(value)
+        ):
+            raise BadTableError(host, name, f"text in quotes, or a number, for {name}")
+        found[name] = str(value)
+    return found
 
 
 def _number(key: str, value: Any) -> int:

@@ -82,7 +82,7 @@ class Attempt:
             "start",
             entry=entry_json(part.entry),
             workdir=part.workdir,
-            env={**env, **self._job.environment.all()},
+            env={**self._job.environment.all(), **env},  # the plan leaves out what goes before it
             any_world=self._job.any_world,
             store=store if self.plan.agent_store and part.node_rank == 0 else None,
             ranks=self.plan.ranks_json(part),

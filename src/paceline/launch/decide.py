@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.launch import binding
 from paceline.remote import agreement, interfaces
 from paceline.remote.network import NodeNetwork
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
 from paceline.spec.plan import Copy, NodePlan, Plan, RankPlan
-from paceline.spec.settings import Setting, Source
+from paceline.spec.settings import TOML_NAME, Setting, Source
 from paceline.transfer.tree import Tree, entry_at, relocate
 
 Facts = Mapping[str, Any]
@@ -97,7 +98,7 @@ def processes_on(job: Job, host: Host, facts: Facts) -> Setting[int]:
 
     SettingError when the host cannot hold so many.
     """
-    gpus = usable_gpus(job, host, facts)
+    gpus = len(usable_gpus(job, host, facts))
     if job.nproc_per_node.value is not None:
         count = _as_asked(job.nproc_per_node, host, gpus, len(available_cpus(facts)))
     elif host.slots is not None:
@@ -130,7 +131,8 @@ def _as_asked(asked: Setting[Any], host: Host, gpus: int, cpus: int) -> Setting[
     if count == "gpu" and not gpus:
         raise SettingError(
             f"--nproc-per-node gpu: {host.name} has no GPU",
-            found="no /dev/nvidia* there, or CUDA_VISIBLE_DEVICES hides them",
+            found="no GPU there that its torch computes on, or CUDA_VISIBLE_DEVICES or the like "
+            "hides them",
             remedy="--nproc-per-node auto takes the CPUs where there is no GPU",
         )
     if not isinstance(count, int):
@@ -152,14 +154,23 @@ def most_processes(facts: Facts) -> int | None:
     return None if hard < 0 else max(1, (hard - SPARE_DESCRIPTORS) // PIPES_A_RANK)
 
 
-def usable_gpus(job: Job, host: Host, facts: Facts) -> int:
-    """How many GPUs of a host the ranks may see; of an allocation's host, those that are ours."""
-    present = len((facts.get("devices") or {}).get("nvidia", ()))
-    present = present if host.gpus is None else min(present, host.gpus)
-    chosen = job.environment.all().get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return present
-    return min(present, len([one for one in chosen.split(",") if one.strip()]))
+def given(job: Job, host: Host) -> dict[str, str]:
+    """The variables that a host's ranks get from the user.
+
+    What is typed, or stands in the launcher's environment, goes before the host's own table in
+    paceline.toml, and that before what the file says for all hosts.
+    """
+    everywhere = job.environment.all()
+    if job.environment.source <= Source.FILE:
+        return {**everywhere, **host.env}
+    return {**host.env, **everywhere}
+
+
+def usable_gpus(job: Job, host: Host, facts: Facts) -> list[Mapping[str, Any]]:
+    """The GPUs of a host that its ranks see; of an allocation's host, those that are ours."""
+    login = facts.get("environment") or {}
+    left = {name: value for name, value in login.items() if name not in job.environment.unset}
+    return binding.gpus_seen(facts, {**left, **given(job, host)})[: host.gpus]
 
 
 def slot_notes(job: Job, hosts: Sequence[Host]) -> list[str]:
@@ -180,8 +191,10 @@ def gpu_notes(hosts: Sequence[Host], facts: Sequence[Facts]) -> list[str]:
         devices, torch = found.get("devices"), found.get("torch") or {}
         if not host.gpus or devices is None:
             continue
-        if not devices.get("nvidia") and not devices.get("render"):
-            blind.setdefault("no /dev/nvidia* and no /dev/dri there", []).append(host.name)
+        if not devices.get("gpus"):
+            blind.setdefault("no /dev/nvidia*, /dev/kfd or /dev/dri of one there", []).append(
+                host.name
+            )
         elif torch and not any(torch.get(kind) for kind in ("cuda", "hip", "xpu")):
             built = f"torch {torch['version']} is built without GPUs"
             blind.setdefault(built, []).append(host.name)
@@ -196,42 +209,48 @@ def available_cpus(facts: Facts) -> list[int]:
     return list((facts.get("cpu") or {}).get("available", ()))
 
 
-def bind_cpus(cpus: Sequence[int], processes: int) -> list[tuple[int, ...]]:
-    """Equal, neighbouring shares of the CPUs, one a rank; no binding when there are too few."""
-    share = len(cpus) // processes
-    if processes == 1 or share == 0:
+def bind(job: Job, host: Host, facts: Facts, processes: int) -> binding.Binding:
+    """The CPUs of each rank of a host."""
+    if job.bind.value == "none":
         return [()] * processes
-    return [tuple(cpus[at * share : (at + 1) * share]) for at in range(processes)]
+    return binding.bind(facts, processes, usable_gpus(job, host, facts))
 
 
-def node_env(
-    job: Job, facts: Facts, processes: int, network: NodeNetwork | None
-) -> dict[str, Setting[str]]:
+def node_env(job: Job, host: Host, facts: Facts, processes: int,
+             network: NodeNetwork | None) -> dict[str, Setting[str]]:  # fmt: skip
     """The variables that we set for a node's ranks; the user's own go before them.
 
     Args:
         job: For the user's variables.
+        host: As described: its table may have variables of its own.
         facts: Of that node.
         processes: Ranks on it.
         network: Its address and interface; ``None`` leaves those variables out (they are not
             needed yet when the fork server starts).
     """
-    threads = max(1, len(available_cpus(facts)) // processes)
+    threads = binding.threads(facts, processes, bind(job, host, facts, processes))
     env = {
-        "OMP_NUM_THREADS": Setting(str(threads), Source.FOUND, "CPUs a rank"),
+        "OMP_NUM_THREADS": Setting(str(threads), Source.FOUND, "cores a rank"),
         # torch's own launcher sets it: a failed NCCL collective ends the process
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": Setting("1", Source.DEFAULT),
     }
     if network is not None:
         named = interfaces.variables(network.interface, facts)
         env |= {name: Setting(value, Source.FOUND, network.reason) for name, value in named.items()}
-    given = job.environment.all()
-    return {name: setting for name, setting in env.items() if name not in given}
+    chosen, everywhere = given(job, host), job.environment.all()
+    yields = job.environment.source <= Source.FILE
+    table = f"[hosts.{host.name}.env] of {TOML_NAME}"
+    own = {
+        name: Setting(value, Source.FILE, table)
+        for name, value in host.env.items()
+        if yields or name not in everywhere
+    }
+    return {name: setting for name, setting in env.items() if name not in chosen} | own
 
 
 def early_env(job: Job, host: Host, facts: Facts) -> dict[str, str]:
     """What libraries read when they are loaded; interface names follow with the ranks."""
-    settings = node_env(job, facts, processes_on(job, host, facts).value, None)
+    settings = node_env(job, host, facts, processes_on(job, host, facts).value, None)
     return {name: setting.value for name, setting in settings.items()}
 
 
@@ -298,9 +317,7 @@ def agent_holds_store(job: Job, facts: Facts) -> bool:
 def _node(job: Job, found: Found, place: Place, node_rank: int, first_rank: int) -> NodePlan:
     facts = found.facts
     processes = processes_on(job, found.host, facts).value
-    binding: list[tuple[int, ...]] = [()] * processes
-    if job.bind.value == "auto" and not (facts.get("devices") or {}).get("nvidia"):
-        binding = bind_cpus(available_cpus(facts), processes)
+    bound = bind(job, found.host, facts, processes)
     return NodePlan(
         host=found.host.name,
         node_rank=node_rank,
@@ -311,9 +328,9 @@ def _node(job: Job, found: Found, place: Place, node_rank: int, first_rank: int)
         workdir=place.workdir,
         code=place.how,
         entry=place.entry,
-        env=node_env(job, facts, processes, found.network),
+        env=node_env(job, found.host, facts, processes, found.network),
         ranks=tuple(
-            RankPlan(first_rank + local, local, binding[local]) for local in range(processes)
+            RankPlan(first_rank + local, local, bound[local]) for local in range(processes)
         ),
         devices=_devices(job, found.host, facts),
         copies=place.copies,
@@ -403,7 +420,7 @@ def _how_placed(job: Job, host: Host, root: str, code: Mapping[str, Any] | None)
 
 def _devices(job: Job, host: Host, facts: Facts) -> str:
     """What a host's ranks compute on: its GPUs where they see some, else its CPUs."""
-    gpus = usable_gpus(job, host, facts)
+    gpus = len(usable_gpus(job, host, facts))
     number, noun = (gpus, "GPU") if gpus else (len(available_cpus(facts)), "CPU")
     return f"{number} {noun}{'s' * (number != 1)}"
 

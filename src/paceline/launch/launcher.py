@@ -28,7 +28,7 @@ from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.events import Event, Home, at_home
 from paceline.spec.failure import HERE, Failure, Result
 from paceline.spec.hosts import Cluster, Host
-from paceline.spec.job import Job
+from paceline.spec.job import Job, secrets_among
 from paceline.spec.plan import Plan
 
 
@@ -299,6 +299,12 @@ def lost_between(fleet: Fleet) -> Failure:
 # --- the whole as a function ------------------------------------------------------------------
 
 
+def secrets_of(job: Job, cluster: Cluster) -> tuple[str, ...]:
+    """Values that no file of the run may show."""
+    on_hosts = [value for host in cluster.hosts for value in secrets_among(host.env)]
+    return (*job.environment.secrets(), *on_hosts)
+
+
 def request_of(job: Job, cluster: Cluster, transport: Transport, package: Package = False,
                inspect: Inspect | None = None) -> Request:  # fmt: skip
     """A job on the hosts of a cluster that it asks for. SettingError when there are too few."""
@@ -333,7 +339,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
     began = time.monotonic()
     request = request_of(job, cluster, transport, package, inspect)
     path = run_dir or fresh_path(parent, job.name)
-    directory = RunDirectory(path, job.environment.secrets())
+    directory = RunDirectory(path, secrets_of(job, cluster))
     run_id = request.run_id
     try:
         launcher = Launcher(request, screen, directory)

@@ -204,7 +204,10 @@ async def _has_workdir(node: Node, job: Job, tree: Tree | None) -> bool:
 
 async def find_networks(fleet: Fleet, job: Job) -> tuple[Networks, list[str]]:
     """Address and interface of every node, and what the user should know about the choice."""
-    interfaces.refuse_absent(fleet.hosts, fleet.facts(), job.environment.all())
+    alike = [host for host in fleet.hosts if not host.env]
+    for hosts in (alike, *([host] for host in fleet.hosts if host.env)):
+        if hosts:
+            interfaces.refuse_absent(hosts, fleet.facts(), decide.given(job, hosts[0]))
     only, interface = fleet.first, job.interface.value
     fixed = interface or only.host.interface or only.host.job_address
     if len(fleet.nodes) == 1 and not fixed:

@@ -39,7 +39,7 @@ async def begin(node: Node, request: Request, package: Tree | None, directory: R
     job = request.job
     await find_run_folder(node, directory)
     python = decide.python_of(job, node.host)
-    env = {**decide.early_env(job, node.host, node.facts), **job.environment.all()}
+    env = {**job.environment.all(), **decide.early_env(job, node.host, node.facts)}
     if package is not None and not (node.host.local and python == sys.executable):
         root = await send_folder(node, package, "paceline", request.run_id)
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from paceline.spec.command import shell_text
 from paceline.spec.helptext import counted
-from paceline.spec.job import Entry
+from paceline.spec.job import Entry, recorded
 from paceline.spec.plan import NodePlan, Plan, RankPlan
 from paceline.spec.settings import Setting, Source
 
@@ -25,10 +26,11 @@ def entry_argv(entry: Entry, python: str) -> list[str]:
 
 def rank_command(plan: Plan, node: NodePlan, rank: RankPlan) -> list[str]:
     """What to type on the node to start this rank by hand."""
-    env = {name: setting.value for name, setting in node.env.items()}
-    env |= {k: v for k, v in plan.rank_env(node, rank).items() if k not in _NOT_BY_HAND}
+    env = {name: recorded(name, setting.value) for name, setting in node.env.items()}
+    env = {**plan.environment, **env}
     # a value that was not recorded cannot be shown: it is left for the reader to set
-    env |= {k: v for k, v in plan.environment.items() if not v.startswith("(")}
+    env = {k: v for k, v in env.items() if not v.startswith("(")}
+    env |= {k: v for k, v in plan.rank_env(node, rank).items() if k not in _NOT_BY_HAND}
     binding = ["taskset", "-c", ",".join(map(str, rank.cpus))] if rank.cpus else []
     assignments = [f"{name}={value}" for name, value in env.items()]
     return ["env", "-C", node.workdir, *assignments, *binding, *entry_argv(node.entry, node.python)]
@@ -47,6 +49,7 @@ def describe(plan: Plan) -> str:
         "",
         *_commands(plan),
         *(f"  {name}={value}" for name, value in plan.environment.items()),
+        *_per_host(plan),
         "",
         *(f"note: {note}" for note in plan.notes),
         "All variables and the command of every rank: --plan -v, or --plan --json",
@@ -108,6 +111,16 @@ def _commands(plan: Plan) -> list[str]:
     return lines
 
 
+def _per_host(plan: Plan) -> list[str]:
+    """The variables that paceline.toml has for one host."""
+    return [
+        f"  {name}={_sourced(_variable(name, setting))}, on {node.host}"
+        for node in plan.nodes
+        for name, setting in node.env.items()
+        if setting.source is Source.FILE
+    ]
+
+
 def _folder(node: NodePlan) -> str:
     """Where a node's ranks run; a copy by what it is a copy of."""
     code = next((copy for copy in node.copies if copy.name == "code"), None)
@@ -141,12 +154,19 @@ def _described(setting: Setting[Any]) -> str:
     return "found on each host" if setting.value is None else setting.describe()
 
 
+def _variable(name: str, setting: Setting[str]) -> Setting[str]:
+    return replace(setting, value=recorded(name, setting.value))
+
+
 def _describe_node(plan: Plan, node: NodePlan) -> list[str]:
     login = "" if node.login == node.host else f" ({node.login})"
     lines = [
         f"{node.host}{login}: {counted(len(node.ranks), 'rank')}, {node.interface} "
         f"{node.address}, {node.devices}, code {node.code}",
-        *(f"  {name:<32} {setting.describe()}" for name, setting in node.env.items()),
+        *(
+            f"  {name:<32} {_variable(name, setting).describe()}"
+            for name, setting in node.env.items()
+        ),
     ]
     for rank in node.ranks:
         lines.append(f"  rank {rank.rank}: {shell_text(rank_command(plan, node, rank))}")

@@ -62,7 +62,7 @@ def refuse_absent(hosts: Sequence[Host], facts: Mapping[str, Facts],
 
     Args:
         hosts, facts: The nodes.
-        given: Variables for all ranks, by name.
+        given: Variables for the ranks there, by name.
     """
     for variable in (*EXACT, NCCL, UCX, PROVIDER):
         value = given.get(variable, "")

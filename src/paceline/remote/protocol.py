@@ -62,6 +62,7 @@ def anything(value: Any, where: str) -> None:
 # --- words --------------------------------------------------------------------------------------
 
 PORT = whole(1, 65535)
+WHOLE_TEXT = form("[0-9]{1,8}", "a number")
 SHA256 = form("[0-9a-f]{64}", "a SHA-256")
 IDENTITY = form("[0-9a-f]{32}", "an identity")
 HOLDERS = each(row(PROCESS, text(LONG_TEXT)), 1000)
@@ -75,8 +76,11 @@ _PYTHON = record(executable=maybe(text()), version=SMALL)
 _TORCH = record({"cuda": maybe(SMALL), "hip": maybe(SMALL)}, version=maybe(SMALL))
 _NAME = record(hostname=SMALL, resolves_to=maybe(each(address, 1000)),
                hosts_lines=each(text(), 10_000))  # fmt: skip
-_CPU = record(available=each(whole(0, 1 << 20), 1 << 16), model=text(), machine=SMALL)
-_DEVICES = record(nvidia=each(SMALL, 1000), render=each(SMALL, 1000), nvidia_driver=maybe(SMALL))
+_CPUS = each(whole(0, 1 << 20), 1 << 16)
+_CPU = record(available=_CPUS, cores=each(_CPUS, 1 << 16), nodes=table(_CPUS, WHOLE_TEXT, 1 << 12),
+              quota=maybe(number), model=text(), machine=SMALL)  # fmt: skip
+_GPU = record(maker=one_of("nvidia", "amd", "intel"), device=SMALL, pci=SMALL, node=whole(-1))
+_DEVICES = record(gpus=each(_GPU, 1000), nvidia_driver=maybe(SMALL))
 _PORT_OF_CARD = record(name=SMALL, port=whole(0, 1 << 16), active=flag, speed=whole(-1),
                        interfaces=each(SMALL, 1000))  # fmt: skip
 _LIMITS = record(nofile=whole(-1), nofile_hard=whole(-1), memlock=whole(-1, 1 << 64), shm=SIZE)
@@ -123,7 +127,7 @@ _OUTPUT = text(LONG_TEXT)
 
 ANSWERS: dict[str, Shape] = {
     "lease": record({"quiet_s": maybe(number),
-                     "frozen": table(number, form("[0-9]{1,8}", "a rank"))},
+                     "frozen": table(number, WHOLE_TEXT)},
                     monotonic=number, time=number),
     "prepare": _DONE,
     "listen": record(ports=table(PORT, address), errors=table(text(), address)),

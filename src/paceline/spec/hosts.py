@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Host:
         job_address: Address for the job's traffic; ``None`` finds it out.
         python: Absolute path of the interpreter on that host; ``None`` takes the launcher's path.
         workdir: Folder on that host in which the job runs; ``None`` takes the launcher's.
+        env: Variables for the ranks on that host.
         local: True when the host is this very machine and needs no SSH.
     """
 
@@ -35,6 +37,7 @@ class Host:
     job_address: str | None = None
     python: str | None = None
     workdir: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict, hash=False)
     local: bool = False
     slots_yield: bool = False
     gpus: int | None = None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from paceline.spec.settings import Setting
+from paceline.spec.settings import Setting, Source
 
 EntryKind = Literal["script", "module", "binary"]
 Ship = Literal["auto", "always", "never"]
@@ -17,6 +17,16 @@ Show = Literal["all", "rank0", "none"]
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 _SECRET_SHAPE = re.compile(r"(?=.*[A-Za-z])(?=.*\d)[A-Za-z0-9+_.=-]{16,}")
+
+
+def recorded(name: str, value: str) -> str:
+    """The value of a variable as files and screens show it."""
+    return "(not recorded)" if _SECRET_NAME.search(name) else value
+
+
+def secrets_among(variables: Mapping[str, str]) -> list[str]:
+    """Values whose variable's name says that they are secret."""
+    return [value for name, value in variables.items() if _SECRET_NAME.search(name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +53,13 @@ class Environment:
         forwarded: Given by name and taken from the launcher's environment; their values are
             recorded nowhere.
         unset: Names that the ranks must not have.
+        source: Where the first two were given.
     """
 
     public: Mapping[str, str] = field(default_factory=dict)
     forwarded: Mapping[str, str] = field(default_factory=dict, repr=False)
     unset: tuple[str, ...] = ()
+    source: Source = Source.COMMAND_LINE
 
     def all(self) -> dict[str, str]:
         """Every variable with its value: for the wire only."""
@@ -59,7 +71,7 @@ class Environment:
         Those whose name says so, and those that were forwarded and look like a key: a path or a
         language would be missed in the logs.
         """
-        named = [value for name, value in self.all().items() if _SECRET_NAME.search(name)]
+        named = secrets_among(self.all())
         shaped = [value for value in self.forwarded.values() if _SECRET_SHAPE.fullmatch(value)]
         return tuple(dict.fromkeys(value for value in [*named, *shaped] if len(value) >= 6))
 
@@ -74,10 +86,7 @@ class Environment:
 
     def shown(self) -> dict[str, str]:
         """Every variable as the plan records it."""
-        public = {
-            name: "(not recorded)" if _SECRET_NAME.search(name) else value
-            for name, value in self.public.items()
-        }
+        public = {name: recorded(name, value) for name, value in self.public.items()}
         return {**public, **dict.fromkeys(self.forwarded, "(forwarded, not recorded)")}
 
 

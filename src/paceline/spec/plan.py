@@ -7,11 +7,11 @@ One pure function makes it (``launch.decide.make_plan``) of what ``launch.prepar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.spec import jobenv
-from paceline.spec.job import Entry
+from paceline.spec.job import Entry, recorded
 from paceline.spec.settings import Setting
 
 
@@ -163,7 +163,10 @@ class Plan:
             "code": node.code,
             "devices": node.devices,
             "entry": entry_json(node.entry),
-            "env": {name: _setting_json(setting) for name, setting in node.env.items()},
+            "env": {
+                name: _setting_json(replace(setting, value=recorded(name, setting.value)))
+                for name, setting in node.env.items()
+            },
             "ranks": self.ranks_json(node),
         }
 

@@ -116,7 +116,7 @@ def _writable(name: str) -> tuple[Dialect, Callable[[Cluster], str]]:
 
 
 def _holders(cluster: Cluster, field: str) -> list[str]:
-    return [host.name for host in cluster.hosts if getattr(host, field) is not None]
+    return [host.name for host in cluster.hosts if getattr(host, field) not in (None, {})]
 
 
 def _sentence(cluster: Cluster, field: str) -> str:

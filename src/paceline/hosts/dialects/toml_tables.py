@@ -88,7 +88,9 @@ def _table(host: Host) -> str:
     values = {key: getattr(host, field) for key, field in FIELDS.items()}
     if host.address == host.name:
         del values["address"]
-    lines = [f"{key} = {_toml(value)}\n" for key, value in values.items() if value is not None]
+    lines = [
+        f"{key} = {_toml(value)}\n" for key, value in values.items() if value not in (None, {})
+    ]
     return f"[hosts.{_key(host.name)}]\n" + "".join(lines)
 
 
@@ -96,7 +98,10 @@ def _key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
 
 
-def _toml(value: str | int) -> str:
+def _toml(value: str | int | Mapping[str, str]) -> str:
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{_key(name)} = {_toml(one)}" for name, one in value.items())
+        return f"{{ {inner} }}"
     # JSON's escapes are TOML's too, except that TOML wants DEL escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 

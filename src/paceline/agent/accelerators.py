@@ -1,0 +1,108 @@
+"""GPUs of this machine, of three makers, by files of the kernel: no driver library is loaded.
+
+In the order in which programs number them, which is that of their places on the PCI bus. A GPU
+whose device file is not there, as in a container that was not given it, is not counted; one that
+shares the processor's memory, as in every laptop, is none to train on and not counted either.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Dict, List
+
+Gpu = Dict[str, Any]  # "maker", "device" (file's name), "pci" (may be empty), "node" (NUMA, or -1)
+ROOT = Path("/")
+INTEL = "0x8086"
+INTEL_PROCESSOR_GRAPHICS = "0000:00:02.0"  # its place in every processor that has one
+# What AMD's integrated graphics take of the machine's memory by themselves is less
+AMD_MEMORY = 2 << 30  # bytes
+AMD_OWN_MEMORY = ("1", "2")  # heap types of KFD: the card's, seen by the processor or not
+
+
+def found(root: Path = ROOT) -> List[Gpu]:
+    """Every GPU that counts, makers one after the other."""
+    return nvidia(root) + amd(root) + intel(root)
+
+
+def nvidia(root: Path = ROOT) -> List[Gpu]:
+    """By the device files, and their places from the driver where it tells them."""
+    places = {}
+    for file in root.glob("proc/driver/nvidia/gpus/*/information"):
+        match = re.search(r"^Device Minor:\s*(\d+)", _read(file), re.MULTILINE)
+        if match:
+            places["nvidia%s" % match.group(1)] = file.parent.name.lower()
+    names = [
+        path.name for path in root.glob("dev/nvidia*") if re.fullmatch(r"nvidia\d+", path.name)
+    ]
+    gpus = [_gpu(root, "nvidia", name, places.get(name, "")) for name in names]
+    return sorted(gpus, key=lambda gpu: (gpu["pci"], int(gpu["device"][len("nvidia") :])))
+
+
+def amd(root: Path = ROOT) -> List[Gpu]:
+    """By the nodes of KFD, through which ROCm sees them."""
+    gpus = []
+    if (root / "dev/kfd").exists():
+        for folder in root.glob("sys/class/kfd/kfd/topology/nodes/*"):
+            about = _properties(folder / "properties")
+            device = "renderD%s" % about.get("drm_render_minor", "")
+            computes = int(about.get("simd_count", 0)) and not int(about.get("cpu_cores_count", 0))
+            if (
+                computes
+                and _kfd_memory(folder) >= AMD_MEMORY
+                and (root / "dev/dri" / device).exists()
+            ):
+                gpus.append((int(folder.name), _gpu(root, "amd", device, _kfd_place(about))))
+    return [gpu for _, gpu in sorted(gpus, key=lambda numbered: numbered[0])]
+
+
+def _kfd_memory(folder: Path) -> int:
+    banks = [_properties(file) for file in folder.glob("mem_banks/*/properties")]
+    own = [bank for bank in banks if bank.get("heap_type") in AMD_OWN_MEMORY]
+    return sum(int(bank.get("size_in_bytes", 0)) for bank in own)
+
+
+def _kfd_place(about: Dict[str, str]) -> str:
+    """The kernel packs bus, device and function into one number."""
+    packed = int(about.get("location_id", 0))
+    parts = (int(about.get("domain", 0)), packed >> 8 & 0xFF, packed >> 3 & 0x1F, packed & 7)
+    return "%04x:%02x:%02x.%x" % parts
+
+
+def intel(root: Path = ROOT) -> List[Gpu]:
+    """Of the drivers i915 and xe; one for each tile, as Level Zero counts them by itself."""
+    gpus = []
+    for folder in root.glob("sys/class/drm/renderD*"):
+        device = folder / "device"
+        driver = (device / "driver").resolve().name
+        place = device.resolve().name
+        ours = _read(device / "vendor") == INTEL and driver in ("i915", "xe")
+        if ours and place != INTEL_PROCESSOR_GRAPHICS and (root / "dev/dri" / folder.name).exists():
+            gpu = _gpu(root, "intel", folder.name, place)
+            gpus += [gpu] * max(1, _tiles(device, driver))
+    return sorted(gpus, key=lambda gpu: str(gpu["pci"]))
+
+
+def _tiles(device: Path, driver: str) -> int:
+    """i915 has a "gt" for each tile of a card, xe several within one."""
+    pattern = "tile[0-9]*" if driver == "xe" else "drm/card*/gt/gt[0-9]*"
+    return len(list(device.glob(pattern)))
+
+
+def _gpu(root: Path, maker: str, device: str, place: str) -> Gpu:
+    node = _read(root / "sys/bus/pci/devices" / place / "numa_node") if place else ""
+    number = int(node) if re.fullmatch(r"-?\d+", node) else -1
+    return {"maker": maker, "device": device, "pci": place, "node": number}
+
+
+def _properties(path: Path) -> Dict[str, str]:
+    """``name value`` a line, as KFD writes it."""
+    pairs = (line.split() for line in _read(path).splitlines())
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,172 @@
+"""Which CPUs each rank of a node is bound to, and which GPUs it sees. Pure.
+
+A rank gets whole cores, all of their threads, as near as can be to its GPU, and only what the
+node's agent may use itself: a cpuset, a container or a scheduler may have left it a part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Facts = Mapping[str, Any]
+Core = tuple[int, ...]  # its CPUs
+Binding = list[tuple[int, ...]]  # CPUs by local rank; empty for none
+
+# What each maker's programs go by, the last word first; masks select from what the next leaves
+MASKS = {
+    "nvidia": ("CUDA_VISIBLE_DEVICES",),
+    "amd": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    "intel": ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
+}
+_BUILT_FOR = {"nvidia": "cuda", "amd": "hip", "intel": "xpu"}
+_NEARLY_ALL = 3 / 4  # of the cores: what staying within NUMA nodes may not cost more of
+
+
+# --- GPUs
+
+
+def gpus_seen(facts: Facts, environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
+    """A node's GPUs that its ranks see, in the order in which torch numbers them.
+
+    Args:
+        facts: Of the node. Where its torch says for whose GPUs it was built, others do not count.
+        environ: Of the ranks.
+    """
+    present: list[Mapping[str, Any]] = (facts.get("devices") or {}).get("gpus") or []
+    torch = facts.get("torch") or {}
+    built = [maker for maker, key in _BUILT_FOR.items() if torch.get(key)]
+    makers = built or dict.fromkeys(gpu["maker"] for gpu in present)
+    seen = []
+    for maker in makers:
+        own = [gpu for gpu in present if gpu["maker"] == maker]
+        if environ.get("ZE_FLAT_DEVICE_HIERARCHY", "").upper() == "COMPOSITE" and maker == "intel":
+            own = list({gpu["pci"]: gpu for gpu in own}.values())  # one for all tiles of a card
+        for name in _masks(maker, environ):
+            own = _selected(own, name, environ[name])
+        seen += own
+    return seen
+
+
+def _masks(maker: str, environ: Mapping[str, str]) -> list[str]:
+    """The variables that select GPUs, the first to act first."""
+    names = [name for name in reversed(MASKS[maker]) if name in environ]
+    if "HIP_VISIBLE_DEVICES" in names and "CUDA_VISIBLE_DEVICES" in names:
+        names.remove("CUDA_VISIBLE_DEVICES")  # to HIP it is another name for the same
+    return names
+
+
+def _selected(gpus: list[Mapping[str, Any]], name: str, mask: str) -> list[Mapping[str, Any]]:
+    if name == "ONEAPI_DEVICE_SELECTOR":
+        return _by_selector(gpus, mask)
+    if name == "ZE_AFFINITY_MASK":  # empty means all to Level Zero; "0.1" is a tile of card 0
+        words = [word for word in mask.split(",") if word.strip()]
+        return _numbered(gpus, [word.partition(".")[0] for word in words]) if words else gpus
+    return _numbered(gpus, mask.split(","))
+
+
+def _numbered(gpus: list[Mapping[str, Any]], words: Sequence[str]) -> list[Mapping[str, Any]]:
+    """GPUs by number or unique name, up to the first word that is neither."""
+    found: list[Mapping[str, Any]] = []
+    for word in (word.strip() for word in words):
+        if word.upper().startswith(("GPU-", "MIG-")):  # which one, only the driver knows
+            found.append({"maker": "", "node": -1})
+        elif word.isdigit() and int(word) < len(gpus):
+            found.append(gpus[int(word)])
+        else:
+            break
+    return found
+
+
+def _by_selector(gpus: list[Mapping[str, Any]], mask: str) -> list[Mapping[str, Any]]:
+    """``level_zero:0,1;opencl:*``: torch takes what it says of Level Zero."""
+    terms = [term.strip() for term in mask.lower().split(";")]
+    found: list[Mapping[str, Any]] = []
+    for backend, _, devices in (term.partition(":") for term in terms):
+        words = [word.strip().partition(".")[0] for word in devices.split(",")]
+        if backend in ("level_zero", "*"):
+            found += gpus if {"*", "gpu"} & set(words) else _numbered(gpus, words)
+    only_refuses = all(term.startswith("!") for term in terms)
+    return gpus if only_refuses else found
+
+
+# --- CPUs
+
+
+def cores_of(facts: Facts) -> list[Core]:
+    """The cores that a node's agent may use, those of one NUMA node after those of another."""
+    cpu = facts.get("cpu") or {}
+    allowed = set(cpu.get("available", ()))
+    cores = [tuple(sorted(allowed & set(core))) for core in cpu.get("cores") or ()]
+    known = {one for core in cores for one in core}
+    cores += [(one,) for one in allowed - known]
+    return sorted((core for core in cores if core), key=lambda core: (_node_of(cpu, core), core))
+
+
+def _node_of(cpu: Mapping[str, Any], core: Core) -> int:
+    nodes = cpu.get("nodes") or {}
+    return next((int(name) for name, cpus in nodes.items() if core[0] in cpus), -1)
+
+
+def bind(facts: Facts, processes: int, gpus: Sequence[Mapping[str, Any]]) -> Binding:
+    """The CPUs of each local rank; none are bound where one is alone, or too many share.
+
+    Args:
+        facts: Of the node.
+        processes: Ranks on it.
+        gpus: What they see, one for each local rank; fewer when they compute on CPUs.
+    """
+    cores, cpu = cores_of(facts), facts.get("cpu") or {}
+    if processes > len(cores):  # threads of a core apart is better than no share of one's own
+        cores = [(one,) for core in cores for one in core]
+    if processes == 1 or processes > len(cores):
+        return [()] * processes
+    by_node: dict[int, list[Core]] = {}
+    for core in cores:
+        by_node.setdefault(_node_of(cpu, core), []).append(core)
+    near = [int(gpu.get("node", -1)) for gpu in gpus[:processes]]
+    shares = _near_gpus(by_node, near) if len(near) == processes else None
+    shares = shares or _within_nodes(by_node, processes) or _in_a_row(cores, processes)
+    return [tuple(sorted(one for core in share for one in core)) for share in shares]
+
+
+def _near_gpus(by_node: Mapping[int, list[Core]], near: Sequence[int]) -> list[list[Core]] | None:
+    """Each rank a share of the node that its GPU is at; ``None`` where that cannot be."""
+    ranks = {node: near.count(node) for node in near}
+    if any(len(by_node.get(node, ())) < count for node, count in ranks.items()) or -1 in ranks:
+        return None
+    cut = {node: _in_a_row(by_node[node], count) for node, count in ranks.items()}
+    return [cut[node].pop(0) for node in near]
+
+
+def _within_nodes(by_node: Mapping[int, list[Core]], processes: int) -> list[list[Core]] | None:
+    """Equal shares, none across two NUMA nodes; ``None`` where that would leave many cores idle."""
+    total = sum(map(len, by_node.values()))
+    for share in range(total // processes, 0, -1):
+        if sum(len(cores) // share for cores in by_node.values()) >= processes:
+            break
+    if share * processes < _NEARLY_ALL * total or processes < len(by_node):
+        return None
+    pieces = [
+        cores[at : at + share]
+        for cores in by_node.values()
+        for at in range(0, len(cores) - share + 1, share)
+    ]
+    return pieces[:processes]
+
+
+def _in_a_row(cores: Sequence[Core], processes: int) -> list[list[Core]]:
+    share = len(cores) // processes
+    return [list(cores[at * share : (at + 1) * share]) for at in range(processes)]
+
+
+def threads(facts: Facts, processes: int, binding: Binding) -> int:
+    """Threads that each rank should compute with: one for each of its cores, within its quota."""
+    cores = cores_of(facts)
+    counts = [sum(1 for core in cores if set(core) & set(cpus)) for cpus in binding if cpus]
+    share = min(counts) if counts else len(cores) // processes
+    quota = (facts.get("cpu") or {}).get("quota")
+    if quota is not None:
+        share = min(share, math.ceil(quota / processes))
+    return max(1, share)

@@ -1,0 +1,94 @@
+"""GPUs, cores and NUMA nodes, from trees of files as machines have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.agent import accelerators, facts
+
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "sysfs"
+
+
+def tree(name: str, root: Path) -> Path:
+    """A machine's files: ``PATH``, ``PATH = LINE | LINE`` or ``PATH -> TARGET`` a line."""
+    for line in (FIXTURES / f"{name}.txt").read_text().splitlines():
+        path, is_link, target = line.partition(" -> ")
+        name, _, content = path.partition(" = ")
+        if line.startswith("#"):
+            continue
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        if is_link:
+            (root / name).symlink_to(target)
+        else:
+            (root / name).write_text(content.replace(" | ", "\n"))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus"),
+    [
+        ("mi100x2", ["amd renderD128 0000:23:00.0 0", "amd renderD129 0000:a3:00.0 1"]),
+        ("desktop", ["amd renderD128 0000:05:00.0 -1"]),
+        ("max1550", ["intel renderD128 0000:29:00.0 0"] * 2
+                    + ["intel renderD129 0000:9a:00.0 1"] * 2),
+        ("arc", ["intel renderD129 0000:03:00.0 -1"]),
+        ("nvidia", ["nvidia nvidia3 0000:3b:00.0 0", "nvidia nvidia1 0000:af:00.0 1",
+                    "nvidia nvidia0 0000:d8:00.0 1"]),
+        ("two-sockets", []),
+    ],
+)  # fmt: skip
+def test_gpus_are_counted(machine: str, gpus: list[str], tmp_path: Path) -> None:
+    found = accelerators.found(tree(machine, tmp_path))
+    assert [" ".join(map(str, gpu.values())) for gpu in found] == gpus
+
+
+@pytest.mark.parametrize(("machine", "missing"), [("mi100x2", "dev/kfd"),
+                                                  ("arc", "dev/dri/renderD129")])  # fmt: skip
+def test_a_container_without_the_device_has_none(
+    machine: str, missing: str, tmp_path: Path
+) -> None:
+    root = tree(machine, tmp_path)
+    (root / missing).unlink()
+    assert accelerators.found(root) == []
+
+
+def test_damaged_files_break_nothing(tmp_path: Path) -> None:
+    root = tree("mi100x2", tmp_path)
+    for file in root.glob("sys/class/kfd/kfd/topology/nodes/*/properties"):
+        file.write_text("simd_count\n\0 1 2\ncpu_cores_count x\n")
+    assert accelerators.found(root) == []
+
+
+def test_cores_and_nodes(tmp_path: Path) -> None:
+    root = tree("two-sockets", tmp_path)
+    every = set(range(16))
+    assert facts.cores(every, root) == [[cpu, cpu + 8] for cpu in range(8)]
+    assert facts.numa_nodes(every, root) == {
+        "0": [0, 1, 2, 3, 8, 9, 10, 11],
+        "1": [4, 5, 6, 7, 12, 13, 14, 15],
+    }
+    assert facts.cores({1, 9, 4, 99}, root) == [[1, 9], [4], [99]]
+    assert facts.numa_nodes({1, 9}, root) == {"0": [1, 9]}
+
+
+def test_a_containers_share_of_time(tmp_path: Path) -> None:
+    root = tree("two-sockets", tmp_path)
+    assert facts.cpu_quota(root) == 2.5
+    (root / "sys/fs/cgroup/system.slice/docker-1.scope/cpu.max").write_text("max 100000")
+    assert facts.cpu_quota(root) == 6.0
+    old = root / "sys/fs/cgroup/cpu/a"
+    old.mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("5:cpu,cpuacct:/a\n1:name=systemd:/\n")
+    assert facts.cpu_quota(root) is None
+    (old / "cpu.cfs_quota_us").write_text("-1")
+    (old / "cpu.cfs_period_us").write_text("100000")
+    assert facts.cpu_quota(root) is None
+    (old / "cpu.cfs_quota_us").write_text("50000")
+    assert facts.cpu_quota(root) == 0.5
+
+
+def test_the_kernels_lists() -> None:
+    assert facts.numbers("0-2,8") == {0, 1, 2, 8}
+    assert facts.numbers("") == facts.numbers("x") == set()

@@ -23,7 +23,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = ["\t".join((" ".join(row), " ".join(row[::-1]))) for row in rows]
     (folder / "pairs.tsv").write_text("\n".join(lines))
     texts = [("up" if row < row[::-1] else "down", " ".join(row)) for row in rows]
-    (folder / "texts.csv").write_text("\n".join(map(",".join, texts)))
+    (folder / "words").mkdir()
+    for part, some in (("train", texts[:400]), ("test", texts[400:])):
+        (folder / "words" / f"{part}.csv").write_text("\n".join(map(",".join, some)))
     return folder
 
 
@@ -62,10 +64,15 @@ def test_translation(two_hosts: Lab, project: Path) -> None:
 
 
 def test_text(two_hosts: Lab, project: Path) -> None:
-    flags = ["--data=texts.csv", "--steps=10", "--run-dir=texts"]
+    """The data are a folder that only the launcher has."""
+    flags = ["--data=words", "--steps=10", "--run-dir=texts"]
     trained = paceline("train", "text", *on(two_hosts), *flags, cwd=project)
     assert trained.returncode == 0, trained.stderr[-3000:]
     names = sorted(path.name for path in (project / "texts").rglob("*"))
     assert "tokenizer.json" in names, (names, trained.stderr)
+    assert "sending data" in trained.stderr
     alone = paceline("evaluate", "texts", cwd=project)
     assert alone.stdout.split("  (")[0] in trained.stdout, alone.stderr
+    spread = paceline("evaluate", "texts", *on(two_hosts), cwd=project)
+    assert alone.stdout.split("  (")[0] in spread.stdout, spread.stderr
+    assert "sending data" not in spread.stderr  # they have them

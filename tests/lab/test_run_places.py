@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,45 @@ def test_names_of_any_bytes_are_shipped(apart: Site, tmp_path: Path) -> None:
         ended = apart.run("--no-torch", "ü b.py", cwd=project)
         assert ended.code == 0, ended.err
         assert ended.lines(1)[0].count("vu") == 1
+
+
+def test_data_are_sent_where_they_lack(apart: Site, tmp_path: Path) -> None:
+    """What changed, and nothing else; an argument that means the folder becomes its path there."""
+    photos = tmp_path / "photos"
+    (photos / "cats").mkdir(parents=True)
+    (photos / "cats" / "1.png").write_bytes(b"one")
+    (photos / "big.tar").write_bytes(random.Random(1).randbytes(5 << 20))
+    script = (
+        "import json, os, sys, pathlib as p\n"
+        "root = p.Path(os.environ['PACELINE_DATA_DIR'])\n"
+        "found = {str(f.relative_to(root)): [f.stat().st_size, f.stat().st_ino]"
+        " for f in root.rglob('*') if f.is_file()}\n"
+        "print(json.dumps({'root': str(root), 'argv': sys.argv[1:], 'found': found}))\n"
+    )
+    (tmp_path / "tell_data.py").write_text(script)
+    words = ("--no-torch", "--data", str(photos), "tell_data.py", f"--root={photos}")
+    first = apart.run(*words, cwd=tmp_path)
+    assert first.code == 0, first.err
+    assert "sending data: 0 of 11 MiB" in first.err  # to both
+    plan = first.json("plan.json")["nodes"]
+    for rank in range(2):
+        said = first.said(rank)
+        assert said["argv"] == [f"--root={said['root']}"]
+        assert said["root"].endswith("/photos") != str(photos)
+        assert plan[rank]["env"]["PACELINE_DATA_DIR"]["value"] == said["root"]
+        assert {name: size for name, (size, _) in said["found"].items()} == {
+            "cats/1.png": 3, "big.tar": 5 << 20}  # fmt: skip
+    (photos / "cats" / "1.png").unlink()
+    (photos / "cats" / "2.png").write_bytes(b"four")
+    again = apart.run(*words, cwd=tmp_path)
+    assert "sending data: 0 of 1 MiB" in again.err
+    for rank in range(2):
+        had, has = first.said(rank)["found"], again.said(rank)["found"]
+        assert set(has) == {"cats/2.png", "big.tar"}
+        assert has["big.tar"] == had["big.tar"]  # the very same file
+    kept = apart.run("--ship", "never", *words, cwd=tmp_path)
+    assert kept.code != 0
+    assert "--ship never" in kept.err
 
 
 def test_what_git_ignores_stays_here(apart: Site, tmp_path: Path) -> None:

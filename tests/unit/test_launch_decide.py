@@ -15,9 +15,10 @@ from paceline.launch.decide import Found, Place, Supplies
 from paceline.remote.network import NodeNetwork
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
-from paceline.spec.job import Entry, Environment, Job
+from paceline.spec.job import Data, Entry, Environment, Job
 from paceline.spec.plan import Copy, Plan
 from paceline.spec.settings import Setting, Source
+from paceline.transfer.data import DataPlace
 from paceline.transfer.tree import Tree
 
 ENTRY = Entry("script", "train.py", ("a b", ";", "", "ü"))
@@ -370,6 +371,40 @@ def test_other_code_is_sent_to_a_known_place(code: dict[str, Any]) -> None:
     assert (sent.how, sent.workdir) == ("shipped", "/c/paceline/jobs/run1/code/sub")
     assert sent.copies == (Copy("code", "/w", "/c/paceline/jobs/run1/code"),)
     assert placed(None, ship=asked("always")) == sent
+
+
+PHOTOS = Data("/w/photos", ("/w/photos", "./photos"))
+COPY = "/c/paceline/data/0123/files/photos"
+
+
+def with_data(place: DataPlace, *args: str, **more: Any) -> Place:
+    about = {**facts(), "user": {"home": "/home/u", "cache": "/c/paceline"}}
+    network = NodeNetwork("10.0.0.1", "eth0", "")
+    found = Found(N1, about, network, SAME, True, place)
+    entry = Entry("script", "train.py", args)
+    the_job = job(**{"workdir": "/w", "entry": entry, "data": PHOTOS, **more})
+    return decide.place_on(the_job, found, Supplies(TREE), "run1")
+
+
+def test_data_that_a_node_lacks_are_sent_and_found() -> None:
+    place = with_data(DataPlace(COPY, False, missing=[["a", 1, 2]]), "./photos", "--d=/w/photos",
+                      "photos", "--name=photos", "/w/photos/a")  # fmt: skip
+    assert place.copies == (Copy("data", "/w/photos", COPY),)
+    assert place.entry.args == (COPY, f"--d={COPY}", "photos", "--name=photos", "/w/photos/a")
+    env = decide.data_env(job(data=PHOTOS), place)
+    assert {name: one.value for name, one in env.items()} == {
+        "PACELINE_DATA_DIR": COPY, "PACELINE_DATA_HOME": "/w/photos"}  # fmt: skip
+
+
+def test_data_that_a_node_has_stay_in_place() -> None:
+    place = with_data(DataPlace("/w/photos", True), "./photos")
+    assert (place.copies, place.entry.args, place.data) == ((), ("/w/photos",), "/w/photos")
+
+
+def test_data_that_may_not_be_sent_are_refused() -> None:
+    with pytest.raises(NodeError, match="the data on n1 are not those") as told:
+        with_data(DataPlace(COPY, False, missing=[["a", 1, 2]]), ship=asked("never"))
+    assert "1 file" in told.value.found
 
 
 def test_other_code_that_may_not_be_sent_is_refused() -> None:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
-from . import facts, guard, inside, probe, procs, snapshot, survey
+from . import data, facts, guard, inside, probe, procs, snapshot, survey
 from .frames import Decoder, Message
 from .job import NodeJob
 from .lease import Lease
@@ -33,7 +33,11 @@ LAST_GRACE_S = 3.0  # at most, between TERM and KILL when the launcher has gone
 CLEANING_S = 3.0  # at most, for the folders of the job: their disk may hang
 CHUNK = 1 << 16
 GUARD_KILLED = "its guard (the agent's parent process) was killed"
-ARRIVING, DEPARTING = "arriving", "departing"  # lines of work: see Agent.in_line
+ARRIVING, DEPARTING, LISTING = (
+    "arriving",
+    "departing",
+    "listing",
+)  # lines of work: see Agent.in_line
 Work = Callable[[], None]
 
 
@@ -63,6 +67,7 @@ class Agent:
         self.private: Optional[Path] = None  # instead of the cache
         self.chosen_python = sys.executable
         self.arrivals = Arrivals()
+        self.copies = data.Copies(self.identity.hex())
         self.departures = Departures()
         self._todo: "queue.SimpleQueue[Work]" = queue.SimpleQueue()
         self._lines: Dict[str, "queue.SimpleQueue[Optional[Work]]"] = {}
@@ -77,13 +82,17 @@ class Agent:
     def run(self) -> int:
         """Serves until the launcher says bye, goes away, or lets the lease run out."""
         self.in_thread(self._hello)
-        self.in_thread(lambda: snapshot.forget_old(keep=self._package))
+        self.in_thread(self._forget_old)
         while not self._done():
             self._wait_and_handle()
             self.job.tick()
             self._watch_launcher()
         self._close()
         return 0
+
+    def _forget_old(self) -> None:
+        snapshot.forget_old(keep=self._package)
+        data.forget_old()
 
     def _hello(self) -> None:
         about = {
@@ -215,6 +224,7 @@ class Agent:
     def _clean_up(self, cleaned: threading.Event) -> None:
         try:
             self.arrivals.drop()
+            self.copies.drop()
             for folder in self.folders:
                 snapshot.remove_tree(folder)
             for key, served in self.run_keys.items():
@@ -566,6 +576,79 @@ def read_block(agent: Agent, request: Message, _: bytes) -> None:
     agent.in_line(DEPARTING, work, request)
 
 
+def data_folder(agent: Agent, request: Message, _: bytes) -> None:
+    """What is at ``path`` here, and where the copy ``key`` of it is: ``name`` is its last part."""
+
+    def work() -> None:
+        folder = agent.copies.begin(request["key"], request["name"])
+        place = data.home(request["key"])
+        agent.reply(
+            request,
+            marks=data.marks(request["path"]),
+            folder=str(folder),
+            sign=str(place / (data.SIGN + agent.identity.hex())),
+            free=shutil.disk_usage(str(place)).free,
+        )
+
+    agent.in_thread(work, request)
+
+
+def list_data(agent: Agent, request: Message, _: bytes) -> None:
+    """The next items below ``root``, from the ``first`` on."""
+
+    def work() -> None:
+        files, last = agent.copies.page(request["root"], request["first"])
+        agent.reply(request, files=files, last=last)
+
+    agent.in_line(LISTING, work, request)
+
+
+def hash_data(agent: Agent, request: Message, _: bytes) -> None:
+    agent.in_thread(
+        lambda: agent.reply(request, hashes=data.hashes(request["root"], request["paths"])), request
+    )
+
+
+def settle_data(agent: Agent, request: Message, _: bytes) -> None:
+    """Removes the files ``gone`` from a copy; those of ``same`` get their originals' times."""
+
+    def work() -> None:
+        agent.copies.settle(request["key"], request["name"], request["gone"], request["same"])
+        agent.reply(request)
+
+    agent.in_line(ARRIVING, work, request)
+
+
+def put_data_files(agent: Agent, request: Message, blob: bytes) -> None:
+    """Small files of a copy: their ``items``, and their contents one after the other."""
+
+    def work() -> None:
+        agent.copies.put_many(request["key"], request["name"], request["items"], blob)
+        agent.reply(request)
+
+    agent.in_line(ARRIVING, work, request)
+
+
+def have_data(agent: Agent, request: Message, _: bytes) -> None:
+    """How much of a copy's file ``path`` an earlier try has left."""
+
+    def work() -> None:
+        size, sha256 = agent.copies.have(request["key"], request["name"], request["path"])
+        agent.reply(request, size=size, sha256=sha256)
+
+    agent.in_line(ARRIVING, work, request)
+
+
+def put_data(agent: Agent, request: Message, blob: bytes) -> None:
+    """The next block of a copy's file ``path``."""
+
+    def work() -> None:
+        agent.copies.put(request["key"], request["name"], request["path"], request, blob)
+        agent.reply(request)
+
+    agent.in_line(ARRIVING, work, request)
+
+
 def job_processes(agent: Agent, request: Message, _: bytes) -> None:
     """Every living process of this job here, for tests and for the curious."""
     found = procs.job_processes(agent.job.token, [], [])
@@ -603,6 +686,13 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     "disk": disk,
     "list_results": list_results,
     "read_block": read_block,
+    "data_folder": data_folder,
+    "list_data": list_data,
+    "hash_data": hash_data,
+    "settle_data": settle_data,
+    "put_data_files": put_data_files,
+    "have_data": have_data,
+    "put_data": put_data,
     "job_processes": job_processes,
     "bye": bye,
     **survey.OPERATIONS,

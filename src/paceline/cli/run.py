@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from paceline.cli.launch import job_of, launch, launch_options, prepare
 from paceline.cli.sources import as_settings
 from paceline.cli.verb import Verb
 from paceline.spec.errors import SettingError
-from paceline.spec.job import Entry
+from paceline.spec.job import Data, Entry
 
 
 @click.command("run", cls=Verb, context_settings={"allow_interspersed_args": False})
@@ -22,12 +23,20 @@ from paceline.spec.job import Entry
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a Python module.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program of any kind.")
 @NO_TORCH
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="A folder of data that hosts get where they lack it: only what"
+    " changed is sent. Ranks find it as $PACELINE_DATA_DIR, or as an argument.",
+)
 @click.option("--any-world", is_flag=True, help="Accept a world other than the planned one.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: bool,
-            no_python: bool, no_torch: bool, any_world: bool, **_: object) -> None:  # fmt: skip
+            no_python: bool, no_torch: bool, any_world: bool, data: Path | None,
+            **_: object) -> None:  # fmt: skip
     """Run SCRIPT with ARGS on every host, as torchrun would, with one command typed here.
 
     Options for paceline stand before SCRIPT; all that follows it goes to the script untouched.
@@ -50,6 +59,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         own_store=opens_store(entry),
         needs_torch=torch,
         any_world=any_world,
+        data=data_of(data, here=via.kind != "join") if data else None,
     )
     ctx.exit(launch(ctx, job, cluster, via))
 
@@ -70,6 +80,25 @@ def entry_of(script: str, args: tuple[str, ...], *, module: bool, no_python: boo
             remedy=_suggestion(path),
         )
     return Entry("script", script, args)
+
+
+def data_of(folder: Path, here: bool) -> Data:
+    """The folder, and the arguments that mean it: its paths, but no single word.
+
+    Args:
+        folder: As typed.
+        here: It is sent from here: SettingError where there is none.
+    """
+    if here and not folder.is_dir():
+        raise SettingError(
+            f"--data {folder} is no folder",
+            found=f"{folder.absolute()} is a file" if folder.exists() else "nothing of that name",
+            remedy="Name a folder of this machine; hosts that lack it get it",
+        )
+    whole = os.path.abspath(folder)  # noqa: PTH100 - a link stays one
+    words = {whole, whole + "/"}
+    words |= {f"{folder}", f"{folder}/"} if "/" in f"{folder}" else {f"./{folder}", f"{folder}/"}
+    return Data(whole, tuple(sorted(words)))
 
 
 def opens_store(entry: Entry) -> bool:

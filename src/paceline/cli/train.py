@@ -20,7 +20,7 @@ from paceline.recipes.argv import as_flags, known, option_names
 from paceline.recipes.options import Options
 from paceline.recipes.reference import catalogue
 from paceline.spec.helptext import Row, Section
-from paceline.spec.job import Entry, Input, Job
+from paceline.spec.job import Data, Entry, Input, Job
 
 
 class Train(Verb):
@@ -70,6 +70,7 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
             found: dict[str, Any] = {field: absolute(path) for field, path in files.items() if path}
             options = dataclasses.replace(options, **found)
         job = with_data(recipe_job(ctx, name, options), folder)
+        job = dataclasses.replace(job, data=data_folder(options.data))
         return launch(ctx, job, cluster, via, package=True, after=_where)
 
 
@@ -86,11 +87,18 @@ def absolute(path: str) -> str:
 def folder_everywhere(path: str) -> str:
     """A folder that is here by its whole path: a rank has another working folder.
 
-    It stays where it is, and must be on every host. Names of data sets stay names.
+    Names of data sets stay names.
     """
     whole = Path(path).expanduser().absolute()
     named = any(one.name == path for one in catalogue() if one.kind == "data")
     return str(whole) if whole.is_dir() and not named else path
+
+
+def data_folder(data: str) -> Data | None:
+    """The folder that is named as data, which hosts get where they lack it."""
+    folder = folder_everywhere(data) if data else ""
+    words = () if data == folder else (data,)  # its own path is known to recipes
+    return Data(folder, words) if folder and Path(folder).is_dir() else None
 
 
 @contextmanager

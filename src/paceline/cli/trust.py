@@ -33,6 +33,7 @@ GUARDED = {
     "sbatch-arg": "can start programs",
     "setup-command": "is run",
     "env": "can make programs load other code, and hand out variables of yours",
+    "data": "sends a folder of this machine to the hosts",
     "rdzv": "lets another machine start programs here",
     "accept-new-host-keys": "trusts hosts never met before",
 }

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import click
 
 from paceline.cli.applies import given
 from paceline.cli.launch import job_of, launch, launch_options, prepare
-from paceline.cli.train import RECIPE_MODULES, gathered, quiet_torch, with_data
+from paceline.cli.train import RECIPE_MODULES, data_folder, gathered, quiet_torch, with_data
 from paceline.cli.verb import Verb, say
 from paceline.cli.via import Via
 from paceline.recipes.argv import parse
@@ -50,6 +51,9 @@ def evaluate(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: ob
             inputs=(Input(str(folder), used_files(folder)),),
         )
         job, parent = with_data(quiet_torch(job), files), folder / "evaluations"
+        if not typed.data_dir:
+            source = typed.data or str(described(folder).get("data", {}).get("source", ""))
+            job = replace(job, data=data_folder(source))
         ctx.exit(launch(ctx, job, cluster, via, package=True, parent=parent))
 
 

@@ -10,11 +10,14 @@ from typing import Any
 from paceline.launch import binding
 from paceline.remote import agreement, interfaces
 from paceline.remote.network import NodeNetwork
+from paceline.spec import jobenv
 from paceline.spec.errors import NodeError, SettingError
+from paceline.spec.helptext import counted
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
 from paceline.spec.plan import Copy, NodePlan, Plan, RankPlan
 from paceline.spec.settings import TOML_NAME, Setting, Source
+from paceline.transfer.data import DataPlace, Folder
 from paceline.transfer.tree import Tree, entry_at, relocate
 
 Facts = Mapping[str, Any]
@@ -30,11 +33,13 @@ class Supplies:
         code: The job's code; ``None`` when no node can need it.
         package: This installation's ``paceline``; ``None`` unless the job needs it.
         inputs: Further folders by their path here.
+        data: The folder of data; ``None`` when there is none, or no node can need it.
     """
 
     code: Tree | None = None
     package: Tree | None = None
     inputs: Mapping[str, Tree] = field(default_factory=dict)
+    data: Folder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class Found:
         code: How its code differs from ours (``exists``, ``missing``, ``different``); ``None``
             where there was nothing to compare.
         has_workdir: The folder of :func:`workdir_without_code` is there.
+        data: Where the data are there, and what it lacks; ``None`` on the launching machine.
     """
 
     host: Host
@@ -55,6 +61,7 @@ class Found:
     network: NodeNetwork
     code: Mapping[str, Any] | None = None
     has_workdir: bool = True
+    data: DataPlace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +73,14 @@ class Place:
         workdir: Folder in which they run there.
         entry: What they run, with that node's paths.
         copies: What is sent there first.
+        data: Its folder of data; empty for none.
     """
 
     how: str
     workdir: str
     entry: Entry
     copies: tuple[Copy, ...] = ()
+    data: str = ""
 
 
 def choose_hosts(job: Job, cluster: Cluster) -> tuple[Host, ...]:
@@ -328,7 +337,7 @@ def _node(job: Job, found: Found, place: Place, node_rank: int, first_rank: int)
         workdir=place.workdir,
         code=place.how,
         entry=place.entry,
-        env=node_env(job, found.host, facts, processes, found.network),
+        env=node_env(job, found.host, facts, processes, found.network) | data_env(job, place),
         ranks=tuple(
             RankPlan(first_rank + local, local, bound[local]) for local in range(processes)
         ),
@@ -344,8 +353,9 @@ def place_on(job: Job, found: Found, supplies: Supplies, run_id: str) -> Place:
     """Where a host's ranks find their code, and what has to be sent there for it."""
     host, tree = found.host, supplies.code
     workdir = host.workdir or job.workdir
+    data = found.data.folder if found.data else job.data.path if job.data else ""
     if host.local:
-        return Place("in place", workdir, job.entry)
+        return Place("in place", workdir, job.entry, (), data)
     how, entry, copies = "in place", job.entry, []
     if tree is not None:
         here = code_root(host, tree)
@@ -365,7 +375,34 @@ def place_on(job: Job, found: Found, supplies: Supplies, run_id: str) -> Place:
     for number, path in enumerate(supplies.inputs):
         name = f"input{number}"
         copies.append(Copy(name, path, copy_target(found.facts, run_id, name)))
-    return Place(how, workdir, with_inputs(entry, copies), tuple(copies))
+    entry = with_inputs(entry, copies)
+    if job.data is not None:
+        entry = replace(entry, args=tuple(job.data.on_node(arg, data) for arg in entry.args))
+    if job.data is not None and found.data is not None and not found.data.in_place:
+        if job.ship.value == "never":
+            raise _other_data(job.data.path, host, found.data)
+        copies.append(Copy("data", job.data.path, data))
+    return Place(how, workdir, entry, tuple(copies), data)
+
+
+def data_env(job: Job, place: Place) -> dict[str, Setting[str]]:
+    """By what a node's ranks find the data."""
+    if job.data is None:
+        return {}
+    how = "in place" if place.data == job.data.path else f"a copy of {job.data.path}"
+    return {
+        jobenv.DATA_DIR: Setting(place.data, Source.FOUND, how),
+        jobenv.DATA_HOME: Setting(job.data.path, Source.FOUND, "the launching machine"),
+    }
+
+
+def _other_data(path: str, host: Host, found: DataPlace) -> NodeError:
+    return NodeError(
+        f"the data on {host.name} are not those of this machine, and --ship never was given",
+        found=f"{path} is missing or different there, and its copy lacks"
+        f" {counted(len(found.missing), 'file')}",
+        remedy="Leave --ship out (what is missing is sent), or bring the folders into line",
+    )
 
 
 def code_root(host: Host, tree: Tree) -> str:
@@ -389,7 +426,7 @@ def workdir_without_code(job: Job, host: Host, tree: Tree | None) -> str | None:
 
 def with_inputs(entry: Entry, copies: Sequence[Copy]) -> Entry:
     """The entry with the paths of sent folders as they are on the node."""
-    places = {copy.source: copy.target for copy in copies if copy.name != "code"}
+    places = {copy.source: copy.target for copy in copies if copy.name.startswith("input")}
     return Entry(entry.kind, entry.target, tuple(places.get(arg, arg) for arg in entry.args))
 
 

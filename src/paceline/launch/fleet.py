@@ -16,6 +16,7 @@ from paceline.remote.fanout import all_of
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
+from paceline.transfer.data import DataPlace
 
 REQUEST_PATIENCE_S = 3.0
 GOODBYE_S = 5.0
@@ -68,6 +69,7 @@ class Node:
         quiet_s: For how many seconds none of its ranks worked or said a word, when it was asked
             last; ``None`` while none runs.
         copies: Trees that were built there for this job: name → (folder there, manifest).
+        data: Where it has the data, and what it lacks; ``None`` without data, or here.
     """
 
     host: Host
@@ -85,6 +87,7 @@ class Node:
     frozen: dict[int, float] = field(default_factory=dict)
     quiet_s: float | None = None
     copies: dict[str, tuple[str, list[list[object]]]] = field(default_factory=dict)
+    data: DataPlace | None = None
 
     @property
     def name(self) -> str:

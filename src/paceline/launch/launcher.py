@@ -183,7 +183,7 @@ class Launcher:
         """Sends what the plan says is sent; tells of which folders here those are copies."""
         self._plan_is(plan)
         self._results.expect_from(fleet.first)
-        await send_copies(plan, fleet, supplies)
+        await send_copies(plan, fleet, supplies, self._screen.sending)
         trees = {"code": supplies.code, "paceline": supplies.package}
         for node in fleet.nodes:
             for name, tree in trees.items():

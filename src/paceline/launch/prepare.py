@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from paceline.spec.hosts import Host
 from paceline.spec.job import Job
 from paceline.spec.plan import Plan
 from paceline.spec.settings import Setting, Source
+from paceline.transfer import data
+from paceline.transfer.data import DataPlace, Folder
 from paceline.transfer.tree import Tree, project_root, read_parts, read_tree
 
 # hosts, facts by host, what start-up files printed by host -> notes for the user
@@ -100,13 +103,13 @@ async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
         PacelineError: The job cannot run there.
     """
     job = request.job
-    (networks, more), (read, code, folders) = await together(
+    (networks, more), (read, code, folders, places) = await together(
         [find_networks(fleet, job), _look(fleet, job, supplies)]
     )
     port = await hold_port(fleet.first, networks[fleet.first.name].address, job.master_port)
     found = [
-        Found(node.host, node.facts, networks[node.name], differs, there)
-        for node, differs, there in zip(fleet.nodes, code, folders, strict=True)
+        Found(node.host, node.facts, networks[node.name], differs, there, place)
+        for node, differs, there, place in zip(fleet.nodes, code, folders, places, strict=True)
     ]
     return decide.make_plan(job, request.run_id, found, read, port, [*notes, *more], attempt)
 
@@ -163,6 +166,7 @@ def read_supplies(request: Request) -> Supplies:
         code=read_tree(project_root(job)) if needs_code else None,
         package=package_tree(package) if package else None,
         inputs={i.path: read_parts(Path(i.path), i.parts) for i in job.inputs} if remote else {},
+        data=Folder(Path(job.data.path), socket.gethostname()) if job.data and remote else None,
     )
 
 
@@ -181,7 +185,21 @@ async def _look(fleet: Fleet, job: Job, supplies: Awaitable[Supplies]) -> Any:
     read = await asyncio.shield(supplies)  # who gives up waiting does not give up the reading
     code = await fleet.each(lambda node: _compare(node, job, read.code))
     folders = await fleet.each(lambda node: _has_workdir(node, job, read.code))
-    return read, code, folders
+    return read, code, folders, await fleet.each(lambda node: _find_data(node, job, read.data))
+
+
+async def _find_data(node: Node, job: Job, folder: Folder | None) -> DataPlace | None:
+    if folder is None or node.host.local:
+        return None
+    try:
+        node.data = await data.look(node.channel, folder, always=job.ship.value == "always")
+    except AgentRefusal as refusal:
+        raise NodeError(
+            f"{node.name} cannot look for the data in {folder.root}", found=refusal.found
+        ) from None
+    except OSError as error:
+        raise data.unreadable(folder, error) from None
+    return node.data
 
 
 async def _compare(node: Node, job: Job, tree: Tree | None) -> Mapping[str, Any] | None:

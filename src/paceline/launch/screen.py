@@ -19,6 +19,8 @@ from paceline.spec.terminal import clean, clean_line, columns, for_reader, wrapp
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 REDRAW_S = 5.0  # how often a line that only returns the carriage is shown again
 PLAIN_PROGRESS_S = 5.0
+PLAIN_SENDING_S = 10.0
+_DATA = "sending data (MiB)"
 PLAIN_START_S = 1.0  # a part of the start that takes longer is told of without a terminal, too
 MAX_PARTIAL = 1 << 16
 RECENT = 30  # lines after which what a rank said is no longer before the reader's eyes
@@ -192,6 +194,20 @@ class Screen:
             with contextlib.suppress(RuntimeError):  # nobody waits
                 loop = asyncio.get_running_loop()
                 self._begun_plain[part] = loop.call_later(PLAIN_START_S, self._tell_start, part)
+
+    def sending(self, done: int, of: int) -> None:
+        """Shows how much of the data is on the nodes, in bytes."""
+        if self._over:
+            return
+        mib = (done >> 20, -(-of >> 20))
+        now = time.monotonic()
+        if self.terminal:
+            if self._begun.get(_DATA) != mib:
+                self._begun[_DATA] = mib
+                self._draw_start()
+        elif done == 0 or now - self._plain_at >= PLAIN_SENDING_S:
+            self._plain_at = now
+            self.note(f"paceline: sending data: {mib[0]:,} of {mib[1]:,} MiB")
 
     def _draw_start(self) -> None:
         parts = [f"{part} {done}/{of}" for part, (done, of) in self._begun.items()]

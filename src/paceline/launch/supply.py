@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from paceline.launch import decide
@@ -18,7 +18,9 @@ from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
 from paceline.spec.job import Job
 from paceline.spec.plan import Copy, Plan
+from paceline.transfer import data
 from paceline.transfer.checkpoints import send_checkpoints
+from paceline.transfer.data import Folder
 from paceline.transfer.files import send_tree
 from paceline.transfer.tree import Tree
 
@@ -67,7 +69,7 @@ async def find_run_folder(node: Node, directory: RunDirectory) -> None:
     node.run_folder, node.shared_run_dir = answer["folder"], answer["shared"]
 
 
-async def send_copies(plan: Plan, fleet: Fleet, supplies: Supplies) -> None:
+async def send_copies(plan: Plan, fleet: Fleet, supplies: Supplies, progress: Progress) -> None:
     """Sends what the plan says is sent, unless a node has it from an attempt before."""
 
     async def send(node: Node, copy: Copy) -> None:
@@ -80,8 +82,70 @@ async def send_copies(plan: Plan, fleet: Fleet, supplies: Supplies) -> None:
             raise NodeError(f"{node.name} built {copy.source} in another place than it told",
                             found=f"{root} instead of {copy.target}")  # fmt: skip
 
-    parts = zip(fleet.nodes, plan.nodes, strict=True)
-    await together([send(node, copy) for node, part in parts for copy in part.copies])
+    copies = [
+        (node, copy)
+        for node, part in zip(fleet.nodes, plan.nodes, strict=True)
+        for copy in part.copies
+    ]
+    await together([send(node, copy) for node, copy in copies if copy.name != "data"])
+    if supplies.data is not None:
+        wanting = [node for node, copy in copies if copy.name == "data"]
+        await send_data(wanting, supplies.data, progress)
+
+
+Progress = Callable[[int, int], None]  # bytes that are there, of how many
+_APPEARS_S = 2.0
+_APPEARS_TRIES = 30  # a network disk may show a new name late
+
+
+async def send_data(nodes: Sequence[Node], folder: Folder, progress: Progress) -> None:
+    """Completes the nodes' copies of the data, once for each disk."""
+    firsts, others = await _by_disk(nodes)
+    total = sum(node.data.size for node in firsts if node.data)
+    done = 0
+
+    def sent(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
+
+    if total:
+        progress(0, total)
+    await together([
+        data.send(node.channel, folder, node.data, sent) for node in firsts if node.data
+    ])  # fmt: skip
+    await together([_appears(node, folder) for node in others])
+    for node in nodes:
+        node.data = None
+
+
+async def _by_disk(nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+    """The first node of each disk, and the others."""
+    signs = [node.data.sign for node in nodes if node.data]
+
+    async def sees_earlier(place: int, node: Node) -> bool:
+        if not place:
+            return False
+        answer = await node.channel.request("look", paths=signs[:place])
+        return any(one["exists"] for one in answer["paths"])
+
+    seen = await asyncio.gather(*(sees_earlier(at, node) for at, node in enumerate(nodes)))
+    firsts = [node for node, other in zip(nodes, seen, strict=True) if not other]
+    return firsts, [node for node, other in zip(nodes, seen, strict=True) if other]
+
+
+async def _appears(node: Node, folder: Folder) -> None:
+    """Waits until a node sees what another one has written to their disk."""
+    for _ in range(_APPEARS_TRIES):
+        place = await data.look(node.channel, folder, always=True)
+        if not place.missing:
+            return
+        await asyncio.sleep(_APPEARS_S)
+    raise NodeError(
+        f"{node.name} does not see the data that another host has written to their disk",
+        found=f"{place.folder} lacks {place.missing[0][0]} there",
+        remedy="Give each host a cache of its own: XDG_CACHE_HOME",
+    )
 
 
 async def send_folder(node: Node, tree: Tree, name: str, run_id: str) -> str:

@@ -156,6 +156,14 @@ ANSWERS: dict[str, Shape] = {
     "disk": record(disks=each(_DISK)),
     "list_results": record(files=each(_FILE)),
     "read_block": record({"sha256": SHA256}),
+    "data_folder": record(marks=each(SMALL, 1001), folder=text(), sign=text(),
+                          free=SIZE),
+    "list_data": record(files=each(row(path_inside, SIZE, whole(-LARGEST)), 2000), last=flag),
+    "hash_data": record(hashes=each(form("([0-9a-f]{64})?", "a SHA-256"), 200)),
+    "settle_data": _DONE,
+    "put_data_files": _DONE,
+    "have_data": record(size=SIZE, sha256=SHA256),
+    "put_data": _DONE,
     "job_processes": record(pids=each(PROCESS)),
     "bye": _DONE,
     "clock": record(time=number, monotonic=number),
@@ -255,6 +263,19 @@ def _about_block(fields: Fields, answer: Message) -> None:
         raise Untrue("the hash of a file belongs to its last block")
 
 
+def _about_data(fields: Fields, answer: Message) -> None:
+    place = f"/data/{fields['key']}/"
+    if not answer["folder"].endswith(f"{place}files/{fields['name']}"):
+        refuse("the folder of data", answer["folder"], "one under its key")
+    if place not in answer["sign"]:
+        refuse("the sign of a node", answer["sign"], "one under the key")
+
+
+def _about_hashes(fields: Fields, answer: Message) -> None:
+    if len(answer["hashes"]) != len(fields["paths"]):
+        raise Untrue("hashes of other files than were asked for")
+
+
 # what an answer must have to do with its request
 RELATIONS: dict[str, Callable[[Fields, Message], None]] = {
     "compare_tree": _about_tree,
@@ -270,6 +291,8 @@ RELATIONS: dict[str, Callable[[Fields, Message], None]] = {
     "open_ports": _about_ports,
     "see_tokens": _about_tokens,
     "read_block": _about_block,
+    "data_folder": _about_data,
+    "hash_data": _about_hashes,
 }
 
 

@@ -104,6 +104,27 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
+class Data:
+    """A folder of data on the launching machine, which every node must have.
+
+    Attributes:
+        path: Its absolute path.
+        words: Arguments that mean it, and become its path on the node.
+    """
+
+    path: str
+    words: tuple[str, ...] = ()
+
+    def on_node(self, arg: str, folder: str) -> str:
+        """An argument as a node gets it: the folder, or an option with it behind ``=``."""
+        option, equals, value = arg.partition("=")
+        if arg in self.words:
+            return folder
+        joined = equals and option.startswith("-") and value in self.words
+        return f"{option}={folder}" if joined else arg
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A job as asked for.
 
@@ -126,6 +147,7 @@ class Job:
         backend: Communication backend that must be there, ``None`` for none in particular.
         ship: Whether the code is copied to the nodes.
         inputs: Further folders that are shipped to nodes other than this machine.
+        data: A folder of data that nodes get where they do not have it.
         bind: Whether ranks get CPUs of their own.
         any_world: Accept a world other than the planned one.
         lease_s: Heartbeat timeout: seconds without the launcher after which a node ends the job.
@@ -150,6 +172,7 @@ class Job:
     backend: str | None = None
     ship: Setting[Ship] = Setting("auto")
     inputs: tuple[Input, ...] = ()
+    data: Data | None = None
     bind: Setting[Bind] = Setting("auto")
     any_world: bool = False
     lease_s: Setting[float] = Setting(10.0)

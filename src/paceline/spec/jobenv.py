@@ -24,6 +24,10 @@ RUN_DIR = "PACELINE_RUN_DIR"
 launching machine when the job ends (nothing is copied where both are the same folder)."""
 HOME_DIR = "PACELINE_HOME_DIR"
 """The run directory as the user knows it, on the launching machine: for messages."""
+DATA_DIR = "PACELINE_DATA_DIR"
+"""The folder of data (``--data``) on this node."""
+DATA_HOME = "PACELINE_DATA_HOME"
+"""The same folder on the launching machine: as it is recorded, and looked for the next time."""
 EVENT_FD = "PACELINE_EVENT_FD"
 """Number of an inherited file descriptor for JSON lines (UTF-8, one ``write`` of at most
 ``PIPE_BUF`` bytes or a single-threaded writer). Every line is an object with ``kind``:
@@ -41,7 +45,8 @@ TOKEN = "PACELINE_JOB_TOKEN"  # noqa: S105 - the name of the variable; identifie
 
 _OURS = {RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE,
          MASTER_ADDR, MASTER_PORT, "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
-         RUN_ID, ATTEMPT, HOST, PLANNED_WORLD, RUN_DIR, HOME_DIR, EVENT_FD, TOKEN}  # fmt: skip
+         RUN_ID, ATTEMPT, HOST, PLANNED_WORLD, RUN_DIR, HOME_DIR, DATA_DIR, DATA_HOME, EVENT_FD,
+         TOKEN}  # fmt: skip
 
 
 def is_ours(name: str) -> bool:

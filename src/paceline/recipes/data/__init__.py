@@ -7,9 +7,12 @@ new format is one reader module with ``matches(folder) -> bool`` and
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from paceline.spec import jobenv
 
 _DIGITS = tuple("0123456789")
 _CLOTHES = (
@@ -273,11 +276,17 @@ def located(name: str, data_dir: str) -> Path:
 
     On the launching machine the one there is a link to the named file, which is the one to tell of.
     """
-    path = Path(name).expanduser()
+    path = on_this_host(Path(name).expanduser())
     sent = Path(data_dir).expanduser() / path.name
     if not data_dir or not sent.is_file():
         return path
     return path if path.is_file() and path.samefile(sent) else sent
+
+
+def on_this_host(path: Path) -> Path:
+    """Where a folder of the launching machine lies here: the launcher may have sent it."""
+    here, home = os.environ.get(jobenv.DATA_DIR), os.environ.get(jobenv.DATA_HOME)
+    return Path(here) if here and str(path) == home else path
 
 
 def is_path(data: str) -> bool:

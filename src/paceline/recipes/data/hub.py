@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from paceline.recipes.data import SPLIT_NAMES, HubSource
+from paceline.recipes.data import SPLIT_NAMES, HubSource, on_this_host
 from paceline.recipes.data.onedisk import one_at_a_time
 from paceline.recipes.program import library
 from paceline.spec.errors import DataError
@@ -40,7 +40,7 @@ def load_rows(source: HubSource) -> dict[str, Any]:
         DataError: Not found, refused, or without a train part.
         SettingError: The library is not installed.
     """
-    path = Path(source.name).expanduser()
+    path = on_this_host(Path(source.name).expanduser())
     prepare_environment(source.offline, path.is_dir())
     datasets = library("datasets", f"--data {source.name} is read")
     if is_saved(path):

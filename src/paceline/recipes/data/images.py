@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.recipes.data import NAMED, READERS, is_hub_id
+from paceline.recipes.data import NAMED, READERS, is_hub_id, on_this_host
 from paceline.recipes.data.download import Ways, folder_of
 from paceline.spec import jobenv
 from paceline.spec.errors import DataError
@@ -230,7 +230,7 @@ def load(data_dir: str, request: Request) -> ImageData:
     if named is not None and not named.folders:
         return with_validation(dummy(request), request)
     if named is None:
-        return _from_path(Path(request.source).expanduser(), request)
+        return _from_path(on_this_host(Path(request.source).expanduser()), request)
     ways = Ways(request.offline, request.mirror)
     folder = folder_of(named, data_dir, _module(named.reader).matches, ways)
     return _read(named.reader, folder, replace(request, classes=named.classes))
@@ -246,8 +246,8 @@ def _from_path(path: Path, request: Request) -> ImageData:
             found=f"{path.absolute()} is a file" if path.exists() else missing(path),
             remedy=f"a folder of images, or one of {', '.join(NAMED)}"
             if not launched()
-            else f"a folder must be on every host at the same path: copy it there (rsync -a"
-            f" {path}/ HOST:{path}/), or put it on a disk that all hosts share",
+            else f"a folder of the launching machine is sent; others must be on every host at the"
+            f" same path: copy it there (rsync -a {path}/ HOST:{path}/)",
         )
     fits = (name for name in READERS if _module(name).matches(path))
     return _read(next(fits), path, request)

@@ -1,0 +1,298 @@
+"""Data folders on their way to nodes: only what differs travels, and a cut transfer goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import ENDLESS, Served, agent_in_thread
+
+from paceline.agent import data as agent_data
+from paceline.agent import snapshot
+from paceline.spec.errors import NodeError, PacelineError
+from paceline.transfer import data
+from paceline.transfer.data import Comparison, Folder
+
+BLOCK = 512
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own for the agent; short blocks, so that little makes many."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(data, "BLOCK", BLOCK)
+    monkeypatch.setattr(data, "SMALL", BLOCK // 2)
+    monkeypatch.setattr(data, "RESUMED", 4 * BLOCK)
+    return tmp_path / "cache" / "paceline"
+
+
+def content(seed: object, size: int) -> bytes:
+    return random.Random(f"{seed} {size}").randbytes(size)
+
+
+FILES = {
+    "cats/1.png": content("a", 100),
+    "cats/2.png": content("b", 100),
+    "dogs/1.png": content("c", 200),
+    "dogs/old/2.png": b"",
+    "big.tar": content("d", 20 * BLOCK + 7),
+    "even.tar": content("e", 8 * BLOCK),
+    "labels.csv": content("f", BLOCK),
+}
+
+
+def fill(root: Path, files: dict[str, bytes]) -> Path:
+    for name, body in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(body)
+    return root
+
+
+def below(root: Path) -> dict[str, bytes]:
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return fill(tmp_path / "here" / "photos", FILES)
+
+
+def run(work: Callable[[Served], Coroutine[Any, Any, Any]], left: int = ENDLESS) -> Any:
+    async def go() -> tuple[Any, int]:
+        async with agent_in_thread(left) as served:
+            return await work(served), served.line.passed
+
+    return asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def sync(root: Path, left: int = ENDLESS, always: bool = True) -> tuple[data.DataPlace, int, int]:
+    """What a node was found to lack, the bytes told as sent, and those that passed the line."""
+    told: list[int] = []
+    folder = Folder(root, "me")
+
+    async def work(served: Served) -> data.DataPlace:
+        place = await data.look(served.node.channel, folder, always)
+        if not place.in_place:
+            await data.send(served.node.channel, folder, place, told.append)
+        return place
+
+    place, passed = run(work, left)
+    return place, sum(told), passed
+
+
+# --- what differs
+
+
+def compared(here: list[list[Any]], there: list[list[Any]], page: int = 2) -> Comparison:
+    ordered = [sorted(items, key=lambda item: agent_data.order(item[0])) for items in (here, there)]
+    comparison = Comparison(ordered[0])
+    for start in range(0, len(ordered[1]), page):
+        comparison.feed(ordered[1][start : start + page])
+    comparison.finish()
+    return comparison
+
+
+def test_differences() -> None:
+    here = [["a", 1, 5], ["b/c", 2, 5], ["b/d", 3, 5], ["e/f", 4, 5], ["z", 1, 1]]
+    there = [["a", 1, 5], ["a.b", 1, 1], ["b/c", 2, 6], ["b/d", 9, 5], ["g/h", 1, 1]]
+    found = compared(here, there).found
+    assert [item[0] for item in found.missing] == ["z", "b/d", "e/f"]
+    assert [item[0] for item in found.doubtful] == ["b/c"]
+    assert found.gone == ["a.b", "g/h"]
+
+
+def test_any_two_folders() -> None:
+    draw = random.Random(3)
+    for _ in range(200):
+        names = ["/".join(draw.choices("ab.-", k=draw.randint(1, 3))) for _ in range(8)]
+        here = {n: [n, draw.randint(0, 1), draw.randint(0, 1)] for n in draw.sample(names, 5)}
+        there = {n: [n, draw.randint(0, 1), draw.randint(0, 1)] for n in draw.sample(names, 5)}
+        found = compared([*here.values()], [*there.values()], draw.randint(1, 4)).found
+        assert {i[0] for i in found.missing} == {
+            n for n in here if n not in there or there[n][1] != here[n][1]
+        }
+        assert {i[0] for i in found.doubtful} == {
+            n for n in here if n in there and there[n][1] == here[n][1] and there[n] != here[n]
+        }
+        assert set(found.gone) == set(there) - set(here)
+
+
+def test_the_order_of_a_walk(photos: Path) -> None:
+    paths = [item[0] for item in agent_data.walk(str(photos))]
+    assert paths == sorted(paths, key=agent_data.order)
+    assert set(paths) == set(FILES)
+
+
+def test_links_are_followed_and_loops_end(photos: Path, tmp_path: Path) -> None:
+    fill(tmp_path / "elsewhere", {"x": b"1"})
+    (photos / "linked").symlink_to(tmp_path / "elsewhere")
+    (photos / "cats" / "again").symlink_to(photos)
+    (photos / "nowhere").symlink_to(tmp_path / "nowhere")
+    assert {item[0] for item in agent_data.walk(str(photos))} == {*FILES, "linked/x"}
+
+
+# --- to a node
+
+
+def test_a_folder_is_sent_once(photos: Path) -> None:
+    place, told, _ = sync(photos)
+    assert below(Path(place.folder)) == FILES
+    assert Path(place.folder).name == "photos"
+    assert told == sum(map(len, FILES.values()))
+    again, told, passed = sync(photos)
+    assert (again.missing, again.gone, told) == ([], [], 0)
+    assert passed < 20_000
+
+
+def test_only_what_changed_travels(photos: Path) -> None:
+    sync(photos)
+    (photos / "cats/1.png").write_bytes(b"new")
+    (photos / "dogs/old/2.png").unlink()
+    os.utime(photos / "big.tar", (5, 5))
+    (photos / "even.tar").write_bytes(content("other", 8 * BLOCK))  # of the same size
+    place, told, _ = sync(photos)
+    assert [item[0] for item in place.missing] == ["cats/1.png", "even.tar"]
+    assert [item[0] for item in place.same] == ["big.tar"]
+    assert place.gone == ["dogs/old/2.png"]
+    assert told == 3 + 8 * BLOCK
+    assert below(Path(place.folder)) == below(photos)
+    assert not (Path(place.folder) / "dogs/old").exists()  # an empty class would be one
+    assert sync(photos)[0].same == []
+
+
+def test_a_file_where_a_folder_was(photos: Path) -> None:
+    sync(photos)
+    (photos / "cats/1.png").unlink()
+    (photos / "cats/2.png").unlink()
+    (photos / "cats").rmdir()
+    (photos / "cats").write_bytes(b"a file")
+    place, _, _ = sync(photos)
+    assert below(Path(place.folder)) == below(photos)
+
+
+def test_the_folder_itself_is_used_in_place(photos: Path) -> None:
+    place, _, _ = sync(photos, always=False)
+    assert place.in_place
+    assert place.folder == str(photos)
+
+
+@pytest.mark.parametrize("change", ["none", "time", "content", "more"])
+def test_an_equal_folder_at_the_same_path(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Here with other marks, as on another disk."""
+    folder = Folder(photos, "me")
+    folder.items()
+    monkeypatch.setattr(Folder, "marks", lambda self: ["another disk"])
+    if change == "time":
+        os.utime(photos / "big.tar", (5, 5))
+    if change == "content":
+        folder._items = [[*item[:2], item[2] - 1] for item in folder.items()]
+        folder._hashes = {"big.tar": "another"}
+    if change == "more":
+        (photos / "cats/3.png").write_bytes(b"")
+
+    async def work(served: Served) -> data.DataPlace:
+        return await data.look(served.node.channel, folder)
+
+    assert run(work)[0].in_place == (change in ("none", "time"))
+
+
+def test_a_cut_transfer_goes_on(photos: Path, cache: Path) -> None:
+    """Cut again and again: every try goes further, and nothing half has its name."""
+    whole = sync(photos)[2]
+    snapshot.remove_tree(cache / "data")
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            place = sync(photos, left=whole // 2)[0]
+            break
+        except (ConnectionError, PacelineError):
+            copies = [*cache.glob("data/*/files/photos")]
+            found = below(copies[0]) if copies else {}
+            assert all(FILES[name] == body for name, body in found.items())
+            assert tries < 12
+    assert tries > 1
+    assert below(Path(place.folder)) == FILES
+    assert [*cache.glob("data/*/arriving/*")] == []
+
+
+def test_a_large_file_goes_on_at_its_block(photos: Path, cache: Path) -> None:
+    (photos / "big.tar").write_bytes(big := content("big", 300 * BLOCK))
+    with pytest.raises((ConnectionError, PacelineError)):
+        sync(photos, left=100 * BLOCK)
+    (left,) = cache.glob("data/*/arriving/*")
+    assert left.stat().st_size > 10 * BLOCK
+    passed = sync(photos)[2]
+    assert passed < 350 * BLOCK  # without the rest: 480, half of it requests
+    (copy,) = cache.glob("data/*/files/photos/big.tar")
+    assert copy.read_bytes() == big
+
+
+def test_the_rest_of_another_file_is_not_used(photos: Path, cache: Path) -> None:
+    (photos / "big.tar").write_bytes(content("big", 300 * BLOCK))
+    with pytest.raises((ConnectionError, PacelineError)):
+        sync(photos, left=100 * BLOCK)
+    (photos / "big.tar").write_bytes(content("other", 299 * BLOCK))
+    place, _, _ = sync(photos)
+    assert below(Path(place.folder)) == below(photos)
+
+
+def test_no_room(photos: Path) -> None:
+    folder = Folder(photos, "me")
+
+    async def work(served: Served) -> None:
+        place = await data.look(served.node.channel, folder, always=True)
+        place.free = 1000
+        with pytest.raises(NodeError, match="n1 has no room for the data") as told:
+            await data.send(served.node.channel, folder, place, lambda _: None)
+        assert "7 files" in told.value.found
+        assert not Path(place.folder).exists()
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("cats/1.png", 3), ("cats/1.png", 30 * BLOCK), ("big.tar", 3)]
+)
+def test_a_file_that_changes_meanwhile(photos: Path, name: str, size: int) -> None:
+    folder = Folder(photos, "me")
+
+    async def work(served: Served) -> None:
+        place = await data.look(served.node.channel, folder, always=True)
+        (photos / name).write_bytes(content("z", size))
+        with pytest.raises(NodeError, match="changed while they were sent"):
+            await data.send(served.node.channel, folder, place, lambda _: None)
+
+    run(work)
+
+
+def test_names_of_any_bytes(photos: Path) -> None:
+    (photos / os.fsdecode(b"caf\xe9 \n.png")).write_bytes(b"1")
+    (photos / "ü 'x'.png").write_bytes(b"2")
+    place, _, _ = sync(photos)
+    assert below(Path(place.folder)) == below(photos)
+
+
+def test_copies_are_forgotten_after_a_month(photos: Path, cache: Path) -> None:
+    place, _, _ = sync(photos)
+    (used,) = cache.glob("data/*/used")
+    agent_data.forget_old()
+    assert Path(place.folder).exists()
+    before = time.time() - snapshot.KEPT_S - 60
+    os.utime(used, (before, before))
+    copies = agent_data.Copies("ab")
+    copies.begin(used.parent.name, "photos")  # somebody uses it again
+    os.utime(used, (before, before))
+    agent_data.forget_old()
+    assert Path(place.folder).exists()
+    copies.drop()
+    agent_data.forget_old()
+    assert not used.parent.exists()

@@ -19,6 +19,7 @@ import pytest
 import paceline.checks
 from paceline.explain.conclude import conclude
 from paceline.explain.gather import from_log
+from paceline.explain.libraries import FACTS
 from paceline.explain.rules import codes, load, load_all
 from paceline.remote.openssh import CAUSES
 from paceline.schedulers import mpi, slurm
@@ -30,7 +31,7 @@ EVERYWHERE = ["a", "a@", "@a", "a.", "a:", ": ", " ", "0", "(", "[", "[0]", "/",
 READERS = [
     "paceline.explain.gather", "paceline.explain.stacks", "paceline.explain.rule",
     "paceline.launch.outcome", "paceline.launch.screen", "paceline.report.bundle",
-    "paceline.spec.failure",
+    "paceline.spec.failure", "paceline.spec.libraries", "paceline.explain.libraries",
     "paceline.spec.terminal", "paceline.remote.openssh",
     "paceline.launch.fleet", "paceline.schedulers.mpi", "paceline.schedulers.slurm",
     "paceline.schedulers.container",
@@ -49,6 +50,8 @@ def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
         for name, value in vars(importlib.import_module(module)).items():
             if isinstance(value, re.Pattern):
                 yield f"{module}.{name}", value
+    for library, what, pattern in FACTS:
+        yield f"FACTS.{library} {what}", pattern
     for cause in CAUSES:
         yield f"CAUSES.{cause.name}", re.compile(cause.pattern)
     tables = [*mpi._VERSIONS, *mpi._CAUSES, *slurm._CAUSES]

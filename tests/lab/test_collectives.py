@@ -49,7 +49,14 @@ def test_all_reduce_is_as_fast_as_the_link(two: Lab, tmp_path: Path) -> None:
     (row,) = said["rows"]
     assert (code, row["wrong"]) == (0, 0)
     assert row["busbw"] * 8e9 == pytest.approx(100e6, rel=0.15)
+    assert row["in_place"][2] * 8e9 == pytest.approx(100e6, rel=0.15)
+    assert row["in_place"][3] == 0
     assert {link["from"] for link in said["links"]} == {"n1", "n2"}
+    ways = {(one, other): rate for one, other, rate in said["ways"]["rates"]}
+    assert ways.keys() == {("n1", "n2"), ("n2", "n1")}
+    for rate in ways.values():
+        assert rate * 8 == pytest.approx(100e6, rel=0.2)
+    assert [one["host"] for one in said["devices"]] == ["n1", "n2"]
     if shutil.which("iperf3"):
         assert row["busbw"] * 8e9 == pytest.approx(said["iperf3"]["bits_per_s"], rel=0.1)
     assert (tmp_path / "m.svg").read_text().startswith("<svg")
@@ -69,6 +76,11 @@ def test_every_collective_is_right_and_a_wrong_value_is_found(two: Lab, tmp_path
 
 def test_a_missed_threshold_is_an_exit_status(two: Lab, tmp_path: Path) -> None:
     words = ("--collective", "all_reduce", "-b", "64K", "-e", "64K", "-n", "2", "--no-links")
-    code, said = bench(two, tmp_path, *words, "--min-busbw", "5")
+    code, said = bench(two, tmp_path, *words, "--min-busbw", "5", "--debug")
     assert code == 1
     assert "5 were asked for" in said["problems"][0]
+    for host, rank in (("n1", 0), ("n2", 1)):
+        told = (tmp_path / "run" / "debug" / host / f"{rank}.log").read_text()
+        assert "The client socket has connected to" in told
+        assert "ProcessGroupWrapper" in told
+        assert "[c10d]" not in (tmp_path / "run" / "logs" / host / f"{rank}.log").read_text()

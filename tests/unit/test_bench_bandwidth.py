@@ -18,13 +18,14 @@ from paceline.bench.bandwidth import (
     sizes,
     text,
 )
-from paceline.cli.bench_collectives import Found, conclusion, hosts_of, judge
+from paceline.bench.ways import Place, Ways, partner, slot_rate, turns, verdict, wires
+from paceline.cli.bench_collectives import Found, conclusion, hosts_of, judge, limits
 from paceline.report.heatmap import svg
 from paceline.spec.errors import SettingError
 
 # 1 GB in 0.1 s on 4 ranks: 10 GB/s, times the factor of nccl-tests' PERFORMANCE.md
 BY_HAND = {"all_reduce": 15.0, "all_gather": 7.5, "reduce_scatter": 7.5, "broadcast": 10.0,
-           "reduce": 10.0, "all_to_all": 7.5, "sendrecv": 10.0}  # fmt: skip
+           "reduce": 10.0, "alltoall": 7.5, "sendrecv": 10.0}  # fmt: skip
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -45,7 +46,7 @@ def test_one_rank_moves_nothing() -> None:
 def test_buffers_can_be_divided(collective: str, size: int, kind: str, ranks: int) -> None:
     count = elements(collective, size, TYPES[kind], ranks)
     assert count >= 1
-    if collective in ("all_gather", "reduce_scatter", "all_to_all"):
+    if collective in ("all_gather", "reduce_scatter", "alltoall"):
         assert count % ranks == 0
 
 
@@ -80,6 +81,104 @@ def test_thresholds() -> None:
     assert len(judge(found, 1.0, 0.99)) == 2
     assert hosts_of(found) == ["n1", "n2", "n10"]
     assert "96% of the slowest link" in conclusion(found, [])
+
+
+# of nccl-tests 2.13 itself, on 72 GPUs (coreweave/nccl-tests 43)
+NCCL_TESTS = """
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+   536870912     134217728     float     sum      -1   1806.7  297.16  586.06      0   1835.9  292.43  576.74      0
+  4294967296    1073741824     float     sum      -1    10094  425.49  839.16      0    10141  423.54  835.32      0
+"""  # noqa: E501
+
+
+def test_the_table_is_that_of_nccl_tests() -> None:
+    """The columns stand where its readers look for them, with the same figures in them."""
+    heads = NCCL_TESTS.strip().splitlines()
+    rows = [
+        row("all_reduce", 134217728, "float", "sum", 0, 72, 1806.68e-6, 0, (1835.90e-6, 0)),
+        row("all_reduce", 1073741824, "float", "sum", 0, 72, 10094.2e-6, 0, (10140.58e-6, 0)),
+    ]
+    ours = [line for line in text(rows) if line[:3] not in ("# a", "# O", "# A", "#")]
+    sides, names, units, *lines = heads
+    assert ours[1:3] == [names, units]
+    assert ours[0].split() == sides.split()
+    assert ours[3:5] == lines
+    assert text(rows)[-3:-1] == [f"# Avg bus bandwidth    : {709.319:g}", "#"]
+
+
+def test_what_cannot_be_in_place_says_so() -> None:
+    (line,) = [one for one in text([row("alltoall", 8, "float", "sum", 0, 2, 1e-5, 0)])
+               if one.endswith("N/A")]  # fmt: skip
+    assert line.split() == ["32", "8", "float", "none", "-1", "10.00", "0.0032", "0.0016", "0",
+                            *["N/A"] * 4]  # fmt: skip
+
+
+@pytest.mark.parametrize("nodes", range(1, 12))
+def test_every_two_nodes_meet_once(nodes: int) -> None:
+    met = []
+    for turn in range(turns(nodes)):
+        for node in range(nodes):
+            other = partner(node, turn, nodes)
+            assert other is None or partner(other, turn, nodes) == node != other
+            met += [(node, other)] if other is not None and node < other else []
+    assert sorted(met) == [(a, b) for a in range(nodes) for b in range(a + 1, nodes)]
+
+
+def ways(copies: dict[str, float], **slow: float) -> Ways:
+    """All ways carry 100, but for those named ``n1_n2``, or all of a host ``n3``."""
+    names = list(copies)
+    rates = {(a, b): 100.0 for a in names for b in names}
+    for pair in rates:
+        for name, rate in slow.items():
+            if set(name.split("_")) <= set(pair):
+                rates[pair] = rate
+    return Ways(tuple(Place(name, "CPU", copy) for name, copy in copies.items()), rates)
+
+
+EVEN = {"n1": 10.0, "n2": 11.0, "n3": 9.0, "n4": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (ways(EVEN), []),
+        (ways(EVEN, n3=20.0), ["n3 is slow: its best way carries"]),
+        (ways(EVEN, n1_n2=20.0), ["the way n1→n2 is slow", "the way n2→n1 is slow"]),
+        (ways({**EVEN, "n2": 3.0}), ["n2 itself is slow: it copies its memory at"]),
+        (ways({"n1": 10.0, "n2": 3.0}, n1_n2=7.0), ["n2 itself is slow"]),
+        (ways({"n1": 10.0}), []),
+        (Ways(), []),
+    ],
+)
+def test_the_slow_host_or_way_is_named(found: Ways, said: list[str]) -> None:
+    told = verdict(found)
+    assert len(told) == len(said)
+    for words, start in zip(told, said, strict=True):
+        assert words.startswith(start)
+    assert Ways.from_json(found.to_json()) == found
+
+
+def test_what_wire_and_card_are_good_for() -> None:
+    assert slot_rate("16.0 GT/s PCIe x16") == pytest.approx(31.5e9, rel=0.001)
+    assert slot_rate("8.0 GT/s PCIe x8") == pytest.approx(7.88e9, rel=0.001)
+    assert slot_rate("5.0 GT/s PCIe x16") == pytest.approx(8e9)
+    assert slot_rate("Unknown") == 0
+    card = {"active": True, "speed": 100000}
+    link = {"name": "eth0", "speed": 1000}
+    plan = {"nodes": [{"host": host, "interface": "eth0"} for host in ("n1", "n2", "n3")]}
+    facts = {"n1": {"interfaces": [link], "rdma": [card]}, "n2": {"interfaces": [link]},
+             "n3": {"interfaces": [{**link, "speed": -1}], "rdma": None}}  # fmt: skip
+    assert wires(plan, facts) == {"n1": 1e11, "n2": 1e9}
+    rows = (row("all_reduce", 25_000_000, "float", "sum", 0, 2, 1.0, 0),)
+    place = Place("n1", "A100", 1e12, 24e9, "16.0 GT/s PCIe x16")
+    found = Found(rows, {"ranks": 2, "nodes": 2}, {}, ways=Ways((place,)), wires={"n1": 1e9})
+    assert limits(found) == [
+        "n1: A100: wire 0.125 GB/s, copies 1e+03 GB/s in memory, feeds its card 24 GB/s of "
+        "31.5 GB/s (16.0 GT/s PCIe x16)",
+        "all_reduce uses 80% of the slowest wire on the bus",
+    ]
 
 
 def test_the_picture_says_in_words_what_it_colours() -> None:

@@ -45,9 +45,18 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int) ->
     # the user's code sees an interpreter that never heard of the agent
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != own]
+    _take_debug_level()
     if not request.get("any_world"):
         watch_world(events)
     return lambda: run(request["entry"], request["workdir"], events)
+
+
+def _take_debug_level() -> None:
+    """Torch read this variable when the fork server imported it; the ranks' own came later."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if "TORCH_DISTRIBUTED_DEBUG" in os.environ and distributed is not None:
+        with contextlib.suppress(AttributeError, RuntimeError):  # built without; a misspelt level
+            distributed.set_debug_level_from_env()
 
 
 def _name_process(rank: Message, entry: Message) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.bench.bandwidth import TYPES, Row, elements, row
+from paceline.bench.bandwidth import IN_PLACE, TYPES, Row, elements, row
+from paceline.bench.ways_job import device_name, gather, measure
 from paceline.spec import jobenv
 
 RESULT = "collectives.json"
@@ -26,6 +27,7 @@ LONGEST_S = 20.0  # of one size: a slow link gets fewer calls
 INJECT = "PACELINE_BENCH_INJECT"  # for tests of the checking: spoil one value
 
 _TORCH = {
+    "int8": torch.int8,
     "uint8": torch.uint8,
     "int32": torch.int32,
     "int64": torch.int64,
@@ -46,6 +48,9 @@ class Spec:
         type, redop, root: As in nccl-tests.
         iterations, warmup: Calls that are timed, and before.
         check: Whether results are checked.
+        average: Whose time counts: rank 0's (0), the mean (1), the least (2) or the most (3).
+        blocking: Wait for each call before the next.
+        ways: Measure the hosts and the ways between them, too.
         backend: ``auto`` or a name.
     """
 
@@ -57,6 +62,9 @@ class Spec:
     iterations: int = 20
     warmup: int = 5
     check: bool = True
+    average: int = 3
+    blocking: bool = False
+    ways: bool = True
     backend: str = "auto"
 
 
@@ -99,25 +107,20 @@ class Bench:
         count = elements(collective, size, TYPES[spec.type], self.ranks)
         about = (collective, count, spec.type, spec.redop, spec.root, self.ranks)
         try:
-            wrong = self._check(collective, count) if spec.check else -1
-            return row(*about, self._time(collective, count), wrong)
+            aside, seconds = self._both(collective, count, in_place=False)
+            inner = self._both(collective, count, in_place=True) if collective in IN_PLACE else None
+            return row(*about, seconds, aside, inner and (inner[1], inner[0]))
         except RuntimeError as error:
             if "not support" not in str(error) and "not implemented" not in str(error).lower():
                 raise
+            nothing = (0.0, 0.0, 0.0, -1, None, "not supported by this backend")
             size = count * TYPES[spec.type]
-            return Row(
-                collective,
-                size,
-                count,
-                spec.type,
-                "none",
-                -1,
-                0.0,
-                0.0,
-                0.0,
-                -1,
-                "not supported by this backend",
-            )
+            return Row(collective, size, count, spec.type, "none", -1, *nothing)
+
+    def _both(self, collective: str, count: int, in_place: bool) -> tuple[int, float]:
+        """Wrong elements, -1 unchecked, and seconds of one call."""
+        wrong = self._check(collective, count, in_place) if self._spec.check else -1
+        return wrong, self._time(collective, count, in_place)
 
     # --- one call ----------------------------------------------------------------------------
 
@@ -125,26 +128,43 @@ class Bench:
         """What a rank contributes: small whole numbers, whose sums every type holds exactly."""
         return ((torch.arange(count, device=self._device) + rank) % 3).to(_TORCH[self._spec.type])
 
-    def _call(self, collective: str, count: int) -> tuple[Callable[[], None], torch.Tensor]:
-        """The call, and the buffer in which its result stands."""
+    def _call(
+        self, collective: str, count: int, in_place: bool
+    ) -> tuple[Callable[[], None], torch.Tensor]:
+        """The call, and the buffer in which its result stands.
+
+        torch reduces and broadcasts in place only: the result in another buffer costs a copy.
+        """
         spec, part = self._spec, count // self.ranks
         op = _OPS[spec.redop]
         mine = self._values(self.rank, count)
+        result = mine if in_place else torch.empty_like(mine)
+        own = slice(self.rank * part, (self.rank + 1) * part)
+
+        def whole(do: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
+            def call() -> None:
+                if not in_place:
+                    result.copy_(mine)
+                do(result)
+
+            return call
+
         if collective == "all_reduce":
-            return lambda: _done(dist.all_reduce(mine, op)), mine
+            return whole(lambda buffer: dist.all_reduce(buffer, op)), result
         if collective == "broadcast":
-            return lambda: _done(dist.broadcast(mine, spec.root)), mine
+            return whole(lambda buffer: dist.broadcast(buffer, spec.root)), result
         if collective == "reduce":
-            return lambda: _done(dist.reduce(mine, spec.root, op)), mine
+            return whole(lambda buffer: dist.reduce(buffer, spec.root, op)), result
         if collective == "sendrecv":
             return self._ring(mine)
-        small = self._values(self.rank, part)
         if collective == "all_gather":
-            return lambda: _done(dist.all_gather_into_tensor(mine, small)), mine
+            small = result[own] if in_place else self._values(self.rank, part)
+            small.copy_(self._values(self.rank, part))
+            return lambda: _done(dist.all_gather_into_tensor(result, small)), result
         if collective == "reduce_scatter":
+            small = mine[own] if in_place else result[:part]
             return lambda: _done(dist.reduce_scatter_tensor(small, mine, op)), small
-        received = torch.empty_like(mine)
-        return lambda: _done(dist.all_to_all_single(received, mine)), received
+        return lambda: _done(dist.all_to_all_single(result, mine)), result
 
     def _ring(self, mine: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
         """Everybody sends to the next and receives from the one before."""
@@ -185,19 +205,24 @@ class Bench:
 
     # --- many calls --------------------------------------------------------------------------
 
-    def _check(self, collective: str, count: int) -> int:
+    def _check(self, collective: str, count: int, in_place: bool) -> int:
         """Wrong elements over all ranks after one call."""
-        call, buffer = self._call(collective, count)
+        call, buffer = self._call(collective, count, in_place)
         call()
         expected = self._expected(collective, count)
-        if os.environ.get(INJECT) and self.rank == self.ranks - 1 and expected is not None:
+        if (
+            os.environ.get(INJECT)
+            and not in_place
+            and self.rank == self.ranks - 1
+            and expected is not None
+        ):
             buffer[0] += 1
         wrong = 0 if expected is None else int((buffer != expected).sum())
         return int(self._total(float(wrong), dist.ReduceOp.SUM))
 
-    def _time(self, collective: str, count: int) -> float:
-        """Seconds of one call, of the slowest rank."""
-        call, _ = self._call(collective, count)
+    def _time(self, collective: str, count: int, in_place: bool) -> float:
+        """Seconds of one call."""
+        call, _ = self._call(collective, count, in_place)
         once = self._timed(call, 1)
         room = max(1, int(LONGEST_S / 2 / max(once, 1e-9)))
         warmup = min(self._spec.warmup, room)
@@ -210,8 +235,19 @@ class Bench:
         began = time.perf_counter()
         for _ in range(times):
             call()
+            if self._spec.blocking:
+                self._synchronise()
         self._synchronise()
-        return self._total((time.perf_counter() - began) / times, dist.ReduceOp.MAX)
+        return self._of_all((time.perf_counter() - began) / times)
+
+    def _of_all(self, seconds: float) -> float:
+        """One figure of all ranks' times."""
+        if self._spec.average == 0:
+            return self._total(seconds if self.rank == 0 else 0.0, dist.ReduceOp.SUM)
+        if self._spec.average == 1:
+            return self._total(seconds / self.ranks, dist.ReduceOp.SUM)
+        least = self._spec.average == 2
+        return self._total(seconds, dist.ReduceOp.MIN if least else dist.ReduceOp.MAX)
 
     def _synchronise(self) -> None:
         if self._device.type != "cpu":
@@ -227,6 +263,13 @@ def _done(pending: Any) -> None:
     """A synchronous call returns nothing to wait for."""
 
 
+def using(device: torch.device) -> dict[str, Any]:
+    """This rank in the list of devices."""
+    host = os.environ.get(jobenv.HOST, "")[:200]
+    return {"pid": os.getpid(), "host": host, "device": device.index or 0,
+            "name": device_name(device)[:80]}  # fmt: skip
+
+
 def main(argv: list[str]) -> int:
     """Measures and writes the result."""
     given = json.loads(argv[0])
@@ -238,13 +281,17 @@ def main(argv: list[str]) -> int:
     dist.init_process_group(backend)
     try:
         bench = Bench(spec, device)
+        devices = gather(using(device), device)
         rows = bench.run()
+        ways = measure(device).to_json() if spec.ways else None
         if bench.rank == 0:
             found = {
                 "backend": backend,
                 "ranks": bench.ranks,
                 "nodes": int(os.environ.get(jobenv.GROUP_WORLD_SIZE, "1")),
                 "torch": str(torch.__version__),
+                "devices": devices,
+                "ways": ways,
                 "rows": [one.to_json() for one in rows],
             }
             target = Path(os.environ[jobenv.RUN_DIR]) / RESULT

@@ -104,6 +104,7 @@ OPTIONS: dict[str, Applies] = {
     "ship": Applies(chosen=True, verbs=frozenset({"run", "scaling"}),
                     hint="Only code of yours, for hosts other than this machine, is shipped"),
     "bind": Applies(),
+    "debug": Applies(verbs=_JOBS | {"collectives"}, hint="It would slow what is measured"),
     "lease": Applies(),
     "grace": Applies(),
     "max_restarts": Applies(),

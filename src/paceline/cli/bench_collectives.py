@@ -6,14 +6,16 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from paceline.bench import bandwidth
+from paceline.bench import bandwidth, ways
 from paceline.bench.bandwidth import Row
+from paceline.bench.ways import Ways
 from paceline.cli.applies import refuse_beside
 from paceline.cli.launch import F, job_of, launch_options, prepare
 from paceline.cli.verb import Verb, say
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 MODULE = "paceline.bench.collectives_job"
 RESULT = "collectives.json"
+# the table; what the job says of itself; each host's wire
+Measured = tuple[tuple[Row, ...], dict[str, Any], dict[str, float]]
 # bits a second by (from, to); whose fault that is; iperf3's from, to and bits a second
 Links = tuple[dict[tuple[str, str], float], tuple[str, ...], tuple[str, str, float] | None]
 
@@ -39,9 +43,11 @@ class Found:
 
     Attributes:
         rows: The table.
-        about: backend, ranks, nodes, torch.
+        about: backend, ranks, nodes, torch, devices.
         links: Bits a second between hosts, by (from, to); empty when not measured.
-        slow: What the links' own measurement found slow, in words; empty when nothing.
+        slow: What is slow, host or way, in words; empty when nothing.
+        ways: What the backend reaches between the hosts, and what each can do alone.
+        wires: What each host's wire is good for, in bits a second, where it says so.
         iperf3: From, to, and bits a second by iperf3 of the slowest way; ``None`` without it.
     """
 
@@ -50,6 +56,8 @@ class Found:
     links: Mapping[tuple[str, str], float]
     slow: tuple[str, ...] = ()
     iperf3: tuple[str, str, float] | None = None
+    ways: Ways = Ways()
+    wires: Mapping[str, float] = field(default_factory=dict)
 
 
 def count_option(*flags: str, least: int, default: int, help: str) -> Callable[[F], F]:
@@ -92,13 +100,24 @@ def count_option(*flags: str, least: int, default: int, help: str) -> Callable[[
     show_default=True,
     help="Reduction.",
 )
+@click.option(
+    "-a",
+    "--average",
+    type=click.IntRange(0, 3),
+    default=3,
+    show_default=True,
+    help="Whose time counts: 0 rank 0's, 1 the mean, 2 the least, 3 the most.",
+)
+@click.option("-z", "--blocking", type=click.IntRange(0, 1), default=0,
+              help="1: wait for each call before the next.")  # fmt: skip
+@click.option("-g", "--ngpus", type=click.IntRange(1), metavar="N", help="The same as -p N.")
 @click.option("-r", "--root", type=click.IntRange(0), default=0, help="Root of rooted ones.")
 @click.option(
     "--collective",
     "chosen",
     multiple=True,
     metavar="NAME",
-    type=click.Choice([*bandwidth.COLLECTIVES, "all"]),
+    type=click.Choice([*bandwidth.COLLECTIVES, "all_to_all", "all"]),
     help="Which; can be repeated. Default: all.",
 )
 @click.option("--min-busbw", type=float, metavar="GB/S", help="Fail when all_reduce stays below.")
@@ -108,7 +127,7 @@ def count_option(*flags: str, least: int, default: int, help: str) -> Callable[[
     metavar="SHARE",
     help="Fail when all_reduce uses less than this share of the slowest link (0…1).",
 )
-@click.option("--no-links", is_flag=True, help="Do not measure the links themselves.")
+@click.option("--no-links", is_flag=True, help="Measure neither the links nor the hosts.")
 @click.option(
     "--picture",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -117,7 +136,10 @@ def count_option(*flags: str, least: int, default: int, help: str) -> Callable[[
 )
 @click.pass_context
 def command(ctx: click.Context, /, **given: Any) -> None:
-    """Measure collectives over all hosts, with nccl-tests' flags, columns and factors.
+    """Measure collectives over all hosts, with nccl-tests' flags, table and factors.
+
+    What is slow is named: a host, or the way between two. Results are compared with what TCP and
+    the backend reach between the hosts, and with what wire and card are good for.
 
     Exit status: 1 when a value is wrong or a threshold is missed.
     """
@@ -125,12 +147,16 @@ def command(ctx: click.Context, /, **given: Any) -> None:
         refuse_beside(ctx, "--no-links", ("picture", "min_share"))
     if bandwidth.parse_size(given["stepbytes"]):
         refuse_beside(ctx, "--stepbytes", ("stepfactor",))
+    take_ngpus(ctx, given["ngpus"])
     spec = spec_of(given, ctx.params["backend"])
     cluster, via = prepare(ctx)
     nothing: Links = ({}, (), None)
     measured = nothing if given["no_links"] else measure_links(ctx, cluster, via)
-    rows, about = run(ctx, cluster, via, spec)
-    found = Found(rows, about, *measured)
+    rows, about, wires = run(ctx, cluster, via, spec)
+    said = about.pop("ways")
+    own = Ways.from_json(said) if said else Ways()
+    links, slow, second = measured
+    found = Found(rows, about, links, (*slow, *ways.verdict(own)), second, own, wires)
     if given["picture"] is not None:
         draw(given["picture"], found)
     problems = judge(found, given["min_busbw"], given["min_share"])
@@ -141,9 +167,19 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     ctx.exit(1 if problems else 0)
 
 
+def take_ngpus(ctx: click.Context, count: int | None) -> None:
+    """nccl-tests' ``-g`` is ``-p``: a rank has one device."""
+    if count is None:
+        return
+    refuse_beside(ctx, "-g", ("nproc_per_node",))
+    ctx.params["nproc_per_node"] = count
+    ctx.set_parameter_source("nproc_per_node", ParameterSource.COMMANDLINE)
+
+
 def spec_of(given: Mapping[str, Any], backend: str | None) -> dict[str, Any]:
     """The job's one argument."""
-    chosen = [name for name in given["chosen"] if name != "all"] or list(bandwidth.COLLECTIVES)
+    named = ["alltoall" if name == "all_to_all" else name for name in given["chosen"]]
+    chosen = [name for name in named if name != "all"] or list(bandwidth.COLLECTIVES)
     sizes = bandwidth.sizes(
         bandwidth.parse_size(given["minbytes"]),
         bandwidth.parse_size(given["maxbytes"]),
@@ -159,6 +195,9 @@ def spec_of(given: Mapping[str, Any], backend: str | None) -> dict[str, Any]:
         "iterations": given["iters"],
         "warmup": given["warmup_iters"],
         "check": given["verify"] > 0,
+        "average": given["average"],
+        "blocking": given["blocking"] > 0,
+        "ways": not given["no_links"],
         "backend": backend or "auto",
     }
 
@@ -218,12 +257,14 @@ async def _examine(ctx: click.Context, cluster: Cluster, ssh: Any) -> Scene:
 
 
 def run(ctx: click.Context, cluster: Cluster, via: Via,
-        spec: Mapping[str, Any]) -> tuple[tuple[Row, ...], dict[str, Any]]:  # fmt: skip
-    """Runs the job; JobError when it fails."""
+        spec: Mapping[str, Any]) -> Measured:  # fmt: skip
+    """Runs the job: the table, what it says of itself, and the wires; JobError when it fails."""
+    from paceline.cli.preflight import tell_libraries
     from paceline.launch.launcher import run_job
     from paceline.launch.screen import Screen
     from paceline.launch.summary import report_failure
-    from paceline.spec.rundir import DEFAULT_PARENT
+    from paceline.rundir.records import read_object
+    from paceline.spec import rundir as names
 
     if via.transport is None:
         raise SettingError(
@@ -237,9 +278,11 @@ def run(ctx: click.Context, cluster: Cluster, via: Via,
         via.transport,
         Screen("none"),
         run_dir=ctx.params["run_dir"],
-        parent=Path(DEFAULT_PARENT),
+        parent=Path(names.DEFAULT_PARENT),
         package=bandwidth.PARTS,
     )
+    if job.debug.value:
+        tell_libraries(outcome.path)
     if outcome.result.exit_code:
         raise JobError(
             "the collectives failed",
@@ -247,12 +290,14 @@ def run(ctx: click.Context, cluster: Cluster, via: Via,
             exit_code=outcome.result.exit_code,
         )
     about = json.loads((outcome.path / RESULT).read_text(encoding="utf-8"))
-    return tuple(Row(**row) for row in about.pop("rows")), about
+    rows = tuple(Row.from_json(row) for row in about.pop("rows"))
+    plan, facts = (read_object(outcome.path / name) or {} for name in (names.PLAN, names.HOSTS))
+    return rows, about, ways.wires(plan, facts) if plan else {}
 
 
 def hosts_of(found: Found) -> list[str]:
     """The hosts of the links, in the order in which people count: n2 before n10."""
-    names = {name for pair in found.links for name in pair}
+    names = {name for pair in (*found.links, *found.ways.rates) for name in pair}
     return sorted(names, key=lambda name: [(len(w), w) for w in re.findall(r"\d+|\D+", name)])
 
 
@@ -264,9 +309,9 @@ def slowest(found: Found) -> float:
 def judge(found: Found, min_busbw: float | None, min_share: float | None) -> list[str]:
     """What is wrong or too slow, in words. Pure."""
     problems = [
-        f"{row.collective} of {row.size} bytes: {row.wrong} wrong values"
+        f"{row.collective} of {row.size} bytes: {row.wrong_values} wrong values"
         for row in found.rows
-        if row.wrong > 0
+        if row.wrong_values
     ]
     best = bandwidth.best(found.rows, "all_reduce")
     if min_busbw is not None and best < min_busbw:
@@ -300,17 +345,52 @@ def show(found: Found, problems: Sequence[str]) -> None:
     from paceline.report import findings as report
 
     say(conclusion(found, problems) + "\n")
-    say("\n".join(bandwidth.text(found.rows)))
+    say("\n".join([*devices(found), *bandwidth.text(found.rows)]))
+    names = hosts_of(found)
     if found.links:
-        names = hosts_of(found)
         cells = {pair: rate(bits) for pair, bits in found.links.items()}
         say("TCP between hosts")
         say("\n".join(report.aligned(*report.matrix(names, cells, "from \\ to"))))
+    if found.ways.rates:
+        cells = {pair: rate(8 * own) for pair, own in found.ways.rates.items()}
+        say(f"{found.about['backend']} between hosts (of a host to itself: between two ranks)")
+        say("\n".join(report.aligned(*report.matrix(names, cells, "from \\ to"))))
+    for line in limits(found):
+        say(line)
     if found.iperf3:
         source, target, bits = found.iperf3
         say(f"iperf3 from {source} to {target}: {rate(bits)}")
     for problem in problems[1:]:
         say(problem)
+
+
+def devices(found: Found) -> list[str]:
+    """Who computes on what, as nccl-tests begins."""
+    every = found.about.get("devices") or ()
+    return ["# Using devices", *(
+        f"#  Rank {at:>2} Group  0 Pid {one['pid']:>6} on {one['host']} device {one['device']:>2} "
+        f"{one['name']}" for at, one in enumerate(every)
+    ), "#"]  # fmt: skip
+
+
+def limits(found: Found) -> list[str]:
+    """What wire and card of each host are good for, beside what was reached."""
+    lines = []
+    for place in found.ways.places:
+        parts = [f"copies {ways.shown(place.copy)} in memory"]
+        if place.host in found.wires:
+            parts.insert(0, f"wire {ways.shown(found.wires[place.host] / 8)}")
+        if place.bus:
+            good = ways.shown(ways.slot_rate(place.slot)) if place.slot else ""
+            of = f" of {good} ({place.slot})" if good else ""
+            parts.append(f"feeds its card {ways.shown(place.bus)}{of}")
+        lines.append(f"{place.host}: {place.device}: {', '.join(parts)}")
+    best = bandwidth.best(found.rows, "all_reduce")
+    least = min(found.wires.values(), default=0.0)
+    if best and least and int(found.about["nodes"]) > 1:
+        share = bandwidth.share(best, least)
+        lines.append(f"all_reduce uses {share:.0%} of the slowest wire on the bus")
+    return lines
 
 
 def draw(path: Path, found: Found) -> None:
@@ -335,5 +415,7 @@ def to_json(found: Found, problems: Sequence[str]) -> dict[str, Any]:
             for (source, target), bits in found.links.items()
         ],
         "slow": list(found.slow),
+        "ways": found.ways.to_json(),
+        "wires": dict(found.wires),
         "iperf3": dict(zip(("from", "to", "bits_per_s"), found.iperf3 or (), strict=False)) or None,
     }

@@ -152,6 +152,8 @@ LAUNCH = [
                  " again; 0 only says who hangs where."),
     click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N",
                  help="After a failure start all nodes again, in step, up to N times."),
+    click.option("--debug", is_flag=True, help="Have NCCL, torch, gloo, libfabric, UCX, oneCCL and"
+                 " Intel MPI tell what they do, in files beside the logs, with a summary."),
     click.option("--check", "check_level", type=click.Choice(["full", "quick", "none"]),
                  default="quick", help="What to check before the start: quick looks at what the"
                  " login brought, full is `paceline check`."),

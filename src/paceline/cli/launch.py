@@ -151,6 +151,7 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
         backend=ctx.params["backend"],
         ship=setting(ctx, "ship"),
         bind=setting(ctx, "bind"),
+        debug=setting(ctx, "debug"),
         lease_s=setting(ctx, "lease"),
         grace_s=setting(ctx, "grace"),
         hang_timeout_s=setting(ctx, "hang_timeout"),
@@ -205,7 +206,7 @@ def launch(
         return serve(via.endpoint, entry_argv(job.entry, "python"), job.python)
     assert via.transport is not None
     via.agree_on(job)
-    from paceline.cli.preflight import explain_run, explained, inspector, preflight
+    from paceline.cli.preflight import explain_run, explained, inspector, preflight, tell_libraries
 
     if ctx.params["plan_only"]:
         return show_plan(
@@ -236,6 +237,8 @@ def launch(
             package=package,
             inspect=inspector(ctx, job, run_dir),
         )
+    if job.debug.value:
+        tell_libraries(outcome.path)
     if text := report_failure(outcome):
         say(clean(text), err=True)
         shown = outcome.result.failure is not None

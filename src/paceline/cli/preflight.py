@@ -177,3 +177,17 @@ def explain_run(run_dir: Path, result: Result, events: tuple[Event, ...],
             text = f"paceline: to look for the cause: paceline explain {short(run_dir)}"
         if shown and text:
             say(for_reader(text, sys.stderr), err=True)
+
+
+def tell_libraries(run_dir: Path) -> None:
+    """Shows what the libraries' debugging says that matters, and where all of it is."""
+    from paceline.explain.gather import debug_logs
+    from paceline.explain.libraries import summary
+    from paceline.rundir.directory import short
+
+    with contextlib.suppress(PacelineError, OSError, ValueError):
+        lines = summary(debug_logs(run_dir, ())) or ["nothing"]
+        folder = short(run_dir / names.DEBUG)
+        text = "\n".join([f"paceline: the libraries said ({folder}/HOST/RANK.log):",
+                          *(f"  {line}" for line in lines)])  # fmt: skip
+        say(for_reader(text, sys.stderr), err=True)

@@ -91,6 +91,7 @@ class Evidence:
         events: What happened.
         launcher: Whose run it still is; ``None`` after an end in order.
         checkpoint: Step of the newest checkpoint; ``None`` when there is none.
+        debug: What the ranks' libraries told of themselves, where they were asked to.
     """
 
     logs: tuple[Log, ...] = ()
@@ -98,6 +99,7 @@ class Evidence:
     events: tuple[Event, ...] = ()
     launcher: Launcher | None = None
     checkpoint: int | None = None
+    debug: tuple[Log, ...] = ()
 
     @property
     def ends(self) -> tuple[Event, ...]:

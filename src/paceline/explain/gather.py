@@ -92,6 +92,7 @@ def of_run(path: Path, result: Result, events: tuple[Event, ...],
         events=events,
         launcher=launcher,
         checkpoint=next((int(one.name) for one in names.checkpoints(path)), None),
+        debug=tuple(debug_logs(path, events)),
     )
 
 
@@ -111,7 +112,8 @@ def from_log(text: str) -> Evidence:
     if first is not None and first.signal is not None:
         ended = {"code": None, "signal": first.signal}
         events = (Event("rank ended", first.host, first.rank, fields=ended),)
-    return Evidence(tuple(_ordered(found, first, events)), Result(failure=first), events)
+    logs = tuple(_ordered(found, first, events))
+    return Evidence(logs, Result(failure=first), events, debug=logs)
 
 
 def _ordered(found: Iterable[Log], first: Failure | None, events: tuple[Event, ...]) -> list[Log]:
@@ -143,6 +145,12 @@ def _rank_logs(folder: Path, hosts: Mapping[str, str], first: Failure | None) ->
         failed_first = first is not None and (first.host, first.rank) == (host, rank)
         found.append(Log.of(host, rank, read(file, TAIL if failed_first else share)))
     return found
+
+
+def debug_logs(path: Path, events: Sequence[Event]) -> list[Log]:
+    """What the libraries of a run's ranks told, by rank; empty without ``--debug``."""
+    return sorted(_rank_logs(path / names.DEBUG, _hosts_of(events), None),
+                  key=lambda log: (log.rank is None, log.rank or 0))  # fmt: skip
 
 
 def log_files(folder: Path) -> list[Path]:

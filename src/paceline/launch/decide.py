@@ -15,6 +15,7 @@ from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.helptext import counted
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
+from paceline.spec.libraries import DEBUG, DEBUG_OF_RANKS
 from paceline.spec.plan import Copy, NodePlan, Plan, RankPlan
 from paceline.spec.settings import TOML_NAME, Setting, Source
 from paceline.transfer.data import DataPlace, Folder
@@ -243,7 +244,12 @@ def node_env(job: Job, host: Host, facts: Facts, processes: int,
         # torch's own launcher sets it: a failed NCCL collective ends the process
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": Setting("1", Source.DEFAULT),
     }
+    if job.debug.value:
+        env |= {name: Setting(value, job.debug.source, "--debug") for name, value in DEBUG.items()}
     if network is not None:
+        if job.debug.value:
+            env |= {name: Setting(value, job.debug.source, "--debug")
+                    for name, value in DEBUG_OF_RANKS.items()}  # fmt: skip
         named = interfaces.variables(network.interface, facts)
         env |= {name: Setting(value, Source.FOUND, network.reason) for name, value in named.items()}
     chosen, everywhere = given(job, host), job.environment.all()
@@ -480,6 +486,7 @@ def _settings(
         "master_port": master_port,
         "ship": job.ship,
         "bind": job.bind,
+        "debug": job.debug,
         "lease_s": job.lease_s,
         "grace_s": job.grace_s,
         "hang_timeout_s": job.hang_timeout_s,

@@ -43,7 +43,7 @@ class Launcher:
 
     def __init__(self, request: Request, screen: Screen, directory: RunDirectory) -> None:
         self.plan: Plan | None = None  # the one that is executed, once there is one
-        self.recorder = Recorder(directory, screen)
+        self.recorder = Recorder(directory, screen, request.job.debug.value)
         self._request = request
         self._screen = screen
         self._directory = directory

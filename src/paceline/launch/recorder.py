@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.launch.fleet import Node
-from paceline.launch.screen import Screen
+from paceline.launch.screen import MAX_PARTIAL, Screen
 from paceline.rundir.directory import RunDirectory, short
+from paceline.spec import libraries
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
 from paceline.spec.events import Event, read_events
@@ -18,10 +19,46 @@ from paceline.spec.records import Steps
 MOST_EVENTS = 20_000  # kept in memory of the beginning, and of the end
 
 
-class Recorder:
-    """From events to the run directory and the screen."""
+class Sieve:
+    """Parts one stream of a rank into what its libraries tell of themselves, and all else.
 
-    def __init__(self, directory: RunDirectory, screen: Screen) -> None:
+    A warning of theirs is both. An unfinished line waits, unless it is redrawn or very long.
+    """
+
+    def __init__(self) -> None:
+        self._partial = b""
+
+    def feed(self, data: bytes) -> tuple[bytes, bytes]:
+        """What is to be shown and logged as ever, and what the libraries told."""
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        shown, told = bytearray(), bytearray()
+        for line in lines:
+            level = libraries.level(line[: libraries.LOOKED_AT].decode(errors="replace"))
+            if level != "told":
+                shown += line + b"\n"
+            if level is not None:
+                told += line + b"\n"
+        if b"\r" in self._partial or len(self._partial) > MAX_PARTIAL:
+            shown += self.rest()
+        return bytes(shown), bytes(told)
+
+    def rest(self) -> bytes:
+        """What was written without an end of line."""
+        rest, self._partial = self._partial, b""
+        return rest
+
+
+class Recorder:
+    """From events to the run directory and the screen.
+
+    Args:
+        directory, screen: Where things are written down and shown.
+        debug: What libraries tell of themselves goes into files of its own.
+    """
+
+    def __init__(self, directory: RunDirectory, screen: Screen, debug: bool = False) -> None:
+        self._debug = debug
+        self._sieves: dict[tuple[str, int, str], Sieve] = {}
         self.metrics: dict[str, Any] = {}  # the last value of every one that was reported
         self._steps = Steps()
         self._directory = directory
@@ -53,11 +90,14 @@ class Recorder:
     def take(self, event: Event) -> None:
         """Writes what an agent said. NodeError when the run directory takes no more."""
         if event.kind == "output":
-            self._screen.output(event.host, _rank(event), event["stream"], event.blob)
-            self._directory.append_bytes(_log(event), event.blob, event["stream"])
+            blob = self._sifted(event) if self._debug else event.blob
+            self._output(event, event["stream"], blob)
         elif event.kind == "rank started":
             self._directory.append_bytes(_log(event), b"")
         elif event.kind == "rank ended":
+            for stream in ("out", "err"):
+                sieve = self._sieves.pop((event.host, _rank(event), stream), Sieve())
+                self._output(event, stream, sieve.rest())
             self._directory.finish(_log(event))
         elif event.kind == "begin":
             self._begin_metrics(resumed=bool(event["resumed"]))
@@ -75,6 +115,20 @@ class Recorder:
             self.resumable = True
         if (written := event.written) is not None:
             self.event(event.kind, event.host, event.rank, **written)
+
+    def _output(self, event: Event, stream: str, blob: bytes) -> None:
+        if blob:
+            self._screen.output(event.host, _rank(event), stream, blob)
+            self._directory.append_bytes(_log(event), blob, stream)
+
+    def _sifted(self, event: Event) -> bytes:
+        """What a rank wrote, without what its libraries told: that is written down beside it."""
+        who = (event.host, _rank(event), event["stream"])
+        shown, told = self._sieves.setdefault(who, Sieve()).feed(event.blob)
+        if told:
+            name = names.debug_file(event.host, _rank(event))
+            self._directory.append_bytes(name, told, event["stream"])
+        return shown
 
     def _begin_metrics(self, *, resumed: bool) -> None:
         """A training begins; one that does not resume leaves the earlier run's file aside."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from paceline.explain.conclude import Conclusion
 from paceline.explain.evidence import Evidence
+from paceline.explain.libraries import summary
 from paceline.explain.rule import Match, Rule
 
 WIDTH = 200
@@ -36,7 +37,13 @@ def lines(conclusion: Conclusion, evidence: Evidence, rules_page: str = "") -> l
     else:
         text += ["", "No rule fits. --bundle FILE packs what support needs."]
         text += _last_words(evidence)
-    return text
+    return text + libraries(evidence)
+
+
+def libraries(evidence: Evidence) -> list[str]:
+    """What the libraries under the job told that matters; empty where they told nothing."""
+    told = summary(evidence.debug)
+    return ["", "the libraries said:", *(f"    {line}" for line in told)] if told else []
 
 
 def _first(rule: Rule, match: Match, rules_page: str) -> list[str]:

@@ -149,6 +149,7 @@ class Job:
         inputs: Further folders that are shipped to nodes other than this machine.
         data: A folder of data that nodes get where they do not have it.
         bind: Whether ranks get CPUs of their own.
+        debug: The libraries under the job shall tell what they do.
         any_world: Accept a world other than the planned one.
         lease_s: Heartbeat timeout: seconds without the launcher after which a node ends the job.
         grace_s: Seconds between the polite signal and SIGKILL when a job is stopped.
@@ -174,6 +175,7 @@ class Job:
     inputs: tuple[Input, ...] = ()
     data: Data | None = None
     bind: Setting[Bind] = Setting("auto")
+    debug: Setting[bool] = Setting(False)
     any_world: bool = False
     lease_s: Setting[float] = Setting(10.0)
     grace_s: Setting[float] = Setting(8.0)

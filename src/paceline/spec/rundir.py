@@ -21,6 +21,7 @@ METRICS = "metrics.jsonl"  # one line per logged global step or epoch
 RESULT = "result.json"  # exit status, final metrics, first failure if any
 FINDINGS = "findings.json"  # what the checks found
 LOGS = "logs"  # logs/HOST/RANK.log: complete output of a rank; logs/HOST/agent.log
+DEBUG = "debug"  # debug/HOST/RANK.log: with --debug, what its libraries tell of themselves
 MODEL = "model"  # the result: model.safetensors, config.json
 WEIGHTS = "model/model.safetensors"
 MODEL_CONFIG = "model/config.json"
@@ -33,7 +34,8 @@ PROBE = ".paceline-probe"  # by which a node finds out whether it sees this very
 DEFAULT_PARENT = "runs"
 
 # Written by the launcher alone, and never taken from a node.
-OURS = {PLAN, EVENTS, METRICS, HOSTS, RESULT, LOGS, OWNER, FINDINGS, CHECKPOINTS, FETCHED}
+OURS = {PLAN, EVENTS, METRICS, HOSTS, RESULT, LOGS, DEBUG, OWNER, FINDINGS, CHECKPOINTS,
+        FETCHED}  # fmt: skip
 
 
 def is_run(folder: Path) -> bool:
@@ -50,6 +52,11 @@ def safe(name: str) -> str:
 def log_file(host: str, who: int | str) -> str:
     """Name of a log inside the run directory: of a rank, or ``agent``: of ssh and the agent."""
     return f"{LOGS}/{safe(host)}/{who}.log"
+
+
+def debug_file(host: str, rank: int) -> str:
+    """Name of the file with what a rank's libraries tell of themselves."""
+    return f"{DEBUG}/{safe(host)}/{rank}.log"
 
 
 def rank_of(log: Path) -> int | None:

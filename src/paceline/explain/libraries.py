@@ -1,0 +1,101 @@
+"""What the libraries' own debugging says, in a few lines: version, interface, transport. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from paceline.explain.evidence import Log
+from paceline.spec.libraries import level
+
+WIDTH = 180
+MOST_WARNINGS = 6
+MOST_VALUES = 6
+Who = tuple[str, int | None]
+# library, what it is, and the line that says it; in the order in which people ask
+FACTS = tuple(
+    (library, what, re.compile(pattern))
+    for library, what, pattern in (
+        ("NCCL", "version", r"NCCL version (\S{1,60})"),
+        ("NCCL", "interface", r"NCCL INFO Bootstrap ?: Using (?:\[\d+\])?([^\s<]{1,200})"),
+        ("NCCL", "network", r"NCCL INFO Using network (\S.{0,60}?)$"),
+        ("NCCL", "network", r"NCCL INFO NET/(?:OFI|Plugin).{0,40}[Ss]elected [Pp]rovider is (\S+)"),
+        ("NCCL", "devices", r"NCCL INFO NET/\w{1,20} : Using (.{1,120}?)$"),
+        ("NCCL", "transport", r"NCCL INFO Channel \d.{1,90}? via ([A-Z0-9]+(?:/[A-Za-z]+)?)"),
+        ("NCCL", "channels", r"NCCL INFO (\d+ coll channels.{0,100}?)(?:,|$)"),
+        ("NCCL", "connected", r"NCCL INFO Connected all (rings|trees)"),
+        ("NCCL", "communicator", r"NCCL INFO .{0,80}?rank \d+ nranks (\d+) .{0,120}Init COMPLETE"),
+        ("torch", "store", r"client socket has connected to \[?(?:::ffff:)?(\S{1,100}) on"),
+        ("torch", "NCCL", r"ProcessGroupNCCL.{0,300}NCCL version: ([\w.]+)"),
+        ("gloo", "peers", r"gloo/.{0,120}Rank \d+ is connected to (\d+)"),
+        ("Intel MPI", "version", r"MPI startup\(\): Intel\(R\) MPI Library, Version (\S+)"),
+        ("Intel MPI", "libfabric", r"MPI startup\(\): libfabric version: (\S+)"),
+        ("Intel MPI", "provider", r"MPI startup\(\): libfabric provider: (\S+)"),
+        ("libfabric", "interface", r"libfabric:.{0,200}Available addr: \S+, iface name: ([^\s,]+)"),
+        ("UCX", "version", r"UCX +INFO +[Vv]ersion (\S+)"),
+        ("UCX", "transport", r"UCX +INFO .{0,60}ep_cfg\[\d+\]: (.{1,120}?);? *$"),
+        ("oneCCL", "version", r"\|CCL_INFO\|.{0,40}library version: (\S+)"),
+        ("oneCCL", "launcher", r"\|CCL_INFO\| process launcher: (\w+)"),
+        ("oneCCL", "transport", r"\|CCL_INFO\|.{0,60}CCL_ATL_TRANSPORT: (\w+)"),
+        ("oneCCL", "provider", r"\|CCL_INFO\|.{0,200}prov(?:ider)?(?:_name)?: ([\w;]+)"),
+    )
+)  # fmt: skip
+_MOVING = re.compile(r"0x[0-9a-f]+|\d+")  # what differs between the same words of two ranks
+
+
+def summary(logs: Sequence[Log]) -> list[str]:
+    """The warnings, then a line for each fact with the hosts for which it holds.
+
+    Args:
+        logs: What the ranks' libraries wrote; other lines are passed over.
+    """
+    ours = [(log, [line for line in log.lines if level(line)]) for log in logs]
+    warned = _warnings(ours)
+    told: dict[tuple[str, str], dict[str, list[Log]]] = {}
+    for log, lines in ours:
+        for key, value in dict.fromkeys(_facts(lines)):
+            told.setdefault(key, {}).setdefault(value, []).append(log)
+    order = list(dict.fromkeys(fact[:2] for fact in FACTS))
+    hosts = {log.host for log, lines in ours if lines}
+    return warned + [
+        f"{library} {what}: {_spread(told[library, what], len(hosts))}"
+        for library, what in order
+        if (library, what) in told
+    ]
+
+
+def _facts(lines: Sequence[str]) -> Iterator[tuple[tuple[str, str], str]]:
+    for line in lines:
+        for library, what, pattern in FACTS:
+            if found := pattern.search(line):
+                yield (library, what), found[1].strip().replace("]:", ":")
+
+
+def _warnings(ours: Sequence[tuple[Log, Sequence[str]]]) -> list[str]:
+    """Each different warning once, with who said it first and how many others did."""
+    seen: dict[str, tuple[str, str, int]] = {}
+    for log, lines in ours:
+        for line in lines:
+            if level(line) != "warned":
+                continue
+            key = _MOVING.sub("#", line)
+            where, text, count = seen.get(key, (log.where, line, 0))
+            seen[key] = (where, text, count + 1)
+    shown = [
+        f"warning: {where}: {text[:WIDTH]}{f' (and {count - 1} more like it)' if count > 1 else ''}"
+        for where, text, count in list(seen.values())[:MOST_WARNINGS]
+    ]
+    more = len(seen) - len(shown)
+    return shown + ([f"warning: … and {more} other warnings"] if more > 0 else [])
+
+
+def _spread(values: Mapping[str, Sequence[Log]], hosts: int) -> str:
+    """``eth0 on n1, ens3 on n2``; a value that holds everywhere stands alone."""
+    parts = []
+    for value, logs in list(values.items())[:MOST_VALUES]:
+        names = list(dict.fromkeys(log.host or log.where for log in logs))
+        everywhere = len(names) >= hosts
+        some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        parts.append(value if everywhere else f"{value} on {some}")
+    more = len(values) - len(parts)
+    return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")

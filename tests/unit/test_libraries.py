@@ -1,0 +1,121 @@
+"""What the libraries under a job tell of themselves: sorted out of the rest, and summed up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.explain.gather import from_log
+from paceline.explain.libraries import summary
+from paceline.launch import decide
+from paceline.launch.recorder import MAX_PARTIAL, Sieve
+from paceline.report import explanation
+from paceline.spec.libraries import level
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "libraries"
+SAID = {
+    "nccl-socket": [
+        "NCCL version: 2.14.3+cuda11.7 on node0",
+        "NCCL interface: enp10s0:10.10.7.107 on node0; ens3:10.10.7.109 on node2",
+        "NCCL network: Socket",
+        "NCCL transport: NET/Socket on node0; P2P/IPC on node0",
+        "NCCL connected: rings on node0",
+        "NCCL communicator: 32 on node2",
+    ],
+    "impi": [
+        "Intel MPI version: 2021.18.1",
+        "Intel MPI libfabric: 2.4.0-impi",
+        "Intel MPI provider: tcp",
+        "libfabric interface: eth0",
+    ],
+    "torch-gloo": ["torch store: 127.0.0.1:23977", "gloo peers: 1"],
+}
+
+
+def told(name: str) -> list[str]:
+    return summary(from_log((FOLDER / f"{name}.log").read_text()).debug)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_matters_of_it(name: str) -> None:
+    assert told(name) == SAID[name]
+
+
+def test_warnings_come_first_and_once() -> None:
+    (line,) = told("nccl-warn")
+    assert line.startswith("warning: rank 0 on n1: [0] misc/socket.cc:533 NCCL WARN socketPoll")
+    assert line.endswith("(and 1 more like it)")
+    first, version, transport = told("ucx")
+    assert "network device 'eth7' is not available" in first
+    assert version == "UCX version: 1.13.1"
+    assert transport == "UCX transport: tag(posix/memory cma/memory rc_mlx5/mlx5_1:1 cuda_ipc/cuda)"
+    assert [line[:9] for line in told("oneccl")] == ["warning: "] * 2
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("step 1 loss 2.3", None),
+        ("the script speaks of libfabric: and UCX", None),
+        ("[I hope] this is mine", None),
+        ("libfabric:1:core:core:fi_getinfo_():1021<warn> fi_getinfo: provider usnic returned -61"
+         " (No data available)", "told"),
+        ("libfabric:1:core:core:ofi_x():5<warn> cannot open it", "warned"),
+        ("[rank1]:[W1122 08:30:00.123 ProcessGroupNCCL.cpp:99] timed out", "warned"),
+        ("[I1122 08:32:25.357729930 debug.cpp:48] [c10d] The debug level is set", "told"),
+        ("[1660872656.5] [node001:41718:0]      sock.c:128  UCX  DIAG  failed to read", "told"),
+    ],
+)  # fmt: skip
+def test_a_line_is_known_by_its_form(line: str, found: str | None) -> None:
+    assert level(line) == found
+
+
+def test_lines_are_parted_however_they_are_cut() -> None:
+    """A warning is shown and logged as ever, too; the rest only where it belongs."""
+    text = (
+        b"".join((FOLDER / f"{name}.log").read_bytes() for name in ("ucx", "oneccl", "torch-gloo"))
+        + b"no end"
+    )
+    for size in (1, 7, len(text)):
+        sieve, shown, said = Sieve(), b"", b""
+        for at in range(0, len(text), size):
+            one, other = sieve.feed(text[at : at + size])
+            shown, said = shown + one, said + other
+        shown += sieve.rest()
+        assert b"sum 2.0\n" in shown
+        assert shown.endswith(b"no end")
+        assert shown.count(b"UCX  WARN") == said.count(b"UCX  WARN") == 1
+        assert b"UCX  INFO" not in shown
+        assert b"sum 2.0" not in said
+        assert b"RuntimeError: oneCCL" in shown
+
+
+def test_what_is_redrawn_or_endless_does_not_wait() -> None:
+    assert Sieve().feed(b"10 %\r")[0] == b"10 %\r"
+    assert len(Sieve().feed(b"x" * (MAX_PARTIAL + 1))[0]) == MAX_PARTIAL + 1
+
+
+def test_explain_shows_it_below_its_conclusion() -> None:
+    evidence = from_log((FOLDER / "nccl-socket.log").read_text())
+    lines = explanation.libraries(evidence)
+    assert lines[:2] == ["", "the libraries said:"]
+    assert explanation.libraries(from_log("step 1\n")) == []
+
+
+def test_ranks_are_told_to_tell_but_for_what_the_user_set() -> None:
+    from paceline.remote.network import NodeNetwork
+    from paceline.spec.job import Entry, Environment, Job
+    from paceline.spec.settings import Setting, Source
+
+    asked = Setting(True, Source.COMMAND_LINE)
+    own = Environment({"NCCL_DEBUG": "TRACE"})
+    job = Job("x", Entry("script", "a.py"), "/", "/python", environment=own, debug=asked)
+    facts = {"cpu": {"available": [0]}, "rdma": []}
+    early = decide.node_env(job, facts, 1, None)
+    whole = decide.node_env(job, facts, 1, NodeNetwork("10.0.0.1", "eth0", "tried"))
+    assert early["TORCH_CPP_LOG_LEVEL"].value == "INFO"  # read when torch is loaded
+    assert "TORCH_DISTRIBUTED_DEBUG" not in early  # the store would tell of every key
+    assert whole["TORCH_DISTRIBUTED_DEBUG"].value == "DETAIL"
+    assert whole["FI_LOG_LEVEL"].value == whole["UCX_LOG_LEVEL"].value == "info"
+    assert "NCCL_DEBUG" not in whole

@@ -76,6 +76,7 @@ def training(
     stop_when_full: bool = False,
     save: bool = True,
     diverge_at: int = -1,
+    stream: bool = False,
 ) -> None:
     """The whole training of these tests; leaves its parameters in ``folder/params.pt``."""
     torch.set_num_threads(1)
@@ -83,7 +84,7 @@ def training(
         network = session.place(Net(dropout), shard=shard)
         made = optimizer("adamw", network, 0.01)
         model = session.prepare(network, made, scheduled(made, Curve("cosine", STEPS, 0.1)))
-        data = Shaken()
+        data = streamed() if stream else Shaken()
         loader = session.loader(data, BATCH)
         best = Best()
         session.checkpoints(
@@ -110,7 +111,17 @@ def note_ids(folder: Path, session: train.Session, batch: train.Batch) -> None:
         file.write(json.dumps([session.progress.step, session.world.size, ids]) + "\n")
 
 
-def evaluated(session: train.Session, network: nn.Module, data: Shaken) -> float:
+def streamed() -> train.ShardedDataset:
+    """The same samples in six shards; the noise comes from a process's generator."""
+
+    def decode(sample: dict[str, Any]) -> tuple[torch.Tensor, int]:
+        inputs = torch.from_numpy(train.decoded(sample)["npy"])
+        return inputs + 0.1 * torch.randn(6, dtype=torch.float64), int(sample["cls"])
+
+    return train.ShardedDataset(made("shards of tar"), decode, together=3, window=8)
+
+
+def evaluated(session: train.Session, network: nn.Module, data: Any) -> float:
     meter = session.meter()
     network.eval()
     with torch.inference_mode():
@@ -225,6 +236,33 @@ def through_worlds() -> dict[str, Any]:
         "difference": difference(folder, made("whole1")),
         "ids": ids_by_step(folder) == ids_by_step(made("whole1")),
         "sizes": sorted(sizes),
+    }
+
+
+def streams() -> dict[str, Any]:
+    """A folder of shards: at 1, 2 and 4 ranks, killed and resumed at the same and another size."""
+    data = Shaken()
+    labels = (data.inputs[:, 0] > data.inputs[:, 1]).tolist()
+    samples = ({"npy": one, "cls": int(label)} for one, label in zip(data.inputs, labels))  # noqa: B905
+    packed = train.write_shards(made("shards of tar"), samples, size=14_000)
+    wholes = {size: made(f"stream{size}") for size in (1, 2, 4)}
+    for size, folder in wholes.items():
+        forking.run_ok(size, lambda f=folder: training(f, every="never", stream=True))
+    again = {size: made(f"stream2 resumed at {size}") for size in (2, 4)}
+    for size, folder in again.items():
+        forking.run(
+            2,
+            lambda f=folder: training(f, every="3", stream=True, at_step=killer(8, signal.SIGKILL)),
+        )
+        forking.run_ok(size, lambda f=folder: training(f, every="3", stream=True))
+    folders = [*wholes.values(), *again.values()]
+    return {
+        "shards": len(packed),
+        "ids": all(ids_by_step(folder) == ids_by_step(wholes[1]) for folder in folders),
+        "once": sorted(n for step in range(1, 6) for n in ids_by_step(wholes[4])[step])
+        == list(range(SAMPLES)),
+        "worlds": max(difference(folder, wholes[1]) for folder in folders),
+        "resumed": difference(again[2], wholes[2]),
     }
 
 

@@ -19,6 +19,7 @@ SCENARIOS = (
     "killed_and_resumed",
     "terminated_and_resumed",
     "through_worlds",
+    "streams",
     "private_disks",
     "sharded",
     "shards",
@@ -63,6 +64,12 @@ def test_through_four_two_one_four_ranks(found: Any) -> None:
     assert said["difference"] < 1e-10
     assert said["ids"]
     assert said["sizes"] == [1, 2, 4]
+
+
+def test_a_stream_of_shards_at_any_world_size_and_resumed(found: Any) -> None:
+    said = found["streams"]
+    assert (said["shards"], said["ids"], said["once"], said["resumed"]) == (6, True, True, 0.0)
+    assert said["worlds"] < 1e-10
 
 
 def test_only_another_rank_has_the_checkpoint(found: Any) -> None:

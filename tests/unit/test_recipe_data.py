@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from paceline.cli.train import folder_everywhere
-from paceline.recipes.data import folder, located
+from paceline.recipes.data import located, photos
 from paceline.recipes.data.images import ImageData, Request, load
 from paceline.recipes.pictures import normalisation
 from paceline.spec.errors import DataError
@@ -219,7 +219,7 @@ def test_a_small_file_may_not_fill_the_memory(
     assert sum(len(split.labels) for split in kept) == 9
     (tmp_path / "a/0.png").unlink()
     Image.new("RGB", (800, 600)).save(tmp_path / "a/0.jpg")
-    monkeypatch.setattr(folder, "MOST_PIXELS", 200_000)
+    monkeypatch.setattr(photos, "MOST_PIXELS", 200_000)
     read_all(read(tmp_path))  # a JPEG is decoded at a part of its size
 
 

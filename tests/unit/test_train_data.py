@@ -175,6 +175,41 @@ def test_copies_to_an_accelerator_go_through_pinned_memory(monkeypatch: pytest.M
         assert (len(pinned), copies) == (2 * pins, [pins, pins])
 
 
+def test_copies_run_ahead_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch is waited for by the stream that computes, which then holds its memory."""
+    said: list[Any] = []
+
+    class Stream:
+        def __init__(self, device: Any) -> None:
+            self.inside = False
+
+        def __enter__(self) -> None:
+            self.inside = True
+
+        def __exit__(self, *_: object) -> None:
+            self.inside = False
+
+        def record_event(self) -> int:
+            assert self.inside
+            said.append("copied")
+            return said.count("copied")
+
+        def wait_event(self, event: int) -> None:
+            said.append(("wait", event))
+
+    now = Stream(None)
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: now)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: said.append("held"))
+    monkeypatch.setattr("paceline.train.data._moved", lambda value, device, pins: value)
+    fetch = Fetch(Slow(), torch.device("cuda"))
+    got = [(tag, data[0].tolist()) for tag, data in fetch([wanted(0, 2), wanted(2, 4)])]
+    assert got == [(0, [1, 0]), (2, [3, 2])]
+    waits = [("wait", 1), "held", ("wait", 2), "held"]
+    assert [one for one in said if one != "copied"] == waits
+    assert all(said.index("copied") < said.index(one) for one in waits)
+
+
 def test_the_scripts_generators_do_not_hang_on_the_loader() -> None:
     """A resumed epoch begins a new iteration; nothing may be drawn for that."""
     fetch = Fetch(Noisy(), CPU, workers=1)

@@ -43,11 +43,11 @@ def train_image(options: ImageOptions) -> None:
             data.splits["train"], data.shape[0]
         )
         size = wants.fitted(data.shape)
-        numbers, device = session.precision.parameters, session.device
+        numbers = session.precision.parameters
         splits = data.splits
-        training = Pictures(splits["train"], normalise, numbers, options.augment, size, device)
-        watched = Pictures(splits[data.watched], normalise, numbers, (), size, device)
-        held_out = Pictures(splits[data.held_out], normalise, numbers, (), size, device)
+        training = Pictures(splits["train"], normalise, numbers, options.augment, size)
+        watched = Pictures(splits[data.watched], normalise, numbers, (), size)
+        held_out = Pictures(splits[data.held_out], normalise, numbers, (), size)
         batch = common.batch_of(session, options)
         loader = session.loader(training, batch.global_batch, limit=batch.limit)
 

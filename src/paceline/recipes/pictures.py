@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,9 +15,11 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, interpolate
 
 from paceline.recipes import pretrained
-from paceline.recipes.data.images import InMemory, Part, Split
+from paceline.recipes.data.images import InMemory, Part, Photos, Split
+from paceline.recipes.data.photos import AREA, ASPECT, NUMBERS
 from paceline.recipes.options import IMAGE_MODELS, ImageOptions
 from paceline.train import Draws
+from paceline.train.order import Order
 
 MARGIN = 8 / 7
 """Images are decoded so much larger than what is cut out of them: 256 for 224."""
@@ -91,25 +94,35 @@ class Normalisation:
 
     def __call__(
         self,
-        pixels: NDArray[np.uint8],
+        pixels: NDArray[np.uint8] | Tensor,
         dtype: torch.dtype,
-        device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+        device: torch.device | None = None,
     ) -> Tensor:
         """Images of shape ``[n, channels, height, width]`` as a tensor of the same shape.
 
         Grey images become colour images where there is more than one mean.
         """
         # Bytes travel to the device, and become numbers there.
-        deviation = torch.tensor(self.deviation, dtype=torch.float64)
-        scale = (1 / (255 * deviation))[:, None, None].to(dtype)
-        shift = (-torch.tensor(self.mean, dtype=torch.float64) / deviation)[:, None, None].to(dtype)
-        there = torch.from_numpy(pixels).to(device).to(dtype)
+        there = torch.as_tensor(pixels, device=device).to(dtype)
+        scale, shift = _line(self.mean, self.deviation, dtype, there.device)
         if there.shape[1] < len(self.mean):
             there = there.expand(-1, len(self.mean), -1, -1).clone()
-        return there.mul_(scale.to(device)).add_(shift.to(device))
+        return there.mul_(scale).add_(shift)
 
     def to_json(self) -> dict[str, list[float]]:
         return {name: list(value) for name, value in asdict(self).items()}
+
+
+@functools.lru_cache(4)
+def _line(
+    mean: tuple[float, ...], deviation: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Factor and summand of each channel; on an accelerator once, for copies make it wait."""
+    with torch.inference_mode(False):  # the training uses them, too
+        by = torch.tensor(deviation, dtype=torch.float64)
+        scale = (1 / (255 * by))[:, None, None].to(dtype)
+        shift = (-torch.tensor(mean, dtype=torch.float64) / by)[:, None, None].to(dtype)
+        return scale.to(device), shift.to(device)
 
 
 def normalisation(split: Split, channels: int) -> Normalisation:
@@ -161,7 +174,6 @@ class Pictures:
         augment: Names of augmentations; used only where the batch is for training.
         size: Height and width of what comes out: the middle of larger images where nothing is
             augmented, smaller ones enlarged (0: as they are).
-        device: Where all this is computed.
     """
 
     def __init__(
@@ -171,34 +183,56 @@ class Pictures:
         dtype: torch.dtype,
         augment: Sequence[str] = (),
         size: int = 0,
-        device: torch.device | None = None,
     ) -> None:
         self._split, self._normalise, self._dtype = split, normalise, dtype
         self._augment, self._size = tuple(augment), size
-        self._device = device or torch.device("cpu")
         self._labels = torch.from_numpy(split.labels)
-        self.slow = in_memory(split) is None
+        # Photos are cut anew each time; others may be kept, which one process does best.
+        cut = isinstance(split, Photos) and "resized-crop" in augment
+        self._photos = split if isinstance(split, Photos) and cut else None
+        self.slow, self.processes = in_memory(split) is None, cut
+        self.will_need = getattr(split, "will_need", None)
 
     def __len__(self) -> int:
         return len(self._labels)
 
+    def visiting_order(self, seed: int, shuffle: bool) -> Order:
+        """Shards have an order of their own."""
+        made = getattr(self._split, "visiting_order", None)
+        return made(seed, shuffle) if made else Order(len(self), seed, shuffle)
+
     def batch(self, ids: NDArray[np.int64], draws: Draws | None) -> tuple[Tensor, Tensor]:
-        """Images ``[n, channels, height, width]`` and labels ``[n]``."""
-        images = self._normalise(self._split.pixels(ids), self._dtype, self._device)
-        if draws is not None and self._augment:
-            images = augmented(images, self._augment, draws, self._size)
+        """Images ``[n, channels, height, width]`` as bytes, and labels ``[n]``."""
+        if draws is not None and self._photos is not None:
+            numbers = draws.uniform(_WINDOW + NUMBERS)[:, _WINDOW:]
+            pixels = self._photos.cut_out(ids, numbers, self._size or self._photos.size)
         else:
-            images = fitted(images, self._size)
-        return images, self._labels[torch.from_numpy(ids)]
+            pixels = self._split.pixels(ids)
+        return torch.from_numpy(pixels), self._labels[torch.from_numpy(ids)]
+
+    def on_device(self, made: tuple[Tensor, Tensor], draws: Draws | None) -> tuple[Tensor, Tensor]:
+        """The batch as the network takes it; computed where it lies."""
+        images, labels = self._normalise(made[0], self._dtype), made[1]
+        if draws is None or not self._augment:
+            return fitted(images, self._size), labels
+        if self._photos is None:
+            return augmented(images, self._augment, draws, self._size), labels
+        rest = tuple(name for name in self._augment if name != "resized-crop")
+        return (
+            flipped(images, draws) if rest == ("flip",) else augmented(images, rest, draws)
+        ), labels
 
 
+def flipped(images: Tensor, draws: Draws) -> Tensor:
+    """Half of the images, mirrored."""
+    mirrored = torch.from_numpy(draws.uniform(1)[:, 0] < 0.5).to(images.device)
+    return torch.where(mirrored[:, None, None, None], images.flip(3), images)
+
+
+_WINDOW = 5  # the first of the random numbers that say what ``resized-crop`` takes
 SHIFT = 1 / 8  # of the image's size, at most, by ``crop``
 ANGLE = 15.0  # degrees, at most, by ``rotate``
 ZOOM = 0.15  # relative, at most, by ``zoom``
-
-
-AREA = (0.08, 1.0)  # part of the image that ``resized-crop`` takes
-ASPECT = (3 / 4, 4 / 3)  # of that part: width over height
 
 
 def augmented(images: Tensor, names: Sequence[str], draws: Draws, size: int = 0) -> Tensor:
@@ -229,7 +263,7 @@ def _maps(numbers: NDArray[np.float64], names: frozenset[str]) -> NDArray[np.flo
     ).T
     wide, high = scale, scale
     if "resized-crop" in names:
-        (wide, high), (right, low) = _window(numbers[:, 5:9])
+        (wide, high), (right, low) = _window(numbers[:, _WINDOW : _WINDOW + 4])
         across, down = across + right, down + low
     cosine, sine = np.cos(angle), np.sin(angle)
     rows = [

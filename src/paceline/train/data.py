@@ -75,7 +75,9 @@ class Draws:
 class Batched(Protocol):
     """A data set that makes whole batches (faster than one sample at a time).
 
-    One that reads files sets ``slow = True``: its batches are then made ahead, in a thread.
+    One that reads files sets ``slow = True``: its batches are then made ahead, in a thread; with
+    ``processes = True``, too, in worker processes. What is best done on the accelerator is a method
+    ``on_device(made, draws)``: it gets the batch where the network is, and gives the finished one.
     """
 
     def __len__(self) -> int: ...
@@ -175,20 +177,35 @@ class Fetch:
     def __call__(self, wanted: Iterable[Wanted[T]]) -> Made[T]:
         """Each order's tag with its tensors. Close it when it is not used up."""
         will_need = getattr(self._data, "will_need", None)
-        with closing(self._made(foretold(wanted, will_need) if will_need else wanted)) as made:
+        finish = getattr(self._data, "on_device", None)
+        orders = foretold(wanted, will_need) if will_need else wanted
+        with closing(self._there(orders)) as made:
             for one, tensors in made:
-                if self._device.type == "cpu":
-                    yield one.tag, tensors
-                else:
-                    yield one.tag, tuple(_moved(t, self._device, self._pins) for t in tensors)
+                yield one.tag, finish(tensors, one.draws) if finish else tensors
 
-    def _made(self, wanted: Iterable[Wanted[T]]) -> _Answers[T]:
-        if self._workers and isinstance(self._make, _OneByOne):
-            return self._from_workers(wanted)
+    def close(self) -> None:
+        """Ends the worker processes; others are started where they are needed again."""
+        self._loader = None
+
+    def _there(self, orders: Iterable[Wanted[T]]) -> _Answers[T]:
+        """Batches on the device; copied ahead of time where they are made ahead."""
+        made, is_ahead = self._made(orders)
+        if self._device.type == "cpu":
+            return made
+        if is_ahead and self._pins:
+            return _copied_ahead(made, self._device)
+        return _copied(made, self._device, self._pins)
+
+    def _made(self, wanted: Iterable[Wanted[T]]) -> tuple[_Answers[T], bool]:
+        """Batches in memory, and whether this process has nothing to do for them."""
+        single = isinstance(self._make, _OneByOne)
+        if self._workers and (single or getattr(self._data, "processes", False)):
+            return self._from_workers(wanted), True
         if isinstance(self._make, _OneByOne) and isinstance(self._data, Stored):
-            return self._read_ahead(self._make, self._data, wanted)
+            return self._read_ahead(self._make, self._data, wanted), False
         made = ((one, self._make(one.ids, one.draws)) for one in wanted)
-        return ahead(made) if getattr(self._data, "slow", False) else made
+        slow = getattr(self._data, "slow", False)
+        return (ahead(made) if slow else made), slow
 
     def _read_ahead(
         self, make: _OneByOne, data: Stored, wanted: Iterable[Wanted[T]]
@@ -215,8 +232,42 @@ class Fetch:
         self._orders.wanted, self._orders.given = wanted, queue.SimpleQueue()
         for made in self._loader:
             if isinstance(made, _Failed):
-                raise made.error
+                raise made.take()
             yield self._orders.given.get(), tuple(made)
+
+
+def _copied(made: _Answers[T], device: torch.device, pins: bool) -> _Answers[T]:
+    with closing(made):
+        for one, tensors in made:
+            yield one, tuple(_moved(tensor, device, pins) for tensor in tensors)
+
+
+def _copied_ahead(made: _Answers[T], device: torch.device) -> _Answers[T]:
+    """The copies are begun in a thread, on a stream of their own, while the device computes."""
+    stream = torch.Stream(device)
+
+    def copies() -> Iterator[tuple[Wanted[T], tuple[Any, ...], torch.Event]]:
+        for one, tensors in made:
+            with stream:
+                there = tuple(_moved(tensor, device, True) for tensor in tensors)
+                event = stream.record_event()
+            yield one, there, event
+
+    with closing(made), closing(ahead(copies())) as begun:
+        for one, there, event in begun:
+            now = torch.accelerator.current_stream(device)
+            now.wait_event(event)
+            for tensor in _tensors(there):
+                tensor.record_stream(now)  # its memory is not used again before this stream is done
+            yield one, there
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(one)
 
 
 _FORETOLD = 1024  # samples, at least
@@ -362,11 +413,15 @@ class _Work(Dataset[Any]):
             return _Failed(error)
 
 
-@dataclass(frozen=True)
 class _Failed:
     """A batch that could not be made."""
 
-    error: PacelineError
+    def __init__(self, error: PacelineError) -> None:
+        self._errors = [error]
+
+    def take(self) -> PacelineError:
+        """The error, which then holds what holds this, and would keep the workers for long."""
+        return self._errors.pop()
 
 
 def _as_made(batch: Any) -> Any:

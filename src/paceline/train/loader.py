@@ -165,6 +165,8 @@ class Loader:
                     pause = self.pauses()
         finally:
             self._given, progress.stand_in = None, False
+            if progress.finished:
+                self._fetch.close()
 
     def _step(self, batches: Iterator[tuple[Batch, tuple[Any, ...]]]) -> Iterator[Batch]:
         """All pieces of one global batch."""

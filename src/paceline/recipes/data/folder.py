@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
 
 from paceline.recipes.data.images import (
     ImageData,
     Labels,
+    Numbers,
     Pixels,
     Request,
     Split,
     fingerprint,
     taken_out,
 )
+from paceline.recipes.data.photos import (
+    SUFFIXES,
+    cut_out,
+    decode,
+    opened,
+    side_by_side,
+    unreadable,
+)
 from paceline.spec.errors import DataError
 from paceline.train.data import allowed
 
-SUFFIXES = frozenset(
-    (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-)
 DEFAULT_SIZE = 64
-MOST_PIXELS = 32_000_000
-"""Of an image file: a small one may stand for gigabytes."""
-_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-"""Those of ``SUFFIXES``: others would be told by their content, and one of them starts programs."""
 _SPLITS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation"),
     "test": ("test", "testing"),
 }
 _KEEP_BYTES = 1 << 30  # decoded images are kept up to here, on every process
-_WORTH_THREADS = 8
 _CHECKED_FILES = 20_000  # headers of more files than this are read during the training only
 
 
@@ -55,7 +53,7 @@ class Files:
     def __init__(
         self, paths: Sequence[Path], labels: Labels, size: int, crop: bool = False
     ) -> None:
-        self.paths, self.labels, self._size, self._crop = paths, labels, size, crop
+        self.paths, self.labels, self.size, self._crop = paths, labels, size, crop
         fits = len(paths) * 3 * size * size <= _KEEP_BYTES
         self._kept: dict[int, Pixels] | None = {} if fits else None
 
@@ -70,64 +68,21 @@ class Files:
         )
 
     def _decoded(self, numbers: list[int]) -> list[Pixels]:
+        size, crop = self.size, self._crop
         paths = [self.paths[number] for number in numbers]
-        size, crop = self._size, self._crop
-        if len(paths) < _WORTH_THREADS or allowed() == 1:
-            return [decode(path, 3, size, size, crop) for path in paths]
-        with ThreadPoolExecutor(allowed()) as pool:  # decoding lets other threads run
-            return list(pool.map(lambda path: decode(path, 3, size, size, crop), paths))
+        return side_by_side(lambda path: decode(path, 3, size, size, crop), paths)
 
+    def cut_out(self, ids: NDArray[np.int64], numbers: Numbers, size: int) -> Pixels:
+        """A random part of each image, out of the whole file."""
 
-SKIP = "replace or remove the file, or --skip-damaged"
+        def cut(item: tuple[int, Numbers]) -> Pixels:
+            path = self.paths[item[0]]
+            try:
+                return cut_out(path, item[1], size)
+            except Exception as error:  # a damaged image may raise anything
+                raise unreadable(path, error) from None
 
-
-def decode(
-    path: Path, channels: int, height: int, width: int, crop: bool = False, remedy: str = SKIP
-) -> Pixels:
-    """An image file as an array of shape ``[channels, height, width]``.
-
-    Args:
-        path: The file.
-        channels, height, width: Of what comes out.
-        crop: Cuts the middle out of a file of another aspect, instead of squeezing it.
-        remedy: What to do about a file that cannot be read.
-
-    Raises:
-        DataError: The file is missing, damaged or no image.
-    """
-    try:
-        with opened(path, (width, height)) as image:
-            made = image.convert("L" if channels == 1 else "RGB")
-            if made.size != (width, height) and crop:
-                made = ImageOps.fit(made, (width, height), Image.Resampling.BILINEAR)
-            elif made.size != (width, height):
-                made = made.resize((width, height), Image.Resampling.BILINEAR)
-            pixels = np.array(made, dtype=np.uint8)
-    except Exception as error:  # a damaged image may raise anything
-        raise _unreadable(path, error, remedy) from None
-    return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
-
-
-@contextmanager
-def opened(file: Path | IO[bytes], size: tuple[int, int] = (1, 1)) -> Iterator[Image.Image]:
-    """An image file whose pixels are not decoded yet; a JPEG that is too large, reduced.
-
-    Args:
-        file: The file, or its content.
-        size: Width and height that are wanted of it at least.
-
-    Raises:
-        ValueError: It would need too much memory.
-    """
-    with Image.open(file, formats=_FORMATS) as image:
-        if image.width * image.height > MOST_PIXELS:
-            image.draft(None, size)
-        if image.width * image.height > MOST_PIXELS:
-            raise ValueError(
-                f"{image.width} × {image.height} pixels, more than the {MOST_PIXELS // 1_000_000}"
-                " million that are decoded"
-            )
-        yield image
+        return np.stack(side_by_side(cut, [*zip(ids.tolist(), numbers, strict=True)]))
 
 
 def matches(folder: Path) -> bool:
@@ -255,19 +210,7 @@ def _check_headers(paths: Sequence[Path]) -> None:
             with opened(path):
                 pass
         except Exception as error:  # a damaged image may raise anything
-            raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: Exception, remedy: str = SKIP) -> DataError:
-    if isinstance(error, FileNotFoundError):
-        return DataError(f"{path}: no such file", found=f"looked in {path.absolute().parent}",
-                         remedy=remedy)  # fmt: skip
-    size = f"{path.stat().st_size} bytes; " if path.exists() else ""
-    return DataError(
-        f"{path} is no readable image",
-        found=f"{size}{error or type(error).__name__}",
-        remedy=remedy,
-    )
+            raise unreadable(path, error) from None
 
 
 def _fingerprint(folder: Path, listed: dict[str, Listed]) -> str:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from paceline.recipes.data import HubSource
-from paceline.recipes.data.folder import opened
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.recipes.data.images import (
     ImageData,
     Labels,
+    Numbers,
     Pixels,
     Request,
     Split,
     fingerprint,
     taken_out,
 )
+from paceline.recipes.data.photos import File, cut_out, side_by_side, sized
 from paceline.recipes.program import library
 from paceline.spec.errors import DataError
 
@@ -38,33 +38,48 @@ class Rows:
         labels: Class number of each.
         size: Height and width to which they are brought.
         ids: Which rows, in this order.
+        crop: Cut the middle out of images of another aspect, instead of squeezing them.
     """
 
     slow = True
 
     def __init__(
-        self, rows: Any, column: str, labels: Labels, size: int, ids: NDArray[np.int64]
+        self,
+        rows: Any,
+        column: str,
+        labels: Labels,
+        size: int,
+        ids: NDArray[np.int64],
+        crop: bool = False,
     ) -> None:
-        self._rows, self._column, self._size, self._ids = rows, column, size, ids
+        self._rows, self._column, self.size, self._ids = rows, column, size, ids
+        self._crop = crop
         self.labels = labels
 
     def pixels(self, ids: NDArray[np.int64]) -> Pixels:
-        numbers = [int(self._ids[i]) for i in ids]
-        found: Sequence[Mapping[str, Any]] = self._rows[numbers][self._column]
-        return np.stack([self._one(*one) for one in zip(numbers, found, strict=True)])
+        size = (self.size, self.size)
+        return self._made(ids, lambda _, file: sized(file, 3, size, self._crop))
 
-    def _one(self, number: int, held: Mapping[str, Any]) -> Pixels:
+    def cut_out(self, ids: NDArray[np.int64], numbers: Numbers, size: int) -> Pixels:
+        """A random part of each image, out of the whole file."""
+        return self._made(ids, lambda place, file: cut_out(file, numbers[place], size))
+
+    def _made(self, ids: NDArray[np.int64], make: Callable[[int, File], Pixels]) -> Pixels:
         """Of what the data set holds: an image file's bytes, or where it lies."""
-        side = (self._size, self._size)
-        try:
-            file = BytesIO(held["bytes"]) if held["bytes"] is not None else Path(held["path"])
-            with opened(file, side) as image:
-                sized = image.convert("RGB").resize(side, Image.Resampling.BILINEAR)
-        except Exception as error:  # a damaged image may raise anything
-            raise DataError(
-                f"row {number} of the data set holds no readable image", found=str(error)
-            ) from None
-        return np.array(sized, dtype=np.uint8).transpose(2, 0, 1)
+        rows = self._ids[ids].tolist()
+        found: Sequence[Mapping[str, Any]] = self._rows[rows][self._column]
+
+        def made(place: int) -> Pixels:
+            held = found[place]
+            try:
+                inside = held["bytes"] is not None
+                return make(place, BytesIO(held["bytes"]) if inside else Path(held["path"]))
+            except Exception as error:  # a damaged image may raise anything
+                raise DataError(
+                    f"row {rows[place]} of the data set holds no readable image", found=str(error)
+                ) from None
+
+        return np.stack(side_by_side(made, range(len(rows))))
 
 
 def matches(folder: Path) -> bool:
@@ -96,7 +111,7 @@ def read(folder: Path | str, request: Request) -> ImageData:
     splits: dict[str, Split] = {}
     for name, rows in ids.items():
         source = name if name in parts else "train"
-        splits[name] = Rows(files[source], picture, labels[source][rows], size, rows)
+        splits[name] = Rows(files[source], picture, labels[source][rows], size, rows, request.crop)
     marks = fingerprint([str(folder).encode(), *(labels[name] for name in sorted(kept))])
     return ImageData(request.source, classes, (3, size, size), splits, marks, how)
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from paceline.train.order import permutation
 
 Pixels = NDArray[np.uint8]
 Labels = NDArray[np.int64]
+Numbers = NDArray[np.float64]
 
 
 class Split(Protocol):
@@ -35,6 +36,31 @@ class Split(Protocol):
 
     def pixels(self, ids: NDArray[np.int64]) -> Pixels:
         """Images, shape ``[len(ids), channels, height, width]``.
+
+        Raises:
+            DataError: An image cannot be read.
+        """
+        ...
+
+
+@runtime_checkable
+class Photos(Split, Protocol):
+    """A part whose images are decoded from files, each at its own size.
+
+    Attributes:
+        size: Height and width of what ``pixels`` gives.
+    """
+
+    @property
+    def size(self) -> int: ...
+
+    def cut_out(self, ids: NDArray[np.int64], numbers: Numbers, size: int) -> Pixels:
+        """A random part of each image, shape ``[len(ids), 3, size, size]``.
+
+        Args:
+            ids: Which images.
+            numbers: Uniform ones in [0, 1), ``photos.NUMBERS`` for each image.
+            size: Height and width.
 
         Raises:
             DataError: An image cannot be read.
@@ -66,6 +92,25 @@ class Part:
 
     def pixels(self, ids: NDArray[np.int64]) -> Pixels:
         return self.whole.pixels(self.ids[ids])
+
+
+@dataclass(frozen=True)
+class PhotoPart(Part):
+    """Some photos."""
+
+    whole: Photos
+
+    @property
+    def size(self) -> int:
+        return self.whole.size
+
+    def cut_out(self, ids: NDArray[np.int64], numbers: Numbers, size: int) -> Pixels:
+        return self.whole.cut_out(self.ids[ids], numbers, size)
+
+
+def part_of(whole: Split, ids: NDArray[np.int64]) -> Split:
+    """Some images of a split, in this order."""
+    return PhotoPart(whole, ids) if isinstance(whole, Photos) else Part(whole, ids)
 
 
 @dataclass(frozen=True)
@@ -156,8 +201,8 @@ def with_validation(data: ImageData, request: Request) -> ImageData:
             remedy="raise --val-fraction, or leave it out",
         )
     parts: dict[str, Split] = {
-        "train": Part(whole, np.flatnonzero(~out)),
-        "val": Part(whole, np.flatnonzero(out)),
+        "train": part_of(whole, np.flatnonzero(~out)),
+        "val": part_of(whole, np.flatnonzero(out)),
     }
     return replace(
         data,

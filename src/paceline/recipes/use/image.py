@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline import train
-from paceline.recipes.data.folder import SUFFIXES, decode
 from paceline.recipes.data.images import Request, load
+from paceline.recipes.data.photos import SUFFIXES, decode
 from paceline.recipes.image import evaluate
 from paceline.recipes.networks import rebuilt_images
 from paceline.recipes.pictures import Normalisation, Pictures, fitted
@@ -112,8 +112,8 @@ def evaluate_run(options: EvaluateOptions) -> None:
         session.agree("the data set", data.fingerprint)
         network = session.place(model.network())
         model.load(network)
-        numbers, device = session.precision.parameters, session.device
-        images = Pictures(data.splits[split], model.normalise, numbers, (), model.size, device)
+        numbers = session.precision.parameters
+        images = Pictures(data.splits[split], model.normalise, numbers, (), model.size)
         result = evaluate(session, network, images)
         report(session, options, split, result.count, result.values())
         hits = round(result.sums["accuracy"])

@@ -1,0 +1,102 @@
+"""Photos: cut out of the whole file, by numbers alone, in whatever process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from paceline.recipes.data import folder, photos
+from paceline.recipes.data.images import Request
+from paceline.recipes.pictures import Normalisation, Pictures
+from paceline.spec.errors import DataError
+from paceline.train import Draws
+from paceline.train.data import Fetch, Wanted
+
+
+def test_filesare_cut_out_of_the_whole_file(tmp_path: Path) -> None:
+    """Not out of a smaller copy; the numbers alone say what, whoever makes the batch."""
+    y, x = np.mgrid[0:400, 0:500]
+    ramp = np.stack([x / 2, y / 2, (x % 2) * 255], axis=2).astype(np.uint8)
+    Image.fromarray(ramp).save(tmp_path / "photo.png")
+    files = folder.Files([tmp_path / "photo.png"] * 9, np.zeros(9, dtype=np.int64), 64)
+    numbers = Draws(0, 0, np.arange(9)).uniform(photos.NUMBERS)
+    made = files.cut_out(np.arange(9), numbers, 64)
+    for pixels, drawn in zip(made.astype(float), numbers, strict=True):
+        left, top, right, bottom = photos.window(500, 400, drawn)
+        middle = (left + right) / 4, (top + bottom) / 4
+        assert abs(pixels[0].mean() - middle[0]) < 1
+        assert abs(pixels[1].mean() - middle[1]) < 1
+        if right - left < 80:  # one pixel of the file is one of the cut
+            assert pixels[2].std() > 60
+    parts = np.concatenate([files.cut_out(np.array([i]), numbers[i : i + 1], 64) for i in range(9)])
+    assert np.array_equal(made, parts)
+
+
+def test_windows_are_those_of_a_random_resized_crop() -> None:
+    drawn = np.random.default_rng(0).random((2000, photos.NUMBERS))
+    boxes = np.array([photos.window(500, 400, one) for one in drawn])
+    wide, tall = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
+    assert (boxes.min(0) >= 0).all()
+    assert (boxes.max(0) <= [500, 400, 500, 400]).all()
+    area = wide * tall / 200_000
+    assert 0.079 < area.min() < 0.1 < 0.95 < area.max() <= 1
+    assert 0.74 < (wide / tall).min() < 0.8 < 1.25 < (wide / tall).max() < 1.35
+    assert photos.window(900, 100, np.full(photos.NUMBERS, 0.99)) == (383, 0, 516, 100)
+
+
+def test_large_jpegs_are_decoded_at_a_part_of_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a small result; nobody sees it. A file that is too large otherwise is not refused."""
+    y, x = np.mgrid[0:800, 0:1000]
+    photo = Image.fromarray(np.stack([x / 4, y / 4, x * 0], axis=2).astype(np.uint8))
+    photo.save(tmp_path / "a.png")
+    photo.save(tmp_path / "a.jpg", quality=95)
+    loaded: list[tuple[int, int]] = []
+    convert = Image.Image.convert
+    monkeypatch.setattr(
+        Image.Image, "convert", lambda one, mode: loaded.append(one.size) or convert(one, mode)
+    )
+    numbers = np.zeros(photos.NUMBERS)
+    numbers[:4] = 0.9, 0.89, 0.5, 0.5  # 952 × 762 of the 1000 × 800
+    for limit in (32_000_000, 60_000):
+        monkeypatch.setattr(photos, "MOST_PIXELS", limit)
+        whole = photos.sized(tmp_path / "a.jpg", 3, (64, 64), crop=True)
+        cut = photos.cut_out(tmp_path / "a.jpg", numbers, 64)
+        if limit > 1e6:
+            exact = photos.sized(tmp_path / "a.png", 3, (64, 64), crop=True)
+            part = photos.cut_out(tmp_path / "a.png", numbers, 64)
+        assert np.abs(whole.astype(int) - exact).mean() < 2
+        assert np.abs(cut.astype(int) - part).mean() < 2
+    assert loaded == [(250, 200), (250, 200), (1000, 800), (1000, 800), (250, 200), (250, 200)]
+    with pytest.raises(DataError, match="1000 × 800 pixels, more than"):
+        photos.decode(tmp_path / "a.png", 3, 64, 64)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_make_the_batches_of_photos(tmp_path: Path, workers: int) -> None:
+    draw = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(12):
+            pixels = draw.integers(0, 256, (40, 60, 3)).astype(np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
+    data = folder.read(tmp_path, Request(str(tmp_path), image_size=32, crop=True))
+    normalise = Normalisation((0.5,) * 3, (0.25,) * 3)
+    pictures = Pictures(data.splits["train"], normalise, torch.float32, ("resized-crop", "flip"))
+    orders = [
+        Wanted(np.arange(i, i + 4), Draws(1, 2, np.arange(i, i + 4)), i) for i in range(0, 16, 4)
+    ]
+    fetch = Fetch(pictures, torch.device("cpu"), workers)
+    made = [images for _, (images, _) in fetch(orders)]
+    fetch.close()
+    for one, images in zip(orders, made, strict=True):
+        alone = pictures.on_device(pictures.batch(one.ids, one.draws), one.draws)[0]
+        assert torch.equal(images, alone)
+    assert made[0].shape == (4, 3, 32, 32)
+    plain = pictures.on_device(pictures.batch(orders[0].ids, None), None)[0]
+    assert not torch.equal(made[0], plain)

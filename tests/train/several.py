@@ -33,6 +33,15 @@ def points() -> TensorDataset:
     return TensorDataset(torch.stack([angles.cos(), angles.sin()], 1))
 
 
+def stream() -> train.ShardedDataset:
+    """The same from a folder of shards, of which each rank reads its own samples."""
+    folder = Path(sys.argv[1]) / "shards"
+    if not folder.is_dir():
+        samples = ({"npy": point.numpy()} for point in points().tensors[0])
+        assert len(train.write_shards(folder, samples, size=8 << 10)) > 2
+    return train.ShardedDataset(folder, lambda sample: train.decoded(sample)["npy"], window=16)
+
+
 def layers(inputs: int, outputs: int, norm: bool) -> nn.Module:
     middle = [nn.BatchNorm1d(16)] if norm else []
     return nn.Sequential(nn.Linear(inputs, 16), *middle, nn.Tanh(), nn.Linear(16, outputs))
@@ -70,7 +79,7 @@ def gan(
         make = session.prepare(generator, first, ExponentialLR(first, 0.9), name="generator")
         judge = session.prepare(discriminator, second, clip_norm=0.3, name="discriminator")
         average = session.average(0.8, start=2, name="generator")
-        loader = session.loader(points(), BATCH, limit=limit)
+        loader = session.loader(stream(), BATCH, limit=limit)
         session.watch(every=3, devices=True)
         session.checkpoints(every=every)
         for _ in session.epochs(loader, EPOCHS):
@@ -197,6 +206,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    stream()
     scenarios = [worlds, together, resumed, moved, with_statistics, page]
     found = {one.__name__: one() for one in scenarios}
     found["records"] = {str(n): records(made(f"alternating{n}")) for n in (1, 2)}

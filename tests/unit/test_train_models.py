@@ -142,7 +142,7 @@ def test_a_checkpoint_in_an_evaluation_has_the_weights_themselves(tmp_path: Path
     with train.join(run_dir=tmp_path) as session:
         model, loader = line(session), loader_of(session)
         average = session.average(0.9)
-        session.checkpoints(every="never")
+        session.checkpoints(every="never", describes={"task": "x"})
         assert session._keeper is not None
         for _ in session.epochs(loader, 1):
             for (inputs,) in loader:
@@ -159,6 +159,9 @@ def test_a_checkpoint_in_an_evaluation_has_the_weights_themselves(tmp_path: Path
         with average.applied():
             assert model.weight.item() == averaged
         assert average.updates == 2
+    used = nn.Linear(1, 1, bias=False)  # as evaluate and predict take it
+    load_weights(tmp_path, used)
+    assert used.weight.item() == averaged
     with train.join(run_dir=tmp_path) as session:  # nobody asks for the average any more
         model = line(session)
         assert session.checkpoints()

@@ -95,13 +95,17 @@ def prepare(
     schedule: LRScheduler,
 ) -> nn.Module:
     """What to call in the training loop."""
-    return session.prepare(
+    model = session.prepare(
         network,
         optimizer,
         schedule,
         clip_norm=options.clip_norm or None,
         compile=options.compile,
     )
+    if options.ema:
+        session.average(options.ema, start=options.ema_start)
+    session.watch(every=options.watch, devices=options.watch_devices)
+    return model
 
 
 def epochs(session: train.Session, loader: train.Loader, options: Options) -> Iterator[int]:

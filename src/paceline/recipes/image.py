@@ -77,15 +77,17 @@ def train_image(options: ImageOptions) -> None:
                         outputs, labels, reduction="none", label_smoothing=options.label_smoothing
                     )
                 session.step(losses, accuracy=outputs.argmax(1) == labels)
-            result = evaluate(session, network, watched)
+            with session.averaged():
+                result = evaluate(session, network, watched)
             session.log(data.watched, samples=result.count, **result.values())
             best.update(result["accuracy"], session.progress.step)
             curve.report(result["loss"])
             common.end_early(session, options, best, f"{data.watched} accuracy", result["accuracy"])
 
-        result = evaluate(session, network, held_out)
+        with session.averaged():
+            result = evaluate(session, network, held_out)
         figures = {"samples": result.count, **result.values()}
-        session.save_model({**about, "metrics": {data.held_out: figures}})
+        session.save_model({**about, "metrics": {data.held_out: figures}}, average=True)
         hits = round(result.sums["accuracy"])
         session.say(f"accuracy {result['accuracy']:.4f} ({hits} of {result.count} held-out images)")
 

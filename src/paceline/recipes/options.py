@@ -69,6 +69,11 @@ class Options:
     """Weight decay."""
     clip_norm: float = 0.0
     """Largest norm of the whole gradient (0: no limit)."""
+    ema: float = 0.0
+    """Decay of a moving average of the weights, as in 0.999: it is what is evaluated and saved
+    (0: none)."""
+    ema_start: int = 0
+    """With --ema: steps after which averaging begins."""
     evaluate_every: int = 0
     """Evaluate every N steps, besides at the end of each epoch (0: only there; with --stop-at also
     about sixteen times within a long epoch)."""
@@ -110,6 +115,10 @@ class Options:
     """One tracker run for each node, in a group, instead of one for the job."""
     log_every: int = 0
     """Steps between two records in metrics.jsonl (0: by the length of an epoch)."""
+    watch: int = 0
+    """Record the norms of gradients and weights every N steps (0: never)."""
+    watch_devices: bool = False
+    """Record the load of CPUs and accelerators, too."""
     check_every: int = 100
     """Verify every N steps that all ranks have identical parameters and buffers."""
     deterministic: bool = False
@@ -144,6 +153,14 @@ class Options:
         at_least("--micro-batch", self.micro_batch, 0)
         at_least("--weight-decay", self.weight_decay, 0)
         at_least("--clip-norm", self.clip_norm, 0)
+        below_one("--ema", self.ema)
+        at_least("--ema-start", self.ema_start, 0)
+        if self.ema_start and not self.ema:
+            raise SettingError(
+                f"--ema-start {self.ema_start} needs an average",
+                remedy="--ema 0.999, or leave it out",
+            )
+        at_least("--watch", self.watch, 0)
         at_least("--evaluate-every", self.evaluate_every, 0)
         at_least("--patience", self.patience, 0)
         at_least("--stop-at", self.stop_at, 0)

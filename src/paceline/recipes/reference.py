@@ -89,11 +89,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Training": (
         "epochs", "steps", "global_batch", "batch_per_process", "micro_batch", "lr", "scale_lr",
         "schedule", "milestones", "warm_up", "optimizer", "nesterov", "momentum", "weight_decay",
-        "clip_norm", "label_smoothing", "evaluate_every", "patience", "stop_at", "seed",
+        "clip_norm", "ema", "ema_start", "label_smoothing", "evaluate_every", "patience", "stop_at",
+        "seed",
     ),
     "Computing": ("device", "dtype", "fast", "compile", "shard", "backend"),
     "Run directory and checkpoints": (
-        "run_dir", "resume", "checkpoint_every", "keep", "when_full", "log_every", "check_every",
+        "run_dir", "resume", "checkpoint_every", "keep", "when_full", "log_every", "watch",
+        "watch_devices", "check_every",
     ),
     "Trackers": ("track", "track_project", "track_each_node"),
 }  # fmt: skip

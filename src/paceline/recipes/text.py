@@ -75,7 +75,8 @@ def train_text(options: TextOptions) -> None:
                         outputs, labels, reduction="none", label_smoothing=options.label_smoothing
                     )
                 session.step(losses, accuracy=outputs.argmax(1) == labels)
-            figures = evaluate(session, placed, held_out, len(data.classes))
+            with session.averaged():
+                figures = evaluate(session, placed, held_out, len(data.classes))
             session.log(data.held_out, samples=len(held_out), **figures)
             best.update(figures["accuracy"], session.progress.step)
             curve.report(figures["loss"])
@@ -83,9 +84,10 @@ def train_text(options: TextOptions) -> None:
             common.end_early(session, options, best, f"{data.held_out} accuracy", accuracy)
 
         # Nothing was evaluated where a finished training was resumed.
-        figures = figures or evaluate(session, placed, held_out, len(data.classes))
+        with session.averaged():
+            figures = figures or evaluate(session, placed, held_out, len(data.classes))
         measured = {"samples": len(held_out), **figures}
-        session.save_model({**about, "metrics": {data.held_out: measured}})
+        session.save_model({**about, "metrics": {data.held_out: measured}}, average=True)
         session.say(
             f"accuracy {figures['accuracy']:.4f}  f1 {figures['f1']:.4f}"
             f"  ({len(held_out)} held-out texts)"

@@ -89,19 +89,21 @@ def train_translation(options: TranslationOptions) -> None:
                     outputs = model(source, target)
                     losses = token_losses(outputs, expected, options.label_smoothing)
                 session.step(losses.sum(1) / mean_length)
-            figures = evaluate(session, network, held_out)
-            if epoch == last or epoch % options.score_every == options.score_every - 1:
-                figures |= score(session, network, watched, tokenizers, search, options.samples)
-                best.update(figures["bleu"] + figures["chrf"], session.progress.step)
+            with session.averaged():
+                figures = evaluate(session, network, held_out)
+                if epoch == last or epoch % options.score_every == options.score_every - 1:
+                    figures |= score(session, network, watched, tokenizers, search, options.samples)
+                    best.update(figures["bleu"] + figures["chrf"], session.progress.step)
             session.log(data.held_out, samples=len(watched), **figures)
             curve.report(figures["loss"])
             common.end_early(session, options, best, "BLEU", figures.get("bleu", 0.0))
 
         if "bleu" not in figures:  # a finished training was resumed
-            figures = evaluate(session, network, held_out)
-            figures |= score(session, network, watched, tokenizers, search, options.samples)
+            with session.averaged():
+                figures = evaluate(session, network, held_out)
+                figures |= score(session, network, watched, tokenizers, search, options.samples)
         measured = {"samples": len(watched), **figures}
-        session.save_model({**about, "metrics": {data.held_out: measured}})
+        session.save_model({**about, "metrics": {data.held_out: measured}}, average=True)
         session.say(f"{summary(figures)}  ({len(watched)} {data.held_out} sentences)")
 
 

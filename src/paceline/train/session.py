@@ -146,6 +146,10 @@ class Session:
         updater.average = Average(updater.module, self.comms, decay, start, self._settle)
         return updater.average
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within it every model that has an average has its averaged weights; on every rank."""
+        return self._models.averaged()
+
     def add(self, callback: Callback) -> None:
         """Has the callback's methods called at their moments; on every rank alike."""
         self._callbacks.add(callback)

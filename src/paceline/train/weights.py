@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save
 from torch import Tensor
 
@@ -21,6 +21,8 @@ from paceline.spec import rundir
 from paceline.spec.errors import DataError, NodeError
 from paceline.train import files
 from paceline.train.checkpoints.format import (
+    OPTIMIZER,
+    OPTIMIZER_SHARDS,
     STATE,
     WEIGHT_SHARDS,
     WEIGHTS,
@@ -28,6 +30,7 @@ from paceline.train.checkpoints.format import (
     read_manifest,
 )
 
+_AVERAGES = "training.average.tensors."
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SPARE = 16 << 20  # bytes that are left to others
 
@@ -156,15 +159,35 @@ def load_weights(folder: Path, module: torch.nn.Module) -> None:
 
 
 def _checkpointed(path: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint whose files were compared with its manifest."""
+    """The weights of a checkpoint whose files were compared with its manifest.
+
+    Averaged ones where the run has an average, as it evaluates and saves them itself.
+    """
     try:
         if (path / WEIGHTS).is_file():
-            return load_file(path / WEIGHTS)
+            return load_file(path / WEIGHTS) | _averages(path)
         from paceline.train.checkpoints import shards
 
-        return shards.whole(path / WEIGHT_SHARDS)
+        averages = _named(shards.whole(path / OPTIMIZER_SHARDS))
+        return shards.whole(path / WEIGHT_SHARDS) | _averages(path) | averages
     except (OSError, RuntimeError, SafetensorError) as error:
         raise DataError(f"{path} cannot be loaded", found=str(error)) from None
+
+
+def _averages(path: Path) -> dict[str, Tensor]:
+    with safe_open(path / OPTIMIZER, framework="pt") as content:  # its moments are not needed
+        return _named(
+            {name: content.get_tensor(name) for name in filter(_is_average, content.keys())}
+        )
+
+
+def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The averages among a checkpoint's tensors, by the names of the weights."""
+    return {name.removeprefix(_AVERAGES): one for name, one in tensors.items() if _is_average(name)}
+
+
+def _is_average(name: str) -> bool:
+    return name.startswith(_AVERAGES)
 
 
 def _fill(module: torch.nn.Module, path: Path, state: Mapping[str, Tensor]) -> None:

@@ -59,6 +59,8 @@ def test_defaults_need_no_flags() -> None:
         (["surplus"], "surplus"),
         (["--scale-lr", "linear"], "--batch-per-process"),
         (["--warm-up", "1"], "less than 1"),
+        (["--ema", "1"], "less than 1"),
+        (["--ema-start", "5"], "--ema 0.999"),
     ],
 )
 def test_refusals(argv: list[str], told: str) -> None:

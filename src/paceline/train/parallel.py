@@ -120,12 +120,9 @@ def replicated(
     # A false alarm of DDP for weights with one input channel, whose strides are ambiguous.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
     model = (Apart if apart else Replica)(
-        module,
-        device_ids=index,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=unused,
-        broadcast_buffers=not apart,
+        module, device_ids=index, gradient_as_bucket_view=True, find_unused_parameters=unused
     )
+    model.broadcast_buffers = not apart
     _settle_buckets(model)
     return model
 

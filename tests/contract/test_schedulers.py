@@ -691,6 +691,8 @@ def test_the_command_of_srun() -> None:
     assert words[:5] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1",
                          "--nodelist=n1,10.0.0.2"]  # fmt: skip
     assert words[-1] == "--mem=0"
+    ours = [replace(host, gpus=2) for host in HOSTS]
+    assert slurm.step("srun", ours, ())[-1] == "--gpus-per-node=2"
 
 
 JOBS = {  # file → word, over, exit status

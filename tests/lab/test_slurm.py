@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,17 @@ from typing import Any
 
 import pytest
 from every_transport import EveryTransport
-from launches import Site, eventually
+from launches import SOURCE, Site, eventually
 from slurmlab import Slurm, slurm_on
-from transports import IMAGE_RECIPE, Transport, largest_difference, reference, site_in, sniffed
+from transports import (
+    IMAGE_RECIPE,
+    PATIENCE_S,
+    Transport,
+    largest_difference,
+    reference,
+    site_in,
+    sniffed,
+)
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -122,6 +131,93 @@ def test_an_allocation_that_is_over(site: Site, slurm: Slurm) -> None:
     ended = Transport(site, (), env=env).run("--no-torch", "tell.py")
     assert ended.code == 1
     assert "the allocation is over" in ended.err
+
+
+# --- GPUs, as the guide of a site asks for them
+
+
+# by the document's own commands; sizes of jobs are those of its nodes
+ASKED = ("--cpus-per-task=16", "--mem=32GB", "--time=1:00:00")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "asked", "options", "ranks"),
+    [
+        ("-N1", "--gpus=v100:1", (), 1),
+        ("-N1", "--gpus=v100:2", (), 2),
+        ("-N2", "--gpus=v100:4", (), 4),
+        ("-N2", "--gpus=v100:4", ("--nnodes", "1"), 2),
+    ],
+)
+def test_ranks_by_the_gpus_of_an_allocation(
+    site: Site, slurm: Slurm, nodes: str, asked: str, options: tuple[str, ...], ranks: int
+) -> None:
+    """One for each; that torch sees none of them here is said."""
+    prefix = ("salloc", nodes, *ASKED, asked, "--nodelist=n1" if nodes == "-N1" else "-wn[1-2]")
+    transport = Transport(site, (), prefix=prefix, env=slurm.env)
+    tell = """echo "{\\"ranks\\": $WORLD_SIZE, \\"gpus\\": $SLURM_GPUS_ON_NODE}" """
+    ended = transport.run(*options, "--no-python", "sh", "-c", tell)
+    assert ended.code == 0, ended.err
+    assert ended.said(ranks - 1) == {"ranks": ranks, "gpus": 1 if asked == "--gpus=v100:1" else 2}
+    assert "torch sees no GPU on n1" in ended.err
+
+
+def test_gpus_of_a_batch(site: Site, slurm: Slurm) -> None:
+    """Asked for as by the document; Slurm gives each node its share of that kind."""
+    options = ("--via", "slurm", "--nnodes", "2", "--gpus", "v100:4", "--cpus-per-task", "8",
+               "--mem", "32GB", "--time", "1:00:00", "--constraint", "v100")  # fmt: skip
+    ended = Transport(site, options, env=slurm.env).run("--no-torch", "tell.py")
+    assert ended.code == 0, ended.err
+    state = slurm.job(number_of(ended.err))
+    assert "TresPerNode=gres:gpu:v100:2" in state
+    assert "Features=v100" in state
+    assert ended.said(3)["place"]["WORLD_SIZE"] == "4"
+    assert "torch sees no GPU on n" in ended.out
+
+
+DOCUMENTS_BATCH = """#!/bin/bash
+#SBATCH -N2
+#SBATCH --time=1:00:00
+#SBATCH --cpus-per-task=16
+#SBATCH --mem=32GB
+#SBATCH --gpus=v100:4
+
+cd {project}
+time {python} -m paceline run --run-dir {runs} --no-torch tell.py --ddp --epochs 5
+"""
+
+
+def test_the_documents_own_batch(site: Site, slurm: Slurm) -> None:
+    """Its directives and the line that submits it; only the line with the helper is ours."""
+    script, directory = site.project / "train.sh", site.fresh()
+    python = f"env PYTHONPATH={SOURCE} {sys.executable}"
+    script.write_text(DOCUMENTS_BATCH.format(project=site.project, python=python, runs=directory))
+    line = "sbatch -N2 --cpus-per-task=16 --mem=32GB --gpus=v100:4 --output=output.txt train.sh"
+    site.lab.exec("n1", line.split(), env=slurm.env, cwd=site.project, timeout=30, check=True)
+    output = site.project / "output.txt"
+    assert eventually(lambda: "real\t" in text_of(output), 40), text_of(output)
+    assert json.loads((directory / "result.json").read_text())["exit_code"] == 0
+    plan = json.loads((directory / "plan.json").read_text())
+    assert plan["world_size"] == 4
+    assert len(plan["nodes"]) == 2
+
+
+def test_the_four_rungs_in_one_batch(site: Site, slurm: Slurm) -> None:
+    """One process, one node full, all nodes, all full: one command on the login node."""
+    out = site.fresh()
+    options = ("--via", "slurm", "--nnodes", "2", "--gpus", "v100:4", "--mem", "100", "--out")
+    words = (*options, str(out), "--sbatch-arg=--nodelist=n[1-2]", "train.py")
+    argv = [sys.executable, "-m", "paceline", "bench", "scaling", *words]
+    done = site.lab.exec("n1", argv, env={**slurm.env, "PYTHONPATH": str(SOURCE)},
+                         cwd=site.project, timeout=PATIENCE_S)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rungs = json.loads((out / "scaling.json").read_text())
+    assert [(r["nodes"], r["processes"]) for r in rungs] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert "one process: limited by" in done.stdout
+    assert "2 processes on each of 2 nodes: " in done.stdout
+    assert re.search(r"Slurm job \d+ waited \d+ s in the queue", done.stdout)
+    assert done.stdout.count("torch sees no GPU on n1, n2") == 1
+    assert "JobState=COMPLETED" in slurm.job(number_of(done.stderr))
 
 
 # --- submitted

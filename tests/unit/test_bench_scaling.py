@@ -125,6 +125,9 @@ def test_what_is_shown() -> None:
     found = rows(list(zip(ladder(2, 2), [[run(8)], [run(5)], [run(4)], [run(3.9)]], strict=True)))
     lines = table(found).splitlines()
     assert len([line for line in lines if not line.startswith("  ")]) == 5
+    assert "one process: limited by computing alone" in table(found)
+    assert "2 processes on one node: 80% of the ideal, nothing limits it much" in table(found)
+    assert "1 process on each of 2 nodes: 100% of the ideal" in table(found)
     assert max(map(len, lines)) <= 80
     assert "limited by" in lines[-2] + lines[-1]
     assert lines[0].split()[:2] == ["layout", "wall"]

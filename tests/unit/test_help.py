@@ -120,7 +120,8 @@ def test_a_recipe_shows_all_its_options_on_request(name: str) -> None:
 
 
 def test_options_without_effect_are_not_offered() -> None:
-    assert "  --plan " not in help_of("bench", "scaling", "--help-all")
+    assert "  --plan " not in help_of("bench", "collectives", "--help-all")
+    assert "  --requeue" not in help_of("bench", "scaling", "--help-all")
 
 
 def test_lines_wrap_between_words() -> None:

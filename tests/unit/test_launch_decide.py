@@ -113,6 +113,19 @@ def test_an_allocations_gpus_are_counted() -> None:
     assert len(decide.usable_gpus(job(), ours, facts(gpus=8))) == 2
 
 
+def test_a_nodes_own_variable_says_which_gpus_are_ours() -> None:
+    """As Slurm sets it for a step, whose node may have more of them."""
+
+    def count(value: str, **environment: Any) -> int:
+        there = {**facts(gpus=8), "environment": {"CUDA_VISIBLE_DEVICES": value}}
+        wanted = job(environment=Environment(**environment))
+        return len(decide.usable_gpus(wanted, Host("a"), there))
+
+    assert (count("4,5"), count("NoDevFiles"), count("")) == (2, 0, 0)
+    assert count("4,5", public={"CUDA_VISIBLE_DEVICES": "6"}) == 1
+    assert count("4,5", unset=("CUDA_VISIBLE_DEVICES",)) == 8
+
+
 def test_gpus_that_torch_cannot_see_are_told_of() -> None:
     hosts = (Host("a", gpus=2), Host("b", gpus=2), Host("c"))
 

@@ -198,6 +198,29 @@ def limit(row: Row, every: Sequence[Row]) -> str:
     return "unknown: neither one node nor one process a node is slow by itself"
 
 
+def verdict(row: Row, every: Sequence[Row]) -> str:
+    """One line for a layout: what it is, and what limits it, if anything does."""
+    nodes, processes = row.layout.nodes, row.layout.processes
+    if nodes == 1:
+        what = f"{processes} processes on one node" if processes > 1 else "one process"
+    else:
+        noun = "processes" if processes > 1 else "process"
+        what = f"{processes} {noun} on each of {nodes} nodes"
+    data = row.share("data") or 0.0
+    if why := limit(row, every):
+        words = f"limited by {why}"
+    elif row.layout == every[0].layout and data > NOTICEABLE:
+        words = f"limited by data: {data:.0%} of the time was spent waiting for it"
+    elif row.layout == every[0].layout:
+        words = "limited by computing alone; the measure for the others"
+    else:
+        words = f"{row.efficiency:.0%} of the ideal, nothing limits it much"
+    start, wall = row.mean("startup"), row.mean("wall")
+    if start > wall / 2:
+        words += f"; {start:.1f} of its {wall:.1f} s are the start: a longer training says more"
+    return f"{what}: {words}"
+
+
 def advice(found: Sequence[Row], *, weak: bool = False) -> str:
     """What the figures may not mean; empty when there is nothing to say."""
     if weak or all(run.samples for row in found for run in row.runs):
@@ -211,7 +234,7 @@ def advice(found: Sequence[Row], *, weak: bool = False) -> str:
 
 
 def table(found: Sequence[Row]) -> str:
-    """For people; fixed columns, 80 wide at most, what limits a layout below it."""
+    """For people; fixed columns, 80 wide at most, a line in words below each layout."""
     unit = "samples/s" if all(run.samples for row in found for run in row.runs) else "runs/s"
     head = f"{'layout':<8}{'wall s':>8}{'start s':>9}{'train s':>9}{'end s':>7}{unit:>15}"
     lines = [f"{head}{'speed-up':>10}{'efficiency':>12}"]
@@ -225,8 +248,7 @@ def table(found: Sequence[Row]) -> str:
         lines.append(
             f"{row.layout.label:<8}{times}{speed:>15}{row.speedup:>10.2f}{row.efficiency:>12.0%}"
         )
-        if why := limit(row, found):
-            lines.append(wrapped(f"{'':<8}limited by {why}", 80))
+        lines.append(wrapped(f"{'':<8}{verdict(row, found)}", 80))
     return "\n".join(lines)
 
 
@@ -241,6 +263,7 @@ def to_json(found: Sequence[Row]) -> list[dict[str, Any]]:
             "speedup": row.speedup,
             "efficiency": row.efficiency,
             "limited_by": limit(row, found),
+            "verdict": verdict(row, found),
             "runs": [{**asdict(run), "speed": run.speed} for run in row.runs],
         }
         for row in found

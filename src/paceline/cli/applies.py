@@ -82,6 +82,7 @@ class Applies:
 
 
 _JOBS = frozenset(VERBS) - MEASURING  # these end in one run whose start can be planned
+_ONE_RUN = frozenset(VERBS) - {"scaling"}  # a ladder is many
 _AT_THE_SITE = "--sbatch-arg takes any directive of the batch system"
 _CHOSEN = Applies(chosen=True)
 _RENDEZVOUS = Applies(chosen=True, verbs=_JOBS)
@@ -97,7 +98,7 @@ OPTIONS: dict[str, Applies] = {
     "unset": Applies(),
     "iface": Applies(),
     "python": Applies(),
-    "run_dir": Applies(verbs=frozenset(VERBS) - {"scaling"}, hint="--out FOLDER"),
+    "run_dir": Applies(verbs=_ONE_RUN, hint="--out FOLDER"),
     "name": Applies(),
     "master_port": Applies(),
     "backend": Applies(),
@@ -112,7 +113,7 @@ OPTIONS: dict[str, Applies] = {
     "check_level": Applies(chosen=True, verbs=_JOBS, value="full",
                            hint="`paceline check` first"),
     "show": Applies(verbs=_JOBS),
-    "plan_only": Applies(verbs=_JOBS),
+    "plan_only": Applies(verbs=_JOBS | {"scaling"}),  # of a ladder only its batch has a plan
     "as_json": _CHOSEN,
     "verbose": Applies(chosen=True, verbs=_JOBS),
     "via": Applies(),
@@ -138,8 +139,8 @@ OPTIONS: dict[str, Applies] = {
     "constraint": Applies(chosen=True, submission=True, hint=_AT_THE_SITE),
     "sbatch_arg": _BATCH,
     "setup_command": _BATCH,
-    "requeue": Applies(chosen=True, submission=True, hint=_AT_THE_SITE),
-    "array": _BATCH,
+    "requeue": Applies(chosen=True, verbs=_ONE_RUN, submission=True, hint=_AT_THE_SITE),
+    "array": Applies(chosen=True, verbs=_ONE_RUN, submission=True),
     "detach": _BATCH,
 }  # fmt: skip
 # These are for the submission (those of containers also for a start now); the job that was

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,14 @@ from paceline.cli.launch import job_of, launch_options, prepare
 from paceline.cli.run import entry_of, opens_store
 from paceline.cli.train import recipe_job
 from paceline.cli.verb import Verb, say
-from paceline.cli.via import via_of
+from paceline.cli.via import submit, via_of
 from paceline.launch.launcher import run_job
 from paceline.launch.screen import Screen
 from paceline.launch.summary import report_failure
 from paceline.recipes import RECIPES, parse_options
+from paceline.schedulers.scheduler import Scheduler
+from paceline.schedulers.script import SUBMITTED
+from paceline.schedulers.submission import Submitted
 from paceline.spec.errors import JobError, SettingError
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job
@@ -50,8 +54,17 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
     among ARGS. Samples are counted where the script trains with paceline.train; otherwise the
     work is taken to be the same at every layout (with --weak: to grow with the number of
     processes), and the time of its ranks is compared.
+
+    Outside of an allocation, --via with a batch system and --nnodes N submits all of it as one
+    batch.
     """
-    cluster, _via = prepare(ctx)
+    cluster, via = prepare(ctx)
+    if ctx.params["plan_only"] and via.kind != "submit":
+        raise SettingError(
+            "--plan does not apply to the runs of paceline bench scaling",
+            found="it prints one run, or the script of a batch",
+            remedy="paceline run --plan, with -p and --nnodes of the layout",
+        )
     if recipe and module:
         raise SettingError("--recipe and --module exclude each other")
     if recipe:
@@ -60,6 +73,8 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         entry = entry_of(script, args, module=module, no_python=False)
         job = job_of(ctx, entry, name=Path(script).stem, own_store=opens_store(entry))
     folder = out or Path("runs") / f"scaling-{time.strftime('%Y%m%d-%H%M%S')}"
+    if via.kind == "submit":
+        ctx.exit(submit(ctx, job, folder, via.scheduler, "--out"))
     found = scaling.rows(climb(ctx, job, cluster, folder, repeat, package=recipe), weak=weak)
     (folder / "scaling.json").write_text(json.dumps(scaling.to_json(found), indent=2) + "\n")
     (folder / "scaling.svg").write_text(scaling.picture(found), encoding="utf-8")
@@ -69,7 +84,21 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
     say(scaling.table(found))
     if said := scaling.advice(found, weak=weak):
         say(f"\n{wrapped(said, 80)}")
+    if said := queued(via.scheduler):
+        say(f"\n{wrapped(said, 80)}")
     say(f"\nnumbers {folder / 'scaling.json'}\npicture {folder / 'scaling.svg'}")
+
+
+def queued(scheduler: Scheduler) -> str:
+    """How long the batch that we are waited before it began, where its scheduler tells."""
+    number = scheduler.allocation(os.environ)
+    if number is None or not scheduler.follows() or not os.environ.get(SUBMITTED):
+        return ""
+    job = Submitted(scheduler, number)
+    state = job.state()
+    if state is None or state.queued_s is None:
+        return ""
+    return f"{job.title} waited {state.queued_s:.0f} s in the queue; the table begins after that."
 
 
 def _recipe_job(ctx: click.Context, name: str, args: tuple[str, ...]) -> Job:
@@ -82,44 +111,52 @@ def climb(ctx: click.Context, job: Job, cluster: Cluster, folder: Path, repeat: 
           package: bool) -> list[tuple[scaling.Layout, list[scaling.Measured]]]:  # fmt: skip
     """All layouts, one after the other; says where it is."""
     nodes = job.nnodes.value or len(cluster.hosts)
-    slots = cluster.hosts[0].slots
-    processes = job.nproc_per_node.value or slots or 1
+    first = cluster.hosts[0]
+    processes = job.nproc_per_node.value or first.slots or first.gpus or 1
     if not isinstance(processes, int):
         raise SettingError(f"bench scaling needs a number, not -p {processes}", remedy="-p N")
-    measured = []
+    measured, told = [], set[str]()
     for layout in scaling.ladder(nodes, processes):
         runs = []
         for number in range(repeat):
             say(f"paceline: {layout.label}, run {number + 1} of {repeat}", err=True)
             where = folder / f"{layout.nodes}x{layout.processes}-{number + 1}"
-            runs.append(run_once(ctx, job, cluster, layout, where, package))
+            runs.append(run_once(ctx, job, cluster, layout, where, package, told))
         measured.append((layout, runs))
     return measured
 
 
 class Listening(Screen):
-    """Shows nothing, and keeps what the script had to say."""
+    """Shows nothing but the notes of a plan, each once, and keeps what the script had to say.
 
-    def __init__(self) -> None:
+    Args:
+        told: Notes that were shown before.
+    """
+
+    def __init__(self, told: set[str]) -> None:
         super().__init__("none")
         self.said: list[str] = []
+        self._told = told
 
     def say(self, text: str) -> None:
         self.said.append(text)
 
     def note(self, text: str) -> None:
-        """The launcher's own lines would only disturb the table."""
+        """The launcher's other lines would only disturb the table."""
+        if ": note: " in text and text not in self._told:
+            self._told.add(text)
+            say(text, err=True)
 
 
 def run_once(ctx: click.Context, job: Job, cluster: Cluster, layout: scaling.Layout, where: Path,
-             package: bool) -> scaling.Measured:  # fmt: skip
+             package: bool, told: set[str]) -> scaling.Measured:  # fmt: skip
     """One run of one layout. JobError when it fails: a ladder with a broken step says nothing."""
     shaped = replace(
         job,
         nnodes=Setting(layout.nodes, Source.COMMAND_LINE),
         nproc_per_node=Setting(layout.processes, Source.COMMAND_LINE),
     )
-    screen, transport = Listening(), via_of(ctx.params).transport
+    screen, transport = Listening(told), via_of(ctx.params).transport
     if transport is None:
         raise SettingError(
             "bench scaling runs here, not in a batch", remedy="In an allocation, type it again"

@@ -197,7 +197,10 @@ def launch(
         after: Called with the run directory once the job has ended well.
     """
     if via.kind == "submit":
-        return submit(ctx, job, parent, via.scheduler)
+        from paceline.rundir.directory import fresh_path
+
+        directory = ctx.params["run_dir"] or fresh_path(parent, job.name)
+        return submit(ctx, job, directory, via.scheduler)
     if via.kind == "join":
         from paceline.launch.view import entry_argv
         from paceline.rendezvous.typed import serve

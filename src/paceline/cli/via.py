@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from paceline.cli.applies import SUBMISSION, Manner, given
+from paceline.cli.applies import SUBMISSION, VERBS, Manner, given
 from paceline.cli.flags import Seconds
 from paceline.cli.torchrun import Aliased
 from paceline.cli.verb import say
@@ -206,19 +206,26 @@ def container_folders(params: Mapping[str, Any]) -> tuple[str, ...]:
 # --- jobs that start later
 
 
-def submit(ctx: click.Context, job: Job, parent: Path, scheduler: Scheduler) -> int:
+def submit(ctx: click.Context, job: Job, directory: Path, scheduler: Scheduler,
+           folder: str = "--run-dir") -> int:  # fmt: skip
     """Writes the script, and where that can be done submits and follows it.
+
+    Args:
+        ctx: The verb's context, with the common options.
+        job: What the batch runs.
+        directory: Where the script and the run go.
+        scheduler: Which.
+        folder: The verb's option for that directory.
 
     Returns:
         The job's exit status; 0 for one that is not followed.
     """
     import asyncio
 
-    from paceline.rundir.directory import fresh_path
     from paceline.schedulers import submission
 
-    directory = (ctx.params["run_dir"] or fresh_path(parent, job.name)).absolute()
-    request = request_of(ctx, job, directory)
+    directory = directory.absolute()
+    request = request_of(ctx, job, directory, folder)
     if scheduler.keeps_secrets and not ctx.params["plan_only"]:
         request = replace(request, secrets=secrets_of(job))
     text = scheduler.render(request)
@@ -237,7 +244,7 @@ def submit(ctx: click.Context, job: Job, parent: Path, scheduler: Scheduler) -> 
     return asyncio.run(submission.follow(handed_in, lambda line: say(line, err=True)))
 
 
-def request_of(ctx: click.Context, job: Job, directory: Path) -> BatchRequest:
+def request_of(ctx: click.Context, job: Job, directory: Path, folder: str) -> BatchRequest:
     """The batch that the options describe."""
     from paceline.schedulers.script import BatchRequest
 
@@ -246,7 +253,8 @@ def request_of(ctx: click.Context, job: Job, directory: Path) -> BatchRequest:
         raise SettingError("a batch needs the number of nodes", remedy="--nnodes N")
     return BatchRequest(
         name=job.name,
-        argv=(job.python, "-m", "paceline", ctx.info_name or "run"),
+        argv=(job.python, "-m", "paceline", *VERBS[ctx.command.name or "run"].split()),
+        folder=folder,
         words=words_inside(ctx),
         workdir=job.workdir,
         run_dir=str(directory),
@@ -303,4 +311,4 @@ def words_inside(ctx: click.Context) -> tuple[str, ...]:
 
 
 # Options that the submission has used up, besides those that are for submissions only.
-_USED = {"via", "nnodes", "run_dir", "plan_only"}
+_USED = {"via", "nnodes", "run_dir", "out", "plan_only"}

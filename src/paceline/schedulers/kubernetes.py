@@ -44,6 +44,10 @@ class Kubernetes(Scheduler):
 
     def render(self, request: BatchRequest) -> str:
         check(request)
+        if request.folder != "--run-dir":
+            raise SettingError(
+                "pods meet for one run, not for several", remedy="paceline run, at each size"
+            )
         if not request.image:
             raise SettingError("Kubernetes needs an image", remedy="--image IMAGE")
         if unknown := [one for one in request.arguments if one not in KINDS]:

@@ -37,7 +37,7 @@ class Lsf(Scheduler):
         hosts = f"{run_dir}/lsf-hosts"
         before = [f"mkdir -p {run_dir}", _HOSTS.replace("{hosts}", hosts)]
         line = command(request, ["--via", "ssh"], run_dir).replace(
-            f"--run-dir {run_dir}", f"--run-dir {run_dir} -H {hosts}", 1
+            f"{request.folder} {run_dir}", f"{request.folder} {run_dir} -H {hosts}", 1
         )
         lines = [*prologue(request), *before, f"exec {line}"]
         return bash_script("#BSUB", directives(request), lines)

@@ -78,6 +78,7 @@ class JobState:
         exit_code: The job's exit status; never 0 for a job that did not complete.
         may_return: It is over, but the scheduler may be about to put it back: look twice.
         passing: Of no interest to anybody: it is about to change.
+        queued_s: How long it waited before it began, in seconds; ``None`` when that is not told.
     """
 
     word: str
@@ -86,6 +87,7 @@ class JobState:
     exit_code: int = 1
     may_return: bool = False
     passing: bool = False
+    queued_s: float | None = None
 
     def describe(self) -> str:
         return f"{self.word} ({self.reason})" if self.reason else self.word

@@ -25,6 +25,7 @@ class BatchRequest:
     Attributes:
         name: Of the job.
         argv: ``paceline``'s command with its verb, without run directory and hosts.
+        folder: The verb's option for its run directory.
         words: The rest of that command, as typed.
         workdir: Folder that it runs in.
         run_dir: Run directory, absolute; an array's runs lie below it.
@@ -71,6 +72,7 @@ class BatchRequest:
     mounts: tuple[str, ...] = ()
     shm_size: str = ""
     forwarded: tuple[str, ...] = ()
+    folder: str = "--run-dir"
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
@@ -196,4 +198,4 @@ def command(request: BatchRequest, via: Sequence[str], run_dir: str) -> str:
     """
     head = bash_line(request.argv)
     rest = bash_line([*via, *request.words])
-    return f"{head} --run-dir {run_dir} {rest}"
+    return f"{head} {request.folder} {run_dir} {rest}"

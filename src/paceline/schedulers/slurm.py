@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from paceline.remote.transport import Transport
@@ -35,11 +36,12 @@ STRIP = (
     r"SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|TASK|STEP|GTIDS|CPU_BIND|LAUNCH|SRUN|CPUS_PER_TASK"
     rf"|UMASK|PRIO_PROCESS|DISTRIBUTION)|{PROCESS_VARIABLES}"
 )
-# The allocation's wishes for its tasks must not shape the step that starts our agents.
+# The allocation's wishes for its tasks must not shape the step that starts our agents, nor must its
+# number of GPUs, which a step on some of its nodes cannot have.
 _UNSET = (
-    "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND",
-    "SLURM_NTASKS",
-    "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_CORE",
+    "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_GPUS",
+    "SLURM_GPU_BIND", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE",
+    "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_CORE",
     "SLURM_NTASKS_PER_GPU", "SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_HINT",
     "SLURM_EXPORT_ENV", "SLURM_EXACT", "SLURM_THREADS_PER_CORE", "SLURM_LABELIO",
     "SLURM_KILL_BAD_EXIT", "SLURM_MPI_TYPE", "SLURM_STEP_ID", "SLURM_STEPID",
@@ -205,15 +207,28 @@ def parse_job(text: str) -> JobState | None:
         exit_code=failed or (0 if word == "COMPLETED" else 1),
         may_return=word in REQUEUED_AFTER,
         passing=word == "COMPLETING",
+        queued_s=_between(found.get("SubmitTime", ""), found.get("StartTime", "")),
     )
+
+
+def _between(submitted: str, started: str) -> float | None:
+    """Seconds between two of Slurm's times; ``None`` when one is not known."""
+    try:
+        return (datetime.fromisoformat(started) - datetime.fromisoformat(submitted)).total_seconds()
+    except ValueError:  # ``Unknown``
+        return None
 
 
 # --- agents inside an allocation
 
 
 def step(srun: str, hosts: Sequence[Host], arguments: Sequence[str]) -> list[str]:
-    """The srun call that starts one process on each host, with all CPUs; its command follows it."""
+    """The srun call that starts one process on each host, with all CPUs; its command follows it.
+
+    With all GPUs, too: left out, a step would want as many as the job has, also on fewer nodes.
+    """
     count = len(hosts)
+    gpus = [f"--gpus-per-node={hosts[0].gpus}"] if hosts[0].gpus else []
     return [
         srun,
         f"--nodes={count}",
@@ -226,6 +241,7 @@ def step(srun: str, hosts: Sequence[Host], arguments: Sequence[str]) -> list[str
         "--export=ALL",
         "--kill-on-bad-exit=0",
         "--mpi=none",
+        *gpus,
         *arguments,
     ]
 

@@ -28,9 +28,8 @@ from paceline.agent import (
     snapshot,
     title,
 )
-from paceline.agent.frames import MAGIC, Decoder, encode
+from paceline.agent.frames import HIGH_WATER, MAGIC, Decoder, Outbox, encode
 from paceline.agent.lease import Lease
-from paceline.agent.outbox import HIGH_WATER, Outbox
 from paceline.agent.transfer import Arrivals
 
 # --- frames

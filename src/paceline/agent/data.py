@@ -2,7 +2,8 @@
 
 A copy has a key; it lies in ``data/KEY/files/NAME`` of the cache and outlives the agent, so that
 only what has changed is sent the next time. An item is ``[path, size, mtime]``, the last in
-nanoseconds; a copied file has the time of its original.
+nanoseconds; a copied file has the time of its original. What a launcher can ask about them stands
+at the end, as :data:`OPERATIONS`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import fcntl
 import hashlib
 import os
 import secrets
+import shutil
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from . import inside, snapshot
+from . import inside, snapshot, transfer
+
+if TYPE_CHECKING:
+    from .server import Agent
 
 Message = Dict[str, Any]
 Item = List[Any]
@@ -24,6 +29,7 @@ ARRIVING = "arriving"  # below a copy's key: what has not come as a whole; a lat
 USED = "used"  # below it: an agent that uses the copy has it locked
 SIGN = "seen-"  # below it: begins the name of a file that shows who sees this disk
 PAGE = 2000  # items in an answer
+LISTING = "listing"  # a line of work: see Agent.in_line
 MARKED = 1000  # entries of a folder that tell whether it is the same one
 
 
@@ -276,3 +282,90 @@ class _Growing:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+# --- operations: what a launcher can ask about copies of data ------------------------------------
+
+
+def data_folder(agent: Agent, request: Message, _: bytes) -> None:
+    """What is at ``path`` here, and where the copy ``key`` of it is: ``name`` is its last part."""
+
+    def work() -> None:
+        folder = agent.copies.begin(request["key"], request["name"])
+        place = home(request["key"])
+        agent.reply(
+            request,
+            marks=marks(request["path"]),
+            folder=str(folder),
+            sign=str(place / (SIGN + agent.identity.hex())),
+            free=shutil.disk_usage(str(place)).free,
+        )
+
+    agent.in_thread(work, request)
+
+
+def list_data(agent: Agent, request: Message, _: bytes) -> None:
+    """The next items below ``root``, from the ``first`` on."""
+
+    def work() -> None:
+        files, last = agent.copies.page(request["root"], request["first"])
+        agent.reply(request, files=files, last=last)
+
+    agent.in_line(LISTING, work, request)
+
+
+def hash_data(agent: Agent, request: Message, _: bytes) -> None:
+    agent.in_thread(
+        lambda: agent.reply(request, hashes=hashes(request["root"], request["paths"])), request
+    )
+
+
+def settle_data(agent: Agent, request: Message, _: bytes) -> None:
+    """Removes the files ``gone`` from a copy; those of ``same`` get their originals' times."""
+
+    def work() -> None:
+        agent.copies.settle(request["key"], request["name"], request["gone"], request["same"])
+        agent.reply(request)
+
+    agent.in_line(transfer.ARRIVING, work, request)
+
+
+def put_data_files(agent: Agent, request: Message, blob: bytes) -> None:
+    """Small files of a copy: their ``items``, and their contents one after the other."""
+
+    def work() -> None:
+        agent.copies.put_many(request["key"], request["name"], request["items"], blob)
+        agent.reply(request)
+
+    agent.in_line(transfer.ARRIVING, work, request)
+
+
+def have_data(agent: Agent, request: Message, _: bytes) -> None:
+    """How much of a copy's file ``path`` an earlier try has left."""
+
+    def work() -> None:
+        size, sha256 = agent.copies.have(request["key"], request["name"], request["path"])
+        agent.reply(request, size=size, sha256=sha256)
+
+    agent.in_line(transfer.ARRIVING, work, request)
+
+
+def put_data(agent: Agent, request: Message, blob: bytes) -> None:
+    """The next block of a copy's file ``path``."""
+
+    def work() -> None:
+        agent.copies.put(request["key"], request["name"], request["path"], request, blob)
+        agent.reply(request)
+
+    agent.in_line(transfer.ARRIVING, work, request)
+
+
+OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {
+    "data_folder": data_folder,
+    "list_data": list_data,
+    "hash_data": hash_data,
+    "settle_data": settle_data,
+    "put_data_files": put_data_files,
+    "have_data": have_data,
+    "put_data": put_data,
+}

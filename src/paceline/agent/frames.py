@@ -5,13 +5,15 @@ A frame is ``MAGIC``, two big-endian 32-bit lengths, a JSON object (UTF-8) and r
     4 bytes MAGIC | u32 length of JSON | u32 length of blob | JSON | blob
 
 Whatever stands outside a frame (login banners, noise of shell start-up files) is kept apart and
-never read as data.
+never read as data. What an agent says waits in its :class:`Outbox`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import struct
+import threading
 from typing import Any, Dict, List, Optional, Tuple
 
 MAGIC = b"\xf5PL1"
@@ -22,6 +24,7 @@ MAX_ANSWER = 12 * 1024 * 1024  # of JSON from a node: parsed, it may take twenty
 MAX_ANSWER_BLOB = 2 * 1024 * 1024
 MOST_DIGITS = 20  # of a whole number
 MOST_WASTED = 64 * 1024 * 1024  # bytes of what looked like frames and was none
+HIGH_WATER = 8 * 1024 * 1024  # bytes after which the ranks' output is not read on
 
 Message = Dict[str, Any]
 
@@ -129,3 +132,65 @@ class Decoder:
         """Keeps the last of what is no frame."""
         self.noise += data[-self._keep :]
         del self.noise[: -self._keep]
+
+
+class Outbox:
+    """Frames on their way to the launcher: bounded, never blocking the loop, safe from threads.
+
+    A queue of encoded frames in front of a non-blocking descriptor.
+
+    Attributes:
+        broken: True after the reader has gone; further frames are dropped.
+    """
+
+    def __init__(self, fd: int, wake_fd: int) -> None:
+        self.fd = fd
+        self.broken = False
+        self._wake_fd = wake_fd
+        self._data = bytearray()
+        self._lock = threading.Lock()
+
+    @property
+    def pending(self) -> int:
+        """Bytes not yet written."""
+        return len(self._data)
+
+    @property
+    def full(self) -> bool:
+        return self.pending > HIGH_WATER
+
+    def post(self, message: Message, blob: bytes = b"") -> None:
+        """Queues a frame; from any thread. ValueError when it is longer than a launcher takes."""
+        frame = encode(message, blob, MAX_ANSWER)
+        with self._lock:
+            if not self.broken:
+                self._data += frame
+        self._wake()
+
+    def flush(self) -> None:
+        """Writes what the descriptor takes now."""
+        with self._lock:
+            while self._data and not self.broken:
+                written = self._write(memoryview(self._data)[: 1 << 16])
+                if written is None:
+                    break
+                del self._data[:written]
+
+    def _write(self, chunk: memoryview) -> Optional[int]:
+        with chunk:
+            try:
+                return os.write(self.fd, chunk)
+            except BlockingIOError:
+                return None
+            except OSError:
+                self.broken = True
+                self._data = bytearray()
+                return None
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_fd, b"w")
+        except BlockingIOError:
+            pass  # a wake-up is already waiting
+        except OSError:
+            self.broken = True

@@ -18,14 +18,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional
 
-from . import data, facts, guard, inside, probe, procs, snapshot, survey
-from .frames import Decoder, Message
+from . import data, facts, guard, probe, procs, snapshot, survey, transfer
+from .frames import Decoder, Message, Outbox
 from .job import NodeJob
 from .lease import Lease
-from .outbox import Outbox
-from .transfer import Arrivals, Departures
+from .transfer import ARRIVING, DEPARTING, Arrivals, Departures
 
 TICK_S = 0.05
 CLOSING_S = 0.6  # from KILL to the end of the agent itself
@@ -33,11 +32,6 @@ LAST_GRACE_S = 3.0  # at most, between TERM and KILL when the launcher has gone
 CLEANING_S = 3.0  # at most, for the folders of the job: their disk may hang
 CHUNK = 1 << 16
 GUARD_KILLED = "its guard (the agent's parent process) was killed"
-ARRIVING, DEPARTING, LISTING = (
-    "arriving",
-    "departing",
-    "listing",
-)  # lines of work: see Agent.in_line
 Work = Callable[[], None]
 
 
@@ -405,124 +399,6 @@ def kill(agent: Agent, request: Message, _: bytes) -> None:
     agent.reply(request, killed=agent.job.kill())
 
 
-def compare_tree(agent: Agent, request: Message, _: bytes) -> None:
-    agent.in_thread(
-        lambda: agent.reply(request, **snapshot.compare(request["root"], request["manifest"])),
-        request,
-    )
-
-
-def lacking_blobs(agent: Agent, request: Message, _: bytes) -> None:
-    agent.in_thread(
-        lambda: agent.reply(request, hashes=snapshot.lacking(request["manifest"])), request
-    )
-
-
-def put_blob(agent: Agent, request: Message, blob: bytes) -> None:
-    """The next block of the content ``sha256`` for the cache."""
-    agent.in_line(ARRIVING, lambda: _put(
-        agent, request, blob, snapshot.cache_folder(), snapshot.blob_path(request["sha256"])
-    ), request)  # fmt: skip
-
-
-def put_blobs(agent: Agent, request: Message, blob: bytes) -> None:
-    """Several whole contents for the cache, one after the other: ``contents``: hash, size."""
-
-    def contents() -> Iterator[Tuple[str, bytes]]:
-        at = 0
-        for sha256, size in request["contents"]:
-            yield sha256, blob[at : at + size]
-            at += size
-
-    def work() -> None:
-        snapshot.store(contents())
-        agent.reply(request)
-
-    agent.in_line(ARRIVING, work, request)
-
-
-def put_file(agent: Agent, request: Message, blob: bytes) -> None:
-    """The next block of the file ``path`` in the run folder under ``key``."""
-    agent.in_line(ARRIVING, lambda: _put(
-        agent, request, blob, snapshot.make_run_folder(request["key"]), request["path"]
-    ), request)  # fmt: skip
-
-
-def _put(agent: Agent, request: Message, blob: bytes, root: Path, path: str) -> None:
-    # a content of the cache is looked at again before it is used: it need not be flushed
-    durable = request["op"] != "put_blob"
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    agent.arrivals.take(str(root), path, request, blob, durable)
-    agent.reply(request)
-
-
-def place(agent: Agent, request: Message, _: bytes) -> None:
-    """Gives ``path`` in the run folder under ``key`` the name ``target``, in that one's place."""
-
-    def work() -> None:
-        root = str(snapshot.run_folder(request["key"]))
-        with contextlib.suppress(FileNotFoundError):
-            inside.remove(root, request["target"])
-        inside.rename(root, request["path"], request["target"])
-        agent.reply(request)
-
-    agent.in_line(ARRIVING, work, request)
-
-
-def build_tree(agent: Agent, request: Message, _: bytes) -> None:
-    """Builds ``manifest`` at ``name`` in the job's folder; answers the tree's folder.
-
-    A large tree comes in several requests, ``first`` to ``last``: it has its name with the last.
-    ``damaged`` are hashes whose content has to be sent again, and with them the same request.
-    """
-
-    def work() -> None:
-        folder = snapshot.job_folder(request["run_id"])
-        if folder not in agent.folders:
-            agent.folders.append(folder)
-        (name,) = inside.parts_of(request["name"])
-        damaged = snapshot.materialise(
-            str(folder / name), request["manifest"], request["first"], request["last"]
-        )
-        agent.reply(request, root=str(folder / name), damaged=damaged)
-
-    agent.in_line(ARRIVING, work, request)  # what it is made of may still be arriving
-
-
-def run_folder(agent: Agent, request: Message, _: bytes) -> None:
-    """Where the run's files go on this node: the launcher's folder if it is seen here.
-
-    ``path`` and ``token``: the launcher wrote the token into ``path``/``token_file``; a node that
-    reads the same there sees the same folder, and shows by a file of its own (its identity is in
-    the name) that its writing arrives, too: a container or an overlay may see the folder and keep
-    what it writes. Else, or when ``own`` says so, a folder of the node's own under ``key``: it
-    outlives the agent until the launcher says that it has everything (``discard_run_folder``).
-    """
-
-    def work() -> None:
-        if not request.get("own"):
-            with contextlib.suppress(OSError):
-                token = (Path(request["path"]) / request["token_file"]).read_text()
-                if token == request["token"]:
-                    sign = snapshot.SIGN + agent.identity.hex()
-                    os.close(inside.open_file(request["path"], sign, os.O_WRONLY | os.O_CREAT))
-                    agent.reply(request, shared=True, folder=request["path"])
-                    return
-        folder = snapshot.make_run_folder(request["key"])
-        agent.run_keys.setdefault(request["key"], False)
-        agent.reply(request, shared=False, folder=str(folder))
-
-    agent.in_thread(work, request)
-
-
-def discard_run_folder(agent: Agent, request: Message, _: bytes) -> None:
-    """Removes the run folder under ``key`` at the end: the launcher has all that is in it."""
-    if not snapshot.is_key(request["key"]):
-        raise ValueError("not the key of a run")
-    agent.run_keys[request["key"]] = True
-    agent.reply(request)
-
-
 def look(agent: Agent, request: Message, _: bytes) -> None:
     """What is at ``paths`` here: exists, is a file, can be executed."""
     agent.in_thread(lambda: agent.reply(request, paths=[
@@ -556,99 +432,6 @@ def disk(agent: Agent, request: Message, _: bytes) -> None:
     )
 
 
-def list_results(agent: Agent, request: Message, _: bytes) -> None:
-    """Files under ``root`` that are new or changed against ``manifest``."""
-    agent.in_thread(
-        lambda: agent.reply(
-            request, files=snapshot.changed_files(request["root"], request.get("manifest"))
-        ),
-        request,
-    )
-
-
-def read_block(agent: Agent, request: Message, _: bytes) -> None:
-    """The next ``count`` bytes of ``path`` below ``root``; with the ``last`` the file's hash."""
-
-    def work() -> None:
-        about, data = agent.departures.block(request)
-        agent.reply(request, data, **about)
-
-    agent.in_line(DEPARTING, work, request)
-
-
-def data_folder(agent: Agent, request: Message, _: bytes) -> None:
-    """What is at ``path`` here, and where the copy ``key`` of it is: ``name`` is its last part."""
-
-    def work() -> None:
-        folder = agent.copies.begin(request["key"], request["name"])
-        place = data.home(request["key"])
-        agent.reply(
-            request,
-            marks=data.marks(request["path"]),
-            folder=str(folder),
-            sign=str(place / (data.SIGN + agent.identity.hex())),
-            free=shutil.disk_usage(str(place)).free,
-        )
-
-    agent.in_thread(work, request)
-
-
-def list_data(agent: Agent, request: Message, _: bytes) -> None:
-    """The next items below ``root``, from the ``first`` on."""
-
-    def work() -> None:
-        files, last = agent.copies.page(request["root"], request["first"])
-        agent.reply(request, files=files, last=last)
-
-    agent.in_line(LISTING, work, request)
-
-
-def hash_data(agent: Agent, request: Message, _: bytes) -> None:
-    agent.in_thread(
-        lambda: agent.reply(request, hashes=data.hashes(request["root"], request["paths"])), request
-    )
-
-
-def settle_data(agent: Agent, request: Message, _: bytes) -> None:
-    """Removes the files ``gone`` from a copy; those of ``same`` get their originals' times."""
-
-    def work() -> None:
-        agent.copies.settle(request["key"], request["name"], request["gone"], request["same"])
-        agent.reply(request)
-
-    agent.in_line(ARRIVING, work, request)
-
-
-def put_data_files(agent: Agent, request: Message, blob: bytes) -> None:
-    """Small files of a copy: their ``items``, and their contents one after the other."""
-
-    def work() -> None:
-        agent.copies.put_many(request["key"], request["name"], request["items"], blob)
-        agent.reply(request)
-
-    agent.in_line(ARRIVING, work, request)
-
-
-def have_data(agent: Agent, request: Message, _: bytes) -> None:
-    """How much of a copy's file ``path`` an earlier try has left."""
-
-    def work() -> None:
-        size, sha256 = agent.copies.have(request["key"], request["name"], request["path"])
-        agent.reply(request, size=size, sha256=sha256)
-
-    agent.in_line(ARRIVING, work, request)
-
-
-def put_data(agent: Agent, request: Message, blob: bytes) -> None:
-    """The next block of a copy's file ``path``."""
-
-    def work() -> None:
-        agent.copies.put(request["key"], request["name"], request["path"], request, blob)
-        agent.reply(request)
-
-    agent.in_line(ARRIVING, work, request)
-
-
 def job_processes(agent: Agent, request: Message, _: bytes) -> None:
     """Every living process of this job here, for tests and for the curious."""
     found = procs.job_processes(agent.job.token, [], [])
@@ -672,29 +455,13 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     "seen": seen,
     "stop": stop,
     "kill": kill,
-    "compare_tree": compare_tree,
-    "lacking_blobs": lacking_blobs,
-    "put_blob": put_blob,
-    "put_blobs": put_blobs,
-    "build_tree": build_tree,
-    "run_folder": run_folder,
-    "put_file": put_file,
-    "place": place,
-    "discard_run_folder": discard_run_folder,
     "look": look,
     "which": which,
     "disk": disk,
-    "list_results": list_results,
-    "read_block": read_block,
-    "data_folder": data_folder,
-    "list_data": list_data,
-    "hash_data": hash_data,
-    "settle_data": settle_data,
-    "put_data_files": put_data_files,
-    "have_data": have_data,
-    "put_data": put_data,
     "job_processes": job_processes,
     "bye": bye,
+    **transfer.OPERATIONS,
+    **data.OPERATIONS,
     **survey.OPERATIONS,
 }
 

@@ -1,19 +1,27 @@
-"""Files on their way to and from this node, block by block. Used from one thread each."""
+"""Files on their way to and from this node: in blocks, under their names only when they are whole.
+
+What a launcher can ask about files stands at the end, as :data:`OPERATIONS`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import os
-from typing import Any, BinaryIO, Dict, Tuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Dict, Iterator, Tuple
 
-from . import inside
+from . import inside, snapshot
+
+if TYPE_CHECKING:
+    from .server import Agent
 
 Message = Dict[str, Any]
+ARRIVING, DEPARTING = "arriving", "departing"  # lines of work: see Agent.in_line
 
 
 class Arrivals:
-    """Files that the launcher sends, several at a time."""
+    """Files that the launcher sends, several at a time; used from one thread."""
 
     def __init__(self) -> None:
         self._open: Dict[Tuple[str, str], inside.Arriving] = {}
@@ -52,7 +60,7 @@ class Arrivals:
 
 
 class Departures:
-    """Files that the launcher fetches, several at a time."""
+    """Files that the launcher fetches, several at a time; used from one thread."""
 
     def __init__(self) -> None:
         self._open: Dict[Tuple[str, str], Tuple[BinaryIO, "hashlib._Hash"]] = {}
@@ -95,3 +103,159 @@ class Departures:
             with contextlib.suppress(OSError):
                 file.close()
         self._open = {}
+
+
+# --- operations: what a launcher can ask about files ---------------------------------------------
+
+
+def compare_tree(agent: Agent, request: Message, _: bytes) -> None:
+    agent.in_thread(
+        lambda: agent.reply(request, **snapshot.compare(request["root"], request["manifest"])),
+        request,
+    )
+
+
+def lacking_blobs(agent: Agent, request: Message, _: bytes) -> None:
+    agent.in_thread(
+        lambda: agent.reply(request, hashes=snapshot.lacking(request["manifest"])), request
+    )
+
+
+def put_blob(agent: Agent, request: Message, blob: bytes) -> None:
+    """The next block of the content ``sha256`` for the cache."""
+    agent.in_line(ARRIVING, lambda: _put(
+        agent, request, blob, snapshot.cache_folder(), snapshot.blob_path(request["sha256"])
+    ), request)  # fmt: skip
+
+
+def put_blobs(agent: Agent, request: Message, blob: bytes) -> None:
+    """Several whole contents for the cache, one after the other: ``contents``: hash, size."""
+
+    def contents() -> Iterator[Tuple[str, bytes]]:
+        at = 0
+        for sha256, size in request["contents"]:
+            yield sha256, blob[at : at + size]
+            at += size
+
+    def work() -> None:
+        snapshot.store(contents())
+        agent.reply(request)
+
+    agent.in_line(ARRIVING, work, request)
+
+
+def build_tree(agent: Agent, request: Message, _: bytes) -> None:
+    """Builds ``manifest`` at ``name`` in the job's folder; answers the tree's folder.
+
+    A large tree comes in several requests, ``first`` to ``last``: it has its name with the last.
+    ``damaged`` are hashes whose content has to be sent again, and with them the same request.
+    """
+
+    def work() -> None:
+        folder = snapshot.job_folder(request["run_id"])
+        if folder not in agent.folders:
+            agent.folders.append(folder)
+        (name,) = inside.parts_of(request["name"])
+        damaged = snapshot.materialise(
+            str(folder / name), request["manifest"], request["first"], request["last"]
+        )
+        agent.reply(request, root=str(folder / name), damaged=damaged)
+
+    agent.in_line(ARRIVING, work, request)  # what it is made of may still be arriving
+
+
+def put_file(agent: Agent, request: Message, blob: bytes) -> None:
+    """The next block of the file ``path`` in the run folder under ``key``."""
+    agent.in_line(ARRIVING, lambda: _put(
+        agent, request, blob, snapshot.make_run_folder(request["key"]), request["path"]
+    ), request)  # fmt: skip
+
+
+def _put(agent: Agent, request: Message, blob: bytes, root: Path, path: str) -> None:
+    # a content of the cache is looked at again before it is used: it need not be flushed
+    durable = request["op"] != "put_blob"
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    agent.arrivals.take(str(root), path, request, blob, durable)
+    agent.reply(request)
+
+
+def place(agent: Agent, request: Message, _: bytes) -> None:
+    """Gives ``path`` in the run folder under ``key`` the name ``target``, in that one's place."""
+
+    def work() -> None:
+        root = str(snapshot.run_folder(request["key"]))
+        with contextlib.suppress(FileNotFoundError):
+            inside.remove(root, request["target"])
+        inside.rename(root, request["path"], request["target"])
+        agent.reply(request)
+
+    agent.in_line(ARRIVING, work, request)
+
+
+def run_folder(agent: Agent, request: Message, _: bytes) -> None:
+    """Where the run's files go on this node: the launcher's folder if it is seen here.
+
+    ``path`` and ``token``: the launcher wrote the token into ``path``/``token_file``; a node that
+    reads the same there sees the same folder, and shows by a file of its own (its identity is in
+    the name) that its writing arrives, too: a container or an overlay may see the folder and keep
+    what it writes. Else, or when ``own`` says so, a folder of the node's own under ``key``: it
+    outlives the agent until the launcher says that it has everything (``discard_run_folder``).
+    """
+
+    def work() -> None:
+        if not request.get("own"):
+            with contextlib.suppress(OSError):
+                token = (Path(request["path"]) / request["token_file"]).read_text()
+                if token == request["token"]:
+                    sign = snapshot.SIGN + agent.identity.hex()
+                    os.close(inside.open_file(request["path"], sign, os.O_WRONLY | os.O_CREAT))
+                    agent.reply(request, shared=True, folder=request["path"])
+                    return
+        folder = snapshot.make_run_folder(request["key"])
+        agent.run_keys.setdefault(request["key"], False)
+        agent.reply(request, shared=False, folder=str(folder))
+
+    agent.in_thread(work, request)
+
+
+def discard_run_folder(agent: Agent, request: Message, _: bytes) -> None:
+    """Removes the run folder under ``key`` at the end: the launcher has all that is in it."""
+    if not snapshot.is_key(request["key"]):
+        raise ValueError("not the key of a run")
+    agent.run_keys[request["key"]] = True
+    agent.reply(request)
+
+
+def list_results(agent: Agent, request: Message, _: bytes) -> None:
+    """Files under ``root`` that are new or changed against ``manifest``."""
+    agent.in_thread(
+        lambda: agent.reply(
+            request, files=snapshot.changed_files(request["root"], request.get("manifest"))
+        ),
+        request,
+    )
+
+
+def read_block(agent: Agent, request: Message, _: bytes) -> None:
+    """The next ``count`` bytes of ``path`` below ``root``; with the ``last`` the file's hash."""
+
+    def work() -> None:
+        about, data = agent.departures.block(request)
+        agent.reply(request, data, **about)
+
+    agent.in_line(DEPARTING, work, request)
+
+
+OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {
+    "compare_tree": compare_tree,
+    "lacking_blobs": lacking_blobs,
+    "put_blob": put_blob,
+    "put_blobs": put_blobs,
+    "build_tree": build_tree,
+    "put_file": put_file,
+    "place": place,
+    "run_folder": run_folder,
+    "discard_run_folder": discard_run_folder,
+    "list_results": list_results,
+    "read_block": read_block,
+}

@@ -211,7 +211,7 @@ def measure_links(ctx: click.Context, cluster: Cluster, via: Via) -> Links:
     from paceline.checks.link import judge as judge_link
     from paceline.remote.openssh import SshOptions
 
-    if len(cluster.hosts) < 2 or via.name not in ("ssh", "local"):
+    if len(cluster.hosts) < 2 or not via.scheduler.direct:
         return {}, (), None
     ssh = SshOptions(ctx.params["ssh_config"], ctx.params["accept_new_host_keys"])
     scene = asyncio.run(_examine(ctx, cluster, ssh))

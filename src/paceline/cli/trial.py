@@ -15,7 +15,7 @@ from paceline.launch.screen import Screen
 from paceline.launch.summary import RunOutcome
 from paceline.remote.openssh import SshOptions
 from paceline.rundir.records import read_records
-from paceline.schedulers import load
+from paceline.schedulers import DEFAULT, load
 from paceline.schedulers.scheduler import Options
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event, read_events
@@ -46,7 +46,7 @@ def attempt(scene: Scene, job: Job, ssh: SshOptions) -> dict[str, Any]:
             outcome = run_job(
                 trial_job(job),
                 Cluster(scene.present),
-                load("ssh").start(Options(ssh=ssh)),
+                load(DEFAULT).start(Options(ssh=ssh)),
                 Silent("none"),
                 run_dir=path,
                 parent=path,

@@ -16,7 +16,7 @@ from paceline.cli.torchrun import Aliased
 from paceline.cli.verb import say
 from paceline.hosts.lab import lab_name
 from paceline.remote.openssh import SshOptions
-from paceline.schedulers import SCHEDULERS, inside, load
+from paceline.schedulers import BY_HAND, DEFAULT, FOR_IMAGES, SCHEDULERS, inside, load
 from paceline.schedulers.scheduler import ContainerOptions, Options, Scheduler
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Job
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.schedulers.script import BatchRequest
 
 VIA_OPTIONS = [
-    click.option("--via", type=click.Choice([name for name in SCHEDULERS if name != "rdzv"]),
+    click.option("--via", type=click.Choice([name for name in SCHEDULERS if name != BY_HAND]),
                  help="What starts the nodes. Default: in an allocation its scheduler, else ssh."),
     click.option("--via-arg", multiple=True, metavar="FLAG",
                  help="One more word for the program that starts the nodes, passed through."),
@@ -125,15 +125,15 @@ def manner_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> Manner:
 def scheduler_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> Scheduler:
     """The scheduler that the options mean; inside an allocation its own, unless hosts are named."""
     if params["rdzv"]:
-        return load("rdzv")
+        return load(BY_HAND)
     if params["via"]:
         return load(params["via"])
     if params["image"]:
-        return load("docker")
+        return load(FOR_IMAGES)
     around = inside(environ)
     if around is not None and params["hosts"] in (None, around.name):
         return around
-    return load("ssh")
+    return load(DEFAULT)
 
 
 def hosts_source(params: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
@@ -147,26 +147,32 @@ def hosts_source(params: Mapping[str, Any], environ: Mapping[str, str]) -> str |
 def via_of(params: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Via:
     """What is to be done. SettingError where options contradict each other."""
     environ = os.environ if environ is None else environ
-    if params["rdzv"] and (params["hosts"] or params["via"] not in (None, "ssh", "local")):
+    if params["rdzv"] and (params["hosts"] or not load(params["via"] or DEFAULT).direct):
         raise SettingError(
             "--rdzv means that the command is typed on each node",
             found="-H or --via says that something else starts the nodes",
             remedy="Leave out --rdzv, or leave out the other",
         )
     manner = manner_of(params, environ)
-    if manner.scheduler.name == "mpi" and lab_name(params["hosts"] or "") is not None:
+    if manner.submits:
+        return Via("submit", manner.scheduler)
+    if manner.scheduler.calls_back and lab_name(params["hosts"] or "") is not None:
         raise SettingError(
-            "--via mpi needs nodes that can call this machine, and the lab's cannot",
+            f"{manner.scheduler.typed} needs nodes that can call this machine, and the lab's "
+            "cannot",
             found=f"-H {params['hosts']}: nothing outside a lab can be reached from its hosts",
             remedy=f"Type it on one of them: paceline lab shell n1, cd {Path.cwd()}, and the same "
             "with -H n1,n2; or leave out --via",
         )
-    if manner.submits:
-        return Via("submit", manner.scheduler)
     options = options_of(params)
     if options.endpoint is not None and not options.endpoint.first:
         return Via("join", manner.scheduler, endpoint=options.endpoint)
     return Via("run", manner.scheduler, manner.scheduler.start(options))
+
+
+def ssh_of(params: Mapping[str, Any]) -> SshOptions:
+    """How to log in."""
+    return SshOptions(params["ssh_config"], params["accept_new_host_keys"])
 
 
 def options_of(params: Mapping[str, Any]) -> Options:
@@ -178,7 +184,7 @@ def options_of(params: Mapping[str, Any]) -> Options:
         endpoint = meant(params["rdzv"], params["rdzv_id"], params["rdzv_key_file"],
                          params["node_rank"], params["nnodes"], params["rdzv_timeout"])  # fmt: skip
     return Options(
-        ssh=SshOptions(params["ssh_config"], params["accept_new_host_keys"]),
+        ssh=ssh_of(params),
         interface=params["iface"],
         arguments=tuple(params["via_arg"]),
         mpiexec=params["mpiexec"],

@@ -26,6 +26,9 @@ SCHEDULERS = (
     "lsf",
     "kubernetes",
 )
+DEFAULT = "ssh"  # where nothing else was asked for
+FOR_IMAGES = "docker"  # where only an image was named
+BY_HAND = "rdzv"  # asked for by an option of its own
 
 
 def load(name: str) -> Scheduler:

@@ -44,6 +44,7 @@ class Flux(Scheduler):
 
     name, title = "flux", "Flux"
     starting = NOW | {"via_arg"}
+    calls_back = True
     submitting = (SCRIPT - {"mem", "array"}) | {"via_arg", "constraint", "cpus_per_task", "detach"}
     script = "job.flux"
     output = "flux.out"

@@ -42,6 +42,7 @@ class Local(Scheduler):
 
     name, title = "local", "This machine"
     starting = (NOW - {"ship"}) | {"check_level"}
+    direct = True
 
     def start(self, options: Options) -> Transport:
         return LocalTransport()

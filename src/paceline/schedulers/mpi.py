@@ -426,6 +426,7 @@ class MpiExec(Scheduler):
 
     name, title = "mpi", "MPI"
     starting = NOW | LOGIN | {"via_arg", "mpiexec"}
+    calls_back = True
 
     def start(self, options: Options) -> Transport:
         return StartedTransport(MpiStarter(options), options.interface)

@@ -15,6 +15,7 @@ class Rendezvous(Scheduler):
     starting = (NOW - {"hosts"}) | {
         "rdzv", "rdzv_id", "rdzv_key_file", "node_rank", "rdzv_timeout",
     }  # fmt: skip
+    knows_hosts = False
 
     def start(self, options: Options) -> Transport:
         """The first node's; the others serve it (:func:`paceline.rendezvous.typed.serve`)."""

@@ -115,6 +115,9 @@ class Scheduler:
         keeps_secrets: Its scripts hold what nobody else may read: a rendezvous' key, and the values
             of forwarded variables.
         tried: Whether scripts were ever tried on a real one.
+        direct: The launcher starts the agents itself, over SSH or here: no other program does.
+        calls_back: Its nodes connect to this machine, which they have to reach.
+        knows_hosts: False where nodes come by themselves: nobody can name them before.
     """
 
     name: str
@@ -129,6 +132,9 @@ class Scheduler:
     history: str = ""
     keeps_secrets: bool = False
     tried: bool = True
+    direct: bool = False
+    calls_back: bool = False
+    knows_hosts: bool = True
 
     def __init_subclass__(cls) -> None:
         if not cls.typed and hasattr(cls, "name"):

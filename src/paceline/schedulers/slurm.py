@@ -64,6 +64,7 @@ class Slurm(Scheduler):
 
     name, title = "slurm", "Slurm"
     starting = NOW | {"via_arg"}
+    calls_back = True
     submitting = SCRIPT | {"via_arg", "constraint", "cpus_per_task", "requeue", "detach"}
     script = "job.sbatch"
     output = "slurm-{job}.out"

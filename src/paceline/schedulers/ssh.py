@@ -37,6 +37,7 @@ class Ssh(Scheduler):
     name, title = "ssh", "OpenSSH"
     typed = "--via ssh (the default)"
     starting = NOW | LOGIN | {"check_level"}
+    direct = True
 
     def start(self, options: Options) -> Transport:
         return SshTransport(options)

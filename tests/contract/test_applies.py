@@ -20,6 +20,7 @@ from paceline.checks import examine
 from paceline.cli import applies, launch, program, sources, trust, use
 from paceline.cli import bench_scaling as scaling_verb
 from paceline.launch import launcher
+from paceline.remote import this_machine
 from paceline.remote.channel import command_for
 from paceline.remote.openssh import ssh_command
 from paceline.rendezvous.started import StartedTransport
@@ -144,7 +145,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     monkeypatch.setattr(examine, "examine", examined)
     monkeypatch.setattr(use, "run_here", lambda *words: done.is_done("here", words))
     monkeypatch.setattr(submission, "hand_in", written)
-    monkeypatch.setattr(launch, "own_names", lambda: set[str]())
+    monkeypatch.setattr(this_machine, "own_names", lambda: set[str]())
     monkeypatch.setattr(mpi, "find", lambda chosen: mpi.Mpi("mpich", "4", chosen or "mpiexec"))
     monkeypatch.setattr(flux.Flux, "hosts", lambda *_: "n[1-2]")
     monkeypatch.setattr(commands.shutil, "which", lambda name, **_: f"/bin/{name}")

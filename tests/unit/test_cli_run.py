@@ -14,8 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from paceline import cli
-from paceline.cli import launch, program, sources
+from paceline.cli import program, sources
 from paceline.cli.run import entry_of, preload_of
+from paceline.remote import this_machine
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster, Host
 
@@ -110,13 +111,14 @@ def test_module_and_program_exclude_each_other() -> None:
 
 
 def test_this_very_machine_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "own_names", lambda: {"n1", "localhost"})
-    monkeypatch.setattr(launch, "own_addresses", lambda: {"127.0.0.1", "10.0.0.2"})
-    by_name = launch.mark_me(Cluster((Host("n1"), Host("n3"))))
+    mine = [{"address": "127.0.0.1"}, {"address": "10.0.0.2"}]
+    monkeypatch.setattr(this_machine, "own_names", lambda: {"n1", "localhost"})
+    monkeypatch.setattr(this_machine, "addresses", lambda: mine)
+    by_name = this_machine.mark_me(Cluster((Host("n1"), Host("n3"))))
     assert [host.local for host in by_name.hosts] == [True, False]
-    by_address = launch.mark_me(Cluster((Host("n3"), Host("10.0.0.2"))))
+    by_address = this_machine.mark_me(Cluster((Host("n3"), Host("10.0.0.2"))))
     assert [host.local for host in by_address.hosts] == [False, True]
-    neither = launch.mark_me(Cluster((Host("n3"), Host("n4"))))
+    neither = this_machine.mark_me(Cluster((Host("n3"), Host("n4"))))
     assert [host.local for host in neither.hosts] == [False, False]
 
 

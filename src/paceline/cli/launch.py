@@ -1,12 +1,14 @@
-"""What ``run`` and ``train`` share: options, hosts, and the call of the launcher."""
+"""What ``run`` and ``train`` share: options, hosts, the launcher's call, and what failed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import socket
-from collections.abc import Callable
-from dataclasses import replace
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,18 +20,23 @@ from paceline.cli.flags import LAUNCH, with_settings
 from paceline.cli.sources import parse_env, refuse_ours, setting, toml_of
 from paceline.cli.torchrun import torchrun_options
 from paceline.cli.verb import TABLES_ARE_HOSTS, say
-from paceline.cli.via import VIA_OPTIONS, Via, hosts_source, manner_of, submit, via_of
+from paceline.cli.via import VIA_OPTIONS, Via, hosts_source, manner_of, ssh_of, submit, via_of
 from paceline.schedulers import inside
+from paceline.spec.errors import PacelineError
+from paceline.spec.events import Event
+from paceline.spec.failure import Result
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Job
-from paceline.spec.rundir import DEFAULT_PARENT
+from paceline.spec.rundir import DEBUG, DEFAULT_PARENT
 from paceline.spec.settings import TOML_NAME, Setting, Source
+from paceline.spec.terminal import for_reader
 
 if TYPE_CHECKING:
     from paceline.launch.prepare import Inspect
     from paceline.remote.transport import Transport
 
 F = TypeVar("F", bound=Callable[..., Any])
+EXPLAIN_S = 4.0  # for the explanation after a failure; `paceline explain` takes its time
 
 
 def launch_options(command: F) -> F:
@@ -46,6 +53,7 @@ def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
     """
     from paceline.hosts import apply_overrides, read_hosts
     from paceline.hosts.lab import lab_name
+    from paceline.remote.this_machine import mark_me
 
     cwd, toml = Path.cwd(), toml_of(ctx)
     cluster = mark_me(apply_overrides(read_hosts(source, environ=os.environ, cwd=cwd), toml))
@@ -101,28 +109,6 @@ def origin(ctx: click.Context, cluster: Cluster) -> str:
     return where if listed else f"{where}: {found.value}"
 
 
-def mark_me(cluster: Cluster) -> Cluster:
-    """Marks the host that is this very machine: no SSH to oneself."""
-    if any(host.local for host in cluster.hosts):
-        return cluster
-    from paceline.hosts import find_me
-
-    me = find_me(cluster, own_names(), own_addresses())
-    hosts = tuple(replace(host, local=host.name == me) for host in cluster.hosts)
-    return replace(cluster, hosts=hosts)
-
-
-def own_names() -> set[str]:
-    name = socket.gethostname()
-    return {name, name.split(".")[0], "localhost"}
-
-
-def own_addresses() -> set[str]:
-    from paceline.remote import this_machine
-
-    return {str(entry["address"]) for entry in this_machine.addresses()}
-
-
 def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
     """The job that the options describe.
 
@@ -164,7 +150,7 @@ def prepare(ctx: click.Context) -> tuple[Cluster, Via]:
     """Reads the hosts and how they are started."""
     refuse_ignored(ctx, manner_of(ctx.params, os.environ), os.environ)
     via = via_of(ctx.params)
-    if via.name == "rdzv":
+    if not via.scheduler.knows_hosts:
         return unknown_nodes(ctx.params["nnodes"]), via
     if via.kind != "run":
         return read_cluster(ctx, None), via
@@ -196,9 +182,9 @@ def launch(
         parent: Folder of run directories when the user named none.
         after: Called with the run directory once the job has ended well.
     """
-    if via.kind == "submit":
-        from paceline.rundir.directory import fresh_path
+    from paceline.rundir.directory import fresh_path
 
+    if via.kind == "submit":
         directory = ctx.params["run_dir"] or fresh_path(parent, job.name)
         return submit(ctx, job, directory, via.scheduler)
     if via.kind == "join":
@@ -209,41 +195,24 @@ def launch(
         return serve(via.endpoint, entry_argv(job.entry, "python"), job.python)
     assert via.transport is not None
     via.agree_on(job)
-    from paceline.cli.preflight import explain_run, explained, inspector, preflight, tell_libraries
-
-    if ctx.params["plan_only"]:
-        return show_plan(
-            job,
-            cluster,
-            via.transport,
-            as_json=ctx.params["as_json"],
-            verbose=ctx.params["verbose"],
-            package=package,
-            inspect=inspector(ctx, job),
-        )
+    plan_only = ctx.params["plan_only"]
+    run_dir = None if plan_only else ctx.params["run_dir"] or fresh_path(parent, job.name)
+    inspect = inspection(ctx, job, cluster, via, run_dir)
+    if run_dir is None:
+        as_json, verbose = ctx.params["as_json"], ctx.params["verbose"]
+        return show_plan(job, cluster, via.transport, as_json=as_json, verbose=verbose,
+                         package=package, inspect=inspect)  # fmt: skip
     from paceline.launch.launcher import run_job, secrets_of
     from paceline.launch.screen import Screen
     from paceline.launch.summary import report_failure, report_success
-    from paceline.rundir.directory import fresh_path
-    from paceline.spec.terminal import clean
 
-    preflight(ctx, job, cluster, via)
-    run_dir = ctx.params["run_dir"] or fresh_path(parent, job.name)
     with explained(run_dir, secrets_of(job, cluster)):
-        outcome = run_job(
-            job,
-            cluster,
-            via.transport,
-            Screen(ctx.params["show"]),
-            run_dir=run_dir,
-            parent=parent,
-            package=package,
-            inspect=inspector(ctx, job, run_dir),
-        )
+        outcome = run_job(job, cluster, via.transport, Screen(ctx.params["show"]), run_dir=run_dir,
+                          parent=parent, package=package, inspect=inspect)  # fmt: skip
     if job.debug.value:
         tell_libraries(outcome.path)
     if text := report_failure(outcome):
-        say(clean(text), err=True)
+        say(text, err=True)
         shown = outcome.result.failure is not None
         explain_run(outcome.path, outcome.result, outcome.events, shown)
     elif after is not None:
@@ -251,6 +220,26 @@ def launch(
     else:
         say(report_success(outcome), err=True)
     return outcome.result.exit_code
+
+
+def inspection(ctx: click.Context, job: Job, cluster: Cluster, via: Via,
+               run_dir: Path | None) -> Inspect | None:  # fmt: skip
+    """What --check asks for: everything now, before a run; and a look at the nodes once they came.
+
+    Args:
+        ctx: The verb's context, with the common options.
+        job, cluster, via: What, where, and how the nodes are started.
+        run_dir: Of the run; ``None`` for a plan, which has none.
+    """
+    level = ctx.params["check_level"]
+    if level == "none":
+        return None
+    from paceline.checks.preflight import inspector, preflight
+
+    if level == "full" and run_dir is not None and via.scheduler.direct:
+        for warning in preflight(job, cluster, ssh_of(ctx.params)):
+            say(for_reader(f"paceline: warning: {warning}", sys.stderr), err=True)
+    return inspector(job, run_dir)
 
 
 def show_plan(job: Job, cluster: Cluster, transport: Transport, *, as_json: bool,
@@ -265,3 +254,94 @@ def show_plan(job: Job, cluster: Cluster, transport: Transport, *, as_json: bool
     else:
         say(everything(plan) if verbose else describe(plan))
     return 0
+
+
+# --- after a failure
+
+
+@contextlib.contextmanager
+def explained(run_dir: Path, secrets: Sequence[str]) -> Iterator[None]:
+    """Writes down why a job could not be started; the error itself is shown by others."""
+    from paceline.rundir.directory import Redactor
+    from paceline.rundir.ownership import read_owner
+
+    try:
+        yield
+    except PacelineError as error:
+        if read_owner(run_dir) is None:  # else it is in use by another run
+            told = Redactor(secrets).text(error.render())
+            explain_run(run_dir, Result(error.exit_code, error=told), (), shown=False)
+        raise
+
+
+def explain_run(run_dir: Path, result: Result, events: tuple[Event, ...],
+                shown: bool) -> None:  # fmt: skip
+    """The conclusion after a failed run: into findings.json, and shown.
+
+    A problem in here must not hide how the run ended, nor keep the user waiting for it.
+    """
+    from paceline.rundir.directory import short
+
+    with contextlib.suppress(PacelineError, OSError, ValueError):
+        try:
+            with at_most(EXPLAIN_S):
+                from paceline.cli.explain import after_failure
+
+                text = after_failure(run_dir, result, events)
+        except TimeoutError:
+            text = f"paceline: to look for the cause: paceline explain {short(run_dir)}"
+        if shown and text:
+            say(for_reader(text, sys.stderr), err=True)
+
+
+def tell_libraries(run_dir: Path) -> None:
+    """Shows what the libraries' debugging says that matters, and where all of it is."""
+    from paceline.explain.gather import debug_logs
+    from paceline.explain.libraries import summary
+    from paceline.rundir.directory import short
+
+    with contextlib.suppress(PacelineError, OSError, ValueError):
+        lines = summary(debug_logs(run_dir, ())) or ["nothing"]
+        folder = short(run_dir / DEBUG)
+        text = "\n".join([f"paceline: the libraries said ({folder}/HOST/RANK.log):",
+                          *(f"  {line}" for line in lines)])  # fmt: skip
+        say(for_reader(text, sys.stderr), err=True)
+
+
+class Enough(KeyboardInterrupt):
+    """Ctrl-C, as a class of its own.
+
+    Once a plain KeyboardInterrupt has passed through ``exec`` or ``eval``, as it can in anything
+    that makes a data class, Python dies of SIGINT at the end, whatever status it is given.
+    """
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """TimeoutError in what takes longer, Enough at Ctrl-C.
+
+    By a signal, which reaches into regular expressions, too: a thread would go on beside us and,
+    inside such an expression, keep the interpreter to itself.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s")
+
+    def interrupted(*_: object) -> None:
+        raise Enough
+
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if usual:
+        signal.signal(signal.SIGINT, interrupted)
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""The launching machine, which need not be Linux: its addresses, and processes by identity.
+"""The launching machine, which need not be Linux: its names, addresses, and processes.
 
 Linux is asked through netlink and ``/proc``, as its agents ask; elsewhere psutil knows.
 """
@@ -9,10 +9,12 @@ import contextlib
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.agent import netlink, procs
+from paceline.spec.hosts import Cluster
 
 LINUX = sys.platform.startswith("linux")
 
@@ -24,6 +26,22 @@ def default_python(image: str | None = None) -> str:
         image: Container image in which the job runs, if it does: it has a Python of its own.
     """
     return sys.executable if LINUX and not image else "python3"
+
+
+def mark_me(cluster: Cluster) -> Cluster:
+    """Marks the host that is this very machine: no SSH to oneself."""
+    if any(host.local for host in cluster.hosts):
+        return cluster
+    from paceline.hosts import find_me
+
+    me = find_me(cluster, own_names(), {str(entry["address"]) for entry in addresses()})
+    hosts = tuple(replace(host, local=host.name == me) for host in cluster.hosts)
+    return replace(cluster, hosts=hosts)
+
+
+def own_names() -> set[str]:
+    name = socket.gethostname()
+    return {name, name.split(".")[0], "localhost"}
 
 
 def addresses() -> list[dict[str, Any]]:

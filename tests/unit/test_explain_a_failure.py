@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import explain, preflight
+from paceline.cli import explain, launch
 from paceline.spec.errors import SettingError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result
@@ -19,8 +19,8 @@ def test_a_slow_rule_does_not_hold_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(explain, "after_failure", lambda *run: re.match("(a+)+$", "a" * 60 + "b"))
-    monkeypatch.setattr(preflight, "EXPLAIN_S", 0.2)
-    preflight.explain_run(tmp_path, Result(1), (), shown=True)
+    monkeypatch.setattr(launch, "EXPLAIN_S", 0.2)
+    launch.explain_run(tmp_path, Result(1), (), shown=True)
     assert "to look for the cause: paceline explain" in capsys.readouterr().err
 
 
@@ -34,7 +34,7 @@ def test_ctrl_c_in_the_explanation_leaves_the_exit_status_to_us(
 
     monkeypatch.setattr(explain, "after_failure", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
-        preflight.explain_run(tmp_path, Result(1), (), shown=True)
+        launch.explain_run(tmp_path, Result(1), (), shown=True)
     assert caught.type is not KeyboardInterrupt
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -45,7 +45,7 @@ def test_a_refusal_is_explained_where_it_belongs(tmp_path: Path) -> None:
     def refused() -> None:
         with (
             pytest.raises(SettingError),
-            preflight.explained(tmp_path, ["hunter2-hunter2"]),
+            launch.explained(tmp_path, ["hunter2-hunter2"]),
         ):
             raise SettingError("no hunter2-hunter2 here", remedy="look elsewhere")
 

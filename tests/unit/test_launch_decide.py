@@ -12,6 +12,7 @@ import pytest
 
 from paceline.launch import decide, view
 from paceline.launch.decide import Found, Place, Supplies
+from paceline.launch.entry import entry_argv
 from paceline.remote.network import NodeNetwork
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
@@ -350,7 +351,7 @@ def test_what_differs_between_hosts_is_said() -> None:
     ],
 )
 def test_what_a_rank_amounts_to(entry: Entry, argv: list[str]) -> None:
-    assert view.entry_argv(entry, "/py") == argv
+    assert entry_argv(entry, "/py") == argv
 
 
 # --- where the code is

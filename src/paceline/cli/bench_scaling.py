@@ -12,10 +12,10 @@ import click
 
 from paceline.bench import scaling
 from paceline.cli.launch import job_of, launch_options, prepare
-from paceline.cli.run import entry_of, opens_store
 from paceline.cli.train import recipe_job
 from paceline.cli.verb import Verb, say
 from paceline.cli.via import submit, via_of
+from paceline.launch.entry import entry_of, opens_store
 from paceline.launch.launcher import run_job
 from paceline.launch.screen import Screen
 from paceline.launch.summary import report_failure

@@ -188,7 +188,7 @@ def launch(
         directory = ctx.params["run_dir"] or fresh_path(parent, job.name)
         return submit(ctx, job, directory, via.scheduler)
     if via.kind == "join":
-        from paceline.launch.view import entry_argv
+        from paceline.launch.entry import entry_argv
         from paceline.rendezvous.typed import serve
 
         assert via.endpoint is not None

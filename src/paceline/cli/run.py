@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import click
 
-from paceline.agent.master import spawns_and_names_master
 from paceline.cli.flags import NO_TORCH
 from paceline.cli.launch import job_of, launch, launch_options, prepare
 from paceline.cli.sources import as_settings
 from paceline.cli.verb import Verb
+from paceline.launch.entry import entry_of, opens_store, preload_of
 from paceline.spec.errors import SettingError
-from paceline.spec.job import Data, Entry
+from paceline.spec.job import Data
 
 
 @click.command("run", cls=Verb, context_settings={"allow_interspersed_args": False})
@@ -64,24 +63,6 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
     ctx.exit(launch(ctx, job, cluster, via))
 
 
-def entry_of(script: str, args: tuple[str, ...], *, module: bool, no_python: bool) -> Entry:
-    """What every rank runs. SettingError when there is no such script."""
-    if module and no_python:
-        raise SettingError("--module and --no-python exclude each other")
-    if no_python:
-        return Entry("binary", script, args)
-    if module:
-        return Entry("module", script, args)
-    path = Path(script)
-    if not path.exists():
-        raise SettingError(
-            f"there is no script {script}",
-            found=f"nothing at {path.absolute()}",
-            remedy=_suggestion(path),
-        )
-    return Entry("script", script, args)
-
-
 def data_of(folder: Path, here: bool) -> Data:
     """The folder, and the arguments that mean it: its paths, but no single word.
 
@@ -99,36 +80,3 @@ def data_of(folder: Path, here: bool) -> Data:
     words = {whole, whole + "/"}
     words |= {f"{folder}", f"{folder}/"} if "/" in f"{folder}" else {f"./{folder}", f"{folder}/"}
     return Data(whole, tuple(sorted(words)))
-
-
-def opens_store(entry: Entry) -> bool:
-    """Whether the script's text says that its processes may open a store of their own."""
-    return _is_text(entry) and spawns_and_names_master(Path(entry.target).read_bytes())
-
-
-def preload_of(entry: Entry) -> tuple[str, ...]:
-    """What a node imports before it forks the ranks: what the script is seen to need.
-
-    The first optimizer of a process makes torch import its compiler, which takes longer than the
-    rest of torch's start; forked ranks inherit it.
-    """
-    text = Path(entry.target).read_bytes() if _is_text(entry) else b""
-    if re.search(rb"^\s*(from|import)\s+paceline\b", text, re.MULTILINE):
-        return ("torch", "paceline.train.preload?")
-    if re.search(rb"^[^#\n]*\boptim\b", text, re.MULTILINE):
-        return ("torch", "torch._dynamo?")
-    return ("torch",)
-
-
-def _is_text(entry: Entry) -> bool:
-    return entry.kind == "script" and entry.target.endswith(".py") and Path(entry.target).is_file()
-
-
-def _suggestion(path: Path) -> str:
-    import difflib
-
-    beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    if near:
-        return f"Did you mean {path.parent / near[0]}?"
-    return "For a module add -m, for a program that is not Python --no-python"

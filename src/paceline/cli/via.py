@@ -104,7 +104,7 @@ class Via:
         passes its whole environment on in the clear: forwarded secrets must not be in it, for the
         agents get them through TLS.
         """
-        from paceline.launch.view import entry_argv
+        from paceline.launch.entry import entry_argv
         from paceline.rendezvous.started import StartedTransport
         from paceline.rendezvous.typed import TypedTransport
 

@@ -6,22 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline.launch.entry import entry_argv
 from paceline.spec.command import shell_text
 from paceline.spec.helptext import counted
-from paceline.spec.job import Entry, recorded
+from paceline.spec.job import recorded
 from paceline.spec.plan import NodePlan, Plan, RankPlan
 from paceline.spec.settings import Setting, Source
 
 # Without our agent nobody holds a store; typed by hand, rank 0 holds its own.
 _NOT_BY_HAND = {"TORCHELASTIC_USE_AGENT_STORE", "PACELINE_RUN_ID", "PACELINE_ATTEMPT"}
-
-
-def entry_argv(entry: Entry, python: str) -> list[str]:
-    """The command that a rank amounts to."""
-    if entry.kind == "binary":
-        return [entry.target, *entry.args]
-    flag = ["-m"] if entry.kind == "module" else []
-    return [python, *flag, entry.target, *entry.args]
 
 
 def rank_command(plan: Plan, node: NodePlan, rank: RankPlan) -> list[str]:

@@ -1,0 +1,69 @@
+"""What every rank runs: from a script that was named to an entry, and what its text tells."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from paceline.agent.master import spawns_and_names_master
+from paceline.spec.errors import SettingError
+from paceline.spec.job import Entry
+
+
+def entry_of(script: str, args: tuple[str, ...], *, module: bool = False,
+             no_python: bool = False) -> Entry:  # fmt: skip
+    """What every rank runs. SettingError when there is no such script."""
+    if module and no_python:
+        raise SettingError("--module and --no-python exclude each other")
+    if no_python:
+        return Entry("binary", script, args)
+    if module:
+        return Entry("module", script, args)
+    path = Path(script)
+    if not path.exists():
+        raise SettingError(
+            f"there is no script {script}",
+            found=f"nothing at {path.absolute()}",
+            remedy=_suggestion(path),
+        )
+    return Entry("script", script, args)
+
+
+def entry_argv(entry: Entry, python: str) -> list[str]:
+    """The command that a rank amounts to."""
+    if entry.kind == "binary":
+        return [entry.target, *entry.args]
+    flag = ["-m"] if entry.kind == "module" else []
+    return [python, *flag, entry.target, *entry.args]
+
+
+def opens_store(entry: Entry) -> bool:
+    """Whether the script's text says that its processes may open a store of their own."""
+    return _is_text(entry) and spawns_and_names_master(Path(entry.target).read_bytes())
+
+
+def preload_of(entry: Entry) -> tuple[str, ...]:
+    """What a node imports before it forks the ranks: what the script is seen to need.
+
+    The first optimizer of a process makes torch import its compiler, which takes longer than the
+    rest of torch's start; forked ranks inherit it.
+    """
+    text = Path(entry.target).read_bytes() if _is_text(entry) else b""
+    if re.search(rb"^\s*(from|import)\s+paceline\b", text, re.MULTILINE):
+        return ("torch", "paceline.train.preload?")
+    if re.search(rb"^[^#\n]*\boptim\b", text, re.MULTILINE):
+        return ("torch", "torch._dynamo?")
+    return ("torch",)
+
+
+def _is_text(entry: Entry) -> bool:
+    return entry.kind == "script" and entry.target.endswith(".py") and Path(entry.target).is_file()
+
+
+def _suggestion(path: Path) -> str:
+    beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    if near:
+        return f"Did you mean {path.parent / near[0]}?"
+    return "For a module add -m, for a program that is not Python --no-python"

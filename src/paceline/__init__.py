@@ -10,7 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.api import Prepared, execute, prepare
     from paceline.hosts import read_hosts
+    from paceline.launch.summary import RunOutcome
     from paceline.spec.errors import (
         ConnectError,
         DataError,
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
         PacelineError,
         SettingError,
     )
+    from paceline.spec.failure import Failure, Result
     from paceline.spec.hosts import Cluster, Host
+    from paceline.spec.plan import Plan
 
 __version__ = "0.1.0"
 
@@ -29,19 +33,36 @@ __all__ = [
     "Cluster",
     "ConnectError",
     "DataError",
+    "Failure",
     "Host",
     "HostsError",
     "JobError",
     "LabError",
     "NodeError",
     "PacelineError",
+    "Plan",
+    "Prepared",
+    "Result",
+    "RunOutcome",
     "SettingError",
     "__version__",
+    "execute",
+    "prepare",
     "read_hosts",
 ]
 
-_HOMES = {"Cluster": "paceline.spec.hosts", "Host": "paceline.spec.hosts",
-          "read_hosts": "paceline.hosts"}  # fmt: skip
+_HOMES = {
+    "Cluster": "paceline.spec.hosts",
+    "Failure": "paceline.spec.failure",
+    "Host": "paceline.spec.hosts",
+    "Plan": "paceline.spec.plan",
+    "Prepared": "paceline.api",
+    "Result": "paceline.spec.failure",
+    "RunOutcome": "paceline.launch.summary",
+    "execute": "paceline.api",
+    "prepare": "paceline.api",
+    "read_hosts": "paceline.hosts",
+}
 
 
 def __getattr__(name: str) -> Any:

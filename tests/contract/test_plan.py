@@ -66,11 +66,11 @@ def inspect(hosts: Sequence[Host], facts: Any, noise: Any) -> list[str]:
     return [f"{len(hosts)} hosts were inspected"]
 
 
-def run(the_job: Job, transport: Differing, folder: Path) -> Any:
+def run(the_job: Job, transport: SimulatedTransport, folder: Path, plan: Plan | None = None) -> Any:
     screen = Screen("none", io.StringIO(), io.StringIO())
     run_dir = folder / "run"
     return run_job(the_job, CLUSTER, transport, screen, run_dir=run_dir, parent=folder,
-                   inspect=inspect)  # fmt: skip
+                   inspect=inspect, plan=plan)  # fmt: skip
 
 
 def but_for_the_run_id(plan: dict[str, Any]) -> Any:
@@ -125,6 +125,25 @@ def test_what_was_prepared_is_what_is_executed(
     run(job(tmp_path), Differing(), tmp_path)
     assert len(seen) == 3
     assert seen[0] is seen[1] is seen[2]
+
+
+def test_a_plan_is_executed_as_it_was_made(tmp_path: Path) -> None:
+    the_job = job(tmp_path)
+    planned = plan_job(the_job, CLUSTER, Differing(), inspect=inspect)
+    ran = Differing()
+    assert run(the_job, ran, tmp_path, planned).result.exit_code == 0
+    kept = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert kept == json.loads(json.dumps(planned.to_json()))
+    (asked,) = ran.agents[0].started
+    assert asked["ranks"] == kept["nodes"][0]["ranks"]
+
+
+def test_a_plan_that_does_not_hold_any_more_is_not_executed(tmp_path: Path) -> None:
+    the_job = job(tmp_path)
+    planned = plan_job(the_job, CLUSTER, Differing(), inspect=inspect)
+    with pytest.raises(NodeError, match="does not hold any more") as caught:
+        run(the_job, SimulatedTransport(0, 1), tmp_path, planned)
+    assert "n3: code was shipped, is verified equal" in caught.value.found
 
 
 def test_a_node_that_builds_elsewhere_than_it_told_is_refused(

@@ -129,6 +129,9 @@ def test_what_needs_an_extra_says_which(installed: Installed) -> None:
 def test_its_names_are_typed(installed: Installed) -> None:
     """A user's own module passes mypy against the installed package, not against this tree."""
     shutil.copy2(TYPED, installed.folder / "typed_user.py")
+    (installed.folder / "tell.py").write_text(
+        "import sys\nif sys.argv[1] == 'fail':\n    raise ValueError('fail')\n"
+    )
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--python-executable",
          str(installed.bin / "python"), "--cache-dir", "cache", "typed_user.py"],

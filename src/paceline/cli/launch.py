@@ -252,7 +252,8 @@ def show_plan(job: Job, cluster: Cluster, transport: Transport, *, as_json: bool
     if as_json:
         click.echo(json.dumps(plan.to_json(), indent=2))
     else:
-        say(everything(plan) if verbose else describe(plan))
+        more = "\nAll variables and the command of every rank: --plan -v, or --plan --json"
+        say(everything(plan) if verbose else f"{describe(plan)}{more}")
     return 0
 
 

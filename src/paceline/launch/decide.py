@@ -308,6 +308,23 @@ def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
     )
 
 
+def confirmed(planned: Plan, found: Plan) -> Plan:
+    """The plan that was made before, where what is found now comes to the same; else NodeError."""
+    if replace(found, notes=planned.notes) == planned:
+        return planned
+    changed = [
+        f"{before.host}: {name} was {getattr(before, name)}, is {getattr(now, name)}"
+        for before, now in zip(planned.nodes, found.nodes, strict=True)
+        for name in ("address", "interface", "python", "workdir", "code", "devices")
+        if getattr(before, name) != getattr(now, name)
+    ]
+    raise NodeError(
+        "the plan does not hold any more: the hosts are not as they were when it was made",
+        found="\n".join(changed) or "ranks, CPUs or variables differ",
+        remedy="Prepare it again",
+    )
+
+
 def next_attempt(plan: Plan, attempt: int, master_port: Setting[int]) -> Plan:
     """The same once more, on the same nodes, with a fresh port for a fresh store."""
     return replace(

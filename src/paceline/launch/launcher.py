@@ -306,10 +306,11 @@ def secrets_of(job: Job, cluster: Cluster) -> tuple[str, ...]:
 
 
 def request_of(job: Job, cluster: Cluster, transport: Transport, package: Package = False,
-               inspect: Inspect | None = None) -> Request:  # fmt: skip
+               inspect: Inspect | None = None, plan: Plan | None = None) -> Request:  # fmt: skip
     """A job on the hosts of a cluster that it asks for. SettingError when there are too few."""
     hosts = decide.choose_hosts(job, cluster)
-    return Request(job, hosts, transport, package, tuple(cluster.notes), inspect)
+    request = Request(job, hosts, transport, package, tuple(cluster.notes), inspect, plan)
+    return replace(request, run_id=plan.run_id) if plan else request
 
 
 def plan_job(job: Job, cluster: Cluster, transport: Transport, package: Package = False,
@@ -320,7 +321,7 @@ def plan_job(job: Job, cluster: Cluster, transport: Transport, package: Package 
 
 def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
             run_dir: Path | None, parent: Path, package: Package = False,
-            inspect: Inspect | None = None) -> RunOutcome:  # fmt: skip
+            inspect: Inspect | None = None, plan: Plan | None = None) -> RunOutcome:  # fmt: skip
     """Runs a job to its end.
 
     Args:
@@ -332,12 +333,13 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         parent: Folder of run directories.
         package: Ship this installation's ``paceline`` to the nodes, or parts of it.
         inspect: Looks at the nodes' facts before anything is started.
+        plan: Made by :func:`plan_job` of the same values: it is executed, or the job not started.
 
     Raises:
         PacelineError: The job could not be started.
     """
     began = time.monotonic()
-    request = request_of(job, cluster, transport, package, inspect)
+    request = request_of(job, cluster, transport, package, inspect, plan)
     path = run_dir or fresh_path(parent, job.name)
     directory = RunDirectory(path, secrets_of(job, cluster))
     run_id = request.run_id

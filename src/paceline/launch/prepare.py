@@ -52,6 +52,7 @@ class Request:
         package: Send this installation's ``paceline`` to the nodes (recipes need it), or parts.
         notes: What was decided before and the user should know.
         inspect: Looks at the nodes' facts; returns further notes or raises PacelineError.
+        planned: Was made before and is to be executed, if the nodes are still what it says.
         run_id: Names the run.
     """
 
@@ -61,6 +62,7 @@ class Request:
     package: Package = False
     notes: tuple[str, ...] = ()
     inspect: Inspect | None = None
+    planned: Plan | None = None
     run_id: str = field(default_factory=lambda: secrets.token_hex(6))
 
 
@@ -100,18 +102,20 @@ async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
         attempt: Of the plan.
 
     Raises:
-        PacelineError: The job cannot run there.
+        PacelineError: The job cannot run there, or not as it was planned.
     """
-    job = request.job
+    job, planned = request.job, request.planned if attempt == 0 else None
     (networks, more), (read, code, folders, places) = await together(
         [find_networks(fleet, job), _look(fleet, job, supplies)]
     )
-    port = await hold_port(fleet.first, networks[fleet.first.name].address, job.master_port)
+    asked = planned.settings["master_port"] if planned else job.master_port
+    port = await hold_port(fleet.first, networks[fleet.first.name].address, asked)
     found = [
         Found(node.host, node.facts, networks[node.name], differs, there, place)
         for node, differs, there, place in zip(fleet.nodes, code, folders, places, strict=True)
     ]
-    return decide.make_plan(job, request.run_id, found, read, port, [*notes, *more], attempt)
+    plan = decide.make_plan(job, request.run_id, found, read, port, [*notes, *more], attempt)
+    return decide.confirmed(planned, plan) if planned else plan
 
 
 async def make_plan(request: Request) -> Plan:
@@ -267,9 +271,13 @@ def _port_taken(
 ) -> SettingError:
     holders = refusal.answer.get("holders") or []
     who = ", ".join(f"process {pid} ({command})" for pid, command in holders)
+    planned = asked.source is Source.FOUND
+    why = "was planned" if planned else f"was asked for ({asked.source.label})"
     return SettingError(
-        f"port {asked.value} on {name} ({address}) was asked for ({asked.source.label})",
+        f"port {asked.value} on {name} ({address}) {why}",
         found=refusal.found + (f": held by {who}" if who else ""),
-        remedy="Leave --master-port out to get a free one, or end that process",
+        remedy="Prepare again, for a free one"
+        if planned
+        else "Leave --master-port out to get a free one, or end that process",
         exit_code=1,
     )

@@ -45,7 +45,6 @@ def describe(plan: Plan) -> str:
         *_per_host(plan),
         "",
         *(f"note: {note}" for note in plan.notes),
-        "All variables and the command of every rank: --plan -v, or --plan --json",
     ]
     return "\n".join(lines)
 
@@ -61,9 +60,8 @@ def _chosen(plan: Plan) -> dict[str, Setting[Any]]:
     return {
         name: setting
         for name, setting in plan.settings.items()
-        if name != "hosts" and setting.source in (Source.FILE, Source.ENVIRONMENT,
-                                                  Source.COMMAND_LINE)
-    }  # fmt: skip
+        if name != "hosts" and setting.source >= Source.FILE
+    }
 
 
 def _table(plan: Plan) -> list[str]:

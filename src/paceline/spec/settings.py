@@ -19,6 +19,7 @@ class Source(IntEnum):
     FILE = 2  # paceline.toml
     ENVIRONMENT = 3
     COMMAND_LINE = 4
+    ARGUMENT = 5  # of a call from Python
 
     @property
     def label(self) -> str:

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from click.testing import CliRunner
 
 from paceline.cli import VERBS, launch, program, sources, trust
-from paceline.cli.verb import TABLES_ARE_HOSTS
+from paceline.cli.sources import TABLES_ARE_HOSTS
 from paceline.spec.errors import HostsError, PacelineError, SettingError
 from paceline.spec.hosts import Host
 

@@ -17,9 +17,9 @@ import click
 from paceline.cli import trust
 from paceline.cli.applies import refuse_ignored
 from paceline.cli.flags import LAUNCH, with_settings
-from paceline.cli.sources import parse_env, refuse_ours, setting, toml_of
+from paceline.cli.sources import TABLES_ARE_HOSTS, parse_env, refuse_ours, setting, toml_of
 from paceline.cli.torchrun import torchrun_options
-from paceline.cli.verb import TABLES_ARE_HOSTS, say
+from paceline.cli.verb import say
 from paceline.cli.via import VIA_OPTIONS, Via, hosts_source, manner_of, ssh_of, submit, via_of
 from paceline.schedulers import inside
 from paceline.spec.errors import PacelineError

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from paceline.cli.torchrun import STANDALONE
+from paceline.schedulers import inside, load
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.spec.settings import TOML_NAME, Setting, Source
@@ -23,6 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 TABLES = ("run", "hosts", "train")
 RUN_TABLE = "run"  # [run] in paceline.toml holds defaults for the options of every verb
+TABLES_ARE_HOSTS = f"toml:{TOML_NAME}"  # hosts = …, where the [hosts.NAME] tables are meant
 ENV_PREFIX = "PACELINE_OPT"  # PACELINE_OPT_NNODES=2 stands for --nnodes 2
 
 _SOURCES = {
@@ -246,6 +249,93 @@ def _check_kind(option: click.Option, value: Any) -> None:
             raise click.BadParameter(f"{one!r} is not {wanted}")
         if isinstance(one, str) and not one.replace("\t", " ").isprintable():
             raise click.BadParameter(f"{one!r} has control characters")
+
+
+class WithSettings(click.Command):
+    """A command whose settings may stand on the line, in the environment, and in the file."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not any(is_setting(param) for param in self.params) or ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        ctx.default_map = from_file = FromFile(self.params, Path.cwd())
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            name_variable(ctx, error)
+            raise
+        check_environment()
+        _ = from_file.toml  # an unknown key is an error, even where every setting was typed
+        settle_hosts(ctx, from_file)
+        return rest
+
+
+def name_variable(ctx: click.Context, error: click.BadParameter) -> None:
+    """Lets an error about an option's value name the variable that it came from."""
+    option = error.param
+    if not isinstance(option, click.Option) or option.name is None or error.param_hint:
+        return
+    if ctx.get_parameter_source(option.name) is ParameterSource.ENVIRONMENT:
+        error.param_hint = f"{key_of(option)} (in {variable_in_use(option)})"
+
+
+# --- hosts: what stands for them where nobody named any
+
+
+def settle_hosts(ctx: click.Context, from_file: FromFile) -> None:
+    """What stands for hosts that nobody named, and how the lab's are reached.
+
+    Without any other word they are those of the allocation that we are in, else of the
+    ``[hosts.NAME]`` tables; nodes that meet at ``--rdzv`` need none.
+    """
+    params = ctx.params
+    if "hosts" not in params:
+        return
+    if ctx.meta.get(STANDALONE):
+        stand_alone(ctx)
+    open_to_us = not params.get("rdzv") and _takes_hosts(params.get("via"))
+    if not open_to_us and weaker(ctx, "hosts", "rdzv" if params.get("rdzv") else "via"):
+        params["hosts"] = None  # what was typed now means other hosts than usual
+        ctx.set_parameter_source("hosts", ParameterSource.DEFAULT)
+    if params["hosts"] is None and open_to_us:
+        if around := inside(os.environ):  # a verb that has --via takes its scheduler's hosts
+            params["hosts"] = None if "via" in params else around.hosts(os.environ)
+        elif from_file.toml.get("hosts"):
+            params["hosts"] = TABLES_ARE_HOSTS
+            ctx.set_parameter_source("hosts", ParameterSource.DEFAULT_MAP)
+    if params["hosts"] is not None and "ssh_config" in params:
+        use_lab(ctx)
+
+
+def stand_alone(ctx: click.Context) -> None:
+    """torchrun's --standalone is our ``-H local``."""
+    if setting(ctx, "hosts").source is Source.COMMAND_LINE:
+        raise SettingError("--standalone means this machine alone", found="-H names hosts, too",
+                           remedy="Leave out one of the two")  # fmt: skip
+    ctx.params["hosts"] = "local"
+    ctx.set_parameter_source("hosts", ParameterSource.COMMANDLINE)
+
+
+def weaker(ctx: click.Context, one: str, other: str) -> bool:
+    """Whether a setting comes from a weaker place than another."""
+    return setting(ctx, one).source < setting(ctx, other).source
+
+
+def _takes_hosts(via: str | None) -> bool:
+    """Whether what starts the nodes takes hosts from a description."""
+    if via is None:
+        return True
+    return "ssh_config" in (load(via).starting or ())  # one that logs in to them
+
+
+def use_lab(ctx: click.Context) -> None:
+    """The lab's hosts are reached by the lab's ssh config, unless one is named as strongly."""
+    from paceline.hosts.lab import find_lab, lab_name
+
+    name = lab_name(ctx.params["hosts"])
+    if name is not None and (
+        ctx.params["ssh_config"] is None or weaker(ctx, "ssh_config", "hosts")
+    ):
+        ctx.params["ssh_config"] = find_lab(name, os.environ).ssh_config
 
 
 # --- what the other modules ask

@@ -12,7 +12,13 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from paceline.hosts.dialect import COLON_MEANINGS, LIST_LABEL, Colon, Dialect, Parsed, Reading
-from paceline.hosts.dialects import DIALECTS, ENVIRONMENTS, canonical_name
+from paceline.hosts.dialects import (
+    ALLOCATIONS,
+    DIALECTS,
+    ENVIRONMENTS,
+    TYPED,
+    canonical_name,
+)
 from paceline.hosts.files import read_text, with_includes
 from paceline.hosts.lab import find_lab, lab_name
 from paceline.hosts.tables import apply_overrides
@@ -148,9 +154,6 @@ def _single_note(source: str) -> str:
 # --- from what was typed to a cluster
 
 
-_HINTED = ("slurm", "pbs")  # environments in which "this machine only" deserves a word
-
-
 @dataclass(frozen=True, slots=True)
 class _Context:
     environ: Mapping[str, str]
@@ -194,7 +197,7 @@ def read_hosts(
 
 def local_cluster(environ: Mapping[str, str]) -> Cluster:
     """This machine alone. An allocation's variables are pointed out, never taken silently."""
-    present = [name for name in _HINTED if DIALECTS[name].detect(Reading(environ=environ))]
+    present = [name for name in ALLOCATIONS if DIALECTS[name].detect(Reading(environ=environ))]
     notes = [f"this is inside a {n.title()} job; `-H {n}` takes its hosts" for n in present]
     return Cluster((Host(here(), local=True),), "this machine", tuple(notes))
 
@@ -324,8 +327,8 @@ def _detected(reading: Reading) -> Dialect:
 
 def _typed(reading: Reading) -> Dialect:
     """A list typed on the command line is a comma list or a node list; a colon has its rule."""
-    slurm = DIALECTS["slurm"]
-    return slurm if slurm.detect(reading) else DIALECTS["list"]
+    fits = (name for name in TYPED if DIALECTS[name].detect(reading))
+    return DIALECTS[next(fits, TYPED[-1])]
 
 
 def _names_beside(path: Path) -> list[str]:

@@ -46,6 +46,12 @@ ALIASES = {
 ENVIRONMENTS = ("slurm", "pbs", "kubernetes", "torchrun", "mpi")
 """Dialects that read variables, in the order in which ``auto`` tries them."""
 
+ALLOCATIONS = ("slurm", "pbs")
+"""Of these, the batch systems': who means this machine alone is told of their hosts."""
+
+TYPED = ("slurm", "list")
+"""Dialects in which hosts may be typed on the command line; the last for whatever is left."""
+
 
 class _Dialects(Mapping[str, Dialect]):
     def __getitem__(self, name: str) -> Dialect:

@@ -16,8 +16,8 @@ from click.core import ParameterSource
 from paceline.cli.applies import refuse_beside
 from paceline.cli.flags import HOSTS, SSH_CONFIG, F, with_settings
 from paceline.cli.launch import origin
-from paceline.cli.sources import setting, toml_of
-from paceline.cli.verb import Verb, say, use_lab
+from paceline.cli.sources import setting, toml_of, use_lab
+from paceline.cli.verb import Verb, say
 from paceline.hosts import apply_overrides, lost_fields, read_hosts, write_hosts
 from paceline.spec.errors import SettingError
 from paceline.spec.helptext import counted

@@ -259,7 +259,7 @@ async def _examine(ctx: click.Context, cluster: Cluster, ssh: Any) -> Scene:
 def run(ctx: click.Context, cluster: Cluster, via: Via,
         spec: Mapping[str, Any]) -> Measured:  # fmt: skip
     """Runs the job: the table, what it says of itself, and the wires; JobError when it fails."""
-    from paceline.cli.preflight import tell_libraries
+    from paceline.cli.launch import tell_libraries
     from paceline.launch.launcher import run_job
     from paceline.launch.screen import Screen
     from paceline.launch.summary import report_failure

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+import io
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from paceline.recipes.data import folder, photos
-from paceline.recipes.data.images import Request
+from paceline.recipes import image
+from paceline.recipes.data import HubSource, folder, photos, tars
+from paceline.recipes.data.images import Request, load
+from paceline.recipes.data.texts import TextRequest, load_texts
 from paceline.recipes.pictures import Normalisation, Pictures
 from paceline.spec.errors import DataError
-from paceline.train import Draws
+from paceline.train import Draws, write_shards
 from paceline.train.data import Fetch, Wanted
 
 
-def test_filesare_cut_out_of_the_whole_file(tmp_path: Path) -> None:
+def test_photos_are_cut_out_of_the_whole_file(tmp_path: Path) -> None:
     """Not out of a smaller copy; the numbers alone say what, whoever makes the batch."""
     y, x = np.mgrid[0:400, 0:500]
     ramp = np.stack([x / 2, y / 2, (x % 2) * 255], axis=2).astype(np.uint8)
@@ -100,3 +107,96 @@ def test_workers_make_the_batches_of_photos(tmp_path: Path, workers: int) -> Non
     assert made[0].shape == (4, 3, 32, 32)
     plain = pictures.on_device(pictures.batch(orders[0].ids, None), None)[0]
     assert not torch.equal(made[0], plain)
+
+
+# -- in shards ---------------------------------------------------------------------------------
+
+
+def png(shade: int) -> bytes:
+    file = io.BytesIO()
+    pixels = np.random.default_rng(shade).integers(0, 99, (20, 30, 3)) + 100 * (shade % 2)
+    Image.fromarray(pixels.astype(np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def samples(count: int) -> Iterator[dict[str, Any]]:
+    return ({"png": png(number), "cls": number % 2} for number in range(count))
+
+
+def read(folder: Path, **more: Any) -> Any:
+    return load("", Request(str(folder), image_size=16, crop=True, **more))
+
+
+def test_photos_in_shards(tmp_path: Path) -> None:
+    write_shards(tmp_path, samples(40), size=30_000)
+    (tmp_path / "classes.txt").write_text("dark\nlight\n")
+    data = read(tmp_path)
+    assert data.classes == ("dark", "light")
+    assert {name: len(part.labels) for name, part in data.splits.items()} == {
+        "train": 32,
+        "test": 8,
+    }
+    train = data.splits["train"]
+    (tmp_path / "one.png").write_bytes(png(int(train._ids[5])))
+    assert np.array_equal(
+        train.pixels(np.array([5]))[0], photos.decode(tmp_path / "one.png", 3, 16, 16, crop=True)
+    )
+    assert data.fingerprint == read(tmp_path).fingerprint != read(tmp_path, seed=1).fingerprint
+    part = read(tmp_path, val_fraction=0.25).splits["train"]
+    order = Pictures(part, Normalisation((0.5,) * 3, (0.2,) * 3), torch.float32).visiting_order(
+        0, True
+    )
+    assert sorted(order.epoch(0).tolist()) == list(range(len(part.labels)))
+    assert len(order.counts) == len([*tmp_path.glob("*.tar")]) > 3
+
+
+def test_parts_of_shards_by_their_names(tmp_path: Path) -> None:
+    write_shards(tmp_path / "a/train", samples(8))
+    write_shards(tmp_path / "a/val", samples(4))
+    for number, name in enumerate(("train-0", "test_0")):
+        write_shards(tmp_path / f"b{number}", samples(4 + number))
+        (tmp_path / "b").mkdir(exist_ok=True)
+        (tmp_path / f"b{number}/00000.tar").rename(tmp_path / f"b/{name}.tar")
+    for name, parts in (("a", {"train": 8, "val": 4}), ("b", {"train": 4, "test": 5})):
+        found = read(tmp_path / name).splits
+        assert {split: len(part.labels) for split, part in found.items()} == parts
+    assert not tars.matches(tmp_path)
+
+
+def test_shards_of_photos_that_are_unfit(tmp_path: Path) -> None:
+    write_shards(tmp_path / "a", [*samples(6), {"png": png(1)}])
+    with pytest.raises(DataError, match=r"00000\.tar: 000000006 has no class\n.*1 of 7 samples"):
+        read(tmp_path / "a")
+    broken = {"png": png(1)[:200], "cls": 1}
+    write_shards(tmp_path / "b", [*samples(9), broken, {"txt": "none", "cls": 0}])
+    train = read(tmp_path / "b", test_fraction=0.1).splits["train"]
+    with pytest.raises(DataError, match=r"00000\.tar: 00000000. is no readable|0000000010 is no"):
+        train.pixels(np.arange(len(train.labels)))
+    kept = read(tmp_path / "b", skip_damaged=True).splits.values()
+    assert sum(len(part.labels) for part in kept) == 9
+    (tmp_path / "b/classes.txt").write_text("only one\n")
+    with pytest.raises(DataError, match="1 lines, and a class 1"):
+        read(tmp_path / "b")
+
+
+def test_the_recipe_trains_on_shards(tmp_path: Path) -> None:
+    write_shards(tmp_path / "d", samples(24), size=20_000)
+    flags = [f"--data={tmp_path / 'd'}", "--image-size=16", "--augment", "resized-crop", "flip"]
+    more = ["--device=cpu", "--checkpoint-every=never", "--steps=3", "--global-batch=8"]
+    assert image.main([f"--run-dir={tmp_path / 'run'}", *flags, *more]) == 0
+    found = json.loads((tmp_path / "run/model/config.json").read_text())
+    assert found["data"]["sizes"] == {"train": 20, "test": 4}
+    gc.collect()  # the index's open file
+
+
+def test_texts_in_shards(tmp_path: Path) -> None:
+    texts = ({"txt": f"text {number}", "cls": number % 3} for number in range(30))
+    write_shards(tmp_path, texts, size=10_000)
+    data = load_texts(TextRequest(HubSource(str(tmp_path))))
+    assert data.labels == ("0", "1", "2")
+    assert sorted(sum((texts for texts, _ in data.splits.values()), [])) == sorted(  # noqa: RUF017
+        f"text {number}" for number in range(30)
+    )
+    write_shards(tmp_path / "bad", [{"json": {}, "cls": 1}])
+    with pytest.raises(DataError, match=r"bad/00000\.tar: 000000000 is no text with a class"):
+        load_texts(TextRequest(HubSource(str(tmp_path / "bad"))))

@@ -280,7 +280,7 @@ class ImageOptions(Options):
     below 16 pixels); --no-fast keeps to --dtype."""
     data: str = "digits"
     """digits, fashion-mnist, mnist, cifar10, cifar100, dummy, a folder with a folder for each
-    class, or a Hugging Face data set by id or folder."""
+    class or of tar shards, or a Hugging Face data set by id or folder."""
     data_config: str = ""
     """Configuration of a Hugging Face data set."""
     offline: bool = False
@@ -362,8 +362,8 @@ class TextOptions(Options):
     """Dropout of small; above 0 the result depends on how a batch is shared among processes."""
 
     data: str = "meals"
-    """A csv, tsv or jsonl file, a folder with train, val and test files, a Hugging Face data set
-    by id or folder; or ag-news, meals, dummy."""
+    """A csv, tsv or jsonl file, a folder with train, val and test files or of tar shards, a Hugging
+    Face data set by id or folder; or ag-news, meals, dummy."""
     test_data: str = ""
     """A file of the same form that is held out (default: a part of --data)."""
     data_config: str = ""

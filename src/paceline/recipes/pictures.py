@@ -190,7 +190,8 @@ class Pictures:
         # Photos are cut anew each time; others may be kept, which one process does best.
         cut = isinstance(split, Photos) and "resized-crop" in augment
         self._photos = split if isinstance(split, Photos) and cut else None
-        self.slow, self.processes = in_memory(split) is None, cut
+        self.slow = in_memory(split) is None
+        self.processes = cut or getattr(split, "processes", False)
         self.will_need = getattr(split, "will_need", None)
 
     def __len__(self) -> int:

@@ -102,12 +102,19 @@ class ShardedDataset:
         """What each sample's ``.cls`` holds, shape ``[samples]``; -1 where there is none."""
         return np.ascontiguousarray(self._index.spans[:, 2])
 
-    def visiting_order(self, seed: int, shuffle: bool) -> Order:
-        """The order in which disks like to read."""
-        return ShardOrder(
-            len(self), seed, shuffle, counts=self.counts, together=self._together,
-            window=self._window,
-        )  # fmt: skip
+    def visiting_order(self, seed: int, shuffle: bool, ids: Ids | None = None) -> Order:
+        """The order in which disks like to read.
+
+        Args:
+            seed: Of the run.
+            shuffle: False keeps the order of the shards.
+            ids: Some samples only, ascending; the order then counts in them, from 0.
+        """
+        counts = self.counts
+        if ids is not None:
+            counts = np.bincount(self._shards(ids), minlength=len(counts)).astype(np.int64)
+        more = {"together": self._together, "window": self._window}
+        return ShardOrder(int(counts.sum()), seed, shuffle, counts=counts, **more)
 
     def raw(self, ids: Ids) -> list[Sample]:
         """These samples as they are stored, read in the order of the shards.

@@ -237,7 +237,7 @@ PAIRS: dict[str, Named] = {
     ),
 }
 """Parallel corpora that have a name and files."""
-READERS = ("idx", "cifar", "hub_images", "folder")
+READERS = ("idx", "cifar", "tars", "hub_images", "folder")
 """Formats that a path is tried as, in this order."""
 PLACES = ("/usr/share/datasets", "/usr/local/share/datasets", "data")
 """Folders under which the files of named sets are looked for, after the cache."""

@@ -110,6 +110,9 @@ class PhotoPart(Part):
 
 def part_of(whole: Split, ids: NDArray[np.int64]) -> Split:
     """Some images of a split, in this order."""
+    if (part := getattr(whole, "part", None)) is not None:
+        found: Split = part(ids)
+        return found
     return PhotoPart(whole, ids) if isinstance(whole, Photos) else Part(whole, ids)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.recipes.data import SPLIT_NAMES, TEXTS, HubSource, is_hub_id, located
+from paceline.recipes.data import SPLIT_NAMES, TEXTS, HubSource, is_hub_id, located, tars
 from paceline.recipes.data.download import Ways, folder_of
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.spec.errors import DataError
@@ -116,6 +116,8 @@ def _read(request: TextRequest) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
         return {"train": _file(path, request)}, ()
     if path.is_dir() and not is_saved(path) and (found := _folder(path)):
         return {split: _file(file, request) for split, file in found.items()}, ()
+    if tars.matches(path):
+        return {split: [*rows] for split, rows in tars.texts(path).items()}, ()
     if path.is_dir() or (is_hub_id(name)):
         return _from_hub(request)
     raise DataError(

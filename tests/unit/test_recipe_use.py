@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,11 @@ from PIL import Image
 from recipe_tools import hub_variables, one_thread  # noqa: F401 - fixtures
 
 from paceline.recipes import image, text, translation, use_of
+from paceline.recipes.data.images import Request, load
 from paceline.recipes.use import benchmark, evaluate, export, predict, quantize, translate
-from paceline.recipes.use.quantize import OnnxNetwork, check_drop
+from paceline.recipes.use.export import spread
+from paceline.recipes.use.onnx_file import OnnxNetwork
+from paceline.recipes.use.quantize import check_drop
 from paceline.spec.errors import DataError
 
 QUICK = ("--device=cpu", "--checkpoint-every=never", "--dropout=0")
@@ -43,6 +48,14 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("digits") / "run"
     assert image.main([f"--run-dir={run}", *QUICK[:2], "--epochs=3"]) == 0
     return run
+
+
+@pytest.fixture(scope="module")
+def exported(reverser: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as an ONNX file, which takes seconds to be made."""
+    folder = tmp_path_factory.mktemp("exported")
+    assert export.main([f"--run={reverser}", f"--to={folder}"]) == 0
+    return folder / "model.onnx"
 
 
 # -- translating ---------------------------------------------------------------------------
@@ -98,14 +111,13 @@ def test_long_sentences_are_cut_with_a_word(
 # -- exporting -----------------------------------------------------------------------------
 
 
-def test_onnx_gives_the_network_s_scores_at_other_lengths(reverser: Path, tmp_path: Path) -> None:
-    assert export.main([f"--run={reverser}", f"--to={tmp_path}"]) == 0
+def test_onnx_gives_the_network_s_scores_at_other_lengths(reverser: Path, exported: Path) -> None:
     model = use_of("translation").portable(str(reverser))
-    other = OnnxNetwork(tmp_path / "model.onnx", model.names)
+    other = OnnxNetwork(exported, model.names)
     given = torch.tensor([[4, 5, 6, 3, 0]] * 3), torch.tensor([[2, 6, 5]] * 3)
     with torch.no_grad():
         assert torch.allclose(other(*given), model.network(*given), atol=1e-4)
-    assert (tmp_path / "tokenizer-source.json").is_file()
+    assert (exported.parent / "tokenizer-source.json").is_file()
 
 
 def test_torch_program_gives_the_network_s_scores(digits: Path, tmp_path: Path) -> None:
@@ -165,7 +177,59 @@ def test_quantized_model_is_smaller_and_as_good(
     assert network(*map(torch.from_numpy, given)).shape == (3, 2)
 
 
+def test_a_quantized_translator_translates(
+    reverser: Path,
+    exported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "small.onnx"
+    monkeypatch.setattr(quantize, "to_onnx", lambda _, whole: shutil.copy(exported, whole))
+    flags = [f"--run={reverser}", f"--to={path}", "--samples=20", "--max-drop=.1"]
+    assert quantize.main(flags) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"bleu \d+\.\d+ → \d+\.\d+ \(20 samples\)", said)
+    assert path.stat().st_size < 0.5 * (reverser / "model/model.safetensors").stat().st_size
+    assert translate.main([f"--run={reverser}", f"--onnx={path}", "a b c", "h g"]) == 0
+    assert capsys.readouterr().out == "c b a\ng h\n"
+    flags = [f"--run={reverser}", f"--onnx={path}", "--batch=2", "--iterations=2", "--json"]
+    assert benchmark.main(flags) == 0
+    assert json.loads(capsys.readouterr().out)["onnx"] == str(path)
+    for verb, more in ((translate, ["--beam=3", "a b"]), (benchmark, ["--dtype=bf16"])):
+        assert verb.main([f"--run={reverser}", f"--onnx={path}", *more]) == 2
+        assert "does not go with --onnx" in capsys.readouterr().err
+
+
+def test_a_quantized_image_model_has_measured_ranges(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, digit = tmp_path / "small.onnx", tmp_path / "3.png"
+    assert quantize.main([f"--run={digits}", f"--to={path}", "--calibration=64"]) == 0
+    assert b"QuantizeLinear" in path.read_bytes()
+    assert path.stat().st_size < 0.5 * (digits / "model/model.safetensors").stat().st_size
+    picture = load("", Request("digits")).splits["test"].pixels(np.arange(1))[0, 0]
+    Image.fromarray(picture).save(digit)
+    capsys.readouterr()
+    said = []
+    for more in ([], [f"--onnx={path}"]):
+        assert predict.main([f"--run={digits}", "--json", str(digit), *more]) == 0
+        said.append(json.loads(capsys.readouterr().out)["class"])
+    assert said[0] == said[1]
+    path.write_bytes(b"nothing")
+    assert predict.main([f"--run={digits}", f"--onnx={path}", str(digit)]) == 1
+    assert "cannot be run" in capsys.readouterr().err
+
+
 def test_loss_of_accuracy_is_refused() -> None:
-    check_drop(0.95, 0.945, 0.01)
+    check_drop("accuracy", 0.95, 0.945, 0.01)
     with pytest.raises(DataError, match=r"accuracy 0\.9500 before, 0\.9300 after"):
-        check_drop(0.95, 0.93, 0.01)
+        check_drop("accuracy", 0.95, 0.93, 0.01)
+    check_drop("bleu", 31.0, 30.1, 0.01, 100)
+    with pytest.raises(DataError, match=r"more bleu than --max-drop 0\.01"):
+        check_drop("bleu", 31.0, 29.9, 0.01, 100)
+
+
+def test_samples_are_spread() -> None:
+    assert spread(10, 4).tolist() == [0, 2, 5, 7]
+    assert spread(3, 0).tolist() == spread(3, 9).tolist() == [0, 1, 2]

@@ -20,8 +20,8 @@ from paceline.recipes.data.hub import fetched, prepare_environment
 from paceline.recipes.heads import names_within, renew
 from paceline.recipes.optimization import Curve
 from paceline.recipes.program import library
-from paceline.spec import rundir
 from paceline.spec.errors import DataError, SettingError
+from paceline.train.weights import saved_state
 
 Kind = Literal["text", "image"]
 _CLASSES = {
@@ -278,13 +278,13 @@ def load_backbone(
 
 
 def described(source: str) -> dict[str, Any]:
-    """What a run says of its model; empty for a file, or where nothing can be read."""
-    try:
-        text = (Path(source).expanduser() / rundir.MODEL_CONFIG).read_text(encoding="utf-8")
-        found = json.loads(text)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    """What a run says of its model; empty for a file.
+
+    Raises:
+        DataError: The folder holds no run with a model or a checkpoint.
+    """
+    path = Path(source).expanduser()
+    return train.load_config(path) if path.is_dir() else {}
 
 
 def preprocessing_of(source: str) -> dict[str, Any]:
@@ -301,7 +301,8 @@ def preprocessing_of(source: str) -> dict[str, Any]:
 def read_weights(source: str) -> dict[str, Tensor]:
     """Tensors by name. Nothing in the file is run."""
     path = Path(source).expanduser()
-    path = path / rundir.WEIGHTS if path.is_dir() else path
+    if path.is_dir():
+        return saved_state(path)[1]
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file

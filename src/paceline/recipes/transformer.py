@@ -275,9 +275,19 @@ class Search:
 
 
 @torch.inference_mode()
-def decode(model: Transformer, source: Tensor, search: Search) -> list[list[int]]:
-    """Target tokens of each source sentence, without start, end and padding."""
-    found = greedy(model, source, search) if search.beam == 1 else beams(model, source, search)
+def decode(model: nn.Module, source: Tensor, search: Search) -> list[list[int]]:
+    """Target tokens of each source sentence, without start, end and padding.
+
+    Args:
+        model: A :class:`Transformer`; or any network of its inputs and scores, which is then
+            asked anew for the whole sentence at every token, and only greedily.
+        source: Token ids, shape ``[n, s]``.
+        search: How to search.
+    """
+    if not isinstance(model, Transformer):
+        found = anew(model, source, search)
+    else:
+        found = greedy(model, source, search) if search.beam == 1 else beams(model, source, search)
     return [_until(row, search.end) for row in found.tolist()]
 
 
@@ -293,6 +303,19 @@ def greedy(model: Transformer, source: Tensor, search: Search) -> Tensor:
         if bool(ended.all()):
             break
     return torch.stack(chosen, 1)
+
+
+def anew(model: nn.Module, source: Tensor, search: Search) -> Tensor:
+    """As :func:`greedy`, with a network that keeps nothing from token to token."""
+    tokens = torch.full((len(source), 1), search.start, device=source.device)
+    ended = torch.zeros(len(source), dtype=torch.bool, device=source.device)
+    for _ in range(search.longest(source)):
+        last = model(source, tokens)[:, -1].argmax(1).masked_fill(ended, PAD)
+        tokens = torch.cat((tokens, last[:, None]), 1)
+        ended |= last == search.end
+        if bool(ended.all()):
+            break
+    return tokens[:, 1:]
 
 
 def beams(model: Transformer, source: Tensor, search: Search) -> Tensor:

@@ -154,7 +154,7 @@ def translate(
     mine: list[tuple[int, str]] = []
     for batch in session.shard(Sources(rows, order), 64):
         with session.autocast():
-            found = decode(cast(Transformer, network), batch.data[0], search)[: batch.count]
+            found = decode(network, batch.data[0], search)[: batch.count]
         numbers = [order[place] for place in batch.ids.tolist()[: batch.count]]
         mine += zip(numbers, tokenizer.decode(found), strict=True)
     network.train()

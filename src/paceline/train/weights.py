@@ -139,11 +139,20 @@ def load_weights(folder: Path, module: torch.nn.Module) -> None:
     Raises:
         DataError: The file is missing, damaged or does not fit the module.
     """
+    path, state = saved_state(folder)
+    _fill(module, path, state)
+
+
+def saved_state(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A run's weights by name, and where they are: of its model, else of a checkpoint.
+
+    Raises:
+        DataError: The file is missing or damaged.
+    """
     path = folder / rundir.WEIGHTS
     config, found = load_config(folder), rundir.unfinished(folder)
     if not (folder / rundir.MODEL_CONFIG).is_file() and found is not None:
-        _fill(module, found, _checkpointed(found))
-        return
+        return found, _checkpointed(found)
     try:
         content = path.read_bytes()
         if files.sha256(path) != config.get("sha256"):
@@ -152,10 +161,9 @@ def load_weights(folder: Path, module: torch.nn.Module) -> None:
                 found="its hash differs from the one in config.json",
                 remedy="copy the run directory again, or train again",
             )
-        state = load(content)
+        return path, load(content)
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} cannot be loaded", found=str(error)) from None
-    _fill(module, path, state)
 
 
 def _checkpointed(path: Path) -> dict[str, Tensor]:

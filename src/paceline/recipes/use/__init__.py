@@ -42,6 +42,8 @@ class PredictOptions:
     """Classes shown for each input."""
     json: bool = False
     """One JSON object a line."""
+    onnx: str = ""
+    """An ONNX file that export or quantize wrote, to be used instead of the run's own weights."""
     device: Device = "auto"
     """Where to compute."""
 
@@ -56,6 +58,9 @@ class TranslateOptions:
     """Run directory that holds model/."""
     beam: int = 0
     """Beams of the search (0: as in the training; 1: greedy)."""
+    onnx: str = ""
+    """An ONNX file that export or quantize wrote, to be used instead of the run's own weights;
+    greedy."""
     attention: str = ""
     """File for a picture of the first sentence's attention (PNG)."""
     device: Device = "auto"
@@ -96,17 +101,27 @@ class BenchmarkOptions:
     """Where to compute."""
     dtype: Literal["", "float32", "bf16", "fp16"] = ""
     """Precision (default: that of the training)."""
+    onnx: str = ""
+    """An ONNX file that export or quantize wrote, to be used instead of the run's own weights."""
     json: bool = False
     """Print JSON."""
 
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """Make a trained model smaller: weights in 8 bits, activations as they come (CPU)."""
+    """Make a trained model smaller: weights and activations in 8 bits, for CPUs."""
 
     run: str = ""
     """Run directory that holds model/."""
     to: str = ""
     """ONNX file to be written (default: quantized/model.onnx in the run directory)."""
+    approach: Literal["auto", "static", "dynamic"] = "auto"
+    """How activations come to 8 bits: by ranges that are measured before on training data, or as
+    they come (auto: static for images, dynamic for texts and translations)."""
+    calibration: int = 128
+    """Training samples on which static measures the ranges."""
     max_drop: float = 0.01
-    """Largest accepted loss of accuracy on the held-out data; beyond it nothing is written."""
+    """Largest accepted loss of accuracy on the held-out data, or of BLEU (0.01 is one point);
+    beyond it nothing is written."""
+    samples: int = 0
+    """Held-out samples on which that is measured (0: all)."""

@@ -6,7 +6,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median, quantiles
 
 import torch
@@ -18,6 +19,7 @@ from paceline.recipes.program import guarded
 from paceline.recipes.use import BenchmarkOptions
 from paceline.recipes.use.evaluate import task_of
 from paceline.recipes.use.export import Portable
+from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.spec.errors import SettingError
 from paceline.train.device import choose_device, look, precision
 
@@ -47,10 +49,13 @@ def benchmark(options: BenchmarkOptions) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     model: Portable = use_of(task_of(options.run)).portable(options.run)
-    device = choose_device(options.device, look(), 0)
-    dtype = options.dtype or model.config["number_format"]
+    if options.onnx:
+        model = with_file(model, options)
+    device = choose_device("cpu" if options.onnx else options.device, look(), 0)
+    dtype = options.dtype or ("float32" if options.onnx else model.config["number_format"])
     found = [one_size(model, options, device, dtype, size) for size in options.batch]
-    where = {"device": str(device), "dtype": dtype, "threads": torch.get_num_threads()}
+    numbers = {"onnx": options.onnx} if options.onnx else {"dtype": dtype}
+    where = {"device": str(device), **numbers, "threads": torch.get_num_threads()}
     if options.json:
         print(json.dumps({**where, "results": [asdict(one) for one in found]}))
         return
@@ -59,6 +64,22 @@ def benchmark(options: BenchmarkOptions) -> None:
     for one in found:
         figures = f"{one.median_ms:>10.2f} {one.p90_ms:>10.2f} {one.samples_per_s:>11.1f}"
         print(f"{one.batch:>6} {figures}")
+
+
+def with_file(model: Portable, options: BenchmarkOptions) -> Portable:
+    """The model with the network of an ONNX file.
+
+    Raises:
+        SettingError: For settings that such a file has no use for.
+    """
+    for flag, value in (("--dtype", options.dtype), ("--device", options.device)):
+        if value not in ("", "auto", "cpu"):
+            raise SettingError(
+                f"{flag} {value} does not go with --onnx",
+                found="the file has its own precision, and is run on the CPU",
+                remedy="leave out one of the two",
+            )
+    return replace(model, network=OnnxNetwork(Path(options.onnx), model.names))
 
 
 @torch.inference_mode()
@@ -70,8 +91,12 @@ def one_size(
     model.network.to(device=device, dtype=numbers.parameters)
     inputs = tuple(_repeated(one, size).to(device) for one in model.examples)
     inputs = tuple(one.to(numbers.parameters) if one.is_floating_point() else one for one in inputs)
+
+    def call() -> None:
+        model.measure(model.network, inputs)
+
     with numbers.autocast(device):
-        times = timed(lambda: model.measure(inputs), options.warm_up, options.iterations, device)
+        times = timed(call, options.warm_up, options.iterations, device)
     middle = median(times)
     slow = quantiles(times, n=10)[-1] if len(times) > 1 else times[0]
     return Measured(size, middle * 1e3, slow * 1e3, size / middle)

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline.recipes import use_of
@@ -26,7 +28,7 @@ from paceline.recipes.use import ExportOptions, Format
 from paceline.recipes.use.evaluate import task_of
 from paceline.spec import rundir
 from paceline.spec.errors import DataError, SettingError
-from paceline.train import files
+from paceline.train import Batched, files
 
 
 def export(options: ExportOptions) -> None:
@@ -48,7 +50,8 @@ def write_transformers(model: Portable, folder: Path) -> None:
     if model.hub is None:
         raise SettingError(
             "--format transformers: that library does not know this model",
-            found=f"it is {model.config.get('model', 'one')} of the {model.config['task']} recipe",
+            found=f"it is {model.config.get('model', 'one')} of the {model.config['task']} recipe"
+            + (", with --add-layers" if model.config.get("network", {}).get("layers") else ""),
             remedy="--format onnx or torch",
         )
     model.hub.save_pretrained(str(folder))
@@ -174,9 +177,11 @@ class Portable:
         names: Of the inputs.
         examples: Two samples of each input; the first dimension is the sample.
         lengths: For each input the dimensions, besides the first, that may differ, by number.
-        measure: Runs the network as it is used, on inputs like the examples.
-        evaluate: Figures of another network with the same inputs, on the held-out data;
-            ``None`` where only the network's own parts can be used.
+        measure: Runs a network with the same inputs as it is used, on inputs like the examples.
+        evaluate: Figures of such a network on so many held-out samples (0: all).
+        calibrate: Batches of inputs, of so many training samples.
+        figure: The one that counts, and its value for a perfect network.
+        static: Activations are better quantized by ranges that are measured before.
         hub: The library's model inside, for one of Hugging Face.
     """
 
@@ -186,9 +191,39 @@ class Portable:
     names: tuple[str, ...]
     examples: tuple[Tensor, ...]
     lengths: tuple[Mapping[int, str], ...]
-    measure: Callable[[tuple[Tensor, ...]], object]
-    evaluate: Callable[[nn.Module], Figures] | None = None
+    measure: Callable[[nn.Module, tuple[Tensor, ...]], object]
+    evaluate: Callable[[nn.Module, int], Figures]
+    calibrate: Callable[[int], Iterator[tuple[Tensor, ...]]]
+    figure: tuple[str, float] = ("accuracy", 1.0)
+    static: bool = False
     hub: Any = None
+
+
+def plain(network: nn.Module, inputs: tuple[Tensor, ...]) -> object:
+    """Runs a network that is used by calling it."""
+    return network(*inputs)
+
+
+def hub_model(config: Mapping[str, Any], network: nn.Module) -> Any:
+    """The library's model in a network of Hugging Face, unless its head has layers of ours."""
+    return None if config["network"].get("layers") else getattr(network, "model", None)
+
+
+TOGETHER = 32
+"""Samples of a batch for calibration."""
+
+
+def spread(count: int, most: int) -> NDArray[np.int64]:
+    """Numbers of ``most`` samples (0: all) of ``count``, evenly spread over them."""
+    taken = min(most, count) if most else count
+    return np.arange(taken, dtype=np.int64) * count // taken
+
+
+def batches(data: Batched, most: int) -> Iterator[tuple[Tensor, ...]]:
+    """What a data set makes of so many of its samples, without augmentation."""
+    ids = spread(len(data), most)
+    for start in range(0, len(ids), TOGETHER):
+        yield data.batch(ids[start : start + TOGETHER], None)
 
 
 if __name__ == "__main__":

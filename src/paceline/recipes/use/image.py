@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from paceline import train
-from paceline.recipes.data.images import Request, load
+from paceline.recipes.data.images import Part, Request, load
 from paceline.recipes.data.photos import SUFFIXES, decode
 from paceline.recipes.image import evaluate
 from paceline.recipes.networks import rebuilt_images
 from paceline.recipes.pictures import Normalisation, Pictures, fitted
 from paceline.recipes.use import EvaluateOptions, PredictOptions
 from paceline.recipes.use.evaluate import alone, check_unchanged, choose_split, joined, report
-from paceline.recipes.use.export import Figures, Portable
+from paceline.recipes.use.export import Figures, Portable, batches, hub_model, plain, spread
+from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.recipes.use.predict import Guess
 from paceline.spec.errors import DataError, SettingError
 from paceline.train import load_config, load_weights
+
+NAMES = ("images",)
+"""Of the network's inputs."""
 
 
 @dataclass(frozen=True)
@@ -129,24 +134,33 @@ def portable(run: str) -> Portable:
     channels, height, width = model.shape
     examples = (torch.rand(2, channels, height, width),)
 
-    def evaluated(other: nn.Module) -> Figures:
-        data = load("", model.request())
-        split = data.splits[data.held_out]
-        images = Pictures(split, model.normalise, torch.float32, (), model.size)
+    data = functools.cache(lambda: load("", model.request()))
+
+    def pictures(part: str, most: int = 0) -> Pictures:
+        split = data().splits[part]
+        some = Part(split, spread(len(split.labels), most))
+        return Pictures(some, model.normalise, torch.float32, (), model.size)
+
+    def evaluated(other: nn.Module, most: int) -> Figures:
         with train.join(device="cpu", quiet=True) as session:
-            result = evaluate(session, other, images)
+            result = evaluate(session, other, pictures(data().held_out, most))
         return result.count, result.values()
+
+    def calibrated(most: int) -> Iterator[tuple[Tensor, ...]]:
+        return (one[:1] for one in batches(pictures("train"), most))
 
     return Portable(
         model.folder,
         model.config,
         network,
-        ("images",),
+        NAMES,
         examples,
         ({},),
-        lambda inputs: network(*inputs),
+        plain,
         evaluated,
-        getattr(network, "model", None),
+        calibrated,
+        static=True,
+        hub=hub_model(model.config, network),
     )
 
 
@@ -166,8 +180,11 @@ def guesses(options: PredictOptions) -> Iterator[Guess]:
     """A guess for each image file; folders stand for all images in them."""
     model = trained(options.run)
     with alone(options.device, model.config) as session:
-        network = session.place(model.network()).eval()
-        model.load(network)
+        if options.onnx:
+            network: nn.Module = OnnxNetwork(Path(options.onnx), NAMES)
+        else:
+            network = session.place(model.network()).eval()
+            model.load(network)
         for path in _files(options.inputs):
             try:
                 chances = probabilities(session, model, network, path)

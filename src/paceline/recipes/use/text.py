@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +20,13 @@ from paceline.recipes.text import Texts, evaluate
 from paceline.recipes.tokens import Encoding, padded_ids, saved_encoding
 from paceline.recipes.use import EvaluateOptions, PredictOptions
 from paceline.recipes.use.evaluate import alone, check_unchanged, choose_split, joined, report
-from paceline.recipes.use.export import Figures, Portable
+from paceline.recipes.use.export import Figures, Portable, batches, hub_model, plain, spread
+from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.recipes.use.predict import Guess
 from paceline.spec.errors import DataError
 
+NAMES = ("ids", "mask")
+"""Of the network's inputs."""
 TOGETHER = 64
 """Texts that are classified at once."""
 
@@ -111,22 +115,33 @@ def portable(run: str) -> Portable:
     mask = torch.ones(2, length, dtype=torch.bool)
     mask[1, length // 2 :] = False
 
-    def evaluated(other: nn.Module) -> Figures:
-        data = load_texts(model.request())
-        texts = Texts(*data.splits[data.held_out], model.encoding, model.config["max_length"])
+    data = functools.cache(lambda: load_texts(model.request()))
+
+    def texts(part: str, most: int) -> Texts:
+        words, labels = data().splits[part]
+        ids = spread(len(words), most).tolist()
+        some = [words[i] for i in ids], [labels[i] for i in ids]
+        return Texts(*some, model.encoding, model.config["max_length"])
+
+    def evaluated(other: nn.Module, most: int) -> Figures:
+        found = texts(data().held_out, most)
         with train.join(device="cpu", quiet=True) as session:
-            return len(texts), evaluate(session, other, texts, len(model.classes))
+            return len(found), evaluate(session, other, found, len(model.classes))
+
+    def calibrated(most: int) -> Iterator[tuple[Tensor, ...]]:
+        return (one[:2] for one in batches(texts("train", most), most))
 
     return Portable(
         model.folder,
         model.config,
         network,
-        ("ids", "mask"),
+        NAMES,
         (torch.full((2, length), 1), mask),
         ({1: "tokens"}, {1: "tokens"}),
-        lambda inputs: network(*inputs),
+        plain,
         evaluated,
-        getattr(network, "model", None),
+        calibrated,
+        hub=hub_model(model.config, network),
     )
 
 
@@ -134,8 +149,11 @@ def guesses(options: PredictOptions) -> Iterator[Guess]:
     """A guess for each text; csv and text files stand for all texts in them."""
     model = trained(options.run)
     with alone(options.device, model.config) as session:
-        network = session.place(model.network()).eval()
-        train.load_weights(model.folder, network)
+        if options.onnx:
+            network: nn.Module = OnnxNetwork(Path(options.onnx), NAMES)
+        else:
+            network = session.place(model.network()).eval()
+            train.load_weights(model.folder, network)
         texts = list(_texts(options.inputs, model.config["data"]["columns"][1]))
         for start in range(0, len(texts), TOGETHER):
             chunk = texts[start : start + TOGETHER]

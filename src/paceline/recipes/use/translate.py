@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline import train
 from paceline.recipes.argv import at_least, parse
@@ -22,7 +22,8 @@ from paceline.recipes.tokens import padded, source_rows
 from paceline.recipes.transformer import DecoderLayer, Search, Transformer, decode
 from paceline.recipes.use import TranslateOptions
 from paceline.recipes.use.evaluate import alone
-from paceline.recipes.use.translation import Translator, translator
+from paceline.recipes.use.onnx_file import OnnxNetwork
+from paceline.recipes.use.translation import NAMES, Translator, translator
 from paceline.spec.errors import SettingError
 
 TOGETHER = 32
@@ -42,10 +43,7 @@ def translate(options: TranslateOptions) -> None:
             remedy='paceline translate RUN --attention maps.png "a sentence"',
         )
     with alone(options.device, model.config) as session:
-        network = session.place(model.network()).eval()
-        train.load_weights(model.folder, network)
-        assert isinstance(network, Transformer)
-        search = model.search(options.beam)
+        network, search = network_of(session, model, options)
         for chunk in _chunks(given, TOGETHER if sys.stdin and not sys.stdin.isatty() else 1):
             for line in translations(session, network, model, search, chunk):
                 print(line, flush=True)
@@ -53,9 +51,31 @@ def translate(options: TranslateOptions) -> None:
             draw(session, network, model, search, options)
 
 
+def network_of(
+    session: train.Session, model: Translator, options: TranslateOptions
+) -> tuple[nn.Module, Search]:
+    """The trained network, or that of a file, and how to search with it.
+
+    Raises:
+        SettingError: The file's network can do less than is asked for.
+    """
+    if not options.onnx:
+        network = session.place(model.network()).eval()
+        train.load_weights(model.folder, network)
+        return network, model.search(options.beam)
+    refused = {f"--beam {options.beam}": options.beam > 1, "--attention": bool(options.attention)}
+    if flag := next((flag for flag, asked in refused.items() if asked), ""):
+        raise SettingError(
+            f"{flag} does not go with --onnx",
+            found="with a file, the likeliest token is taken every time",
+            remedy="leave out one of the two",
+        )
+    return OnnxNetwork(Path(options.onnx), NAMES), model.search(beam=1)
+
+
 def translations(
     session: train.Session,
-    network: Transformer,
+    network: nn.Module,
     model: Translator,
     search: Search,
     texts: Sequence[str],
@@ -93,7 +113,7 @@ def _chunks(items: Iterable[str], size: int) -> Iterator[list[str]]:
 @torch.inference_mode()
 def draw(
     session: train.Session,
-    network: Transformer,
+    network: nn.Module,
     model: Translator,
     search: Search,
     options: TranslateOptions,
@@ -101,6 +121,7 @@ def draw(
     """Keeps the first sentence's attention of the last decoder layer as a picture."""
 
     source = source_rows(model.source, options.sentences[:1], model.config["seq_len"])
+    assert isinstance(network, Transformer)
     target = decode(network, padded(source).to(session.device), search)[0]
     seen = maps(network, source[0], target, search, session.device)
     rows = [*model.target.tokens(target), "[EOS]"]

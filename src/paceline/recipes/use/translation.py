@@ -5,16 +5,18 @@ Using it is ``paceline translate``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from paceline import train
 from paceline.recipes.data import HubSource
-from paceline.recipes.data.pairs import PairRequest, load_pairs
+from paceline.recipes.data.pairs import Pair, PairRequest, load_pairs
 from paceline.recipes.scores import scores
 from paceline.recipes.tokens import END_ID, START_ID, Tokenizer, from_json, sentences, source_rows
 from paceline.recipes.transformer import Search, Shape, Transformer, decode
@@ -27,11 +29,14 @@ from paceline.recipes.translation import (
 )
 from paceline.recipes.use import EvaluateOptions, PredictOptions
 from paceline.recipes.use.evaluate import check_unchanged, choose_split, joined, report
-from paceline.recipes.use.export import Portable
+from paceline.recipes.use.export import Figures, Portable, batches, spread
 from paceline.recipes.use.predict import Guess
 from paceline.spec import rundir
 from paceline.spec.errors import DataError, SettingError
 from paceline.train import load_config
+
+NAMES = ("source", "target")
+"""Of the network's inputs."""
 
 
 @dataclass(frozen=True)
@@ -126,15 +131,37 @@ def portable(run: str) -> Portable:
     length = min(24, model.config["seq_len"])
     source = torch.full((2, length), END_ID)
     target = torch.full((2, length // 2), START_ID)
-    search = model.search()
+    # A network in a file decodes greedily; what is compared with it does so, too.
+    search = model.search(beam=1)
+    data = functools.cache(lambda: load_pairs(model.request()))
+    limit, tokenizers = model.config["seq_len"], (model.source, model.target)
+
+    def some(part: str, most: int) -> list[Pair]:
+        pairs = data().splits[part]
+        return [pairs[number] for number in spread(len(pairs), most).tolist()]
+
+    def evaluated(other: nn.Module, most: int) -> Figures:
+        pairs = some(data().held_out, most)
+        rows = source_rows(model.source, [source for source, _ in pairs], limit)
+        with train.join(device="cpu", quiet=True) as session:
+            outputs = translate(session, other, rows, model.target, search)
+        return len(pairs), scores(outputs, [target for _, target in pairs])
+
+    def calibrated(most: int) -> Iterator[tuple[Tensor, ...]]:
+        training = sentences(some("train", most), tokenizers, limit, "cut")
+        return (one[:2] for one in batches(training, most))
+
     return Portable(
         model.folder,
         model.config,
         network,
-        ("source", "target"),
+        NAMES,
         (source, target),
         ({1: "source tokens"}, {1: "target tokens"}),
-        lambda inputs: decode(network, inputs[0], search),
+        lambda other, inputs: decode(other, inputs[0], model.search()),
+        evaluated,
+        calibrated,
+        figure=("bleu", 100.0),
     )
 
 

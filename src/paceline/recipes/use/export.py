@@ -221,9 +221,10 @@ def spread(count: int, most: int) -> NDArray[np.int64]:
 
 def batches(data: Batched, most: int) -> Iterator[tuple[Tensor, ...]]:
     """What a data set makes of so many of its samples, without augmentation."""
-    ids = spread(len(data), most)
+    ids, finish = spread(len(data), most), getattr(data, "on_device", None)
     for start in range(0, len(ids), TOGETHER):
-        yield data.batch(ids[start : start + TOGETHER], None)
+        made = data.batch(ids[start : start + TOGETHER], None)
+        yield finish(made, None) if finish else made
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ VALUES = {
     "hosts": "n1", "ssh_config": "config", "accept_new_host_keys": "", "nnodes": "1",
     "nproc_per_node": "2", "env": "T_A=1", "unset": "T_B", "iface": "eth7", "python": "/other/py",
     "run_dir": "/r/7", "name": "other", "master_port": "5", "backend": "mpi", "ship": "never",
+    "activate": "/opt/vars.sh",
     "bind": "none", "debug": "", "lease": "7", "grace": "3", "max_restarts": "2",
     "hang_timeout": "9", "check_level": "full",
     "show": "none", "plan_only": "", "as_json": "", "verbose": "", "via_arg": "-v",

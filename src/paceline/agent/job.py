@@ -12,9 +12,9 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Set, Tuple
 
-from . import forkserver, memory, procs, stackdump, title
+from . import activation, forkserver, memory, procs, stackdump, title
 
 Message = Dict[str, Any]
 Post = Callable[..., None]
@@ -108,8 +108,17 @@ class NodeJob:
         self._frozen_at: Optional[float] = None  # since when the fork server stands still
         self._given_up = False  # it was killed for that
         self._kills_before: Optional[int] = None
+        self._base: Optional[Dict[str, str]] = None  # what the job's scripts made of ours
+        self._activated: Set[str] = set()  # what they have set
+        self._yielded: Set[str] = set()
 
     # --- beginning ---------------------------------------------------------------------------
+
+    def activate(self, request: Message) -> None:
+        """Sources the job's scripts. It may take long; ActivationError where one fails."""
+        before = {n: v for n, v in os.environ.items() if n not in request.get("unset", ())}
+        self._base = activation.after(request.get("activate", ()), before)
+        self._activated = set(activation.changed(before, self._base))
 
     def prepare(self, request: Message) -> None:
         """Starts the fork server, which reports when its imports are done.
@@ -118,12 +127,15 @@ class NodeJob:
 
         Args:
             request: ``python`` (absolute path), ``preload`` (modules), ``env`` (to be added),
-                ``unset`` (names to be removed), ``token``.
+                ``unset`` (names to be removed), ``token``; ``defaults``: names of variables that
+                yield to what an activation script has set.
         """
         self.token = request["token"]
+        self._yielded = self._activated.intersection(request.get("defaults", ()))
+        request = dict(request, env=self._without_yielded(request["env"]))
         self._received, self._frozen_at, self._given_up = b"", None, False
         ours, theirs = socket.socketpair()
-        env = environment(dict(os.environ), request)
+        env = environment(dict(os.environ) if self._base is None else self._base, request)
         try:
             self._server = subprocess.Popen(
                 [request["python"], self._package, "forkserver", str(theirs.fileno())]
@@ -157,12 +169,16 @@ class NodeJob:
         self.ranks = [Rank(spec["rank"], spec["local_rank"]) for spec in request["ranks"]]
         self.running, self._stopping, self._kill_at = True, None, None
         self._kills_before = memory.kills()
-        self._order({"attempt": {k: v for k, v in request.items() if k != "ranks"}})
+        shared = {k: v for k, v in request.items() if k != "ranks"}
+        self._order({"attempt": dict(shared, env=self._without_yielded(request["env"]))})
         if store_listener is not None:
             self._order({"store": request["store"]}, [store_listener.fileno()])
         self._unstarted = deque(zip(self.ranks, request["ranks"]))
         for _ in range(UNDER_WAY):
             self._start_next()
+
+    def _without_yielded(self, env: Dict[str, str]) -> Dict[str, str]:
+        return {name: value for name, value in env.items() if name not in self._yielded}
 
     def _start_next(self) -> None:
         """Orders the next rank. Few are under way at once: the socket holds only so many orders."""

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
-from . import data, facts, guard, probe, procs, snapshot, survey, transfer
+from . import activation, data, facts, guard, probe, procs, snapshot, survey, transfer
 from .frames import Decoder, Message, Outbox
 from .job import NodeJob
 from .lease import Lease
@@ -296,7 +296,10 @@ def renew_lease(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def prepare(agent: Agent, request: Message, _: bytes) -> None:
-    """Starts the fork server, once its interpreter was seen: it may lie on a dead disk."""
+    """Starts the fork server, once its interpreter was seen: it may lie on a dead disk.
+
+    ``activate``: scripts that are sourced first, with this agent's environment.
+    """
 
     def begin() -> None:
         agent.job.prepare(request)
@@ -305,6 +308,11 @@ def prepare(agent: Agent, request: Message, _: bytes) -> None:
     def look_first() -> None:
         if "/" in request["python"]:
             os.stat(request["python"])
+        try:
+            agent.job.activate(request)
+        except activation.ActivationError as error:
+            agent.reply(request, error=str(error), activating=True)
+            return
         agent.on_loop(begin, request)
 
     agent.in_thread(look_first, request)

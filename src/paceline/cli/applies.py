@@ -96,6 +96,7 @@ OPTIONS: dict[str, Applies] = {
     "nproc_per_node": Applies(),
     "env": Applies(),
     "unset": Applies(),
+    "activate": Applies(),
     "iface": Applies(),
     "python": Applies(),
     "run_dir": Applies(verbs=_ONE_RUN, hint="--out FOLDER"),

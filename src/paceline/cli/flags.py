@@ -129,6 +129,9 @@ LAUNCH = [
     click.option("--env", "env", multiple=True, metavar="NAME[=VALUE]",
                  help="Set a variable for every rank; NAME alone passes your current value without"
                  " recording it."),
+    click.option("--activate", multiple=True, metavar="FILE",
+                 help="Script that a shell sources on each host before Python starts (setvars.sh,"
+                 " activate); the ranks get its variables."),
     click.option("--unset", multiple=True, metavar="NAME", help="Hide a variable from the ranks."),
     IFACE,
     PYTHON,

@@ -16,8 +16,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "accept_new_host_keys", "master_port", "backend", "bind",
     ),
     "The run": (
-        "run_dir", "name", "plan_only", "verbose", "as_json", "env", "unset", "show", "check_level",
-        "max_restarts", "hang_timeout", "ship", "lease", "grace",
+        "run_dir", "name", "plan_only", "verbose", "as_json", "env", "unset", "activate", "show",
+        "check_level", "max_restarts", "hang_timeout", "ship", "lease", "grace",
     ),
     "The same command typed on each node": (
         "rdzv", "rdzv_id", "rdzv_key_file", "node_rank", "rdzv_timeout",

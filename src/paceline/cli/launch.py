@@ -22,7 +22,7 @@ from paceline.cli.torchrun import torchrun_options
 from paceline.cli.verb import say
 from paceline.cli.via import VIA_OPTIONS, Via, hosts_source, manner_of, ssh_of, submit, via_of
 from paceline.schedulers import inside
-from paceline.spec.errors import PacelineError
+from paceline.spec.errors import PacelineError, SettingError
 from paceline.spec.events import Event
 from paceline.spec.failure import Result
 from paceline.spec.hosts import Cluster, Host
@@ -129,6 +129,7 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
         workdir=str(Path.cwd()),
         python=ctx.params["python"] or this_machine.default_python(image=ctx.params["image"]),
         environment=Environment(public, forwarded, ctx.params["unset"], setting(ctx, "env").source),
+        activate=activation_of(ctx),
         nproc_per_node=setting(ctx, "nproc_per_node"),
         nnodes=setting(ctx, "nnodes"),
         hosts=described_by(ctx),
@@ -144,6 +145,16 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
         max_restarts=setting(ctx, "max_restarts"),
         **more,
     )
+
+
+def activation_of(ctx: click.Context) -> Setting[tuple[str, ...]]:
+    """The scripts by paths that mean the same on every host; ``~`` is each host's own."""
+    given = setting(ctx, "activate")
+    for one in given.value:
+        if not one or not one.replace("\t", " ").isprintable():
+            raise SettingError(f"--activate {one!r} is no file", remedy="--activate FILE")
+    paths = tuple(one if one.startswith("~") else str(Path.cwd() / one) for one in given.value)
+    return replace(given, value=paths)
 
 
 def prepare(ctx: click.Context) -> tuple[Cluster, Via]:

@@ -32,6 +32,7 @@ GUARDED = {
     "via-arg": "can start programs",
     "sbatch-arg": "can start programs",
     "setup-command": "is run",
+    "activate": "is run",
     "env": "can make programs load other code, and hand out variables of yours",
     "data": "sends a folder of this machine to the hosts",
     "rdzv": "lets another machine start programs here",

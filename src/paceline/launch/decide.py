@@ -269,6 +269,13 @@ def early_env(job: Job, host: Host, facts: Facts) -> dict[str, str]:
     return {name: setting.value for name, setting in settings.items()}
 
 
+def defaults(job: Job, host: Host, facts: Facts) -> list[str]:
+    """The variables that we set by ourselves: an activation script's go before them."""
+    nowhere = NodeNetwork("", "", "")
+    env = node_env(job, host, facts, processes_on(job, host, facts).value, nowhere)
+    return [name for name, setting in env.items() if setting.source <= Source.FOUND]
+
+
 def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
               master_port: Setting[int], notes: Sequence[str] = (),
               attempt: int = 0) -> Plan:  # fmt: skip
@@ -499,6 +506,7 @@ def _settings(
         "hosts": Setting(names, job.hosts.source, job.hosts.detail or job.hosts.source.label),
         "nnodes": Setting(len(hosts), job.nnodes.source, job.nnodes.detail),
         "nproc_per_node": first,
+        **({"activate": job.activate} if job.activate.value else {}),
         "iface": job.interface,
         "master_port": master_port,
         "ship": job.ship,

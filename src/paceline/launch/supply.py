@@ -47,12 +47,29 @@ async def begin(node: Node, request: Request, package: Tree | None, directory: R
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     node.preparation = {
         "python": python,
+        "activate": list(job.activate.value),
+        "defaults": decide.defaults(job, node.host, node.facts),
         "preload": list(job.preload),
         "env": env,
         "unset": list(job.environment.unset),
         "token": token,
     }
-    await node.prepare()
+    try:
+        await node.prepare()
+    except AgentRefusal as refusal:
+        if not refusal.answer.get("activating"):
+            raise
+        raise _not_activated(node, refusal, job) from None
+
+
+def _not_activated(node: Node, refusal: AgentRefusal, job: Job) -> NodeError:
+    first = job.activate.value[0]
+    return NodeError(
+        f"{node.name}: --activate failed ({job.activate.source.label})",
+        found=refusal.found,
+        remedy=f"The file is meant on every host, in a container that one's own. Look there: bash"
+        f" -c '. {first} && env'",
+    )
 
 
 async def find_run_folder(node: Node, directory: RunDirectory) -> None:

@@ -187,7 +187,7 @@ ANSWERS: dict[str, Shape] = {
     "gpus": record({"missing": flag, "broken": _OUTPUT, "gpus": _OUTPUT, "apps": _OUTPUT}),
     "packages": record(packages=table(SMALL, text())),
 }  # fmt: skip
-_REFUSAL = record({"holders": HOLDERS}, error=text(LONG_TEXT))
+_REFUSAL = record({"holders": HOLDERS, "activating": flag}, error=text(LONG_TEXT))
 
 
 def _among(found: Sequence[str], asked: Sequence[str] | set[str], what: str) -> None:

@@ -140,6 +140,7 @@ class Job:
         hosts: Where they were described; ``None`` for this machine, or what the way decides.
         interface: Network interface for the job's traffic, ``None`` finds it out.
         master_port: Port of the rendezvous store; 0 takes a free one.
+        activate: Scripts that a shell sources on each node before the interpreter starts.
         preload: Modules that a node imports once, before its ranks are forked; one whose name
             ends in ``?`` may be missing.
         own_store: The script may open the rendezvous store itself, so none is held for it.
@@ -167,6 +168,7 @@ class Job:
     hosts: Setting[str | None] = Setting(None)
     interface: Setting[str | None] = Setting(None)
     master_port: Setting[int] = Setting(0)
+    activate: Setting[tuple[str, ...]] = Setting(())
     preload: tuple[str, ...] = ("torch",)
     own_store: bool = False
     needs_torch: bool = True

@@ -1,0 +1,92 @@
+"""Scripts that are sourced before the ranks start: what they set arrives, what fails is told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.agent import activation, job
+
+BASE = {"PATH": os.defpath, "HOME": "/root", "KEPT": "1", "PWD": "/before"}
+
+
+def script(folder: Path, text: str, name: str = "set vars.sh") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_what_a_script_exports_arrives(tmp_path: Path) -> None:
+    text = """
+    echo "this is for nobody"
+    here=$(dirname "${BASH_SOURCE[0]}")
+    export ROOT="$here" PATH="$here/bin:$PATH" LINES_OF="a
+b" ARGUMENTS=$#
+    unset KEPT
+    cd /
+    """
+    found = activation.after([script(tmp_path, text)], BASE)
+    assert found == {
+        "PATH": f"{tmp_path}/bin:{os.defpath}", "HOME": "/root", "ROOT": str(tmp_path),
+        "LINES_OF": "a\nb", "ARGUMENTS": "0", "PWD": "/before",
+    }  # fmt: skip
+    assert activation.changed(BASE, found) == ["ARGUMENTS", "LINES_OF", "PATH", "ROOT"]
+
+
+def test_one_script_after_the_other(tmp_path: Path) -> None:
+    first = script(tmp_path, "set -e -u; export A=1", "first")
+    second = script(tmp_path, 'export B="$A$NOWHERE"2', "second")  # the first's options are gone
+    assert activation.after([first, second], BASE)["B"] == "12"
+    assert activation.after([], BASE) == BASE
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("echo first >&2; echo no such card; return 3", ["status 3", "first", "no such card"]),
+        ("exit 0", ["ended before"]),
+        ("exit 7", ["status 7"]),
+        ("if", ["status", "syntax error"]),
+        ("kill -9 $$", ["signal 9"]),
+    ],
+)
+def test_a_script_that_fails(text: str, said: list[str], tmp_path: Path) -> None:
+    path = script(tmp_path, text)
+    with pytest.raises(activation.ActivationError) as caught:
+        activation.after([path], BASE)
+    for word in (path, *said):
+        assert word in str(caught.value)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(activation.ActivationError, match="there is no file /no/such"):
+        activation.after(["/no/such"], BASE)
+
+
+def test_one_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation, "PATIENCE_S", 0.3)
+    with pytest.raises(activation.ActivationError, match=r"did not end within 0.3 s"):
+        activation.after([script(tmp_path, "sleep 60")], BASE)
+
+
+def test_what_it_leaves_running_keeps_nobody_waiting(tmp_path: Path) -> None:
+    found = activation.after([script(tmp_path, "sleep 5 & export A=1 LEFT=$!")], BASE)
+    assert found["A"] == "1"
+    os.kill(int(found["LEFT"]), 9)
+
+
+def test_a_script_goes_before_our_defaults_and_behind_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    node = job.NodeJob(lambda *_: None, "")
+    path = script(tmp_path, "export OMP_NUM_THREADS=3 FI_PROVIDER=psm3")
+    node.activate({"activate": [path]})
+    node._yielded = node._activated & {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"}
+    sent = {"OMP_NUM_THREADS": "8", "GLOO_SOCKET_IFNAME": "eth0", "FI_PROVIDER": "typed"}
+    assert node._without_yielded(sent) == {
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "FI_PROVIDER": "typed",
+    }

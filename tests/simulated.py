@@ -170,6 +170,7 @@ class SimulatedTransport:
         self._lines, self._width = lines, width
 
     redials = False
+    dialects: tuple[str, ...] = ()
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
                    reached: Reached = nobody) -> list[Channel]:  # fmt: skip

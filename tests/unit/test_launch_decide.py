@@ -252,6 +252,24 @@ def test_ours_yield_to_a_hosts() -> None:
     assert env["NCCL_SOCKET_IFNAME"].value == "=eth0"
 
 
+@pytest.mark.parametrize("backend", ["ccl", "xccl", "gloo"])
+def test_oneccl_is_told_how_its_ranks_were_started(backend: str) -> None:
+    made = plan(job(backend=backend, nproc_per_node=asked(2)))
+    node = made.nodes[1]
+    env = {name: setting.value for name, setting in node.env.items() if name[:3] == "CCL"}
+    place = made.rank_env(node, node.ranks[1])
+    if backend == "gloo":
+        assert (env, place.get("CCL_LOCAL_RANK")) == ({}, None)
+        return
+    assert env == {
+        "CCL_PROCESS_LAUNCHER": "none", "CCL_ATL_TRANSPORT": "ofi", "CCL_WORKER_COUNT": "1",
+        "CCL_WORKER_AFFINITY": "1,3", "CCL_KVS_IFACE": "eth0",
+    }  # fmt: skip
+    assert (place["CCL_LOCAL_RANK"], place["CCL_LOCAL_SIZE"]) == ("1", "2")
+    unbound = plan(job(backend=backend, nproc_per_node=asked(2), bind=asked("none")))
+    assert "CCL_WORKER_AFFINITY" not in unbound.nodes[0].env
+
+
 def test_the_users_variables_go_before_ours() -> None:
     mine = Environment({"OMP_NUM_THREADS": "7"}, {"GLOO_SOCKET_IFNAME": "ib0"})
     network = NodeNetwork("10.0.0.1", "eth0", "tried")

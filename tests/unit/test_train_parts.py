@@ -268,6 +268,27 @@ def test_nobody_launched() -> None:
     assert launched.translated({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, 1) == {}
 
 
+PLACE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_a_place_in_the_words_of_others_is_the_same_place() -> None:
+    """What we tell a rank is what we would read from that launcher itself."""
+    place = {**PLACE, "GROUP_RANK": "1"}
+    said = launched.in_words_of(launched.MPI_DIALECTS, place)
+    for one in launched.DIALECTS:
+        if one.name in launched.MPI_DIALECTS:
+            names = (one.rank, one.size, one.local_rank, one.local_size)
+            own = {name: said.pop(name) for name in names}
+            found = launched.translated({**own, "MASTER_ADDR": "n1", "MASTER_PORT": "5"}, 1)
+            assert {name: found[name] for name in PLACE} == PLACE
+    assert said == {}  # above all no word of a process manager
+    assert launched.in_words_of(launched.SRUN_DIALECTS, place) == {
+        "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}  # fmt: skip
+    assert launched.in_words_of([launched.ONECCL], place) == {
+        "CCL_LOCAL_RANK": "1", "CCL_LOCAL_SIZE": "2"}  # fmt: skip
+    assert launched.in_words_of([], place) == {}
+
+
 def test_ranks_that_cannot_meet() -> None:
     environ = {
         "PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2",

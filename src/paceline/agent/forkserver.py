@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import select
@@ -28,6 +29,7 @@ from . import procs, title
 
 Message = Dict[str, Any]
 LENGTH = struct.Struct(">I")
+ONECCL = "oneccl_bindings_for_pytorch"
 PIPES = 3  # of a rank: output, errors, events
 # what may end a rank: it waits while a fork is not yet the rank, which would lose it otherwise
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -93,6 +95,8 @@ def _loaded() -> Message:
             for name in ("gloo", "nccl", "xccl", "mpi", "ucc")
             if distributed.is_available() and getattr(distributed, "is_%s_available" % name, bool)()
         ]
+        if importlib.util.find_spec(ONECCL) is not None:  # it joins torch when it is imported
+            loaded["backends"].append("ccl")
         if "nccl" in loaded["backends"]:
             with contextlib.suppress(Exception):  # asks the library itself, without a context
                 loaded["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())

@@ -139,7 +139,7 @@ LAUNCH = [
                  help="The run's folder.", show_default="runs/NAME-DATE-TIME"),
     click.option("--name", help="Name of the run.", show_default="from the script"),
     MASTER_PORT,
-    click.option("--backend", type=click.Choice(["gloo", "nccl", "xccl", "mpi"]),
+    click.option("--backend", type=click.Choice(["gloo", "nccl", "xccl", "ccl", "mpi"]),
                  help="Refuse to start where torch lacks this backend."),
     click.option("--ship", type=click.Choice(["auto", "always", "never"]), default="auto",
                  help="Copy the code to the hosts; auto: where it is missing or different."),

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.launch import binding
+from paceline.launch import affinity
 from paceline.remote import agreement, interfaces
 from paceline.remote.network import NodeNetwork
-from paceline.spec import jobenv
+from paceline.spec import jobenv, launched
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.helptext import counted
 from paceline.spec.hosts import Cluster, Host
@@ -23,6 +23,7 @@ from paceline.transfer.tree import Tree, entry_at, relocate
 
 Facts = Mapping[str, Any]
 PIPES_A_RANK = 3  # that the agent of its node holds open
+ONECCL_BACKENDS = ("ccl", "xccl")
 SPARE_DESCRIPTORS = 128  # for what else the agent opens
 
 
@@ -180,7 +181,7 @@ def usable_gpus(job: Job, host: Host, facts: Facts) -> list[Mapping[str, Any]]:
     """The GPUs of a host that its ranks see; of an allocation's host, those that are ours."""
     login = facts.get("environment") or {}
     left = {name: value for name, value in login.items() if name not in job.environment.unset}
-    return binding.gpus_seen(facts, {**left, **given(job, host)})[: host.gpus]
+    return affinity.gpus_seen(facts, {**left, **given(job, host)})[: host.gpus]
 
 
 def slot_notes(job: Job, hosts: Sequence[Host]) -> list[str]:
@@ -219,11 +220,11 @@ def available_cpus(facts: Facts) -> list[int]:
     return list((facts.get("cpu") or {}).get("available", ()))
 
 
-def bind(job: Job, host: Host, facts: Facts, processes: int) -> binding.Binding:
+def bind(job: Job, host: Host, facts: Facts, processes: int) -> affinity.Binding:
     """The CPUs of each rank of a host."""
     if job.bind.value == "none":
         return [()] * processes
-    return binding.bind(facts, processes, usable_gpus(job, host, facts))
+    return affinity.bind(facts, processes, usable_gpus(job, host, facts))
 
 
 def node_env(job: Job, host: Host, facts: Facts, processes: int,
@@ -238,7 +239,7 @@ def node_env(job: Job, host: Host, facts: Facts, processes: int,
         network: Its address and interface; ``None`` leaves those variables out (they are not
             needed yet when the fork server starts).
     """
-    threads = binding.threads(facts, processes, bind(job, host, facts, processes))
+    threads = affinity.threads(facts, processes, bind(job, host, facts, processes))
     env = {
         "OMP_NUM_THREADS": Setting(str(threads), Source.FOUND, "cores a rank"),
         # torch's own launcher sets it: a failed NCCL collective ends the process
@@ -252,6 +253,12 @@ def node_env(job: Job, host: Host, facts: Facts, processes: int,
                     for name, value in DEBUG_OF_RANKS.items()}  # fmt: skip
         named = interfaces.variables(network.interface, facts)
         env |= {name: Setting(value, Source.FOUND, network.reason) for name, value in named.items()}
+    if job.backend in ONECCL_BACKENDS:
+        bound = bind(job, host, facts, processes)
+        env |= {
+            name: Setting(value, Source.FOUND, f"--backend {job.backend}")
+            for name, value in oneccl(bound, network).items()
+        }
     chosen, everywhere = given(job, host), job.environment.all()
     yields = job.environment.source <= Source.FILE
     table = f"[hosts.{host.name}.env] of {TOML_NAME}"
@@ -261,6 +268,24 @@ def node_env(job: Job, host: Host, facts: Facts, processes: int,
         if yields or name not in everywhere
     }
     return {name: setting for name, setting in env.items() if name not in chosen} | own
+
+
+def oneccl(bound: affinity.Binding, network: NodeNetwork | None) -> dict[str, str]:
+    """What oneCCL is told on a node: its ranks were started neither by Hydra nor by PMIx.
+
+    One worker thread a rank, on the last of the CPUs that the rank is bound to: left to itself,
+    oneCCL puts those of all ranks on the last CPUs of the node.
+    """
+    found = {
+        "CCL_PROCESS_LAUNCHER": "none",  # see launched.ONECCL for what it asks for then
+        "CCL_ATL_TRANSPORT": "ofi",  # its other one is MPI, which would know one rank alone
+        "CCL_WORKER_COUNT": "1",
+    }
+    if all(bound):
+        found["CCL_WORKER_AFFINITY"] = ",".join(str(cpus[-1]) for cpus in bound)
+    if network is not None:
+        found["CCL_KVS_IFACE"] = network.interface
+    return found
 
 
 def early_env(job: Job, host: Host, facts: Facts) -> dict[str, str]:
@@ -311,6 +336,7 @@ def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
         nodes=tuple(nodes),
         environment=job.environment.shown(),
         settings=_settings(job, hosts, facts, master_port),
+        dialects=(launched.ONECCL,) if job.backend in ONECCL_BACKENDS else (),
         notes=(*notes, *slot_notes(job, hosts), *gpu_notes(hosts, [one.facts for one in found])),
     )
 

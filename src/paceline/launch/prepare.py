@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,7 @@ async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
         for node, differs, there, place in zip(fleet.nodes, code, folders, places, strict=True)
     ]
     plan = decide.make_plan(job, request.run_id, found, read, port, [*notes, *more], attempt)
+    plan = replace(plan, dialects=(*request.transport.dialects, *plan.dialects))
     return decide.confirmed(planned, plan) if planned else plan
 
 

@@ -17,7 +17,7 @@ from paceline.spec.errors import SettingError
 
 Dtype = Literal["float32", "float64", "bf16", "fp16"]
 Device = Literal["auto", "cpu", "cuda", "xpu"]
-Backend = Literal["auto", "gloo", "nccl", "xccl", "mpi"]
+Backend = Literal["auto", "gloo", "nccl", "xccl", "ccl", "mpi"]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 _ONE = r"(?:[1-9]\d*|\d+(?:\.\d+)?[smh]|epoch)"
 _CADENCE = re.compile(rf"never|{_ONE}(?:,{_ONE})*")

@@ -19,10 +19,12 @@ class Transport(Protocol):
     """Starts the agents of one run and ends with it. Used once: open, then close.
 
     Attributes:
+        dialects: Whose names for a rank's place its ranks find, too: of ``launched.DIALECTS``.
         redials: :meth:`open` may be called again on the way, for hosts that were lost.
     """
 
     redials: bool
+    dialects: tuple[str, ...]
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
                    reached: Reached = nobody) -> list[Channel]:  # fmt: skip

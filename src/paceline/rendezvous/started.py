@@ -80,15 +80,18 @@ class StartedTransport:
         starter: The scheduler.
         interface: Interface on which agents connect; ``None`` for any address.
         why: What the scheduler knows of a host that was lost; ``None`` when nothing ever.
+        dialects: Whose names for a rank's place its ranks find, too.
     """
 
     redials = False  # the scheduler starts all agents at once
 
     def __init__(self, starter: Starter, interface: str | None = None,
-                 why: Callable[[Host], Awaitable[str]] | None = None) -> None:  # fmt: skip
+                 why: Callable[[Host], Awaitable[str]] | None = None,
+                 dialects: tuple[str, ...] = ()) -> None:  # fmt: skip
         self._starter = starter
         self._interface = interface
         self._why = why
+        self.dialects = dialects
         self._process: asyncio.subprocess.Process | None = None
         self._words = bytearray()
         self._readers: list[asyncio.Task[None]] = []

@@ -57,6 +57,7 @@ class TypedTransport:
     """
 
     redials = False
+    dialects: tuple[str, ...] = ()
 
     def __init__(self, endpoint: Endpoint, words: Sequence[str] = ()) -> None:
         self._endpoint = endpoint

@@ -102,6 +102,7 @@ class ContainerTransport:
     """One container a host, with the same image, in which the agent and its ranks run."""
 
     redials = False  # the lost one's container may still be there
+    dialects: tuple[str, ...] = ()
 
     def __init__(self, engine: Engine, options: Options) -> None:
         self._engine = engine

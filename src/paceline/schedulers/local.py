@@ -17,6 +17,7 @@ class LocalTransport:
     """Refuses every host but this one."""
 
     redials = True
+    dialects: tuple[str, ...] = ()
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
                    reached: Reached = nobody) -> list[Channel]:  # fmt: skip

@@ -30,7 +30,7 @@ from paceline.setup.login import effective
 from paceline.spec.command import shell_text
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.hosts import Host
-from paceline.spec.launched import PROCESS_VARIABLES
+from paceline.spec.launched import MPI_DIALECTS, PROCESS_VARIABLES
 
 NAMES = ("mpiexec", "mpirun", "mpiexec.hydra")  # the first on PATH that can be told counts
 PLACES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -429,7 +429,7 @@ class MpiExec(Scheduler):
     calls_back = True
 
     def start(self, options: Options) -> Transport:
-        return StartedTransport(MpiStarter(options), options.interface)
+        return StartedTransport(MpiStarter(options), options.interface, dialects=MPI_DIALECTS)
 
 
 SCHEDULER = MpiExec()

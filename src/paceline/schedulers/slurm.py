@@ -26,7 +26,7 @@ from paceline.schedulers.script import (
 )
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
-from paceline.spec.launched import PROCESS_VARIABLES
+from paceline.spec.launched import PROCESS_VARIABLES, SRUN_DIALECTS
 from paceline.spec.rundir import RESULT
 
 NAMES = ("SLURMD_NODENAME",)
@@ -85,7 +85,7 @@ class Slurm(Scheduler):
             )
         srun = program(self, "srun", remedy="module load slurm")
         starter = SlurmStarter(srun, options.arguments, job)
-        return StartedTransport(starter, options.interface, self.why)
+        return StartedTransport(starter, options.interface, self.why, SRUN_DIALECTS)
 
     def render(self, request: BatchRequest) -> str:
         """Directives, the user's set-up, and the same command as typed."""

@@ -15,6 +15,7 @@ class SshTransport:
     """The agent talks on the standard streams of its ssh."""
 
     redials = True
+    dialects: tuple[str, ...] = ()
 
     def __init__(self, options: Options) -> None:
         self._ssh = options.ssh

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.spec import jobenv
@@ -95,6 +95,37 @@ DIALECTS = (
         ("HYDRA_LAUNCHER_JOBID", "PMI_ID_SPACE"),
     ),
 )
+
+
+# Whose words ranks find beside torchrun's where these start the nodes
+MPI_DIALECTS = ("Open MPI", "MVAPICH2", "MPICH or Intel MPI")
+SRUN_DIALECTS = ("srun",)
+ONECCL = "oneCCL"
+_LEFT_TO_SRUN = {"SLURM_STEP_NUM_TASKS"}  # a size would make Lightning ask for srun itself
+
+
+def in_words_of(names: Sequence[str], place: Mapping[str, str]) -> dict[str, str]:
+    """A rank's place as other launchers tell it, for scripts that read only theirs.
+
+    None of these variables connects a process to a process manager (``PMI_FD``, ``PMI_PORT``,
+    ``PMIX_*``), without which an MPI library takes its process for a world of its own, as it must:
+    the ranks here are no processes of an MPI.
+
+    Args:
+        names: Whose words: of :data:`DIALECTS`, or ``ONECCL``.
+        place: torchrun's variables for the rank.
+    """
+    found: dict[str, str] = {}
+    for one in DIALECTS:
+        if one.name in names:
+            own = {one.rank: jobenv.RANK, one.size: jobenv.WORLD_SIZE,
+                   one.local_rank: jobenv.LOCAL_RANK, one.local_size: jobenv.LOCAL_WORLD_SIZE,
+                   one.node: jobenv.GROUP_RANK}  # fmt: skip
+            found |= {name: place[ours] for name, ours in own.items() if name}
+    if ONECCL in names:  # which asks for these where neither Hydra nor PMIx has started it
+        found |= {"CCL_LOCAL_RANK": place[jobenv.LOCAL_RANK],
+                  "CCL_LOCAL_SIZE": place[jobenv.LOCAL_WORLD_SIZE]}  # fmt: skip
+    return {name: value for name, value in found.items() if name not in _LEFT_TO_SRUN}
 
 
 def translated(environ: Mapping[str, str], parent: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.spec import jobenv
+from paceline.spec import jobenv, launched
 from paceline.spec.job import Entry, recorded
 from paceline.spec.settings import Setting
 
@@ -97,6 +97,8 @@ class Plan:
         nodes: In rank order.
         environment: The user's variables as recorded (see ``Environment.shown``).
         settings: Every setting that shaped the plan, with its source.
+        dialects: Whose names for a rank's place are set beside torchrun's
+            (:func:`paceline.spec.launched.in_words_of`).
         notes: What the user should know about the choices made.
     """
 
@@ -111,10 +113,11 @@ class Plan:
     environment: Mapping[str, str]
     settings: Mapping[str, Setting[Any]]
     notes: tuple[str, ...] = ()
+    dialects: tuple[str, ...] = ()
 
     def rank_env(self, node: NodePlan, rank: RankPlan) -> dict[str, str]:
         """The variables by which one rank knows its place (torchrun's names and ours)."""
-        return {
+        place = {
             jobenv.RANK: str(rank.rank),
             jobenv.LOCAL_RANK: str(rank.local_rank),
             jobenv.WORLD_SIZE: str(self.world_size),
@@ -135,6 +138,7 @@ class Plan:
             jobenv.ATTEMPT: str(self.attempt),
             jobenv.HOST: node.host,
         }
+        return {**launched.in_words_of(self.dialects, place), **place}
 
     def to_json(self) -> dict[str, Any]:
         """The plan as ``plan.json`` holds it."""

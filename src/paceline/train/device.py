@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import random
 from contextlib import AbstractContextManager, nullcontext
@@ -15,9 +17,16 @@ from torch import Tensor, nn
 from paceline.spec.errors import SettingError
 
 KINDS = ("auto", "cpu", "cuda", "xpu")
-BACKENDS = ("auto", "gloo", "nccl", "xccl", "mpi")
+BACKENDS = ("auto", "gloo", "nccl", "xccl", "ccl", "mpi")
+ONECCL = "oneccl_bindings_for_pytorch"
 _BACKEND_OF = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
-_DEVICES_OF = {"gloo": ("cpu", "cuda", "xpu"), "nccl": ("cuda",), "xccl": ("xpu",), "mpi": ("cpu",)}
+_DEVICES_OF = {
+    "gloo": ("cpu", "cuda", "xpu"),
+    "nccl": ("cuda",),
+    "xccl": ("xpu",),
+    "ccl": ("cpu", "xpu"),
+    "mpi": ("cpu",),
+}
 PRECISIONS = ("float32", "float64", "bf16", "fp16")
 
 
@@ -40,6 +49,7 @@ def look() -> Found:
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
         "xccl": dist.is_xccl_available(),
+        "ccl": importlib.util.find_spec(ONECCL) is not None,
         "mpi": dist.is_mpi_available(),
     }
     devices = {"cuda": torch.cuda.device_count(), "xpu": torch.xpu.device_count()}
@@ -90,6 +100,8 @@ def choose_backend(asked: str, device: torch.device, found: Found) -> str:
             found=f"torch {torch.__version__} has {', '.join(sorted(found.backends)) or 'none'}",
             remedy="--backend gloo, or install a torch that has it",
         )
+    if backend == "ccl":
+        importlib.import_module(ONECCL)  # it joins torch when it is imported
     return backend
 
 

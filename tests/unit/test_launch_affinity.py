@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch import binding
+from paceline.launch import affinity
 
 # two sockets of four cores with two threads each
 SERVER = {
@@ -31,7 +31,7 @@ def machine(cpu: dict[str, Any] | None = None, gpus: Sequence[str] = (), **torch
 
 
 def seen(facts: Any, **environ: str) -> list[str]:
-    return [str(gpu.get("device", "?")) for gpu in binding.gpus_seen(facts, environ)]
+    return [str(gpu.get("device", "?")) for gpu in affinity.gpus_seen(facts, environ)]
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_only_gpus_that_torch_computes_on_count() -> None:
 
 
 def bound(facts: Any, processes: int, gpus: Sequence[str] = ()) -> list[list[int]]:
-    near = binding.gpus_seen(machine(gpus=gpus), {})
-    return [list(cpus) for cpus in binding.bind(facts, processes, near)]
+    near = affinity.gpus_seen(machine(gpus=gpus), {})
+    return [list(cpus) for cpus in affinity.bind(facts, processes, near)]
 
 
 def test_whole_cores_within_numa_nodes() -> None:
@@ -141,7 +141,7 @@ def test_ranks_share_no_cpu_and_get_none_that_is_not_allowed(
     assert len(every) == len(set(every))
     assert set(every) <= allowed
     assert len({bool(cpus) for cpus in found}) == 1
-    threads = binding.threads(facts, processes, binding.bind(facts, processes, []))
+    threads = affinity.threads(facts, processes, affinity.bind(facts, processes, []))
     assert 1 <= threads <= max(1, len(allowed))
 
 
@@ -151,4 +151,4 @@ def test_ranks_share_no_cpu_and_get_none_that_is_not_allowed(
 )
 def test_threads_are_the_cores_of_a_rank(processes: int, quota: float | None, threads: int) -> None:
     facts = machine({"quota": quota})
-    assert binding.threads(facts, processes, binding.bind(facts, processes, [])) == threads
+    assert affinity.threads(facts, processes, affinity.bind(facts, processes, [])) == threads

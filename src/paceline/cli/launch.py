@@ -154,7 +154,7 @@ def activation_of(ctx: click.Context) -> Setting[tuple[str, ...]]:
         if not one or not one.replace("\t", " ").isprintable():
             raise SettingError(f"--activate {one!r} is no file", remedy="--activate FILE")
     paths = tuple(one if one.startswith("~") else str(Path.cwd() / one) for one in given.value)
-    return replace(given, value=paths)
+    return Setting(paths, given.source, given.detail)
 
 
 def prepare(ctx: click.Context) -> tuple[Cluster, Via]:

@@ -17,7 +17,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "The run": (
         "run_dir", "name", "plan_only", "verbose", "as_json", "env", "unset", "activate", "show",
-        "check_level", "max_restarts", "hang_timeout", "ship", "lease", "grace",
+        "check_level", "max_restarts", "hang_timeout", "debug", "ship", "lease", "grace",
     ),
     "The same command typed on each node": (
         "rdzv", "rdzv_id", "rdzv_key_file", "node_rank", "rdzv_timeout",

@@ -92,14 +92,25 @@ class TensorBoard:
 class Wandb:
     """Weights & Biases, also offline (``WANDB_MODE=offline``): one run, continued under its id.
 
-    The key comes from its own settings.
+    The key comes from its own settings. With a server that does not answer when the run begins it
+    is kept as offline, for ``wandb sync``.
     """
 
     def __init__(self, about: About) -> None:
         import wandb  # type: ignore[import-not-found, unused-ignore]
 
         self.run_id = about.run_id or secrets.token_hex(4)
-        self._run: Any = wandb.init(
+        self._run: Any = None
+        try:
+            self._run = self._begun(wandb, about)
+        except wandb.errors.CommError as error:  # after WANDB_INIT_TIMEOUT, 90 s by default
+            wandb.teardown()  # its service would take the run for one in use
+            self._run = self._begun(wandb, about, mode="offline")
+            why, folder = str(error).partition("\n")[0], Path(self._run.dir).parent
+            self.note = f"no server ({why}): kept offline, to be sent by: wandb sync {folder}"
+
+    def _begun(self, wandb: Any, about: About, **more: str) -> Any:
+        return wandb.init(
             project=about.project,
             id=self.run_id,
             name=about.name,
@@ -108,6 +119,7 @@ class Wandb:
             config=dict(about.config),
             resume="allow",
             settings=wandb.Settings(silent=True, console="off"),
+            **more,
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -248,6 +260,8 @@ class Guard:
         tracker = self._try(lambda: self._open(self._run_id))
         if tracker is not None:
             self._run_id = tracker.run_id
+            if note := getattr(tracker, "note", ""):
+                self._warn(f"{self._name}: {note}")
         while (record := self._records.get()) is not None:
             if tracker is not None and self._failures < FAILURES:
                 self._send(tracker, record)

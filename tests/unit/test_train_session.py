@@ -37,7 +37,7 @@ def test_the_screen_and_the_loop_count_epochs_alike(
     session: train.Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line an epoch with the training's and the evaluation's figures; from 0, as the loop."""
-    loader, model = prepared(session), session._models.first.model
+    loader, model = prepared(session), session.models.first.model
     for epoch in session.epochs(loader, 3):
         for (inputs,) in loader:
             session.step(model(inputs).square().mean(1))
@@ -59,7 +59,7 @@ def test_the_screen_and_the_loop_count_epochs_alike(
 def test_a_finished_training_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for epochs in (4, 2):
         with train.join(run_dir=tmp_path) as session:
-            loader, model = prepared(session), session._models.first.model
+            loader, model = prepared(session), session.models.first.model
             session.checkpoints()
             for _ in session.epochs(loader, epochs):
                 for (inputs,) in loader:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -49,7 +49,8 @@ def join(recipe: str, options: Options) -> train.Session:
         check_every=options.check_every,
         deterministic=options.deterministic,
     )
-    session.save_config({"recipe": recipe, "options": asdict(options)})
+    if not (options.find_lr or options.find_batch):  # these leave a run as it is
+        session.save_config({"recipe": recipe, "options": asdict(options)})
     return session
 
 
@@ -106,6 +107,30 @@ def prepare(
         session.average(options.ema, start=options.ema_start)
     session.watch(every=options.watch, devices=options.watch_devices)
     return model
+
+
+Compute = Callable[[train.Batch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""The forward pass of a batch: its losses, and further values of each sample."""
+
+
+def tried(
+    session: train.Session,
+    options: Options,
+    loader: train.Loader,
+    compute: Compute,
+    lengths: Sequence[int] | None = None,
+) -> bool:
+    """Tries learning rates or batches where that was asked for; True: then nothing is trained."""
+
+    def losses(batch: train.Batch) -> torch.Tensor:
+        return compute(batch)[0]
+
+    if options.find_batch:
+        session.say(str(train.find_batch(session, loader, losses, lengths=lengths)))
+    if options.find_lr:
+        steps = options.steps or train.LrRange.STEPS
+        session.say(str(train.find_lr(session, loader, losses, steps=steps)))
+    return options.find_batch or options.find_lr
 
 
 def epochs(session: train.Session, loader: train.Loader, options: Options) -> Iterator[int]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from paceline import train
@@ -64,19 +64,26 @@ def train_image(options: ImageOptions) -> None:
         schedule = freezing.schedule(optimizer, curve, len(loader))
         model = common.prepare(session, options, network, optimizer, schedule)
 
+        def compute(batch: train.Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            images, labels = batch
+            with session.autocast():
+                outputs = model(images)
+                losses = cross_entropy(
+                    outputs, labels, reduction="none", label_smoothing=options.label_smoothing
+                )
+            return losses, {"accuracy": outputs.argmax(1) == labels}
+
+        if common.tried(session, options, loader, compute):
+            return
         best = Best(patience=options.patience)
         more = {"network": description, "number_format": options.dtype, "channels_last": fast}
         about = describe(options, data, wants, shape, normalise) | more
         common.keep_checkpoints(session, options, best, data.fingerprint, about)
         for epoch in common.epochs(session, loader, options):
             freezing.begin(epoch)
-            for images, labels in loader:
-                with session.autocast():
-                    outputs = model(images)
-                    losses = cross_entropy(
-                        outputs, labels, reduction="none", label_smoothing=options.label_smoothing
-                    )
-                session.step(losses, accuracy=outputs.argmax(1) == labels)
+            for given in loader:
+                losses, values = compute(given)
+                session.step(losses, **values)
             with session.averaged():
                 result = evaluate(session, network, watched)
             session.log(data.watched, samples=result.count, **result.values())

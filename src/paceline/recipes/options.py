@@ -51,6 +51,10 @@ class Options:
     """Most samples that one process computes at once; more are accumulated (0: no limit)."""
     lr: float = 1e-3
     """Highest learning rate of the schedule."""
+    find_lr: bool = False
+    """Instead of training, raise the learning rate for 100 steps (or --steps) and suggest one."""
+    find_batch: bool = False
+    """Instead of training, try how many samples a process can compute at once in its memory."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """How --lr follows a batch that --batch-per-process made grow."""
     schedule: Literal["cosine", "linear", "inverse-sqrt", "constant", "step", "plateau"] = "cosine"
@@ -155,6 +159,12 @@ class Options:
         at_least("--clip-norm", self.clip_norm, 0)
         below_one("--ema", self.ema)
         at_least("--ema-start", self.ema_start, 0)
+        if self.find_batch and self.shard:
+            raise SettingError(
+                "--find-batch does not go with --shard",
+                found="a process whose memory is full would leave the others waiting",
+                remedy="leave out one of the two",
+            )
         if self.ema_start and not self.ema:
             raise SettingError(
                 f"--ema-start {self.ema_start} needs an average",

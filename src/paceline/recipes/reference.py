@@ -87,7 +87,8 @@ def _typed(field: dataclasses.Field[Any]) -> bool:
 # title → fields, in the order of a help; what stands in none is about model and data
 GROUPS: dict[str, tuple[str, ...]] = {
     "Training": (
-        "epochs", "steps", "global_batch", "batch_per_process", "micro_batch", "lr", "scale_lr",
+        "epochs", "steps", "global_batch", "batch_per_process", "micro_batch", "lr", "find_lr",
+        "find_batch", "scale_lr",
         "schedule", "milestones", "warm_up", "optimizer", "nesterov", "momentum", "weight_decay",
         "clip_norm", "ema", "ema_start", "label_smoothing", "evaluate_every", "patience", "stop_at",
         "seed",

@@ -62,19 +62,26 @@ def train_text(options: TextOptions) -> None:
         schedule = freezing.schedule(optimizer, curve, len(loader))
         model = common.prepare(session, options, placed, optimizer, schedule)
 
+        def compute(batch: train.Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            ids, mask, labels = batch
+            with session.autocast():
+                outputs = model(ids, mask)
+                losses = cross_entropy(
+                    outputs, labels, reduction="none", label_smoothing=options.label_smoothing
+                )
+            return losses, {"accuracy": outputs.argmax(1) == labels}
+
+        if common.tried(session, options, loader, compute, training.lengths()):
+            return
         best = Best(patience=options.patience)
         about = describe(options, data, network)
         common.keep_checkpoints(session, options, best, data.fingerprint, about)
         figures: dict[str, float] = {}
         for epoch in common.epochs(session, loader, options):
             freezing.begin(epoch)
-            for ids, mask, labels in loader:
-                with session.autocast():
-                    outputs = model(ids, mask)
-                    losses = cross_entropy(
-                        outputs, labels, reduction="none", label_smoothing=options.label_smoothing
-                    )
-                session.step(losses, accuracy=outputs.argmax(1) == labels)
+            for given in loader:
+                losses, values = compute(given)
+                session.step(losses, **values)
             with session.averaged():
                 figures = evaluate(session, placed, held_out, len(data.classes))
             session.log(data.held_out, samples=len(held_out), **figures)

@@ -77,6 +77,16 @@ def train_translation(options: TranslationOptions) -> None:
         # Losses are divided by the mean length, which no rank and no batch changes: every token
         # weighs the same, and ranks need not tell each other how many they have.
         mean_length = sum(len(row) + 1 for row in training.target) / len(training)
+
+        def compute(batch: train.Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            source, target, expected = batch
+            with session.autocast():
+                outputs = model(source, target)
+                losses = token_losses(outputs, expected, options.label_smoothing)
+            return losses.sum(1) / mean_length, {}
+
+        if common.tried(session, options, loader, compute, training.lengths()):
+            return
         search = Search(START_ID, END_ID, limit, options.beam)
         last = -(-steps // len(loader)) - 1
         best = Best(patience=options.patience)
@@ -84,11 +94,9 @@ def train_translation(options: TranslationOptions) -> None:
         common.keep_checkpoints(session, options, best, data.fingerprint, about, shape=shape)
         figures: dict[str, float] = {}
         for epoch in common.epochs(session, loader, options):
-            for source, target, expected in loader:
-                with session.autocast():
-                    outputs = model(source, target)
-                    losses = token_losses(outputs, expected, options.label_smoothing)
-                session.step(losses.sum(1) / mean_length)
+            for given in loader:
+                losses, values = compute(given)
+                session.step(losses, **values)
             with session.averaged():
                 figures = evaluate(session, network, held_out)
                 if epoch == last or epoch % options.score_every == options.score_every - 1:

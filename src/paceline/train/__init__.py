@@ -20,7 +20,9 @@ from __future__ import annotations
 from paceline.train.average import Average
 from paceline.train.callbacks import Callback
 from paceline.train.data import Batched, Draws
+from paceline.train.largest_batch import LargestBatch, find_batch
 from paceline.train.loader import Batch, Loader
+from paceline.train.lr_range import LrRange, find_lr
 from paceline.train.metrics import Best, Means, Meter
 from paceline.train.order import Ids
 from paceline.train.session import Session
@@ -37,13 +39,17 @@ __all__ = [
     "Callback",
     "Draws",
     "Ids",
+    "LargestBatch",
     "Loader",
+    "LrRange",
     "Means",
     "Meter",
     "Session",
     "ShardedDataset",
     "World",
     "decoded",
+    "find_batch",
+    "find_lr",
     "join",
     "load_config",
     "load_weights",

@@ -182,6 +182,29 @@ class Loader:
         if self._progress.offset == start:
             raise RuntimeError("a batch was not given to session.step")
 
+    @property
+    def progress(self) -> Progress:
+        """The position in the data; that of the session, but in a rehearsal."""
+        return self._progress
+
+    def rehearsal(self, steps: int, *, order: Order | None = None, global_batch: int = 0) -> Loader:
+        """The same data for so many steps with a position of its own.
+
+        Args:
+            steps: Global steps.
+            order: Of the samples, instead of the training's.
+            global_batch: Instead of the training's, and not in pieces.
+        """
+        return Loader(
+            self._fetch,
+            order or self.order,
+            self._place,
+            global_batch or self.global_batch,
+            0 if global_batch else self._limit,
+            Progress(steps=steps),
+            self._unsynced,
+        )
+
     def given(self) -> Batch:
         """The batch that the script has now."""
         if self._given is None:

@@ -50,6 +50,7 @@ class Session:
         folder: The run directory; only rank 0 writes to it.
         progress: How far the training is.
         comms: Collectives for small things.
+        models: What :meth:`prepare` was given.
         leaves_group: The process group was made by :func:`join` and ends with the session.
     """
 
@@ -70,9 +71,9 @@ class Session:
         self.comms = Comms(place, device)
         self._seed, self._log_every, self._check_every = seed, log_every, check_every
         self._journal = Journal(reporter, self.meter(), self.progress, place, folder)
-        self._models = Models()
+        self.models = Models()
         self._proof: Proof | None = None
-        self._pace = Pace(self.comms, self._models.module)
+        self._pace = Pace(self.comms, self.models.module)
         self._loader: Loader | None = None
         self._keeper: Keeper | None = None
         self._best: Best | None = None
@@ -113,15 +114,15 @@ class Session:
         """
         scaler = self.precision.scaler(self.device)
         updater = Updater(module, optimizer, schedule, scaler, clip_norm)
-        self._models.add(name, updater)
+        self.models.add(name, updater)
         if not self.comms.alone:
             if not parallel.is_sharded(module):
                 updater.model = parallel.replicated(
                     module, self.device, unused=unused, apart=bool(name)
                 )
-            self._proof = Proof(self.comms, self._models.module)
+            self._proof = Proof(self.comms, self.models.module)
         self.verify()
-        self._pace = Pace(self.comms, self._models.first.model)
+        self._pace = Pace(self.comms, self.models.first.model)
         devices.seed_all(self._seed + 1 + self.world.rank)
         about = {"model": name} if name else {}
         self.event("prepared", parameters=sum(p.numel() for p in module.parameters()), **about)
@@ -142,13 +143,13 @@ class Session:
         Raises:
             SettingError: A value that cannot be.
         """
-        updater = self._models[name]
+        updater = self.models[name]
         updater.average = Average(updater.module, self.comms, decay, start, self._settle)
         return updater.average
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within it every model that has an average has its averaged weights; on every rank."""
-        return self._models.averaged()
+        return self.models.averaged()
 
     def add(self, callback: Callback) -> None:
         """Has the callback's methods called at their moments; on every rank alike."""
@@ -236,7 +237,7 @@ class Session:
             global_batch,
             limit,
             self.progress,
-            self._models.unsynced,
+            self.models.unsynced,
         )
 
     def shard(self, data: Data, size: int = 512, *, collate: Collate | None = None) -> Shard:
@@ -441,24 +442,24 @@ class Session:
 
     def _update(self, name: str) -> None:
         due = self._watch.due(self.progress.step + 1)
-        self._watch.take(name, self._models[name].update(measured=due))
+        self._watch.take(name, self.models[name].update(measured=due))
 
     def _backward(self, batch: Batch, losses: Mapping[str, Tensor]) -> None:
         """Adds each model's gradient, and notes the losses."""
         said = self._prepared().figures("loss")
         for number, (name, given) in enumerate(losses.items(), 1):
-            self._models[name]  # an unknown one is refused
+            self.models[name]  # an unknown one is refused
             each = each_loss(given, len(batch.ids))
             loss = loss_of(each, batch, self.world.size)
             if batch.last:
                 self._pace.before_backward(loss, self.progress.step)
-            self._models.backward(name, loss, last=batch.last, again=number < len(losses))
+            self.models.backward(name, loss, last=batch.last, again=number < len(losses))
             self._pace.after_backward()
             self._measured[said[name]] = each
 
     def _prepared(self) -> Models:
-        assert self._models.first
-        return self._models
+        assert self.models.first
+        return self.models
 
     def _advance(self, batch: Batch, loader: Loader) -> None:
         """After a global step: counts it, and does what is due."""
@@ -577,8 +578,8 @@ class Session:
             average: The averaged weights, of models that have an average (:meth:`average`).
         """
         self.verify()
-        module = self._models[name].module if name else self._models.module
-        with self._models.averaged([name] if name else []) if average else nullcontext():
+        module = self.models[name].module if name else self.models.module
+        with self.models.averaged([name] if name else []) if average else nullcontext():
             state = parallel.whole_state(module)
             first = self.world.rank == 0
             kept = self.together(

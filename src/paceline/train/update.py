@@ -66,7 +66,7 @@ class Updater:
     ) -> None:
         self.model = self.module = module
         self.optimizer, self.schedule = optimizer, schedule
-        self.scaler, self._clip = scaler, clip_norm
+        self.scaler, self.clip_norm = scaler, clip_norm
         self.before_step: Callable[[], None] | None = None
         self.average: Average | None = None
 
@@ -94,11 +94,11 @@ class Updater:
         Args:
             measured: Returns what :class:`Norms` says of the step; otherwise nothing.
         """
-        if self.scaler and (measured or self._clip is not None):
+        if self.scaler and (measured or self.clip_norm is not None):
             self.scaler.unscale_(self.optimizer)
         norms = Norms(self.optimizer) if measured else None
-        if self._clip is not None:
-            nn.utils.clip_grad_norm_(self.module.parameters(), self._clip)
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm)
         if self.before_step is not None:
             self.before_step()
         if self.scaler:

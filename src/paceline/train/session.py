@@ -1,9 +1,9 @@
-"""The session: one object through which a training script takes part in a job."""
+"""The session: one object through which a script trains as a member of its job."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -16,18 +16,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import rundir
 from paceline.train import device as devices
-from paceline.train import disks, files, parallel, report, weights, world
+from paceline.train import parallel, report, weights, world
 from paceline.train.average import Average
 from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Stateful, Training
 from paceline.train.checkpoints.keeper import Keeper, policy
 from paceline.train.checkpoints.store import Store
-from paceline.train.comms import Comms
 from paceline.train.data import Collate, Data, Fetch, allowed, loader_workers, order_of
 from paceline.train.insync import Proof
-from paceline.train.journal import Journal
-from paceline.train.loader import Batch, Loader, Progress, Shard
-from paceline.train.metrics import Best, Meter
+from paceline.train.loader import Batch, Loader, Shard
+from paceline.train.member import Member
+from paceline.train.metrics import Best
 from paceline.train.models import ALONE, Models
 from paceline.train.order import Stated, by_length, stated
 from paceline.train.pace import Pace, counted
@@ -40,16 +39,10 @@ from paceline.train.watch import Watch
 T = TypeVar("T")
 
 
-class Session:
+class Session(Member):
     """A process's part in a training job. Made by :func:`join`.
 
     Attributes:
-        world: Place of this process.
-        device: Where the model and the batches live.
-        precision: Of parameters and of what is computed.
-        folder: The run directory; only rank 0 writes to it.
-        progress: How far the training is.
-        comms: Collectives for small things.
         models: What :meth:`prepare` was given.
         leaves_group: The process group was made by :func:`join` and ends with the session.
     """
@@ -65,12 +58,9 @@ class Session:
         check_every: int,
         reporter: report.Reporter,
     ) -> None:
-        self.world, self.device, self.precision, self.folder = place, device, precision, folder
+        super().__init__(place, device, precision, folder, reporter)
         self.leaves_group = True
-        self.progress = Progress()
-        self.comms = Comms(place, device)
         self._seed, self._log_every, self._check_every = seed, log_every, check_every
-        self._journal = Journal(reporter, self.meter(), self.progress, place, folder)
         self.models = Models()
         self._proof: Proof | None = None
         self._pace = Pace(self.comms, self.models.module)
@@ -172,19 +162,6 @@ class Session:
         if self._keeper is not None:
             self._keeper.settle()
 
-    def place(self, module: nn.Module, *, shard: bool = False) -> nn.Module:
-        """The module on this session's device, its parameters in this session's precision.
-
-        A tensor of higher precision keeps it: a module in float64 stays in float64.
-
-        Args:
-            module: Changed in place.
-            shard: Spreads parameters, gradients and optimizer state over the ranks (FSDP2). Make
-                the optimizer afterwards.
-        """
-        placed = self.precision.widened(module.to(self.device))
-        return parallel.sharded(placed) if shard and not self.comms.alone else placed
-
     def loader(
         self,
         data: Data,
@@ -259,12 +236,6 @@ class Session:
         self.phase("evaluate")
         if self._keeper is not None:
             self._keeper.look_up()
-
-    def meter(self) -> Meter:
-        """Collects per-sample values and reduces them exactly over all ranks."""
-        return Meter(
-            self.comms.sum, self.device, lambda count: 0 if self.progress.stand_in else count
-        )
 
     def checkpoints(
         self,
@@ -380,10 +351,6 @@ class Session:
         self.progress.steps = self.progress.step
         self.say(f"stopped after step {self.progress.step}: {why}")
         self.event("stopped early", step=self.progress.step, why=why)
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """The context for the forward pass and the loss."""
-        return self.precision.autocast(self.device)
 
     def step(self, losses: Tensor | Mapping[str, Tensor], **values: Tensor) -> bool:
         """Backward for the batch that the loader gave last; after its last part, the update.
@@ -502,55 +469,6 @@ class Session:
         self._journal.log(split, values)
         self._callbacks.evaluated(split, values)
 
-    def track(
-        self,
-        names: Sequence[str],
-        *,
-        project: str = "paceline",
-        config: Mapping[str, Any] | None = None,
-        each_node: bool = False,
-    ) -> None:
-        """Sends every record also to these trackers; to be called after :meth:`checkpoints`.
-
-        A tracker that fails or hangs costs a warning and nothing else.
-
-        Args:
-            names: Of ``paceline.train.trackers.TRACKERS``.
-            project: Name under which runs are collected.
-            config: Settings, as the tracker shows them.
-            each_node: One run for each node, in a group, instead of one for all.
-        """
-        self._journal.track(names, project, config or {}, each_node)
-
-    def say(self, text: str) -> None:
-        """One line for the user, once."""
-        self._journal.say(text)
-
-    def event(self, name: str, **details: Any) -> None:
-        """Records that something happened on this rank."""
-        self._journal.event(name, **details)
-
-    def phase(self, name: str) -> None:
-        """Tells the launcher what this rank is doing now."""
-        self._journal.heartbeat(name)
-
-    def agree(self, what: str, value: str) -> None:
-        """Raises on every rank when ``value`` is not the same on all of them."""
-        self.comms.agree(what, value)
-
-    def together(self, act: Callable[[], T]) -> T:
-        """Acts on every rank; what one rank raises, every rank raises."""
-        return self.comms.together(act)
-
-    def once(self, folder: Path, make: Callable[[Path], None]) -> None:
-        """Makes ``folder`` where it is missing: once for each disk, while the others wait.
-
-        Args:
-            folder: What is to exist afterwards, on every rank.
-            make: Fills the empty folder that it is given.
-        """
-        disks.once(self.comms, folder, make)
-
     def verify(self) -> None:
         """Proves that parameters and buffers are bit-identical on all ranks.
 
@@ -562,11 +480,6 @@ class Session:
         """
         if self._proof is not None:
             self._proof.verify()
-
-    def save_config(self, config: Mapping[str, Any]) -> None:
-        """Saves the effective settings in the run directory."""
-        if self.world.rank == 0:
-            files.write_json(self.folder / rundir.CONFIG, dict(config))
 
     def save_model(self, config: dict[str, Any], *, name: str = "", average: bool = False) -> None:
         """Saves the trained weights and their description in the run directory, once.

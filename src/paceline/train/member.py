@@ -1,0 +1,127 @@
+"""A member of a job: a process with its device, what it says, and what all members do together.
+
+A script that only evaluates or predicts needs no more than this of its session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from paceline.spec import rundir
+from paceline.train import device as devices
+from paceline.train import disks, files, parallel, report, world
+from paceline.train.comms import Comms
+from paceline.train.journal import Journal
+from paceline.train.loader import Progress
+from paceline.train.metrics import Meter
+
+T = TypeVar("T")
+
+
+class Member:
+    """A process of a job.
+
+    Attributes:
+        world: Place of this process.
+        device: Where the model and the batches live.
+        precision: Of parameters and of what is computed.
+        folder: The run directory; only rank 0 writes to it.
+        progress: How far the training is.
+        comms: Collectives for small things.
+    """
+
+    def __init__(self, place: world.World, device: torch.device, precision: devices.Precision,
+                 folder: Path, reporter: report.Reporter) -> None:  # fmt: skip
+        self.world, self.device, self.precision, self.folder = place, device, precision, folder
+        self.progress = Progress()
+        self.comms = Comms(place, device)
+        self._journal = Journal(reporter, self.meter(), self.progress, place, folder)
+
+    # -- what it computes with -----------------------------------------------------------
+
+    def place(self, module: nn.Module, *, shard: bool = False) -> nn.Module:
+        """The module on this session's device, its parameters in this session's precision.
+
+        A tensor of higher precision keeps it: a module in float64 stays in float64.
+
+        Args:
+            module: Changed in place.
+            shard: Spreads parameters, gradients and optimizer state over the ranks (FSDP2). Make
+                the optimizer afterwards.
+        """
+        placed = self.precision.widened(module.to(self.device))
+        return parallel.sharded(placed) if shard and not self.comms.alone else placed
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context for the forward pass and the loss."""
+        return self.precision.autocast(self.device)
+
+    def meter(self) -> Meter:
+        """Collects per-sample values and reduces them exactly over all ranks."""
+        return Meter(
+            self.comms.sum, self.device, lambda count: 0 if self.progress.stand_in else count
+        )
+
+    # -- what it says --------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """One line for the user, once."""
+        self._journal.say(text)
+
+    def event(self, name: str, **details: Any) -> None:
+        """Records that something happened on this rank."""
+        self._journal.event(name, **details)
+
+    def phase(self, name: str) -> None:
+        """Tells the launcher what this rank is doing now."""
+        self._journal.heartbeat(name)
+
+    def track(
+        self,
+        names: Sequence[str],
+        *,
+        project: str = "paceline",
+        config: Mapping[str, Any] | None = None,
+        each_node: bool = False,
+    ) -> None:
+        """Sends every record also to these trackers; to be called after :meth:`checkpoints`.
+
+        A tracker that fails or hangs costs a warning and nothing else.
+
+        Args:
+            names: Of ``paceline.train.trackers.TRACKERS``.
+            project: Name under which runs are collected.
+            config: Settings, as the tracker shows them.
+            each_node: One run for each node, in a group, instead of one for all.
+        """
+        self._journal.track(names, project, config or {}, each_node)
+
+    def save_config(self, config: Mapping[str, Any]) -> None:
+        """Saves the effective settings in the run directory."""
+        if self.world.rank == 0:
+            files.write_json(self.folder / rundir.CONFIG, dict(config))
+
+    # -- what all members do -------------------------------------------------------------
+
+    def agree(self, what: str, value: str) -> None:
+        """Raises on every rank when ``value`` is not the same on all of them."""
+        self.comms.agree(what, value)
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Acts on every rank; what one rank raises, every rank raises."""
+        return self.comms.together(act)
+
+    def once(self, folder: Path, make: Callable[[Path], None]) -> None:
+        """Makes ``folder`` where it is missing: once for each disk, while the others wait.
+
+        Args:
+            folder: What is to exist afterwards, on every rank.
+            make: Fills the empty folder that it is given.
+        """
+        disks.once(self.comms, folder, make)

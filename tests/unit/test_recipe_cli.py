@@ -25,12 +25,15 @@ def test_listing() -> None:
     assert {one["name"] for one in found if one["kind"] == "recipes"} == set(RECIPES)
     shown = CliRunner().invoke(listing, ["models", "--recipe", "image"]).output
     assert shown.splitlines()[0] == "models:"
-    assert [line.split()[0] for line in shown.splitlines()[1:]] == [
+    own, weights = shown.split("pretrained:\n")
+    assert [line.split()[0] for line in own.splitlines()[1:]] == [
         "cnn",
         "resnet18",
         "resnet34",
         "resnet50",
     ]
+    assert "--model microsoft/resnet-50" in weights
+    assert "bert" not in weights
 
 
 def test_a_listing_is_broken_between_words(

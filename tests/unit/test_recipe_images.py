@@ -17,7 +17,7 @@ from recipe_tools import config, hub_variables, one_thread  # noqa: F401 - fixtu
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from paceline.recipes import image, parse_options, pretrained
+from paceline.recipes import image, parse_options, pretrained, published
 from paceline.recipes.common import cpu_flags
 from paceline.recipes.data import hub
 from paceline.recipes.data.hub import WAITS, fetched
@@ -25,6 +25,7 @@ from paceline.recipes.networks import MODELS, backbone
 from paceline.recipes.options import IMAGE_PRESETS, ImageOptions
 from paceline.recipes.pictures import augmented, inputs
 from paceline.recipes.pretrained import Origin, freeze, let_go
+from paceline.recipes.published import FILES, torch_file
 from paceline.recipes.reference import catalogue
 from paceline.recipes.use import evaluate, predict
 from paceline.spec.errors import DataError, SettingError
@@ -172,6 +173,60 @@ def test_weights_that_do_not_fit(trained: Path, tmp_path: Path) -> None:
     assert train(tmp_path / "x", f"--weights={trained}", "--model=resnet18", "--steps=1") == 1
     (tmp_path / "w.safetensors").write_bytes(b"no weights")
     assert train(tmp_path / "x", f"--weights={tmp_path}/w.safetensors", "--steps=1") == 1
+
+
+def test_torchvision_s_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file as torchvision publishes it, in torch's cache; it is fetched where it is not there."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    with pytest.raises(DataError, match="--offline forbids"):
+        pretrained.torch_file_here(FILES["resnet18"], offline=True)
+    asked: list[str] = []
+
+    def fetch(url: str, path: str, *_: object, **__: object) -> None:
+        asked.append(url)
+        torch.save(MODELS["resnet18"]((3, 224, 224), 1000).state_dict(), path)
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
+    photos = f"--data={class_folders(tmp_path / 'photos')}"
+    flags = ["--model=resnet18", "--weights=imagenet", "--steps=1", "--global-batch=4"]
+    assert train(tmp_path / "run", photos, *flags) == 0
+    assert asked == ["https://download.pytorch.org/models/resnet18-f37072fd.pth"]
+    found = config(tmp_path / "run")
+    assert found["shape"] == [3, 224, 224]
+    assert found["normalisation"]["mean"] == [0.485, 0.456, 0.406]
+    old = torch.load(torch_file(FILES["resnet18"]), weights_only=True)
+    new = load_file(tmp_path / "run/model/model.safetensors")
+    assert {n for n in old if not torch.equal(old[n], new[n])} == {"fc.weight", "fc.bias"}
+    with pytest.raises(SettingError, match="there are none for --model cnn"):
+        parse_options("image", ["--weights=imagenet"])
+
+
+def test_pretrained_models_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on this disk, what would be downloaded, and what was trained here."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    for name, kind in (("microsoft--resnet-50", "ResNet"), ("me--mine", "ViT"), ("x--y", "")):
+        folder = tmp_path / f"hub/models--{name}/snapshots/1"
+        folder.mkdir(parents=True)
+        named = {"architectures": [f"{kind}ForImageClassification" if kind else "GPT2LMHeadModel"]}
+        (folder / "config.json").write_text(json.dumps(named))
+        (folder / "model.safetensors").write_bytes(b"")
+    run = tmp_path / "runs/image-1"
+    (run / "model").mkdir(parents=True)
+    (run / "model/config.json").write_text(
+        json.dumps({"task": "image", "model": "cnn", "shape": [1, 28, 28]})
+    )
+    found = {one.flags: one for one in published.pretrained(tmp_path / "runs")}
+    assert found["--model microsoft/resnet-50"].state == "on this disk"
+    assert found["--model microsoft/resnet-18"].state == "47 MB to be downloaded"
+    assert found["--model resnet50 --weights imagenet"].state == "102 MB to be downloaded"
+    assert found["--model me/mine"].recipe == "image"
+    assert "--model x/y" not in found
+    assert found[f"--model cnn --weights {run}"].image_size == 28
+    for one in published.KNOWN:
+        parse_options(one.recipe, one.flags.split())
+        assert one.line().startswith(f"{one.parameters:g} million parameters")
 
 
 # -- Hugging Face --------------------------------------------------------------------------

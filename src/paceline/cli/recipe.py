@@ -12,6 +12,7 @@ import click
 
 from paceline.cli.verb import Verb, VerbGroup, say
 from paceline.recipes import RECIPES, recipe
+from paceline.recipes.published import pretrained
 from paceline.recipes.reference import Entry, catalogue
 from paceline.spec.errors import SettingError
 from paceline.spec.terminal import columns
@@ -26,15 +27,29 @@ _KINDS = ("recipes", "models", "data", "augmentations", "presets")
 def listing(kind: str | None, only: str | None, as_json: bool) -> None:
     """List recipes, models, data sets, augmentations and presets by name.
 
-    Models and data of Hugging Face are not listed: name them by their id, or a local folder.
+    With the models come pretrained ones: much used ones that others publish, those in the caches,
+    and those in runs/. Any other classifier of Hugging Face is named by its id, or a local folder.
     """
     found = [one for one in catalogue() if kind in (None, one.kind) and only in (None, one.recipe)]
+    weights = [
+        one
+        for one in (pretrained() if kind in (None, "models") else [])
+        if only in (None, one.recipe)
+    ]
     if as_json:
-        click.echo(json.dumps([one.to_json() for one in found], indent=2, ensure_ascii=False))
+        rows = [*(one.to_json() for one in found), *(one.to_json() for one in weights)]
+        click.echo(json.dumps(rows, indent=2, ensure_ascii=False))
         return
     width = max(40, columns()) if sys.stdout.isatty() else sys.maxsize
     for heading in _KINDS:
         _section(heading, [one for one in found if one.kind == heading], width)
+        if heading == "models" and weights:
+            say("pretrained:")
+            for one in weights:
+                if width < 120:
+                    say(f"  {one.flags}")
+                left = " " * 5 if width < 120 else f"  {one.flags:<46} "
+                _line(f"{left} {one.recipe:<6} ", one.line(), width)
 
 
 def _section(heading: str, entries: list[Entry], width: int) -> None:
@@ -43,11 +58,13 @@ def _section(heading: str, entries: list[Entry], width: int) -> None:
     say(f"{heading}:")
     for entry in entries:
         recipe = "" if heading == "recipes" else entry.recipe
-        left = f"  {entry.name:<18} {recipe:<12} "
-        text = textwrap.fill(entry.summary, width, initial_indent=left,
-                             subsequent_indent=" " * len(left), break_long_words=False,
-                             break_on_hyphens=False)  # fmt: skip
-        say(text)
+        _line(f"  {entry.name:<18} {recipe:<12} ", entry.summary, width)
+
+
+def _line(left: str, text: str, width: int) -> None:
+    """Two columns; the right one is broken between words."""
+    say(textwrap.fill(text, width, initial_indent=left, subsequent_indent=" " * len(left),
+                      break_long_words=False, break_on_hyphens=False))  # fmt: skip
 
 
 FULL = click.option(

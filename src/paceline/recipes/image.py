@@ -24,6 +24,7 @@ from paceline.recipes.options import ImageOptions
 from paceline.recipes.pictures import Inputs, Normalisation, Pictures, inputs, normalisation
 from paceline.recipes.pretrained import Origin, load_backbone
 from paceline.recipes.program import guarded
+from paceline.recipes.published import FILES, IMAGENET
 from paceline.train import Best
 
 
@@ -151,6 +152,11 @@ def make_network(
     add_layers(network, backbone(network), options.add_layers)
     if source := options.weights:
         parts = backbone(network)
+        if source == IMAGENET:
+            name = FILES[options.model]
+            source = str(
+                session.together(lambda: pretrained.torch_file_here(name, options.offline))
+            )
         origin = session.together(lambda: load_backbone(network, parts, source, classes))
     return network, origin
 

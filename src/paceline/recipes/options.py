@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from paceline.recipes.argv import at_least, below_one, known
 from paceline.recipes.data import NAMED, PAIRS, TEXTS, HubSource, is_path
+from paceline.recipes.published import FILES, IMAGENET
 from paceline.spec.errors import SettingError
 
 Dtype = Literal["float32", "float64", "bf16", "fp16"]
@@ -211,6 +212,12 @@ def check_fine_tuning(own: bool, options: Options) -> None:
     at_least("--unfreeze-every", stages, 0)
     for width in getattr(options, "add_layers", ()):
         at_least("--add-layers", width, 1)
+    if weights == IMAGENET and own and options.model not in FILES:
+        raise SettingError(
+            f"--weights {IMAGENET}: there are none for --model {options.model}",
+            found=f"there are some for {', '.join(FILES)}",
+            remedy="--model resnet18",
+        )
     if weights and not own:
         raise SettingError(
             f"--weights {weights} cannot be used with --model {options.model}",
@@ -273,8 +280,8 @@ class ImageOptions(Options):
     """cnn, resnet18, resnet34, resnet50, or any image classifier of Hugging Face by id or
     folder."""
     weights: str = ""
-    """Start from these weights: a run directory, a safetensors or a .pth file (cnn, resnets). Of a
-    run its image size and normalisation are taken, too."""
+    """Start from these weights: a run directory, a safetensors or a .pth file (cnn, resnets), or
+    imagenet (resnets; torchvision's). Of a run its image size and normalisation are taken, too."""
     from_scratch: bool = False
     """Take only the architecture of a Hugging Face model, not its weights."""
     freeze: bool | None = None

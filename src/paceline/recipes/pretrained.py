@@ -4,6 +4,7 @@ frozen, and when it thaws.
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from paceline.recipes.data.hub import fetched, prepare_environment
 from paceline.recipes.heads import names_within, renew
 from paceline.recipes.optimization import Curve
 from paceline.recipes.program import library
+from paceline.recipes.published import AS_TRAINED, IMAGENET, TORCHVISION, torch_file
 from paceline.spec.errors import DataError, SettingError
 from paceline.train.weights import saved_state
 
@@ -289,6 +291,8 @@ def described(source: str) -> dict[str, Any]:
 
 def preprocessing_of(source: str) -> dict[str, Any]:
     """How a run's images were prepared, as :func:`load_preprocessing` says it, and the channels."""
+    if source == IMAGENET:
+        return dict(AS_TRAINED)
     found = described(source)
     try:
         moments, (channels, size, _) = found["normalisation"], found["shape"]
@@ -296,6 +300,31 @@ def preprocessing_of(source: str) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError):
         return {}
     return {"size": size, "image_mean": means, "image_std": deviations, "channels": channels}
+
+
+def torch_file_here(name: str, offline: bool) -> Path:
+    """A file of torchvision's weights; downloaded where it is not on this disk, by one process.
+
+    Raises:
+        DataError: It is not here, and must not or cannot be fetched.
+    """
+    path, url = torch_file(name), TORCHVISION + name
+    remedy = f"fetch {url} elsewhere, and put it into {path.parent}"
+    if path.is_file():
+        return path
+    if offline:
+        raise DataError(f"{path} is not there, and --offline forbids fetching it", remedy=remedy)
+    beginning = path.stem.rpartition("-")[2]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (path.parent / f"{name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.is_file():
+                torch.hub.download_url_to_file(url, str(path), beginning, progress=False)
+    except (OSError, RuntimeError) as error:  # RuntimeError: of another content
+        said = f"{type(error).__name__}: {error}"
+        raise DataError(f"{url} could not be fetched", found=said, remedy=remedy) from None
+    return path
 
 
 def read_weights(source: str) -> dict[str, Tensor]:

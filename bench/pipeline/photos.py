@@ -1,11 +1,11 @@
 """How fast photos are made ready, against how fast networks take them.
 
 Makes photos of 500×400 pixels, as class folders and packed into tar shards, then measures in turns,
-so that a busy machine hurts all alike:
+by the wall clock and in CPU time, which other work on the machine hardly changes:
 
-* images per second of one decoding core (CPU time), for each way to decode;
-* the pipeline alone: files and shards, through the loader, whole machine;
-* training alone: the same batch again and again;
+* images per second of one decoding core, for each way to decode;
+* the pipeline alone: files and shards, through the loader, to the finished batch;
+* training alone: the same batch again and again, on one core;
 * and the recipe itself: how long it waited for data.
 
     python bench/pipeline/photos.py [--networks resnet18 resnet50] [--rounds 5] [--photos 600]
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -122,23 +122,27 @@ def orders(data: Pictures) -> Iterator[Wanted[int]]:
             yield Wanted(order.at(epoch, positions), Draws(0, epoch, positions), 0)
 
 
-def of_pipeline(data: Pictures, workers: int, batches: int) -> float:
-    """Images per second, of the whole machine; the first batches, for which all start, left out."""
+def timed(act: Callable[[], object], images: int) -> tuple[float, float]:
+    """Images per second: of CPU time of this process, and by the wall clock."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    act()
+    return images / (time.process_time() - cpu), images / (time.perf_counter() - wall)
+
+
+def of_pipeline(data: Pictures, workers: int, batches: int) -> tuple[float, float]:
+    """The first batches, for which all start, are left out. Workers have CPU time of their own."""
     fetch = Fetch(data, torch.device("cpu"), workers)
     made = fetch(orders(data))
     for _ in islice(made, 2 * max(workers, 1)):
         pass
-    before = time.perf_counter()
-    for _ in islice(made, batches):
-        pass
-    seconds = time.perf_counter() - before
+    rates = timed(lambda: [*islice(made, batches)], batches * BATCH)
     made.close()
     fetch.close()
-    return batches * BATCH / seconds
+    return rates
 
 
-def of_network(name: str, batches: int) -> float:
-    """Images per second of training on one batch, in the precision that the recipe would take."""
+def of_network(name: str, batches: int) -> tuple[float, float]:
+    """Training on one batch with one thread, in the precision that the recipe would take."""
     torch.manual_seed(0)
     network = MODELS[name]((3, SIZE, SIZE), CLASSES).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
@@ -154,10 +158,7 @@ def of_network(name: str, batches: int) -> float:
         optimizer.step()
 
     step()
-    before = time.perf_counter()
-    for _ in range(batches):
-        step()
-    return batches * BATCH / (time.perf_counter() - before)
+    return timed(lambda: [step() for _ in range(batches)], batches * BATCH)
 
 
 def of_recipe(folder: Path, network: str, run: Path, steps: int) -> str:
@@ -172,8 +173,8 @@ def of_recipe(folder: Path, network: str, run: Path, steps: int) -> str:
     return next(line for line in said.stdout.splitlines() if re.match(r"trained \d", line))
 
 
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
+def spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 def main() -> None:
@@ -181,7 +182,9 @@ def main() -> None:
     parser.add_argument("--networks", nargs="*", default=["resnet18", "resnet50"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--photos", type=int, default=600)
-    parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--batches", type=int, default=8, help="of the pipeline, each time")
+    parser.add_argument("--steps", type=int, default=3, help="of training alone, each time")
+    parser.add_argument("--recipe-steps", type=int, default=12)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         folder = Path(name)
@@ -198,36 +201,36 @@ def main() -> None:
             rates = [of_one_core(make, min(100, len(contents))) for _ in range(options.rounds)]
             print(f"| {title} | {spread(rates)} |", flush=True)
 
-        lines = {
-            f"{kind}, {workers or 'no'} worker{'s' * (workers != 1)}": (kind, workers)
-            for kind in ("files", "shards")
-            for workers in dict.fromkeys((0, max(1, allowed() - 1), allowed()))
+        torch.set_num_threads(1)
+        networks = {
+            network: [of_network(network, options.steps) for _ in range(options.rounds)]
+            for network in options.networks
         }
-        data = {kind: pictures(folder / kind) for kind in ("files", "shards")}
-        pipeline: dict[str, list[float]] = {line: [] for line in lines}
-        networks: dict[str, list[float]] = {network: [] for network in options.networks}
-        for _ in range(options.rounds):
-            for line, (kind, workers) in lines.items():
-                pipeline[line].append(of_pipeline(data[kind], workers, options.batches))
-            for network in networks:
-                networks[network].append(of_network(network, 3))
-        print("\n| pipeline alone, images/s | median (least to most) | " + " | ".join(
-            f"against {network}" for network in networks) + " |")  # fmt: skip
-        print("|---" * (2 + len(networks)) + "|")
-        for line, rates in pipeline.items():
-            ratios = [
-                statistics.median([a / b for a, b in zip(rates, networks[network], strict=True)])
-                for network in networks
-            ]
-            shown = " | ".join(f"{ratio:.1f} times" for ratio in ratios)
-            print(f"| {line} | {spread(rates)} | {shown} |")
-        print("\n| training alone, images/s | median (least to most) |\n|---|---|")
+        print("\n| training alone, one core | images/s of CPU time | by the wall clock |")
+        print("|---|---|---|")
         for network, rates in networks.items():
-            print(f"| {network} | {spread(rates)} |")
+            print(f"| {network} | {' | '.join(map(spread, zip(*rates)))} |", flush=True)  # noqa: B905
+
+        print("\n| pipeline alone | images/s of CPU time | by the wall clock |", end="")
+        print("".join(f" CPU time against {network} |" for network in networks))
+        print("|---" * (3 + len(networks)) + "|")
+        for kind in ("files", "shards"):
+            data = pictures(folder / kind)
+            for workers in dict.fromkeys((0, max(1, allowed() - 1), allowed())):
+                rates = [of_pipeline(data, workers, options.batches) for _ in range(options.rounds)]
+                cpu, wall = zip(*rates)  # noqa: B905
+                shown = [f"{kind}, {workers or 'no'} worker{'s' * (workers != 1)}"]
+                shown += ["" if workers else spread(cpu), spread(wall)]
+                for own in networks.values():
+                    ratio = statistics.median(cpu) / statistics.median(one for one, _ in own)
+                    shown.append("" if workers else f"{ratio:.1f} times")
+                print(f"| {' | '.join(shown)} |", flush=True)
         print("\nThe recipe, whole:\n")
         for network in networks:
             for kind in ("files", "shards"):
-                said = of_recipe(folder / kind, network, folder / network / kind, 12)
+                said = of_recipe(
+                    folder / kind, network, folder / network / kind, options.recipe_steps
+                )
                 print(f"* {network}, {kind}: {said}", flush=True)
 
 

@@ -12,7 +12,7 @@ from paceline.spec.errors import DataError, SettingError
 from paceline.train.order import Ids
 
 MOST_BYTES = 256 << 20
-"""Of the groups of rows that a process keeps."""
+"""Of the groups of rows that a process keeps beyond those that it needs at a time."""
 
 
 def scan(path: Path) -> Ids:
@@ -40,9 +40,14 @@ def scan(path: Path) -> Ids:
 
 
 class Groups:
-    """The groups of rows that were read last, as a table each."""
+    """The groups of rows that were read last, as a table each.
 
-    def __init__(self) -> None:
+    Args:
+        least: As many are kept in any case: those of shards that are visited together.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
         self._kept: OrderedDict[tuple[Path, int], Any] = OrderedDict()
         self._bytes = 0
 
@@ -59,7 +64,7 @@ class Groups:
                 table = file.read_row_group(group)
             self._kept[path, group] = table
             self._bytes += table.nbytes
-        while self._bytes > MOST_BYTES and len(self._kept) > 1:
+        while self._bytes > MOST_BYTES and len(self._kept) > self._least:
             self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return self._kept[path, group]
 

@@ -80,7 +80,7 @@ class ShardedDataset:
         self._index = _indexed(self._files)
         self._decode, self._window, self._together = decode or decoded, window, together
         self._starts = np.cumsum(self._index.counts) - self._index.counts
-        self._reader = _Reader(self._index)
+        self._reader = _Reader(self._index, self._together)
         about = [(one.path.name, one.size) for one in self._files], [window, together]
         digest = hashlib.sha256(json.dumps(about).encode() + self._index.counts.tobytes())
         digest.update(np.ascontiguousarray(self._index.spans).data)
@@ -123,7 +123,7 @@ class ShardedDataset:
             DataError: A shard has changed or cannot be read; names it and the sample.
         """
         if self._reader.process != os.getpid():  # a fork must not share locks
-            self._reader = _Reader(self._index)
+            self._reader = _Reader(self._index, self._together)
         found = self._reader.read(np.unique(ids), self._shards(np.unique(ids)))
         return [found[number] for number in ids.tolist()]
 
@@ -153,7 +153,7 @@ class ShardedDataset:
     def will_need(self, ids: Ids) -> None:
         """Has the system read these samples ahead, in their order on the disk."""
         if self._reader.process != os.getpid():
-            self._reader = _Reader(self._index)
+            self._reader = _Reader(self._index, self._together)
         ids = np.unique(ids)
         self._reader.advise(ids, self._shards(ids))
 
@@ -166,7 +166,7 @@ class ShardedDataset:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._reader = _Reader(self._index)
+        self._reader = _Reader(self._index, self._together)
 
 
 def decoded(sample: Sample) -> Sample:
@@ -421,9 +421,10 @@ def _write(place: Path, index: _Index) -> None:
 class _Reader:
     """Reads shards; what is kept between two calls is of one process."""
 
-    def __init__(self, index: _Index) -> None:
+    def __init__(self, index: _Index, together: int) -> None:
         self.process = os.getpid()
-        self._index, self._groups = index, parquet.Groups()
+        # A window reaches from one group of rows into the next.
+        self._index, self._groups = index, parquet.Groups(2 * together)
         self._lock = threading.Lock()  # a thread may read ahead while another evaluates
 
     def read(self, ids: Ids, shards: Ids) -> dict[int, Sample]:

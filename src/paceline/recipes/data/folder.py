@@ -56,6 +56,7 @@ class Files:
         self.paths, self.labels, self.size, self._crop = paths, labels, size, crop
         fits = len(paths) * 3 * size * size <= _KEEP_BYTES
         self._kept: dict[int, Pixels] | None = {} if fits else None
+        self.processes = not fits
 
     def pixels(self, ids: NDArray[np.int64]) -> Pixels:
         kept = self._kept or {}

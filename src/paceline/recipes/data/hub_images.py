@@ -41,7 +41,7 @@ class Rows:
         crop: Cut the middle out of images of another aspect, instead of squeezing them.
     """
 
-    slow = True
+    processes = True
 
     def __init__(
         self,

@@ -87,6 +87,11 @@ class Part:
     ids: NDArray[np.int64]
 
     @property
+    def processes(self) -> bool:
+        """Batches may be made in several processes: none keeps what it has made."""
+        return getattr(self.whole, "processes", False)
+
+    @property
     def labels(self) -> Labels:
         return self.whole.labels[self.ids]
 

@@ -192,7 +192,8 @@ JOB_VERBS = {"run", "train", "evaluate", "bench scaling", "bench collectives"}
 
 
 def test_the_verbs_that_take_hosts() -> None:
-    others = {"hosts", "check", "setup", "setup sshd", "setup env", "setup hosts"}
+    others = {"hosts", "check", "setup", "setup sshd", "setup env", "setup hosts",
+              "setup accelerate"}  # fmt: skip
     assert set(TAKE_HOSTS) == JOB_VERBS | others
 
 

@@ -160,6 +160,11 @@ def test_the_slow_host_or_way_is_named(found: Ways, said: list[str]) -> None:
     assert Ways.from_json(found.to_json()) == found
 
 
+def test_what_tcp_has_said_already_is_not_said_again() -> None:
+    assert verdict(ways(EVEN, n3=20.0), known=("n3",)) == ()
+    assert len(verdict(ways({**EVEN, "n2": 3.0}, n3=20.0), known=("n3",))) == 1
+
+
 def test_what_wire_and_card_are_good_for() -> None:
     assert slot_rate("16.0 GT/s PCIe x16") == pytest.approx(31.5e9, rel=0.001)
     assert slot_rate("8.0 GT/s PCIe x8") == pytest.approx(7.88e9, rel=0.001)

@@ -86,10 +86,15 @@ def turns(nodes: int) -> int:
     return 0 if nodes < 2 else nodes - 1 + nodes % 2
 
 
-def verdict(ways: Ways) -> tuple[str, ...]:
-    """The slow hosts and ways, in words."""
-    hosts = _slow_hosts(ways)
-    slow = [name for name, _ in hosts]
+def verdict(ways: Ways, known: Sequence[str] = ()) -> tuple[str, ...]:
+    """The slow hosts and ways, in words.
+
+    Args:
+        ways: What was measured.
+        known: Hosts of which something else has said already that their network is slow.
+    """
+    hosts = [(name, words) for name, words in _slow_hosts(ways) if name not in known]
+    slow = [*known, *(name for name, _ in hosts)]
     return (*(words for _, words in hosts), *_slow_copies(ways, slow), *_slow_ways(ways, slow))
 
 

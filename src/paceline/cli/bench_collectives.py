@@ -33,8 +33,8 @@ MODULE = "paceline.bench.collectives_job"
 RESULT = "collectives.json"
 # the table; what the job says of itself; each host's wire
 Measured = tuple[tuple[Row, ...], dict[str, Any], dict[str, float]]
-# bits a second by (from, to); whose fault that is; iperf3's from, to and bits a second
-Links = tuple[dict[tuple[str, str], float], tuple[str, ...], tuple[str, str, float] | None]
+# bits a second by (from, to); what is slow, in words, by host; iperf3's from, to and bits a second
+Links = tuple[dict[tuple[str, str], float], dict[str, str], tuple[str, str, float] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +150,14 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     take_ngpus(ctx, given["ngpus"])
     spec = spec_of(given, ctx.params["backend"])
     cluster, via = prepare(ctx)
-    nothing: Links = ({}, (), None)
+    nothing: Links = ({}, {}, None)
     measured = nothing if given["no_links"] else measure_links(ctx, cluster, via)
     rows, about, wires = run(ctx, cluster, via, spec)
     said = about.pop("ways")
     own = Ways.from_json(said) if said else Ways()
     links, slow, second = measured
-    found = Found(rows, about, links, (*slow, *ways.verdict(own)), second, own, wires)
+    words = (*dict.fromkeys(slow.values()), *ways.verdict(own, tuple(slow)))
+    found = Found(rows, about, links, words, second, own, wires)
     if given["picture"] is not None:
         draw(given["picture"], found)
     problems = judge(found, given["min_busbw"], given["min_share"])
@@ -212,13 +213,13 @@ def measure_links(ctx: click.Context, cluster: Cluster, via: Via) -> Links:
     from paceline.remote.openssh import SshOptions
 
     if len(cluster.hosts) < 2 or not via.scheduler.direct:
-        return {}, (), None
+        return {}, {}, None
     ssh = SshOptions(ctx.params["ssh_config"], ctx.params["accept_new_host_keys"])
     scene = asyncio.run(_examine(ctx, cluster, ssh))
     pairs = (scene.evidence.get("link") or {}).get("pairs", [])
     rates = {(p["source"], p["target"]): bits(p) for p in pairs if "bytes" in p}
     slow = judge_link(scene) if pairs else []
-    words = tuple(f.message for f in slow if f.outcome != "pass")
+    words = {host: one.message for one in slow if one.outcome != "pass" for host in one.hosts}
     second = asyncio.run(_second_opinion(scene, ssh, rates)) if rates else None
     return rates, words, second
 

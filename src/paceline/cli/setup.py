@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from paceline.cli.applies import refuse_beside
-from paceline.cli.flags import OTHER_HOSTS, SSH_CONFIG, with_settings
+from paceline.cli.flags import IFACE, NPROC_PER_NODE, OTHER_HOSTS, SSH_CONFIG, with_settings
 from paceline.cli.launch import chosen_hosts
 from paceline.cli.setup_containers import command as containers
 from paceline.cli.sources import setting
@@ -19,6 +19,7 @@ from paceline.cli.verb import Verb, VerbGroup, say
 from paceline.remote import this_machine
 from paceline.remote.openssh import SshOptions
 from paceline.setup import access, keys, lines
+from paceline.setup.accelerate import PRECISIONS
 from paceline.setup.access import Look
 from paceline.setup.journal import Journal, take_back, write_file
 from paceline.setup.keys import Identity
@@ -423,6 +424,45 @@ def names(ctx: click.Context, /, **_: object) -> None:
     for name in scene.names:
         for line in lines.loopback_lines(scene.facts[name]):
             say(f"# on {name}, take the own name off line {line}")
+
+
+def machine_options(command: F) -> F:
+    """Adds the options that say which hosts, and how many processes where."""
+    return with_settings(command, [OTHER_HOSTS, SSH_CONFIG, NPROC_PER_NODE, IFACE])
+
+
+@command.command("accelerate", cls=Verb)
+@machine_options
+@click.option(
+    "--port",
+    type=click.IntRange(1024, 65535),
+    default=29500,
+    show_default=True,
+    help="Where the first machine listens.",
+)
+@click.option(
+    "--mixed-precision",
+    type=click.Choice(PRECISIONS),
+    default="no",
+    show_default=True,
+    help="Accelerate's mixed_precision.",
+)
+@click.option("--install", is_flag=True, help="Write it on the hosts, where Accelerate looks.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("accelerate"),
+    show_default=True,
+    help="Folder to write here.",
+)
+@click.pass_context
+def accelerate_files(ctx: click.Context, /, **_: object) -> None:
+    """Write each machine's YAML for `accelerate launch`: kind, rank, address, processes."""
+    from paceline.cli.setup_accelerate import write
+
+    if ctx.params["install"]:
+        refuse_beside(ctx, "--install", ("out",))
+    write(*cluster_hosts(ctx), ctx.params)
 
 
 command.add_command(containers)

@@ -51,7 +51,7 @@ def write(cluster: Cluster) -> str:
     slots = [host.slots or 1 for host in cluster.hosts]
     lines = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU  # MULTI_CPU without accelerators",
+        "distributed_type": "MULTI_GPU  # MULTI_XPU with Intel's; MULTI_CPU would need mpirun",
         "machine_rank": f"0  # on the hosts in order: 0 to {len(slots) - 1}",
         "main_process_ip": f'"{cluster.hosts[0].address}"',
         "main_process_port": str(DEFAULT_PORT),
@@ -59,6 +59,7 @@ def write(cluster: Cluster) -> str:
         "num_processes": f"{sum(slots)}  # of all hosts together",
         "rdzv_backend": "static",
         "same_network": "true",
+        "use_cpu": "false  # true without GPUs",
     }
     return "".join(f"{key}: {value}\n" for key, value in lines.items())
 

@@ -1,0 +1,92 @@
+"""``paceline setup accelerate``: each machine's configuration of Accelerate, found and written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.verb import say
+from paceline.remote import this_machine
+from paceline.remote.openssh import SshOptions
+from paceline.setup import accelerate
+from paceline.spec.errors import ConnectError
+from paceline.spec.helptext import counted
+from paceline.spec.hosts import Host
+
+if TYPE_CHECKING:
+    from paceline.setup.accelerate import Machine
+
+
+def write(hosts: Sequence[Host], ssh: SshOptions, given: Mapping[str, Any]) -> None:
+    """Looks at the hosts and writes a file for each; ConnectError for those that refuse."""
+    from paceline.checks.check import Wishes
+    from paceline.checks.examine import examine
+    from paceline.launch.affinity import gpus_seen
+
+    pythons = {host.name: host.python or this_machine.default_python() for host in hosts}
+    wishes = Wishes(pythons, dict.fromkeys(pythons, str(Path.cwd())), interface=given["iface"])
+    scene = asyncio.run(examine(hosts, ssh, wishes, "quick"))
+    if scene.refusals:
+        raise ConnectError(
+            f"{', '.join(scene.refusals)} cannot be looked at",
+            found="\n".join(f"{name}: {why['found']}" for name, why in scene.refusals.items()),
+            remedy="paceline check names the cause of each",
+        )
+    machines = []
+    for host in hosts:
+        facts = scene.facts[host.name]
+        makers = [gpu["maker"] for gpu in gpus_seen(facts, facts.get("environment") or {})]
+        network = scene.networks.get(host.name)
+        interface = network.interface if network else ""
+        cpus = len((facts.get("cpu") or {}).get("available", ()))
+        asked = given["nproc_per_node"]
+        machines.append(accelerate.machine(host, makers, cpus, asked, interface))
+    address = scene.address(hosts[0].name)
+    texts = accelerate.files(machines, address, given["port"], given["mixed_precision"])
+    for line in _placed(machines, texts, ssh, given):
+        say(line)
+
+
+def _placed(machines: Sequence[Machine], texts: Mapping[str, str], ssh: SshOptions,
+            given: Mapping[str, Any]) -> list[str]:  # fmt: skip
+    """Puts the files where they belong; what was done and what to type."""
+    kind = accelerate.distributed_type(machines)
+    lines = [f"{kind}, {counted(len(machines), 'machine')}, {machines[0].processes} processes each"]
+    if given["install"]:
+        places = asyncio.run(_install(machines, texts, ssh))
+        lines += [f"{name}: {place}" for name, place in places.items()]
+        return lines + accelerate.commands(machines, dict.fromkeys(texts, ""))
+    folder: Path = given["out"]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    lines.append(f"wrote {folder}/HOST.yaml; --install puts them where Accelerate looks by itself")
+    return lines + accelerate.commands(machines, {name: f"{name}.yaml" for name in texts})
+
+
+async def _install(machines: Sequence[Machine], texts: Mapping[str, str],
+                   ssh: SshOptions) -> dict[str, str]:  # fmt: skip
+    """By host, where its file lies now. ConnectError where one could not be written."""
+    from paceline.setup.login import run
+
+    async def put(host: Host) -> tuple[str, str]:
+        program = accelerate.INSTALL.format(text=repr(texts[host.name]))
+        if host.local:
+            process = await asyncio.create_subprocess_exec(
+                this_machine.default_python(), "-c", program, stdout=asyncio.subprocess.PIPE
+            )
+            out, _ = await process.communicate()
+            return host.name, out.decode().strip() if process.returncode == 0 else ""
+        answer = await run(host, ssh, ["python3", "-"], program)
+        return host.name, answer.output.strip() if answer.status == 0 else ""
+
+    placed = dict(await asyncio.gather(*(put(one.host) for one in machines)))
+    if failed := [name for name, place in placed.items() if not place]:
+        raise ConnectError(
+            f"the file could not be written on {', '.join(failed)}",
+            found=f"Python or {accelerate.INSTALLED} cannot be used there",
+            remedy="Without --install the files are written here, to be copied",
+        )
+    return placed

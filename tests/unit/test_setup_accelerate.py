@@ -1,0 +1,99 @@
+"""The files for `accelerate launch`, as Accelerate 1.15 reads them."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from paceline.setup import accelerate
+from paceline.setup.accelerate import Machine, commands, distributed_type, files, machine
+from paceline.spec.errors import SettingError
+from paceline.spec.hosts import Host
+
+# of accelerate/commands/config/config_args.py: an unknown key is refused
+KNOWN = {
+    "compute_environment", "debug", "distributed_type", "downcast_bf16", "enable_cpu_affinity",
+    "machine_rank", "main_process_ip", "main_process_port", "main_training_function",
+    "mixed_precision", "num_machines", "num_processes", "rdzv_backend", "same_network", "use_cpu",
+}  # fmt: skip
+
+
+def two(*makers: str, processes: int | None = None) -> list[Machine]:
+    return [machine(Host(name), makers, 8, processes, "eth0") for name in ("n1", "n2")]
+
+
+@pytest.mark.parametrize(
+    ("machines", "kind", "use_cpu", "total"),
+    [
+        (two("nvidia", "nvidia"), "MULTI_GPU", False, 4),
+        (two("amd"), "MULTI_GPU", False, 2),
+        (two("intel", "intel", processes=1), "MULTI_XPU", False, 2),
+        (two(), "MULTI_GPU", True, 2),  # what works without GPUs, see the file's own words
+        ([machine(Host("n1"), (), 8, None, "")], "NO", True, 1),
+        ([machine(Host("n1", slots=2), (), 8, None, "")], "MULTI_GPU", True, 2),
+    ],
+)
+def test_each_machine_has_its_file(
+    machines: list[Machine], kind: str, use_cpu: bool, total: int
+) -> None:
+    texts = files(machines, "10.0.0.1", 29501, "bf16")
+    for rank, one in enumerate(machines):
+        said = yaml.safe_load(texts[one.host.name])
+        assert said.keys() == KNOWN
+        assert said["machine_rank"] == rank
+        assert (said["distributed_type"], said["use_cpu"]) == (kind, use_cpu)
+        assert (said["num_machines"], said["num_processes"]) == (len(machines), total)
+        assert (said["main_process_ip"], said["main_process_port"]) == ("10.0.0.1", 29501)
+        assert said["mixed_precision"] == "bf16"
+
+
+def test_no_precision_is_a_word_and_no_falsehood() -> None:
+    said = yaml.safe_load(files(two(), "10.0.0.1", 29500, "no")["n1"])
+    assert (said["mixed_precision"], said["downcast_bf16"]) == ("no", "no")
+    alone = yaml.safe_load(files(two()[:1], "127.0.0.1", 29500, "no")["n1"])
+    assert alone["distributed_type"] == "NO"
+
+
+@pytest.mark.parametrize(
+    ("machines", "said"),
+    [
+        ([*two("nvidia")[:1], *two()[1:]], "n2: no GPU"),
+        ([machine(Host(f"n{at}"), ["nvidia"] * at, 8, None, "") for at in (1, 2)], "n1 1, n2 2"),
+    ],
+)  # fmt: skip
+def test_what_accelerate_cannot_do_is_refused(machines: list[Machine], said: str) -> None:
+    with pytest.raises(SettingError) as refused:
+        distributed_type(machines)
+    assert said in refused.value.found
+
+
+def test_processes_in_torchruns_words() -> None:
+    gpus = machine(Host("n1"), ["nvidia"] * 4, 8, "auto", "")
+    cpus = machine(Host("n1"), ["nvidia"] * 4, 8, "cpu", "")
+    assert (gpus.processes, cpus.processes) == (4, 8)
+    assert machine(Host("n1"), (), 8, "auto", "").processes == 8
+    with pytest.raises(SettingError, match="no GPU"):
+        machine(Host("n1"), (), 8, "gpu", "")
+
+
+def test_what_to_type_names_the_interface() -> None:
+    assert commands(two("nvidia"), {"n1": "n1.yaml", "n2": "n2.yaml"})[1] == (
+        "# on n2:\nNCCL_SOCKET_IFNAME=eth0 accelerate launch --config_file n2.yaml SCRIPT"
+    )
+    assert commands(two(), {"n1": "", "n2": ""})[0].endswith(
+        "GLOO_SOCKET_IFNAME=eth0 accelerate launch SCRIPT"
+    )
+
+
+def test_the_program_that_installs_it_keeps_what_was_there(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pathlib import Path
+
+    home = Path(str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(home))
+    file = home / "accelerate" / "default_config.yaml"
+    for text in ("one: 1\n", "one: 1\n", "two: {'a': \"b\"}\n"):
+        exec(accelerate.INSTALL.format(text=repr(text)), {})
+        assert file.read_text() == text
+    assert file.with_name(f"{file.name}.before-paceline").read_text() == "one: 1\n"

@@ -28,6 +28,7 @@ CHECKS: dict[str, tuple[str, Level]] = {
     "resolution": ("paceline.checks.resolution", "quick"),
     "clock": ("paceline.checks.clock", "quick"),
     "limits": ("paceline.checks.limits", "facts"),
+    "memory": ("paceline.checks.memory", "facts"),
     "mtu": ("paceline.checks.mtu", "quick"),
     "packages": ("paceline.checks.packages", "full"),
     "leftovers": ("paceline.checks.leftovers", "full"),

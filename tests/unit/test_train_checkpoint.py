@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 from paceline.spec.errors import DataError, SettingError
 from paceline.spec.records import last_steps
 from paceline.spec.rundir import CHECKPOINTS
+from paceline.train import files
 from paceline.train.checkpoints.capture import (
     Copier,
     Snapshot,
@@ -310,6 +312,65 @@ def test_second_writer_is_told_the_first(tmp_path: Path) -> None:
     first.release()
     second.take()
     second.release()
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_writer_on_a_share_that_says_no(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    """SMB answers EACCES to who asks for a held lock, and to who reads what is locked."""
+    held = Lock(tmp_path)
+    held.take()
+
+    def denied(*_: object) -> bytes:
+        raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr("fcntl.flock", denied)
+    if not readable:
+        monkeypatch.setattr("os.pread", denied)
+    with pytest.raises(SettingError, match="another job writes") as told:
+        Lock(tmp_path).take()
+    assert ("could not be read" in told.value.found) != readable
+    held.release()
+
+
+def test_a_disk_without_locks_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", unknown)
+    lock = Lock(tmp_path)
+    lock.take()
+    lock.release()
+
+
+def test_a_reader_on_a_share_delays_a_replacement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SMB refuses to replace what a process of this host has open."""
+    tries, replace = [], Path.replace
+
+    def busy(self: Path, target: Path) -> Path:
+        tries.append(target)
+        if len(tries) < 3:
+            raise PermissionError(errno.EACCES, "open")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", busy)
+    monkeypatch.setattr(files, "_READERS_S", 0.5)
+    files.write_bytes(tmp_path / "latest.json", b"new")
+    assert (tmp_path / "latest.json").read_bytes() == b"new"
+    assert len(tries) == 3
+    monkeypatch.setattr(Path, "replace", lambda *_: unable())
+    with pytest.raises(PermissionError):
+        files.write_bytes(tmp_path / "latest.json", b"newer")
+    assert (tmp_path / "latest.json").read_bytes() == b"new"
+
+
+def unable() -> None:
+    raise PermissionError(errno.EACCES, "open")
 
 
 def test_writer_on_another_machine(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from typing import Dict, List
 
 INCOMING = ".paceline-incoming"  # below the folder: what has not come as a whole yet
 MOST_CHARACTERS = 4096
+READERS_S = 2.0
 
 
 def parts_of(path: str) -> List[str]:
@@ -160,7 +162,7 @@ def rename(root: str, path: str, target: str, durable: bool = True) -> None:
     try:
         folder = open_folder(root, "/".join(target_above), make=True)
         try:
-            os.replace(name, target_name, src_dir_fd=source, dst_dir_fd=folder)
+            _replace(source, name, folder, target_name)
             if durable:
                 os.fsync(folder)
         except OSError as problem:
@@ -169,6 +171,20 @@ def rename(root: str, path: str, target: str, durable: bool = True) -> None:
             os.close(folder)
     finally:
         os.close(source)
+
+
+def _replace(source: int, name: str, folder: int, target: str) -> None:
+    """A share of SMB refuses while a process of this host has the target open: tried again."""
+    until = time.monotonic() + READERS_S
+    while True:
+        try:
+            os.replace(name, target, src_dir_fd=source, dst_dir_fd=folder)
+            return
+        except PermissionError:
+            ours = os.access(".", os.W_OK | os.X_OK, dir_fd=folder)
+            if not ours or time.monotonic() > until:
+                raise
+        time.sleep(READERS_S / 50)
 
 
 def write_file(root: str, path: str, data: bytes) -> None:

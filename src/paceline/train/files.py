@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -44,11 +46,54 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        temporary.replace(path)
+        replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     if durable:
         sync_folder(path.parent)
+
+
+def replace(source: Path, target: Path) -> None:
+    """Gives ``source`` the name ``target``, in that one's place.
+
+    A share of SMB refuses that while a process of this host has the target open, and may have
+    removed it by then: so it is tried until the reader is done. OSError when that takes long.
+    """
+    deadline = time.monotonic() + _READERS_S
+    while True:
+        try:
+            source.replace(target)
+            return
+        except PermissionError:
+            ours = os.access(target.parent, os.W_OK | os.X_OK)
+            if not ours or time.monotonic() > deadline:
+                raise
+        time.sleep(_READERS_S / 50)
+
+
+_READERS_S = 5.0
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def lock(descriptor: int, wait: bool = False) -> bool | None:
+    """Takes the kernel's lock of a file, against other processes and, on NFS and SMB, other hosts.
+
+    Args:
+        descriptor: Of the file, open for writing; the lock ends when it is closed.
+        wait: For as long as another process holds it.
+
+    Returns:
+        Whether it is held now; ``None`` on a disk that knows no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        if error.errno in (errno.EAGAIN, errno.EACCES) and not wait:  # SMB says the second
+            return False
+        raise
+    return True
 
 
 def sync_folder(folder: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from paceline import __version__
 from paceline.recipes.data import PLACES, Named, Remote
-from paceline.recipes.data.onedisk import one_at_a_time
+from paceline.recipes.data.onedisk import appears, one_at_a_time
 from paceline.spec.errors import DataError
 
 WAITS = (2.0, 8.0, 30.0)
@@ -108,9 +108,15 @@ def download(named: Named, target: Path, is_whole: Callable[[Path], bool], ways:
     root = target.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
-        wait = f"waiting for another process that downloads {named.name}"
-        with one_at_a_time(root / f".{named.name}.lock", lambda: ways.say(wait)) as alone:
-            if is_whole(target):
+        waited = False
+
+        def waiting() -> None:
+            nonlocal waited
+            waited = True
+            ways.say(f"waiting for another process that downloads {named.name}")
+
+        with one_at_a_time(root / f".{named.name}.lock", waiting) as alone:
+            if appears(target, is_whole, waited):
                 return target
             own = "" if alone else f".{secrets.token_hex(4)}"  # without locks each for itself
             parts = root / f".{named.name}{own}.part"

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_HELD = (errno.EAGAIN, errno.EACCES)  # a share of SMB says the second
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+from paceline.train.files import lock
+
+SEEN_S = 2.0
+"""How late a network disk may show what another host has made, once its folder is listed."""
+
+
+def appears(path: Path, is_there: Callable[[Path], bool], waited: bool) -> bool:
+    """Whether something is there by now.
+
+    Args:
+        path: What.
+        is_there: Looks at it.
+        waited: Another process had the lock, and may just have made it: a network disk may go on
+            saying for a while that it is not there.
+    """
+    deadline = time.monotonic() + (SEEN_S if waited else 0)
+    while not is_there(path):
+        if time.monotonic() >= deadline:
+            return False
+        os.listdir(path.parent)  # noqa: PTH208 - has the disk asked anew
+        time.sleep(SEEN_S / 20)
+    return True
 
 
 @contextmanager
@@ -37,14 +56,8 @@ def one_at_a_time(path: Path, waiting: Callable[[], None] = lambda: None) -> Ite
 
 
 def _take(file: int, waiting: Callable[[], None]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return False
-        if error.errno not in _HELD:
-            raise
-    waiting()
-    fcntl.flock(file, fcntl.LOCK_EX)
-    return True
+    held = lock(file)
+    if held is False:
+        waiting()
+        held = lock(file, wait=True)
+    return bool(held)

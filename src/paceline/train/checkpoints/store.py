@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -101,8 +100,8 @@ class Store:
         aside = self.root / f".{one.step}.replaced.tmp"
         if target.exists():  # of an attempt that was given up, or damaged
             shutil.rmtree(aside, ignore_errors=True)
-            target.rename(aside)
-        made.rename(target)
+            files.replace(target, aside)
+        files.replace(made, target)
         files.sync_folder(self.root)
         shutil.rmtree(aside, ignore_errors=True)
         self.point(LATEST, one.step)
@@ -126,7 +125,8 @@ class Store:
         for step in surplus([one.step for one in found], keep, {self.pointed(BEST)}):
             # Under this name it is no checkpoint any more, however far the removal comes.
             gone = self.root / f".{step}.gone.tmp"
-            (self.root / str(step)).rename(gone)
+            with contextlib.suppress(PermissionError):  # somebody reads it: next time
+                files.replace(self.root / str(step), gone)
             shutil.rmtree(gone, ignore_errors=True)
         for left in self.root.glob(".*.tmp"):
             if left.is_dir() and left.suffixes[-2:-1] != [f".{os.getpid()}"]:
@@ -190,13 +190,11 @@ class Lock:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._alive_elsewhere(descriptor):
-                raise BlockingIOError
-        except BlockingIOError:
-            owner = _owner(descriptor)
+            if files.lock(descriptor) is False or self._alive_elsewhere(descriptor):
+                raise self._refused(_owner(descriptor))
+        except BaseException:
             os.close(descriptor)
-            raise self._refused(owner) from None
+            raise
         self._descriptor = descriptor
         self._write(descriptor)
 
@@ -262,5 +260,5 @@ def _owner(descriptor: int) -> Owner | None:
     try:
         said: Any = json.loads(os.pread(descriptor, 4096, 0))
         return Owner(**said)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OSError):  # a share of SMB lets nobody read a locked file
         return None

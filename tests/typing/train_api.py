@@ -36,6 +36,8 @@ def script(session: train.Session, network: nn.Module) -> None:
     loader = session.loader(TensorDataset(torch.zeros(3)), 2)
     assert_type(loader, train.Loader)
     session.loader(Pairs(), 2, limit=1, workers=0)
+    session.loader(train.ShardedDataset("shards", lambda sample: train.decoded(sample)["cls"]), 2)
+    assert_type(train.write_shards("shards", [{"cls": 1}]), list[Path])
     session.loader(Batches(), 2)
     session.loader(Pairs(), 2, lengths=[1, 2, 3], collate=lambda samples: torch.zeros(2))
     session.loader(Pairs(), 2, order=lambda epoch: [2, 1, 0])

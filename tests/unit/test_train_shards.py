@@ -151,6 +151,25 @@ def test_randomness_and_order_are_the_same_in_workers(folder: Path) -> None:
     assert again[3]["txt"] == "text 3"
 
 
+def test_only_what_is_wanted_is_read_and_in_order(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples that lie beside each other with one request; whatever the order they are asked in."""
+    advised: list[tuple[int, int]] = []
+    read: list[tuple[int, int]] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, at, size, __: advised.append((at, size)))
+    monkeypatch.setattr(
+        os, "pread", lambda file, size, at: read.append((at, size)) or pread(file, size, at)
+    )
+    data = ShardedDataset(folder)
+    ids = np.array([20, 3, 2, 9, 4, 20])
+    data.will_need(ids)
+    assert advised == [(2 * 3072, 3 * 3072), (9 * 3072, 3072), (6 * 3072, 3072)]
+    assert [one["txt"] for one in data.raw(ids)] == [f"text {n}".encode() for n in ids]
+    assert read == [(n * 3072, 3072) for n in (2, 3, 4, 9, 20 - 14)]
+
+
 def test_ids_are_foretold() -> None:
     told: list[list[int]] = []
     orders = [Wanted(np.arange(i, i + 4), None, i) for i in range(0, 40, 4)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -87,6 +89,8 @@ def test_the_commands_agree_with_the_compose_file(folder: Path) -> None:
         assert words[words.index(service["image"]) + 1 :] == service["command"]
         mounted = [words[at + 1] for at, word in enumerate(words) if word == "--volume"]
         assert mounted == [f"/a/folder{volume[1:]}" for volume in service["volumes"]]
+        given = dict(w.removeprefix("--env=").split("=") for w in words if w.startswith("--env="))
+        assert given == service["environment"]
     file = (folder / "Containerfile").read_text()
     assert "useradd --non-unique --uid 1000 --create-home dev" in file
     assert re.search(r"^FROM base:1$", file, re.MULTILINE)
@@ -96,6 +100,96 @@ def test_a_second_call_keeps_the_keys(folder: Path) -> None:
     before = (folder / "ssh_launcher" / "id_ed25519").read_bytes()
     assert CliRunner().invoke(command, ["--out", str(folder), *WORDS]).exit_code == 0
     assert (folder / "ssh_launcher" / "id_ed25519").read_bytes() == before
+
+
+def test_ranks_meet_on_the_machine_of_rank_0(folder: Path, tmp_path: Path) -> None:
+    services = json.loads((folder / "compose.yaml").read_text())["services"]
+    assert services["launcher"]["environment"]["MASTER_ADDR"] == "10.0.0.11"
+    words = ["--launcher", "10.0.0.9", "--master-port", "5", "-p", "2", "--env", "A=b c", *WORDS]
+    other = made(tmp_path / "other", *words)["services"]["launcher"]
+    env = other["environment"]
+    assert [env[n] for n in ("MASTER_ADDR", "MASTER_PORT", "A")] == ["10.0.0.9", "5", "b c"]
+    command = other["command"]
+    assert command[command.index("-hosts") + 1] == "localhost,w1,w2"
+    assert command[command.index("-ppn") + 1 :][:3] == ["2", "-n", "6"]
+    assert (tmp_path / "other" / "hostfile").read_text().split() == ["localhost", "w1", "w2"]
+
+
+def made(out: Path, *words: str) -> Any:
+    done = CliRunner().invoke(command, ["--out", str(out), *words])
+    assert done.exit_code == 0, done.output
+    return json.loads((out / "compose.yaml").read_text())
+
+
+def test_open_mpi_is_told_what_it_passes_on(tmp_path: Path) -> None:
+    words = ["--mpi", "openmpi", "--launcher", "10.0.0.9", "--env", "A=1", *WORDS]
+    found = made(tmp_path, *words)["services"]["launcher"]["command"]
+    assert found[:2] == ["/opt/paceline/rank", "mpirun"]
+    assert found[found.index("--host") + 1] == "localhost:1,w1:1,w2:1"
+    passed = {after for word, after in itertools.pairwise(found) if word == "-x"}
+    assert {"MASTER_ADDR", "MASTER_PORT", "A", "GLOO_SOCKET_IFNAME"} <= passed
+    assert found[-5:] == ["/opt/paceline/rank", "python", "train.py", "--epochs", "1"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "key"),
+    [
+        ("intel", ["--device=/dev/dri", "/dev/dri/by-path:/dev/dri/by-path:ro"], "group_add"),
+        ("amd", ["--device=/dev/kfd", "--device=/dev/dri"], "group_add"),
+        ("nvidia", ["--gpus=all"], "deploy"),
+        ("cdi", ["--device=nvidia.com/gpu=all"], "devices"),
+    ],
+)
+def test_gpus_of_each_maker(gpus: str, flags: list[str], key: str, tmp_path: Path) -> None:
+    services = made(tmp_path, "--gpus", gpus, *WORDS)["services"]
+    assert all(key in service for service in services.values())
+    lines = (tmp_path / "commands.sh").read_text().splitlines()
+    runs = [line for line in lines if line.startswith("docker run")]
+    assert len(runs) == 3
+    for line in runs:
+        assert all(flag in line for flag in flags)
+        assert ("$(getent group render video" in line) == (key == "group_add")
+
+
+@pytest.mark.parametrize(
+    ("told", "place"),
+    [
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+         "3 4 1 2 3 1"),
+        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4",
+          "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "3 4 1 2 3 1"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "1 2 0 1 1 0"),
+        ({"RANK": "7"}, "7"),
+    ],
+)  # fmt: skip
+def test_a_rank_finds_its_place_whoever_started_it(
+    told: dict[str, str], place: str, folder: Path, tmp_path: Path
+) -> None:
+    names = "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $PMI_RANK $MPI_LOCALRANKID"
+    argv = [str(folder / "rank.sh"), "sh", "-c", f"echo {names}"]
+    done = subprocess.run(argv, env={"PATH": "/usr/bin:/bin", **told}, capture_output=True,
+                          text=True, check=True)  # fmt: skip
+    assert done.stdout.split() == place.split()
+
+
+def test_scripts_are_sourced_once_and_without_the_commands_words(tmp_path: Path) -> None:
+    script = tmp_path / "set vars.sh"
+    script.write_text('export SEEN="${SEEN}x$#"\n')
+    made(tmp_path / "set", "--activate", str(script), *WORDS)
+    rank = str(tmp_path / "set" / "rank.sh")
+    argv = [rank, rank, "sh", "-c", "echo $SEEN"]  # mpirun within it, and a rank within that
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout == "x0\n"
+    script.write_text("echo no card >&2; return 3\n")
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (3, "no card\n")
+
+
+@pytest.mark.parametrize("words", [("--activate", "vars.sh"), ("--mount", "a:/b"),
+                                   ("--mount", "/a"), ("--env", "RANK=1")])  # fmt: skip
+def test_what_cannot_be_is_refused(words: tuple[str, str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(command, ["--out", str(tmp_path), *words, *WORDS])
+    assert isinstance(done.exception, SettingError)
 
 
 @pytest.mark.parametrize("given", [("w1",), ("=a",), ("w1=",), ("w1=a", "w1=b"), ("launcher=a",)])

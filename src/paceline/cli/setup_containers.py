@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
+from paceline.cli.sources import parse_env
 from paceline.cli.verb import Verb, say
 from paceline.setup.container_set import (
+    DEVICES,
     FIRST_PORT,
+    MPIS,
+    UID,
+    ContainerSet,
+    device_groups,
     workers_of,
     written,
 )
@@ -18,23 +25,58 @@ from paceline.spec.errors import SettingError
 @click.command("containers", cls=Verb, context_settings={"allow_interspersed_args": False})
 @click.option("--worker", "workers", multiple=True, required=True, metavar="ALIAS=ADDRESS",
               help="A worker and the machine that it runs on; repeat it.")  # fmt: skip
+@click.option("--launcher", default="", metavar="ADDRESS",
+              help="Address of the launcher's machine, if its container is rank 0.")  # fmt: skip
 @click.option("--image", required=True, help="Image with Python, torch and MPI.")
+@click.option("--mpi", type=click.Choice(MPIS), default="mpich", help="Whose MPI that is.")
+@click.option("-p", "--nproc-per-node", "processes", type=click.IntRange(1), default=1,
+              help="Ranks in each container.")  # fmt: skip
+@click.option("--gpus", type=click.Choice(list(DEVICES)), default=None,
+              help="GPUs that the containers see; nvidia by its runtime, or by cdi.")  # fmt: skip
+@click.option("--activate", multiple=True, metavar="FILE",
+              help="Script in the image, sourced before all else (setvars.sh).")  # fmt: skip
+@click.option("--env", "env", multiple=True, metavar="NAME[=VALUE]",
+              help="Variable for the ranks; NAME alone takes your current value.")  # fmt: skip
+@click.option("--mount", "mounts", multiple=True, metavar="SOURCE:TARGET[:ro]",
+              help="Folder of each machine to be seen in its container.")  # fmt: skip
+@click.option("--master-port", type=click.IntRange(1, 65535), default=29500,
+              help="Port at which the ranks meet, on the machine of rank 0.")  # fmt: skip
 @click.option("--tag", default="paceline-mpi:1", help="Name of the image that is built of it.")
 @click.option("--port", type=click.IntRange(1024, 65000), default=FIRST_PORT,
               help="Port of the first worker's sshd; the next has the next.")  # fmt: skip
 @click.option("--shm-size", default="8g", help="Size of /dev/shm.")
-@click.option("--iface", default="", help="Network interface for MPI's traffic.")
+@click.option("--iface", default="", help="Network interface for MPI's and torch's traffic.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path),
               default=Path("paceline-containers"), help="Folder to write.")  # fmt: skip
 @click.argument("command_words", metavar="[COMMAND]...", nargs=-1, type=click.UNPROCESSED)
-def command(workers: tuple[str, ...], image: str, tag: str, port: int, shm_size: str, iface: str,
-            out: Path, command_words: tuple[str, ...]) -> None:  # fmt: skip
+def command(workers: tuple[str, ...], launcher: str, image: str, mpi: str, processes: int,
+            gpus: str | None, activate: tuple[str, ...], env: tuple[str, ...],
+            mounts: tuple[str, ...], master_port: int, tag: str, port: int, shm_size: str,
+            iface: str, out: Path, command_words: tuple[str, ...]) -> None:  # fmt: skip
     """Write a Containerfile, keys, ssh and sshd configs, a Compose file and the commands.
 
     Keys are ed25519, one host key a worker; a second call keeps those that are there.
     """
-    words = command_words or ("python", "train.py")
-    written(out, image, tag, workers_of(parse_workers(workers), port), shm_size, iface, words)
+    public, forwarded = parse_env(env)
+    made = ContainerSet(
+        base=image,
+        image=tag,
+        workers=workers_of(parse_workers(workers), port),
+        shm_size=shm_size,
+        interface=iface,
+        command=command_words or ("python", "train.py"),
+        mpi=mpi,
+        launcher=launcher,
+        processes=processes,
+        master_port=master_port,
+        env={**public, **forwarded},
+        activate=parse_scripts(activate),
+        gpus=gpus or "",
+        mounts=parse_mounts(mounts),
+        groups=device_groups(),
+        uid=os.getuid() or UID,
+    )
+    written(out, made)
     say((out / "commands.sh").read_text(encoding="utf-8"), nl=False)
 
 
@@ -43,9 +85,28 @@ def parse_workers(given: tuple[str, ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     for one in given:
         alias, equals, address = one.partition("=")
-        if not equals or not alias or not address or alias in found or alias == "launcher":
+        taken = alias in found or alias in ("launcher", "localhost")
+        if not equals or not alias or not address or taken:
             raise SettingError(
                 f"--worker {one} cannot be", remedy="--worker ALIAS=ADDRESS, once each"
             )
         found[alias] = address
     return found
+
+
+def parse_scripts(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Absolute paths: the image has folders of its own. SettingError for another."""
+    for one in given:
+        if not one.startswith("/"):
+            raise SettingError(f"--activate {one} must be a path in the image, from / on")
+    return given
+
+
+def parse_mounts(given: tuple[str, ...]) -> tuple[str, ...]:
+    """``SOURCE:TARGET[:ro]`` with absolute paths, for each machine has them. SettingError else."""
+    for one in given:
+        source, _, rest = one.partition(":")
+        target, _, mode = rest.partition(":")
+        if not source.startswith("/") or not target.startswith("/") or mode not in ("", "ro", "rw"):
+            raise SettingError(f"--mount {one} cannot be", remedy="--mount /SOURCE:/TARGET[:ro]")
+    return given

@@ -6,14 +6,17 @@ that what one file says is what the others expect.
 
 from __future__ import annotations
 
+import contextlib
+import grp
 import ipaddress
 import json
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.remote.interfaces import EXACT
 from paceline.spec.command import shell_text
 from paceline.spec.errors import NodeError
 
@@ -23,6 +26,19 @@ WORK = "/workload"
 FIRST_PORT = 12345
 KEY = "id_ed25519"
 HOST_KEY = "ssh_host_ed25519_key"
+RANK = "/opt/paceline/rank"
+MPIS = ("intel", "mpich", "openmpi")
+# whose GPUs → devices, folders and flags of the engine; AMD's and Intel's need groups as well
+_DRI = ("/dev/dri",)
+DEVICES = {
+    "intel": _DRI,
+    "amd": ("/dev/kfd", *_DRI),
+    "nvidia": (),
+    "cdi": ("nvidia.com/gpu=all",),
+}
+BY_PATH = "/dev/dri/by-path"  # by which Level Zero tells cards apart; --device does not bring it
+# Each machine's own numbers, so found where the line is typed
+_GROUPS = """$(getent group render video | cut -d: -f3 | sed 's/^/--group-add=/')"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +67,16 @@ class ContainerSet:
         shm_size: Size of /dev/shm.
         interface: Interface for MPI's traffic; empty leaves it to MPI.
         command: What mpirun runs.
+        mpi: Whose mpirun the image has.
+        launcher: Address of the launching machine where its container is to be a rank, too; then
+            it holds rank 0.
+        processes: Ranks a container.
+        master_port: Port at which the ranks meet, on the machine of rank 0.
+        env: Variables for the ranks.
+        activate: Scripts in the image that are sourced before mpirun and each rank.
+        gpus: Whose GPUs the containers see, and how; empty for none.
+        mounts: Further folders, ``SOURCE:TARGET[:ro]`` each.
+        groups: Ids of the groups ``render`` and ``video`` here, for the Compose file.
         uid: Of the user in the containers, to whom the keys on the machines must belong.
     """
 
@@ -60,7 +86,27 @@ class ContainerSet:
     shm_size: str = "8g"
     interface: str = ""
     command: tuple[str, ...] = ("python", "train.py")
+    mpi: str = "mpich"
+    launcher: str = ""
+    processes: int = 1
+    master_port: int = 29500
+    env: Mapping[str, str] = field(default_factory=dict)
+    activate: tuple[str, ...] = ()
+    gpus: str = ""
+    mounts: tuple[str, ...] = ()
+    groups: tuple[int, ...] = ()
     uid: int = UID
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """What mpirun calls the containers with ranks, rank 0 first."""
+        here = ("localhost",) if self.launcher else ()
+        return (*here, *(worker.alias for worker in self.workers))
+
+    @property
+    def master(self) -> str:
+        """Address of the machine with rank 0."""
+        return self.launcher or self.workers[0].address
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +135,8 @@ def files(made: ContainerSet, keys: Keys) -> dict[str, str]:
     found = {
         "Containerfile": containerfile(made),
         "compose.yaml": json.dumps(compose(made), indent=2) + "\n",
-        "hostfile": "".join(f"{worker.alias}\n" for worker in made.workers),
+        "hostfile": "".join(f"{place}\n" for place in made.places),
+        "rank.sh": rank_script(made),
         "commands.sh": commands(made),
         "ssh_launcher/config": ssh_config(made),
         "ssh_launcher/known_hosts": known_hosts(made, keys),
@@ -118,9 +165,36 @@ RUN if [ -x /usr/sbin/sshd ]; then :; \\
     (id -u {USER} >/dev/null 2>&1 || \\
       useradd --non-unique --uid {made.uid} --create-home {USER}) && \\
     install -d -o {made.uid} -m 700 {HOME}/.ssh
+COPY rank.sh {RANK}
 USER {USER}
 WORKDIR {WORK}
 """
+
+
+def rank_script(made: ContainerSet) -> str:
+    """Around mpirun and around each rank: the image's environment, and torchrun's variables.
+
+    mpirun passes its environment on in some MPIs, so that what was sourced once is not again.
+    """
+    sourced = [f". {shell_text([script])} || exit" for script in made.activate]
+    once = [
+        "activate() {",  # a function, so that no script takes the command for its own arguments
+        *sourced,
+        "}",
+        'if [ -z "$PACELINE_ACTIVATED" ]; then activate; export PACELINE_ACTIVATED=1; fi',
+    ] * bool(sourced)
+    shell = "/bin/bash" if sourced else "/bin/sh"
+    return "\n".join([f"#!{shell}", *once, _PLACE, 'exec "$@"', ""])
+
+
+_PLACE = """rank=${OMPI_COMM_WORLD_RANK:-${MV2_COMM_WORLD_RANK:-$PMI_RANK}}
+if [ -n "$rank" ]; then
+size=${OMPI_COMM_WORLD_SIZE:-${MV2_COMM_WORLD_SIZE:-$PMI_SIZE}}
+local=${OMPI_COMM_WORLD_LOCAL_RANK:-${MV2_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-0}}}
+here=${OMPI_COMM_WORLD_LOCAL_SIZE:-${MV2_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-1}}}
+export RANK=$rank WORLD_SIZE=$size LOCAL_RANK=$local LOCAL_WORLD_SIZE=$here
+export PMI_RANK=$rank PMI_SIZE=$size MPI_LOCALRANKID=$local MPI_LOCALNRANKS=$here
+fi"""
 
 
 def sshd_config(worker: Worker) -> str:
@@ -179,27 +253,50 @@ def sshd_command(worker: Worker) -> list[str]:
 
 
 def mpirun_command(made: ContainerSet) -> list[str]:
-    """One process a worker; the interface as MPI wants it told."""
-    names = ",".join(worker.alias for worker in made.workers)
-    return ["mpirun", "-hosts", names, "-ppn", "1", "-n", str(len(made.workers)), *made.command]
+    """As many processes in each container; the interface as MPI wants it told."""
+    each, total = str(made.processes), str(made.processes * len(made.places))
+    if made.mpi == "openmpi":  # passes on only what it is told to
+        hosts = ",".join(f"{place}:{each}" for place in made.places)
+        nets = ("oob_tcp_if_include", "btl_tcp_if_include") if made.interface else ()
+        mca = [word for name in nets for word in ("--mca", name, made.interface)]
+        passed = [word for name in environment(made) for word in ("-x", name)]
+        head = ["--host", hosts, "-np", total, "--map-by", f"ppr:{each}:node", "--bind-to", "none"]
+        return [RANK, "mpirun", *mca, *head, *passed, RANK, *made.command]
+    interface = ["-iface", made.interface] if made.interface else []
+    hosts = ",".join(made.places)
+    head = ["mpirun", *interface, "-hosts", hosts, "-ppn", each, "-n", total]
+    return [RANK, *head, RANK, *made.command]
 
 
-def _environment(made: ContainerSet) -> dict[str, str]:
-    if not made.interface:
-        return {}
-    names = ("I_MPI_HYDRA_IFACE", "FI_TCP_IFACE", "FI_SOCKETS_IFACE")
-    return dict.fromkeys(names, made.interface)
+def environment(made: ContainerSet) -> dict[str, str]:
+    """Of the launcher's container, from which mpirun gives it to the ranks."""
+    found = {"MASTER_ADDR": made.master, "MASTER_PORT": str(made.master_port)}
+    if made.interface:
+        names = (*EXACT, "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES")
+        found |= dict.fromkeys(names, made.interface)
+    return {**found, **made.env}
 
 
 def run_line(made: ContainerSet, name: str, ssh_folder: str, words: list[str]) -> str:
     """``docker run`` for one container, typed in the folder of the set."""
     flags = ["docker", "run", "--rm", "--init", "--network=host", f"--name={name}"]
     flags += [f"--user={made.uid}", f"--shm-size={made.shm_size}", f"--workdir={WORK}"]
-    flags += [f"--env={name}={value}" for name, value in _environment(made).items()]
-    # docker takes a relative path from version 23 on only
-    mounts = shell_text([f"workload:{WORK}"]), shell_text([f"{ssh_folder}:{HOME}/.ssh:ro"])
-    volumes = " ".join(f'--volume "$PWD"/{mount}' for mount in mounts)
-    return f"{shell_text(flags)} {volumes} {shell_text([made.image, *words])}"
+    flags += [f"--env={name}={value}" for name, value in environment(made).items()]
+    flags += [f"--device={device}" for device in DEVICES.get(made.gpus, ())]
+    flags += ["--gpus=all"] if made.gpus == "nvidia" else []
+    line = shell_text(flags)
+    if made.gpus in ("intel", "amd"):
+        line += f" {_GROUPS}"
+    for volume in volumes(made, ssh_folder):  # docker takes a relative path from version 23 on only
+        here = '"$PWD"' if volume.startswith("./") else ""
+        line += f" --volume {here}{shell_text([volume[1:] if here else volume])}"
+    return f"{line} {shell_text([made.image, *words])}"
+
+
+def volumes(made: ContainerSet, ssh_folder: str) -> list[str]:
+    """Folders of the machine, those of the set relative to it."""
+    by_path = [f"{BY_PATH}:{BY_PATH}:ro"] if made.gpus in ("intel", "amd") else []
+    return [f"./workload:{WORK}", f"./{ssh_folder}:{HOME}/.ssh:ro", *by_path, *made.mounts]
 
 
 def commands(made: ContainerSet) -> str:
@@ -227,7 +324,7 @@ def compose(made: ContainerSet) -> dict[str, object]:
 
 
 def _service(made: ContainerSet, ssh_folder: str, words: list[str]) -> dict[str, object]:
-    return {
+    service: dict[str, object] = {
         "image": made.image,
         "build": {"context": ".", "dockerfile": "Containerfile"},
         "network_mode": "host",
@@ -235,30 +332,44 @@ def _service(made: ContainerSet, ssh_folder: str, words: list[str]) -> dict[str,
         "init": True,
         "shm_size": made.shm_size,
         "working_dir": WORK,
-        "volumes": [f"./workload:{WORK}", f"./{ssh_folder}:{HOME}/.ssh:ro"],
-        "environment": _environment(made),
+        "volumes": volumes(made, ssh_folder),
+        "environment": environment(made),
         "command": words,
     }
+    if devices := DEVICES.get(made.gpus):
+        service["devices"] = list(devices)
+    if made.gpus in ("intel", "amd"):
+        service["group_add"] = [str(group) for group in made.groups]
+    if made.gpus == "nvidia":
+        wanted = {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+        service["deploy"] = {"resources": {"reservations": {"devices": [wanted]}}}
+    return service
 
 
 # --- onto this machine
 
 
-def written(out: Path, image: str, tag: str, workers: tuple[Worker, ...], shm_size: str,
-            interface: str, command: tuple[str, ...]) -> ContainerSet:  # fmt: skip
+def written(out: Path, made: ContainerSet) -> None:
     """Writes the set into a folder; keys that are there are kept.
 
     Raises:
         NodeError: ssh-keygen cannot make a key.
     """
-    made = ContainerSet(image, tag, workers, shm_size, interface, command, os.getuid() or UID)
     keys = make_keys(out, made.workers)
     for name, text in files(made, keys).items():
         _write(out / name, text)
     (out / "workload").mkdir(exist_ok=True)
     if os.getuid() == 0:
         _give_to(made.uid, out)
-    return made
+
+
+def device_groups() -> tuple[int, ...]:
+    """Ids of the groups that may use GPUs here, where there are such groups."""
+    found = []
+    for name in ("render", "video"):
+        with contextlib.suppress(KeyError):
+            found.append(grp.getgrnam(name).gr_gid)
+    return tuple(found)
 
 
 def _give_to(uid: int, out: Path) -> None:
@@ -292,5 +403,7 @@ def _write(path: Path, text: str) -> None:
     """Readable by the owner only where ssh insists on it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
+    if path.suffix == ".sh":
+        path.chmod(0o755)
     if path.parent.name.startswith("ssh_"):
         path.chmod(0o600)

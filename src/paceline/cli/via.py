@@ -93,10 +93,6 @@ class Via:
     transport: Transport | None = None
     endpoint: Endpoint | None = None
 
-    @property
-    def name(self) -> str:
-        return self.scheduler.name
-
     def agree_on(self, job: Job) -> None:
         """What the transport must know of the job.
 

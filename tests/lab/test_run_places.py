@@ -127,6 +127,7 @@ def test_data_are_sent_where_they_lack(apart: Site, tmp_path: Path) -> None:
         had, has = first.said(rank)["found"], again.said(rank)["found"]
         assert set(has) == {"cats/2.png", "big.tar"}
         assert has["big.tar"] == had["big.tar"]  # the very same file
+    (photos / "cats" / "3.png").write_bytes(b"five")
     kept = apart.run("--ship", "never", *words, cwd=tmp_path)
     assert kept.code != 0
     assert "--ship never" in kept.err

@@ -437,6 +437,8 @@ def test_data_that_may_not_be_sent_are_refused() -> None:
     with pytest.raises(NodeError, match="the data on n1 are not those") as told:
         with_data(DataPlace(COPY, False, missing=[["a", 1, 2]]), ship=asked("never"))
     assert "1 file" in told.value.found
+    whole = with_data(DataPlace(COPY, False), ship=asked("never"))  # of an earlier run
+    assert whole.data == COPY
 
 
 def test_other_code_that_may_not_be_sent_is_refused() -> None:

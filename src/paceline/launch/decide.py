@@ -435,7 +435,7 @@ def place_on(job: Job, found: Found, supplies: Supplies, run_id: str) -> Place:
     if job.data is not None:
         entry = replace(entry, args=tuple(job.data.on_node(arg, data) for arg in entry.args))
     if job.data is not None and found.data is not None and not found.data.in_place:
-        if job.ship.value == "never":
+        if job.ship.value == "never" and (found.data.missing or found.data.gone):
             raise _other_data(job.data.path, host, found.data)
         copies.append(Copy("data", job.data.path, data))
     return Place(how, workdir, entry, tuple(copies), data)
@@ -455,8 +455,8 @@ def data_env(job: Job, place: Place) -> dict[str, Setting[str]]:
 def _other_data(path: str, host: Host, found: DataPlace) -> NodeError:
     return NodeError(
         f"the data on {host.name} are not those of this machine, and --ship never was given",
-        found=f"{path} is missing or different there, and its copy lacks"
-        f" {counted(len(found.missing), 'file')}",
+        found=f"{path} is missing or different there; its copy lacks"
+        f" {counted(len(found.missing), 'file')}, and has {len(found.gone)} too many",
         remedy="Leave --ship out (what is missing is sent), or bring the folders into line",
     )
 

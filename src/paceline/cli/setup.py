@@ -451,7 +451,7 @@ def machine_options(command: F) -> F:
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    default=Path("accelerate"),
+    default=Path("accelerate-config"),
     show_default=True,
     help="Folder to write here.",
 )

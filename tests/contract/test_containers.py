@@ -112,6 +112,16 @@ def test_another_image_of_the_same_name_is_refused() -> None:
         check_images("docker", "pace:1", {"n1": read("there"), "n2": other})
 
 
+def test_what_gpus_of_amd_and_intel_need() -> None:
+    said = "paceline-uid 1000\npaceline-group 109\npaceline-dri\n"
+    options = Options(container=ContainerOptions("i"))
+    amd = container_for(Host("n1"), parse_probe(f"{said}paceline-kfd\n"), options, "1")
+    assert (amd.devices, amd.groups, amd.mounts) == (("/dev/dri", "/dev/kfd"), (109,), ())
+    intel = container_for(Host("n1"), parse_probe(f"{said}paceline-by_path\n"), options, "1")
+    assert intel.devices == ("/dev/dri",)
+    assert intel.mounts == ("/dev/dri/by-path:/dev/dri/by-path:ro",)
+
+
 def test_only_folders_that_a_host_has_are_mounted() -> None:
     options = Options(container=ContainerOptions("i", ("/x:/y",), ("/home/ann/project", "/runs")))
     container = container_for(Host("n1"), read("missing"), options, "1")

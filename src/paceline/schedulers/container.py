@@ -20,6 +20,7 @@ from paceline.schedulers.scheduler import LOGIN, NOW, Options, Scheduler
 from paceline.spec.errors import ConnectError, NodeError, SettingError
 from paceline.spec.hosts import Host
 
+BY_PATH = "/dev/dri/by-path"  # --device brings the devices alone
 CACHE = "/tmp/paceline-cache"  # noqa: S108 - a folder inside the container, gone with it
 
 
@@ -65,7 +66,8 @@ class Probe:
         uid, gid: Of the user who logged in.
         groups: Group ids of ``render`` and ``video``.
         folders: Which of the wanted folders exist.
-        dri, nvidia: Whether there are such devices.
+        dri, nvidia, kfd: Whether there are such devices; kfd is AMD's, beside its ``dri``.
+        by_path: Whether there are links by which Level Zero tells Intel's cards apart.
     """
 
     digest: str
@@ -76,6 +78,8 @@ class Probe:
     folders: tuple[str, ...]
     dri: bool
     nvidia: bool
+    kfd: bool = False
+    by_path: bool = False
 
 
 class Engine(Scheduler):
@@ -162,12 +166,12 @@ def container_for(host: Host, probe: Probe, options: Options, run: str) -> Conta
         name=f"paceline-{run}-{re.sub(r'[^a-zA-Z0-9_.-]', '-', host.name)}",
         image=wanted.image,
         workdir=workdir,
-        mounts=(*wanted.mounts, *own),
+        mounts=(*wanted.mounts, *own, *([f"{BY_PATH}:{BY_PATH}:ro"] if probe.by_path else ())),
         env=env,
         uid=probe.uid,
         gid=probe.gid,
         groups=probe.groups if probe.dri else (),
-        devices=("/dev/dri",) if probe.dri else (),
+        devices=(*(["/dev/dri"] if probe.dri else ()), *(["/dev/kfd"] if probe.kfd else ())),
         nvidia=probe.nvidia,
         shm_size=wanted.shm_size,
         arguments=wanted.arguments,
@@ -237,6 +241,7 @@ _ABOUT_HOST = (
     "for g in render video; do "
     'n=$(getent group "$g" | cut -d: -f3); [ -z "$n" ] || echo "paceline-group $n"; done; '
     "[ ! -d /dev/dri ] || echo paceline-dri; [ ! -e /dev/nvidiactl ] || echo paceline-nvidia; "
+    f"[ ! -e /dev/kfd ] || echo paceline-kfd; [ ! -d {BY_PATH} ] || echo paceline-by_path; "
     'for f in "$@"; do [ ! -d "$f" ] || echo "paceline-folder $f"; done; '
 )
 
@@ -266,4 +271,6 @@ def parse_probe(text: str) -> Probe:
         folders=tuple(found.get("folder", [])),
         dri="dri" in found,
         nvidia="nvidia" in found,
+        kfd="kfd" in found,
+        by_path="by_path" in found,
     )

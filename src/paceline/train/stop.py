@@ -121,8 +121,8 @@ def leave() -> None:
     A worker thread of gloo lets go of a collective's tensors a moment after the collective has
     returned, and needs the interpreter's lock for it. The group's destructor joins that thread
     without giving the lock away. Met in this moment, neither goes on: without the wait one of 52
-    ends of short trainings on a busy host hung for ever, each thread waiting for the other. An
-    interpreter that is torn down in this moment aborts with status -6.
+    ends of short trainings on a busy host hung for ever, each thread waiting for the other; with
+    it none of 222. An interpreter that is torn down in this moment aborts with status -6.
     """
     if not dist.is_initialized():
         return

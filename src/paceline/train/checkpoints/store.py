@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import time
+import weakref
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -196,6 +197,7 @@ class Lock:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
+        _TAKEN.add(self)
         self._write(descriptor)
 
     def _alive_elsewhere(self, descriptor: int) -> bool:
@@ -247,6 +249,12 @@ class Lock:
             with contextlib.suppress(OSError):
                 os.utime(self._path)
 
+    def leave(self) -> None:
+        """In a fork of the process: the lock is not this one's."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
     def release(self) -> None:
         """Gives the folder free."""
         if self._descriptor is not None:
@@ -254,6 +262,18 @@ class Lock:
                 os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
             self._descriptor = None
+
+
+_TAKEN: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    """A loader's worker outlives a killed rank by seconds, and would hold its lock so long."""
+    for one in list(_TAKEN):
+        one.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)
 
 
 def _owner(descriptor: int) -> Owner | None:

@@ -90,10 +90,10 @@ def moving_buffers(module: nn.Module) -> list[Tensor]:
 class Apart(Replica):
     """DDP for one of several models: a forward pass promises no backward pass.
 
-    A discriminator is called for its own loss and for the generator's. DDP expects gradients after
-    each forward pass, waits in vain for those that never come, and changes buffers between two
-    forward passes of one backward pass. This one expects them when it is told (:meth:`expect`),
-    and leaves buffers alone: :class:`paceline.train.insync.Proof` makes them equal.
+    A discriminator is called for its own loss and for the generator's. DDP takes each forward pass
+    for the beginning of a backward pass that is to be exchanged, in pieces of a batch, too, and
+    sends buffers before each of them. This one exchanges when it is told (:meth:`expect`), and
+    leaves buffers alone: :class:`paceline.train.insync.Proof` makes them equal.
     """
 
     def forward(self, *inputs: Any, **named: Any) -> Any:

@@ -1,7 +1,11 @@
-"""A script that nobody here wrote, unmodified, over two hosts: one of Accelerate's own tests."""
+"""A script that nobody here wrote, unmodified, over two hosts: one of Accelerate's own tests.
+
+And Accelerate's own launcher, by the files that `paceline setup accelerate` writes.
+"""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +17,7 @@ from paceline.lab import Lab, LabOptions
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 
+SCRIPT = str(Path(__file__).with_name("coming") / "with_accelerate.py")
 MODULE = "accelerate.test_utils.scripts.test_sync"
 
 
@@ -20,14 +25,39 @@ def test_runs_over_two_hosts(tmp_path: Path) -> None:
     reason = Lab.available()
     if reason is not None:
         pytest.skip(reason)
-    with Lab(LabOptions(hosts=2, debian_hosts=True)) as lab:
+    with Lab(LabOptions(hosts=2, debian_hosts=True, share=(str(tmp_path),))) as lab:
         where = ["--hosts", str(lab.hostfile), "--ssh-config", str(lab.ssh_config)]
         done = subprocess.run(
             [sys.executable, "-m", "paceline", "run", *where, "--run-dir", "run",
              "--env", "ACCELERATE_USE_CPU=true", "-m", MODULE],
             cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
         )  # fmt: skip
+        launched = launch_by_files(lab, tmp_path, where)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "[n1/0] **Test Distributed `no_sync` context manager**" in done.stdout
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert events.count('"event": "world joined", "world_size": 2, "backend": "gloo"') == 2
+    assert launched == ["accelerate 0 of 2 saw 32", "accelerate 1 of 2 saw 32"]
+
+
+def launch_by_files(lab: Lab, folder: Path, where: list[str]) -> list[str]:
+    """What is printed where each host types the line that was written for it."""
+    words = ["setup", "accelerate", *where, "--mixed-precision", "bf16"]
+    wrote = subprocess.run(
+        [sys.executable, "-m", "paceline", *words],
+        cwd=folder, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    typed = re.findall(r"^(.*)accelerate launch (.*) SCRIPT$", wrote.stdout, re.MULTILINE)
+    children = [
+        lab.popen(
+            host,
+            [sys.executable, "-m", "accelerate.commands.launch", *options.split(), SCRIPT],
+            env=dict(one.split("=", 1) for one in before.split()), cwd=folder / "accelerate-config",
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for host, (before, options) in zip(("n1", "n2"), typed, strict=True)
+    ]  # fmt: skip
+    said = [child.communicate(timeout=100)[0] for child in children]
+    found = sorted(line for text in said for line in text.splitlines() if " saw " in line)
+    assert found, said
+    return found

@@ -259,7 +259,7 @@ def streams() -> dict[str, Any]:
     return {
         "shards": len(packed),
         "ids": all(ids_by_step(folder) == ids_by_step(wholes[1]) for folder in folders),
-        "once": sorted(n for step in range(1, 6) for n in ids_by_step(wholes[4])[step])
+        "once": sorted(n for step in range(5) for n in ids_by_step(wholes[4])[step])
         == list(range(SAMPLES)),
         "worlds": max(difference(folder, wholes[1]) for folder in folders),
         "resumed": difference(again[2], wholes[2]),

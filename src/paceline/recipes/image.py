@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -180,6 +181,9 @@ def describe(
         "normalisation": normalise.to_json(),
         "data": {
             "source": data.source,
+            "folder": str(Path(options.data_dir).expanduser().absolute())
+            if options.data_dir
+            else "",
             "config": options.data_config,
             "skip_damaged": options.skip_damaged,
             "fingerprint": data.fingerprint,

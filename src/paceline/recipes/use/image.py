@@ -63,6 +63,12 @@ class Trained:
         """Loads the trained weights into a network that is already in its place."""
         load_weights(self.folder, network)
 
+    def folder_of(self, options: EvaluateOptions) -> str:
+        """Where to look for the files of a named set first: where the training did, as a rule."""
+        recorded = self.config["data"].get("folder", "")
+        known = recorded if not options.data and Path(recorded).is_dir() else ""
+        return options.data_dir or known
+
     def request(self, data: str = "") -> Request:
         """How to read the data set that it was trained on, or another one in the same way."""
         recorded = self.config["data"]
@@ -109,7 +115,7 @@ def trained(run: str) -> Trained:
 def evaluate_run(options: EvaluateOptions) -> None:
     """One evaluation, on every rank."""
     model = trained(options.run)
-    data = load(options.data_dir, model.request(options.data))
+    data = load(model.folder_of(options), model.request(options.data))
     check_fits(model, data.source, data.shape, data.classes)
     check_unchanged(data.source, data.fingerprint, model.config, options)
     split = choose_split(data.splits, options.split, data.held_out)
@@ -134,7 +140,7 @@ def portable(run: str) -> Portable:
     channels, height, width = model.shape
     examples = (torch.rand(2, channels, height, width),)
 
-    data = functools.cache(lambda: load("", model.request()))
+    data = functools.cache(lambda: load(model.folder_of(EvaluateOptions()), model.request()))
 
     def pictures(part: str, most: int = 0) -> Pictures:
         split = data().splits[part]

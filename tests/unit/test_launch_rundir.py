@@ -45,9 +45,16 @@ def test_an_owner_that_died_is_followed(tmp_path: Path) -> None:
 
 
 def test_an_owner_on_another_machine_may_live(tmp_path: Path) -> None:
+    """Or it is gone with its machine: what to type then is said, and here never to be typed."""
     owner(tmp_path, host="elsewhere")
-    with pytest.raises(SettingError, match="in use"):
+    with pytest.raises(SettingError, match="in use") as caught:
         RunDirectory(tmp_path)
+    remedy = f"; if elsewhere is gone for good: rm {tmp_path}/owner.json"
+    assert caught.value.remedy.endswith(remedy)
+    owner(tmp_path)
+    with pytest.raises(SettingError, match="in use") as caught:
+        RunDirectory(tmp_path)
+    assert "rm " not in caught.value.remedy
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "\x00"])

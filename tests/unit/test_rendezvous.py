@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +143,25 @@ def test_a_name_that_nobody_knows_yet_is_asked_for_again(monkeypatch: pytest.Mon
         typed.serve(here, ("train.py",), "python3")
     assert asked == [("first.invalid", 29400)]
     assert "Name or service not known" in caught.value.found
+
+
+def test_a_first_node_that_lost_its_power_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connection stays open and silent; the agent, whose lease ran out, has ended."""
+    monkeypatch.setattr(typed, "GOODBYE_S", 0.2)
+    ours, theirs = socket.socketpair()
+    argv = [sys.executable, "-c", "import sys; sys.exit('no launcher for 10 s')"]
+    with ours, theirs, subprocess.Popen(argv, stderr=subprocess.PIPE) as agent:
+        agent.wait(20)
+        with pytest.raises(ConnectError, match="the first node went away"):
+            typed._wait(ours, agent)
+        ours.shutdown(socket.SHUT_RDWR)
+
+
+def test_what_the_first_node_says_at_the_end() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, subprocess.Popen(["sleep", "60"], stderr=subprocess.PIPE) as agent:
+        theirs.sendall(b'{"exit_code": 7}\n')
+        assert typed._wait(ours, agent) == 7
+        agent.kill()

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ from paceline.spec.hosts import Host
 from paceline.spec.launched import PROCESS_VARIABLES
 
 GOODBYE_S = 10.0
+LOOK_EVERY_S = 0.2
 DIAL_S = 30.0  # for the agent, once the first node has answered
 
 
@@ -205,10 +207,24 @@ def _start_agent(endpoint: Endpoint, addresses: list[tuple[str, int]],
 
 
 def _wait(status: socket.socket, agent: subprocess.Popen[bytes]) -> int:
-    """Until the first node says how the job ended, or the agent had to give up."""
+    """Until the first node says how the job ended, or the agent had to give up.
+
+    A machine that lost its power says nothing, and its connection stays: that it is gone, only the
+    agent notices, by the lease.
+    """
+    lines: list[str] = []
+
+    def listen() -> None:
+        with contextlib.suppress(OSError):
+            lines.append(status.makefile("r", encoding="utf-8").readline())
+
+    listening = threading.Thread(target=listen, daemon=True)
+    listening.start()
     with _interrupted_by_signals():
-        said = status.makefile("r", encoding="utf-8").readline()
-    if said:
+        while listening.is_alive() and agent.poll() is None:
+            listening.join(LOOK_EVERY_S)
+        listening.join(GOODBYE_S)
+    if said := "".join(lines):
         return int(json.loads(said).get("exit_code", 1))
     words = ""
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from paceline.agent import inside, snapshot
 from paceline.remote import this_machine
-from paceline.rundir.ownership import owner_alive, read_owner
+from paceline.rundir.ownership import owner_alive, owner_here, read_owner
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
 from paceline.spec.errors import NodeError, SettingError
@@ -90,10 +90,13 @@ class RunDirectory:
         """Marks the folder as ours; SettingError when another running job has it."""
         owner = read_owner(self.path)
         if owner is not None and owner_alive(owner):
+            # that a machine is gone for good only its owner can say
+            command = shell_text(["rm", str(self.path / names.OWNER)])
+            gone = "" if owner_here(owner) else f"; if {owner['host']} is gone for good: {command}"
             raise SettingError(
                 f"the run directory {self.path} is in use",
                 found=f"by process {owner['pid']} on {owner['host']}, since {owner['since']}",
-                remedy="Wait for it, or give another --run-dir",
+                remedy=f"Wait for it, or give another --run-dir{gone}",
             )
         mark = {
             "host": socket.gethostname(),

@@ -10,10 +10,11 @@ tests="samba:smbd samba-common-bin:smbpasswd cifs-utils:mount.cifs user-mode-lin
 launchers="mpich:mpiexec.hydra openmpi-bin:mpiexec.openmpi slurm-wlm:/usr/sbin/slurmctld munge:/usr/sbin/munged docker.io:/usr/sbin/dockerd"
 # what comes from PyPI and must not get into the environment that is tested
 extra=${PACELINE_TEST_PARTS:-/opt/paceline-test}
-frameworks="accelerate lightning pytorch-lightning lightning-utilities torchmetrics transformers huggingface_hub tokenizers regex tqdm psutil packaging requests httpx httpcore h11 anyio idna certifi sniffio urllib3 charset-normalizer hf-xet typer shellingham fsspec"
+frameworks="accelerate lightning pytorch-lightning lightning-utilities torchmetrics transformers huggingface_hub tokenizers regex tqdm psutil packaging requests httpx httpcore h11 anyio idna certifi sniffio urllib3 charset-normalizer hf-xet typer shellingham fsspec tensorboardX"
 torchvision="torchvision==0.28.0"  # the release for the torch of constraints.txt
 # somebody else's scripts, which the pages name: NAME REPOSITORY COMMIT FOLDER
-scripts="pytorch-examples https://github.com/pytorch/examples 77f55b912142e11fcfdf5b530231fb9c52f181e8 imagenet"
+scripts="pytorch-examples https://github.com/pytorch/examples 77f55b912142e11fcfdf5b530231fb9c52f181e8 imagenet
+intel-ai-containers https://github.com/intel/ai-containers 3b6c29b3600e8fa119af1a21b0d098b6cd567563 preset/deep-learning/demo/pytorch-distributed"
 
 case "${1:-lab}" in
   lab) wanted="$lab" ;;
@@ -56,6 +57,13 @@ into() {
 other_scripts() {
   # shellcheck disable=SC2086
   set -- $scripts
+  while [ $# -gt 0 ]; do
+    other_script "$@"
+    shift 4
+  done
+}
+
+other_script() {
   folder=$extra/scripts/$1
   [ ! -d "$folder" ] || return 0
   echo "fetching $2 at $3 into $folder"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import click
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from documents import PAGES, Shown, in_blocks, inline
+from documents import PAGES, REPOSITORY, Shown, in_blocks, inline
 from paceline.cli import program
 from paceline.recipes import RECIPES, parse_options
 
@@ -71,3 +72,22 @@ def recipe_flags(shown: Shown) -> set[str]:
                 parse_options(name, ["--help-all"])
         return set(re.findall(r"--[a-z][\w-]*", text.getvalue()))
     return set()
+
+
+def test_every_row_of_the_guides_commands_names_what_shows_it() -> None:
+    """A test that exists, or nothing is said to be shown."""
+    text = (REPOSITORY / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    table = text.partition("## Every command of five guides")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    assert len(rows) > 30
+    for *_, shown_by in rows:
+        if shown_by in ("shown by", "---") or shown_by.startswith("the same"):
+            continue
+        named = re.findall(r"`([\w/]*test_\w+\.py)?(?:::(test_\w+))?`", shown_by)
+        assert any(file for file, _ in named), shown_by
+        file = ""
+        for given, test in named:
+            file = given or file
+            path = REPOSITORY / ("" if "/" in file else "tests/lab") / file
+            assert path.exists(), file
+            assert not test or f"def {test}(" in path.read_text(encoding="utf-8"), (file, test)

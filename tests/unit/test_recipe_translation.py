@@ -101,7 +101,7 @@ def test_generated_corpora() -> None:
         (["--model=huge"], "--model huge: unknown"),
         (["--heads=3"], "multiple of --heads 3"),
         (["--data=number"], "did you mean --data numbers"),
-        (["--target=x"], "is generated"),
+        (["--target=x"], "has both sides"),
         (["--source-lang=en"], "belong together"),
         (["--dropout=1"], "--dropout"),
         (["--beam=0"], "--beam 0 must be at least 1"),

@@ -35,11 +35,11 @@ FROM = {
     "openssl": "openssl", "mpiexec.hydra": "mpich", "mpiexec.openmpi": "openmpi-bin",
     "sbatch": "slurm-wlm", "scancel": "slurm-wlm", "salloc": "slurm-wlm", "srun": "slurm-wlm",
     "slurmd": "slurm-wlm", "slurmctld": "slurm-wlm", "munged": "munge", "docker": "docker.io",
-    "dockerd": "docker.io",
+    "dockerd": "docker.io", "smbd": "samba",
 }  # fmt: skip
 
-# looked for and done without, each with a sentence that says so; never needed
-OPTIONAL = {"iperf3", "nvidia-smi"}
+# looked for and done without, each with a sentence that says so; rpc.mountd is for a bench alone
+OPTIONAL = {"iperf3", "nvidia-smi", "rpc.mountd"}
 
 
 def test_every_program_has_a_package() -> None:

@@ -105,6 +105,7 @@ def test_explain_shows_it_below_its_conclusion() -> None:
 
 def test_ranks_are_told_to_tell_but_for_what_the_user_set() -> None:
     from paceline.remote.network import NodeNetwork
+    from paceline.spec.hosts import Host
     from paceline.spec.job import Entry, Environment, Job
     from paceline.spec.settings import Setting, Source
 
@@ -112,8 +113,8 @@ def test_ranks_are_told_to_tell_but_for_what_the_user_set() -> None:
     own = Environment({"NCCL_DEBUG": "TRACE"})
     job = Job("x", Entry("script", "a.py"), "/", "/python", environment=own, debug=asked)
     facts = {"cpu": {"available": [0]}, "rdma": []}
-    early = decide.node_env(job, facts, 1, None)
-    whole = decide.node_env(job, facts, 1, NodeNetwork("10.0.0.1", "eth0", "tried"))
+    early = decide.node_env(job, Host("n1"), facts, 1, None)
+    whole = decide.node_env(job, Host("n1"), facts, 1, NodeNetwork("10.0.0.1", "eth0", "tried"))
     assert early["TORCH_CPP_LOG_LEVEL"].value == "INFO"  # read when torch is loaded
     assert "TORCH_DISTRIBUTED_DEBUG" not in early  # the store would tell of every key
     assert whole["TORCH_DISTRIBUTED_DEBUG"].value == "DETAIL"

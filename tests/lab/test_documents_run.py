@@ -44,6 +44,7 @@ ELSEWHERE = {
     ". .venv/bin/activate": "every command here finds paceline as it does after that line",
     "paceline lab ": "test_lab_commands_run",
     "paceline run --rdzv": "tests/lab/test_by_hand.py, for it is typed on several nodes at once",
+    "paceline train image --device cuda": "bench/gpu, for it needs a GPU",
     "paceline run -H hostfile --image": "tests/lab/test_docker.py, with an image made there",
 }
 PAGES_ELSEWHERE = {"coming-from.md": "tests/lab/test_coming_from.py"}
@@ -54,6 +55,7 @@ SHORTER = [
     (r"paceline train image .*--preset imagenet", "--steps 1 --global-batch 4"),
     (r"paceline train .*fashion-mnist", "--steps 2 --data-dir fewer"),
     (r"paceline train translation", f"--steps 2 --model tiny --score-every 1000 {FEW}"),
+    (r"paceline train .* --find-lr", ""),  # its own hundred steps
     (r"paceline train ", "--steps 2"),
     (r"paceline run my_text.py", "--epochs 1"),
     (r"paceline bench collectives", "-e 64K -n 2"),

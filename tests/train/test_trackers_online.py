@@ -15,7 +15,7 @@ import ranks
 from wandb_server import WandbServer
 
 SCRIPT = """
-import dataclasses, sys, time
+import dataclasses, os, sys, time
 from pathlib import Path
 from paceline.train.trackers import TRACKERS, About, Guard, Record
 folder, first, last, patience = Path(sys.argv[1]), *map(int, sys.argv[2:])
@@ -29,7 +29,8 @@ for step in range(first, last + 1):
     guard.put(Record("train", step, {"loss": 1 / step}))
 print(f"trained in {time.monotonic() - began:.3f} s")
 guard.close(patience)
-print(f"closed after {time.monotonic() - began:.3f} s")
+print(f"closed after {time.monotonic() - began:.3f} s", flush=True)
+os._exit(0)  # as agent/rank_exit.py ends a rank: a thread left behind may abort Python's teardown
 """
 
 

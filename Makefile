@@ -28,11 +28,11 @@ demo: env system
 	@$(BIN)/python tools/demo.py
 
 test: PARTS = all
-# Labs wait more than they work, so two go at once; each has a network of its own (tests/conftest.py).
+# Labs wait more than they work, so three go at once; each has a network of its own (tests/conftest.py).
 test: env system
 	@status=0; \
 	$(BIN)/python -m pytest -n auto tests/unit tests/contract || status=1; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/package tests/train tests/lab || status=1; \
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/package tests/train tests/lab || status=1; \
 	exit $$status
 
 pythons: env

@@ -158,3 +158,30 @@ def test_a_forwarded_secret_cannot_be_read_off_the_wire(site: Site) -> None:
     assert len(seen) > 10_000
     assert secret.encode() not in seen
     assert KEY.encode() not in seen
+
+
+@pytest.mark.parametrize("gone", ["n2", "n1"])
+def test_one_of_the_two_machines_is_lost(site: Site, gone: str) -> None:
+    """The other one ends by itself, and goes on alone from the checkpoint on the disk of both."""
+    left = "n1" if gone == "n2" else "n2"
+    run_dir = site.fresh()
+    words = ("-p", "2", "--lease", "3", "--run-dir", str(run_dir), "steps.py", "60")
+    kept = run_dir / "checkpoints"
+    with both(typed(site, "n1"), typed(site, "n2"), *words) as started:
+        assert eventually(lambda: any(kept.glob("*20*")), 60), list(kept.glob("*"))
+        site.lab.fault("power-off", gone)
+        survivor = started[0 if left == "n1" else 1][0]
+        _, err = survivor.communicate(timeout=60)
+    site.lab.heal()
+    assert survivor.returncode == 1, err
+    assert ("n2" in err) if gone == "n2" else ("the first node went away" in err), err
+    alone = Transport(site, (), host=left)
+    if gone == "n1":  # whose launcher may still be at work, for all that the other one knows
+        with alone.popen("run", run_dir, "-p", "2", "steps.py", "60") as child:
+            _, err = child.communicate(timeout=60)
+        assert f"if n1 is gone for good: rm {run_dir}/owner.json" in err
+        (run_dir / "owner.json").unlink()
+    with alone.popen("run", run_dir, "-p", "2", "steps.py", "60") as child:
+        out, err = child.communicate(timeout=90)
+    assert child.returncode == 0, err
+    assert "resumed after step" in out + err

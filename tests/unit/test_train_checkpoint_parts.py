@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.train import parallel
 from paceline.train.checkpoints import writer as parts
 from paceline.train.checkpoints.capture import Snapshot
 from paceline.train.checkpoints.format import STATE, WEIGHT_SHARDS, Entry, of_rank
@@ -100,3 +101,18 @@ def test_nothing_is_published_without_a_part(tmp_path: Path) -> None:
     assert "No space left" in writer.outcomes.get().problem
     assert not where.found()[0]
     assert not list(tmp_path.iterdir())
+
+
+def test_moments_are_laid_out_as_their_parameters() -> None:
+    """CUDA's fused kernels refuse others; a file knows no strides."""
+    network = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    made = torch.optim.AdamW(network.parameters(), fused=True)
+    network(torch.randn(1, 3, 8, 8)).sum().backward()
+    made.step()
+    state = parallel.optimizer_state(network, made)
+    for kept in state["state"].values():
+        kept["exp_avg"] = kept["exp_avg"].contiguous()
+    parallel.load_optimizer_state(network, made, state)
+    weight = network.weight
+    assert made.state[weight]["exp_avg"].stride() == weight.stride() != (27, 9, 3, 1)
+    assert made.state[weight]["exp_avg"].equal(state["state"]["weight"]["exp_avg"])

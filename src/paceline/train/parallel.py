@@ -239,6 +239,7 @@ def load_optimizer_state(
     if not is_sharded(module):
         numbers = {name: number for number, name in enumerate(_names(module, optimizer))}
         optimizer.load_state_dict(renamed(state, numbers))
+        _lay_out_as_parameters(optimizer)
         return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
@@ -275,6 +276,18 @@ def fill_own(own: Tensor, given: Tensor) -> None:
         there = given.to(own.device)
         given = distribute_tensor(there, own.device_mesh, own.placements, src_data_rank=None)
     own_part(own).copy_(own_part(given))
+
+
+def _lay_out_as_parameters(optimizer: Optimizer) -> None:
+    """Gives each moment its parameter's strides: a file has none, and CUDA's fused kernels check.
+
+    Channels last is what has other strides than a tensor that was read.
+    """
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():
+            alike = isinstance(value, Tensor) and value.shape == parameter.shape
+            if alike and value.stride() != parameter.stride():
+                kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _names(module: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -1,0 +1,81 @@
+"""What only a GPU can show; left out where torch sees none, as on CI's machines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
+]
+
+AHEAD = """
+import json, sys
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from paceline import train
+from paceline.train import data
+
+class Images:
+    def __init__(self):
+        drawn = torch.Generator().manual_seed(0)
+        self.pixels = torch.randn(1024, 3, 32, 32, generator=drawn)
+    def __len__(self):
+        return len(self.pixels)
+    def __getitem__(self, one):
+        pixels = self.pixels[one] + 0.01 * torch.randn(3, 32, 32)
+        return pixels, (pixels[0, 0, 0] > 0).long()
+
+if sys.argv[2] == "at once":
+    data._copied_ahead = lambda made, device: data._copied(made, device, False)
+found = []
+with train.join(run_dir=sys.argv[1], deterministic=True, quiet=True) as session:
+    network = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(28800, 2))
+    network = session.place(network)
+    model = session.prepare(network, torch.optim.AdamW(network.parameters(), 0.001))
+    loader = session.loader(Images(), 128, workers=2)
+    for _ in session.epochs(loader, 3):
+        for pixels, classes in loader:
+            assert pixels.is_cuda
+            losses = cross_entropy(model(pixels), classes, reduction="none")
+            session.step(losses)
+            found.append(losses.sum().item())
+print(json.dumps(found))
+"""
+
+
+def test_killed_and_resumed_bit_equal(tmp_path: Path) -> None:
+    """Fused AdamW in bf16 with channels last: the moments come back in its parameters' layout."""
+    how = ["--model=resnet18", "--deterministic", "--steps=120", "--checkpoint-every=20"]
+    argv = [sys.executable, "-m", "paceline.recipes.image", *how, "--keep=0"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run([*argv, f"--run-dir={whole}"], check=True, timeout=100)
+    with subprocess.Popen([*argv, f"--run-dir={killed}"]) as process:
+        while process.poll() is None and not (killed / "checkpoints/40/manifest.json").exists():
+            time.sleep(0.001)
+        process.kill()
+    subprocess.run([*argv, f"--run-dir={killed}"], check=True, timeout=100)
+    one, other = (load_file(run / "model/model.safetensors") for run in (whole, killed))
+    assert all(one[name].equal(other[name]) for name in one)
+
+
+def test_copies_ahead_change_nothing(tmp_path: Path) -> None:
+    """Batches from workers, through pinned memory, on a stream of their own."""
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", AHEAD, str(tmp_path / way.replace(" ", "-")), way],
+            capture_output=True, text=True, check=True, timeout=100,
+        ).stdout.splitlines()[-1]
+        for way in ("ahead", "at once")
+    ]  # fmt: skip
+    assert len(json.loads(said[0])) == 24
+    assert said[0] == said[1]

@@ -23,6 +23,16 @@ SAID = {
         "NCCL connected: rings on node0",
         "NCCL communicator: 32 on node2",
     ],
+    "nccl-h100": [
+        "NCCL version: 2.28.9+cuda13.0",
+        "NCCL interface: lo:127.0.0.1",
+        "NCCL network: Socket",
+        "NCCL devices: [0]lo:127.0.0.1<0>",
+        "NCCL channels: 64 coll channels",
+        "NCCL communicator: 1",
+        "torch store: localhost:20019",
+        "torch NCCL: 2.28.9",
+    ],
     "impi": [
         "Intel MPI version: 2021.18.1",
         "Intel MPI libfabric: 2.4.0-impi",

@@ -16,11 +16,11 @@ Who = tuple[str, int | None]
 FACTS = tuple(
     (library, what, re.compile(pattern))
     for library, what, pattern in (
-        ("NCCL", "version", r"NCCL version (\S{1,60})"),
+        ("NCCL", "version", r"(?<!, )NCCL version (\S{1,60})"),
         ("NCCL", "interface", r"NCCL INFO Bootstrap ?: Using (?:\[\d+\])?([^\s<]{1,200})"),
         ("NCCL", "network", r"NCCL INFO Using network (\S.{0,60}?)$"),
         ("NCCL", "network", r"NCCL INFO NET/(?:OFI|Plugin).{0,40}[Ss]elected [Pp]rovider is (\S+)"),
-        ("NCCL", "devices", r"NCCL INFO NET/\w{1,20} : Using (.{1,120}?)$"),
+        ("NCCL", "devices", r"NCCL INFO NET/\w{1,20} : Using (?!\[RO\])(.{1,120}?)$"),
         ("NCCL", "transport", r"NCCL INFO Channel \d.{1,90}? via ([A-Z0-9]+(?:/[A-Za-z]+)?)"),
         ("NCCL", "channels", r"NCCL INFO (\d+ coll channels.{0,100}?)(?:,|$)"),
         ("NCCL", "connected", r"NCCL INFO Connected all (rings|trees)"),

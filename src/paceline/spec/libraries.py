@@ -23,6 +23,14 @@ DEBUG = {
 DEBUG_OF_RANKS = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 LOOKED_AT = 400  # characters of a line
 _TORCH = r"(?:\[rank\d{1,9}\]:? ?)?\[(?P<torch>[IWEFV])\d{4} [\d:.]{1,30} [\w.-]{1,80}:\d{1,6}\]"
+# what torch's DistributedDataParallel tells below a line of its own
+_OF_DDP = (
+    "broadcast_buffers|bucket_cap_bytes|find_unused_parameters|gradient_as_bucket_view|has_sync_bn"
+    "|is_multi_device_module|num_parameter_tensors|output_device|total_parameter_size_bytes"
+    "|backend_name|bucket_sizes|cuda_visible_devices|device_ids|dtypes|master_addr|master_port"
+    "|module_name|nccl_async_error_handling|nccl_blocking_wait|nccl_debug|nccl_ib_timeout"
+    "|nccl_nthreads|nccl_socket_ifname|torch_distributed_debug"
+)
 _LINE = re.compile(
     rf"^(?:{_TORCH}|"
     r"libfabric:\d+:.{0,200}?<(?P<fabric>\w{1,10})>|"
@@ -30,6 +38,8 @@ _LINE = re.compile(
     r"(?:\[\d{1,9}\] )?MPI startup\(\): |"
     r"\[\S{0,200}gloo/\S{1,200}:\d{1,6}\] (?P<gloo>[A-Z]{1,8})|"
     r"\d{4}:\d\d:\d\d-\d\d:\d\d:\d\d:\( ?\d{1,9}\) \|CCL_(?P<ccl>[A-Z]{1,8})\||"
+    r" ?Avg (?:for|back)ward (?:compute|comm\.|comm/comp overlap) time: \d{1,20} ?$|"
+    rf"(?:{_OF_DDP}): [\w.,= /-]{{0,200}}$|"
     r".{0,250}?\bNCCL (?P<nccl>INFO|WARN|TRACE|CALL|ABORT|version)\b)"
 )
 _BAD = ("W", "E", "F", "WARN", "ERROR", "FATAL", "ABORT", "warn")
@@ -37,6 +47,7 @@ _BAD = ("W", "E", "F", "WARN", "ERROR", "FATAL", "ABORT", "warn")
 _USUAL = re.compile(
     r"returned -61|env variable not set|\[c10d\] The (?:hostname of the client socket cannot be"
     r"|IPv[46] network addresses of \(localhost)|NCCL_CUMEM_ENABLE"
+    r"|destroy_process_group\(\) was not called"  # torch's own wrapper for DETAIL does not
 )
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from paceline.bench.bandwidth import IN_PLACE, TYPES, Row, elements, row
 from paceline.bench.ways_job import device_name, gather, measure
 from paceline.spec import jobenv
+from paceline.spec.errors import SettingError
 
 RESULT = "collectives.json"
 LONGEST_S = 20.0  # of one size: a slow link gets fewer calls
@@ -74,6 +75,12 @@ def choose_backend(wanted: str) -> tuple[str, torch.device]:
     xpu = getattr(torch, "xpu", None)
     if wanted == "nccl" or (wanted == "auto" and torch.cuda.is_available()):
         device = torch.device("cuda", local)
+        if local >= torch.cuda.device_count():
+            raise SettingError(
+                f"--backend nccl: local rank {local} needs a GPU of its own",
+                found=f"{torch.cuda.device_count()} on this machine that torch sees",
+                remedy="-p gpu, or --backend gloo, which measures in the machine's memory",
+            )
         torch.cuda.set_device(device)
         return "nccl", device
     if wanted == "xccl" or (wanted == "auto" and xpu is not None and xpu.is_available()):
@@ -169,13 +176,16 @@ class Bench:
     def _ring(self, mine: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
         """Everybody sends to the next and receives from the one before."""
         received = torch.empty_like(mine)
+        to, of = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+        if self.ranks == 1 and self._device.type == "cpu":  # gloo sends nothing to itself
+            return lambda: _done(received.copy_(mine)), received
 
         def call() -> None:
-            to, of = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
-            pending = [dist.isend(mine, to), dist.irecv(received, of)]
-            for one in pending:
-                if one is not None:
-                    one.wait()
+            # NCCL runs what is sent and received in a group at once; one by one, a rank's own
+            # sending would wait for the receiving that stands behind it
+            both = [dist.P2POp(dist.isend, mine, to), dist.P2POp(dist.irecv, received, of)]
+            for one in dist.batch_isend_irecv(both):
+                one.wait()
 
         return call, received
 

@@ -57,7 +57,12 @@ def prepare(whole: Path) -> None:
     """The library's own optimisation; without it it stumbles over shapes of the exporter."""
     tools = runtime("onnxruntime.quantization", "models are quantized")
     with quietly():
-        tools.shape_inference.quant_pre_process(str(whole), str(whole))
+        try:
+            tools.shape_inference.quant_pre_process(str(whole), str(whole))
+        except AssertionError:  # of its symbolic shapes: it cannot follow all that torch exports
+            tools.shape_inference.quant_pre_process(
+                str(whole), str(whole), skip_symbolic_shape=True
+            )
 
 
 def write_dynamic(whole: Path, small: Path) -> None:

@@ -5,6 +5,7 @@ chunks, the fastest chunk, and the median of the ratio to the loop by hand in th
 the wall clock and in CPU time (which other jobs on the machine hardly change).
 
     python bench/overhead/compare.py [--ranks 1 2] [--rounds 30] [--steps 50] [--batch 64]
+                                      [--device cuda, with one rank]
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--device", default="cpu")
     asked = parser.parse_args()
+    os.environ["BENCH_DEVICE"] = asked.device
     for ranks in asked.ranks:
         print(table(ranks, asked.batch, asked.steps, asked.rounds), end="\n\n", flush=True)
 

@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from paceline.recipes.networks import cnn
 
 SAMPLES, LOG_EVERY = 8192, 50
+DEVICE = torch.device(os.environ.get("BENCH_DEVICE", "cpu"))
 Loop = Callable[[int], None]
 
 
@@ -34,7 +35,7 @@ def images() -> tuple[Tensor, Tensor]:
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return cnn((1, 28, 28), 10)
+    return cnn((1, 28, 28), 10).to(DEVICE)
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
@@ -50,7 +51,7 @@ def batches(batch: int, rank: int, size: int, steps: int) -> Iterator[tuple[Tens
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
         for start in range(0, SAMPLES - batch + 1, batch):
             ids = order[start + rank * share : start + (rank + 1) * share]
-            yield pixels[ids], labels[ids]
+            yield pixels[ids].to(DEVICE), labels[ids].to(DEVICE)
             done += 1
             if done == steps:
                 return
@@ -61,7 +62,7 @@ class Log:
     """The mean loss of every so many steps, over all ranks."""
 
     def __init__(self, size: int) -> None:
-        self._size, self._sum, self._count = size, torch.zeros(()), 0
+        self._size, self._sum, self._count = size, torch.zeros((), device=DEVICE), 0
 
     def add(self, loss: Tensor) -> None:
         self._sum += loss.detach()
@@ -105,7 +106,7 @@ def fabric(batch: int, rank: int, size: int) -> Loop:
     """Lightning Fabric around the same loop."""
     from lightning_fabric import Fabric
 
-    made = Fabric(accelerator="cpu", devices=size, num_nodes=1)
+    made = Fabric(accelerator=DEVICE.type, devices=size, num_nodes=1)
     made.launch()
     plain = network()
     model, optimizer = made.setup(plain, adamw(plain))
@@ -116,7 +117,7 @@ def accelerate(batch: int, rank: int, size: int) -> Loop:
     """Accelerate around the same loop."""
     from accelerate import Accelerator
 
-    made = Accelerator(cpu=True)
+    made = Accelerator(cpu=DEVICE.type == "cpu")
     plain = network()
     model, optimizer = made.prepare(plain, adamw(plain))
     return looped(model, optimizer, made.backward, (batch, rank, size))
@@ -129,7 +130,7 @@ def paceline(batch: int, rank: int, size: int) -> Loop:
     from paceline import train
 
     session = train.join(
-        run_dir=os.environ["BENCH_FOLDER"], log_every=LOG_EVERY, quiet=True, device="cpu"
+        run_dir=os.environ["BENCH_FOLDER"], log_every=LOG_EVERY, quiet=True, device=DEVICE.type
     )
     plain = network()
     optimizer = adamw(plain)
@@ -177,6 +178,8 @@ def timed(loop: Loop, steps: int, size: int) -> tuple[float, float]:
         dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     loop(steps)
+    if DEVICE.type != "cpu":
+        torch.accelerator.synchronize()
     return time.perf_counter() - wall, time.process_time() - cpu
 
 

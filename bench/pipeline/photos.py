@@ -9,6 +9,9 @@ by the wall clock and in CPU time, which other work on the machine hardly change
 * and the recipe itself: how long it waited for data.
 
     python bench/pipeline/photos.py [--networks resnet18 resnet50] [--rounds 5] [--photos 600]
+                                    [--device cuda --batch 256]
+
+With ``--device cuda`` the networks compute there; the photos are still made ready by CPUs.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from paceline.recipes.networks import MODELS
 from paceline.recipes.pictures import Normalisation, Pictures
 from paceline.train.data import Draws, Fetch, Wanted, allowed
 
-CLASSES, SIZE, BATCH = 10, 224, 32
+CLASSES, SIZE = 10, 224
 NORMALISE = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -114,11 +117,11 @@ def pictures(folder: Path) -> Pictures:
     return Pictures(data.splits["train"], NORMALISE, torch.float32, ("resized-crop", "flip"), SIZE)
 
 
-def orders(data: Pictures) -> Iterator[Wanted[int]]:
+def orders(data: Pictures, batch: int) -> Iterator[Wanted[int]]:
     order = data.visiting_order(0, True)
     for epoch in range(10**6):
-        for start in range(0, len(data) - BATCH, BATCH):
-            positions = np.arange(start, start + BATCH)
+        for start in range(0, len(data) - batch, batch):
+            positions = np.arange(start, start + batch)
             yield Wanted(order.at(epoch, positions), Draws(0, epoch, positions), 0)
 
 
@@ -129,44 +132,52 @@ def timed(act: Callable[[], object], images: int) -> tuple[float, float]:
     return images / (time.process_time() - cpu), images / (time.perf_counter() - wall)
 
 
-def of_pipeline(data: Pictures, workers: int, batches: int) -> tuple[float, float]:
+def of_pipeline(data: Pictures, workers: int, batches: int, batch: int) -> tuple[float, float]:
     """The first batches, for which all start, are left out. Workers have CPU time of their own."""
     fetch = Fetch(data, torch.device("cpu"), workers)
-    made = fetch(orders(data))
+    made = fetch(orders(data, batch))
     for _ in islice(made, 2 * max(workers, 1)):
         pass
-    rates = timed(lambda: [*islice(made, batches)], batches * BATCH)
+    rates = timed(lambda: [*islice(made, batches)], batches * batch)
     made.close()
     fetch.close()
     return rates
 
 
-def of_network(name: str, batches: int) -> tuple[float, float]:
+def of_network(name: str, batches: int, device: str, batch: int) -> tuple[float, float]:
     """Training on one batch with one thread, in the precision that the recipe would take."""
     torch.manual_seed(0)
-    network = MODELS[name]((3, SIZE, SIZE), CLASSES).to(memory_format=torch.channels_last)
+    network = MODELS[name]((3, SIZE, SIZE), CLASSES).to(device)
+    network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
-    images = torch.randn(BATCH, 3, SIZE, SIZE).to(memory_format=torch.channels_last)
-    labels = torch.arange(BATCH) % CLASSES
-    halves = fast_dtype("cpu") == "bf16"
+    images = torch.randn(batch, 3, SIZE, SIZE, device=device)
+    images = images.to(memory_format=torch.channels_last)
+    labels = torch.arange(batch, device=device) % CLASSES
+    halves = fast_dtype(device) == "bf16"
 
     def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=halves):
+        with torch.autocast(device, torch.bfloat16, enabled=halves):
             loss = cross_entropy(network(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
-    step()
-    return timed(lambda: [step() for _ in range(batches)], batches * BATCH)
+    def steps(count: int) -> None:
+        for _ in range(count):
+            step()
+        if device != "cpu":
+            torch.accelerator.synchronize()
+
+    steps(1 if device == "cpu" else 5)
+    return timed(lambda: steps(batches), batches * batch)
 
 
-def of_recipe(folder: Path, network: str, run: Path, steps: int) -> str:
+def of_recipe(folder: Path, network: str, run: Path, steps: int, device: str, batch: int) -> str:
     """What the recipe says at its end."""
     argv = [sys.executable, "-m", "paceline.recipes.image", f"--data={folder}"]
     flags = [f"--model={network}", f"--image-size={SIZE}", "--augment", "resized-crop", "flip"]
-    more = [f"--global-batch={BATCH}", f"--steps={steps}", f"--run-dir={run}", "--device=cpu"]
-    never = ["--checkpoint-every=never", "--test-fraction=0.1"]
+    more = [f"--global-batch={batch}", f"--steps={steps}", f"--run-dir={run}"]
+    never = ["--checkpoint-every=never", "--test-fraction=0.1", f"--device={device}"]
     said = subprocess.run(
         [*argv, *flags, *more, *never], capture_output=True, text=True, check=True
     )
@@ -185,16 +196,22 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=8, help="of the pipeline, each time")
     parser.add_argument("--steps", type=int, default=3, help="of training alone, each time")
     parser.add_argument("--recipe-steps", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--device", default="cpu", help="of the networks")
     options = parser.parse_args()
+    device, batch = options.device, options.batch
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         folder = Path(name)
         contents = written(folder, options.photos)
         size = sum(map(len, contents)) / len(contents) / 1000
         print(
             f"{allowed()} cores, {options.photos} photos of 500×400, {size:.0f} kB each,"
-            f" batch {BATCH}"
+            f" batch {batch}"
         )
-        print(f"networks in {fast_dtype('cpu')}, load {os.getloadavg()[0]:.1f}\n", flush=True)
+        print(
+            f"networks in {fast_dtype(device)} on {device}, load {os.getloadavg()[0]:.1f}\n",
+            flush=True,
+        )
 
         print("| images/s of one core (CPU time) | median (least to most) |\n|---|---|")
         for title, make in ways(contents).items():
@@ -203,7 +220,9 @@ def main() -> None:
 
         torch.set_num_threads(1)
         networks = {
-            network: [of_network(network, options.steps) for _ in range(options.rounds)]
+            network: [
+                of_network(network, options.steps, device, batch) for _ in range(options.rounds)
+            ]
             for network in options.networks
         }
         print("\n| training alone, one core | images/s of CPU time | by the wall clock |")
@@ -217,7 +236,10 @@ def main() -> None:
         for kind in ("files", "shards"):
             data = pictures(folder / kind)
             for workers in dict.fromkeys((0, max(1, allowed() - 1), allowed())):
-                rates = [of_pipeline(data, workers, options.batches) for _ in range(options.rounds)]
+                rates = [
+                    of_pipeline(data, workers, options.batches, batch)
+                    for _ in range(options.rounds)
+                ]
                 cpu, wall = zip(*rates)  # noqa: B905
                 shown = [f"{kind}, {workers or 'no'} worker{'s' * (workers != 1)}"]
                 shown += ["" if workers else spread(cpu), spread(wall)]
@@ -228,9 +250,8 @@ def main() -> None:
         print("\nThe recipe, whole:\n")
         for network in networks:
             for kind in ("files", "shards"):
-                said = of_recipe(
-                    folder / kind, network, folder / network / kind, options.recipe_steps
-                )
+                run = folder / network / kind
+                said = of_recipe(folder / kind, network, run, options.recipe_steps, device, batch)
                 print(f"* {network}, {kind}: {said}", flush=True)
 
 

@@ -15,14 +15,17 @@ class EveryTransport:
     """Takes the fixture ``transport`` of the module, which sees to it that nothing is left."""
 
     def test_ranks_know_their_place(self, transport: Transport) -> None:
-        """Ranks in the order of the hosts, nothing of the scheduler's in their environment."""
-        ended = transport.run("--no-torch", "-p", "2", "tell.py", "a b", "$HOME;x'\"")
+        """Ranks in the order of the hosts, with what a script that each host sources exports."""
+        words = ("--no-torch", "-p", "2", "--activate", "activate.sh")
+        ended = transport.run(*words, "tell.py", "a b", "$HOME;x'\"")
         assert ended.code == 0, ended.err
         places = [ended.said(rank)["place"] for rank in range(4)]
         assert [place["PACELINE_HOST"] for place in places] == ["n1", "n1", "n2", "n2"]
         assert [place["RANK"] for place in places] == ["0", "1", "2", "3"]
-        words = [bytes.fromhex(word).decode() for word in ended.said(3)["argv"]]
-        assert words == ["a b", "$HOME;x'\""]
+        arguments = [bytes.fromhex(word).decode() for word in ended.said(3)["argv"]]
+        assert arguments == ["a b", "$HOME;x'\""]
+        activated = [bytes.fromhex(ended.said(rank)["env"]["T_ACTIVATED"]) for rank in (1, 2)]
+        assert activated == [b"by n1, it's sourced", b"by n2, it's sourced"]
         assert ended.json("result.json")["exit_code"] == 0
 
     def test_same_parameters_and_files_as_over_ssh(self, transport: Transport) -> None:

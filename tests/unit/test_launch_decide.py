@@ -17,6 +17,7 @@ from paceline.remote.network import NodeNetwork
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Data, Entry, Environment, Job
+from paceline.spec.launched import MPI_DIALECTS
 from paceline.spec.plan import Copy, Plan
 from paceline.spec.settings import Setting, Source
 from paceline.transfer.data import DataPlace
@@ -250,6 +251,14 @@ def test_ours_yield_to_a_hosts() -> None:
     assert env["GLOO_SOCKET_IFNAME"].value == "ib0"
     assert env["OMP_NUM_THREADS"].value == "3"
     assert env["NCCL_SOCKET_IFNAME"].value == "=eth0"
+
+
+def test_other_launchers_words_for_a_place_yield_to_the_users() -> None:
+    mine = Environment({"PMI_RANK": "7"})
+    made = replace(plan(job(environment=mine)), dialects=MPI_DIALECTS)
+    place = made.rank_env(made.nodes[1], made.nodes[1].ranks[0])
+    assert "PMI_RANK" not in place
+    assert (place["OMPI_COMM_WORLD_RANK"], place["RANK"]) == ("1", "1")
 
 
 @pytest.mark.parametrize("backend", ["ccl", "xccl", "gloo"])

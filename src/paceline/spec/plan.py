@@ -138,7 +138,9 @@ class Plan:
             jobenv.ATTEMPT: str(self.attempt),
             jobenv.HOST: node.host,
         }
-        return {**launched.in_words_of(self.dialects, place), **place}
+        others = launched.in_words_of(self.dialects, place)  # the user's own go before them
+        given = {*self.environment, *node.env}
+        return {name: value for name, value in others.items() if name not in given} | place
 
     def to_json(self) -> dict[str, Any]:
         """The plan as ``plan.json`` holds it."""

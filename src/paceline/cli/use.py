@@ -36,7 +36,7 @@ SCRIPTS = "paceline.recipes.use"
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def evaluate(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: object) -> None:
-    """Evaluate the model of RUN; the same figure as its training reported, to the digit."""
+    """Evaluate the model of RUN; the same figures as its training reported."""
     typed = parse(EvaluateOptions, options, "paceline evaluate")
     folder = run_folder(run)
     cluster, via = prepare(ctx)

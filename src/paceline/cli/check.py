@@ -6,14 +6,16 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from paceline.checks.check import Level, Scene, Wishes, rate
+from paceline.checks.check import Level, Scene, rate
 from paceline.checks.examine import conclusion, examine, exit_status, judge
 from paceline.checks.link import bits
+from paceline.checks.preflight import wishes_of
 from paceline.cli.flags import (
     ACCEPT_NEW_HOST_KEYS,
     HOSTS,
@@ -78,7 +80,8 @@ def command(ctx: click.Context, /, as_json: bool, plain: bool, bundle: Path | No
     """
     level: Level = "quick" if ctx.params["quick"] else "full"
     hosts, job, ssh = subject(ctx)
-    wishes = wishes_of(ctx, job, hosts)
+    paths = {name: ctx.params[name] for name in ("data", "shared")}
+    wishes = replace(wishes_of(job, hosts), **paths)
     with progress(quiet=as_json or plain) as say:
         scene = asyncio.run(examine(hosts, ssh, wishes, level, say))
         findings = judge(scene, level)
@@ -120,19 +123,6 @@ def subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions]:
     )
     ssh = SshOptions(given["ssh_config"], given["accept_new_host_keys"])
     return decide.choose_hosts(job, cluster), job, ssh
-
-
-def wishes_of(ctx: click.Context, job: Job, hosts: Sequence[Host]) -> Wishes:
-    """What the checks need to know of that job."""
-    return Wishes(
-        pythons={host.name: decide.python_of(job, host) for host in hosts},
-        workdirs={host.name: host.workdir or job.workdir for host in hosts},
-        needs_torch=job.needs_torch,
-        interface=job.interface.value,
-        master_port=job.master_port.value,
-        data=ctx.params["data"],
-        shared=ctx.params["shared"],
-    )
 
 
 def environment_of(job: Job, scene: Scene) -> dict[str, dict[str, str]]:

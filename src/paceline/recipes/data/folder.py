@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.recipes.data.images import (
+    DEFAULT_SIZE,
     ImageData,
     Labels,
     Numbers,
@@ -30,7 +31,6 @@ from paceline.recipes.data.photos import (
 from paceline.spec.errors import DataError
 from paceline.train.data import allowed
 
-DEFAULT_SIZE = 64
 _SPLITS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation"),

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from paceline.recipes.data import HubSource
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.recipes.data.images import (
+    DEFAULT_SIZE,
     ImageData,
     Labels,
     Numbers,
@@ -25,8 +26,6 @@ from paceline.recipes.data.images import (
 from paceline.recipes.data.photos import File, cut_out, side_by_side, sized
 from paceline.recipes.program import library
 from paceline.spec.errors import DataError
-
-DEFAULT_SIZE = 64
 
 
 class Rows:

@@ -23,6 +23,9 @@ Pixels = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 Numbers = NDArray[np.float64]
 
+DEFAULT_SIZE = 64
+"""Height and width to which images of differing sizes are brought where nobody says another."""
+
 
 class Split(Protocol):
     """A part of a data set.

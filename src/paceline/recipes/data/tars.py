@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.recipes.data import SPLIT_NAMES
 from paceline.recipes.data.images import (
+    DEFAULT_SIZE,
     ImageData,
     Labels,
     Numbers,
@@ -28,7 +29,6 @@ from paceline.train.data import allowed
 from paceline.train.order import Order
 from paceline.train.shards import Sample
 
-DEFAULT_SIZE = 64
 CLASSES = "classes.txt"
 _AT_ONCE = 512  # samples
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from paceline.recipes.data import NAMED, PAIRS, TEXTS, HubSource, Named, Remote, download, onedisk
+from paceline.recipes.data import NAMED, PAIRS, TEXTS, HubSource, Named, Remote, download
 from paceline.recipes.data.download import Ways, folder_of
 from paceline.recipes.data.pairs import PairRequest, load_pairs
 from paceline.recipes.data.texts import TextRequest, load_texts
 from paceline.spec.errors import DataError
+from paceline.train import onedisk
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 

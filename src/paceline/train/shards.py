@@ -8,7 +8,6 @@ only its own samples, and the position to resume from is one integer.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -28,6 +27,7 @@ from torch import Tensor
 from paceline.spec.errors import DataError, PacelineError, SettingError
 from paceline.train import parquet, tars
 from paceline.train.files import write_bytes
+from paceline.train.onedisk import one_at_a_time
 from paceline.train.order import Ids, Order, ShardOrder
 
 Sample = dict[str, Any]
@@ -328,7 +328,8 @@ def _indexed(files: tuple[_File, ...]) -> _Index:
     """The index of these shards: the one that lies there, or a new one, made by one process."""
     for place in _places(files[0].path.parent):
         try:
-            with _locked(place):
+            place.mkdir(parents=True, exist_ok=True)
+            with one_at_a_time(place / "lock"):
                 return _kept(place, files)
         except OSError:  # read-only, forbidden or full
             continue
@@ -340,16 +341,6 @@ def _places(folder: Path) -> Iterator[Path]:
     with contextlib.suppress(RuntimeError):  # nobody's home
         name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
         yield Path(_ELSEWHERE).expanduser() / name
-
-
-@contextlib.contextmanager
-def _locked(place: Path) -> Iterator[None]:
-    """One process after the other, on all hosts that share the disk where it can lock."""
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / "lock").open("a") as file:
-        with contextlib.suppress(OSError):  # a disk that cannot lock: then each makes its own
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _kept(place: Path, files: tuple[_File, ...]) -> _Index:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from paceline import __version__
 from paceline.recipes.data import PLACES, Named, Remote
-from paceline.recipes.data.onedisk import appears, one_at_a_time
 from paceline.spec.errors import DataError
+from paceline.train.onedisk import appears, one_at_a_time
 
 WAITS = (2.0, 8.0, 30.0)
 """Seconds before each further try of a server that has failed, from its last byte on."""

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from paceline.recipes.data import SPLIT_NAMES, HubSource, on_this_host
-from paceline.recipes.data.onedisk import one_at_a_time
 from paceline.recipes.program import library
 from paceline.spec.errors import DataError
+from paceline.train.onedisk import one_at_a_time
 
 T = TypeVar("T")
 WAITS = (2.0, 8.0, 30.0)

@@ -425,7 +425,8 @@ class Session(Member):
             self._measured[said[name]] = each
 
     def _prepared(self) -> Models:
-        assert self.models.first
+        """The models; RuntimeError before there is one."""
+        _ = self.models.first
         return self.models
 
     def _advance(self, batch: Batch, loader: Loader) -> None:

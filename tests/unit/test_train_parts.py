@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.recipes.program import guarded
 from paceline.spec import launched
 from paceline.spec.errors import DataError, JobError, NodeError, SettingError
 from paceline.train import disks, insync, weights, world
@@ -18,7 +19,6 @@ from paceline.train.comms import Comms
 from paceline.train.device import Found, choose_backend, choose_device, look, precision
 from paceline.train.metrics import Best, Meter
 from paceline.train.pace import Shares, divided, summary
-from paceline.train.program import guarded
 from paceline.train.report import BarScreen, Eta, ToFolder, ToLauncher, figures, plain
 
 CPU = torch.device("cpu")

@@ -22,7 +22,6 @@ from paceline.bench.bandwidth import IN_PLACE, TYPES, Row, elements, row
 from paceline.bench.ways_job import device_name, gather, measure
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
-from paceline.train.program import guarded
 
 RESULT = "collectives.json"
 LONGEST_S = 20.0  # of one size: a slow link gets fewer calls
@@ -314,4 +313,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: main(sys.argv[1:])))
+    sys.exit(main(sys.argv[1:]))

@@ -24,9 +24,9 @@ from paceline.recipes.optimization import Curve
 from paceline.recipes.options import ImageOptions
 from paceline.recipes.pictures import Inputs, Normalisation, Pictures, inputs, normalisation
 from paceline.recipes.pretrained import Origin, load_backbone
+from paceline.recipes.program import guarded
 from paceline.recipes.published import FILES, IMAGENET
 from paceline.train import Best
-from paceline.train.program import guarded
 
 
 def train_image(options: ImageOptions) -> None:

@@ -24,6 +24,7 @@ from paceline.recipes.networks import HubClassifier, TextClassifier
 from paceline.recipes.optimization import Curve
 from paceline.recipes.options import TEXT_MODELS, TextOptions
 from paceline.recipes.pretrained import Origin, load_backbone
+from paceline.recipes.program import guarded
 from paceline.recipes.tokens import (
     TOKENIZER,
     Encoding,
@@ -35,7 +36,6 @@ from paceline.recipes.tokens import (
 )
 from paceline.spec import rundir
 from paceline.train import Best, Draws
-from paceline.train.program import guarded
 
 
 def train_text(options: TextOptions) -> None:

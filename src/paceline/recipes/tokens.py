@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from paceline.recipes import pretrained
-from paceline.recipes.libraries import library
+from paceline.recipes.program import library
 from paceline.spec import rundir
 from paceline.spec.errors import DataError
 from paceline.train import files

@@ -23,6 +23,7 @@ from paceline.recipes import common, parse_options
 from paceline.recipes.data.pairs import Pair, PairData, PairRequest, load_pairs
 from paceline.recipes.optimization import Curve, scheduled
 from paceline.recipes.options import TranslationOptions
+from paceline.recipes.program import guarded
 from paceline.recipes.scores import scores
 from paceline.recipes.tokens import (
     END_ID,
@@ -39,7 +40,6 @@ from paceline.recipes.tokens import (
 from paceline.recipes.transformer import Search, Shape, Transformer, decode
 from paceline.spec import rundir
 from paceline.train import Best, files
-from paceline.train.program import guarded
 
 SOURCE_TOKENIZER, TARGET_TOKENIZER = "tokenizer-source.json", "tokenizer-target.json"
 OUTPUTS = "translations.jsonl"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from paceline.recipes.data import SPLIT_NAMES, HubSource, on_this_host
-from paceline.recipes.libraries import library
+from paceline.recipes.program import library
 from paceline.spec.errors import DataError
 from paceline.train.onedisk import one_at_a_time
 

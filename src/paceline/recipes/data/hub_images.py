@@ -24,7 +24,7 @@ from paceline.recipes.data.images import (
     taken_out,
 )
 from paceline.recipes.data.photos import File, cut_out, side_by_side, sized
-from paceline.recipes.libraries import library
+from paceline.recipes.program import library
 from paceline.spec.errors import DataError
 
 

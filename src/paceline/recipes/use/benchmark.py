@@ -15,13 +15,13 @@ from torch import Tensor
 
 from paceline.recipes import use_of
 from paceline.recipes.argv import at_least, parse
+from paceline.recipes.program import guarded
 from paceline.recipes.use import BenchmarkOptions
 from paceline.recipes.use.evaluate import task_of
 from paceline.recipes.use.export import Portable
 from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.spec.errors import SettingError
 from paceline.train.device import choose_device, look, precision
-from paceline.train.program import guarded
 
 
 @dataclass(frozen=True, slots=True)

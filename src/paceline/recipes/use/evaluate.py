@@ -15,9 +15,9 @@ from typing import Any
 from paceline import train
 from paceline.recipes import use_of
 from paceline.recipes.argv import parse
+from paceline.recipes.program import guarded
 from paceline.recipes.use import EvaluateOptions
 from paceline.spec.errors import DataError, SettingError
-from paceline.train.program import guarded
 
 
 def evaluate_run(options: EvaluateOptions) -> None:

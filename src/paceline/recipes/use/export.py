@@ -23,13 +23,12 @@ from torch import Tensor, nn
 
 from paceline.recipes import use_of
 from paceline.recipes.argv import parse
-from paceline.recipes.libraries import library
+from paceline.recipes.program import guarded, library
 from paceline.recipes.use import ExportOptions, Format
 from paceline.recipes.use.evaluate import task_of
 from paceline.spec import rundir
 from paceline.spec.errors import DataError, SettingError
 from paceline.train import Batched, files
-from paceline.train.program import guarded
 
 
 def export(options: ExportOptions) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 
 from paceline.recipes import use_of
 from paceline.recipes.argv import at_least, below_one, parse
+from paceline.recipes.program import guarded
 from paceline.recipes.use import QuantizeOptions
 from paceline.recipes.use.evaluate import task_of
 from paceline.recipes.use.export import Portable, quietly, to_onnx
 from paceline.recipes.use.onnx_file import OnnxNetwork, runtime
 from paceline.spec.errors import DataError
 from paceline.train import files
-from paceline.train.program import guarded
 
 
 def quantize(options: QuantizeOptions) -> None:

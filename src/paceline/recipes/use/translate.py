@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline import train
 from paceline.recipes.argv import at_least, parse
+from paceline.recipes.program import guarded
 from paceline.recipes.tokens import padded, source_rows
 from paceline.recipes.transformer import DecoderLayer, Search, Transformer, decode
 from paceline.recipes.use import TranslateOptions
@@ -24,7 +25,6 @@ from paceline.recipes.use.evaluate import alone
 from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.recipes.use.translation import NAMES, Translator, translator
 from paceline.spec.errors import SettingError
-from paceline.train.program import guarded
 
 TOGETHER = 32
 """Sentences that are translated at once when they come from standard input."""

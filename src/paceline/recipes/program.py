@@ -1,16 +1,18 @@
-"""How a program of ours ends inside a job: without a traceback where the error says what to do."""
+"""What all programs here share: how they end, and libraries that only some options need."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from paceline.spec import jobenv
-from paceline.spec.errors import PacelineError
+from paceline.spec.errors import PacelineError, SettingError
 
 
 def guarded(body: Callable[[], int | None]) -> int:
@@ -46,3 +48,23 @@ def _tell_launcher(error: PacelineError) -> bool:
         os.write(int(descriptor), json.dumps(said).encode() + b"\n")
         return True
     return False
+
+
+def library(name: str, purpose: str) -> Any:
+    """The imported library.
+
+    Args:
+        name: As imported.
+        purpose: What it is for, as in "BLEU is computed".
+
+    Raises:
+        SettingError: It is not installed, or cannot be imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise SettingError(
+            f"{purpose} with the library `{name}`",
+            found=f"it cannot be imported: {error}",
+            remedy="pip install 'paceline[recipes]'",
+        ) from None

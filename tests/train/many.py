@@ -20,6 +20,8 @@ from torch.utils.data import TensorDataset
 from paceline import train
 from paceline.spec.errors import DataError, JobError
 from paceline.train import parallel
+from paceline.train.communication import Exact
+from paceline.train.exchange import Exchange
 
 
 def world(folder: Path) -> None:
@@ -45,6 +47,7 @@ def world(folder: Path) -> None:
             "in step": in_step(session) if session.world.size > 1 else {},
             "held up": held_up(session) if session.world.size > 1 else [],
             "held up before": held_up(session, buffers=True) if session.world.size > 1 else [],
+            "exchanged": exchanged(session) if session.world.size > 1 else {},
             "clipped": trained(session, limit=0, clip_norm=0.5),
             "diverged": refused(lambda: diverge(session)) if session.world.size > 1 else "",
         }
@@ -57,6 +60,33 @@ def refused(act) -> str:
     except (JobError, DataError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def exchanged(session: train.Session) -> dict[str, list[float]]:
+    """Weights after some steps, by the way in which gradients came together."""
+    found = {}
+    for way in ("by ddp", "hook", "laid out", "laid out, hook", "unused", "unused, hook"):
+        torch.manual_seed(7)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(9, 9), nn.Tanh())]
+        network = nn.Sequential(*layers).to(torch.float32)
+        replica = parallel.replicated(network, session.device, unused="unused" in way)
+        exchange = Exchange(replica, session.comms)
+        if "hook" in way:
+            exchange.method = Exact(exchange.line())
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        for step in range(4):
+            if "laid out" in way and step in (1, 3):
+                exchange.buckets(600, 200)
+            torch.manual_seed(10 * step + session.world.rank)
+            replica(torch.randn(5, 9)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        exchange.close()
+        buckets = len(exchange.times)
+        assert all(one.ready <= one.begun <= one.done for one in exchange.times)
+        assert buckets == {"hook": 1, "unused, hook": 1, "laid out, hook": 3}.get(way, 0)
+        found[way] = torch.cat([one.detach().flatten() for one in network.parameters()]).tolist()
+    return found
 
 
 class Branches(nn.Module):

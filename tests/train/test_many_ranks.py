@@ -51,6 +51,18 @@ def check_equal(worlds: Any, way: str, alone: list[float]) -> None:
         assert found[0][way]
 
 
+def test_an_exchange_of_ours_gives_the_bits_of_ddp(worlds: Any) -> None:
+    for size in (2, 3):
+        for found in (one["exchanged"] for one in worlds[size]):
+            assert found == worlds[size][0]["exchanged"]
+            assert found["hook"] == found["by ddp"]
+            assert found["laid out, hook"] == found["laid out"]
+            assert found["unused, hook"] == found["unused"]
+            # The order of additions matters from three ranks on.
+            assert np.allclose(found["laid out"], found["by ddp"], rtol=0, atol=1e-7)
+            assert size > 2 or found["laid out"] == found["unused"] == found["by ddp"]
+
+
 def test_metrics_count_every_sample_once(worlds: Any) -> None:
     expected = worlds[1][0]["odd"]
     assert [count for count, _ in expected] == [1, 2, 3, 7, 11]

@@ -98,6 +98,12 @@ class Models:
         alone = self._updaters.get(ALONE)
         return parallel.unsynced(alone.model) if alone else nullcontext()
 
+    def close(self) -> None:
+        """Ends what exchanges gradients; no rank may be in a step."""
+        for one in self:
+            if one.exchange is not None:
+                one.exchange.close()
+
     def wait_with(self, before_step: Callable[[], None]) -> None:
         """Calls this before any optimizer changes parameters."""
         for one in self:

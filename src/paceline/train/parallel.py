@@ -107,7 +107,7 @@ class Apart(Replica):
 
 def replicated(
     module: nn.Module, device: torch.device, *, unused: bool = False, apart: bool = False
-) -> nn.Module:
+) -> Replica:
     """The module under DDP: gradients are averaged over all ranks.
 
     Args:

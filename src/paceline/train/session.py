@@ -23,6 +23,7 @@ from paceline.train.checkpoints.capture import Stateful, Training
 from paceline.train.checkpoints.keeper import Keeper, policy
 from paceline.train.checkpoints.store import Store
 from paceline.train.data import Collate, Data, Fetch, allowed, loader_workers, order_of
+from paceline.train.exchange import Exchange
 from paceline.train.insync import Proof
 from paceline.train.loader import Batch, Loader, Shard
 from paceline.train.member import Member
@@ -107,9 +108,8 @@ class Session(Member):
         self.models.add(name, updater)
         if not self.comms.alone:
             if not parallel.is_sharded(module):
-                updater.model = parallel.replicated(
-                    module, self.device, unused=unused, apart=bool(name)
-                )
+                replica = parallel.replicated(module, self.device, unused=unused, apart=bool(name))
+                updater.model, updater.exchange = replica, Exchange(replica, self.comms)
             self._proof = Proof(self.comms, self.models.module)
         self.verify()
         self._pace = Pace(self.comms, self.models.first.model)
@@ -527,6 +527,8 @@ class Session(Member):
         if self._keeper is not None:
             self._keeper.close(failed=not agreed)
         self._journal.close(None if agreed else error)
+        if agreed:
+            self.models.close()
         if agreed and self.leaves_group:  # after a failure the process's end tells the others
             leave()
 

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.train import parallel
 from paceline.train.average import Average
+from paceline.train.exchange import Exchange
 from paceline.train.loader import Batch
 from paceline.train.norms import Norms
 
@@ -47,6 +48,7 @@ class Updater:
         model: What the script calls; the module itself, or DDP around it.
         before_step: Called right before the optimizer changes parameters.
         average: Of the weights, brought up to date after each step; ``None`` for none.
+        exchange: Of a replica's gradients; ``None`` where there is no replica.
 
     Args:
         module: Its parameters' gradients are clipped.
@@ -69,6 +71,7 @@ class Updater:
         self.scaler, self.clip_norm = scaler, clip_norm
         self.before_step: Callable[[], None] | None = None
         self.average: Average | None = None
+        self.exchange: Exchange | None = None
 
     @property
     def lr(self) -> float:

@@ -1,0 +1,294 @@
+"""How the gradients of a replica come together: by DDP itself, or by a method of ours.
+
+DDP's reducer stays: it puts gradients into buckets, in the order in which they come, and tells a
+hook of each bucket that is full. The hook passes it on to one thread, the mover, which averages
+one after the other, in the same order on every rank, while the backward pass goes on. On an
+accelerator no thread is needed: there a stream of its own does the work.
+
+Plain exact averages need no hook where DDP's own path does as well, so by default there is none.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.train.comms import Comms
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Gradients of one backward pass that travel together.
+
+    Attributes:
+        number: 0, 1, … in the order in which they are sent.
+        flat: This rank's gradients, one-dimensional; :meth:`Method.average` makes it the mean
+            over all ranks, in place.
+        parameters: Whose gradients they are.
+        gradients: Parts of ``flat`` in the same order, with the parameters' shapes.
+        last: No other comes after it in this backward pass.
+    """
+
+    number: int
+    flat: Tensor
+    parameters: list[nn.Parameter]
+    gradients: list[Tensor]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a method sends over.
+
+    Attributes:
+        group: Of its own: nobody else's collectives come in between. ``None`` is the whole job's.
+        rank: Of this process in it.
+        ranks: In it.
+        names: Of each parameter, for residuals that a checkpoint holds.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    ranks: int
+    names: Mapping[Tensor, str] = field(default_factory=dict)
+
+
+class Method(Protocol):
+    """A way of averaging gradients; made for a :class:`Line`."""
+
+    name: ClassVar[str]
+
+    def average(self, bucket: Bucket) -> None:
+        """Makes ``bucket.flat`` the mean over all ranks: the same bits on every rank.
+
+        Called in bucket order, on every rank; on CPUs in the mover's thread, on an accelerator
+        within a stream of its own.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold, by parameter name."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes a state of :meth:`state`, also one of another world size."""
+
+    def sent(self, elements: int, ranks: int) -> int:
+        """Bytes that this rank sends for so many float32 elements."""
+
+
+@dataclass(slots=True)
+class Times:
+    """Of one bucket, by ``time.perf_counter``; on an accelerator when it was told to.
+
+    Attributes:
+        ready: Its gradients were complete.
+        begun: Its turn came.
+        done: Its mean was there.
+        sent: Bytes that this rank sent for it.
+    """
+
+    ready: float
+    begun: float = 0.0
+    done: float = 0.0
+    sent: int = 0
+
+
+class Exchange:
+    """The exchange of one replica's gradients. Every rank has one and changes it alike.
+
+    Args:
+        model: Whose buckets they are.
+        comms: Of all ranks.
+
+    Attributes:
+        times: Of the last step's buckets in their order; empty where DDP works alone.
+    """
+
+    def __init__(self, model: DistributedDataParallel, comms: Comms) -> None:
+        self._model, self._comms = model, comms
+        self._method: Method | None = None
+        self._mover: _Mover | None = None
+        self._stream = torch.Stream(comms.device) if comms.device.type != "cpu" else None
+        self._group: dist.ProcessGroup | None = None
+        self._hooked: object = None
+        self.times: list[Times] = []
+
+    def line(self) -> Line:
+        """What a method of this exchange is made for; a collective when called first."""
+        if self._group is None and self._stream is None:
+            self._group = dist.new_group(timeout=_timeout(self._model.process_group))
+        names = {one: name for name, one in self._model.module.named_parameters()}
+        return Line(self._group, self._comms.world.rank, self._comms.world.size, names)
+
+    @property
+    def method(self) -> Method | None:
+        """How gradients are averaged; ``None`` is DDP's own exact way."""
+        return self._method
+
+    @method.setter
+    def method(self, method: Method | None) -> None:
+        """To be set between two steps."""
+        if method is None and self._hooked is self._model.reducer:  # a hook can only be added
+            from paceline.train.communication.exact import Exact
+
+            method = Exact(self.line())
+        self._method = method
+        self._hook()
+
+    def buckets(self, size: int, first: int) -> None:
+        """Lays the buckets out anew; to be called between two steps. Nothing is sent.
+
+        Args:
+            size: Bytes of a bucket, at least; a parameter is not divided.
+            first: Bytes of the bucket that is full first.
+        """
+        lay_out(self._model, size, first)
+        self._hook()
+
+    def _hook(self) -> None:
+        if self._method is None or self._hooked is self._model.reducer:
+            return
+        if self._stream is None and self._mover is None:
+            self._mover = _Mover()
+        self._model.register_comm_hook(self, _on_bucket)
+        self._hooked = self._model.reducer
+
+    def take(self, given: GradBucket) -> Future[Tensor]:
+        """Begins the exchange of a bucket of DDP's; the future holds the mean."""
+        assert self._method is not None
+        if given.index() == 0:
+            self.times = []
+        owners = cast(list[nn.Parameter], given.parameters())
+        flat, parts = given.buffer(), given.gradients()
+        bucket = Bucket(given.index(), flat, owners, parts, given.is_last())
+        now = Times(time.perf_counter())
+        self.times.append(now)
+        if self._mover is None:
+            return self._on_stream(bucket, now)
+        future: Future[Tensor] = Future()
+        self._mover.give(self._method, bucket, now, future)
+        return future
+
+    def _on_stream(self, bucket: Bucket, now: Times) -> Future[Tensor]:
+        """The host only says what is to be done, in the right order; the device does it."""
+        assert self._method is not None
+        assert self._stream is not None
+        device = bucket.flat.device
+        future: Future[Tensor] = Future(devices=[device])
+        self._stream.wait_stream(torch.accelerator.current_stream(device))
+        with self._stream:
+            bucket.flat.record_stream(self._stream)
+            _average(self._method, bucket, now)
+            future.set_result(bucket.flat)
+        return future
+
+    def close(self) -> None:
+        """Ends the mover's thread; no backward pass may be running."""
+        if self._mover is not None:
+            self._mover.close()
+
+
+def _on_bucket(exchange: Exchange, bucket: GradBucket) -> Future[Tensor]:
+    return exchange.take(bucket)
+
+
+# DDP looks at these, and does not understand those of postponed evaluation.
+_on_bucket.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
+
+
+def _average(method: Method, bucket: Bucket, now: Times) -> None:
+    ranks = dist.get_world_size()
+    now.begun, now.sent = time.perf_counter(), method.sent(bucket.flat.numel(), ranks)
+    with torch.no_grad():
+        method.average(bucket)
+    now.done = time.perf_counter()
+
+
+class _Mover:
+    """The thread that averages buckets, one after the other."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[tuple[Method, Bucket, Times, Future[Tensor]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._work, name="gradients", daemon=True)
+        self._thread.start()
+
+    def give(self, method: Method, bucket: Bucket, now: Times, future: Future[Tensor]) -> None:
+        self._waiting.put((method, bucket, now, future))
+
+    def _work(self) -> None:
+        while (given := self._waiting.get()) is not None:
+            method, bucket, now, future = given
+            try:
+                _average(method, bucket, now)
+                future.set_result(bucket.flat)
+            except Exception as error:  # raised in the backward pass, which waits for it
+                future.set_exception(error)  # type: ignore[arg-type]
+            del given, bucket, future  # none is held while waiting for the next
+
+    def close(self) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+
+def lay_out(model: DistributedDataParallel, size: int, first: int) -> None:
+    """Gives a replica new buckets, without communication of gradients.
+
+    DDP makes its buckets when it is made, all in one, and again after the first backward pass; it
+    has no way to make them later. But its own helper makes a new reducer, as it does for a model
+    that was unpickled.
+
+    Args:
+        model: Between two steps; it has no gradients.
+        size: Bytes of a bucket, at least.
+        first: Bytes of the bucket that is full first.
+    """
+    parameters, sparse = model._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    names = model._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+    for one in parameters:
+        one.grad = None
+    model.bucket_bytes_cap, model.bucket_bytes_cap_default = size, True
+    torch_dist: Any = dist  # what is replaced here for a moment is not public
+    assign, usual = torch_dist._compute_bucket_assignment_by_size, _first_by_default()
+
+    def backwards(
+        tensors: list[Tensor], limits: list[int], *rest: Any
+    ) -> tuple[list[list[int]], list[int]]:
+        # Gradients come in reverse order, and the first bucket is counted from there.
+        order = range(len(tensors) - 1, -1, -1)
+        found, sizes = assign(tensors[::-1], [first, size], *[one[::-1] for one in rest])
+        return [[order[at] for at in one] for one in reversed(found)], sizes[::-1]
+
+    model.reducer = model.logger = None  # type: ignore[assignment]  # takes its own hooks away
+    torch_dist._compute_bucket_assignment_by_size = backwards
+    torch_dist._DEFAULT_FIRST_BUCKET_BYTES = first
+    config = getattr(model, "_bucket_config", None)  # from torch 2.13 on
+    if config is not None:
+        model._bucket_config = type(config)(size, (), first)
+    try:
+        model._ddp_init_helper(parameters, sparse, names, model.static_graph)  # type: ignore[no-untyped-call]
+    finally:
+        torch_dist._compute_bucket_assignment_by_size = assign
+        torch_dist._DEFAULT_FIRST_BUCKET_BYTES = usual
+    model._has_rebuilt_buckets = False
+
+
+def _first_by_default() -> int:
+    return int(dist._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
+
+
+def _timeout(group: dist.ProcessGroup) -> Any:
+    """That of the job's collectives; ``None`` where it cannot be known."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    return getattr(options, "_timeout", None)

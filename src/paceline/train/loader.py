@@ -127,6 +127,7 @@ class Loader:
         every: Global steps after which an iteration pauses, for an evaluation (0: at the end of
             the epoch only).
         waited: Seconds in which the script waited for data.
+        arrived: Called when a batch of the training is there, before the script gets it.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Loader:
         self._progress, self._unsynced = progress, unsynced
         self._given: Batch | None = None
         self.every, self.waited = 0, 0.0
+        self.arrived: Callable[[], object] = lambda: None
 
     def __len__(self) -> int:
         """Global steps of a whole epoch."""
@@ -175,6 +177,7 @@ class Loader:
             before = time.perf_counter()
             empty, data = next(batches)
             self.waited += time.perf_counter() - before
+            self.arrived()
             batch, last = replace(empty, data=data), empty.last
             self._given, self._progress.stand_in = batch, not batch.count
             with nullcontext() if last else self._unsynced():

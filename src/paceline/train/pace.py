@@ -1,56 +1,120 @@
-"""How fast a training is, and where its time goes: which rank the others waited for.
+"""Where the time of each step goes, on every rank, and how fast the training is.
 
 After its own backward pass a rank stands still until the gradients of all ranks are there, and
-before a forward pass with buffers until rank 0's are. The last to arrive sees the exchange alone;
-whatever the others stand still for longer, they waited for it. So the ranks note how long they
-stood still, step by step, and put their notes together now and then.
+before a forward pass with buffers until rank 0's are. The last to arrive sees the moving of bytes
+alone; whatever the others stand still for longer, they waited for it. No clock has to be compared:
+how much later one rank came than another is how much less it stood still.
+
+So every rank notes for each step how long it stood still, and now and then all put their notes
+together. That costs no round trip: they are sent at the end of one step and read at the end of the
+next, when they have long arrived.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.train.comms import Comms
-from paceline.train.parallel import Replica
+from paceline.train.parallel import Replica, is_sharded
 
-_NOTES = 512  # steps between two exchanges
-_CHEAP = 100  # times the cost of a note: the least time between two notes
-_NOTE_SECONDS = 2e-5
+PARTS = ("data", "computing", "waiting", "moving", "saving", "other")
+"""What a step consists of.
+
+``data``: waiting for the rank's own data; ``computing``: forward and backward pass, the optimizer
+and the script's own work; ``waiting``: for ranks that came later; ``moving``: gradients and buffers
+are on their way and nothing else happens; ``saving``: a checkpoint holds the step up; ``other``:
+the session's own records and proofs.
+"""
+_DATA, _COMPUTING, _WAITING, _MOVING, _SAVING, _OTHER = range(len(PARTS))
+
+_EVERY = 5  # steps between two looks, at first
+_MOST = 512
+_COST = 0.002  # part of the time that looks may take
+_NOTE_SECONDS, _CHEAP = 2e-5, 100  # a note's cost, and the least time of a step beside it
 _NAMED = 0.05  # a part of the time that is worth the name of a rank
 _MOSTLY = 0.5  # of the waiting was for this one rank
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """The time of the steps, as the rank that waits most for others sees it.
+@dataclass(frozen=True, slots=True, eq=False)
+class Look:
+    """Where the time of some steps went, on all ranks; the same on every rank.
 
     Attributes:
-        data: Part in which it waited for its data.
-        others: Part in which it waited for slower ranks.
-        exchange: Part in which gradients were exchanged and nothing else happened.
-        slowest: The rank that was mostly waited for; ``None`` when there is no such rank.
-        late: Seconds of a step for which it was waited for.
-        its_data: Part of the slowest rank's time in which it waited for its data.
+        first_step: Number of the first of the steps, from 0, as this process counts them.
+        seconds: Of each part (:data:`PARTS`), shape ``[ranks, steps, parts]``, float64.
+        samples: That each rank computed, shape ``[ranks, steps]``, float64.
+        elements: Numbers in these samples (tokens, pixels), padding included; likewise.
+        facts: What each rank saw of its process and host since the last look, shape
+            ``[ranks, facts]``; see :mod:`paceline.train.straggler`. NaN where it is not known.
+        every: Only each so-manieth step is in it.
     """
 
-    data: float
-    others: float
-    exchange: float
-    slowest: int | None = None
-    late: float = 0.0
-    its_data: float = 0.0
+    first_step: int
+    seconds: Tensor
+    samples: Tensor
+    elements: Tensor | None = None
+    facts: Tensor | None = None
+    every: int = 1
 
-    @property
-    def computing(self) -> float:
-        """The rest: forward and backward passes, the optimizer and the script's own work."""
-        return max(0.0, 1 - self.data - self.others - self.exchange)
+
+class _Host:
+    """Moments on the CPU, in seconds."""
+
+    @staticmethod
+    def mark() -> Any:
+        return time.perf_counter()
+
+    @staticmethod
+    def between(first: Any, second: Any) -> float:
+        return float(second - first)
+
+
+class _Device:
+    """Moments in an accelerator's stream: nobody waits for them until they are long past."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.get_device_module(device).Event
+        self._event(enable_timing=True)  # or an error, where it has no such clock
+
+    def mark(self) -> Any:
+        made = self._event(enable_timing=True)
+        made.record()
+        return made
+
+    @staticmethod
+    def between(first: Any, second: Any) -> float:
+        second.synchronize()
+        return float(first.elapsed_time(second)) / 1e3
+
+
+@dataclass(slots=True)
+class _Note:
+    """Of one step. Moments are those of the clock; seconds are the CPU's."""
+
+    step: int
+    began: Any
+    given: Any = None  # the first batch was there
+    ended: Any = None
+    data: float = 0.0
+    saving: float = 0.0
+    other: float = 0.0
+    samples: int = 0
+    elements: int = 0
+
+
+_COLUMNS = (
+    7  # of a note as it is sent: whole, data, standing still, saving, other, samples, elements
+)
 
 
 class Pace:
@@ -58,37 +122,62 @@ class Pace:
 
     Args:
         comms: Of all ranks.
-        model: What is trained; only DDP is understood, other models give no shares.
+        model: What is trained. Of sharded models it is not known what part of a pass was waiting:
+            they give no looks.
+        device: Where it is trained.
 
     Attributes:
         rate: Global samples a second.
     """
 
-    def __init__(self, comms: Comms, model: nn.Module) -> None:
+    def __init__(self, comms: Comms, model: nn.Module, device: torch.device | None = None) -> None:
         self._comms, self._model = comms, model
+        self._device = device or comms.device
         self._ddp = isinstance(model, DistributedDataParallel) and not comms.alone
-        self._clocks = self._ddp and comms.device.type == "cpu"
-        self._every = 1
+        self._clock: _Host | _Device | None = _clock(self._device)
+        if is_sharded(model) or not (comms.alone or self._ddp):
+            self._clock = None
+        if isinstance(model, Replica) and self._clock is not None:
+            model.mark = self._clock.mark
         self.rate = Rate()
-        self._ready, self._still, self._noted = 0.0, 0.0, False  # of the running step
-        self._since, self._waited = time.perf_counter(), 0.0  # at the end of the last step
-        self._notes: list[tuple[float, float, float]] = []  # whole step, data, standing still
-        self._rows: list[Tensor] = []
+        self._each, self._every = _EVERY, 1  # steps between two looks; each so-manieth is noted
+        self._stills: list[tuple[Any, Any]] = []
+        self._ready: Any = None
+        self._waited, self._saved, self._left = 0.0, 0.0, 0.0
+        self._note = self._begun(0)
+        self._over: list[tuple[_Note, list[tuple[Any, Any]]]] = []
+        self._sent: _Sent | None = None
+        self._spent = 0.0  # seconds that notes have cost since the last look
+        self.totals: Totals | None = None
 
-    def restart(self, waited: float) -> None:
-        """Leaves time out that was not spent on training.
+    def _begun(self, step: int) -> _Note:
+        return _Note(step, self._clock.mark() if self._clock else None)
 
-        Args:
-            waited: Seconds in which this rank waited for its data, from its beginning.
-        """
-        self._since, self._waited = time.perf_counter(), waited
+    def restart(self, waited: float, saved: float = 0.0) -> None:
+        """Leaves time out that was not spent on training; the arguments are as in :meth:`step`."""
+        self._note, self._waited, self._saved = self._begun(self._note.step), waited, saved
+        self._left = time.perf_counter()
+        self._stills.clear()
+        if isinstance(self._model, Replica):
+            self._model.stood.clear()
         self.rate.restart()
-        self._in_buffers()
+
+    # -- in a step -----------------------------------------------------------------------
+
+    def given(self) -> None:
+        """The script gets a batch now: to be called when it is there."""
+        if self._note.given is None and isinstance(self._clock, _Device):
+            self._note.given = self._clock.mark()
+
+    def took(self, count: int, data: Any) -> None:
+        """The script has used a batch with so many samples that count."""
+        self._note.samples += count
+        self._note.elements += elements(data)
 
     def before_backward(self, loss: Tensor, step: int) -> None:
-        """To be called before a backward pass that exchanges gradients."""
-        self._ready = 0.0
-        if self._clocks and loss.requires_grad and step % self._every == 0:
+        """To be called before a backward pass that exchanges gradients, with the step's number."""
+        self._note.step, self._ready = step, None
+        if self._clock and self._ddp and loss.requires_grad and step % self._every == 0:
             loss.register_hook(self._at_start)  # type: ignore[no-untyped-call]
 
     def _at_start(self, gradient: Tensor) -> None:
@@ -97,41 +186,98 @@ class Pace:
         Variable._execution_engine.queue_callback(self._at_end)
 
     def _at_end(self) -> None:
-        self._ready = time.perf_counter()
+        assert self._clock is not None
+        self._ready = self._clock.mark()
 
     def after_backward(self) -> None:
         """To be called after it."""
-        if self._ready:
-            self._still, self._noted = self._still + time.perf_counter() - self._ready, True
+        if self._ready is not None and self._clock is not None:
+            self._stills.append((self._ready, self._clock.mark()))
 
-    def step(self, samples: int, waited: float) -> None:
-        """To be called at the end of each global step, with its samples over all ranks.
+    def step(self, samples: int, waited: float, saved: float = 0.0) -> Look | None:
+        """To be called at the end of each global step.
 
-        ``waited`` is as in :meth:`restart`.
+        Args:
+            samples: Of the step, over all ranks.
+            waited: Seconds in which this rank waited for its data, from its beginning.
+            saved: Seconds in which checkpoints held it up, from its beginning.
+
+        Returns:
+            Now and then a look at the last steps: the same, at the same step, on every rank.
         """
         self.rate.add(samples)
-        now, buffers = time.perf_counter(), self._in_buffers()
-        if self._noted:
-            note = (now - self._since, waited - self._waited, self._still + buffers)
-            self._notes.append(note)
-        self._since, self._waited = now, waited
-        self._ready, self._still, self._noted = 0.0, 0.0, False
-        if len(self._notes) >= _NOTES:
-            self._exchange()
+        if self._clock is None:
+            return None
+        note, now, look = self._note, time.perf_counter(), None
+        note.ended, note.data = self._clock.mark(), waited - self._waited
+        note.saving, self._waited, self._saved = saved - self._saved, waited, saved
+        self._note = _Note(note.step + 1, note.ended)
+        if note.step % self._every == 0:
+            stood = self._model.stood if isinstance(self._model, Replica) else ()
+            self._over.append((note, [*self._stills, *stood]))
+            if self._sent is not None:
+                look = self._taken()
+            if len(self._over) >= self._each:
+                self._send()
+        self._stills.clear()
+        if isinstance(self._model, Replica):
+            self._model.stood.clear()
+        self._left = time.perf_counter()
+        self._spent += self._left - now
+        return look
 
-    def _in_buffers(self) -> float:
-        """Seconds in which this rank stood still for buffers since it was last asked."""
-        if not isinstance(self._model, Replica):
-            return 0.0
-        seconds, self._model.stood = self._model.stood, 0.0
-        return seconds
+    def leave(self, saved: float = 0.0) -> None:
+        """The session has done what it does after a step: the script has control again."""
+        self._note.other = max(0.0, time.perf_counter() - self._left - (saved - self._saved))
 
-    def _exchange(self) -> None:
-        rows = self._comms.rows(torch.tensor(self._notes, dtype=torch.float64))
-        self._notes.clear()
-        self._rows.append(rows)
-        a_step = float(rows[:, :, 0].mean())  # the same on every rank
-        self._every = max(1, int(_NOTE_SECONDS * _CHEAP / max(a_step, 1e-9)))
+    # -- between ranks -------------------------------------------------------------------
+
+    def _send(self, *, all_of_them: bool = False) -> None:
+        """Sends what is known of the steps that are over."""
+        # What an accelerator does of the last step is not over yet.
+        count = len(self._over) - (isinstance(self._clock, _Device) and not all_of_them)
+        over, self._over = self._over[:count], self._over[count:]
+        columns = torch.tensor([self._row(*one) for one in over], dtype=torch.float64)
+        vector = torch.cat([columns.flatten(), torch.tensor([self._spent], dtype=torch.float64)])
+        self._spent = 0.0
+        self._sent = _Sent(self._comms, vector, over[0][0].step, count)
+
+    def _row(self, note: _Note, stills: list[tuple[Any, Any]]) -> tuple[float, ...]:
+        assert self._clock is not None
+        between = self._clock.between
+        data, saving, other = note.data, note.saving, note.other
+        if isinstance(self._clock, _Device):  # only while it had nothing to do
+            left = between(note.began, note.given) if note.given is not None else 0.0
+            data = min(data, left)
+            saving = min(saving, left - data)
+            other = left - data - saving
+        still = sum(between(*one) for one in stills)
+        whole = between(note.began, note.ended)
+        return whole, data, still, saving, other, note.samples, note.elements
+
+    def _taken(self) -> Look:
+        """What all have sent."""
+        assert self._sent is not None
+        before, sent, self._sent = time.perf_counter(), self._sent, None
+        rows = sent.rows()
+        notes = rows[:, : sent.count * _COLUMNS].reshape(-1, sent.count, _COLUMNS)
+        cost = float(rows[:, sent.count * _COLUMNS].median())
+        seconds = divided(notes[:, :, :5])
+        look = Look(sent.first, seconds, notes[:, :, 5], notes[:, :, 6], None, self._every)
+        self.totals = Totals.of(seconds) if self.totals is None else self.totals + seconds
+        a_step = max(float(notes[:, :, 0].mean()), 1e-9)
+        self._every = max(1, int(_NOTE_SECONDS * _CHEAP / a_step))
+        self._each = min(_MOST, max(_EVERY, int(cost / (_COST * a_step * self._every))))
+        self._spent += time.perf_counter() - before
+        return look
+
+    def finish(self) -> list[Look]:
+        """The steps since the last look; a collective."""
+        looks = [] if self._sent is None else [self._taken()]
+        if self._over:
+            self._send(all_of_them=True)
+            looks.append(self._taken())
+        return looks
 
     def summary(self, steps: int, waited: float) -> str:
         """The training of so many steps, for the user; a collective.
@@ -140,62 +286,157 @@ class Pace:
             steps: Done by this process; the same on every rank.
             waited: Seconds in which this rank waited for its data.
         """
+        self.finish()
         shares = self.shares()
         named = shares is not None and shares.slowest is not None
         hosts = self._comms.texts(self._comms.world.host) if named else ()
         return summary(steps, self.rate.samples, self.rate.seconds, waited, shares, hosts)
 
     def shares(self) -> Shares | None:
-        """What came out since the start; a collective. ``None`` where it cannot be known."""
-        if self._clocks:
-            if self._notes:
-                self._exchange()
-            return divided(torch.cat(self._rows, dim=1)) if self._rows else None
-        if not self._ddp:
+        """What came out of all looks; ``None`` where there were none."""
+        if self._comms.alone or self.totals is None:
             return None
-        row = self._comms.rows(torch.tensor([_by_ddp(self._model)], dtype=torch.float64))
-        return divided(row) if bool((row[:, :, 0] > 0).all()) else None
+        return self.totals.shares()
 
 
-def _by_ddp(model: nn.Module) -> tuple[float, float, float]:
-    """Mean seconds by DDP's own clocks, which sample some steps: also right on accelerators."""
-    assert isinstance(model, DistributedDataParallel)
-    said: dict[str, float] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    exchange, compute, overlap = (
-        said.get(f"avg_backward_{name}_time", 0) / 1e9
-        for name in ("comm", "compute", "compute_comm_overlap")
-    )
-    still = max(0.0, exchange - overlap)
-    return said.get("avg_forward_compute_time", 0) / 1e9 + compute + still, 0.0, still
+class _Sent:
+    """Notes of this rank on their way to all others.
+
+    Args:
+        comms: Of all ranks.
+        vector: As long on every rank.
+        first: Number of their first step.
+        count: How many steps.
+    """
+
+    def __init__(self, comms: Comms, vector: Tensor, first: int, count: int) -> None:
+        self.first, self.count = first, count
+        self._rows, self._wait = _sent(comms, vector)
+
+    def rows(self) -> Tensor:
+        """Of all ranks, on the CPU."""
+        self._wait()
+        return torch.stack(list(self._rows)).clone()
 
 
-def divided(notes: Tensor) -> Shares:
-    """The shares that notes of all ranks tell.
+def _sent(comms: Comms, vector: Tensor) -> tuple[Sequence[Tensor], Callable[[], object]]:
+    """Rows that are filled when what is returned beside them was called and has returned."""
+    size, device = comms.world.size, comms.device
+    if comms.alone:
+        return [vector], lambda: None
+    if device.type == "cpu":
+        rows = [torch.empty_like(vector) for _ in range(size)]
+        work = dist.all_gather(rows, vector, group=comms.group, async_op=True)
+        return rows, work.wait
+    # In a stream of its own: neither the CPU nor the training's stream waits for it.
+    library = torch.get_device_module(device)
+    home = torch.empty(size, len(vector), dtype=vector.dtype, pin_memory=True)
+    with library.stream(library.Stream(device)):
+        mine = vector.pin_memory().to(device, non_blocking=True)
+        there = torch.empty(size, len(vector), dtype=vector.dtype, device=device)
+        work = dist.all_gather_into_tensor(there, mine, group=comms.group, async_op=True)
+        work.wait()
+        home.copy_(there, non_blocking=True)
+        over = library.Event()
+        over.record()
+
+    def wait(kept: object = (mine, there)) -> None:
+        over.synchronize()
+
+    return list(home), wait
+
+
+def _clock(device: torch.device) -> _Host | _Device | None:
+    if device.type == "cpu":
+        return _Host()
+    with contextlib.suppress(Exception):  # whatever this torch and driver say
+        return _Device(device)
+    return None
+
+
+def elements(data: Any) -> int:
+    """Numbers in the tensors of a batch."""
+    if isinstance(data, Tensor):
+        return data.numel()
+    if isinstance(data, Mapping):
+        data = data.values()
+    elif not isinstance(data, (tuple, list)):
+        return 0
+    return sum(elements(one) for one in data)
+
+
+def divided(notes: Tensor) -> Tensor:
+    """The parts of each step that notes of all ranks tell.
 
     Args:
         notes: Seconds of each rank and step: the whole step, waiting for data, standing still
-            for gradients and buffers; shape ``[ranks, steps, 3]``.
+            for gradients and buffers, saving, other; shape ``[ranks, steps, 5]``.
+
+    Returns:
+        Seconds of :data:`PARTS`, shape ``[ranks, steps, 6]``.
     """
-    whole, data, still = notes.unbind(2)
-    exchange = still.min(dim=0)
-    waiting = still - exchange.values
-    lost = waiting.sum(dim=1)
-    rank = int(lost.argmax())
-    total = max(float(whole[rank].sum()), 1e-9)
-    others = float(lost[rank]) / total
-    # Of the rank that came last: how long the first to arrive stood there.
-    late = torch.zeros(len(notes), dtype=notes.dtype)
-    late.index_add_(0, exchange.indices, waiting.max(dim=0).values)
-    slowest = int(late.argmax())
-    known = others >= _NAMED and float(late[slowest]) >= _MOSTLY * float(late.sum())
-    return Shares(
-        float(data[rank].sum()) / total,
-        others,
-        float(exchange.values.sum()) / total,
-        slowest if known else None,
-        float(late[slowest]) / notes.shape[1],
-        float(data[slowest].sum() / whole[slowest].sum().clamp(min=1e-9)),
-    )
+    whole, data, still, saving, other = notes.unbind(2)
+    moving = still.min(dim=0, keepdim=True).values.expand_as(still)
+    computing = (whole - data - still - saving - other).clamp(min=0)
+    return torch.stack([data, computing, still - moving, moving, saving, other], dim=2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Totals:
+    """The sum of looks.
+
+    Attributes:
+        seconds: Of each rank and part.
+        late: Of each rank: how long the first to arrive stood there for it, when it was the last.
+        steps: How many.
+    """
+
+    seconds: Tensor
+    late: Tensor
+    steps: int
+
+    @classmethod
+    def of(cls, seconds: Tensor) -> Totals:
+        """Of one look."""
+        waiting = seconds[:, :, _WAITING]
+        late = torch.zeros(len(seconds), dtype=seconds.dtype)
+        late.index_add_(0, waiting.argmin(dim=0), waiting.max(dim=0).values)
+        return cls(seconds.sum(dim=1), late, seconds.shape[1])
+
+    def __add__(self, seconds: Tensor) -> Totals:
+        more = Totals.of(seconds)
+        return Totals(self.seconds + more.seconds, self.late + more.late, self.steps + more.steps)
+
+    def shares(self) -> Shares:
+        """Of the rank that waited most for others."""
+        rank = int(self.seconds[:, _WAITING].argmax())
+        slowest = int(self.late.argmax())
+        part = (self.seconds[rank] / self.seconds[rank].sum().clamp(min=1e-9)).tolist()
+        its = self.seconds[slowest]
+        known = part[_WAITING] >= _NAMED and self.late[slowest] >= _MOSTLY * float(self.late.sum())
+        return Shares(
+            dict(zip(PARTS, part, strict=True)),
+            slowest if known else None,
+            float(self.late[slowest]) / max(self.steps, 1),
+            float(its[_DATA] / its.sum().clamp(min=1e-9)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The time of the steps, as the rank that waits most for others sees it.
+
+    Attributes:
+        parts: Part of the time by name (:data:`PARTS`).
+        slowest: The rank that was mostly waited for; ``None`` when there is no such rank.
+        late: Seconds of a step for which it was waited for.
+        its_data: Part of the slowest rank's time in which it waited for its data.
+    """
+
+    parts: Mapping[str, float]
+    slowest: int | None = None
+    late: float = 0.0
+    its_data: float = 0.0
 
 
 class Rate:
@@ -251,9 +492,10 @@ def summary(
     if shares is None:
         parts = f"waiting for data {min(1.0, waited / seconds):.0%}"
     else:
+        part = shares.parts
         parts = (
-            f"waiting for data {shares.data:.0%}, waiting for slower ranks {shares.others:.0%},"
-            f" communication {shares.exchange:.0%}, computing {shares.computing:.0%}"
+            f"waiting for data {part['data']:.0%}, waiting for slower ranks {part['waiting']:.0%},"
+            f" communication {part['moving']:.0%}, computing {part['computing']:.0%}"
         )
     text = (
         f"trained {counted(steps, 'step')}, {counted(samples, 'sample')} in {seconds:.1f} s:"

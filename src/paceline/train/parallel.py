@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -59,15 +60,20 @@ class Replica(DistributedDataParallel):
     which are in evaluation mode and have no parameter that is trained, stay at home.
 
     Attributes:
-        stood: Seconds in which the CPU was in that exchange; whoever reads it sets it back.
+        stood: Beginnings and ends of these exchanges; whoever reads them clears them.
+        mark: Gives a moment: of the CPU, or of an accelerator's stream.
     """
 
-    stood = 0.0
+    mark: Callable[[], Any] = staticmethod(time.perf_counter)
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.stood: deque[tuple[Any, Any]] = deque(maxlen=1000)
 
     def _sync_buffers(self) -> None:
-        began = time.perf_counter()
+        began = self.mark()
         super()._sync_buffers()  # type: ignore[no-untyped-call]
-        self.stood += time.perf_counter() - began
+        self.stood.append((began, self.mark()))
 
     def _distributed_broadcast_coalesced(
         self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0

@@ -64,7 +64,7 @@ class Session(Member):
         self._seed, self._log_every, self._check_every = seed, log_every, check_every
         self.models = Models()
         self._proof: Proof | None = None
-        self._pace = Pace(self.comms, self.models.module)
+        self._pace = Pace(self.comms, self.models.module, self.device)
         self._loader: Loader | None = None
         self._keeper: Keeper | None = None
         self._best: Best | None = None
@@ -112,7 +112,7 @@ class Session(Member):
                 updater.model, updater.exchange = replica, Exchange(replica, self.comms)
             self._proof = Proof(self.comms, self.models.module)
         self.verify()
-        self._pace = Pace(self.comms, self.models.first.model)
+        self._pace = Pace(self.comms, self.models.first.model, self.device)
         devices.seed_all(self._seed + 1 + self.world.rank)
         about = {"model": name} if name else {}
         self.event("prepared", parameters=sum(p.numel() for p in module.parameters()), **about)
@@ -318,6 +318,7 @@ class Session(Member):
                 an evaluation in between (0: not).
         """
         done, self._loader, loader.every = self.progress, loader, every
+        loader.arrived = self._pace.given
         done.steps = steps or epochs * len(loader)
         self._journal.epochs = -(-done.steps // len(loader))
         self._log_every = self._log_every or _interval(len(loader))
@@ -330,7 +331,7 @@ class Session(Member):
                 " directory of its own, starts a new training"
             )
         while not done.finished:
-            self._pace.restart(loader.waited)
+            self._pace.restart(loader.waited, self._saved)
             self._journal.begin_epoch()
             yield done.epoch
             self._journal.end_epoch()
@@ -375,6 +376,7 @@ class Session(Member):
         batch = self._loader.take()
         named = losses if isinstance(losses, Mapping) else {ALONE: losses}
         self._backward(batch, named)
+        self._pace.took(batch.count, batch.data)
         measured, self._measured = self._measured, {}
         self._journal.measure(batch.count, **{**measured, **values})
         if batch.last:
@@ -433,7 +435,7 @@ class Session(Member):
         """After a global step: counts it, and does what is due."""
         done = self.progress
         done.step, done.offset = done.step + 1, batch.stop
-        self._pace.step(batch.total, loader.waited)
+        self._pace.step(batch.total, loader.waited, self._saved)
         if self._proof is not None:
             self._proof.stepped()
         self._watch.stepped()
@@ -446,11 +448,17 @@ class Session(Member):
         self._journal.stepped(self._pace.rate.value)
         if self._keeper is not None:
             self._keeper.after_step()
+        self._pace.leave(self._saved)
         if ended or loader.pauses():  # the script may evaluate now, or change the model
             if self._proof is not None:
                 self._proof.align()
             if self._keeper is not None:
                 self._keeper.settle()
+
+    @property
+    def _saved(self) -> float:
+        """Seconds in which checkpoints held this rank up."""
+        return 0.0 if self._keeper is None else self._keeper.seconds
 
     def _record(self) -> None:
         """Records the training since the last record; one that has diverged ends on every rank."""

@@ -82,6 +82,9 @@ class Keeper:
         tell: Called with an event's name and its details, ``warning`` where it is to be shown.
         stop_when_full: Ends the training cleanly when a checkpoint could not be written.
         callbacks: Told on every rank of each checkpoint that is complete.
+
+    Attributes:
+        seconds: For which checkpoints held this rank up.
     """
 
     def __init__(
@@ -105,7 +108,8 @@ class Keeper:
         self._full, self._good_step = "", 0
         self._callbacks, self._told_step = callbacks, 0
         self._in_parts = False
-        training.models.wait_with(self._writer.copier.wait)
+        self.seconds = 0.0
+        training.models.wait_with(self.settle)
 
     # -- the start -----------------------------------------------------------------------
 
@@ -189,8 +193,10 @@ class Keeper:
             self.save(best=best)
 
     def settle(self) -> None:
-        """Returns when the script may change the model: no copy of it is under way."""
+        """Returns when the model may be changed: no copy of it is under way."""
+        before = time.perf_counter()
         self._writer.copier.wait()
+        self.seconds += time.perf_counter() - before
 
     def _stop(self) -> None:
         self._writer.wait()
@@ -219,6 +225,7 @@ class Keeper:
         """Makes a checkpoint of the present state; the training pays for the copy only."""
         if self._training.progress.step == self._saved_step and not best:
             return
+        before = time.perf_counter()
         self._saved_step, self._saved_at = self._training.progress.step, time.monotonic()
         with self._training.models.own_weights() as exchanged:
             snapshot = capture(self._training, self._comms, best=best, in_parts=self._in_parts)
@@ -226,6 +233,7 @@ class Keeper:
                 self._write_together(snapshot)
             elif self._comms.world.rank == 0:
                 self._writer.begin(snapshot)
+            self.seconds += time.perf_counter() - before
             if exchanged:  # the evaluation goes on with the averages
                 self.settle()
 

@@ -70,7 +70,7 @@ def test_every_path_exists_in_the_set(folder: Path) -> None:
     assert set(services) == {"w1", "w2", "launcher"}
     for service in services.values():
         for volume in service["volumes"]:
-            assert (folder / volume.split(":")[0]).is_dir()
+            assert (folder / volume.split(":")[0]).exists()
         assert service["working_dir"] in {v.split(":")[1] for v in service["volumes"]}
     assert services["w1"]["command"][-1] == "/home/dev/.ssh/sshd_config"
     hosts = services["launcher"]["command"]
@@ -170,6 +170,17 @@ def test_a_rank_finds_its_place_whoever_started_it(
     done = subprocess.run(argv, env={"PATH": "/usr/bin:/bin", **told}, capture_output=True,
                           text=True, check=True)  # fmt: skip
     assert done.stdout.split() == place.split()
+
+
+def test_logins_get_the_containers_environment(folder: Path) -> None:
+    """One SetEnv in sshd's own quoting; a value that it could not read back is left out."""
+    script = (folder / "sshd.sh").read_text().replace("exec /usr/sbin/sshd", "printf '%s\\n'")
+    env = {"PATH": "/opt/mpi/bin:/usr/bin", "A": "b c", "B": 'x"y', "C": "one\ntwo", "HOME": "/"}
+    done = subprocess.run(["sh", "-c", script, "sshd", "-f", "file"], env=env,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    *words, told = done.stdout.splitlines()
+    assert words == ["-D", "-e", "-f", "file", "-o"]
+    assert sorted(shlex.split(told)) == ["A=b c", "C=one", "PATH=/opt/mpi/bin:/usr/bin", "SetEnv"]
 
 
 def test_scripts_are_sourced_once_and_without_the_commands_words(tmp_path: Path) -> None:

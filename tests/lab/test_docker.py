@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,45 +83,84 @@ def test_no_daemon(transport: Transport, docker: Docker) -> None:
 
 PROGRAMS = (
     "/bin/sh", "/bin/bash", "/usr/bin/id", "/usr/bin/install", "/usr/bin/mkdir",
-    "/usr/bin/hostname", "/usr/bin/ssh", "/usr/sbin/sshd", "/usr/sbin/useradd",
-    "/usr/bin/mpirun.mpich", "/usr/bin/hydra_pmi_proxy",
+    "/usr/bin/ssh", "/usr/sbin/sshd", "/usr/sbin/useradd",
 )  # fmt: skip
-SAYS_ITS_PLACE = "echo rank $PMI_RANK of $PMI_SIZE, $(hostname), uid $(id -u)"
+LAPTOP = "a-laptop"  # what the launching machine is called; nobody can resolve it
+TELL = (
+    "echo rank $RANK of $WORLD_SIZE, $LOCAL_RANK on $(hostname), uid $(id -u), "
+    "at $MASTER_ADDR:$MASTER_PORT, $SAID, $OF_IMAGE, $WORDS words"
+)
 
 
-@pytest.fixture
-def matched(cluster: tuple[Site, Docker], docker: Docker) -> Path:
-    """The folder that `paceline setup containers` has written, and its image on both hosts."""
-    site = cluster[0]
-    mpiexec("mpich")
-    links = {"usr/bin/mpirun": "mpirun.mpich"}
-    write_image_with(docker.folder / "base.tar", PROGRAMS, links)
-    workers = [f"--worker=w{n}={site.lab.address(f'n{n}')}" for n in (1, 2)]
-    words = ["--image=base:1", *workers, "sh", "-c", SAYS_ITS_PLACE]
-    Transport(site, ()).verb("setup", "containers", "--out", str(docker.folder / "set"), *words)
+@pytest.fixture(scope="module")
+def sets(cluster: tuple[Site, Docker]) -> Callable[..., Path]:
+    """Writes a set whose ranks source a file; the image is built with the first of them.
+
+    The base has what sshd needs; MPI is this machine's, mounted.
+    """
+    site, docker = cluster
+    home = docker.folder / "sets"
+    home.mkdir()
+    write_image_with(docker.folder / "base.tar", PROGRAMS, {})
     for name in ("n1", "n2"):
-        docker.tell(name, "import", "-c", "ENV PATH=/usr/sbin:/usr/bin",
-                    str(docker.folder / "base.tar"), "base:1")  # fmt: skip
-        typed(site, name, docker.folder / "set", "docker build").check_returncode()
-    return docker.folder / "set"
+        docker.tell(name, "import", "-c", "ENV PATH=/usr/sbin:/usr/bin", "-c",
+                    "ENV OF_IMAGE=there", str(docker.folder / "base.tar"), "base:1")  # fmt: skip
+
+    def make(flavour: str, *words: str) -> Path:
+        mpirun, first = Path(mpiexec(flavour)).with_name("mpirun"), not list(home.iterdir())
+        if flavour != "intel":  # Debian's mpirun is the one or the other
+            mpirun = home / flavour / "mpirun"
+            mpirun.parent.mkdir(exist_ok=True)
+            mpirun.write_text(f'#!/bin/sh\nexec /usr/bin/mpirun.{flavour} "$@"\n')
+            mpirun.chmod(0o755)
+        vars_sh = home / "vars.sh"
+        vars_sh.write_text(f"export WORDS=$# PATH={mpirun.parent}:$PATH\n")
+        seen = sorted({"/usr", str(home), str(mpirun.parents[1])})
+        mounts = [f"--mount={one}:{one}:ro" for one in seen]
+        own = ["--image=base:1", f"--activate={vars_sh}", "--env=SAID=a b", f"--mpi={flavour}"]
+        out = home / f"set{len(list(home.iterdir()))}"
+        own += [*mounts, *words, "--out", str(out), "sh", "-c", TELL]
+        Transport(site, ()).verb("setup", "containers", *own)
+        for name in ("n1", "n2") if first else ():
+            typed(site, name, out, "docker build").check_returncode()
+        return out
+
+    return make
 
 
-def test_mpirun_inside_a_matched_set(cluster: tuple[Site, Docker], matched: Path) -> None:
-    """Every line of commands.sh as it stands, on the machine that it names."""
+@pytest.mark.parametrize("flavour", ["mpich", "intel", "openmpi"])
+def test_mpirun_inside_a_matched_set(
+    flavour: str, cluster: tuple[Site, Docker], docker: Docker, sets: Callable[..., Path]
+) -> None:
+    """Two workers, and then ``mpirun -hosts localhost,worker`` with two ranks in each."""
     site = cluster[0]
+    n1, n2 = site.lab.address("n1"), site.lab.address("n2")
+    rest = f"uid 1000, at {n1}:29500, a b, there, 0 words"
+    said = runs(site, sets(flavour, f"--worker=w1={n1}", f"--worker=w2={n2}"), "n1", "n2")
+    assert said == [f"rank 0 of 2, 0 on n1, {rest}", f"rank 1 of 2, 0 on n2, {rest}"]
+    said = runs(site, sets(flavour, f"--launcher={n1}", f"--worker=w2={n2}", "-p2"), "n2")
+    assert said == [
+        f"rank 0 of 4, 0 on {LAPTOP}, {rest}",
+        f"rank 1 of 4, 1 on {LAPTOP}, {rest}",
+        f"rank 2 of 4, 0 on n2, {rest}",
+        f"rank 3 of 4, 1 on n2, {rest}",
+    ]
+
+
+def runs(site: Site, folder: Path, *workers: str) -> list[str]:
+    """What ranks say. Every line of commands.sh, on the machine that it names."""
     with contextlib.ExitStack() as stack:
         stack.callback(site.lab.exec, "n1", ["docker", "kill", "paceline-launcher"])
-        for name, alias in (("n1", "w1"), ("n2", "w2")):
-            line = line_of(matched, f"--name=paceline-{alias} ")
-            stack.enter_context(site.lab.popen(name, ["sh", "-c", line], cwd=matched))
-            stack.callback(site.lab.exec, name, ["docker", "kill", f"paceline-{alias}"])
+        for name in workers:
+            line = line_of(folder, f"--name=paceline-w{name[1:]} ")
+            stack.enter_context(site.lab.popen(name, ["sh", "-c", line], cwd=folder))
+            stack.callback(site.lab.exec, name, ["docker", "kill", f"paceline-w{name[1:]}"])
             assert eventually(lambda n=name: has_sshd(site, n), 20)
-        done = typed(site, "n1", matched, "docker run", "--name=paceline-launcher ")
+        line = line_of(folder, "docker run", "--name=paceline-launcher ")
+        line = line.replace("--network=host", f"--network=host --hostname={LAPTOP}")
+        done = site.lab.exec("n1", ["sh", "-c", line], cwd=folder, timeout=40)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [
-        "rank 0 of 2, n1, uid 1000",
-        "rank 1 of 2, n2, uid 1000",
-    ]
+    return sorted(done.stdout.splitlines())
 
 
 def has_sshd(site: Site, host: str) -> bool:

@@ -27,6 +27,7 @@ FIRST_PORT = 12345
 KEY = "id_ed25519"
 HOST_KEY = "ssh_host_ed25519_key"
 RANK = "/opt/paceline/rank"
+SSHD = "/opt/paceline/sshd"
 MPIS = ("intel", "mpich", "openmpi")
 # whose GPUs → devices, folders and flags of the engine; AMD's and Intel's need groups as well
 _DRI = ("/dev/dri",)
@@ -137,6 +138,7 @@ def files(made: ContainerSet, keys: Keys) -> dict[str, str]:
         "compose.yaml": json.dumps(compose(made), indent=2) + "\n",
         "hostfile": "".join(f"{place}\n" for place in made.places),
         "rank.sh": rank_script(made),
+        "sshd.sh": SSHD_SCRIPT,
         "commands.sh": commands(made),
         "ssh_launcher/config": ssh_config(made),
         "ssh_launcher/known_hosts": known_hosts(made, keys),
@@ -165,7 +167,6 @@ RUN if [ -x /usr/sbin/sshd ]; then :; \\
     (id -u {USER} >/dev/null 2>&1 || \\
       useradd --non-unique --uid {made.uid} --create-home {USER}) && \\
     install -d -o {made.uid} -m 700 {HOME}/.ssh
-COPY rank.sh {RANK}
 USER {USER}
 WORKDIR {WORK}
 """
@@ -184,8 +185,37 @@ def rank_script(made: ContainerSet) -> str:
         'if [ -z "$PACELINE_ACTIVATED" ]; then activate; export PACELINE_ACTIVATED=1; fi',
     ] * bool(sourced)
     shell = "/bin/bash" if sourced else "/bin/sh"
-    return "\n".join([f"#!{shell}", *once, _PLACE, 'exec "$@"', ""])
+    return "\n".join([f"#!{shell}", *once, *_called_back(made), _PLACE, 'exec "$@"', ""])
 
+
+def _called_back(made: ContainerSet) -> list[str]:
+    """Hydra has the workers call back by this machine's name, MPICH perhaps by ``localhost``.
+
+    Neither need lead here from there. How a worker sees our address, ssh can say.
+    """
+    if made.mpi == "openmpi" or made.interface:
+        return []
+    asked = f"$(ssh -n {made.workers[0].alias} 'echo \"${{SSH_CONNECTION%% *}}\"')"
+    return [
+        'if [ "$1" = mpirun ]; then',
+        f"own={shell_text([made.launcher]) if made.launcher else asked} || exit",
+        f'card=$(python3 -c {shell_text([_CARD])} "$own")',
+        'if [ -n "$card" ]; then shift; set -- mpirun -iface "$card" "$@"; fi',
+        "fi",
+    ]
+
+
+# the interface that has an address
+_CARD = """import fcntl, socket, struct, sys
+asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for _, name in socket.if_nameindex():
+    try:
+        said = fcntl.ioctl(asking, 0x8915, struct.pack("256s", name.encode()))
+    except OSError:
+        continue
+    if socket.inet_ntoa(said[20:24]) == socket.gethostbyname(sys.argv[1]):
+        print(name)
+        break"""
 
 _PLACE = """rank=${OMPI_COMM_WORLD_RANK:-${MV2_COMM_WORLD_RANK:-$PMI_RANK}}
 if [ -n "$rank" ]; then
@@ -195,6 +225,21 @@ here=${OMPI_COMM_WORLD_LOCAL_SIZE:-${MV2_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANK
 export RANK=$rank WORLD_SIZE=$size LOCAL_RANK=$local LOCAL_WORLD_SIZE=$here
 export PMI_RANK=$rank PMI_SIZE=$size MPI_LOCALRANKID=$local MPI_LOCALNRANKS=$here
 fi"""
+
+
+# In the foreground, so that the container ends with it. What logs in gets the container's
+# environment, where the image says on which PATH its MPI, Python and libraries are.
+SSHD_SCRIPT = r"""#!/bin/sh
+while IFS= read -r pair; do
+case $pair in
+HOME=*|HOSTNAME=*|PWD=*|SHLVL=*|_=*|*\"*|*\\*) ;;
+[A-Za-z_]*=*) given="$given \"$pair\"" ;;
+esac
+done <<END
+$(env)
+END
+exec /usr/sbin/sshd -D -e "$@" -o "SetEnv$given"
+"""
 
 
 def sshd_config(worker: Worker) -> str:
@@ -247,9 +292,8 @@ def known_hosts(made: ContainerSet, keys: Keys) -> str:
     return "".join(f"{worker.alias} {keys.hosts[worker.alias]}\n" for worker in made.workers)
 
 
-def sshd_command(worker: Worker) -> list[str]:
-    """In the foreground, so that the container ends with it."""
-    return ["/usr/sbin/sshd", "-D", "-e", "-f", f"{HOME}/.ssh/sshd_config"]
+def sshd_command() -> list[str]:
+    return [SSHD, "-f", f"{HOME}/.ssh/sshd_config"]
 
 
 def mpirun_command(made: ContainerSet) -> list[str]:
@@ -294,9 +338,11 @@ def run_line(made: ContainerSet, name: str, ssh_folder: str, words: list[str]) -
 
 
 def volumes(made: ContainerSet, ssh_folder: str) -> list[str]:
-    """Folders of the machine, those of the set relative to it."""
+    """Folders and files of the machine, those of the set relative to it."""
     by_path = [f"{BY_PATH}:{BY_PATH}:ro"] if made.gpus in ("intel", "amd") else []
-    return [f"./workload:{WORK}", f"./{ssh_folder}:{HOME}/.ssh:ro", *by_path, *made.mounts]
+    own = [f"./workload:{WORK}", f"./{ssh_folder}:{HOME}/.ssh:ro"]
+    scripts = [f"./rank.sh:{RANK}:ro", f"./sshd.sh:{SSHD}:ro"]
+    return [*own, *scripts, *by_path, *made.mounts]
 
 
 def commands(made: ContainerSet) -> str:
@@ -305,7 +351,7 @@ def commands(made: ContainerSet) -> str:
     lines = ["# On every machine, in a copy of this folder:", shell_text(build)]
     for worker in made.workers:
         name = f"paceline-{worker.alias}"
-        line = run_line(made, name, folder_of(worker), sshd_command(worker))
+        line = run_line(made, name, folder_of(worker), sshd_command())
         lines += ["", f"# On {worker.address}: the worker {worker.alias}", line]
     launch = run_line(made, "paceline-launcher", "ssh_launcher", mpirun_command(made))
     lines += ["", "# On the launching machine, once the workers are up:", launch]
@@ -316,7 +362,7 @@ def compose(made: ContainerSet) -> dict[str, object]:
     """The same as a Compose file, for workers on this very machine."""
     services: dict[str, object] = {}
     for worker in made.workers:
-        services[worker.alias] = _service(made, folder_of(worker), sshd_command(worker))
+        services[worker.alias] = _service(made, folder_of(worker), sshd_command())
     launcher = _service(made, "ssh_launcher", mpirun_command(made))
     launcher["depends_on"] = [worker.alias for worker in made.workers]
     services["launcher"] = launcher

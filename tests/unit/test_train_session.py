@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline import train
+from paceline.spec.errors import SettingError
 
 
 @pytest.fixture
@@ -131,3 +132,11 @@ def test_determinism_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert not asked
     with train.join(run_dir=tmp_path, deterministic=True):
         assert asked == [True]
+
+
+def test_ways_to_communicate_that_there_are_not(session: train.Session) -> None:
+    network = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    with pytest.raises(SettingError, match="int9: there is no such way") as error:
+        session.prepare(network, optimizer, communication="int9")
+    assert "int8" in error.value.remedy

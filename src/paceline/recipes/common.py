@@ -102,6 +102,7 @@ def prepare(
         schedule,
         clip_norm=options.clip_norm or None,
         compile=options.compile,
+        communication=options.communication,
     )
     if options.ema:
         session.average(options.ema, start=options.ema_start)

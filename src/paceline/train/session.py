@@ -22,6 +22,8 @@ from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Stateful, Training
 from paceline.train.checkpoints.keeper import Keeper, policy
 from paceline.train.checkpoints.store import Store
+from paceline.train.communication import choice
+from paceline.train.communication.choice import Communication
 from paceline.train.data import Collate, Data, Fetch, allowed, loader_workers, order_of
 from paceline.train.exchange import Exchange
 from paceline.train.insync import Proof
@@ -83,6 +85,7 @@ class Session(Member):
         clip_norm: float | None = None,
         compile: bool = False,
         unused: bool = False,
+        communication: str = "exact",
         name: str = "",
     ) -> nn.Module:
         """Makes the model train as one over all ranks and proves that all start equal.
@@ -98,11 +101,17 @@ class Session(Member):
             compile: Compiles what is returned with ``torch.compile``.
             unused: Some steps leave parameters without gradient (branches, frozen parts that
                 still require one); DDP then looks for them at every step, which costs time.
+            communication: How gradients are averaged over the ranks: ``exact``, ``fp16``, ``bf16``,
+                ``int8``, ``int4``. What sends less is for slow links.
             name: Of one of several models: in losses, records and checkpoints.
 
         Returns:
             What to call in the training loop. Evaluate and save with ``module`` itself.
+
+        Raises:
+            SettingError: There is no such way to communicate, or not for this model.
         """
+        choice.check(communication, sharded=parallel.is_sharded(module))
         scaler = self.precision.scaler(self.device)
         updater = Updater(module, optimizer, schedule, scaler, clip_norm)
         self.models.add(name, updater)
@@ -110,6 +119,7 @@ class Session(Member):
             if not parallel.is_sharded(module):
                 replica = parallel.replicated(module, self.device, unused=unused, apart=bool(name))
                 updater.model, updater.exchange = replica, Exchange(replica, self.comms)
+                updater.communication = Communication(communication, updater.exchange)
             self._proof = Proof(self.comms, self.models.module)
         self.verify()
         self._pace = Pace(self.comms, self.models.first.model, self.device)

@@ -46,6 +46,8 @@ def untouched(models: Models, device: torch.device, precision: Precision) -> Ite
             optimizer.load_state_dict(state)
         for group, former in zip(optimizer.param_groups, groups, strict=True):
             group.update(former)
+        if real.communication is not None:
+            real.communication.load_state({})
         parallel.put_back(real.module)
         with torch.no_grad():
             for one, former_values in zip(live, kept, strict=True):

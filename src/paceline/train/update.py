@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.train import parallel
 from paceline.train.average import Average
+from paceline.train.communication.choice import Communication
 from paceline.train.exchange import Exchange
 from paceline.train.loader import Batch
 from paceline.train.norms import Norms
@@ -49,6 +50,7 @@ class Updater:
         before_step: Called right before the optimizer changes parameters.
         average: Of the weights, brought up to date after each step; ``None`` for none.
         exchange: Of a replica's gradients; ``None`` where there is no replica.
+        communication: By which that exchange is done; ``None`` likewise.
 
     Args:
         module: Its parameters' gradients are clipped.
@@ -72,6 +74,7 @@ class Updater:
         self.before_step: Callable[[], None] | None = None
         self.average: Average | None = None
         self.exchange: Exchange | None = None
+        self.communication: Communication | None = None
 
     @property
     def lr(self) -> float:
@@ -122,12 +125,14 @@ class Updater:
         A collective where parameters are sharded.
         """
         optimizer = parallel.optimizer_state(self.module, self.optimizer, whole=whole)
-        average = {"average": self.average.state(whole=whole)} if self.average else {}
+        more = {"average": self.average.state(whole=whole)} if self.average else {}
+        if self.communication is not None and (kept := self.communication.state()):
+            more["communication"] = kept
         return {
             "optimizer": optimizer,
             "schedule": self.schedule.state_dict() if self.schedule else None,
             "scaler": self.scaler.state_dict() if self.scaler else None,
-            **average,
+            **more,
         }
 
     def known(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -144,3 +149,5 @@ class Updater:
             self.scaler.load_state_dict(state["scaler"])
         if self.average:
             self.average.load_state(state.get("average"))
+        if self.communication is not None:
+            self.communication.load_state(state.get("communication", {}))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch.distributed as dist
-
+from paceline.train.communication.wire import Wire
 from paceline.train.exchange import Bucket, Line
 
 
@@ -14,12 +13,12 @@ class Exact:
 
     name: ClassVar[str] = "exact"
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, line: Line, wire: Wire | None = None) -> None:
+        self._wire = wire or Wire(line)
 
     def average(self, bucket: Bucket) -> None:
-        bucket.flat.mul_(1.0 / self._line.ranks)
-        dist.all_reduce(bucket.flat, group=self._line.group)
+        bucket.flat.mul_(1.0 / self._wire.ranks)
+        self._wire.sum(bucket.flat)
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -1,0 +1,69 @@
+"""What a rank has not said yet of its gradients: added to the next ones (error feedback).
+
+Kept in bfloat16: its own error is a five-hundredth of what is a hundredth of a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.train.communication.wire import Wire
+from paceline.train.exchange import Bucket
+
+
+class Kept:
+    """The rests of one rank, by parameter; they outlive a new layout of the buckets.
+
+    The mean over all ranks is what the training still has to get: so another number of ranks goes
+    on with that mean on each of them.
+
+    Args:
+        wire: Of all ranks.
+        names: Of each parameter.
+    """
+
+    def __init__(self, wire: Wire, names: Mapping[Tensor, str]) -> None:
+        self._wire, self._names = wire, names
+        self._of: dict[str, Tensor] = {}
+
+    def of(self, bucket: Bucket, length: int) -> Tensor:
+        """One tensor for a bucket whose layout is new; at least as long as it."""
+        flat = torch.zeros(length, dtype=torch.bfloat16, device=bucket.flat.device)
+        start = bucket.flat.storage_offset()
+        for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+            at = gradient.storage_offset() - start
+            own = flat.as_strided(gradient.size(), gradient.stride(), at)
+            name = self._names[parameter]
+            if name in self._of:
+                own.copy_(self._of[name])
+            self._of[name] = own
+        return flat
+
+    def state(self) -> dict[str, Any]:
+        """Those of all ranks, on rank 0, by name and then by rank; a collective."""
+        if not self._of:
+            return {}
+        mine = torch.cat([one.reshape(-1) for one in self._of.values()])
+        every = self._wire.gather(mine.view(torch.uint8))
+        if every is None:
+            return {}
+        sizes = [one.numel() for one in self._of.values()]
+        parts = torch.split(every.view(torch.bfloat16), sizes, dim=1)
+        shapes = [one.shape for one in self._of.values()]
+        return {
+            name: part.reshape(self._wire.ranks, *shape).clone()
+            for name, part, shape in zip(self._of, parts, shapes, strict=True)
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Takes a state of :meth:`state`, the same on every rank."""
+        self._of = {
+            name: rows[self._wire.rank].clone()
+            if len(rows) == self._wire.ranks
+            else rows.float().mean(0).to(rows.dtype)
+            for name, rows in state.items()
+        }

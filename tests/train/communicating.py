@@ -1,0 +1,103 @@
+"""Run by the tests in one process that forks: trainings whose gradients go in fewer bytes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import forking
+import torch
+import torch._dynamo
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from paceline import train
+from paceline.train.communication.choice import ASKED
+
+STEPS = 30
+
+
+class Net(nn.Module):
+    """Large enough that its gradients are coded, in several buckets; with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 96), nn.BatchNorm1d(96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU()
+        )
+        self.rarely, self.last = nn.Linear(96, 96), nn.Linear(96, 4)
+
+    def forward(self, inputs: torch.Tensor, rarely: bool) -> torch.Tensor:
+        found = self.layers(inputs)
+        return self.last(found + self.rarely(found) if rarely else found)
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(160, 16, generator=generator)
+    return TensorDataset(inputs, (inputs[:, :4] + inputs[:, 4:8]).argmax(1))
+
+
+def training(
+    folder: Path, asked: str, every: str = "never", steps: int = STEPS, unused: bool = False
+) -> None:
+    """Leaves its parameters and losses in the folder."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    with train.join(run_dir=folder, seed=4, check_every=7, log_every=5, quiet=True) as session:
+        network = session.place(Net())
+        made = torch.optim.AdamW(network.parameters(), 3e-3)
+        model = session.prepare(network, made, communication=asked, unused=unused)
+        exchange = session.models.first.exchange
+        if exchange is not None and exchange.method is not None:
+            exchange.buckets(30_000, 10_000)
+        loader, losses = session.loader(data(), 32, limit=10), []
+        session.checkpoints(every=every)
+        for _ in session.epochs(loader, steps=steps):
+            for inputs, targets in loader:
+                rarely = not unused or session.progress.step % 3 == 0
+                given = cross_entropy(model(inputs, rarely), targets, reduction="none")
+                losses.append(float(given.detach().mean()))
+                session.step(given)
+        session.verify()
+        state = network.state_dict()
+        if session.world.rank == 0:
+            torch.save((state, sum(losses[-10:]) / 10), folder / "end.pt")
+
+
+def end(folder: Path) -> tuple[dict[str, torch.Tensor], float]:
+    found: tuple[dict[str, torch.Tensor], float] = torch.load(folder / "end.pt")
+    return found
+
+
+def equal(one: Path, other: Path) -> bool:
+    first, second = end(one)[0], end(other)[0]
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def scenario(root: Path, asked: str) -> dict[str, Any]:
+    """A whole training, and one in two parts."""
+    forking.run_ok(2, lambda: training(root / "whole", asked))
+    forking.run_ok(2, lambda: training(root / "parts", asked, "11", 11))
+    forking.run_ok(2, lambda: training(root / "parts", asked, "11"))
+    return {"equal": equal(root / "whole", root / "parts"), "loss": end(root / "whole")[1]}
+
+
+def moved(root: Path, asked: str) -> None:
+    """Parameters that are seldom used, on three ranks and then on two."""
+    forking.run_ok(3, lambda: training(root / "seldom", asked, "9", 9, unused=True))
+    forking.run_ok(2, lambda: training(root / "seldom", asked, "9", 15, unused=True))
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    found = {asked: scenario(root / asked, asked) for asked in ASKED}
+    moved(root, "int4")
+    (root / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Numbers in fewer bits, and the methods that send them; ranks are threads here."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.train.communication import METHODS, codes
+from paceline.train.communication.codes import BLOCK, Code
+from paceline.train.communication.wire import Wire
+from paceline.train.exchange import Bucket, Line
+
+CODES = {"fp16": codes.FP16, "bf16": codes.BF16, "int8": codes.INT8, "int4": codes.INT4}
+WORST = {"fp16": 2**-11, "bf16": 2**-8, "int8": 1 / 254, "int4": 1 / 14}  # of a block's largest
+
+
+def told(code: Code, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What is understood, and what is left to say."""
+    message = torch.zeros(code.size(len(values)), dtype=torch.uint8)
+    rest, out = values.clone(), torch.empty_like(values)
+    code.encode(rest, message, keep=True)
+    code.decode(message, out)
+    return out, rest
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_code_says_nearly_what_it_is_given_and_leaves_the_rest(name: str) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(300 * BLOCK) * torch.logspace(-20, 10, 300).repeat_interleave(BLOCK)
+    out, rest = told(CODES[name], values)
+    largest = values.view(-1, BLOCK).abs().amax(1, keepdim=True)
+    assert bool(((out - values).view(-1, BLOCK).abs() <= largest * WORST[name] * 1.001).all())
+    assert bool(((out + rest - values).view(-1, BLOCK).abs() <= largest * 1e-6).all())
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_zeros_extremes_and_what_is_not_finite(name: str) -> None:
+    values = torch.zeros(5 * BLOCK)
+    values[BLOCK] = 1e-38
+    values[2 * BLOCK : 3 * BLOCK] = 3e38
+    values[3 * BLOCK + 7], values[4 * BLOCK + 9] = math.inf, math.nan
+    out, rest = told(CODES[name], values)
+    blocks = out.view(-1, BLOCK)
+    assert not blocks[:2].abs().gt(1e-37).any()
+    assert torch.allclose(blocks[2], values[2 * BLOCK : 3 * BLOCK], rtol=0.01)
+    assert not blocks[3:].isfinite().all(1).any()
+    assert rest.isfinite().all()
+
+
+def test_sizes_are_what_they_say() -> None:
+    sizes = {name: code.size(1024 * BLOCK) for name, code in CODES.items()}
+    full = 4 * 1024 * BLOCK
+    ratios = {name: round(full / size, 2) for name, size in sizes.items()}
+    assert ratios == {"fp16": 1.98, "bf16": 2.0, "int8": 3.94, "int4": 7.76}
+
+
+class Meeting:
+    """Collectives of threads: everybody leaves something, then everybody looks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self._left = ranks, {}
+        self._barrier = threading.Barrier(ranks)
+
+    def __call__(self, rank: int, thing: Any) -> list[Any]:
+        self._left[rank] = thing
+        self._barrier.wait(20)
+        every = [self._left[one] for one in range(self.ranks)]
+        self._barrier.wait(20)
+        return every
+
+
+class Threads(Wire):
+    """A wire between threads."""
+
+    def __init__(self, line: Line, meeting: Meeting) -> None:
+        super().__init__(line)
+        self._meet = lambda thing: meeting(line.rank, thing)
+
+    def sum(self, tensor: Tensor) -> None:
+        tensor.copy_(torch.stack(self._meet(tensor.clone())).sum(0))
+
+    def swap(self, messages: Tensor) -> Tensor:
+        return torch.stack([rows[self.rank] for rows in self._meet(messages.clone())])
+
+    def share(self, message: Tensor) -> Tensor:
+        return torch.stack(self._meet(message.clone()))
+
+    def at_first(self, tensor: Tensor) -> None:
+        every = self._meet(tensor.clone())
+        if self.rank == 0:
+            tensor.copy_(torch.stack(every).sum(0))
+
+    def from_first(self, tensor: Tensor) -> None:
+        tensor.copy_(self._meet(tensor.clone())[0])
+
+    def gather(self, message: Tensor) -> Tensor | None:
+        every = self._meet(message.clone())
+        return torch.stack(every) if self.rank == 0 else None
+
+
+SHAPES = [(60, 70), (60,), (2, 3, 40, 30), (7,), (5000,), (3, 3)]
+
+
+class Rank:
+    """One rank's method and parameters."""
+
+    def __init__(self, name: str, rank: int, meeting: Meeting, dtype: torch.dtype) -> None:
+        self.parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+        names = {one: f"layer{number}" for number, one in enumerate(self.parameters)}
+        line = Line(None, rank, meeting.ranks, names)
+        self.method = METHODS[name](line, Threads(line, meeting))
+        self.meeting = meeting
+
+    def average(self, gradients: list[Tensor], layout: list[list[int]]) -> list[Tensor]:
+        """The means of one step, with these parameters in each bucket."""
+        means = list(gradients)
+        for number, members in enumerate(layout):
+            flat = torch.cat([gradients[one].reshape(-1) for one in members])
+            sizes = [gradients[one].numel() for one in members]
+            views = [
+                part.view(gradients[one].shape)
+                for part, one in zip(flat.split(sizes), members, strict=True)
+            ]
+            bucket = Bucket(
+                number,
+                flat,
+                [self.parameters[one] for one in members],
+                views,
+                number == len(layout) - 1,
+            )
+            self.method.average(bucket)
+            for one, view in zip(members, views, strict=True):
+                means[one] = view
+        return means
+
+
+TWO = [[5, 4, 3], [2, 1, 0]]
+ONE = [[5, 4, 3, 2, 1, 0]]
+
+
+def drawn(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
+    source = torch.Generator().manual_seed(1000 * rank + step)
+    return [torch.randn(shape, generator=source).to(dtype) * 1e-3 for shape in SHAPES]
+
+
+def world(ranks: int, body: Callable[[int, Meeting], Any]) -> list[Any]:
+    """What each rank's thread gives."""
+    meeting = Meeting(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        return [one.result(30) for one in [pool.submit(body, r, meeting) for r in range(ranks)]]
+
+
+def steps(
+    name: str, ranks: int, count: int, dtype: torch.dtype = torch.float32, **more: Any
+) -> list[Any]:
+    """Means of each step on each rank, and the state at the end."""
+    begin, state, layout = more.get("begin", 0), more.get("state"), more.get("layout", TWO)
+    gradients = more.get("gradients", drawn)
+
+    def body(rank: int, meeting: Meeting) -> Any:
+        mine = Rank(name, rank, meeting, dtype)
+        if state is not None:
+            mine.method.load_state(state)
+        means = [
+            mine.average(gradients(rank, step, dtype), layout)
+            for step in range(begin, begin + count)
+        ]
+        return means, mine.method.state()
+
+    return world(ranks, body)
+
+
+def equal(some: list[list[Tensor]], others: list[list[Tensor]]) -> bool:
+    pairs = [pair for both in zip(some, others, strict=True) for pair in zip(*both, strict=True)]
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def true_mean(ranks: int, step: int) -> Tensor:
+    every = [drawn(rank, step, torch.float64) for rank in range(ranks)]
+    return torch.stack([whole(one) for one in every]).mean(0)
+
+
+def whole(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([one.double().reshape(-1) for one in tensors])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", METHODS)
+def test_all_ranks_get_the_same_bits_and_nothing_is_lost(name: str, ranks: int) -> None:
+    """Over the steps the sum of the means comes to that of the gradients: a rest is said later."""
+    found = steps(name, ranks, 12)
+    assert all(equal(found[0][0], one[0]) for one in found)
+    got = sum(whole(means) for means in found[0][0])
+    true = sum(true_mean(ranks, step) for step in range(12))
+    limit = {"exact": 1e-6, "fp16": 1e-3, "bf16": 1e-3, "int8": 3e-3, "int4": 0.06}
+    if name in limit:
+        assert float((got - true).abs().max() / true.abs().max()) < limit[name]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_resumed_run_goes_on_to_the_bit(name: str) -> None:
+    unbroken = steps(name, 3, 8)
+    first = steps(name, 3, 5)
+    then = steps(name, 3, 3, begin=5, state=first[0][1])
+    assert equal(unbroken[0][0][5:], then[0][0])
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_another_number_of_ranks_says_what_was_left(name: str, ranks: int) -> None:
+    """What was left of 3 ranks comes as part of the next mean."""
+    left = steps(name, 3, 6)[0][1]
+
+    def nothing(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
+        return [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
+
+    after = steps(name, ranks, 4, state=left, gradients=nothing)
+    said = sum(whole(means) for means in after[0][0])
+    rest = torch.cat([left[f"layer{n}"].double().mean(0).reshape(-1) for n in range(len(SHAPES))])
+    assert float((said - rest).abs().max()) < 0.02 * float(rest.abs().max())
+    assert float(rest.abs().max()) > 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_left_outlives_other_buckets(name: str) -> None:
+    def body(rank: int, meeting: Meeting) -> Any:
+        mine = Rank(name, rank, meeting, torch.float32)
+        layouts = [TWO, ONE, [[5, 4], [3, 2], [1, 0]], ONE]
+        return [mine.average(drawn(rank, n, torch.float32), one) for n, one in enumerate(layouts)]
+
+    found = world(3, body)
+    assert equal(found[0], found[1])
+    got = sum(whole(means) for means in found[0])
+    true = sum(true_mean(3, step) for step in range(4))
+    if name in ("exact", "bf16", "int8"):
+        assert float((got - true).abs().max() / true.abs().max()) < 0.01
+
+
+@pytest.mark.parametrize(("where", "what"), [(0, math.inf), (1, -math.inf), (4, math.nan)])
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(
+    name: str, where: int, what: float
+) -> None:
+    def spoiled(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
+        found = drawn(rank, step, dtype)
+        if step == 2 and rank == 1:
+            found[where].view(-1)[5] = what
+        return found
+
+    for means, _ in steps(name, 3, 5, gradients=spoiled):
+        finite = [all(bool(one.isfinite().all()) for one in step) for step in means]
+        assert finite == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", METHODS)
+def test_parameters_of_other_precisions(name: str, dtype: torch.dtype) -> None:
+    found = steps(name, 3, 3, dtype)
+    assert all(equal(found[0][0], one[0]) for one in found)
+    mean = torch.cat([one.reshape(-1) for one in found[0][0][0]])
+    assert mean.dtype == dtype
+    true = true_mean(3, 0)
+    assert float((mean.double() - true).abs().max() / true.abs().max()) < 0.2
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_to_say_stays_nothing(name: str) -> None:
+    def nothing(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
+        return [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
+
+    for means, _ in steps(name, 2, 3, gradients=nothing):
+        assert not any(bool(one.any()) for step in means for one in step)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_small_parameters_and_buckets_are_exact(name: str) -> None:
+    found = steps(name, 3, 1, layout=[[5], [4, 3, 2, 1, 0]])[0][0][0]
+    for number in (1, 3, 5):
+        true = torch.stack([drawn(rank, 0, torch.float32)[number] for rank in range(3)]).mean(0)
+        assert torch.allclose(found[number], true, rtol=1e-6)

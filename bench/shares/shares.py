@@ -36,7 +36,7 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             said = uml.boot(Path(folder), kind, timeout=400)
-        took = dict(re.findall(r"^(\w+): ([0-9.]+) s$", said.pop("all"), re.MULTILINE))
+        took = dict(re.findall(r"^(\w+): ([0-9.]+) s\r?$", said.pop("all"), re.MULTILINE))
         for trial, found in said.items():
             lines.append(f"| {kind} | {trial} | `{found}` | {took.get(trial, '')} |")
     text = "\n".join(lines) + "\n"

@@ -41,13 +41,27 @@ def test_runs_over_two_hosts(tmp_path: Path) -> None:
 
 
 def launch_by_files(lab: Lab, folder: Path, where: list[str]) -> list[str]:
-    """What is printed where each host types the line that was written for it."""
-    words = ["setup", "accelerate", *where, "--mixed-precision", "bf16"]
-    wrote = subprocess.run(
-        [sys.executable, "-m", "paceline", *words],
-        cwd=folder, capture_output=True, text=True, timeout=60, check=True,
+    """What is printed where each host types the line that was written for it.
+
+    The first has its file in the folder, the second where Accelerate looks by itself, put there
+    over SSH, beside the file that it had.
+    """
+    own = lab.home("n2") / ".cache/huggingface/accelerate/default_config.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("mine: true\n")
+    by_file, installed = (
+        subprocess.run(
+            [sys.executable, "-m", "paceline", "setup", "accelerate", *where, *words],
+            cwd=folder, capture_output=True, text=True, timeout=60, check=True,
+        ).stdout
+        for words in (("--mixed-precision", "bf16"), ("--mixed-precision", "bf16", "--install"))
     )  # fmt: skip
-    typed = re.findall(r"^(.*)accelerate launch (.*) SCRIPT$", wrote.stdout, re.MULTILINE)
+    assert f"n2: {lab.home_inside()}/.cache/huggingface/accelerate/default_config" in installed
+    assert own.read_text() == (folder / "accelerate-config" / "n2.yaml").read_text()
+    assert own.with_name(own.name + ".before-paceline").read_text() == "mine: true\n"
+    typed = [re.findall(r"^(.*)accelerate launch (.*)SCRIPT$", text, re.MULTILINE)[number]
+             for number, text in enumerate((by_file, installed))]  # fmt: skip
+    assert [options for _, options in typed] == ["--config_file n1.yaml ", ""]
     children = [
         lab.popen(
             host,

@@ -71,22 +71,29 @@ async def _install(machines: Sequence[Machine], texts: Mapping[str, str],
     """By host, where its file lies now. ConnectError where one could not be written."""
     from paceline.setup.login import run
 
-    async def put(host: Host) -> tuple[str, str]:
+    async def put(host: Host) -> tuple[int, str, str]:
         program = accelerate.INSTALL.format(text=repr(texts[host.name]))
-        if host.local:
-            process = await asyncio.create_subprocess_exec(
-                this_machine.default_python(), "-c", program, stdout=asyncio.subprocess.PIPE
-            )
-            out, _ = await process.communicate()
-            return host.name, out.decode().strip() if process.returncode == 0 else ""
-        answer = await run(host, ssh, ["python3", "-"], program)
-        return host.name, answer.output.strip() if answer.status == 0 else ""
+        if not host.local:
+            answer = await run(host, ssh, [host.python or "python3", "-"], program)
+            return answer.status, answer.output, answer.words
+        process = await asyncio.create_subprocess_exec(
+            this_machine.default_python(), "-c", program,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        out, err = await process.communicate()
+        return process.returncode or 0, out.decode(), err.decode(errors="replace")
 
-    placed = dict(await asyncio.gather(*(put(one.host) for one in machines)))
-    if failed := [name for name, place in placed.items() if not place]:
+    placed: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    for one, (status, out, err) in zip(
+        machines, await asyncio.gather(*(put(one.host) for one in machines)), strict=True
+    ):  # a login may print lines of its own before ours
+        lines = (out if status == 0 else err).strip().splitlines() or [f"exit status {status}"]
+        (failed if status else placed)[one.host.name] = lines[-1]
+    if failed:
         raise ConnectError(
             f"the file could not be written on {', '.join(failed)}",
-            found=f"Python or {accelerate.INSTALLED} cannot be used there",
+            found="\n".join(f"{name}: {why}" for name, why in failed.items()),
             remedy="Without --install the files are written here, to be copied",
         )
     return placed

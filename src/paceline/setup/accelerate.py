@@ -22,8 +22,8 @@ INSTALL = """
 import json, os, sys
 text = {text}
 home = os.environ.get("HF_HOME") or os.path.join(
-    os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface")
-file = os.path.join(home, "accelerate", "default_config.yaml")
+    os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+file = os.path.join(os.path.expanduser(home), "accelerate", "default_config.yaml")
 os.makedirs(os.path.dirname(file), exist_ok=True)
 old = open(file).read() if os.path.exists(file) else None
 if old is not None and old != text:

@@ -18,7 +18,7 @@ from paceline.train import disks, insync, weights, world
 from paceline.train.comms import Comms
 from paceline.train.device import Found, choose_backend, choose_device, look, precision
 from paceline.train.metrics import Best, Meter
-from paceline.train.pace import Shares, Totals, divided, summary
+from paceline.train.pace import summary
 from paceline.train.report import BarScreen, Eta, ToFolder, ToLauncher, figures, plain
 
 CPU = torch.device("cpu")
@@ -337,39 +337,13 @@ def test_progress_bar_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_summary_of_the_time() -> None:
     parts = {"data": 0.1, "waiting": 0.02, "moving": 0.25, "computing": 0.63}
-    assert summary(100, 6400, 10.0, 1.0, Shares(parts)) == (
+    parts |= {"saving": 0.0, "other": 0.001}
+    assert summary(100, 6400, 10.0, 1.0, parts) == (
         "trained 100 steps, 6,400 samples in 10.0 s: 640 samples/s (waiting for data 10%,"
         " waiting for slower ranks 2%, communication 25%, computing 63%)"
     )
     assert summary(1, 1, 0.0, 0.0, None).startswith("trained 1 step, 1 sample in")
     assert summary(1, 1, 0.0, 0.0, None).endswith("(waiting for data 0%)")
-
-
-def noted(*ranks: list[tuple[float, float, float]]) -> Shares:
-    """Of notes of whole steps, waiting for data, standing still."""
-    notes = torch.tensor([[(*one, 0, 0) for one in rank] for rank in ranks], dtype=torch.float64)
-    return Totals.of(divided(notes)).shares()
-
-
-def test_a_rank_that_waits_for_another_does_not_communicate() -> None:
-    """Rank 1 needs 0.1 s more in each step; the exchange itself takes 0.01 s."""
-    shares = noted([(0.2, 0.0, 0.11)] * 10, [(0.2, 0.1, 0.01)] * 10)
-    assert round(shares.parts["waiting"], 9) == 0.5
-    assert round(shares.parts["moving"], 9) == 0.05
-    assert (shares.slowest, round(shares.late, 9), round(shares.its_data, 9)) == (1, 0.1, 0.5)
-    assert summary(10, 10, 2.0, 0.0, shares, ["n1", "n2"]).splitlines()[1] == (
-        "slowest: rank 1 on n2, for which the others wait 0.100 s a step,"
-        " and waits for its data 50% of the time"
-    )
-
-
-def test_ranks_that_are_late_in_turn() -> None:
-    """Neither of them is the slow one, and it is no communication all the same."""
-    shares = noted([(0.2, 0.0, 0.11), (0.2, 0.0, 0.01)] * 5, [(0.2, 0.0, 0.01), (0.2, 0, 0.11)] * 5)
-    assert round(shares.parts["waiting"], 9) == 0.25
-    assert round(shares.parts["moving"], 9) == 0.05
-    one = noted([(0.2, 0, 0.011)] * 5, [(0.2, 0, 0.010)] * 5, [(0.2, 0, 0.012)] * 5)
-    assert one.slowest is None  # not worth a name
 
 
 def test_no_precision_is_lost() -> None:

@@ -42,11 +42,15 @@ MEMORY = maybe(record({
 }))  # fmt: skip
 STACK = each(text(), 1000)
 
+# of a step: see train/pace.py
+PARTS = ("data", "computing", "waiting", "moving", "saving", "other")
+
 # By name: what it may be, and in which unit. A field means the same in every kind of event.
 FIELDS: dict[str, Shape] = {
     "attempt": whole(),  # number of the start, from 0
     "backend": SMALL,  # of torch.distributed
     "backends": each(SMALL, 50),  # that torch was built with
+    "cause": SMALL,  # why a rank is slow: see train/straggler.py
     "code": maybe(whole(0, 255)),  # exit status; null after a signal
     "copy": text(),  # a folder on the host
     "count": SIZE,  # processes
@@ -62,12 +66,15 @@ FIELDS: dict[str, Shape] = {
     "home": text(),  # the folder on the launching machine that ``copy`` is a copy of
     "hooked": flag,  # the script shows its exceptions itself
     "hosts": each(text(255)),
+    "its_host": text(255),  # of the rank that it is about
     "megabytes": number,  # 10**6 bytes
     "memory": MEMORY,  # what the memory killer left: see agent/memory.py
     "message": text(LONG_TEXT),  # of the exception
     "nccl": SMALL,  # version
     "origin": maybe(RANK),  # the rank that met what all raise
     "parameters": SIZE,  # of the model
+    "part": number,  # of the time of a step
+    "parts": record(dict.fromkeys(PARTS, number)),  # of the time of the steps
     "peak_bytes": SIZE,  # most memory that the rank had
     "phase": SMALL,  # of the training: train, evaluate, …
     "pid": PROCESS,  # on its host
@@ -76,15 +83,18 @@ FIELDS: dict[str, Shape] = {
     "rank": RANK,
     "reason": SMALL,  # one word, for the launcher
     "resumed": flag,  # the training continues an earlier one
+    "samples": SIZE,  # over all ranks
     "seconds": number,
     "seen": record(state=SMALL, stack=STACK),  # when another rank failed; innermost line first
     "signal": maybe(whole(1, 128)),  # its number; null after an exit
     "source": text(),  # of what was resumed
+    "slowest": text(),  # for people: the rank that held the others up most
     "split": SMALL,  # of the data: train, test, …
     "status": whole(-1000, 1000),  # as Python's subprocess gives it: -9 after signal 9
     "stderr": text(LONG_TEXT),  # the end of what ssh and the agent wrote
     "step": maybe(whole()),  # global step
     "steps": maybe(whole()),  # of the whole training
+    "straggler": RANK,  # a rank that holds the others up
     "stream": one_of("out", "err"),
     "text": text(LONG_TEXT),
     "time": number,  # seconds of the teller's monotonic clock; in the file see Event
@@ -136,6 +146,9 @@ KINDS: dict[str, Kind] = {
     "checkpoint failed": _kind("rank", may="step problem warning"),
     "checkpoint skipped": _kind("rank", may="warning"),
     "stopped": _kind("rank", may="step why"),  # for it was asked to; its state is saved
+    "straggler": _kind("rank", may="straggler its_host cause seconds part text"),  # by rank 0
+    "straggler over": _kind("rank", may="straggler its_host text"),
+    "trained": _kind("rank", may="steps samples seconds parts slowest"),  # in this attempt
     "stopped early": _kind("rank", may="step why"),
     "model saved": _kind("rank", may="step"),
     "model kept elsewhere": _kind("rank", may="folder"),

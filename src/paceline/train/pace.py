@@ -13,6 +13,7 @@ next, when they have long arrived.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,12 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.spec import events
 from paceline.train.comms import Comms
 from paceline.train.parallel import Replica, is_sharded
+from paceline.train.vitals import VITALS, Vitals
 
-PARTS = ("data", "computing", "waiting", "moving", "saving", "other")
+PARTS = events.PARTS
 """What a step consists of.
 
 ``data``: waiting for the rank's own data; ``computing``: forward and backward pass, the optimizer
@@ -39,10 +42,16 @@ _DATA, _COMPUTING, _WAITING, _MOVING, _SAVING, _OTHER = range(len(PARTS))
 
 _EVERY = 5  # steps between two looks, at first
 _MOST = 512
-_COST = 0.002  # part of the time that looks may take
+_COST = 0.005  # part of the time that looks may take
 _NOTE_SECONDS, _CHEAP = 2e-5, 100  # a note's cost, and the least time of a step beside it
-_NAMED = 0.05  # a part of the time that is worth the name of a rank
-_MOSTLY = 0.5  # of the waiting was for this one rank
+_SAID = {
+    "data": "waiting for data",
+    "waiting": "waiting for slower ranks",
+    "moving": "communication",
+    "computing": "computing",
+    "saving": "checkpoints",
+    "other": "other",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +64,7 @@ class Look:
         samples: That each rank computed, shape ``[ranks, steps]``, float64.
         elements: Numbers in these samples (tokens, pixels), padding included; likewise.
         facts: What each rank saw of its process and host since the last look, shape
-            ``[ranks, facts]``; see :mod:`paceline.train.straggler`. NaN where it is not known.
+            ``[ranks, vitals]``; see :data:`paceline.train.vitals.VITALS`.
         every: Only each so-manieth step is in it.
     """
 
@@ -147,8 +156,13 @@ class Pace:
         self._note = self._begun(0)
         self._over: list[tuple[_Note, list[tuple[Any, Any]]]] = []
         self._sent: _Sent | None = None
-        self._spent = 0.0  # seconds that notes have cost since the last look
+        self._spent, self._cost = (
+            0.0,
+            math.inf,
+        )  # seconds that notes have cost: since a look, usually
+        self._vitals = Vitals(threads=torch.get_num_threads()) if self._ddp else None
         self.totals: Totals | None = None
+        self._new: Totals | None = None  # of them not recorded yet
 
     def _begun(self, step: int) -> _Note:
         return _Note(step, self._clock.mark() if self._clock else None)
@@ -238,7 +252,9 @@ class Pace:
         count = len(self._over) - (isinstance(self._clock, _Device) and not all_of_them)
         over, self._over = self._over[:count], self._over[count:]
         columns = torch.tensor([self._row(*one) for one in over], dtype=torch.float64)
-        vector = torch.cat([columns.flatten(), torch.tensor([self._spent], dtype=torch.float64)])
+        vitals = self._vitals.read() if self._vitals else [math.nan] * len(VITALS)
+        rest = torch.tensor([self._spent, *vitals], dtype=torch.float64)
+        vector = torch.cat([columns.flatten(), rest])
         self._spent = 0.0
         self._sent = _Sent(self._comms, vector, over[0][0].step, count)
 
@@ -259,15 +275,20 @@ class Pace:
         """What all have sent."""
         assert self._sent is not None
         before, sent, self._sent = time.perf_counter(), self._sent, None
-        rows = sent.rows()
-        notes = rows[:, : sent.count * _COLUMNS].reshape(-1, sent.count, _COLUMNS)
-        cost = float(rows[:, sent.count * _COLUMNS].median())
+        rows, count = sent.rows(), sent.count
+        notes_end = count * _COLUMNS
+        notes = rows[:, :notes_end].reshape(-1, count, _COLUMNS)
+        # What it costs on a rank that nobody disturbs.
+        self._cost = min(1.5 * self._cost, float(rows[:, notes_end].min()))
+        facts = rows[:, notes_end + 1 :]
         seconds = divided(notes[:, :, :5])
-        look = Look(sent.first, seconds, notes[:, :, 5], notes[:, :, 6], None, self._every)
-        self.totals = Totals.of(seconds) if self.totals is None else self.totals + seconds
+        look = Look(sent.first, seconds, notes[:, :, 5], notes[:, :, 6], facts, self._every)
+        some = Totals(seconds.sum(dim=1), count)
+        self.totals = some if self.totals is None else self.totals + some
+        self._new = some if self._new is None else self._new + some
         a_step = max(float(notes[:, :, 0].mean()), 1e-9)
         self._every = max(1, int(_NOTE_SECONDS * _CHEAP / a_step))
-        self._each = min(_MOST, max(_EVERY, int(cost / (_COST * a_step * self._every))))
+        self._each = min(_MOST, max(_EVERY, int(self._cost / (_COST * a_step * self._every))))
         self._spent += time.perf_counter() - before
         return look
 
@@ -279,24 +300,28 @@ class Pace:
             looks.append(self._taken())
         return looks
 
-    def summary(self, steps: int, waited: float) -> str:
-        """The training of so many steps, for the user; a collective.
+    def shares(self) -> Mapping[str, float] | None:
+        """Parts of the time so far, as the rank that waited most for others sees it.
 
-        Args:
-            steps: Done by this process; the same on every rank.
-            waited: Seconds in which this rank waited for its data.
+        ``None`` where they are not known.
         """
-        self.finish()
-        shares = self.shares()
-        named = shares is not None and shares.slowest is not None
-        hosts = self._comms.texts(self._comms.world.host) if named else ()
-        return summary(steps, self.rate.samples, self.rate.seconds, waited, shares, hosts)
+        return None if self.totals is None else self.totals.shares()
 
-    def shares(self) -> Shares | None:
-        """What came out of all looks; ``None`` where there were none."""
-        if self._comms.alone or self.totals is None:
-            return None
-        return self.totals.shares()
+    def figures(self) -> dict[str, Any]:
+        """Of the looks since the last call, for the records; empty when there was none.
+
+        Seconds of a step in each part, as a mean over the ranks, and ``ranks``: those of each
+        rank, in the order of :data:`PARTS`.
+        """
+        some, self._new = self._new, None
+        if some is None:
+            return {}
+        every = some.seconds / some.steps
+        means = {
+            name: round(one, 6) for name, one in zip(PARTS, every.mean(0).tolist(), strict=True)
+        }
+        ranks = [[round(one, 6) for one in row] for row in every.tolist()]
+        return {"steps": some.steps, **means} | ({"ranks": ranks} if len(ranks) > 1 else {})
 
 
 class _Sent:
@@ -387,56 +412,20 @@ class Totals:
 
     Attributes:
         seconds: Of each rank and part.
-        late: Of each rank: how long the first to arrive stood there for it, when it was the last.
         steps: How many.
     """
 
     seconds: Tensor
-    late: Tensor
     steps: int
 
-    @classmethod
-    def of(cls, seconds: Tensor) -> Totals:
-        """Of one look."""
-        waiting = seconds[:, :, _WAITING]
-        late = torch.zeros(len(seconds), dtype=seconds.dtype)
-        late.index_add_(0, waiting.argmin(dim=0), waiting.max(dim=0).values)
-        return cls(seconds.sum(dim=1), late, seconds.shape[1])
+    def __add__(self, more: Totals) -> Totals:
+        return Totals(self.seconds + more.seconds, self.steps + more.steps)
 
-    def __add__(self, seconds: Tensor) -> Totals:
-        more = Totals.of(seconds)
-        return Totals(self.seconds + more.seconds, self.late + more.late, self.steps + more.steps)
-
-    def shares(self) -> Shares:
-        """Of the rank that waited most for others."""
+    def shares(self) -> dict[str, float]:
+        """Parts of the time of the rank that waited most for others."""
         rank = int(self.seconds[:, _WAITING].argmax())
-        slowest = int(self.late.argmax())
-        part = (self.seconds[rank] / self.seconds[rank].sum().clamp(min=1e-9)).tolist()
-        its = self.seconds[slowest]
-        known = part[_WAITING] >= _NAMED and self.late[slowest] >= _MOSTLY * float(self.late.sum())
-        return Shares(
-            dict(zip(PARTS, part, strict=True)),
-            slowest if known else None,
-            float(self.late[slowest]) / max(self.steps, 1),
-            float(its[_DATA] / its.sum().clamp(min=1e-9)),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """The time of the steps, as the rank that waits most for others sees it.
-
-    Attributes:
-        parts: Part of the time by name (:data:`PARTS`).
-        slowest: The rank that was mostly waited for; ``None`` when there is no such rank.
-        late: Seconds of a step for which it was waited for.
-        its_data: Part of the slowest rank's time in which it waited for its data.
-    """
-
-    parts: Mapping[str, float]
-    slowest: int | None = None
-    late: float = 0.0
-    its_data: float = 0.0
+        part = self.seconds[rank] / self.seconds[rank].sum().clamp(min=1e-9)
+        return dict(zip(PARTS, part.tolist(), strict=True))
 
 
 class Rate:
@@ -476,38 +465,31 @@ def summary(
     samples: int,
     seconds: float,
     waited: float,
-    shares: Shares | None,
-    hosts: Sequence[str] = (),
+    shares: Mapping[str, float] | None,
+    slowest: str = "",
 ) -> str:
-    """The whole training in one line, and a second one about a rank that holds the others up.
+    """The whole training in one line, and a second one about a rank that held the others up.
 
     Args:
         steps, samples: Done in this process's life, over all ranks.
         seconds: Spent on training.
         waited: Seconds of these in which rank 0 waited for data.
-        shares: Of all ranks' time; ``None`` where they are not known.
-        hosts: Of each rank.
+        shares: Parts of the time; ``None`` where they are not known.
+        slowest: The second line.
     """
     seconds = max(seconds, 1e-9)
     if shares is None:
         parts = f"waiting for data {min(1.0, waited / seconds):.0%}"
     else:
-        part = shares.parts
-        parts = (
-            f"waiting for data {part['data']:.0%}, waiting for slower ranks {part['waiting']:.0%},"
-            f" communication {part['moving']:.0%}, computing {part['computing']:.0%}"
-        )
+        parts = ", ".join(
+            f"{_SAID[name]} {shares[name]:.0%}" for name in _SAID
+            if shares[name] >= 0.005 or name not in ("saving", "other")
+        )  # fmt: skip
     text = (
         f"trained {counted(steps, 'step')}, {counted(samples, 'sample')} in {seconds:.1f} s:"
         f" {samples / seconds:,.0f} samples/s ({parts})"
     )
-    if shares is None or shares.slowest is None:
-        return text
-    itself = f", and waits for its data {shares.its_data:.0%} of the time"
-    return (
-        f"{text}\nslowest: rank {shares.slowest} on {hosts[shares.slowest]}, for which the others"
-        f" wait {shares.late:.3f} s a step{itself if shares.its_data >= 0.1 else ''}"
-    )
+    return f"{text}\n{slowest}" if slowest else text
 
 
 def counted(number: int, name: str) -> str:

@@ -28,6 +28,7 @@ from paceline.train.data import Collate, Data, Fetch, allowed, loader_workers, o
 from paceline.train.exchange import Exchange
 from paceline.train.insync import Proof
 from paceline.train.loader import Batch, Loader, Shard
+from paceline.train.lookout import Lookout
 from paceline.train.member import Member
 from paceline.train.metrics import Best
 from paceline.train.models import ALONE, Models
@@ -67,6 +68,7 @@ class Session(Member):
         self.models = Models()
         self._proof: Proof | None = None
         self._pace = Pace(self.comms, self.models.module, self.device)
+        self._lookout = Lookout(self)
         self._loader: Loader | None = None
         self._keeper: Keeper | None = None
         self._best: Best | None = None
@@ -123,6 +125,7 @@ class Session(Member):
             self._proof = Proof(self.comms, self.models.module)
         self.verify()
         self._pace = Pace(self.comms, self.models.first.model, self.device)
+        self._lookout = Lookout(self)
         devices.seed_all(self._seed + 1 + self.world.rank)
         about = {"model": name} if name else {}
         self.event("prepared", parameters=sum(p.numel() for p in module.parameters()), **about)
@@ -355,7 +358,7 @@ class Session(Member):
                 self._keeper.settle()
         self.verify()
         if done.step > begun:
-            self.say(self._pace.summary(done.step - begun, loader.waited))
+            self._lookout.sum_up(self._pace, done.step - begun, loader.waited)
 
     def stop(self, why: str) -> None:
         """Ends the training after this step; every rank must say so in the same step."""
@@ -445,7 +448,9 @@ class Session(Member):
         """After a global step: counts it, and does what is due."""
         done = self.progress
         done.step, done.offset = done.step + 1, batch.stop
-        self._pace.step(batch.total, loader.waited, self._saved)
+        look = self._pace.step(batch.total, loader.waited, self._saved)
+        if look is not None:
+            self._lookout.take(look)
         if self._proof is not None:
             self._proof.stepped()
         self._watch.stepped()
@@ -475,6 +480,8 @@ class Session(Member):
         models, speed = self._prepared(), round(self._pace.rate.measure(), 1)
         names = list(models.figures("loss").values())
         means = self._journal.record_training(names, **models.lrs, samples_per_s=speed)
+        if figures := self._pace.figures():
+            self._journal.record("pace", figures)
         self._watch.recorded()
         models.check(means, self.progress.step)
 

@@ -1,0 +1,64 @@
+"""What is said of a training's pace: who holds the others up, and where the time went."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.train.member import Member
+from paceline.train.pace import Look, Pace, summary
+from paceline.train.straggler import Judge
+
+
+class Lookout:
+    """Tells what looks show, once for the job. Every rank has one and calls it alike.
+
+    Args:
+        member: Says and records it.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self._member, self.judge = member, Judge()
+
+    def take(self, look: Look) -> None:
+        """Says who holds the others up, when that has changed; a collective only then."""
+        before = self.judge.named
+        if not self.judge.take(look):
+            return
+        hosts, now = self._member.comms.texts(self._member.world.host), self.judge.named
+        slow = now or before
+        assert slow is not None
+        host = hosts[slow.rank]
+        about: dict[str, Any] = {"straggler": slow.rank, "its_host": host}
+        if now is None:
+            text = f"rank {slow.rank} on {host} keeps up again"
+            self._tell("straggler over", **about, text=text)
+        else:
+            text, about["cause"] = now.said(host), now.cause
+            seconds, part = round(now.seconds, 6), round(now.part, 4)
+            self._tell("straggler", **about, seconds=seconds, part=part, text=text)
+        self._member.say(text)
+
+    def sum_up(self, pace: Pace, steps: int, waited: float) -> None:
+        """What became of so many steps, in words and in the record; a collective.
+
+        Args:
+            pace: Of the training.
+            steps: Done by this process; the same on every rank.
+            waited: Seconds in which this rank waited for its data.
+        """
+        for look in pace.finish():
+            self.take(look)
+        alone, slowest = self._member.comms.alone, ""
+        if worst := self.judge.worst(steps):
+            host = self._member.comms.texts(self._member.world.host)[worst.rank]
+            slowest = f"slowest: {worst.summed(host)}"
+        shares, rate = pace.shares(), pace.rate
+        said = None if alone else shares  # alone nobody waits for anybody
+        self._member.say(summary(steps, rate.samples, rate.seconds, waited, said, slowest))
+        parts = {name: round(part, 4) for name, part in (shares or {}).items()}
+        some = {"samples": rate.samples, "seconds": round(rate.seconds, 4), "parts": parts}
+        self._tell("trained", steps=steps, **some, slowest=slowest)
+
+    def _tell(self, name: str, **details: Any) -> None:
+        if self._member.world.rank == 0:
+            self._member.event(name, **details)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import forking
 import torch
-import torch._dynamo
 
 from paceline.recipes import image
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # sets an environment variable when it is first imported
 from PIL import Image
 from safetensors.torch import load_file
 

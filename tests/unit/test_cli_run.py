@@ -205,8 +205,12 @@ def test_help_imports_little(argv: list[str], most: int) -> None:
         ("import optimism", ("torch",)),
         ("opt = torch.optim.SGD(p)", ("torch", "torch._dynamo?")),
         ("from torch import nn, optim", ("torch", "torch._dynamo?")),
-        ("from paceline import train\noptim", ("torch", "paceline.train.preload?")),
-        ("if True:\n    import paceline.train", ("torch", "paceline.train.preload?")),
+        ("from paceline import train\noptim", ("torch", "paceline.train?")),
+        ("if True:\n    import paceline.train", ("torch", "paceline.train?")),
+        (
+            "from paceline import train\nsession.prepare(net, compile=True)",
+            ("torch", "paceline.train?", "torch._dynamo?"),
+        ),
     ],
 )
 def test_what_the_script_will_import(tmp_path: Path, text: str, modules: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ import click
 from paceline.cli.launch import job_of, launch, launch_options, prepare
 from paceline.cli.sources import toml_of
 from paceline.cli.verb import ALL, Verb, say
+from paceline.launch.entry import COMPILER
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
 from paceline.recipes.argv import as_flags, known, option_names
 from paceline.recipes.options import Options
@@ -146,12 +147,12 @@ def recipe_job(ctx: click.Context, name: str, options: Options) -> Job:
     """The job that runs a recipe with these options."""
     here = dataclasses.replace(options, run_dir="")  # told by the launcher, node by node
     entry = Entry("module", recipe(name).module, tuple(options_to_argv(here)))
-    job = job_of(ctx, entry, name=name, preload=TRAINING_MODULES)
+    compiler = (COMPILER,) if options.compile or options.shard else ()
+    job = job_of(ctx, entry, name=name, preload=(*RECIPE_MODULES, *compiler))
     return quiet_torch(job)
 
 
 RECIPE_MODULES = ("torch", "paceline.train")
-TRAINING_MODULES = (*RECIPE_MODULES, "paceline.train.preload")  # what an optimizer needs, too
 
 
 def quiet_torch(job: Job) -> Job:

@@ -46,15 +46,19 @@ def opens_store(entry: Entry) -> bool:
 def preload_of(entry: Entry) -> tuple[str, ...]:
     """What a node imports before it forks the ranks: what the script is seen to need.
 
-    The first optimizer of a process makes torch import its compiler, which takes longer than the
-    rest of torch's start; forked ranks inherit it.
+    A process's first optimizer makes torch import its compiler, which takes longer than the rest of
+    torch's start; forked ranks inherit it. With ``paceline.train`` only what compiles imports it.
     """
     text = Path(entry.target).read_bytes() if _is_text(entry) else b""
     if re.search(rb"^\s*(from|import)\s+paceline\b", text, re.MULTILINE):
-        return ("torch", "paceline.train.preload?")
+        compiles = re.search(rb"^[^#\n]*\b(compile|shard|fully_shard)\b", text, re.MULTILINE)
+        return ("torch", "paceline.train?", *((COMPILER,) if compiles else ()))
     if re.search(rb"^[^#\n]*\boptim\b", text, re.MULTILINE):
-        return ("torch", "torch._dynamo?")
+        return ("torch", COMPILER)
     return ("torch",)
+
+
+COMPILER = "torch._dynamo?"
 
 
 def _is_text(entry: Entry) -> bool:

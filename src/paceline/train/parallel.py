@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from paceline.train import compiler
+
 
 def sharded(module: nn.Module) -> nn.Module:
     """The module with its parameters spread over all ranks, in place.
@@ -125,9 +127,10 @@ def replicated(
     index = None if device.type == "cpu" else [device]
     # A false alarm of DDP for weights with one input channel, whose strides are ambiguous.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
-    model = (Apart if apart else Replica)(
-        module, device_ids=index, gradient_as_bucket_view=True, find_unused_parameters=unused
-    )
+    with compiler.unasked():
+        model = (Apart if apart else Replica)(
+            module, device_ids=index, gradient_as_bucket_view=True, find_unused_parameters=unused
+        )
     model.broadcast_buffers = not apart
     _settle_buckets(model)
     return model

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from paceline.spec import jobenv, launched, rundir
+from paceline.train import compiler, report, world
 from paceline.train import device as devices
-from paceline.train import report, world
 from paceline.train.session import Session
 
 
@@ -53,6 +53,7 @@ def join(
         SettingError: A value is unknown or cannot be on this machine.
         JobError: The world is not the planned one.
     """
+    compiler.put_off()
     os.environ.update(launched.translated(os.environ, os.getppid()))
     place = world.read(os.environ)
     found = devices.look()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import forking
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from paceline import train
-from paceline.train.communication.choice import ASKED
+from paceline.spec.communication import WAYS
 
 STEPS = 30
 
@@ -42,10 +43,9 @@ def data() -> TensorDataset:
 
 
 def training(
-    folder: Path, asked: str, every: str = "never", steps: int = STEPS, unused: bool = False
+    folder: Path, asked: str, resume: str = "auto", steps: int = STEPS, unused: bool = False
 ) -> None:
     """Leaves its parameters and losses in the folder."""
-    torch.set_num_threads(1)
     torch.manual_seed(1)
     with train.join(run_dir=folder, seed=4, check_every=7, log_every=5, quiet=True) as session:
         network = session.place(Net())
@@ -55,7 +55,7 @@ def training(
         if exchange is not None and exchange.method is not None:
             exchange.buckets(30_000, 10_000)
         loader, losses = session.loader(data(), 32, limit=10), []
-        session.checkpoints(every=every)
+        session.checkpoints(every="11", keep=0, resume=resume)
         for _ in session.epochs(loader, steps=steps):
             for inputs, targets in loader:
                 rarely = not unused or session.progress.step % 3 == 0
@@ -78,24 +78,37 @@ def equal(one: Path, other: Path) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-def scenario(root: Path, asked: str) -> dict[str, Any]:
-    """A whole training, and one in two parts."""
-    forking.run_ok(2, lambda: training(root / "whole", asked))
-    forking.run_ok(2, lambda: training(root / "parts", asked, "11", 11))
-    forking.run_ok(2, lambda: training(root / "parts", asked, "11"))
-    return {"equal": equal(root / "whole", root / "parts"), "loss": end(root / "whole")[1]}
+def every_way(root: Path) -> None:
+    """A whole training each, and one that goes on from its middle; in one world."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for asked in WAYS:
+        whole, parts = root / asked / "whole", root / asked / "parts"
+        training(whole, asked)
+        if dist.get_rank() == 0:
+            shutil.copytree(whole / "checkpoints", parts / "checkpoints")
+        dist.barrier()
+        training(parts, asked, resume="11")
 
 
-def moved(root: Path, asked: str) -> None:
-    """Parameters that are seldom used, on three ranks and then on two."""
-    forking.run_ok(3, lambda: training(root / "seldom", asked, "9", 9, unused=True))
-    forking.run_ok(2, lambda: training(root / "seldom", asked, "9", 15, unused=True))
+def seldom(root: Path, steps: int) -> None:
+    """Parameters that some steps leave out, in 4 bits."""
+    torch.set_num_threads(1)
+    training(root / "seldom", "int4", steps=steps, unused=True)
 
 
 def main() -> None:
     root = Path(sys.argv[1])
-    found = {asked: scenario(root / asked, asked) for asked in ASKED}
-    moved(root, "int4")
+    forking.run_ok(2, lambda: every_way(root))
+    forking.run_ok(3, lambda: seldom(root, 12))
+    forking.run_ok(2, lambda: seldom(root, 15))
+    found = {
+        asked: {
+            "equal": equal(root / asked / "whole", root / asked / "parts"),
+            "loss": end(root / asked / "whole")[1],
+        }
+        for asked in WAYS
+    }
     (root / "found.json").write_text(json.dumps(found))
 
 

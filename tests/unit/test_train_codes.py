@@ -267,7 +267,8 @@ def test_parameters_of_other_precisions(name: str, dtype: torch.dtype) -> None:
     mean = torch.cat([one.reshape(-1) for one in found[0][0][0]])
     assert mean.dtype == dtype
     true = true_mean(3, 0)
-    assert float((mean.double() - true).abs().max() / true.abs().max()) < 0.2
+    if name != "powersgd":  # to which noise is no matrix of rank 4
+        assert float((mean.double() - true).abs().max() / true.abs().max()) < 0.2
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -285,3 +286,30 @@ def test_small_parameters_and_buckets_are_exact(name: str) -> None:
     for number in (1, 3, 5):
         true = torch.stack([drawn(rank, 0, torch.float32)[number] for rank in range(3)]).mean(0)
         assert torch.allclose(found[number], true, rtol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "powersgd"])
+def test_what_was_not_said_is_kept(name: str, ranks: int) -> None:
+    """Means and what is left come to the gradients."""
+    found = steps(name, ranks, 6)
+    state = found[0][1]
+    rests = state.get("rests", state)
+    left = torch.cat([rests[f"layer{n}"].double().mean(0).reshape(-1) for n in range(len(SHAPES))])
+    got = sum(whole(means) for means in found[0][0])
+    true = sum(true_mean(ranks, step) for step in range(6))
+    assert float((got + left - true).abs().max() / true.abs().max()) < 2e-3
+
+
+def test_a_product_says_what_is_one() -> None:
+    def thin(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
+        source = torch.Generator().manual_seed(step + rank)
+        left = [torch.randn(shape[0], 1, generator=source) for shape in SHAPES]
+        right = [torch.ones(1, math.prod(shape) // shape[0]) for shape in SHAPES]
+        return [(a @ b).view(s) for a, b, s in zip(left, right, SHAPES, strict=True)]
+
+    found = steps("powersgd", 3, 2, gradients=thin)[0][0]
+    for step, means in enumerate(found):
+        for number, mean in enumerate(means):
+            true = torch.stack([thin(rank, step, torch.float32)[number] for rank in range(3)])
+            assert torch.allclose(mean, true.mean(0), atol=1e-4)

@@ -14,12 +14,12 @@ from typing import ClassVar, Literal
 from paceline.recipes.argv import at_least, below_one, known
 from paceline.recipes.data import NAMED, PAIRS, TEXTS, HubSource, is_path
 from paceline.recipes.published import FILES, IMAGENET
+from paceline.spec import communication
 from paceline.spec.errors import SettingError
 
 Dtype = Literal["float32", "float64", "bf16", "fp16"]
 Device = Literal["auto", "cpu", "cuda", "xpu"]
 Backend = Literal["auto", "gloo", "nccl", "xccl", "ccl", "mpi"]
-Communication = Literal["exact", "fp16", "bf16", "int8", "int4"]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 _ONE = r"(?:[1-9]\d*|\d+(?:\.\d+)?[smh]|epoch)"
 _CADENCE = re.compile(rf"never|{_ONE}(?:,{_ONE})*")
@@ -101,9 +101,9 @@ class Options:
     """Where to train."""
     backend: Backend = "auto"
     """Communication backend."""
-    communication: Communication = "exact"
+    communication: str = "exact"
     """How gradients are averaged over the processes: exact, or for slow links fp16 and bf16 (half
-    the bytes), int8 (a quarter), int4 (a fifth; an eighth between two processes)."""
+    the bytes), int8 (a quarter), int4 (a fifth; an eighth between two processes) or powersgd."""
     run_dir: str = ""
     """Folder for the run's files (default: runs/NAME-DATE-TIME)."""
     checkpoint_every: str = "epoch,10m"
@@ -170,12 +170,9 @@ class Options:
                 found="a process whose memory is full would leave the others waiting",
                 remedy="leave out one of the two",
             )
-        if self.shard and self.communication != "exact":
-            raise SettingError(
-                f"--communication {self.communication} does not go with --shard",
-                found="FSDP exchanges parameters and gradients by itself, as they are",
-                remedy="leave out one of the two",
-            )
+        communication.asked(self.communication)
+        if self.shard:
+            communication.refuse_sharded(self.communication)
         if self.ema_start and not self.ema:
             raise SettingError(
                 f"--ema-start {self.ema_start} needs an average",

@@ -98,6 +98,12 @@ class Models:
         alone = self._updaters.get(ALONE)
         return parallel.unsynced(alone.model) if alone else nullcontext()
 
+    def begin(self, steps: int) -> None:
+        """Says how many steps the training has."""
+        for one in self:
+            if one.communication is not None:
+                one.communication.begin(steps)
+
     def close(self) -> None:
         """Ends what exchanges gradients; no rank may be in a step."""
         for one in self:

@@ -104,7 +104,7 @@ class Session(Member):
             unused: Some steps leave parameters without gradient (branches, frozen parts that
                 still require one); DDP then looks for them at every step, which costs time.
             communication: How gradients are averaged over the ranks: ``exact``, ``fp16``, ``bf16``,
-                ``int8``, ``int4``. What sends less is for slow links.
+                ``int8``, ``int4``, ``powersgd``; what sends less is for slow links.
             name: Of one of several models: in losses, records and checkpoints.
 
         Returns:
@@ -333,6 +333,7 @@ class Session(Member):
         done, self._loader, loader.every = self.progress, loader, every
         loader.arrived = self._pace.given
         done.steps = steps or epochs * len(loader)
+        self.models.begin(done.steps)
         self._journal.epochs = -(-done.steps // len(loader))
         self._log_every = self._log_every or _interval(len(loader))
         begun = done.step

@@ -4,56 +4,51 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.spec.errors import SettingError
+from paceline.spec import communication
 from paceline.train.communication import METHODS
 from paceline.train.exchange import Exchange
 
-ASKED = (*METHODS,)
-"""What ``communication`` may be."""
 
-
-def check(asked: str, *, sharded: bool = False) -> None:
+def check(text: str, *, sharded: bool) -> None:
     """Refuses what cannot be.
 
-    Args:
-        asked: As it was given.
-        sharded: The model's parameters are spread over the ranks.
-
     Raises:
-        SettingError: Says what there is instead.
+        SettingError: There is no such way, or not for a sharded model.
     """
-    if asked not in ASKED:
-        raise SettingError(
-            f"--communication {asked}: there is no such way", remedy=f"one of {', '.join(ASKED)}"
-        )
-    if sharded and asked != "exact":
-        raise SettingError(
-            f"--communication {asked} does not go with a sharded model",
-            found="FSDP exchanges parameters and gradients by itself, as they are",
-            remedy="leave out --shard (session.place(…, shard=True)), or --communication exact",
-        )
+    communication.asked(text)
+    if sharded:
+        communication.refuse_sharded(text)
 
 
 class Communication:
     """How the gradients of one model are averaged.
 
     Args:
-        asked: One of :data:`ASKED`.
+        text: What was asked for.
         exchange: Of the model's gradients.
     """
 
-    def __init__(self, asked: str, exchange: Exchange) -> None:
-        self.asked, self._exchange = asked, exchange
-        if asked != "exact":
-            self._take(asked)
+    def __init__(self, text: str, exchange: Exchange) -> None:
+        self.asked, self._exchange = communication.asked(text), exchange
+        if self.asked.name != "exact":
+            self._take(self.asked.name)
 
     def _take(self, name: str) -> None:
-        self._exchange.method = METHODS[name](self._exchange.line())
+        method = METHODS[name](self._exchange.line())
+        if self.asked.number:
+            method.number = self.asked.number  # type: ignore[attr-defined]
+        self._exchange.method = method
+
+    def begin(self, steps: int) -> None:
+        """Says how many steps the training has."""
+        begin = getattr(self._exchange.method, "begin", None)
+        if begin is not None:
+            begin(steps)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps; a collective. Nothing where averages are exact."""
         method = self._exchange.method
-        if self.asked == "exact" or method is None:
+        if self.asked.name == "exact" or method is None:
             return {}
         return {"method": method.name, "rests": method.state()}
 

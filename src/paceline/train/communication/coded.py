@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.train.communication.codes import BLOCK, Code
-from paceline.train.communication.kept import Kept
+from paceline.train.communication.kept import Kept, same
 from paceline.train.communication.wire import Wire
 from paceline.train.exchange import Bucket, Line
 
@@ -81,7 +81,7 @@ class Coded:
 
     def _layout(self, bucket: Bucket) -> _Layout:
         known = self._layouts.get(bucket.number)
-        if known is not None and _same(known.parameters, bucket.parameters):
+        if known is not None and same(known.parameters, bucket.parameters):
             return known
         pieces = self._wire.ranks if self._wire.ranks > 2 else 1
         length = -(-bucket.flat.numel() // (pieces * BLOCK)) * BLOCK
@@ -171,10 +171,6 @@ class Coded:
         if ranks <= 2:
             return (ranks - 1) * self.up.size(whole)
         return (ranks - 1) * (self.up.size(whole) + self.down.size(whole)) // ranks
-
-
-def _same(one: list[nn.Parameter], other: list[nn.Parameter]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _small(bucket: Bucket) -> Tensor:

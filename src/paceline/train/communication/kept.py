@@ -1,11 +1,8 @@
-"""What a rank has not said yet of its gradients: added to the next ones (error feedback).
-
-Kept in bfloat16: its own error is a five-hundredth of what is a hundredth of a gradient.
-"""
+"""What a rank has not said yet of its gradients: added to the next ones (error feedback)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +21,19 @@ class Kept:
     Args:
         wire: Of all ranks.
         names: Of each parameter.
+        kind: In which they are kept. Of codes bfloat16 will do: its own error is a five-hundredth
+            of what is a hundredth of a gradient.
     """
 
-    def __init__(self, wire: Wire, names: Mapping[Tensor, str]) -> None:
-        self._wire, self._names = wire, names
+    def __init__(
+        self, wire: Wire, names: Mapping[Tensor, str], kind: torch.dtype = torch.bfloat16
+    ) -> None:
+        self._wire, self._names, self._kind = wire, names, kind
         self._of: dict[str, Tensor] = {}
 
     def of(self, bucket: Bucket, length: int) -> Tensor:
         """One tensor for a bucket whose layout is new; at least as long as it."""
-        flat = torch.zeros(length, dtype=torch.bfloat16, device=bucket.flat.device)
+        flat = torch.zeros(length, dtype=self._kind, device=bucket.flat.device)
         start = bucket.flat.storage_offset()
         for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
             at = gradient.storage_offset() - start
@@ -52,7 +53,7 @@ class Kept:
         if every is None:
             return {}
         sizes = [one.numel() for one in self._of.values()]
-        parts = torch.split(every.view(torch.bfloat16), sizes, dim=1)
+        parts = torch.split(every.view(self._kind), sizes, dim=1)
         shapes = [one.shape for one in self._of.values()]
         return {
             name: part.reshape(self._wire.ranks, *shape).clone()
@@ -67,3 +68,8 @@ class Kept:
             else rows.float().mean(0).to(rows.dtype)
             for name, rows in state.items()
         }
+
+
+def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether these are the same parameters, in the same order."""
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

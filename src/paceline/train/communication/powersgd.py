@@ -1,0 +1,203 @@
+"""Gradients of matrices as products of two thin ones: PowerSGD (Vogels and others, 2019).
+
+``M ≈ P Qᵀ`` with a few columns. Q is that of the last step, so that over the steps P comes to the
+directions that matter most (a power iteration); what the product does not say is kept for the next
+step. Rank 0 makes the columns of P orthogonal for all, and the product is made of single
+multiplications and additions: so hosts with different processors get the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from paceline.train.communication.kept import Kept, same
+from paceline.train.communication.wire import Wire
+from paceline.train.exchange import Bucket, Line
+
+RANK = 4
+"""Columns, where nobody says another number."""
+EXACT = 0.1
+"""Part of the training at whose beginning averages are exact: gradients change quickly there."""
+_ROOM = 1 << 16  # elements that are worked on at once
+
+
+@dataclass(slots=True)
+class _Matrix:
+    """A gradient that is sent as a product.
+
+    Attributes:
+        name: Of the parameter.
+        start, rows, columns: Where it is in its bucket, as memory has it.
+        rank: Columns of the factors.
+    """
+
+    name: str
+    start: int
+    rows: int
+    columns: int
+    rank: int
+
+    @property
+    def span(self) -> slice:
+        return slice(self.start, self.start + self.rows * self.columns)
+
+
+@dataclass(slots=True)
+class _Layout:
+    """Of one bucket: its matrices, what else there is, and what is left to say."""
+
+    parameters: list[nn.Parameter]
+    matrices: list[_Matrix]
+    rest: Tensor
+    kept: Tensor
+
+
+class PowerSgd:
+    """Averages by products of thin matrices.
+
+    Attributes:
+        number: Columns of each factor.
+        exact_steps: At the beginning, with exact averages.
+    """
+
+    name: ClassVar[str] = "powersgd"
+
+    def __init__(self, line: Line, wire: Wire | None = None) -> None:
+        self.number, self.exact_steps = RANK, 0
+        self._wire, self._names = wire or Wire(line), line.names
+        self._kept = Kept(self._wire, line.names, torch.float32)
+        self._factors: dict[str, Tensor] = {}  # Q of each matrix
+        self._layouts: dict[int, _Layout] = {}
+        self._steps = 0
+
+    def begin(self, steps: int) -> None:
+        """Says how long the training is."""
+        self.exact_steps = int(EXACT * steps)
+
+    def average(self, bucket: Bucket) -> None:
+        exact, flat = self._steps < self.exact_steps, bucket.flat
+        self._steps += bucket.last
+        layout = None if exact else self._layout(bucket)
+        if layout is None or not layout.matrices:
+            flat.mul_(1 / self._wire.ranks)
+            self._wire.sum(flat)
+            return
+        wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        work = flat.to(wide, copy=True)
+        for one in layout.matrices:
+            work[one.span] += layout.kept[one.span]
+        left, rest = self._columns(work, layout)
+        self._rows(work, layout, left)
+        self._product(work, layout, left)
+        flat.copy_(work)
+        flat[layout.rest] = rest.to(flat.dtype)
+
+    def _columns(self, work: Tensor, layout: _Layout) -> tuple[list[Tensor], Tensor]:
+        """P of each matrix, and the mean of the rest.
+
+        One message there and one back: rank 0 adds up, and makes columns orthogonal.
+        """
+        own = [
+            work[one.span].view(one.rows, one.columns) @ self._factor(one, work)
+            for one in layout.matrices
+        ]
+        message = torch.cat([*(one.reshape(-1) for one in own), work[layout.rest]])
+        *parts, rest = torch.split(message, [*(one.numel() for one in own), len(layout.rest)])
+        left = [part.view_as(one) for part, one in zip(parts, own, strict=True)]
+        self._wire.at_first(message)
+        if self._wire.rank == 0:
+            message /= self._wire.ranks
+            for one in left:
+                poison = one.sum() * 0  # what is not finite stays so, and reaches all
+                one.copy_(torch.linalg.qr(one.nan_to_num(0.0, 0.0, 0.0)).Q + poison)
+        self._wire.from_first(message)
+        return left, rest
+
+    def _rows(self, work: Tensor, layout: _Layout, left: list[Tensor]) -> None:
+        """Finds Q of all matrices, and keeps what this rank's product does not say."""
+        right = []
+        for one, columns in zip(layout.matrices, left, strict=True):
+            matrix = work[one.span].view(one.rows, one.columns)
+            right.append(matrix.T @ columns)
+            matrix.addmm_(columns, right[-1].T, alpha=-1)
+            layout.kept[one.span].copy_(work[one.span].nan_to_num_(0.0, 0.0, 0.0))
+        message = torch.cat([one.reshape(-1) for one in right]) / self._wire.ranks
+        self._wire.sum(message)
+        parts = torch.split(message, [one.numel() for one in right])
+        for one, part, own in zip(layout.matrices, parts, right, strict=True):
+            self._factors[one.name] = part.view_as(own)
+
+    def _product(self, work: Tensor, layout: _Layout, left: list[Tensor]) -> None:
+        """Writes P Qᵀ; each step of it is exact, or rounded alike everywhere."""
+        for one, columns in zip(layout.matrices, left, strict=True):
+            right = self._factors[one.name].T.contiguous()
+            matrix = work[one.span].view(one.rows, one.columns)
+            step = max(1, _ROOM // one.columns) if work.device.type == "cpu" else one.rows
+            spare = torch.empty_like(matrix[:step])
+            for start in range(0, one.rows, step):
+                part, some = matrix[start : start + step], columns[start : start + step]
+                torch.mul(some[:, :1], right[0], out=part)
+                for number in range(1, one.rank):
+                    term = torch.mul(some[:, number, None], right[number], out=spare[: len(part)])
+                    part.add_(term)
+            self._factors[one.name].nan_to_num_(0.0, 0.0, 0.0)  # the next P is then any
+
+    def _factor(self, one: _Matrix, like: Tensor) -> Tensor:
+        known = self._factors.get(one.name)
+        if known is None or known.shape != (one.columns, one.rank):
+            return self._fresh(one, like)
+        return known.to(like.device, like.dtype)
+
+    def _fresh(self, one: _Matrix, like: Tensor) -> Tensor:
+        """A first Q: drawn by the parameter's name, the same on every rank."""
+        seed = int.from_bytes(hashlib.sha256(one.name.encode()).digest()[:6], "big")
+        source = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(one.columns, one.rank, generator=source)
+        return drawn.to(like.device, like.dtype)
+
+    def _layout(self, bucket: Bucket) -> _Layout:
+        known = self._layouts.get(bucket.number)
+        if known is not None and same(known.parameters, bucket.parameters):
+            return known
+        start, matrices = bucket.flat.storage_offset(), []
+        rest = torch.ones(bucket.flat.numel(), dtype=torch.bool)
+        for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+            if gradient.dim() < 2 or not gradient.numel():
+                continue
+            # in the order of memory, which channels last has changed
+            rows = gradient.shape[0]
+            columns = gradient.numel() // rows
+            rank = min(self.number, rows, columns)
+            if 2 * rank * (rows + columns) > rows * columns:
+                continue
+            at = int(gradient.storage_offset()) - int(start)
+            one = _Matrix(self._names[parameter], at, rows, columns, rank)
+            matrices.append(one)
+            rest[one.span] = False
+        index = rest.nonzero()[:, 0].to(bucket.flat.device)
+        kept = self._kept.of(bucket, bucket.flat.numel())
+        layout = _Layout(list(bucket.parameters), matrices, index, kept)
+        self._layouts[bucket.number] = layout
+        return layout
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self._steps, "factors": dict(self._factors), "rests": self._kept.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._layouts.clear()
+        self._steps = state.get("steps", 0)
+        self._factors = dict(state.get("factors", {}))
+        self._kept.load_state(state.get("rests", {}))
+
+    def sent(self, elements: int, ranks: int) -> int:
+        for layout in self._layouts.values():
+            matrices = layout.matrices
+            if len(layout.kept) == elements and self._steps > self.exact_steps:
+                thin = sum(one.rank * (one.rows + one.columns) for one in matrices)
+                return 2 * (ranks - 1) * 4 * (thin + len(layout.rest)) // ranks
+        return 2 * (ranks - 1) * 4 * elements // ranks

@@ -391,7 +391,10 @@ def test_damaged_images_are_named_and_skipped_when_asked(tmp_path: Path, capsys)
 
 def test_random_resized_crops(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     folder = class_folders(tmp_path / "d")
-    flags = [f"--data={folder}", "--steps=3", "--image-size=28", "--augment", "resized-crop"]
+    flags = [f"--data={folder}", "--steps=3", "--image-size=28", "--workers=1"]
+    assert train(tmp_path / "kept", *flags) == 2
+    assert "--workers 1: processes have nothing to do" in capsys.readouterr().err
+    flags += ["--augment", "resized-crop"]
     assert train(tmp_path / "run", *flags) == 0
     found = config(tmp_path / "run")
     assert (found["shape"], found["decoded"], found["crop"]) == ([3, 28, 28], [3, 32, 32], True)

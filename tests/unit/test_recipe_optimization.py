@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from paceline.recipes import parse_options
+from paceline.recipes.common import without_meaning
 from paceline.recipes.optimization import (
     OPTIMIZERS,
     SCHEDULES,
@@ -95,3 +97,10 @@ def test_steps_fall_at_their_milestones() -> None:
     falls = [step for step in range(1, 90) if curve(step) < curve(step - 1)]
     assert falls == [30, 60]
     assert curve(89) == pytest.approx(0.01)
+
+
+def test_what_a_search_for_a_rate_leaves_idle_is_named() -> None:
+    flags = ["--patience=3", "--epochs=2", "--micro-batch=8", "--steps=9"]
+    searching = [parse_options("image", [*flags, one]) for one in ("--find-lr", "--find-batch")]
+    assert without_meaning(searching[0]) == ["--epochs", "--patience"]
+    assert without_meaning(searching[1]) == ["--epochs", "--patience", "--steps", "--micro-batch"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -126,12 +126,31 @@ def tried(
     def losses(batch: train.Batch) -> torch.Tensor:
         return compute(batch)[0]
 
+    if (options.find_batch or options.find_lr) and (idle := without_meaning(options)):
+        session.say(f"nothing is trained or saved, so without meaning here: {', '.join(idle)}")
     if options.find_batch:
         session.say(str(train.find_batch(session, loader, losses, lengths=lengths)))
     if options.find_lr:
         steps = options.steps or train.LrRange.STEPS
         session.say(str(train.find_lr(session, loader, losses, steps=steps)))
     return options.find_batch or options.find_lr
+
+
+_OF_TRAINING = (
+    *("epochs", "lr", "schedule", "milestones", "warm_up", "unfreeze_every", "ema", "ema_start"),
+    *("evaluate_every", "patience", "stop_at", "beam", "score_every", "samples"),
+    *("checkpoint_every", "keep", "resume", "when_full", "check_every", "log_every", "watch"),
+    *("watch_devices", "track", "track_project", "track_each_node"),
+)
+_OF_BATCHES = ("steps", "global_batch", "batch_per_process", "micro_batch", "scale_lr")
+
+
+def without_meaning(options: Options) -> list[str]:
+    """The flags at another value than usual that do nothing beside --find-lr or --find-batch."""
+    names = _OF_TRAINING if options.find_lr else (*_OF_TRAINING, *_OF_BATCHES)
+    usual = {field.name: field.default for field in fields(options)}
+    idle = [name for name in names if name in usual and getattr(options, name) != usual[name]]
+    return ["--" + name.replace("_", "-") for name in idle]
 
 
 def epochs(session: train.Session, loader: train.Loader, options: Options) -> Iterator[int]:

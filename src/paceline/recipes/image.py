@@ -26,6 +26,7 @@ from paceline.recipes.pictures import Inputs, Normalisation, Pictures, inputs, n
 from paceline.recipes.pretrained import Origin, load_backbone
 from paceline.recipes.program import guarded
 from paceline.recipes.published import FILES, IMAGENET
+from paceline.spec.errors import SettingError
 from paceline.train import Best
 
 
@@ -51,7 +52,9 @@ def train_image(options: ImageOptions) -> None:
         watched = Pictures(splits[data.watched], normalise, numbers, (), size)
         held_out = Pictures(splits[data.held_out], normalise, numbers, (), size)
         batch = common.batch_of(session, options)
-        loader = session.loader(training, batch.global_batch, limit=batch.limit)
+        loader = session.loader(
+            training, batch.global_batch, limit=batch.limit, workers=workers_of(options, training)
+        )
 
         shape = (len(normalise.mean), size or data.shape[1], size or data.shape[2])
         network, origin = make_network(session, options, shape, data.classes)
@@ -133,6 +136,17 @@ def load_data(options: ImageOptions, wants: Inputs) -> ImageData:
         mirror=options.mirror,
     )
     return load(options.data_dir, request)
+
+
+def workers_of(options: ImageOptions, training: Pictures) -> int | None:
+    """Loader processes of a rank; None: as many as suit. SettingError where they have no work."""
+    if options.workers > 0 and not training.processes:
+        raise SettingError(
+            f"--workers {options.workers}: processes have nothing to do for --data {options.data}",
+            found="these images are decoded once and kept in the memory of each rank",
+            remedy="leave it out",
+        )
+    return options.workers if options.workers >= 0 else None
 
 
 def make_network(

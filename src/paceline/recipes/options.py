@@ -311,6 +311,9 @@ class ImageOptions(Options):
     """Never touch the network; use what is in the cache."""
     skip_damaged: bool = False
     """Leave images out that cannot be read; every file is tried at the start."""
+    workers: int = -1
+    """Processes of each rank that decode photos ahead; 0 leaves it to the rank itself (-1: as many
+    as the ranks leave CPUs free)."""
     epochs: int = 15
     """Passes over the training data."""
     global_batch: int = 64
@@ -343,6 +346,7 @@ class ImageOptions(Options):
             known("--data", self.data, NAMED)
         below_one("--label-smoothing", self.label_smoothing)
         below_one("--val-fraction", self.val_fraction)
+        at_least("--workers", self.workers, -1)
         self._validate_images()
 
     def _validate_images(self) -> None:

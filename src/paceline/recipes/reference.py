@@ -93,7 +93,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "clip_norm", "ema", "ema_start", "label_smoothing", "evaluate_every", "patience", "stop_at",
         "seed",
     ),
-    "Computing": ("device", "dtype", "fast", "compile", "shard", "backend", "communication"),
+    "Computing": ("device", "dtype", "fast", "compile", "shard", "backend", "communication",
+                  "workers"),
     "Run directory and checkpoints": (
         "run_dir", "resume", "checkpoint_every", "keep", "when_full", "log_every", "watch",
         "watch_devices", "check_every",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.bench import bandwidth
 from paceline.bench.bandwidth import (
     COLLECTIVES,
     TYPES,
@@ -191,3 +195,23 @@ def test_the_picture_says_in_words_what_it_colours() -> None:
     assert "2 Gbit/s" in picture
     assert "&lt;a&gt;" in picture
     assert "x &amp; y" in picture
+
+
+def test_the_measuring_job_imports_only_what_is_sent_with_it() -> None:
+    """A host that lacks the package gets these parts alone."""
+    package, sent = Path(bandwidth.__file__).parents[1], bandwidth.PARTS
+    seen, left = set(), ["paceline.bench.collectives_job"]
+    while left:
+        name = left.pop()
+        folder, *rest = name.split(".")[1:]
+        assert folder in sent or f"{folder}.py" in sent, name
+        file = package.joinpath(folder, *rest).with_suffix(".py")
+        if file in seen or not file.exists():  # a package's own name
+            continue
+        seen.add(file)
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline"):
+                module = str(node.module)
+                at_top = module == "paceline"
+                left += [f"{module}.{one.name}" for one in node.names] if at_top else [module]
+    assert len(seen) > 5

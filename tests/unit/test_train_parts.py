@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.recipes.program import guarded
+from paceline.program import guarded
 from paceline.spec import launched
 from paceline.spec.errors import DataError, JobError, NodeError, SettingError
 from paceline.train import disks, insync, weights, world

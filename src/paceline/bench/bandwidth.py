@@ -14,7 +14,12 @@ from typing import Any
 
 from paceline.spec.errors import SettingError
 
-PARTS = ("__init__.py", "bench", "spec")  # of the package: all that the measuring job needs
+PARTS = (
+    "__init__.py",
+    "bench",
+    "program.py",
+    "spec",
+)  # of the package: all that the measuring job needs
 COLLECTIVES = (
     "all_reduce",
     "all_gather",

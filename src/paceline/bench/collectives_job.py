@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from paceline.bench.bandwidth import IN_PLACE, TYPES, Row, elements, row
 from paceline.bench.ways_job import device_name, gather, measure
+from paceline.program import guarded
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 
@@ -313,4 +314,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(guarded(lambda: main(sys.argv[1:])))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from paceline import train
+from paceline.program import guarded
 from paceline.recipes import common, parse_options, pretrained
 from paceline.recipes.data.images import ImageData, Request, load
 from paceline.recipes.heads import add_layers
@@ -24,7 +25,6 @@ from paceline.recipes.optimization import Curve
 from paceline.recipes.options import ImageOptions
 from paceline.recipes.pictures import Inputs, Normalisation, Pictures, inputs, normalisation
 from paceline.recipes.pretrained import Origin, load_backbone
-from paceline.recipes.program import guarded
 from paceline.recipes.published import FILES, IMAGENET
 from paceline.spec.errors import SettingError
 from paceline.train import Best

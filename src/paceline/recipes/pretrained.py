@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from paceline import train
+from paceline.program import library
 from paceline.recipes.data.hub import fetched, prepare_environment
 from paceline.recipes.heads import names_within, renew
 from paceline.recipes.optimization import Curve
-from paceline.recipes.program import library
 from paceline.recipes.published import AS_TRAINED, IMAGENET, TORCHVISION, torch_file
 from paceline.spec.errors import DataError, SettingError
 from paceline.train.weights import saved_state

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from paceline.recipes.program import library
+from paceline.program import library
 
 T = TypeVar("T", bound=object)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from paceline import train
+from paceline.program import guarded
 from paceline.recipes import common, parse_options, pretrained
 from paceline.recipes.data.texts import TextData, TextRequest, load_texts
 from paceline.recipes.heads import add_layers
@@ -24,7 +25,6 @@ from paceline.recipes.networks import HubClassifier, TextClassifier
 from paceline.recipes.optimization import Curve
 from paceline.recipes.options import TEXT_MODELS, TextOptions
 from paceline.recipes.pretrained import Origin, load_backbone
-from paceline.recipes.program import guarded
 from paceline.recipes.tokens import (
     TOKENIZER,
     Encoding,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from paceline.program import library
 from paceline.recipes import pretrained
-from paceline.recipes.program import library
 from paceline.spec import rundir
 from paceline.spec.errors import DataError
 from paceline.train import files

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from paceline import train
+from paceline.program import guarded
 from paceline.recipes import common, parse_options
 from paceline.recipes.data.pairs import Pair, PairData, PairRequest, load_pairs
 from paceline.recipes.optimization import Curve, scheduled
 from paceline.recipes.options import TranslationOptions
-from paceline.recipes.program import guarded
 from paceline.recipes.scores import scores
 from paceline.recipes.tokens import (
     END_ID,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from paceline.program import library
 from paceline.recipes.data import SPLIT_NAMES, HubSource, on_this_host
-from paceline.recipes.program import library
 from paceline.spec.errors import DataError
 from paceline.train.onedisk import one_at_a_time
 

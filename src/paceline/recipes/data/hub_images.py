@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.program import library
 from paceline.recipes.data import HubSource
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.recipes.data.images import (
@@ -24,7 +25,6 @@ from paceline.recipes.data.images import (
     taken_out,
 )
 from paceline.recipes.data.photos import File, cut_out, side_by_side, sized
-from paceline.recipes.program import library
 from paceline.spec.errors import DataError
 
 

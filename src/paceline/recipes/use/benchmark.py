@@ -13,9 +13,9 @@ from statistics import median, quantiles
 import torch
 from torch import Tensor
 
+from paceline.program import guarded
 from paceline.recipes import use_of
 from paceline.recipes.argv import at_least, parse
-from paceline.recipes.program import guarded
 from paceline.recipes.use import BenchmarkOptions
 from paceline.recipes.use.evaluate import task_of
 from paceline.recipes.use.export import Portable

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline import train
+from paceline.program import guarded
 from paceline.recipes import use_of
 from paceline.recipes.argv import parse
-from paceline.recipes.program import guarded
 from paceline.recipes.use import EvaluateOptions
 from paceline.spec.errors import DataError, SettingError
 

@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from paceline.program import guarded, library
 from paceline.recipes import use_of
 from paceline.recipes.argv import parse
-from paceline.recipes.program import guarded, library
 from paceline.recipes.use import ExportOptions, Format
 from paceline.recipes.use.evaluate import task_of
 from paceline.spec import rundir

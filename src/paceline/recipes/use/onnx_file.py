@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.recipes.program import library
+from paceline.program import library
 from paceline.spec.errors import DataError
 
 

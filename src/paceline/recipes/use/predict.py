@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from paceline.program import guarded
 from paceline.recipes import use_of
 from paceline.recipes.argv import at_least, parse
-from paceline.recipes.program import guarded
 from paceline.recipes.use import PredictOptions
 from paceline.recipes.use.evaluate import task_of
 from paceline.spec.errors import PacelineError, SettingError

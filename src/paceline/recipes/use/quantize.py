@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.program import guarded
 from paceline.recipes import use_of
 from paceline.recipes.argv import at_least, below_one, parse
-from paceline.recipes.program import guarded
 from paceline.recipes.use import QuantizeOptions
 from paceline.recipes.use.evaluate import task_of
 from paceline.recipes.use.export import Portable, quietly, to_onnx

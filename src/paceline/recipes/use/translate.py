@@ -16,8 +16,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
 from paceline import train
+from paceline.program import guarded
 from paceline.recipes.argv import at_least, parse
-from paceline.recipes.program import guarded
 from paceline.recipes.tokens import padded, source_rows
 from paceline.recipes.transformer import DecoderLayer, Search, Transformer, decode
 from paceline.recipes.use import TranslateOptions

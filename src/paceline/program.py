@@ -1,4 +1,4 @@
-"""What all programs here share: how they end, and libraries that only some options need."""
+"""What all programs of ours in a job share: how they end, and libraries that only options need."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from paceline import train
-from paceline.spec.communication import WAYS
+from paceline.train.communication import METHODS
 
 STEPS = 30
 
@@ -82,7 +82,7 @@ def every_way(root: Path) -> None:
     """A whole training each, and one that goes on from its middle; in one world."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for asked in WAYS:
+    for asked in METHODS:
         whole, parts = root / asked / "whole", root / asked / "parts"
         training(whole, asked)
         if dist.get_rank() == 0:
@@ -107,7 +107,7 @@ def main() -> None:
             "equal": equal(root / asked / "whole", root / asked / "parts"),
             "loss": end(root / asked / "whole")[1],
         }
-        for asked in WAYS
+        for asked in METHODS
     }
     (root / "found.json").write_text(json.dumps(found))
 

@@ -103,7 +103,8 @@ class Options:
     """Communication backend."""
     communication: str = "exact"
     """How gradients are averaged over the processes: exact, or for slow links fp16 and bf16 (half
-    the bytes), int8 (a quarter), int4 (a fifth; an eighth between two processes) or powersgd."""
+    the bytes), int8 (a quarter), int4 (a fifth; an eighth between two processes), powersgd, or
+    auto, which measures and chooses."""
     run_dir: str = ""
     """Folder for the run's files (default: runs/NAME-DATE-TIME)."""
     checkpoint_every: str = "epoch,10m"

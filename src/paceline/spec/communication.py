@@ -14,8 +14,11 @@ WAYS: dict[str, str] = {
     "int8": "a quarter of the bytes",
     "int4": "a fifth of the bytes; an eighth between two processes",
     "powersgd": "products of thin matrices (powersgd:8 has eight columns, otherwise four)",
+    "auto": "measures, and takes the way that leaves out least and hides its bytes",
 }
 """Each way by its name."""
+ALONE = ("auto",)
+"""Those for a session's only model."""
 NUMBERED = {"powersgd": (1, 256)}
 """Those that take a number behind a colon, and between what."""
 
@@ -71,4 +74,18 @@ def refuse_sharded(text: str) -> None:
             f"--communication {text} does not go with --shard",
             found="FSDP exchanges parameters and gradients by itself, as they are",
             remedy="leave out one of the two",
+        )
+
+
+def refuse_several(text: str) -> None:
+    """For one of several models.
+
+    Raises:
+        SettingError: It is a way that only a single model can have.
+    """
+    if asked(text).name in ALONE:
+        raise SettingError(
+            f"--communication {text} does not go with several models",
+            found="a step of several models is not measured one by one",
+            remedy="name a way for each: communication='int8'",
         )

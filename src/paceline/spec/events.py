@@ -142,6 +142,7 @@ KINDS: dict[str, Kind] = {
     "joined": _kind("rank", may="world device backend"),
     "prepared": _kind("rank", may="parameters"),
     "resumed": _kind("rank", may="step source"),
+    "communication": _kind("rank", may="step text"),  # another way is taken, or would help
     "checkpoint": _kind("rank", may="step megabytes seconds"),
     "checkpoint failed": _kind("rank", may="step problem warning"),
     "checkpoint skipped": _kind("rank", may="warning"),

@@ -123,6 +123,11 @@ class Exchange:
         self._hooked: object = None
         self.times: list[Times] = []
 
+    @property
+    def elements(self) -> int:
+        """Gradients that are exchanged in a step."""
+        return sum(one.numel() for one in self._model.parameters() if one.requires_grad)
+
     def line(self) -> Line:
         """What a method of this exchange is made for; a collective when called first."""
         if self._group is None and self._stream is None:

@@ -33,7 +33,7 @@ from paceline.train.member import Member
 from paceline.train.metrics import Best
 from paceline.train.models import ALONE, Models
 from paceline.train.order import Stated, by_length, stated
-from paceline.train.pace import Pace, counted
+from paceline.train.pace import Look, Pace, counted
 from paceline.train.shards import ShardedDataset
 from paceline.train.stop import Quietly, Stopped, leave
 from paceline.train.update import Updater, each_loss, loss_of
@@ -104,7 +104,7 @@ class Session(Member):
             unused: Some steps leave parameters without gradient (branches, frozen parts that
                 still require one); DDP then looks for them at every step, which costs time.
             communication: How gradients are averaged over the ranks: ``exact``, ``fp16``, ``bf16``,
-                ``int8``, ``int4``, ``powersgd``; what sends less is for slow links.
+                ``int8``, ``int4``, ``powersgd``, or ``auto``, which measures and chooses.
             name: Of one of several models: in losses, records and checkpoints.
 
         Returns:
@@ -113,7 +113,7 @@ class Session(Member):
         Raises:
             SettingError: There is no such way to communicate, or not for this model.
         """
-        choice.check(communication, sharded=parallel.is_sharded(module))
+        choice.check(communication, sharded=parallel.is_sharded(module), name=name)
         scaler = self.precision.scaler(self.device)
         updater = Updater(module, optimizer, schedule, scaler, clip_norm)
         self.models.add(name, updater)
@@ -121,7 +121,7 @@ class Session(Member):
             if not parallel.is_sharded(module):
                 replica = parallel.replicated(module, self.device, unused=unused, apart=bool(name))
                 updater.model, updater.exchange = replica, Exchange(replica, self.comms)
-                updater.communication = Communication(communication, updater.exchange)
+                updater.communication = Communication(communication, updater.exchange, self.comms)
             self._proof = Proof(self.comms, self.models.module)
         self.verify()
         self._pace = Pace(self.comms, self.models.first.model, self.device)
@@ -452,6 +452,7 @@ class Session(Member):
         look = self._pace.step(batch.total, loader.waited, self._saved)
         if look is not None:
             self._lookout.take(look)
+            self._communicate(look)
         if self._proof is not None:
             self._proof.stepped()
         self._watch.stepped()
@@ -470,6 +471,13 @@ class Session(Member):
                 self._proof.align()
             if self._keeper is not None:
                 self._keeper.settle()
+
+    def _communicate(self, look: Look) -> None:
+        """Has ways to send less thought of; of several models none is."""
+        only = self.models.first.communication
+        if only is not None and (said := only.looked(look)):
+            self.say(said)
+            self.event("communication", step=self.progress.step, text=said)
 
     @property
     def _saved(self) -> float:

@@ -1,23 +1,35 @@
-"""Which way a model's gradients are averaged: the one that was asked for."""
+"""Which way a model's gradients are averaged: the one that was asked for, or ``auto``'s."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from paceline.spec import communication
+from paceline.train.comms import Comms
 from paceline.train.communication import METHODS
-from paceline.train.exchange import Exchange
+from paceline.train.communication.auto import Auto
+from paceline.train.communication.coded import Coded
+from paceline.train.communication.forecast import duration
+from paceline.train.exchange import Exchange, Line
+from paceline.train.pace import PARTS, Look
+
+_WORTH = 0.2  # part of a step that moving bytes may take before other ways are spoken of
+_LEAST = 0.01  # seconds of a step that it takes then
+_STEPS = 8  # that this is judged by
+_PARTS, _SMALLEST = 8, 1 << 18  # so many buckets, and the least bytes of one
 
 
-def check(text: str, *, sharded: bool) -> None:
+def check(text: str, *, sharded: bool, name: str) -> None:
     """Refuses what cannot be.
 
     Raises:
-        SettingError: There is no such way, or not for a sharded model.
+        SettingError: There is no such way, or not for such a model.
     """
     communication.asked(text)
     if sharded:
         communication.refuse_sharded(text)
+    if name:
+        communication.refuse_several(text)
 
 
 class Communication:
@@ -26,17 +38,27 @@ class Communication:
     Args:
         text: What was asked for.
         exchange: Of the model's gradients.
+        comms: Of all ranks.
     """
 
-    def __init__(self, text: str, exchange: Exchange) -> None:
-        self.asked, self._exchange = communication.asked(text), exchange
-        if self.asked.name != "exact":
+    def __init__(self, text: str, exchange: Exchange, comms: Comms) -> None:
+        self.asked, self._exchange, self._comms = communication.asked(text), exchange, comms
+        self._auto: Auto | None = None
+        self._seen: list[tuple[float, float]] = []  # of a step: moving bytes, all of it
+        self._told = False
+        if self.asked.name == "auto":
+            self._auto = Auto(exchange, comms, exchange.elements, self._take)
+        elif self.asked.name != "exact":
+            size = max(_SMALLEST, 4 * exchange.elements // _PARTS)
+            exchange.buckets(size, size // 2)
             self._take(self.asked.name)
 
     def _take(self, name: str) -> None:
-        method = METHODS[name](self._exchange.line())
+        method, before = METHODS[name](self._exchange.line()), self._exchange.method
         if self.asked.number:
             method.number = self.asked.number  # type: ignore[attr-defined]
+        if isinstance(method, Coded) and isinstance(before, Coded):
+            method.follow(before)
         self._exchange.method = method
 
     def begin(self, steps: int) -> None:
@@ -45,15 +67,56 @@ class Communication:
         if begin is not None:
             begin(steps)
 
+    def looked(self, look: Look) -> str:
+        """Takes where the time of the last steps went; what is to be said about it, once."""
+        if self._auto is not None:
+            said = self._auto.looked(look)
+            return f"communication: {said}" if said else ""
+        if self.asked.name != "exact" or self._told:
+            return ""
+        parts = look.seconds.sum(0) / len(look.seconds)
+        moving = parts[:, PARTS.index("moving")]
+        self._seen += list(zip(moving.tolist(), parts.sum(1).tolist(), strict=True))
+        if len(self._seen) < _STEPS:
+            return ""
+        steps = len(self._seen)
+        spent, whole = (sum(one) / steps for one in zip(*self._seen, strict=True))
+        self._seen.clear()
+        if spent < _WORTH * whole or spent < _LEAST:
+            return ""
+        self._told = True
+        return self._advice(spent, whole)
+
+    def _advice(self, moving: float, whole: float) -> str:
+        """What other ways would give, where moving bytes costs so much of a step."""
+        ranks, count = self._comms.world.size, self._exchange.elements
+        line = Line(None, self._comms.world.rank, ranks)
+        sent = {
+            way: METHODS[way](line).sent(count, ranks) for way in ("exact", "fp16", "int8", "int4")
+        }
+        others = ", ".join(
+            f"{way} {duration(whole - moving * (1 - one / sent['exact']))}"
+            for way, one in sent.items()
+            if way != "exact"
+        )
+        return (
+            f"moving gradients takes {moving / whole:.0%} of a step of {duration(whole)};"
+            f" --communication would make it about: {others}"
+            " (auto measures and chooses; in a script session.prepare(…, communication='auto'))"
+        )
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps; a collective. Nothing where averages are exact."""
         method = self._exchange.method
         if self.asked.name == "exact" or method is None:
             return {}
-        return {"method": method.name, "rests": method.state()}
+        kept = {"method": method.name, "rests": method.state()}
+        return kept if self._auto is None else {**kept, "auto": self._auto.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes what :meth:`state` gave; of another method nothing is left to say."""
+        if self._auto is not None:
+            self._auto.load_state(state.get("auto", {}))
         method = self._exchange.method
         if method is not None:
             same = state.get("method") == method.name

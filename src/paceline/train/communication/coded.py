@@ -159,6 +159,10 @@ class Coded:
             room = self._spare[use] = torch.zeros(length, dtype=kind, device=device)
         return room[:length]
 
+    def follow(self, other: Coded) -> None:
+        """Says what another method has left to say."""
+        self._kept = other._kept
+
     def state(self) -> dict[str, Any]:
         return self._kept.state()
 

@@ -1,0 +1,177 @@
+"""``auto``: measures step and network, and takes the way that leaves out least and hides the rest.
+
+Averages are exact while it measures. It looks again when moving bytes takes longer or shorter than
+it did, and now and then, for a network that became quicker shows in nothing. All ranks measure
+together and decide by the slowest, so they decide alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.train.comms import Comms
+from paceline.train.communication import METHODS, forecast
+from paceline.train.communication.coded import Coded
+from paceline.train.communication.codes import BLOCK
+from paceline.train.communication.forecast import Choice, Measured, chosen
+from paceline.train.communication.wire import Wire
+from paceline.train.exchange import Exchange
+from paceline.train.pace import PARTS, Look
+
+_FIRST = 3  # steps that do not count: memory, caches and buckets are new
+_STEPS = 5  # that do
+_LONG, _LARGE = 0.1, 1 << 24  # seconds or bytes of a probe that says how quick the line is
+_SAMPLE = 1 << 20  # elements that are coded for a measurement
+_CHANGED = 0.15  # part of a step by which moving bytes differs from before: worth a look
+_COST = 0.002  # part of the time that looking again may take
+_MOVING, _WAITING = PARTS.index("moving"), PARTS.index("waiting")
+
+
+class Auto:
+    """Chooses for one model's exchange. Every rank has one and calls it alike.
+
+    Args:
+        exchange: Whose method it sets.
+        comms: Of all ranks.
+        elements: Gradients that are exchanged.
+        take: Sets a method by its name, with what the last one has not said.
+
+    Attributes:
+        choice: The last; ``None`` while it still measures.
+    """
+
+    def __init__(
+        self, exchange: Exchange, comms: Comms, elements: int, take: Callable[[str], None]
+    ) -> None:
+        self._exchange, self._comms, self._take = exchange, comms, take
+        self._elements = elements
+        self._wire = Wire(exchange.line())
+        self.choice: Choice | None = None
+        self._seen: list[Tensor] = []  # seconds of each rank and part, by step
+        self._usual: float | None = None  # part of a step that moving bytes took at first
+        self._changed, self._since, self._again = 0, 0, 0
+        self._coding: dict[str, float] = {}
+        take("exact")
+
+    def looked(self, look: Look) -> str:
+        """Takes where the time of the last steps went, between two steps.
+
+        Returns:
+            What has been decided, and why; empty where nothing changes.
+        """
+        own = torch.arange(look.seconds.shape[1]) * look.every + look.first_step
+        fresh = look.seconds[:, own >= self._since + _FIRST]
+        last = int(own[-1]) + 1
+        self._seen += list(fresh.unbind(1))
+        if len(self._seen) < _STEPS:
+            return ""
+        steps, self._seen = torch.stack(self._seen, dim=1), []
+        if self.choice is not None and not self._due(steps, last):
+            return ""
+        before = time.perf_counter()
+        measured = self._measure(steps)
+        now = "" if self.choice is None else self.choice.way
+        choice = chosen(measured, now)
+        spent = self._comms.most(torch.tensor([time.perf_counter() - before], dtype=torch.float64))
+        a_step = max(float(steps.sum(2).mean()), 1e-6)
+        self._again = last + max(100, int(spent[0] / _COST / a_step))
+        self._usual, self._since = None, last
+        if choice.way == now:
+            return ""
+        self._use(choice)
+        return choice.said(measured)
+
+    def _due(self, steps: Tensor, last: int) -> bool:
+        """Whether the network is to be measured again."""
+        moving = float(steps[:, :, _MOVING].mean() / steps.sum(2).mean().clamp(min=1e-9))
+        if self._usual is None:
+            self._usual = moving
+        self._changed = self._changed + 1 if abs(moving - self._usual) > _CHANGED else 0
+        return self._changed >= 2 or last >= self._again
+
+    def _measure(self, steps: Tensor) -> Measured:
+        still = steps[:, :, _MOVING] + steps[:, :, _WAITING]
+        computing = (steps.sum(2) - still).mean(1)
+        if not self._coding:
+            self._coding = {way: self._code(way) for way in forecast.CANDIDATES}
+        latency, rate = self._probe()
+        ways = forecast.CANDIDATES
+        slowest = self._comms.most(
+            torch.tensor([latency, 1 / rate, *self._coding.values()], dtype=torch.float64)
+        )
+        coding = dict(zip(ways, slowest[2:], strict=True))
+        now = "exact" if self.choice is None else self.choice.way
+        line = self._exchange.line()
+        sent = {
+            way: METHODS[way](line, self._wire).sent(self._elements, line.ranks) for way in ways
+        }
+        # while messages are made, a CPU computes less
+        pure = max(float(computing.max()) - coding[now], 1e-6)
+        return Measured(pure, 4 * self._elements, slowest[0], 1 / slowest[1], sent, coding)
+
+    def _code(self, way: str) -> float:
+        """Seconds for making and reading all messages of a step."""
+        method = METHODS[way]
+        if not (isinstance(method, type) and issubclass(method, Coded)):
+            return 0.0
+        count = max(1, min(_SAMPLE, self._elements) // BLOCK) * BLOCK
+        values = torch.randn(count, device=self._comms.device)
+        message = torch.zeros(method.up.size(count), dtype=torch.uint8, device=values.device)
+        seconds = []
+        for _ in range(3):
+            began = self._now()
+            method.up.encode(values, message, keep=method.feedback)
+            method.up.decode(message, values)
+            method.up.decode(message, values, add=True)
+            seconds.append(self._now() - began)
+        return min(seconds) * self._elements / count
+
+    def _probe(self) -> tuple[float, float]:
+        """Seconds of a collective of a few bytes, and bytes a second that this rank sends."""
+        latency = min(self._sum(256) for _ in range(4))
+        size, ranks = 1 << 14, self._wire.ranks
+        while True:
+            self._sum(256)  # all begin together
+            seconds = self._sum(size // 4)
+            longest = self._comms.most(torch.tensor([seconds], dtype=torch.float64))[0]
+            if longest >= _LONG or size >= _LARGE:
+                sent = 2 * (ranks - 1) / ranks * size
+                return latency, sent / max(seconds - latency, 1e-9)
+            size *= 4
+
+    def _sum(self, elements: int) -> float:
+        tensor = torch.zeros(elements, device=self._comms.device)
+        began = self._now()
+        self._wire.sum(tensor)
+        return self._now() - began
+
+    def _now(self) -> float:
+        if self._comms.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def _use(self, choice: Choice) -> None:
+        self.choice = choice
+        size = max(1, 4 * self._elements // choice.buckets)
+        self._exchange.buckets(size, max(1, size // 2) if choice.buckets > 1 else size)
+        self._take(choice.way)
+
+    # -- in checkpoints ------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What was chosen; nothing before that."""
+        if self.choice is None:
+            return {}
+        one = self.choice
+        return {"way": one.way, "buckets": one.buckets, "seconds": dict(one.seconds)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on with what was chosen; measures again after a while."""
+        if state.get("way") in forecast.CANDIDATES:
+            self._use(Choice(state["way"], int(state["buckets"]), dict(state["seconds"])))
+            self._again = 0

@@ -1,0 +1,106 @@
+"""What a step takes by each way to communicate: the choice of ``auto``, from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+CANDIDATES = ("exact", "fp16", "int8", "int4")
+"""From the least to the most that is left out. No other is taken without being asked for."""
+NEARLY = 1.05
+"""So near to the quickest, the way that leaves out less is taken."""
+_FORWARD = 1 / 3  # part of computing in which no gradient is ready
+_BUCKETS = (1, 2, 4, 8, 16)
+_LEAST_BUCKET = 1 << 16  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the ranks measured: the slowest of them in each.
+
+    Attributes:
+        computing: Seconds of a step without any exchange.
+        gradients: Bytes of all gradients.
+        latency: Seconds of a collective of a few bytes.
+        rate: Bytes a second that a rank can send while it receives as many.
+        sent: Bytes that a rank sends in a step, by way.
+        coding: Seconds of a step for making and reading messages, by way.
+    """
+
+    computing: float
+    gradients: int
+    latency: float
+    rate: float
+    sent: Mapping[str, int]
+    coding: Mapping[str, float]
+
+    def seconds(self, way: str, buckets: int) -> float:
+        """Of a step: a bucket is sent while the gradients of the next are computed.
+
+        Either the last gradient has to be waited for and then its bucket, or the line is always
+        busy from the first bucket on.
+        """
+        backward = (1 - _FORWARD) * self.computing
+        line = self.sent[way] / self.rate
+        ends = max(
+            backward + line / buckets + self.latency,
+            backward / buckets + line + buckets * self.latency,
+        )
+        return _FORWARD * self.computing + self.coding[way] + ends
+
+    def best(self, way: str) -> tuple[int, float]:
+        """Into how many buckets gradients are best divided, and the seconds of a step then."""
+        most = max(1, self.gradients // _LEAST_BUCKET)
+        every = {one: self.seconds(way, one) for one in _BUCKETS if one <= most}
+        found = min(every, key=lambda one: every[one])
+        return found, every[found]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A way, with what speaks for it.
+
+    Attributes:
+        way: Its name.
+        buckets: Into how many parts gradients are divided.
+        seconds: Of a step, by way.
+    """
+
+    way: str
+    buckets: int
+    seconds: Mapping[str, float]
+
+    def said(self, measured: Measured) -> str:
+        """In one line."""
+        others = ", ".join(
+            f"{name} {duration(one)}" for name, one in self.seconds.items() if name != self.way
+        )
+        line = measured.sent["exact"] / measured.rate
+        return (
+            f"{self.way}, by which a step takes about {duration(self.seconds[self.way])}"
+            f" ({others}): computing takes {duration(measured.computing)}, and"
+            f" {measured.sent['exact'] / 1e6:.1f} MB of gradients {duration(line)}"
+            f" at {measured.rate * 8e-6:,.0f} Mbit/s"
+        )
+
+
+def chosen(measured: Measured, now: str = "") -> Choice:
+    """The way that leaves out least among those that are nearly as quick as the quickest.
+
+    Args:
+        measured: By all ranks.
+        now: The way in use: it stays where another is hardly quicker.
+    """
+    found = {way: measured.best(way) for way in CANDIDATES}
+    seconds = {way: one[1] for way, one in found.items()}
+    quickest = min(seconds.values())
+    way = next(one for one in CANDIDATES if seconds[one] <= NEARLY * quickest)
+    less = now in seconds and CANDIDATES.index(now) < CANDIDATES.index(way)
+    if less and seconds[now] <= NEARLY**2 * quickest:
+        way = now
+    return Choice(way, found[way][0], seconds)
+
+
+def duration(seconds: float) -> str:
+    """``0.31 s`` or ``8.2 ms``."""
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,191 @@
+"""Which way to communicate is taken, and what is said of it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.train.comms import Comms
+from paceline.train.communication import METHODS, auto
+from paceline.train.communication.auto import Auto
+from paceline.train.communication.choice import Communication
+from paceline.train.communication.forecast import CANDIDATES, Measured, chosen
+from paceline.train.exchange import Exchange, Line
+from paceline.train.pace import PARTS, Look
+from paceline.train.world import World
+
+
+def measured(megabits: float, *, computing: float = 0.14, megabytes: float = 7.6) -> Measured:
+    """Two ranks; codes at 1.5 GB/s there and back."""
+    elements, line = int(megabytes * 250_000), Line(None, 0, 2)
+    sent = {way: METHODS[way](line).sent(elements, 2) for way in CANDIDATES}
+    coding = {way: 0.0 if way == "exact" else megabytes / 1500 for way in CANDIDATES}
+    return Measured(computing, 4 * elements, 0.001, megabits * 125_000, sent, coding)
+
+
+@pytest.mark.parametrize(
+    ("megabits", "way"),
+    [
+        (10_000, "exact"),
+        (1_000, "exact"),
+        (450, "fp16"),
+        (200, "int8"),
+        (100, "int4"),
+        (20, "int4"),
+    ],
+)
+def test_the_way_that_leaves_out_least_of_those_that_hide_their_bytes(
+    megabits: float, way: str
+) -> None:
+    assert chosen(measured(megabits)).way == way
+
+
+def test_a_forecast_is_never_above_plain_exact_averages() -> None:
+    for megabits in (1, 20, 100, 1_000, 10_000, 100_000):
+        for computing in (0.001, 0.1, 10.0):
+            one = chosen(measured(megabits, computing=computing))
+            assert one.seconds[one.way] <= one.seconds["exact"] * 1.0001 or one.way == "exact"
+
+
+def test_slow_coding_is_not_taken() -> None:
+    one = measured(2_000)
+    slow = Measured(
+        one.computing, one.gradients, one.latency, one.rate, one.sent,
+        {way: 0.0 if way == "exact" else 1.0 for way in CANDIDATES},
+    )  # fmt: skip
+    assert chosen(slow).way == "exact"
+
+
+def test_long_ways_want_few_buckets() -> None:
+    near = measured(100)
+    far = Measured(near.computing, near.gradients, 0.04, near.rate, near.sent, near.coding)
+    assert far.best("int8")[0] < near.best("int8")[0]
+
+
+def test_it_stays_with_what_is_nearly_as_good() -> None:
+    ways = [chosen(measured(megabits)).way for megabits in range(60, 400, 5)]
+    changes = [at for at, pair in enumerate(itertools.pairwise(ways)) if pair[0] != pair[1]]
+    assert changes
+    for at in changes:  # a little slower than where it changes, it would not change back
+        assert chosen(measured(60 + 5 * at), now=ways[at + 1]).way == ways[at + 1]
+
+
+@dataclass
+class Standing:
+    """An exchange without a model."""
+
+    rank: int
+    elements: int = 2_000_000
+    method: Any = None
+    layout: tuple[int, int] = (0, 0)
+
+    def line(self) -> Line:
+        return Line(None, self.rank, 2)
+
+    def buckets(self, size: int, first: int) -> None:
+        self.layout = size, first
+
+
+class Both:
+    """What two threads tell each other."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, list[float]] = {}
+        self._barrier = threading.Barrier(2)
+
+    def most(self, rank: int, vector: Tensor) -> list[float]:
+        self._told[rank] = [float(one) for one in vector]
+        self._barrier.wait(20)
+        found = [max(pair) for pair in zip(self._told[0], self._told[1], strict=True)]
+        self._barrier.wait(20)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Told(Comms):
+    """Between threads."""
+
+    both: Both | None = None
+
+    def most(self, vector: Tensor) -> list[float]:
+        assert self.both is not None
+        return self.both.most(self.world.rank, vector)
+
+
+def look(first: int, computing: float, moving: float, steps: int = 5) -> Look:
+    seconds = torch.zeros(2, steps, len(PARTS), dtype=torch.float64)
+    seconds[:, :, PARTS.index("computing")] = computing
+    seconds[:, :, PARTS.index("moving")] = moving
+    return Look(first, seconds, torch.ones(2, steps, dtype=torch.float64))
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What ranks measure of it: bytes a second, as rank 1 sees it; rank 0 sees a better one."""
+    rate = {"rate": 200e6 / 8}
+
+    def probe(self: Auto) -> tuple[float, float]:
+        return 0.001, rate["rate"] * (2 - self._wire.rank)
+
+    monkeypatch.setattr(auto.Auto, "_probe", probe)
+    monkeypatch.setattr(auto.Auto, "_code", lambda self, way: 0.0 if way == "exact" else 0.005)
+    return rate
+
+
+def both(body: Any) -> list[Any]:
+    told = Both()
+    with ThreadPoolExecutor(2) as pool:
+        return [one.result(30) for one in [pool.submit(body, rank, told) for rank in range(2)]]
+
+
+def made(rank: int, told: Both, text: str = "auto") -> tuple[Communication, Standing]:
+    exchange = Standing(rank)
+    comms = Told(World(rank=rank, size=2), torch.device("cpu"), None, told)
+    return Communication(text, cast(Exchange, exchange), comms), exchange
+
+
+def test_all_ranks_decide_alike_and_look_again(network: dict[str, float]) -> None:
+    def body(rank: int, told: Both) -> Any:
+        one, exchange = made(rank, told)
+        said, ways = [], []
+        for number in range(12):
+            if number == 6 and rank == 0:
+                network["rate"] = 20e6 / 8
+            moving = 0.02 if number < 7 else 0.5
+            said.append(one.looked(look(5 * number, 0.14, moving)))
+            ways.append(exchange.method.name)
+        other, again = made(rank, told)
+        other.load_state({**one.state(), "rests": {}})
+        return ways, said, again.method.name, again.layout == exchange.layout
+
+    (ways, said, resumed, alike), other = both(body)
+    assert ways == other[0]
+    assert ways[0] == "exact"
+    assert ways[2:7] == ["int8"] * 5
+    assert ways[-1] == resumed == "int4"
+    assert alike
+    told = [one for one in said if one]
+    assert len(told) == 2
+    assert told[0].startswith("communication: int8, by which a step takes about 0.")
+    assert "at 200 Mbit/s" in told[0]
+
+
+def test_who_asks_for_nothing_is_told_what_there_is() -> None:
+    def body(rank: int, told: Both) -> list[str]:
+        one, _ = made(rank, told, "exact")
+        return [one.looked(look(5 * number, 0.14, 0.6)) for number in range(6)]
+
+    said = [one for one in both(body)[0] if one]
+    assert len(said) == 1
+    assert said[0].startswith("moving gradients takes 81% of a step of 0.74 s; --communication")
+    assert "int8 0.29 s" in said[0]
+    assert not any(
+        both(lambda rank, told: made(rank, told, "exact")[0].looked(look(0, 0.2, 0.02, 20)))
+    )

@@ -84,6 +84,7 @@ def train_image(options: ImageOptions) -> None:
         more = {"network": description, "number_format": options.dtype, "channels_last": fast}
         about = describe(options, data, wants, shape, normalise) | more
         common.keep_checkpoints(session, options, best, data.fingerprint, about)
+        result: train.Means | None = None
         for epoch in common.epochs(session, loader, options):
             freezing.begin(epoch)
             for given in loader:
@@ -96,8 +97,10 @@ def train_image(options: ImageOptions) -> None:
             curve.report(result["loss"])
             common.end_early(session, options, best, f"{data.watched} accuracy", result["accuracy"])
 
-        with session.averaged():
-            result = evaluate(session, network, held_out)
+        # Nothing was evaluated where a finished training was resumed.
+        if result is None or data.watched != data.held_out:
+            with session.averaged():
+                result = evaluate(session, network, held_out)
         figures = {"samples": result.count, **result.values()}
         session.save_model({**about, "metrics": {data.held_out: figures}}, average=True)
         hits = round(result.sums["accuracy"])

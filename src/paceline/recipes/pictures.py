@@ -133,8 +133,15 @@ def normalisation(split: Split, channels: int) -> Normalisation:
     images = in_memory(split)
     if images is None:
         return Normalisation((0.5,) * channels, (0.25,) * channels)
-    counts = [np.bincount(images[:, c].ravel(), minlength=256) for c in range(channels)]
+    counts = np.zeros((channels, 256), np.int64)
+    for first in range(0, len(images), _AT_ONCE):  # as long integers they take much room
+        for channel, count in enumerate(counts):
+            part = images[first : first + _AT_ONCE, channel]
+            count += np.bincount(part.ravel(), minlength=256)
     return Normalisation(*zip(*(_moments(count) for count in counts), strict=True))
+
+
+_AT_ONCE = 256
 
 
 def in_memory(split: Split) -> NDArray[np.uint8] | None:

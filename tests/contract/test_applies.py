@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from paceline.checks import examine
 from paceline.cli import applies, launch, program, sources, trust, use
 from paceline.cli import bench_scaling as scaling_verb
+from paceline.cli import forecast as forecast_verb
 from paceline.launch import launcher
 from paceline.remote import this_machine
 from paceline.remote.channel import command_for
@@ -62,6 +63,7 @@ VERBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "evaluate": (("evaluate",), ("trained",)),
     "scaling": (("bench", "scaling"), ("job.py",)),
     "collectives": (("bench", "collectives", "--no-links"), ()),
+    "forecast": (("forecast",), ("image",)),
 }
 # option → one value that is not its default; "" for a switch
 VALUES = {
@@ -140,7 +142,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
         return real_ladder(nodes, processes)
 
     monkeypatch.setattr(scaling_verb.scaling, "ladder", ladder)
-    for module in (launcher, scaling_verb):
+    for module in (launcher, scaling_verb, forecast_verb):
         monkeypatch.setattr(module, "run_job", started)
     monkeypatch.setattr(launch, "show_plan", planned)
     monkeypatch.setattr(examine, "examine", examined)
@@ -220,7 +222,8 @@ def test_every_option_is_in_the_table() -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -> None:
     plain = call(deed, verb, manner, ())
-    alone = {"scaling": ("rdzv", "kubernetes script")}.get(verb, ())
+    several = verb in ("scaling", "forecast")
+    alone: tuple[str, ...] = ("rdzv", "kubernetes script") if several else ()
     if verb == "collectives" and (manner == "rdzv" or manner.endswith(" script")):
         alone = (manner,)
     if manner in alone:
@@ -237,7 +240,7 @@ def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -
         words = [*beside, flag, *([value] if value else [])]
         if name == "detach" and manner in ("slurm script", "flux script"):
             continue  # shown below: it has to do with what follows the submission
-        if name == "plan_only" and (manner.endswith(" script") or verb == "scaling"):
+        if name == "plan_only" and (manner.endswith(" script") or several):
             continue  # what these do at all, but for Slurm's, is to print; a ladder has no plan
         if name == "as_json" and verb in applies.MEASURING:
             continue  # it has to do with how the figures are printed

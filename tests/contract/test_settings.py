@@ -188,7 +188,8 @@ def test_the_variable_stands_in_the_error() -> None:
 
 # --- hosts
 
-JOB_VERBS = {"run", "train", "evaluate", "bench scaling", "bench collectives"}
+JOB_VERBS = {"run", "train", "evaluate", "bench scaling", "bench collectives",
+             "forecast"}  # fmt: skip
 
 
 def test_the_verbs_that_take_hosts() -> None:

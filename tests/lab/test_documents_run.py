@@ -45,6 +45,7 @@ ELSEWHERE = {
     "paceline lab ": "test_lab_commands_run",
     "paceline run --rdzv": "tests/lab/test_by_hand.py, for it is typed on several nodes at once",
     "paceline train image --device cuda": "bench/gpu, for it needs a GPU",
+    "paceline forecast ": "tests/lab/test_forecast.py, for it tries several runs",
     "paceline run -H hostfile --image": "tests/lab/test_docker.py, with an image made there",
 }
 PAGES_ELSEWHERE = {"coming-from.md": "tests/lab/test_coming_from.py"}

@@ -32,6 +32,7 @@ VERBS: Registry = {
     "list": ("paceline.cli.recipe:listing", "Recipes, models and data sets by name."),
     "recipe": ("paceline.cli.recipe", "Show or copy a built-in recipe's script."),
     "check": ("paceline.cli.check", "Find what would go wrong on the hosts, before it does."),
+    "forecast": ("paceline.cli.forecast", "Say how long a training takes on more hosts."),
     "explain": ("paceline.cli.explain", "Say what went wrong in a run, or in any log."),
     "bench": ("paceline.cli.bench", "Measure how a job speeds up, and other things."),
     "status": ("paceline.cli.runs:status", "Say what has become of a run."),

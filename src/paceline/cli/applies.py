@@ -26,8 +26,9 @@ VERBS = {
     "evaluate": "evaluate",
     "scaling": "bench scaling",
     "collectives": "bench collectives",
+    "forecast": "forecast",
 }
-MEASURING = frozenset({"scaling", "collectives"})
+MEASURING = frozenset({"scaling", "collectives", "forecast"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ class Applies:
 
 
 _JOBS = frozenset(VERBS) - MEASURING  # these end in one run whose start can be planned
-_ONE_RUN = frozenset(VERBS) - {"scaling"}  # a ladder is many
+_SEVERAL = frozenset({"scaling", "forecast"})  # a ladder is many runs
+_ONE_RUN = frozenset(VERBS) - _SEVERAL
 _AT_THE_SITE = "--sbatch-arg takes any directive of the batch system"
 _CHOSEN = Applies(chosen=True)
 _RENDEZVOUS = Applies(chosen=True, verbs=_JOBS)
@@ -103,7 +105,7 @@ OPTIONS: dict[str, Applies] = {
     "name": Applies(),
     "master_port": Applies(),
     "backend": Applies(),
-    "ship": Applies(chosen=True, verbs=frozenset({"run", "scaling"}),
+    "ship": Applies(chosen=True, verbs=frozenset({"run"}) | _SEVERAL,
                     hint="Only code of yours, for hosts other than this machine, is shipped"),
     "bind": Applies(),
     "debug": Applies(verbs=_JOBS | {"collectives"}, hint="It would slow what is measured"),
@@ -114,7 +116,7 @@ OPTIONS: dict[str, Applies] = {
     "check_level": Applies(chosen=True, verbs=_JOBS, value="full",
                            hint="`paceline check` first"),
     "show": Applies(verbs=_JOBS),
-    "plan_only": Applies(verbs=_JOBS | {"scaling"}),  # of a ladder only its batch has a plan
+    "plan_only": Applies(verbs=_JOBS | _SEVERAL),  # of a ladder only its batch has a plan
     "as_json": _CHOSEN,
     "verbose": Applies(chosen=True, verbs=_JOBS),
     "via": Applies(),

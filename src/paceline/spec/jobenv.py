@@ -26,6 +26,11 @@ HOME_DIR = "PACELINE_HOME_DIR"
 """The run directory as the user knows it, on the launching machine: for messages."""
 DATA_DIR = "PACELINE_DATA_DIR"
 """The folder of data (``--data``) on this node."""
+PROBE = "PACELINE_PROBE"
+"""A few measured steps are wanted instead of a training, as JSON: ``batches`` (global batches),
+``parts`` (the same as parts of the training's own) and ``seconds`` to spend. Set by
+``paceline forecast``; read by ``paceline.train``, which leaves ``steps.json`` in the run directory
+and ends."""
 DATA_HOME = "PACELINE_DATA_HOME"
 """The same folder on the launching machine: as it is recorded, and looked for the next time."""
 EVENT_FD = "PACELINE_EVENT_FD"
@@ -46,7 +51,7 @@ TOKEN = "PACELINE_JOB_TOKEN"  # noqa: S105 - the name of the variable; identifie
 _OURS = {RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE,
          MASTER_ADDR, MASTER_PORT, "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
          RUN_ID, ATTEMPT, HOST, PLANNED_WORLD, RUN_DIR, HOME_DIR, DATA_DIR, DATA_HOME, EVENT_FD,
-         TOKEN}  # fmt: skip
+         PROBE, TOKEN}  # fmt: skip
 
 
 def is_ours(name: str) -> bool:

@@ -224,10 +224,13 @@ class Loader:
         """True when the script has control after this step, for an evaluation."""
         return self.every > 0 and self._progress.step % self.every == 0
 
+    def _spans(self, offset: int) -> Iterator[tuple[int, int]]:
+        """The global batches of the rest of an epoch, by their positions."""
+        for start in range(offset, self.order.size, self.global_batch):
+            yield start, min(start + self.global_batch, self.order.size)
+
     def _wanted(self, epoch: int, offset: int) -> Iterator[Wanted[Batch]]:
-        size = self.order.size
-        for start in range(offset, size, self.global_batch):
-            stop = min(start + self.global_batch, size)
+        for start, stop in self._spans(offset):
             pieces = shares(start, stop, *self._place, self._limit)
             for number, (first, end) in enumerate(pieces, 1):
                 # An empty share computes the batch's first sample with weight zero.

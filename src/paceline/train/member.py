@@ -5,6 +5,7 @@ A script that only evaluates or predicts needs no more than this of its session.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from paceline.spec import rundir
+from paceline.spec import jobenv, rundir
 from paceline.train import device as devices
 from paceline.train import disks, files, parallel, report, world
 from paceline.train.comms import Comms
@@ -100,7 +101,8 @@ class Member:
             config: Settings, as the tracker shows them.
             each_node: One run for each node, in a group, instead of one for all.
         """
-        self._journal.track(names, project, config or {}, each_node)
+        if jobenv.PROBE not in os.environ:
+            self._journal.track(names, project, config or {}, each_node)
 
     def save_config(self, config: Mapping[str, Any]) -> None:
         """Saves the effective settings in the run directory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -34,6 +35,7 @@ from paceline.train.metrics import Best
 from paceline.train.models import ALONE, Models
 from paceline.train.order import Stated, by_length, stated
 from paceline.train.pace import Look, Pace, counted
+from paceline.train.probe import Probe, asked
 from paceline.train.shards import ShardedDataset
 from paceline.train.stop import Quietly, Stopped, leave
 from paceline.train.update import Updater, each_loss, loss_of
@@ -75,6 +77,8 @@ class Session(Member):
         self._measured: dict[str, Tensor] = {}  # in the running step, by name
         self._callbacks = Callbacks(self)
         self._watch = Watch(self._journal.record)
+        wanted = asked(os.environ)
+        self._probe = None if wanted is None else Probe(wanted, self, self.models)
 
     # -- before the training -------------------------------------------------------------
 
@@ -220,7 +224,7 @@ class Session(Member):
             self.agree("the order of the samples", digest)
         elif lengths is not None:
             visited = by_length(visited, lengths, global_batch)
-        return Loader(
+        return (self._probe.loader if self._probe else Loader)(
             Fetch(data, self.device, workers, collate),
             visited,
             (self.world.rank, self.world.size),
@@ -287,6 +291,8 @@ class Session(Member):
             SettingError: Another job writes to the run directory, or this is another training.
             DataError: The checkpoint that was asked for is not there or not intact.
         """
+        if self._probe is not None:
+            return False
         kept = {**(extras or {}), "metrics": self._journal, **({"best": best} if best else {})}
         training = Training(
             self._prepared(),
@@ -334,6 +340,8 @@ class Session(Member):
         loader.arrived = self._pace.given
         done.steps = steps or epochs * len(loader)
         self.models.begin(done.steps)
+        if self._probe is not None:
+            done.steps = self._probe.begin(loader, epochs, steps)
         self._journal.epochs = -(-done.steps // len(loader))
         self._log_every = self._log_every or _interval(len(loader))
         begun = done.step
@@ -346,6 +354,8 @@ class Session(Member):
             )
         while not done.finished:
             self._pace.restart(loader.waited, self._saved)
+            if self._probe is not None:
+                self._probe.restart(loader.waited)
             self._journal.begin_epoch()
             yield done.epoch
             self._journal.end_epoch()
@@ -453,6 +463,8 @@ class Session(Member):
         if look is not None:
             self._lookout.take(look)
             self._communicate(look)
+        if self._probe is not None:
+            self._probe.stepped(batch.total, loader.waited)
         if self._proof is not None:
             self._proof.stepped()
         self._watch.stepped()

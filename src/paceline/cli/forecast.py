@@ -1,0 +1,357 @@
+"""``paceline forecast``: how long a training would take on each number of hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.bench import forecast as model
+from paceline.bench.forecast import Probe
+from paceline.cli.bench_scaling import Listening
+from paceline.cli.launch import job_of, launch_options, prepare
+from paceline.cli.sources import toml_of
+from paceline.cli.train import data_folder, from_table, recipe_job
+from paceline.cli.verb import Verb, say
+from paceline.cli.via import Via, submit
+from paceline.launch.entry import entry_of, opens_store, preload_of
+from paceline.launch.launcher import run_job
+from paceline.launch.summary import report_failure
+from paceline.recipes import RECIPES, parse_options
+from paceline.remote import this_machine
+from paceline.rundir.records import read_object, read_records
+from paceline.spec import jobenv, rundir
+from paceline.spec.errors import JobError, SettingError
+from paceline.spec.hosts import Cluster, Host
+from paceline.spec.job import Entry, Job
+from paceline.spec.settings import Setting, Source
+from paceline.spec.terminal import wrapped
+
+PREFIX = "forecast-"  # of the folders of forecasts
+MOST_FILES = 200  # of a project that are looked at for the training library
+SECONDS = 10.0
+
+
+class Forecast(Verb):
+    """Options of a recipe may stand among ours, as in ``train``; a script's are its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Sees first whether a recipe is named."""
+        named = next((word for word in args if word in RECIPES or word.endswith(".py")), "")
+        if named in RECIPES and not {"-m", "--module"}.intersection(args):
+            ctx.allow_interspersed_args = ctx.ignore_unknown_options = True
+        return super().parse_args(ctx, args)
+
+
+@click.command("forecast", cls=Forecast, context_settings={"allow_interspersed_args": False})
+@launch_options
+@click.option("-m", "--module", is_flag=True, help="WHAT is a Python module.")
+@click.option("--up-to", type=click.IntRange(1), metavar="N",
+              help="Forecast up to N hosts; those beyond the named ones are taken to be like the"
+              " last. Default: the named ones.")  # fmt: skip
+@click.option(
+    "--weak",
+    is_flag=True,
+    help="The batch of each host is fixed, so the global batch grows with them.",
+)
+@click.option("--each-host", is_flag=True,
+              help="Try every host alone, not one of each kind.")  # fmt: skip
+@click.option("--seconds", type=click.FloatRange(0.0), default=SECONDS, show_default=True,
+              help="Of steps in each probe; a round of them is always finished.")  # fmt: skip
+@click.option("--price", type=click.FloatRange(0.0), metavar="MONEY", help="Of a host and hour.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path),
+              help="Folder for forecast.json and forecast.svg.")  # fmt: skip
+@click.option("--compare", type=click.Path(exists=True, file_okay=False, path_type=Path),
+              metavar="RUN", help="Put what a run took beside its forecast instead.")  # fmt: skip
+@click.argument("what", required=False)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], module: bool,
+            up_to: int | None, weak: bool, out: Path | None, compare: Path | None,
+            **_: object) -> None:  # fmt: skip
+    """Say how long WHAT, a recipe or a script, would train on 1, 2, 3, … hosts.
+
+    It does a few steps on one host and on two, in folders that are removed, times an all-reduce
+    between them and the links between all, and prints for each number of hosts what a step takes,
+    what limits it and what would lift that. A script has to train with paceline.train.
+    """
+    if compare is not None:
+        if what is not None:
+            raise SettingError("--compare takes a run, and nothing else")
+        show_comparison(ctx, compare)
+        return
+    if what is None:
+        raise SettingError(
+            "nothing to forecast", remedy="paceline forecast RECIPE or SCRIPT, with its arguments"
+        )
+    cluster, via = prepare(ctx)
+    if ctx.params["plan_only"] and via.kind != "submit":
+        raise SettingError(
+            "--plan does not apply to the few steps of paceline forecast",
+            found="it prints one run, or the script of a batch",
+            remedy=f"paceline {'train' if what in RECIPES else 'run'} --plan",
+        )
+    job, package = job_for(ctx, what, args, module)
+    folder = out or Path(rundir.DEFAULT_PARENT) / f"{PREFIX}{time.strftime('%Y%m%d-%H%M%S')}"
+    if via.kind == "submit":
+        ctx.exit(submit(ctx, job, folder, via.scheduler, "--out"))
+    nodes = job.nnodes.value or len(cluster.hosts)
+    cluster, most = cluster.head(nodes), up_to or nodes
+    known = look(Probing(ctx, job, cluster, via, package), most)
+    found = model.forecast(known, range(1, most + 1), weak=weak, price=ctx.params["price"])
+    made = {"command": words_of(job.entry), "made": time.time(), "ranks": known.ranks,
+            "weak": weak, "conclusion": model.conclusion(found),
+            **model.to_json(found, known)}  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / rundir.FORECAST).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+    (folder / "forecast.svg").write_text(model.picture(found), encoding="utf-8")
+    if ctx.params["as_json"]:
+        click.echo(json.dumps(made, indent=2))
+        return
+    say(wrapped(model.conclusion(found), 80) + "\n")
+    say(model.table(found, known))
+    say(f"\nnumbers {folder / rundir.FORECAST}\npicture {folder / 'forecast.svg'}")
+
+
+# -- what is tried -------------------------------------------------------------------------
+
+
+def job_for(ctx: click.Context, what: str, args: tuple[str, ...], module: bool) -> tuple[Job, bool]:
+    """The job that is tried, and whether our own package goes with it.
+
+    Raises:
+        SettingError: It does not train with paceline.train.
+    """
+    if what in RECIPES and not module and not Path(what).is_file():
+        filed = from_table(what, toml_of(ctx).get("train", {}).get(what, {}))
+        shared = ["--backend", ctx.params["backend"]] if ctx.params["backend"] else []
+        options = parse_options(what, [*filed, *shared, *args])
+        if options.find_lr or options.find_batch:
+            raise SettingError("--find-lr and --find-batch train nothing that could be forecast")
+        job = recipe_job(ctx, what, options)
+        return replace(job, data=data_folder(options.data)), True
+    entry = entry_of(what, args, module=module)
+    refuse_without_steps(entry)
+    job = job_of(ctx, entry, name=Path(what).stem, own_store=opens_store(entry),
+                 preload=preload_of(entry))  # fmt: skip
+    return job, False
+
+
+def refuse_without_steps(entry: Entry) -> None:
+    """SettingError for a program that cannot be told to end after a few steps."""
+    path = Path(entry.target)
+    if entry.kind == "module":
+        spec = importlib.util.find_spec(entry.target.partition(".")[0])
+        path = Path((spec and spec.origin) or "nowhere")
+    texts = [path, *list(path.absolute().parent.rglob("*.py"))[:MOST_FILES]]
+    if any(b"paceline" in one.read_bytes() for one in texts if one.is_file()):
+        return
+    raise SettingError(
+        f"{entry.target} does not train with paceline.train, so nothing tells what a step is",
+        found="neither it nor a file beside it names paceline",
+        remedy="paceline bench scaling measures any script with a fixed number of steps;"
+        " or use train.join, session.loader and session.step in it (docs/train.md)",
+    )
+
+
+def words_of(entry: Entry) -> list[str]:
+    """A command by which a run is known again."""
+    return [entry.kind, entry.target, *entry.args]
+
+
+@dataclass(frozen=True)
+class Probing:
+    """What all tries have in common.
+
+    Attributes:
+        told: Notes of plans that were shown.
+    """
+
+    ctx: click.Context
+    job: Job
+    cluster: Cluster
+    via: Via
+    package: bool
+    told: set[str] = field(default_factory=set)
+
+    def on(self, hosts: Sequence[Host], *, batches: Sequence[int] = (),
+           parts: Sequence[float] = ()) -> Probe:  # fmt: skip
+        """A few steps there, in a folder that is removed.
+
+        Raises:
+            JobError: They failed, or the program ended before them.
+        """
+        names = ", ".join(host.name for host in hosts)
+        say(f"paceline: a few steps on {names}", err=True)
+        asked = {"batches": list(batches), "parts": list(parts),
+                 "seconds": self.ctx.params["seconds"]}  # fmt: skip
+        environment = self.job.environment
+        public = {**environment.public, jobenv.PROBE: json.dumps(asked)}
+        shaped = replace(
+            self.job,
+            environment=replace(environment, public=public),
+            nnodes=Setting(len(hosts), Source.COMMAND_LINE),
+        )
+        if self.via.transport is None:
+            raise SettingError(
+                "paceline forecast runs here, not in a batch",
+                remedy="In an allocation, type it again",
+            )
+        with tempfile.TemporaryDirectory(prefix="paceline-forecast-") as folder:
+            where = Path(folder) / "run"
+            outcome = run_job(shaped, Cluster(tuple(hosts)), self.via.transport,
+                              Listening(self.told), run_dir=where, parent=where.parent,
+                              package=self.package)  # fmt: skip
+            if outcome.result.exit_code:
+                raise JobError(
+                    f"the few steps on {names} failed",
+                    found=report_failure(outcome), exit_code=outcome.result.exit_code,
+                )  # fmt: skip
+            said = read_object(where / rundir.MEASURED)
+        if said is None:
+            raise JobError(
+                "the program ended before its first steps were done",
+                found="it left no steps.json",
+                remedy="forecast a command that trains: session.epochs, the loader's batches and"
+                " session.step, at least 20 times",
+            )
+        return Probe.read(said)
+
+
+def look(probing: Probing, most: int) -> model.Model:
+    """All that is measured."""
+    ctx, hosts = probing.ctx, probing.cluster.hosts
+    weak = ctx.params["weak"]
+    parts = [1.0, 0.5] if weak else [1.0, 0.5, 1 / most]
+    first = probing.on(hosts[:1], parts=parts)
+    rates, kinds = links(probing)
+    alone, like = {hosts[0].name: first}, dict[str, str]()
+    tried = [one.batch for one in first.timed]
+    for host in hosts[1:]:
+        same = next((name for name in alone if kinds.get(name) == kinds.get(host.name)), None)
+        if same is None or ctx.params["each_host"]:
+            alone[host.name] = probing.on([host], batches=tried)
+        else:
+            like[host.name] = same
+    pair = None
+    if len(hosts) > 1:
+        own = max(tried)
+        batches = [2 * own] if weak else [own, max(2 * min(tried), 2)]
+        pair = probing.on(hosts[:2], batches=batches)
+    return model.model(alone, pair, rates, like)
+
+
+def links(probing: Probing) -> tuple[dict[tuple[str, str], float], dict[str, str]]:
+    """Bits a second between every two hosts, and what kind of machine each is; where ssh leads."""
+    hosts, ctx = probing.cluster.hosts, probing.ctx
+    if len(hosts) < 2 or not probing.via.scheduler.direct:
+        return {}, {}
+    from paceline.checks.check import Wishes
+    from paceline.checks.examine import examine
+    from paceline.checks.link import bits
+    from paceline.remote.openssh import SshOptions
+
+    say(f"paceline: the links between {len(hosts)} hosts", err=True)
+    python = ctx.params["python"] or this_machine.default_python()
+    wishes = Wishes(
+        pythons={host.name: host.python or python for host in hosts},
+        workdirs={host.name: host.workdir or str(Path.cwd()) for host in hosts},
+        interface=ctx.params["iface"],
+    )
+    ssh = SshOptions(ctx.params["ssh_config"], ctx.params["accept_new_host_keys"])
+    scene = asyncio.run(examine(hosts, ssh, wishes, "full", only=("ports", "link")))
+    pairs = (scene.evidence.get("link") or {}).get("pairs", [])
+    rates = {(p["source"], p["target"]): bits(p) for p in pairs
+             if "bytes" in p and p["seconds"] > 0}  # fmt: skip
+    return rates, {name: kind_of(facts) for name, facts in scene.facts.items()}
+
+
+def kind_of(facts: Mapping[str, Any]) -> str:
+    """What makes a host's speed, as far as its facts tell it."""
+    cpu, devices = facts.get("cpu") or {}, facts.get("devices") or {}
+    cards = [one.get("name") or one.get("kind") for one in devices.get("gpus") or ()]
+    cores = len(cpu.get("cores") or ())
+    return json.dumps([cpu.get("model"), cores, cpu.get("quota"), cards])
+
+
+# -- what came -----------------------------------------------------------------------------
+
+
+def show_comparison(ctx: click.Context, run: Path) -> None:
+    """A run beside its forecast: said, and kept in the run directory."""
+    found = comparison(run)
+    (run / rundir.FORECAST).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if ctx.params["as_json"]:
+        click.echo(json.dumps(found, indent=2))
+        return
+    say(wrapped(said_of(found), 80))
+
+
+def comparison(run: Path) -> dict[str, Any]:
+    """What was forecast for a run's command and hosts, and what came.
+
+    Raises:
+        SettingError: There is no such forecast, or the run has too few records.
+    """
+    plan = read_object(run / rundir.PLAN) or {}
+    entry = plan.get("entry") or {}
+    typed = [entry.get("kind"), entry.get("target"), *(entry.get("args") or ())]
+    nodes = len(plan.get("nodes") or ())
+    seconds = seconds_of(read_records(run / rundir.METRICS))
+    if seconds is None:
+        raise SettingError(
+            f"{run} does not tell what a step took",
+            found="it needs two records of the training in metrics.jsonl",
+            remedy="a run of a recipe, or of a script that trains with paceline.train; with"
+            " --log-every N records come more often",
+        )
+    folders = {run.absolute().parent, Path(rundir.DEFAULT_PARENT).absolute()}
+    files = [path for one in folders for path in one.glob(f"{PREFIX}*/{rundir.FORECAST}")]
+    for path in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
+        told = read_object(path) or {}
+        of_hosts = {one.get("hosts"): one for one in told.get("forecasts") or ()}
+        if told.get("command") == typed and nodes in of_hosts:
+            one = of_hosts[nodes]
+            return {"run": str(run), "forecast_by": str(path), "hosts": nodes,
+                    "forecast": {name: one[name] for name in ("seconds", "low", "high", "limit")},
+                    "came": {"seconds": seconds}}  # fmt: skip
+    raise SettingError(
+        f"there is no forecast of the command of {run} on {nodes} host{'s' * (nodes != 1)}",
+        found=f"looked at {len(files)} in {', '.join(map(str, sorted(folders)))}",
+        remedy="paceline forecast, with the same words and --up-to, in the same folder",
+    )
+
+
+def seconds_of(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Seconds of a step, by the records of a training; its first one holds the start, too."""
+    trained = [one for one in records if one.get("split") == "train"]
+    steps = seconds = 0.0
+    for before, one in itertools.pairwise(trained):
+        more = one.get("step", 0) - before.get("step", 0)
+        if more > 0 and one.get("samples_per_s"):
+            steps += more
+            seconds += one.get("samples", 0) / one["samples_per_s"]
+    return seconds / steps if steps else None
+
+
+def said_of(found: Mapping[str, Any]) -> str:
+    """One line."""
+    told, came = found["forecast"], found["came"]["seconds"]
+    off = came / told["seconds"] - 1
+    longer = f"{abs(off):.0%} {'longer' if off > 0 else 'shorter'}"
+    inside = told["low"] <= came <= told["high"]
+    return (
+        f"a step was forecast to take {model.shown(told['seconds'])}"
+        f" ({model.shown(told['low'])} … {model.shown(told['high'])}, limited by {told['limit']}),"
+        f" and took {model.shown(came)}: {longer}, {'inside' if inside else 'outside'} the error"
+        " bar"
+    )

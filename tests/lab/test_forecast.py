@@ -1,0 +1,74 @@
+"""``paceline forecast`` as it is typed, over a lab's slow links."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.lab import Lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(110)]
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+
+@pytest.fixture(scope="module")
+def lab(new_lab: Any) -> Lab:
+    made: Lab = new_lab(hosts=2, rate="100mbit")
+    return made
+
+
+def test_a_script_over_slow_links_beside_the_run_that_follows(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    where = ("-H", str(lab.hostfile), "--ssh-config", str(lab.ssh_config))
+
+    def paceline(*words: str) -> str:
+        argv = [sys.executable, "-m", "paceline", *words]
+        env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=env
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    said = paceline(
+        *("forecast", *where, "--up-to", "4", "--seconds", "0", "--price", "2", "--json"),
+        "job.py",
+    )
+    found = json.loads(said)
+    one, two, three, four = found["forecasts"]
+    assert (one["hosts"], one["batch"], one["link"]) == (1, 64, 0)
+    assert {two["limit"], three["limit"], four["limit"]} == {"link"}
+    assert 0.07 < two["seconds"] < 0.6  # a megabyte each way at 100 Mbit/s: 0.084 s
+    assert 0.1 < three["seconds"] < 1.0
+    assert four["communication"]
+    assert four["price"] > one["price"]
+    (folder,) = tmp_path.glob("runs/*")  # what was tried is gone
+    assert folder.name.startswith("forecast-")
+    assert (folder / "forecast.svg").read_text().startswith("<svg")
+    paceline("run", *where, "--run-dir", "runs/real", "job.py")
+    said = paceline("forecast", "--compare", "runs/real")
+    assert "a step was forecast to take" in said
+    kept = json.loads((tmp_path / "runs/real/forecast.json").read_text())
+    assert 0.07 < kept["came"]["seconds"] < 1.0
+
+
+JOB = """
+import torch
+from torch.utils.data import TensorDataset
+from paceline import train
+
+with train.join(log_every=4) as session:
+    network = session.place(torch.nn.Linear(512, 512))
+    model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+    loader = session.loader(TensorDataset(torch.ones(640, 512)), 64)
+    for epoch in session.epochs(loader, 1):
+        for (x,) in loader:
+            session.step(model(x).square().mean(1))
+"""

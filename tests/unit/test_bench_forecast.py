@@ -1,0 +1,144 @@
+"""The forecast's arithmetic, on recorded steps and on laws whose end is known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench import forecast
+from paceline.bench.forecast import Alone, Model, Overlap, Probe, Timed, Wire
+
+RECORDED = Path(__file__).parent / "data" / "forecast"
+
+
+def probe(hosts: int, timed: dict[int, float], *, data: float = 0.0, wire: Wire | None = None,
+          size: int = 8_000_000, **more: Any) -> Probe:  # fmt: skip
+    names = tuple(f"n{number + 1}" for number in range(hosts))
+    each = tuple(Timed(batch, seconds, data * batch / hosts) for batch, seconds in timed.items())
+    return Probe(names, 64_000, 64, 3000, size, 1, each, wire, **more)
+
+
+def two_hosts(fixed: float, each: float, moving: float, *, g: float = 1.0, data: float = 0.0,
+              rates: dict[tuple[str, str], float] | None = None) -> Model:  # fmt: skip
+    """What probes of such hosts would tell."""
+
+    def alone(share: float) -> float:
+        return fixed + each * share
+
+    one = probe(1, {b: alone(b) + data * b for b in (64, 32, 8)}, data=data)
+    both = {b: forecast.combined(alone(b / 2), moving, g) + data * b / 2 for b in (64, 16)}
+    wire = Wire(8_000_000, moving, 0.0)
+    return forecast.model({"n1": one}, probe(2, both, data=data, wire=wire), rates, {"n2": "n1"})
+
+
+@pytest.mark.parametrize("g", [1.0, 1.7, 4.0])
+@pytest.mark.parametrize("hosts", [3, 4, 8])
+def test_the_law_is_found_again(hosts: int, g: float) -> None:
+    fixed, each, moving, data = 0.01, 0.004, 0.2, 0.001
+    known = two_hosts(fixed, each, moving, g=g, data=data)
+    share = 64 / hosts
+    whole = forecast.combined(fixed + each * share, moving * forecast.ring(hosts), g)
+    (found,) = forecast.forecast(known, [hosts])
+    assert found.step.seconds == pytest.approx(whole + data * share, rel=0.01)
+    assert found.step.low <= whole + data * share <= found.step.high
+    assert found.efficiency == pytest.approx(found.speedup / hosts)
+
+
+@pytest.mark.parametrize(
+    ("model", "limit"),
+    [
+        ((0.01, 0.01, 0.01), "computing"),
+        ((0.01, 0.001, 0.3), "link"),
+        ((0.2, 0.001, 0.01), "small batch"),
+    ],
+)
+def test_what_limits_is_named(model: tuple[float, float, float], limit: str) -> None:
+    for found in forecast.forecast(two_hosts(*model), [2, 4, 8]):
+        assert found.step.limit == limit
+        assert limit.split()[-1] in forecast.advice(found, two_hosts(*model))
+
+
+def test_data_that_are_waited_for() -> None:
+    known = two_hosts(0.01, 0.001, 0.01, data=0.01)
+    assert {one.step.limit for one in forecast.forecast(known, [1, 2, 4])} == {"data"}
+
+
+def test_a_slow_link_is_lifted_by_sending_less_and_by_a_larger_batch() -> None:
+    (found,) = forecast.forecast(two_hosts(0.01, 0.004, 0.3), [4])
+    assert (found.step.limit, found.communication) == ("link", "int4")
+    assert found.with_it is not None
+    assert found.with_it < 0.5 * found.step.seconds
+    assert found.better_batch >= 256
+    (mild,) = forecast.forecast(two_hosts(0.01, 0.004, 0.272, g=8.0), [2])
+    assert mild.communication == "fp16"  # the least lossy that hides the bytes
+
+
+def test_weak_scaling_does_more_samples_in_fewer_steps() -> None:
+    known = two_hosts(0.0, 0.004, 0.01)
+    (found,) = forecast.forecast(known, [4], weak=True)
+    assert (found.batch, found.steps) == (256, 750)
+    assert 3.5 < found.speedup <= 4
+    (priced,) = forecast.forecast(known, [4], price=3.6)
+    assert priced.price == pytest.approx(priced.total * 4 * 0.001)
+
+
+def test_uneven_hosts_the_best_choice_and_shares_by_speed() -> None:
+    quick, slow = Alone(((32, 0.1), (64, 0.2))), Alone(((32, 0.3), (64, 0.6)))
+    known = Model({"n1": slow, "n2": quick, "n3": quick}, 1, 64, 100, 6400,
+                  overlaps=(Overlap(32, 1.0, 0.0),), probed=("n2", "n3"))  # fmt: skip
+    one, two, three = forecast.forecast(known, [1, 2, 3])
+    assert one.names in (("n2",), ("n3",))
+    assert two.names == ("n2", "n3")
+    assert three.step.seconds > two.step.seconds  # with even shares the third host costs time
+    assert three.by_speed == pytest.approx(0.2 / (1 + 1 + 1 / 3), rel=0.01)
+    assert "--balance auto" in forecast.advice(three, known)
+
+
+def test_a_slow_link_is_kept_out_as_long_as_there_are_others() -> None:
+    rates = dict.fromkeys(itertools.permutations(("n1", "n2", "n3", "n4"), 2), 1000000000.0)
+    rates |= {pair: 1e8 for pair in rates if "n3" in pair}
+    known = two_hosts(0.01, 0.002, 0.05, rates=rates)
+    known = replace(known, alone=dict.fromkeys(("n1", "n2", "n3", "n4"), known.alone["n1"]))
+    three, four = forecast.forecast(known, [3, 4])
+    assert three.names == ("n1", "n2", "n4")
+    assert four.step.seconds > 5 * three.step.seconds
+
+
+def test_what_cannot_be_known_is_declined() -> None:
+    known = two_hosts(0.01, 0.004, 0.1)
+    (few,) = forecast.forecast(replace(known, batch=4), [8])
+    assert "no sample for each of 8 processes" in few.declined
+    (alone,) = forecast.forecast(forecast.model({"n1": probe(1, {64: 1.0})}, None), [2])
+    assert "only one is named" in alone.declined
+    (noisy,) = forecast.forecast(replace(known, spread=0.7), [4])
+    assert "differ too much" in noisy.declined
+    assert "?" in forecast.table([noisy], known)
+    assert forecast.conclusion([noisy]) == "nothing can be forecast"
+
+
+def test_a_host_whose_steps_are_noisy_or_few() -> None:
+    """More samples never take less time; below what was tried it goes on straight."""
+    noisy = Alone.of([Timed(8, 0.05), Timed(32, 0.04), Timed(64, 0.12)])
+    assert noisy.seconds(32) == noisy.seconds(8) == 0.05
+    assert noisy.seconds(48) == pytest.approx(0.085)
+    single = Alone.of([Timed(64, 0.64)])
+    assert (single.fixed, single.seconds(16)) == (0.0, pytest.approx(0.16))
+    assert single.share(0.16) == pytest.approx(16)
+
+
+def test_text_json_and_picture() -> None:
+    known = two_hosts(0.01, 0.004, 0.3)
+    found = forecast.forecast(known, [1, 2, 4], price=2.0)
+    text = forecast.table(found, known)
+    assert all(len(line) <= 88 for line in text.splitlines())
+    assert "limited by the link" in text
+    said = json.loads(json.dumps(forecast.to_json(found, known)))
+    assert [one["hosts"] for one in said["forecasts"]] == [1, 2, 4]
+    assert said["forecasts"][1]["low"] < said["forecasts"][1]["seconds"]
+    assert forecast.picture(found).count("<circle") == 3
+    assert "fastest: " in forecast.conclusion(found)

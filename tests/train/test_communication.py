@@ -31,3 +31,4 @@ def test_the_loss_is_that_of_exact_averages(found: Any) -> None:
     exact = found["exact"]["loss"]
     for name in ("fp16", "bf16", "int8", "int4", "powersgd"):
         assert found[name]["loss"] == pytest.approx(exact, abs=0.05), name
+    assert found["local"]["loss"] == pytest.approx(exact, abs=0.5)  # and says so

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from paceline.train.communication import METHODS, codes
 from paceline.train.communication.codes import BLOCK, Code
+from paceline.train.communication.local import Local
 from paceline.train.communication.wire import Wire
 from paceline.train.exchange import Bucket, Line
 
@@ -313,3 +314,42 @@ def test_a_product_says_what_is_one() -> None:
         for number, mean in enumerate(means):
             true = torch.stack([thin(rank, step, torch.float32)[number] for rank in range(3)])
             assert torch.allclose(mean, true.mean(0), atol=1e-4)
+
+
+def test_ranks_that_step_alone_meet() -> None:
+    """They come to the mean of where they are, and a little further."""
+
+    def body(rank: int, meeting: Meeting) -> Any:
+        mine = Rank("local", rank, meeting, torch.float32)
+        method = mine.method
+        assert isinstance(method, Local)
+        method.number = 3
+        said = method.begin(20)
+        places, buffer = [], torch.full((3,), float(rank))
+        for step in range(12):
+            gradients = mine.average(drawn(rank, step, torch.float32), TWO)
+            with torch.no_grad():
+                for parameter, gradient in zip(mine.parameters, gradients, strict=True):
+                    parameter -= gradient
+            if method.due or step == 11:
+                method.synchronise([buffer])
+            places.append(whole([one.detach() for one in mine.parameters]))
+        return places, said, buffer
+
+    (first, said, buffer), *others = world(3, body)
+    alike = [all(torch.equal(first[step], one[0][step]) for one in others) for step in range(12)]
+    assert alike == [step in (0, 1, 4, 7, 10, 11) for step in range(12)]
+    assert "costs loss" in said
+    assert torch.allclose(buffer, torch.ones(3))
+    way = sum(true_mean(3, step) for step in (2, 3, 4))
+    moved = first[1] - first[4]
+    assert float((moved - 0.9 * way).norm() / way.norm()) < 0.02  # its momentum is 0 here
+
+
+def test_the_outer_momentum_suits_the_length() -> None:
+    momenta = []
+    for steps in (100, 400, 2_000, 20_000):
+        method = Local(Line(None, 0, 2))
+        method.begin(steps)
+        momenta.append(round(method.momentum, 2))
+    assert momenta == [0.0, 0.5, 0.9, 0.9]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline import train
+from paceline.spec.communication import refuse_average, refuse_scaled, refuse_sharded
 from paceline.spec.errors import SettingError
 
 
@@ -143,3 +144,17 @@ def test_ways_to_communicate_that_there_are_not(session: train.Session) -> None:
     for wrong in ("int8:4", "powersgd:0", "powersgd:x"):
         with pytest.raises(SettingError, match=wrong):
             session.prepare(network, optimizer, communication=wrong)
+
+
+def test_ways_that_do_not_go_with_something(tmp_path: Path) -> None:
+    network = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    for asked, name in (("auto", "one"), ("local:5", "one")):
+        with (
+            train.join(run_dir=tmp_path / name, quiet=True) as session,
+            pytest.raises(SettingError, match=f"{asked} does not go with several"),
+        ):
+            session.prepare(network, optimizer, communication=asked, name=name)
+    for refused in (refuse_scaled, refuse_sharded, refuse_average):
+        with pytest.raises(SettingError, match="local does not go with"):
+            refused("local")

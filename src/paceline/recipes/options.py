@@ -103,8 +103,8 @@ class Options:
     """Communication backend."""
     communication: str = "exact"
     """How gradients are averaged over the processes: exact, or for slow links fp16 and bf16 (half
-    the bytes), int8 (a quarter), int4 (a fifth; an eighth between two processes), powersgd, or
-    auto, which measures and chooses."""
+    the bytes), int8 (a quarter), int4 (a fifth; an eighth between two processes), powersgd,
+    local (steps apart; costs loss), or auto, which measures and chooses."""
     run_dir: str = ""
     """Folder for the run's files (default: runs/NAME-DATE-TIME)."""
     checkpoint_every: str = "epoch,10m"
@@ -174,6 +174,10 @@ class Options:
         communication.asked(self.communication)
         if self.shard:
             communication.refuse_sharded(self.communication)
+        if self.ema:
+            communication.refuse_average(self.communication)
+        if self.dtype == "fp16":
+            communication.refuse_scaled(self.communication)
         if self.ema_start and not self.ema:
             raise SettingError(
                 f"--ema-start {self.ema_start} needs an average",

@@ -14,12 +14,13 @@ WAYS: dict[str, str] = {
     "int8": "a quarter of the bytes",
     "int4": "a fifth of the bytes; an eighth between two processes",
     "powersgd": "products of thin matrices (powersgd:8 has eight columns, otherwise four)",
+    "local": "steps apart and a mean now and then (local:20 takes 20, otherwise 10); costs loss",
     "auto": "measures, and takes the way that leaves out least and hides its bytes",
 }
 """Each way by its name."""
-ALONE = ("auto",)
+ALONE = ("auto", "local")
 """Those for a session's only model."""
-NUMBERED = {"powersgd": (1, 256)}
+NUMBERED = {"powersgd": (1, 256), "local": (2, 10_000)}
 """Those that take a number behind a colon, and between what."""
 
 
@@ -86,6 +87,34 @@ def refuse_several(text: str) -> None:
     if asked(text).name in ALONE:
         raise SettingError(
             f"--communication {text} does not go with several models",
-            found="a step of several models is not measured one by one",
+            found="it looks at the steps of one model",
             remedy="name a way for each: communication='int8'",
+        )
+
+
+def refuse_scaled(text: str) -> None:
+    """For losses that are scaled, as those of fp16 are.
+
+    Raises:
+        SettingError: Ranks would scale differently.
+    """
+    if asked(text).name == "local":
+        raise SettingError(
+            f"--communication {text} does not go with fp16",
+            found="ranks that step alone would scale their losses differently",
+            remedy="bf16, or another way to communicate",
+        )
+
+
+def refuse_average(text: str) -> None:
+    """For a model that has an average of weights.
+
+    Raises:
+        SettingError: Ranks would have different ones.
+    """
+    if asked(text).name == "local":
+        raise SettingError(
+            f"--communication {text} does not go with an average of weights (--ema)",
+            found="ranks that step alone would have different averages",
+            remedy="leave out one of the two",
         )

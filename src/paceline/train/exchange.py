@@ -25,6 +25,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.train.comms import Comms
+from paceline.train.parallel import moving_buffers
 
 
 @dataclass(slots=True)
@@ -127,6 +128,14 @@ class Exchange:
     def elements(self) -> int:
         """Gradients that are exchanged in a step."""
         return sum(one.numel() for one in self._model.parameters() if one.requires_grad)
+
+    def send_buffers(self, sent: bool) -> None:
+        """Whether rank 0 sends its buffers to all before each forward pass, as DDP does."""
+        self._model.broadcast_buffers = sent
+
+    def moving_buffers(self) -> list[Tensor]:
+        """The model's buffers that training changes."""
+        return moving_buffers(self._model.module)
 
     def line(self) -> Line:
         """What a method of this exchange is made for; a collective when called first."""

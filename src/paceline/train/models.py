@@ -98,11 +98,22 @@ class Models:
         alone = self._updaters.get(ALONE)
         return parallel.unsynced(alone.model) if alone else nullcontext()
 
-    def begin(self, steps: int) -> None:
-        """Says how many steps the training has."""
+    def begin(self, steps: int) -> list[str]:
+        """Says how many steps the training has; returns what is to be told."""
+        said = [one.communication.begin(steps) for one in self if one.communication is not None]
+        return list(filter(None, said))
+
+    def stepped(self) -> None:
+        """To be called after each global step."""
         for one in self:
             if one.communication is not None:
-                one.communication.begin(steps)
+                one.communication.stepped()
+
+    def together(self, *, moments: bool = False) -> None:
+        """Sees to it that all ranks have the same models, and the same moments where asked."""
+        for one in self:
+            if one.communication is not None:
+                one.communication.together(moments=moments)
 
     def close(self) -> None:
         """Ends what exchanges gradients; no rank may be in a step."""

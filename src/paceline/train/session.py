@@ -108,7 +108,9 @@ class Session(Member):
             unused: Some steps leave parameters without gradient (branches, frozen parts that
                 still require one); DDP then looks for them at every step, which costs time.
             communication: How gradients are averaged over the ranks: ``exact``, ``fp16``, ``bf16``,
-                ``int8``, ``int4``, ``powersgd``, or ``auto``, which measures and chooses.
+                ``int8``, ``int4``, ``powersgd``, ``local``, or ``auto``, which measures and
+                chooses. With ``local`` ranks have the same model at evaluations, checkpoints and
+                ends of epochs, and different ones between.
             name: Of one of several models: in losses, records and checkpoints.
 
         Returns:
@@ -117,15 +119,22 @@ class Session(Member):
         Raises:
             SettingError: There is no such way to communicate, or not for this model.
         """
-        choice.check(communication, sharded=parallel.is_sharded(module), name=name)
         scaler = self.precision.scaler(self.device)
+        choice.check(
+            communication,
+            sharded=parallel.is_sharded(module),
+            name=name,
+            scaled=scaler is not None,
+        )
         updater = Updater(module, optimizer, schedule, scaler, clip_norm)
         self.models.add(name, updater)
         if not self.comms.alone:
             if not parallel.is_sharded(module):
                 replica = parallel.replicated(module, self.device, unused=unused, apart=bool(name))
                 updater.model, updater.exchange = replica, Exchange(replica, self.comms)
-                updater.communication = Communication(communication, updater.exchange, self.comms)
+                updater.communication = Communication(
+                    communication, updater.exchange, self.comms, optimizer
+                )
             self._proof = Proof(self.comms, self.models.module)
         self.verify()
         self._pace = Pace(self.comms, self.models.first.model, self.device)
@@ -151,6 +160,8 @@ class Session(Member):
             SettingError: A value that cannot be.
         """
         updater = self.models[name]
+        if updater.communication is not None:
+            choice.refuse_average(updater.communication)
         updater.average = Average(updater.module, self.comms, decay, start, self._settle)
         return updater.average
 
@@ -339,7 +350,8 @@ class Session(Member):
         done, self._loader, loader.every = self.progress, loader, every
         loader.arrived = self._pace.given
         done.steps = steps or epochs * len(loader)
-        self.models.begin(done.steps)
+        for said in self.models.begin(done.steps):
+            self.say(said)
         if self._probe is not None:
             done.steps = self._probe.begin(loader, epochs, steps)
         self._journal.epochs = -(-done.steps // len(loader))
@@ -406,6 +418,7 @@ class Session(Member):
         if batch.last:
             for name in named:
                 self._update(name)
+            self.models.stepped()
             self._advance(batch, self._loader)
         return batch.last
 
@@ -479,6 +492,7 @@ class Session(Member):
             self._keeper.after_step()
         self._pace.leave(self._saved)
         if ended or loader.pauses():  # the script may evaluate now, or change the model
+            self.models.together()
             if self._proof is not None:
                 self._proof.align()
             if self._keeper is not None:
@@ -525,6 +539,7 @@ class Session(Member):
         Raises:
             JobError: Names rank, host and the first tensor that differs.
         """
+        self.models.together()
         if self._proof is not None:
             self._proof.verify()
 

@@ -227,6 +227,7 @@ class Keeper:
             return
         before = time.perf_counter()
         self._saved_step, self._saved_at = self._training.progress.step, time.monotonic()
+        self._training.models.together(moments=True)
         with self._training.models.own_weights() as exchanged:
             snapshot = capture(self._training, self._comms, best=best, in_parts=self._in_parts)
             if self._in_parts:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.optim import Optimizer
+
 from paceline.spec import communication
 from paceline.train.comms import Comms
 from paceline.train.communication import METHODS
 from paceline.train.communication.auto import Auto
 from paceline.train.communication.coded import Coded
 from paceline.train.communication.forecast import duration
+from paceline.train.communication.local import Local
+from paceline.train.communication.powersgd import PowerSgd
 from paceline.train.exchange import Exchange, Line
 from paceline.train.pace import PARTS, Look
 
@@ -19,8 +23,14 @@ _STEPS = 8  # that this is judged by
 _PARTS, _SMALLEST = 8, 1 << 18  # so many buckets, and the least bytes of one
 
 
-def check(text: str, *, sharded: bool, name: str) -> None:
+def check(text: str, *, sharded: bool, name: str, scaled: bool) -> None:
     """Refuses what cannot be.
+
+    Args:
+        text: What was asked for.
+        sharded: The model's parameters are spread over the ranks.
+        name: Of one of several models.
+        scaled: Its losses are (fp16).
 
     Raises:
         SettingError: There is no such way, or not for such a model.
@@ -30,6 +40,13 @@ def check(text: str, *, sharded: bool, name: str) -> None:
         communication.refuse_sharded(text)
     if name:
         communication.refuse_several(text)
+    if scaled:
+        communication.refuse_scaled(text)
+
+
+def refuse_average(used: Communication) -> None:
+    """Refuses an average of weights where ranks would have different ones."""
+    communication.refuse_average(used.asked.name)
 
 
 class Communication:
@@ -39,10 +56,14 @@ class Communication:
         text: What was asked for.
         exchange: Of the model's gradients.
         comms: Of all ranks.
+        optimizer: Of the model.
     """
 
-    def __init__(self, text: str, exchange: Exchange, comms: Comms) -> None:
+    def __init__(
+        self, text: str, exchange: Exchange, comms: Comms, optimizer: Optimizer | None = None
+    ) -> None:
         self.asked, self._exchange, self._comms = communication.asked(text), exchange, comms
+        self._optimizer = optimizer
         self._auto: Auto | None = None
         self._seen: list[tuple[float, float]] = []  # of a step: moving bytes, all of it
         self._told = False
@@ -52,6 +73,8 @@ class Communication:
             size = max(_SMALLEST, 4 * exchange.elements // _PARTS)
             exchange.buckets(size, size // 2)
             self._take(self.asked.name)
+        if self.asked.name == "local":
+            exchange.send_buffers(False)
 
     def _take(self, name: str) -> None:
         method, before = METHODS[name](self._exchange.line()), self._exchange.method
@@ -61,11 +84,32 @@ class Communication:
             method.follow(before)
         self._exchange.method = method
 
-    def begin(self, steps: int) -> None:
-        """Says how many steps the training has."""
-        begin = getattr(self._exchange.method, "begin", None)
-        if begin is not None:
-            begin(steps)
+    def begin(self, steps: int) -> str:
+        """Says how many steps the training has; returns what is to be told."""
+        method = self._exchange.method
+        if not isinstance(method, (PowerSgd, Local)):
+            return ""
+        said = method.begin(steps)
+        return f"communication: {method.name}: {said}" if said else ""
+
+    def stepped(self) -> None:
+        """To be called after each step of the optimizer."""
+        method = self._exchange.method
+        if isinstance(method, Local) and method.due:
+            self.together()
+
+    def together(self, *, moments: bool = False) -> None:
+        """Sees to it that all ranks have the same model; a collective where they have not.
+
+        Args:
+            moments: And the same state of the optimizer.
+        """
+        method = self._exchange.method
+        if not isinstance(method, Local):
+            return
+        method.synchronise(self._exchange.moving_buffers())
+        if moments and self._optimizer is not None:
+            method.share_moments(self._optimizer)
 
     def looked(self, look: Look) -> str:
         """Takes where the time of the last steps went; what is to be said about it, once."""

@@ -75,9 +75,10 @@ class PowerSgd:
         self._layouts: dict[int, _Layout] = {}
         self._steps = 0
 
-    def begin(self, steps: int) -> None:
-        """Says how long the training is."""
+    def begin(self, steps: int) -> str:
+        """Says how long the training is; returns what is to be told."""
         self.exact_steps = int(EXACT * steps)
+        return ""
 
     def average(self, bucket: Bucket) -> None:
         exact, flat = self._steps < self.exact_steps, bucket.flat

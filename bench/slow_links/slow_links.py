@@ -176,13 +176,19 @@ SENT = {"ddp": 1.0, "ours exact": 1.0, "ours as before": 1.0, "alone": 0.0, "our
 SENT |= {"ours int4": 0.2, "ours powersgd": 0.05, "ours auto": 0.25}
 
 
+COST = {"lm": (0.13, 9.6), "cnn": (0.05, 4.6), "translation": (0.05, 4.3)}  # seconds, MB a step
+
+
 def guess(job: work.Job) -> float:
     """About how many seconds a job takes: only for the order of jobs."""
     rate = LINKS[job.link][0] or 5_000_000_000
     if job.kind == "line":
         return 4 + 8 * 32 * job.steps / rate
     sent = 0.1 if job.method.startswith("diloco") else SENT.get(job.method, 0.5)
-    return 4 + job.steps * (0.12 * (1.2 if job.kind == "curve" else 1) + sent * 75e6 / rate)
+    computing, megabytes = COST[job.model]
+    validating = 1.2 if job.kind == "curve" else 1.0
+    whole = 8e6 * megabytes / rate
+    return 4 + whole + job.steps * (computing * validating + sent * whole)
 
 
 # -- the cables --------------------------------------------------------------------------
@@ -594,6 +600,8 @@ def main() -> None:
     finally:
         for pair in pairs:
             pair.end()
+    if options.command == "check" and any("error" in line for line in record.have):
+        raise SystemExit("check: something failed")
 
 
 def preload() -> None:

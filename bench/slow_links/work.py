@@ -173,7 +173,7 @@ def tasks(text: np.ndarray[Any, Any], pictures: Mapping[str, Any], tiny: bool) -
         return Pictures(pictures["pixels"], pictures["labels"], order[:count])
 
     held_pictures = np.arange(len(pictures["held_labels"]))[: 64 if tiny else 1000]
-    shape = Shape(258, 258, 32, 1, 2, 64) if tiny else Shape(258, 258, 160, 3, 4, 640, dropout=0.0)
+    shape = Shape(258, 258, 32, 1, 2, 64) if tiny else Shape(258, 258, 128, 2, 4, 512)
     return {
         "lm": Task(
             lambda: Language(48, 1, context) if tiny else Language(192, 5, context),
@@ -184,8 +184,8 @@ def tasks(text: np.ndarray[Any, Any], pictures: Mapping[str, Any], tiny: bool) -
             (1e-3, 2e-3, 4e-3),
         ),
         "cnn": Task(
-            lambda: convolutions(4, 16) if tiny else convolutions(32, 320),
-            8 if tiny else 96,
+            lambda: convolutions(4, 16) if tiny else convolutions(32, 160),
+            8 if tiny else 48,
             drawn,
             Pictures(pictures["held_pixels"], pictures["held_labels"], held_pictures),
             sgd,
@@ -193,7 +193,7 @@ def tasks(text: np.ndarray[Any, Any], pictures: Mapping[str, Any], tiny: bool) -
         ),
         "translation": Task(
             lambda: Transformer(shape),
-            4 if tiny else 12,
+            4 if tiny else 10,
             windows(Vowels, around),
             fixed(Vowels, around, 2 * held),
             adamw,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 from collections.abc import Iterator
@@ -10,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import Site, project_at
+import torch
+from launches import SOURCE, Site, project_at
+from safetensors.torch import save_file
+
+from paceline.recipes.networks import MODELS
 
 pytestmark = pytest.mark.lab
 
@@ -131,6 +136,22 @@ def test_data_are_sent_where_they_lack(apart: Site, tmp_path: Path) -> None:
     kept = apart.run("--ship", "never", *words, cwd=tmp_path)
     assert kept.code != 0
     assert "--ship never" in kept.err
+
+
+def test_weights_are_sent_where_they_lack(apart: Site, tmp_path: Path) -> None:
+    """In a file of 20 MB, which is recorded as it was named."""
+    network = MODELS["cnn"]((3, 8, 8), 10)
+    weights = {**network.state_dict(), "unused": torch.zeros(5_000_000)}
+    save_file(weights, tmp_path / "weights.safetensors")
+    flags = ["--check=none", "image", "--data=dummy", "--image-size=8", "--global-batch=16",
+             "--device=cpu", "--steps=1", "--weights=weights.safetensors"]  # fmt: skip
+    argv = apart.argv("--run-dir", "trained", *flags, verb="train")
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    file = str(tmp_path / "weights.safetensors")
+    assert f"weights of {file}" in done.stdout + done.stderr
+    assert json.loads((tmp_path / "trained/config.json").read_text())["options"]["weights"] == file
 
 
 def test_what_git_ignores_stays_here(apart: Site, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from paceline.launch import decide, view
 from paceline.launch.decide import Found, Place, Supplies
 from paceline.launch.entry import entry_argv
+from paceline.recipes.data import on_this_host
 from paceline.remote.network import NodeNetwork
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
@@ -524,3 +525,12 @@ def test_another_interpreter_than_the_wanted_is_refused() -> None:
         decide.check_agreement(hosts, job(), {"n1": facts()}, {"n1": "python3"})
     assert "/own/python" in caught.value.message
     assert "[hosts.n1]" in caught.value.remedy
+
+
+def test_what_was_sent_besides_is_told_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = Copy("input0", "/w/runs/1", "/c/jobs/x/input0")
+    place = decide.Place("in place", "/w", ENTRY, (sent,))
+    ((name, told),) = decide.inputs_env(place).items()
+    monkeypatch.setenv(name, told.value)
+    assert on_this_host(Path("/w/runs/1/model")) == Path("/c/jobs/x/input0/model")
+    assert on_this_host(Path("/w/runs/10")) == Path("/w/runs/10")

@@ -12,10 +12,11 @@ from click.testing import CliRunner
 
 from paceline.cli import recipe as recipe_command
 from paceline.cli.recipe import listing
-from paceline.cli.train import from_table
+from paceline.cli.train import from_table, weights_input
 from paceline.recipes import RECIPES, parse_options, use_of
 from paceline.recipes.reference import markdown, options_of
 from paceline.spec.errors import DataError, SettingError
+from paceline.spec.job import Input
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -93,3 +94,20 @@ def test_no_torch_is_needed() -> None:
         "assert not {'torch', 'numpy', 'tokenizers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_hosts_need_of_starting_weights(tmp_path: Path) -> None:
+    run, file = tmp_path / "run", tmp_path / "w.safetensors"
+    for step in (5, 10):
+        (run / "checkpoints" / str(step)).mkdir(parents=True)
+        (run / "checkpoints" / str(step) / "manifest.json").write_text("{}")
+    (run / "checkpoints" / "best.json").write_text('{"step": 5}')
+    file.write_bytes(b"")
+    needed = Input(str(run), ("model", "checkpoints/5", "checkpoints/best.json"))
+    assert weights_input(str(run)) == (str(run), (needed,))
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    assert weights_input(str(run))[1] == (Input(str(run), ("model",)),)
+    assert weights_input(str(file))[1] == (Input(str(tmp_path), ("w.safetensors",)),)
+    assert weights_input("imagenet") == ("imagenet", ())
+    assert weights_input("") == ("", ())

@@ -10,16 +10,19 @@ import random
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from agents import ENDLESS, Served, agent_in_thread
 
 from paceline.agent import inside, snapshot
+from paceline.launch import supply
 from paceline.launch.supply import send_folder
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, PacelineError
+from paceline.spec.plan import Copy
 from paceline.transfer import checkpoints, files
 from paceline.transfer.checkpoints import CheckpointFetcher, send_checkpoints
 from paceline.transfer.results import Fetcher
@@ -439,3 +442,30 @@ def test_large_files_are_hashed_as_they_come(tmp_path: Path) -> None:
         arriving.add(0, b"x")
     arriving.finish(3000, hashlib.sha256(data).hexdigest())
     assert (tmp_path / "big").read_bytes() == data
+
+
+def test_named_parts_of_a_folder_alone_are_read(tmp_path: Path) -> None:
+    folder = fill(tmp_path / "run", {"model/a": b"1", "model/b": b"2", "logs/n1/0.log": b"3"})
+    named = read_parts(folder, ("model", "logs/n1/0.log", "missing"))
+    assert [entry[0] for entry in named.manifest] == ["logs/n1/0.log", "model/a", "model/b"]
+
+
+def test_hosts_of_one_disk_get_a_large_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three hosts, two of which have one cache; whoever has the disk sees a sign."""
+
+    class Disk:
+        def __init__(self, name: str, identity: str) -> None:
+            self.name, self.identity = name, identity
+
+        async def request(self, op: str, paths: list[str]) -> Any:
+            return {"paths": [{"exists": path.startswith(f"/{self.name}/")} for path in paths]}
+
+    async def made(channel: Disk, manifest: list[Any], where: Any, run_id: str, name: str) -> str:
+        return f"/{channel.name}/{name}"
+
+    monkeypatch.setattr(supply, "send_tree", made)
+    nodes = [SimpleNamespace(channel=Disk(*one)) for one in (("a", "1"), ("b", "2"), ("a", "3"))]
+    copies: Any = [(node, Copy("input0", "/runs/1", "/there")) for node in nodes]
+    first, later = asyncio.run(supply._once_a_disk(copies, "run"))
+    assert [node.channel.identity for node, _ in first] == ["1", "2"]
+    assert [node.channel.identity for node, _ in later] == ["3"]

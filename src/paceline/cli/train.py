@@ -22,6 +22,7 @@ from paceline.recipes.options import Options
 from paceline.recipes.reference import catalogue
 from paceline.spec.helptext import Row, Section
 from paceline.spec.job import Data, Entry, Input, Job
+from paceline.spec.rundir import used
 
 
 class Train(Verb):
@@ -65,13 +66,18 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
     cluster, via = prepare(ctx)
     files = {field: getattr(options, field, "") for field in DATA_FILES}
     everywhere = {field: folder_everywhere(path) for field, path in files.items() if path}
+    weights, inputs = weights_input(getattr(options, "weights", ""))
+    everywhere |= {"weights": weights} if weights else {}
     options = dataclasses.replace(options, **dict[str, Any](everywhere))
     with gathered([] if options.data_dir else list(files.values())) as folder:
         if folder:
             found: dict[str, Any] = {field: absolute(path) for field, path in files.items() if path}
             options = dataclasses.replace(options, **found)
         job = with_data(recipe_job(ctx, name, options), folder)
-        job = dataclasses.replace(job, data=data_folder(options.data))
+        inputs = () if job.ship.value == "never" else inputs
+        job = dataclasses.replace(
+            job, data=data_folder(options.data), inputs=(*job.inputs, *inputs)
+        )
         return launch(ctx, job, cluster, via, package=True, after=_where)
 
 
@@ -100,6 +106,16 @@ def data_folder(data: str) -> Data | None:
     folder = folder_everywhere(data) if data else ""
     words = () if data == folder else (data,)  # its own path is known to recipes
     return Data(folder, words) if folder and Path(folder).is_dir() else None
+
+
+def weights_input(weights: str) -> tuple[str, tuple[Input, ...]]:
+    """A run or a file of weights that is here by its whole path, and what hosts need of it."""
+    path = Path(weights).expanduser().absolute()
+    if path.is_file():
+        return str(path), (Input(str(path.parent), (path.name,)),)
+    if weights and path.is_dir():
+        return str(path), (Input(str(path), used(path)),)
+    return weights, ()
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from paceline.recipes.argv import parse
 from paceline.recipes.use import EvaluateOptions
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry, Input
-from paceline.spec.rundir import CHECKPOINTS, CONFIG, MODEL, MODEL_CONFIG, unfinished
+from paceline.spec.rundir import CONFIG, MODEL_CONFIG, unfinished, used
 
 SCRIPTS = "paceline.recipes.use"
 
@@ -48,7 +48,7 @@ def evaluate(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: ob
             Entry("module", f"{SCRIPTS}.evaluate", ("--run", str(folder), *options)),
             name="evaluate",
             preload=RECIPE_MODULES,
-            inputs=(Input(str(folder), used_files(folder)),),
+            inputs=(Input(str(folder), (CONFIG, *used(folder))),),
         )
         job, parent = with_data(quiet_torch(job), files), folder / "evaluations"
         if not typed.data_dir:
@@ -97,12 +97,6 @@ def run_folder(run: Path) -> Path:
         found=f"no {folder / MODEL_CONFIG}, and no checkpoint",
         remedy="Name the run directory that `paceline train` printed",
     )
-
-
-def used_files(folder: Path) -> tuple[str, ...]:
-    """What other hosts need of a run."""
-    finished = (folder / MODEL_CONFIG).is_file()
-    return (MODEL, CONFIG) if finished else (MODEL, CONFIG, CHECKPOINTS)
 
 
 def run_here(script: str, argv: list[str]) -> None:

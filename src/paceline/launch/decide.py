@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -393,7 +394,9 @@ def _node(job: Job, found: Found, place: Place, node_rank: int, first_rank: int)
         workdir=place.workdir,
         code=place.how,
         entry=place.entry,
-        env=node_env(job, found.host, facts, processes, found.network) | data_env(job, place),
+        env=node_env(job, found.host, facts, processes, found.network)
+        | data_env(job, place)
+        | inputs_env(place),
         ranks=tuple(
             RankPlan(first_rank + local, local, bound[local]) for local in range(processes)
         ),
@@ -450,6 +453,12 @@ def data_env(job: Job, place: Place) -> dict[str, Setting[str]]:
         jobenv.DATA_DIR: Setting(place.data, Source.FOUND, how),
         jobenv.DATA_HOME: Setting(job.data.path, Source.FOUND, "the launching machine"),
     }
+
+
+def inputs_env(place: Place) -> dict[str, Setting[str]]:
+    """By what a node's ranks find other folders of the launching machine."""
+    sent = {copy.source: copy.target for copy in place.copies if copy.name.startswith("input")}
+    return {jobenv.INPUTS: Setting(json.dumps(sent), Source.FOUND, "as sent")} if sent else {}
 
 
 def _other_data(path: str, host: Host, found: DataPlace) -> NodeError:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from paceline.launch import decide
@@ -104,10 +105,30 @@ async def send_copies(plan: Plan, fleet: Fleet, supplies: Supplies, progress: Pr
         for node, part in zip(fleet.nodes, plan.nodes, strict=True)
         for copy in part.copies
     ]
-    await together([send(node, copy) for node, copy in copies if copy.name != "data"])
+    large = {path for path, tree in supplies.inputs.items() if tree.size > LARGE}
+    small = [pair for pair in copies if pair[1].name != "data" and pair[1].source not in large]
+    await together([send(*pair) for pair in small])
+    for pairs in await _once_a_disk([p for p in copies if p[1].source in large], plan.run_id):
+        await together([send(*pair) for pair in pairs])
     if supplies.data is not None:
         wanting = [node for node, copy in copies if copy.name == "data"]
         await send_data(wanting, supplies.data, progress)
+
+
+LARGE = 16 << 20  # bytes of an input from which on hosts of one disk, and so one cache, count
+
+
+async def _once_a_disk(
+    copies: Sequence[tuple[Node, Copy]], run_id: str
+) -> tuple[list[tuple[Node, Copy]], list[tuple[Node, Copy]]]:
+    """The first copy for each disk, and those that will find it in their cache."""
+    channels = [node.channel for node, _ in copies]
+    signs = await asyncio.gather(*(
+        send_tree(channel, [], Path, run_id, f"seen-{channel.identity}") for channel in channels
+    ))  # fmt: skip
+    seen = await _seen_earlier([node for node, _ in copies], signs)
+    pairs = [*zip(copies, seen, strict=True)]
+    return [copy for copy, other in pairs if not other], [copy for copy, other in pairs if other]
 
 
 Progress = Callable[[int, int], None]  # bytes that are there, of how many
@@ -138,7 +159,13 @@ async def send_data(nodes: Sequence[Node], folder: Folder, progress: Progress) -
 
 async def _by_disk(nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
     """The first node of each disk, and the others."""
-    signs = [node.data.sign for node in nodes if node.data]
+    seen = await _seen_earlier(nodes, [node.data.sign for node in nodes if node.data])
+    firsts = [node for node, other in zip(nodes, seen, strict=True) if not other]
+    return firsts, [node for node, other in zip(nodes, seen, strict=True) if other]
+
+
+async def _seen_earlier(nodes: Sequence[Node], signs: Sequence[str]) -> list[bool]:
+    """Of each node, whether it sees the disk of an earlier one; each has made its sign there."""
 
     async def sees_earlier(place: int, node: Node) -> bool:
         if not place:
@@ -146,9 +173,7 @@ async def _by_disk(nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
         answer = await node.channel.request("look", paths=signs[:place])
         return any(one["exists"] for one in answer["paths"])
 
-    seen = await asyncio.gather(*(sees_earlier(at, node) for at, node in enumerate(nodes)))
-    firsts = [node for node, other in zip(nodes, seen, strict=True) if not other]
-    return firsts, [node for node, other in zip(nodes, seen, strict=True) if other]
+    return await asyncio.gather(*(sees_earlier(at, node) for at, node in enumerate(nodes)))
 
 
 async def _appears(node: Node, folder: Folder) -> None:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from paceline import train
 from paceline.program import library
+from paceline.recipes.data import on_this_host
 from paceline.recipes.data.hub import fetched, prepare_environment
 from paceline.recipes.heads import names_within, renew
 from paceline.recipes.optimization import Curve
@@ -285,7 +286,7 @@ def described(source: str) -> dict[str, Any]:
     Raises:
         DataError: The folder holds no run with a model or a checkpoint.
     """
-    path = Path(source).expanduser()
+    path = on_this_host(Path(source).expanduser())
     return train.load_config(path) if path.is_dir() else {}
 
 
@@ -329,7 +330,7 @@ def torch_file_here(name: str, offline: bool) -> Path:
 
 def read_weights(source: str) -> dict[str, Tensor]:
     """Tensors by name. Nothing in the file is run."""
-    path = Path(source).expanduser()
+    path = on_this_host(Path(source).expanduser())
     if path.is_dir():
         return saved_state(path)[1]
     try:

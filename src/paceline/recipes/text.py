@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from paceline import train
 from paceline.program import guarded
 from paceline.recipes import common, parse_options, pretrained
+from paceline.recipes.data import on_this_host
 from paceline.recipes.data.texts import TextData, TextRequest, load_texts
 from paceline.recipes.heads import add_layers
 from paceline.recipes.networks import HubClassifier, TextClassifier
@@ -188,7 +189,8 @@ def make_encoding(session: train.Session, data: TextData, options: TextOptions) 
         def make() -> str:
             if session.world.rank:
                 return ""
-            if (found := Path(options.weights).expanduser() / rundir.MODEL / TOKENIZER).is_file():
+            run = on_this_host(Path(options.weights).expanduser())
+            if (found := run / rundir.MODEL / TOKENIZER).is_file():
                 return found.read_text(encoding="utf-8")
             kind, texts = options.tokenizer, data.splits["train"][0]
             return train_tokenizer(kind, texts, options.vocab_size).to_json()

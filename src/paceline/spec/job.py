@@ -96,7 +96,7 @@ class Input:
 
     Attributes:
         path: The folder; arguments that are equal to it become its path on the node.
-        parts: First parts of the paths inside it that are needed; empty for all.
+        parts: Files and folders inside it that are needed, by relative path; empty for all.
     """
 
     path: str

@@ -33,6 +33,8 @@ PROBE = "PACELINE_PROBE"
 and ends."""
 DATA_HOME = "PACELINE_DATA_HOME"
 """The same folder on the launching machine: as it is recorded, and looked for the next time."""
+INPUTS = "PACELINE_INPUTS"
+"""Other folders of the launching machine that were sent, and where they lie on this node: JSON."""
 EVENT_FD = "PACELINE_EVENT_FD"
 """Number of an inherited file descriptor for JSON lines (UTF-8, one ``write`` of at most
 ``PIPE_BUF`` bytes or a single-threaded writer). Every line is an object with ``kind``:
@@ -50,8 +52,8 @@ TOKEN = "PACELINE_JOB_TOKEN"  # noqa: S105 - the name of the variable; identifie
 
 _OURS = {RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE,
          MASTER_ADDR, MASTER_PORT, "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
-         RUN_ID, ATTEMPT, HOST, PLANNED_WORLD, RUN_DIR, HOME_DIR, DATA_DIR, DATA_HOME, EVENT_FD,
-         PROBE, TOKEN}  # fmt: skip
+         RUN_ID, ATTEMPT, HOST, PLANNED_WORLD, RUN_DIR, HOME_DIR, DATA_DIR, DATA_HOME, INPUTS,
+         EVENT_FD, PROBE, TOKEN}  # fmt: skip
 
 
 def is_ours(name: str) -> bool:

@@ -94,6 +94,14 @@ def checkpoints(folder: Path) -> list[Path]:
     return []
 
 
+def used(folder: Path) -> tuple[str, ...]:
+    """What of a run is needed to use its model: the model, or else the checkpoint to use."""
+    found = None if (folder / MODEL_CONFIG).is_file() else unfinished(folder)
+    best = f"{CHECKPOINTS}/best.json"
+    # a tokenizer lies with the model from the beginning
+    return (MODEL,) if found is None else (MODEL, f"{CHECKPOINTS}/{found.name}", best)
+
+
 def is_ours(path: str) -> bool:
     """Whether a path in the run directory belongs to the launcher.
 

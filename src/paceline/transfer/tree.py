@@ -95,13 +95,16 @@ def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
 
 
 def read_parts(root: Path, parts: Sequence[str]) -> Tree:
-    """Hashes the files below ``root`` whose path begins with one of ``parts`` (all if none)."""
-    return _hashed(root, sorted(path for path in _below(root) if _is_within(path, parts)))
+    """Hashes those files and folders below ``root``, all if none are named."""
+    files = {path for part in parts or (".",) for path in _below(root, part)}
+    return _hashed(root, sorted(files))
 
 
-def _below(root: Path) -> Iterator[str]:
-    """Relative paths, ``/``-separated, of all plain files."""
-    for folder, _, names in os.walk(root):
+def _below(root: Path, part: str) -> Iterator[str]:
+    """Relative paths, ``/``-separated, of a file, or all plain files of a folder."""
+    if (root / part).is_file():
+        yield part
+    for folder, _, names in os.walk(root / part):
         here = Path(folder).relative_to(root)
         for name in names:
             if (root / here / name).is_file():

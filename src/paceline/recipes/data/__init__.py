@@ -7,6 +7,7 @@ new format is one reader module with ``matches(folder) -> bool`` and
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -284,9 +285,14 @@ def located(name: str, data_dir: str) -> Path:
 
 
 def on_this_host(path: Path) -> Path:
-    """Where a folder of the launching machine lies here: the launcher may have sent it."""
+    """Where a path of the launching machine lies here: the launcher may have sent it."""
     here, home = os.environ.get(jobenv.DATA_DIR), os.environ.get(jobenv.DATA_HOME)
-    return Path(here) if here and str(path) == home else path
+    if here and str(path) == home:
+        return Path(here)
+    for source, target in json.loads(os.environ.get(jobenv.INPUTS, "{}")).items():
+        if path.is_relative_to(source):
+            return Path(target) / path.relative_to(source)
+    return path
 
 
 def is_path(data: str) -> bool:

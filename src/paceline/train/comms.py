@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,6 +17,10 @@ from paceline.spec.errors import JobError, PacelineError
 from paceline.train.world import World
 
 T = TypeVar("T")
+
+_PIECE = 1 << 20  # bytes of a message of a chain
+_UNDER_WAY = 4  # messages
+_LARGEST = 1 << 28  # bytes of a message that is sent at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,77 @@ class Comms:
             for row, length in zip(rows, lengths.tolist(), strict=True)
         ]
 
+    def spread(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Gives every rank the content that these tensors have on one rank, in place.
+
+        Over gloo much goes along a chain, piece by piece: each rank passes on what it has while
+        the next piece comes, so all is there about when it would be on one other rank, and crosses
+        each host's card once where the ranks of a host are neighbours. gloo's own broadcast is a
+        tree: its root sends everything several times.
+
+        Args:
+            tensors: Of the same shapes and types on every rank, anywhere.
+            source: The rank whose content it is.
+        """
+        filled = [one.detach() for one in tensors if one.numel()]
+        if self.alone or not filled:
+            return
+        # As bytes: backends do not know every type.
+        flat = [one.contiguous().reshape(-1).view(torch.uint8) for one in filled]
+        if sum(map(len, flat)) > _PIECE and _over_gloo(self):
+            self._along(_pieces(flat, _PIECE), source)
+        else:
+            self._at_once(_pieces(flat, _LARGEST), source)
+        if self.world.rank == source:
+            return
+        for one, raw in zip(filled, flat, strict=True):
+            if raw.data_ptr() != one.data_ptr():  # it had to be copied: channels last
+                one.copy_(raw.view(one.dtype).reshape(one.shape))
+
+    def _at_once(self, pieces: Sequence[list[Tensor]], source: int) -> None:
+        """Each piece by the backend's own broadcast."""
+        for parts in pieces:
+            message = torch.cat(parts).to(self.device)
+            dist.broadcast(message, source, group=self.group)
+            if self.world.rank != source:
+                _unpack(message, parts)
+
+    def _along(self, pieces: Sequence[list[Tensor]], source: int) -> None:
+        """The pieces along a chain of all ranks that begins at the source."""
+        rank, size = self.world.rank, self.world.size
+        place = (rank - source) % size
+        coming: deque[tuple[Tensor, list[Tensor], dist.Work]] = deque()
+        going: deque[tuple[Tensor, dist.Work]] = deque()
+        ahead = iter(pieces)
+
+        def expect(count: int) -> None:
+            for parts in itertools.islice(ahead, count):
+                message = parts[0].new_empty(sum(map(len, parts)))
+                work = dist.irecv(message, (rank - 1) % size, group=self.group)
+                coming.append((message, parts, _begun(work)))
+
+        def pass_on(message: Tensor) -> None:
+            if place == size - 1:
+                return
+            work = dist.isend(message, (rank + 1) % size, group=self.group)
+            going.append((message, _begun(work)))
+            if len(going) > _UNDER_WAY:
+                going.popleft()[1].wait()
+
+        if place == 0:
+            for parts in pieces:
+                pass_on(torch.cat(parts))
+        else:
+            expect(_UNDER_WAY)
+        while coming:
+            message, parts, work = coming.popleft()
+            work.wait()
+            expect(1)
+            pass_on(message)
+            _unpack(message, parts)
+        for _, work in going:
+            work.wait()
+
     def barrier(self) -> None:
         """Waits until every rank is here."""
         self.rows(torch.zeros(1))
@@ -107,6 +184,36 @@ class Comms:
             if text:
                 raise _rebuilt(rank, *text.split("\0"))
         return result  # type: ignore[return-value]
+
+
+def _over_gloo(comms: Comms) -> bool:
+    return comms.device.type == "cpu" and "gloo" in dist.get_backend(comms.group)
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # this rank is in the group
+    return work
+
+
+def _pieces(flat: Sequence[Tensor], size: int) -> list[list[Tensor]]:
+    """Messages of about the same size: parts of one tensor, or several small ones."""
+    pieces: list[list[Tensor]] = []
+    room = 0
+    for one in flat:
+        start = 0
+        while start < len(one):
+            if not room:
+                pieces.append([])
+                room = size
+            part = one[start : start + room]
+            pieces[-1].append(part)
+            start, room = start + len(part), room - len(part)
+    return pieces
+
+
+def _unpack(message: Tensor, parts: list[Tensor]) -> None:
+    for part, came in zip(parts, torch.split(message, [len(one) for one in parts]), strict=True):
+        part.copy_(came)
 
 
 def _rebuilt(

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.spec.errors import JobError
@@ -82,16 +81,7 @@ class Proof:
 
 def align(comms: Comms, tensors: Iterable[Tensor]) -> None:
     """Gives every rank these tensors of rank 0."""
-    filled = [one.detach() for one in tensors if one.numel()]
-    if not filled:
-        return
-    # As bytes: backends do not know every type. Copied, so that each part is aligned.
-    raw = torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for one in filled])
-    raw = raw.to(comms.device)
-    dist.broadcast(raw, 0, group=comms.group)
-    sizes = [one.numel() * one.element_size() for one in filled]
-    for one, part in zip(filled, torch.split(raw, sizes), strict=True):
-        one.copy_(part.clone().view(one.dtype).reshape(one.shape))
+    comms.spread([*tensors])
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -214,7 +213,7 @@ def _checked(state: Any) -> dict[str, Any]:
 
 
 def _share(comms: Comms, owner: int, tensors: Files) -> Files:
-    """The owner's tensors on every rank: shapes as text, then one broadcast for each."""
+    """The owner's tensors on every rank: shapes as text, then all content together."""
     if comms.alone:
         return tensors
     shapes = {
@@ -225,26 +224,16 @@ def _share(comms: Comms, owner: int, tensors: Files) -> Files:
         for file, content in tensors.items()
     }
     head = json.loads(comms.texts(json.dumps(shapes))[owner])
-    return {
-        file: {
-            name: _broadcast(comms, owner, dtype, shape, tensors.get(file, {}).get(name))
-            for name, (dtype, shape) in content.items()
+    if comms.world.rank != owner:
+        tensors = {
+            file: {
+                name: torch.empty(shape, dtype=getattr(torch, dtype))
+                for name, (dtype, shape) in content.items()
+            }
+            for file, content in head.items()
         }
-        for file, content in head.items()
-    }
-
-
-def _broadcast(
-    comms: Comms, owner: int, dtype: str, shape: list[int], mine: Tensor | None
-) -> Tensor:
-    if comms.world.rank != owner or mine is None:
-        mine = torch.empty(shape, dtype=getattr(torch, dtype))
-    if not mine.numel():
-        return mine
-    # As bytes: backends do not know every precision.
-    raw = mine.contiguous().reshape(-1).view(torch.uint8).to(comms.device)
-    dist.broadcast(raw, owner, group=comms.group)
-    return raw.cpu().view(mine.dtype).reshape(shape)
+    comms.spread([one for content in tensors.values() for one in content.values()], owner)
+    return tensors
 
 
 def check_identity(loaded: Loaded, identity: Mapping[str, str]) -> None:

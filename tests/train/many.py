@@ -15,6 +15,7 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from paceline import train
@@ -22,6 +23,8 @@ from paceline.spec.errors import DataError, JobError
 from paceline.train import parallel
 from paceline.train.communication import Exact
 from paceline.train.exchange import Exchange
+from paceline.train.late import Late
+from paceline.train.update import Updater
 
 
 def world(folder: Path) -> None:
@@ -65,7 +68,8 @@ def refused(act) -> str:
 def exchanged(session: train.Session) -> dict[str, list[float]]:
     """Weights after some steps, by the way in which gradients came together."""
     found = {}
-    for way in ("by ddp", "hook", "laid out", "laid out, hook", "unused", "unused, hook"):
+    ways = ("by ddp", "hook", "laid out", "laid out, hook", "laid out, late")
+    for way in (*ways, "unused", "unused, hook"):
         torch.manual_seed(7)
         layers = [layer for _ in range(4) for layer in (nn.Linear(9, 9), nn.Tanh())]
         network = nn.Sequential(*layers).to(torch.float32)
@@ -73,18 +77,28 @@ def exchanged(session: train.Session) -> dict[str, list[float]]:
         exchange = Exchange(replica, session.comms)
         if "hook" in way:
             exchange.method = Exact(exchange.line())
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        for step in range(4):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+        updater = Updater(network, optimizer, LambdaLR(optimizer, lambda n: 0.9**n), None, None)
+        updater.exchange = exchange
+        for step in range(8):
             if "laid out" in way and step in (1, 3):
                 exchange.buckets(600, 200)
+            if "late" in way and step in (1, 3):
+                exchange.put_off(Late(network, optimizer, exchange.stood), [0, 2, 1])
             torch.manual_seed(10 * step + session.world.rank)
-            replica(torch.randn(5, 9)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            updater.backward(replica(torch.randn(5, 9)).square().mean())
+            updater.update(measured=step == 6)
+            assert ("late" in way and step in (5, 7)) == bool(exchange.late and exchange.late._owed)
         exchange.close()
+        assert all(type(one._parameters) is dict for one in network.modules())
         buckets = len(exchange.times)
         assert all(one.ready <= one.begun <= one.done for one in exchange.times)
-        assert buckets == {"hook": 1, "unused, hook": 1, "laid out, hook": 3}.get(way, 0)
+        assert buckets == {
+            "hook": 1,
+            "unused, hook": 1,
+            "laid out, hook": 3,
+            "laid out, late": 3,
+        }.get(way, 0)
         found[way] = torch.cat([one.detach().flatten() for one in network.parameters()]).tolist()
     return found
 

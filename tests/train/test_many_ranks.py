@@ -57,6 +57,7 @@ def test_an_exchange_of_ours_gives_the_bits_of_ddp(worlds: Any) -> None:
             assert found == worlds[size][0]["exchanged"]
             assert found["hook"] == found["by ddp"]
             assert found["laid out, hook"] == found["laid out"]
+            assert found["laid out, late"] == found["laid out"]
             assert found["unused, hook"] == found["unused"]
             # The order of additions matters from three ranks on.
             assert np.allclose(found["laid out"], found["by ddp"], rtol=0, atol=1e-7)

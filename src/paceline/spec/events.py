@@ -146,6 +146,9 @@ KINDS: dict[str, Kind] = {
     "checkpoint": _kind("rank", may="step megabytes seconds"),
     "checkpoint failed": _kind("rank", may="step problem warning"),
     "checkpoint skipped": _kind("rank", may="warning"),
+    "overlap settled": _kind(
+        "rank", may="step bucket_bytes first_bytes late seconds before tried"
+    ),  # of the exchange of gradients with computing
     "stopped": _kind("rank", may="step why"),  # for it was asked to; its state is saved
     "straggler": _kind("rank", may="straggler its_host cause seconds part text"),  # by rank 0
     "straggler over": _kind("rank", may="straggler its_host text"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, cast
 
@@ -25,6 +25,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.train.comms import Comms
+from paceline.train.late import Late
 from paceline.train.parallel import moving_buffers
 
 
@@ -113,6 +114,7 @@ class Exchange:
 
     Attributes:
         times: Of the last step's buckets in their order; empty where DDP works alone.
+        late: The updates that come late; ``None``: DDP waits for all gradients.
     """
 
     def __init__(self, model: DistributedDataParallel, comms: Comms) -> None:
@@ -123,6 +125,9 @@ class Exchange:
         self._group: dist.ProcessGroup | None = None
         self._hooked: object = None
         self.times: list[Times] = []
+        self.late: Late | None = None
+        self._order: list[int] = []
+        self._passes = self._count = 0  # since buckets were laid out; buckets of the last
 
     @property
     def elements(self) -> int:
@@ -159,15 +164,47 @@ class Exchange:
         self._method = method
         self._hook()
 
-    def buckets(self, size: int, first: int) -> None:
+    def buckets(self, size: int, first: int, *, plain: bool = False) -> None:
         """Lays the buckets out anew; to be called between two steps. Nothing is sent.
 
         Args:
             size: Bytes of a bucket, at least; a parameter is not divided.
             first: Bytes of the bucket that is full first.
+            plain: By DDP's own exact way, without a hook.
         """
         lay_out(self._model, size, first)
+        self._passes = 0
+        if plain:
+            self._method = None
         self._hook()
+
+    def watched(self) -> None:
+        """Sees to it that there are :attr:`times`, also of exact averages; between two steps."""
+        if self._method is None:
+            from paceline.train.communication.exact import Exact
+
+            self.method = Exact(self.line())
+
+    def stood(self, began: float, ended: float) -> None:
+        """The computing thread stood still for gradients."""
+        stood = getattr(self._model, "stood", None)
+        if stood is not None:
+            stood.append((began, ended))
+
+    def put_off(self, late: Late | None, order: Sequence[int] = ()) -> None:
+        """Has updates come late from now on, or no longer; between two steps, on CPUs.
+
+        Args:
+            late: What takes them.
+            order: In which buckets are sent, by number; the same on every rank.
+        """
+        if self.late is not None:
+            self.late.end()
+        self.late = late
+        self._order = list(order)
+        if late is not None:
+            self.watched()
+            late.begin()
 
     def _hook(self) -> None:
         if self._method is None or self._hooked is self._model.reducer:
@@ -180,18 +217,29 @@ class Exchange:
     def take(self, given: GradBucket) -> Future[Tensor]:
         """Begins the exchange of a bucket of DDP's; the future holds the mean."""
         assert self._method is not None
-        if given.index() == 0:
-            self.times = []
         owners = cast(list[nn.Parameter], given.parameters())
         flat, parts = given.buffer(), given.gradients()
         bucket = Bucket(given.index(), flat, owners, parts, given.is_last())
         now = Times(time.perf_counter())
+        # DDP lays new buckets out once more, before the second pass, and none may be on its way.
+        late = self.late if self._passes > 1 else None
+        if not bucket.number:
+            self.times = []
         self.times.append(now)
+        if bucket.last:
+            self._passes, self._count = self._passes + 1, bucket.number + 1
         if self._mover is None:
             return self._on_stream(bucket, now)
         future: Future[Tensor] = Future()
-        self._mover.give(self._method, bucket, now, future)
-        return future
+        ordered = late is not None and len(self._order) == self._count
+        order = self._order if ordered else []
+        self._mover.give(_Job(self._method, bucket, now, future, order))
+        if late is None:
+            return future
+        late.sent(bucket.number, owners, future)
+        nothing: Future[Tensor] = Future()  # DDP need not wait: who reads a parameter does
+        nothing.set_result(flat)
+        return nothing
 
     def _on_stream(self, bucket: Bucket, now: Times) -> Future[Tensor]:
         """The host only says what is to be done, in the right order; the device does it."""
@@ -208,6 +256,7 @@ class Exchange:
 
     def close(self) -> None:
         """Ends the mover's thread; no backward pass may be running."""
+        self.put_off(None)
         if self._mover is not None:
             self._mover.close()
 
@@ -228,32 +277,69 @@ def _average(method: Method, bucket: Bucket, now: Times) -> None:
     now.done = time.perf_counter()
 
 
+@dataclass(slots=True)
+class _Job:
+    method: Method
+    bucket: Bucket
+    now: Times
+    mean: Future[Tensor]
+    order: list[int]  # in which the buckets of its pass are to be sent; empty: as they come
+
+    def do(self) -> None:
+        try:
+            _average(self.method, self.bucket, self.now)
+            self.mean.set_result(self.bucket.flat)
+        except Exception as error:  # raised by who waits for it
+            self.mean.set_exception(error)  # type: ignore[arg-type]
+
+
 class _Mover:
     """The thread that averages buckets, one after the other."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[tuple[Method, Bucket, Times, Future[Tensor]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="gradients", daemon=True)
         self._thread.start()
 
-    def give(self, method: Method, bucket: Bucket, now: Times, future: Future[Tensor]) -> None:
-        self._waiting.put((method, bucket, now, future))
+    def give(self, job: _Job) -> None:
+        self._waiting.put(job)
 
     def _work(self) -> None:
-        while (given := self._waiting.get()) is not None:
-            method, bucket, now, future = given
-            try:
-                _average(method, bucket, now)
-                future.set_result(bucket.flat)
-            except Exception as error:  # raised in the backward pass, which waits for it
-                future.set_exception(error)  # type: ignore[arg-type]
-            del given, bucket, future  # none is held while waiting for the next
+        held: dict[int, _Job] = {}
+        left: list[int] = []
+        while (job := self._waiting.get()) is not None:
+            held[job.bucket.number] = job
+            left = left or [*job.order] or [*held]
+            del job  # none is held while waiting for the next
+            while left and left[0] in held:
+                held.pop(left.pop(0)).do()
 
     def close(self) -> None:
         self._waiting.put(None)
         self._thread.join()
+
+
+def last_first(ready: Sequence[float], seconds: Sequence[float]) -> list[int]:
+    """The order in which buckets are sent when the one that is needed first goes first.
+
+    The forward pass needs the parameters of the last bucket first. So of those that are ready the
+    last one is always sent; the same order then holds for every step, whatever each takes.
+
+    Args:
+        ready: Moment at which each bucket is complete.
+        seconds: For which each is on its way.
+    """
+    order: list[int] = []
+    left, now = set(range(len(ready))), ready[0] if ready else 0.0
+    while left:
+        there = [one for one in left if ready[one] <= now]
+        if not there:
+            now = min(ready[one] for one in left)
+            continue
+        order.append(max(there))
+        left.remove(order[-1])
+        now += seconds[order[-1]]
+    return order
 
 
 def lay_out(model: DistributedDataParallel, size: int, first: int) -> None:

@@ -11,11 +11,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_group
+from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.train import compiler
+from paceline.train.comms import Comms
+from paceline.train.late import as_they_are
+
+_BUCKETS = 16  # of a large model's gradients: what cannot be hidden is about one of them
 
 
 def sharded(module: nn.Module) -> nn.Module:
@@ -91,7 +98,7 @@ def moving_buffers(module: nn.Module) -> list[Tensor]:
         buffer
         for part in module.modules()
         for buffer in part.buffers(recurse=False)
-        if part.training or any(p.requires_grad for p in part.parameters())
+        if part.training or any(p.requires_grad for one in part.modules() for p in as_they_are(one))
     ]
 
 
@@ -114,7 +121,12 @@ class Apart(Replica):
 
 
 def replicated(
-    module: nn.Module, device: torch.device, *, unused: bool = False, apart: bool = False
+    module: nn.Module,
+    device: torch.device,
+    *,
+    unused: bool = False,
+    apart: bool = False,
+    comms: Comms | None = None,
 ) -> Replica:
     """The module under DDP: gradients are averaged over all ranks.
 
@@ -123,17 +135,40 @@ def replicated(
         device: Of this rank.
         unused: Some steps leave parameters unused; looking for them costs time at every step.
         apart: It is one of several models that are trained together.
+        comms: By which all ranks get the first rank's parameters and buffers; ``None``: by DDP.
     """
     index = None if device.type == "cpu" else [device]
     # A false alarm of DDP for weights with one input channel, whose strides are ambiguous.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
+    if comms is not None:  # as DDP does, but not by a tree
+        parameters: list[Tensor] = [one for one in module.parameters() if one.requires_grad]
+        _verify_param_shape_across_processes(_get_default_group(), parameters)
+        comms.spread([*module.parameters(), *module.buffers()])
     with compiler.unasked():
         model = (Apart if apart else Replica)(
-            module, device_ids=index, gradient_as_bucket_view=True, find_unused_parameters=unused
+            module,
+            device_ids=index,
+            init_sync=comms is None,
+            bucket_cap_mb=bucket_megabytes(module) if index is None else None,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=unused,
         )
     model.broadcast_buffers = not apart
     _settle_buckets(model)
     return model
+
+
+def bucket_megabytes(module: nn.Module) -> float | None:
+    """The size of all buckets over gloo with three and more ranks; ``None``: DDP's own sizes.
+
+    Given by the model alone: where a gradient lies decides in which order the ranks' shares are
+    added up, and no result may depend on what was measured. With two ranks it does not matter, and
+    :mod:`paceline.train.overlap` tries some.
+    """
+    if dist.get_world_size() < 3:
+        return None
+    size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    return min(25.0, max(1.0, size / (1 << 20) / _BUCKETS))
 
 
 def _settle_buckets(model: DistributedDataParallel) -> None:

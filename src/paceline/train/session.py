@@ -34,6 +34,7 @@ from paceline.train.member import Member
 from paceline.train.metrics import Best
 from paceline.train.models import ALONE, Models
 from paceline.train.order import Stated, by_length, stated
+from paceline.train.overlap import Overlap, check_overlap
 from paceline.train.pace import Look, Pace, counted
 from paceline.train.probe import Probe, asked
 from paceline.train.shards import ShardedDataset
@@ -71,6 +72,7 @@ class Session(Member):
         self._proof: Proof | None = None
         self._pace = Pace(self.comms, self.models.module, self.device)
         self._lookout = Lookout(self)
+        self._overlap: Overlap | None = None
         self._loader: Loader | None = None
         self._keeper: Keeper | None = None
         self._best: Best | None = None
@@ -92,6 +94,7 @@ class Session(Member):
         compile: bool = False,
         unused: bool = False,
         communication: str = "exact",
+        overlap: str = "backward",
         name: str = "",
     ) -> nn.Module:
         """Makes the model train as one over all ranks and proves that all start equal.
@@ -111,6 +114,10 @@ class Session(Member):
                 ``int8``, ``int4``, ``powersgd``, ``local``, or ``auto``, which measures and
                 chooses. With ``local`` ranks have the same model at evaluations, checkpoints and
                 ends of epochs, and different ones between.
+            overlap: What the exchange of gradients may run beside: ``backward``, the backward pass,
+                or ``auto``, also the next forward pass, where that is quicker. A layer's step is
+                then taken when the module reads its parameters again: for scripts that reach
+                parameters through the module, not by a list that they keep.
             name: Of one of several models: in losses, records and checkpoints.
 
         Returns:
@@ -119,6 +126,7 @@ class Session(Member):
         Raises:
             SettingError: There is no such way to communicate, or not for this model.
         """
+        check_overlap(overlap)
         scaler = self.precision.scaler(self.device)
         choice.check(
             communication,
@@ -130,12 +138,17 @@ class Session(Member):
         self.models.add(name, updater)
         if not self.comms.alone:
             if not parallel.is_sharded(module):
-                replica = parallel.replicated(module, self.device, unused=unused, apart=bool(name))
+                replica = parallel.replicated(
+                    module, self.device, unused=unused, apart=bool(name), comms=self.comms
+                )
                 updater.model, updater.exchange = replica, Exchange(replica, self.comms)
                 updater.communication = Communication(
                     communication, updater.exchange, self.comms, optimizer
                 )
             self._proof = Proof(self.comms, self.models.module)
+        plain = communication == "exact" and not (name or compile or self._probe)
+        if updater.exchange is not None and plain:
+            self._overlap = Overlap(updater, self.comms, overlap)
         self.verify()
         self._pace = Pace(self.comms, self.models.first.model, self.device)
         self._lookout = Lookout(self)
@@ -305,6 +318,8 @@ class Session(Member):
         if self._probe is not None:
             return False
         kept = {**(extras or {}), "metrics": self._journal, **({"best": best} if best else {})}
+        if self._overlap is not None:
+            kept["overlap"] = self._overlap
         training = Training(
             self._prepared(),
             self.progress,
@@ -475,6 +490,7 @@ class Session(Member):
         look = self._pace.step(batch.total, loader.waited, self._saved)
         if look is not None:
             self._lookout.take(look)
+            self._hide(look)
             self._communicate(look)
         if self._probe is not None:
             self._probe.stepped(batch.total, loader.waited)
@@ -501,9 +517,16 @@ class Session(Member):
     def _communicate(self, look: Look) -> None:
         """Has ways to send less thought of; of several models none is."""
         only = self.models.first.communication
+        if self._overlap is not None and not self._overlap.done:
+            return  # what is exposed will be less
         if only is not None and (said := only.looked(look)):
             self.say(said)
             self.event("communication", step=self.progress.step, text=said)
+
+    def _hide(self, look: Look) -> None:
+        """Has ways to hide the exchange of gradients tried."""
+        if self._overlap is not None and self._overlap.looked(look, self.progress.step):
+            self.event("overlap settled", step=self.progress.step, **self._overlap.about())
 
     @property
     def _saved(self) -> float:

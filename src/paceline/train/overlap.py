@@ -1,0 +1,206 @@
+"""How much of the exchange of gradients is hidden behind computing, and how more of it could be.
+
+Two things can be chosen without changing a result: the sizes of the buckets, where no order of
+additions depends on them (two ranks), and whether updates come late
+(:mod:`paceline.train.late`). Which is best depends on model, hosts and network: so each is tried
+for a few of the first steps, and the quickest stays. With three and more ranks the sizes are given
+by the model alone: where a gradient lies decides in which order the ranks' shares are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline.spec.errors import SettingError
+from paceline.train.comms import Comms
+from paceline.train.exchange import Exchange, last_first
+from paceline.train.late import Late, possible
+from paceline.train.pace import PARTS, Look
+from paceline.train.update import Updater
+
+OVERLAPS = ("backward", "auto")
+"""What ``overlap`` may be: exchange beside the backward pass, or also beside the next forward."""
+
+_PARTS = (8, 16, 32)  # of the gradients make a bucket
+_FIRST = 4  # the first bucket is so much smaller
+_LEAST = 1 << 16  # bytes of a bucket
+_WARM = 2  # steps after a change that do not count: DDP lays its buckets out once more
+_EXPOSED = 0.05  # part of a step that is worth the trouble
+_BETTER = 0.98  # of the time of the way that needs nothing
+_MOVING = PARTS.index("moving")
+_STEP = [PARTS.index(one) for one in ("computing", "waiting", "moving")]
+
+
+def check_overlap(asked: str) -> None:
+    """Refuses what cannot be.
+
+    Raises:
+        SettingError: Says what there is instead.
+    """
+    if asked not in OVERLAPS:
+        raise SettingError(f"overlap={asked!r}: there is no such way", remedy="backward or auto")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of exchanging.
+
+    Attributes:
+        size, first: Bytes of a bucket and of the first; 0: as they are without us.
+        late: Updates come late.
+        order: In which buckets are then sent.
+    """
+
+    size: int = 0
+    first: int = 0
+    late: bool = False
+    order: tuple[int, ...] = field(default=(), compare=False)
+
+
+def ways(elements: int, ranks: int) -> list[Way]:
+    """What is worth a trial, apart from late updates, for so many float32 gradients."""
+    if ranks != 2:  # the sizes stay: see above
+        return []
+    sizes = dict.fromkeys(max(_LEAST, 4 * elements // parts) for parts in _PARTS)
+    return [Way(size, max(_LEAST, size // _FIRST)) for size in sizes if size < 4 * elements]
+
+
+class Overlap:
+    """Finds the best way for one model in its first steps. Every rank does the same.
+
+    Args:
+        updater: Of the model.
+        comms: Of all ranks.
+        asked: One of :data:`OVERLAPS`.
+
+    Attributes:
+        found: Seconds of a step by way, once all have been tried; ``None`` before.
+        way: In use.
+    """
+
+    def __init__(self, updater: Updater, comms: Comms, asked: str) -> None:
+        self._updater, self._comms, self._asked = updater, comms, asked
+        self.way = Way()
+        self.seconds: dict[Way, float] = {}
+        exchange = updater.exchange
+        plain = exchange is not None and exchange.method is None and comms.device.type == "cpu"
+        self.done = not plain or comms.alone
+        elements = sum(one.numel() for one in updater.module.parameters() if one.requires_grad)
+        self._left = ways(elements, comms.world.size)
+        self._late_way = (self._left or [Way()])[-1]
+        self._since, self._late_ready = 0, False
+
+    @property
+    def _exchange(self) -> Exchange:
+        assert self._updater.exchange is not None
+        return self._updater.exchange
+
+    def may_be_late(self) -> bool:
+        """Whether nothing needs all gradients or all new parameters at once."""
+        one = self._updater
+        return (
+            self._asked == "auto"
+            and one.clip_norm is None
+            and one.scaler is None
+            and one.average is None
+            and possible(one.module, one.optimizer)
+        )
+
+    def looked(self, look: Look, step: int) -> bool:
+        """Takes a look at the last steps, after ``step`` steps of this process.
+
+        Returns:
+            True when this one has settled it.
+        """
+        if self.done:
+            return False
+        steps = torch.arange(look.seconds.shape[1]) * look.every + look.first_step
+        counted = look.seconds[:, steps >= self._since + _WARM]
+        if counted.shape[1] < 2:
+            return False
+        whole = counted[:, :, _STEP].sum(2)
+        seconds = float(whole.max(dim=0).values.median())
+        self.seconds[self.way] = min(seconds, self.seconds.get(self.way, seconds))
+        if not self.way.late and self.way == Way():
+            exposed = counted[:, :, _MOVING].sum(1) / counted.sum((1, 2)).clamp(min=1e-9)
+            if float(exposed.min()) < _EXPOSED:
+                self.done = True
+                return True
+        self._next()
+        self._since = step
+        return self.done
+
+    def _next(self) -> None:
+        if self._left:
+            self.use(self._left.pop(0))
+        elif not self._late_ready and self.may_be_late():
+            # One look at when each bucket is ready and how long it takes, sent as they come.
+            self._late_ready = True
+            self._exchange.watched()
+            if self.way != self._late_way:
+                self.use(self._late_way)
+        elif self._late_ready and not any(one.late for one in self.seconds):
+            self.use(Way(self._late_way.size, self._late_way.first, True, self._order()))
+        else:
+            best = min(self.seconds, key=lambda one: self.seconds[one])
+            if self.seconds[best] > _BETTER * self.seconds[Way()]:
+                best = Way()
+            self.done = True
+            self.use(best)
+
+    def _order(self) -> tuple[int, ...]:
+        times = self._exchange.times
+        mine = last_first([one.ready for one in times], [one.done - one.begun for one in times])
+        return tuple(int(one) for one in self._comms.rows(torch.tensor(mine))[0])
+
+    def use(self, way: Way) -> None:
+        """Exchanges so from now on; between two steps."""
+        exchange, now = self._exchange, self.way
+        if now.late:
+            exchange.put_off(None)
+        if (way.size, way.first) != (now.size, now.first):
+            sizes = (way.size, way.first) if way.size else _USUAL
+            exchange.buckets(*sizes, plain=not self._late_ready or self.done)
+        if way.late:
+            late = Late(self._updater.module, self._updater.optimizer, exchange.stood)
+            exchange.put_off(late, way.order)
+        self.way = way
+
+    def about(self) -> dict[str, Any]:
+        """What was found, for the records."""
+        seconds = self.seconds.get(self.way, 0.0)
+        kept = {"bucket_bytes": self.way.size, "first_bytes": self.way.first}
+        return {
+            **kept,
+            "late": self.way.late,
+            "seconds": round(seconds, 6),
+            "before": round(self.seconds.get(Way(), seconds), 6),
+            "tried": len(self.seconds),
+        }
+
+    # -- in checkpoints ------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was found; nothing while the trial goes on."""
+        if not self.done:
+            return {}
+        way = self.way
+        kept = {"size": way.size, "first": way.first, "late": way.late, "order": [*way.order]}
+        return {"ranks": self._comms.world.size, **kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Uses what was found before at once, if it was found for as many ranks."""
+        if self.done or state.get("ranks") != self._comms.world.size:
+            return
+        way = Way(state["size"], state["first"], state["late"], tuple(state["order"]))
+        if not way.late or self.may_be_late():
+            self.use(way)
+            self.done = True
+
+
+_USUAL = (25 << 20, 1 << 20)
+"""DDP's own sizes."""

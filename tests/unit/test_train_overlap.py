@@ -1,0 +1,220 @@
+"""The trial of the first steps, late updates and the order of buckets, without any network."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.futures import Future
+
+from paceline.spec.errors import SettingError
+from paceline.train.comms import Comms
+from paceline.train.exchange import last_first
+from paceline.train.late import Late, as_they_are, possible
+from paceline.train.overlap import Overlap, Way, check_overlap, ways
+from paceline.train.pace import PARTS, Look
+from paceline.train.update import Updater
+from paceline.train.world import World
+
+
+@pytest.mark.parametrize(
+    ("ready", "seconds", "order"),
+    [
+        ([], [], []),
+        ([0, 1, 2, 3], [0.1] * 4, [0, 1, 2, 3]),  # the network keeps up
+        ([0, 1, 2, 3], [9.0] * 4, [0, 3, 2, 1]),  # it does not: the first layer's first
+        ([0, 1, 2, 3, 4], [2.0] * 5, [0, 2, 4, 3, 1]),
+    ],
+)
+def test_the_bucket_that_is_needed_first_goes_first(ready: Any, seconds: Any, order: Any) -> None:
+    assert last_first(ready, seconds) == order
+
+
+def test_sizes_are_tried_only_where_they_change_no_result() -> None:
+    assert [one.size for one in ways(12_000_000, 2)] == [6_000_000, 3_000_000, 1_500_000]
+    assert ways(12_000_000, 3) == ways(12_000_000, 16) == []
+    assert ways(100, 2) == []  # nothing to divide
+
+
+def test_an_unknown_way_is_refused() -> None:
+    check_overlap("auto")
+    with pytest.raises(SettingError, match="forward"):
+        check_overlap("forward")
+
+
+class Wire:
+    """An exchange that notes what it is told."""
+
+    method = None
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.times = [SimpleNamespace(ready=one, begun=one, done=one + 5.0) for one in range(3)]
+
+    def buckets(self, size: int, first: int, *, plain: bool = False) -> None:
+        self.said.append((size, first, "plain" if plain else "hook"))
+
+    def watched(self) -> None:
+        self.said.append("watched")
+
+    def put_off(self, late: Any, order: Any = ()) -> None:
+        self.said.append(("late", *order) if late else "in time")
+
+    def stood(self, began: float, ended: float) -> None: ...
+
+
+def trial(seconds: dict[tuple[int, bool], float], moving: float = 0.5, asked: str = "auto",
+          ranks: int = 2) -> tuple[Overlap, Wire, int]:  # fmt: skip
+    """A whole trial of a model of 4 MB, with steps of so many seconds by size and lateness."""
+    network = nn.Linear(1000, 1000, bias=False)
+    updater = Updater(network, torch.optim.SGD(network.parameters(), lr=1.0), None, None, None)
+    wire = Wire()
+    updater.exchange = wire  # type: ignore[assignment]
+    comms = Comms(World(0, ranks), torch.device("cpu"))
+    overlap = Overlap(updater, comms, asked)
+    overlap._comms = SimpleNamespace(world=comms.world, rows=lambda one: one[None])  # type: ignore[assignment]
+    looks = 0
+    while not overlap.done:
+        a_step = seconds.get((overlap.way.size, overlap.way.late), 1.0)
+        parts = torch.zeros(ranks, 5, len(PARTS), dtype=torch.float64)
+        parts[:, :, PARTS.index("moving")] = moving * a_step
+        parts[:, :, PARTS.index("computing")] = (1 - moving) * a_step
+        overlap.looked(Look(5 * looks, parts, torch.ones(ranks, 5)), 5 * looks + 5)
+        looks += 1
+        assert looks < 12
+    return overlap, wire, looks
+
+
+def test_nothing_is_tried_where_nothing_can_be_won() -> None:
+    overlap, wire, looks = trial({}, moving=0.04)
+    assert (overlap.way, wire.said, looks) == (Way(), [], 1)
+
+
+def test_the_quickest_is_kept() -> None:
+    overlap, wire, _ = trial({(250_000, False): 0.8, (125_000, False): 0.9})
+    assert overlap.way == Way(250_000, 65_536)
+    assert wire.said[:3] == [(500_000, 125_000, "plain"), (250_000, 65_536, "plain"),
+                             (125_000, 65_536, "plain")]  # fmt: skip
+    assert wire.said[3:] == ["watched", ("late", 0, 2, 1), "in time", (250_000, 65_536, "plain")]
+
+
+def test_late_updates_are_kept_where_they_win() -> None:
+    overlap, _, _ = trial({(125_000, True): 0.7, (250_000, False): 0.8})
+    assert overlap.way == Way(125_000, 65_536, late=True)
+    assert trial({(0, True): 0.7}, ranks=3)[0].way.late  # and change no result with three ranks
+
+
+@pytest.mark.parametrize("seconds", [{}, {(250_000, False): 0.99, (125_000, True): 1.4}])
+def test_without_a_clear_winner_all_is_as_before(seconds: Any) -> None:
+    overlap, wire, _ = trial(seconds)
+    assert overlap.way == Way()
+    assert wire.said[-1] == (25 << 20, 1 << 20, "plain")
+
+
+def test_updates_are_not_late_unasked() -> None:
+    overlap, wire, _ = trial({(125_000, True): 0.1}, asked="backward")
+    assert overlap.way == Way()
+    assert "watched" not in wire.said
+
+
+def test_a_checkpoint_knows_the_way() -> None:
+    overlap, _, _ = trial({(125_000, True): 0.7})
+    kept = overlap.state_dict()
+    again, wire, _ = trial({}, moving=0.0)
+    again.done = False
+    again.load_state_dict({**kept, "ranks": 3})  # found elsewhere
+    assert not again.done
+    again.load_state_dict({})  # from a time before its end
+    assert not again.done
+    again.load_state_dict(kept)
+    assert again.done
+    assert again.way == overlap.way
+    assert wire.said == [(125_000, 65_536, "plain"), ("late", 0, 2, 1)]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+def under_way(module: nn.Module, made: torch.optim.Optimizer) -> tuple[Late, list[Future[Any]]]:
+    """Each layer's gradient, of ones, is on its way."""
+    late, means = Late(module, made, lambda began, ended: None), []
+    late.begin()
+    for number, layer in enumerate(module.children()):
+        means.append(Future())
+        parameters = [*as_they_are(layer)]
+        for one in parameters:
+            one.grad = torch.ones_like(one)
+        late.sent(number, parameters, means[-1])
+        means[-1].set_result(torch.ones(1))
+    return late, means
+
+
+def test_who_reads_a_parameter_sees_it_stepped() -> None:
+    module = Two()
+    before = {name: one.detach().clone() for name, one in module.named_parameters()}
+    made = torch.optim.SGD(module.parameters(), lr=0.5)
+    late, _ = under_way(module, made)
+    assert late.pending
+    late.step()
+    made.param_groups[0]["lr"] = 99.0  # what a schedule does for the next step
+    first, second = ([*as_they_are(one)] for one in module.children())
+    assert torch.equal(second[0], before["second.weight"])
+    assert torch.equal(module.second.weight, before["second.weight"] - 0.5)
+    assert torch.equal(first[0], before["first.weight"])  # not its turn yet
+    assert torch.equal(copy.deepcopy(module).first.bias, before["first.bias"] - 0.5)
+    assert type(pickle.loads(pickle.dumps(module)).first._parameters) is dict
+    assert all(one.grad is None for one in module.parameters())
+    late.end()
+    assert type(module.first._parameters) is dict
+    found = dict(module.named_parameters())
+    assert all(torch.equal(found[name], one - 0.5) for name, one in before.items())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda module: module.state_dict(),
+        lambda module: list(module.parameters()),
+        lambda module: module(torch.ones(1, 2)),
+        lambda module: module._parameters.get("weight"),
+        lambda module: list(module._parameters.values()),
+        lambda module: module._parameters.copy(),
+    ],
+)
+def test_every_way_of_reading_counts(read: Any) -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    before = module[0].weight.detach().clone()
+    late, _ = under_way(module, torch.optim.SGD(module.parameters(), lr=0.5))
+    late.step()
+    read(module[0])
+    assert torch.equal(next(as_they_are(module[0])), before - 0.5)
+    late.end()
+
+
+def test_updates_are_late_only_where_each_element_is_by_itself() -> None:
+    module = Two()
+    assert possible(module, torch.optim.AdamW(module.parameters()))
+    assert not possible(module, torch.optim.LBFGS(module.parameters()))
+    rnn = nn.LSTM(2, 2)  # reads them from a list of its own
+    assert not possible(rnn, torch.optim.SGD(rnn.parameters()))
+
+
+def test_a_failed_exchange_is_raised_where_it_is_missed() -> None:
+    module = Two()
+    late, means = under_way(module, torch.optim.SGD(module.parameters(), lr=0.5))
+    broken: Future[Any] = Future()
+    late.sent(0, [*as_they_are(module.first)], broken)
+    broken.set_exception(RuntimeError("Connection reset by peer"))
+    late.step()
+    assert module.second.weight is not None
+    with pytest.raises(RuntimeError, match="reset"):
+        _ = module.first.weight
+    del means

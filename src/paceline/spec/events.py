@@ -48,6 +48,8 @@ PARTS = ("data", "computing", "waiting", "moving", "saving", "other")
 # By name: what it may be, and in which unit. A field means the same in every kind of event.
 FIELDS: dict[str, Shape] = {
     "attempt": whole(),  # number of the start, from 0
+    "before": number,  # seconds of a step
+    "bucket_bytes": SIZE,  # of gradients that travel together; 0: DDP's own
     "backend": SMALL,  # of torch.distributed
     "backends": each(SMALL, 50),  # that torch was built with
     "cause": SMALL,  # why a rank is slow: see train/straggler.py
@@ -61,12 +63,14 @@ FIELDS: dict[str, Shape] = {
     "error": text(LONG_TEXT),
     "executable": text(),  # path of the interpreter
     "exit_code": whole(),
+    "first_bytes": SIZE,  # of the bucket that is sent first
     "folder": text(),  # on the rank's node
     "frozen": flag,  # a signal had stopped it
     "home": text(),  # the folder on the launching machine that ``copy`` is a copy of
     "hooked": flag,  # the script shows its exceptions itself
     "hosts": each(text(255)),
     "its_host": text(255),  # of the rank that it is about
+    "late": flag,  # a layer takes its step when its next forward pass asks for it
     "megabytes": number,  # 10**6 bytes
     "memory": MEMORY,  # what the memory killer left: see agent/memory.py
     "message": text(LONG_TEXT),  # of the exception
@@ -100,6 +104,7 @@ FIELDS: dict[str, Shape] = {
     "time": number,  # seconds of the teller's monotonic clock; in the file see Event
     "torch": SMALL,  # version
     "traceback": text(LONG_TEXT),
+    "tried": SIZE,  # ways
     "trouble": text(LONG_TEXT),  # what it said that no agent says
     "type": text(),  # of the exception
     "warning": text(LONG_TEXT),

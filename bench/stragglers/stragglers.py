@@ -2,7 +2,7 @@
 
     python bench/stragglers/stragglers.py [--runs 200] [--healthy 200] [--seconds 500] [--out DIR]
 
-Worlds of two to four ranks train side by side, each rank on a CPU of its own, in a network
+Worlds of two and three ranks train side by side, each rank on two CPUs of its own, in a network
 namespace and a control group of its own. In a planted run one rank gets a fault, at the start or
 in mid-run: busy loops on its CPU (``cpu``), a quota (``quota``), data through a pipe that is filled
 slowly (``data``), a slow link (``link``), larger samples (``batch``). It counts when the right rank
@@ -37,8 +37,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-WITHIN, ONSET, WIDTH, SAMPLES = 20, 20, 256, 8
-STEP = 0.012  # seconds of computing of a step, about
+WITHIN, ONSET, WIDTH, SAMPLES = 20, 14, 256, 8
+STEP = 0.020  # seconds of computing of a step, about
+USUAL = 1.4 * STEP  # of a whole step
+EACH = 2  # CPUs of a rank: it computes on one, and its gradients travel by the other
 FAULTS = ("cpu", "quota", "data", "link", "batch")
 CALM = (
     "plain", "first step", "evaluation", "checkpoints", "lengths", "garbage", "hiccup", "in turn",
@@ -71,7 +73,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        return (ONSET if self.mid else 0) + WITHIN + 4 if self.planted else 50
+        return (ONSET if self.mid else 0) + WITHIN + 2 if self.planted else 44
 
 
 def cases(world: int, size: int, planted: int, healthy: int, kinds: list[str]) -> list[Case]:
@@ -81,7 +83,7 @@ def cases(world: int, size: int, planted: int, healthy: int, kinds: list[str]) -
     wanted += [CALM[(world + n) % len(CALM)] for n in range(healthy)]
     draw.shuffle(wanted)
     return [
-        Case(number, kind, draw.randrange(size), draw.random() < 0.5, draw.random())
+        Case(number, kind, draw.randrange(size), draw.random() < 0.4, draw.random())
         for number, kind in enumerate(wanted)
     ]
 
@@ -152,8 +154,8 @@ def no_groups() -> str:
 class World:
     """Its switch: starts the ranks and strikes them. In a process and a namespace of its own."""
 
-    def __init__(self, number: int, size: int, cpus: list[int], spare: list[int], folder: Path,
-                 plan: list[Case], until: float) -> None:  # fmt: skip
+    def __init__(self, number: int, size: int, cpus: list[list[int]], spare: list[int],
+                 folder: Path, plan: list[Case], until: float) -> None:  # fmt: skip
         self.number, self.size, self.cpus, self.spare = number, size, cpus, spare
         self.folder, self.plan, self.until = folder, plan, until
         self.pids: list[int] = []
@@ -237,9 +239,9 @@ class World:
 
     def _strike(self, case: Case) -> None:
         if case.kind == "cpu":
-            for _ in range(1 + int(3 * case.strength)):
+            for loop in range(EACH * (1 + int(3 * case.strength))):
                 if not (pid := os.fork()):
-                    os.sched_setaffinity(0, [self.cpus[case.rank]])
+                    os.sched_setaffinity(0, [self.cpus[case.rank][loop % EACH]])
                     while os.getppid() != 1:
                         for _ in range(10_000):
                             pass
@@ -247,9 +249,9 @@ class World:
                 self.loops.append(pid)
         elif case.kind == "quota":
             period = 20_000 if case.number % 2 else 100_000
-            self.groups[case.rank].limit(0.35 + 0.3 * case.strength, period)
+            self.groups[case.rank].limit(0.2 + 0.2 * case.strength, period)
         elif case.kind == "data":
-            self.rates[case.rank] = self._data_rate() * (0.4 + 0.4 * case.strength)
+            self.rates[case.rank] = self._data_rate() / (1.7 + case.strength)
         elif case.kind == "link":
             both = self.size > 2 and case.number % 2 == 0
             self._shape(case.rank, 60 + 100 * case.strength, both=both)
@@ -260,7 +262,7 @@ class World:
     def _data_rate(self) -> float:
         """Bytes a second that a rank reads when its steps take as long as they are meant to."""
         tokens = int((self.folder / "tokens").read_text())
-        return SAMPLES * tokens * WIDTH * 4 / STEP
+        return SAMPLES * tokens * WIDTH * 4 / USUAL
 
     def _heal(self) -> None:
         self._end_loops()
@@ -296,7 +298,7 @@ def _rank(world: World, rank: int, told: int, go: int, asked: int, answers: int)
     os.read(go, 1)
     _sh("ip", "address", "add", f"10.9.0.{rank + 1}/24", "dev", "eth0")
     _sh("ip", "link", "set", "eth0", "up")
-    os.sched_setaffinity(0, [world.cpus[rank]])
+    os.sched_setaffinity(0, world.cpus[rank])
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world.size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
         MASTER_ADDR="10.9.0.1", MASTER_PORT="29711", GLOO_SOCKET_IFNAME="eth0",
@@ -313,7 +315,7 @@ def _rank(world: World, rank: int, told: int, go: int, asked: int, answers: int)
     from paceline import train
 
     torch.set_num_threads(1)
-    session = train.join(run_dir=world.folder / "run", quiet=True, log_every=10)
+    session = train.join(run_dir=world.folder / "run", quiet=True, log_every=10, device="cpu")
     Ranks(world, session, rank, asked, answers).run()
     session.close()
     return 0
@@ -393,7 +395,7 @@ class Ranks:
             take(look)
 
         session._lookout.take = watched
-        larger = 1.5 + case.strength if mine and case.kind == "batch" else 1.0
+        larger = 1.8 + case.strength if mine and case.kind == "batch" else 1.0
         data = Samples(self, case, larger)
         given = data if case.kind != "data" or case.number % 2 else Whole(data)
         loader = session.loader(given, SAMPLES * self.world.size, workers=0, collate=None
@@ -408,8 +410,6 @@ class Ranks:
         for _ in session.epochs(
             loader, steps=case.steps, every=12 if case.kind == "evaluation" else 0
         ):
-            if case.kind == "evaluation" and done:
-                time.sleep(0.02 + 0.05 * self.rank)
             for batch in loader:
                 self._harmless(case, done)
                 if waiting and done == ONSET:
@@ -418,6 +418,8 @@ class Ranks:
                         self._ask("strike", case.number, wait=False)
                 session.step(model(batch.data[0]).square().mean(dim=(1, 2)))
                 done += 1
+            if case.kind == "evaluation":
+                time.sleep(0.02 + 0.05 * self.rank)
         if onset and case.kind != "batch" and self.rank == 0:
             os.read(self.answers, 1)
         looks = [_kept(look) for look in self.looks] if self.rank == 0 else []
@@ -543,9 +545,10 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(FAULTS))
     parser.add_argument("--out", type=Path)
     typed = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     cpus = sorted(os.sched_getaffinity(0))
     sizes = [int(size) for size in typed.sizes.split(",") if size] or (
-        [4, 3, 2, 4, 2] if len(cpus) >= 16 else [2]
+        [3, 2, 2] if len(cpus) >= 16 else [2]
     )
     import torch  # noqa: F401
 
@@ -558,7 +561,9 @@ def main() -> None:
         print(f"no runs with a quota: {why}")
         kinds.remove("quota")
     for number, size in enumerate(sizes):
-        own, free = (free[:size], free[size:]) if len(free) >= size else (cpus[:size], free)
+        each = EACH if len(cpus) >= EACH * sum(sizes) else 1
+        own = [(free[n * each : (n + 1) * each] or cpus[:1]) * EACH for n in range(size)]
+        free = free[size * each :]
         planted = typed.runs // len(sizes) + (number < typed.runs % len(sizes))
         healthy = typed.healthy // len(sizes) + (number < typed.healthy % len(sizes))
         where = folder / str(number)

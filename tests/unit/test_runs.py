@@ -109,6 +109,21 @@ def test_the_last_lines_without_reading_all(
             assert left == (text.splitlines()[-count:] if count else [])
 
 
+def test_status_names_a_rank_that_is_slow_now() -> None:
+    folder = make("one", alive=True)
+    slow = {"event": "straggler", "straggler": 1, "its_host": "n2", "text": "rank 1 on n2 is late"}
+    train = {"split": "train", "step": 5, "loss": 0.5}
+    pace = {"split": "pace", "step": 5, "computing_s": 0.1}
+    (folder / "events.jsonl").write_text(json.dumps(slow) + "\n")
+    (folder / "metrics.jsonl").write_text(f"{json.dumps(train)}\n{json.dumps(pace)}\n")
+    said = call("status").output
+    assert "slow: rank 1 on n2 is late" in said
+    assert "loss 0.5" in said
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({**slow, "event": "straggler over"}) + "\n")
+    assert "slow:" not in call("status").output
+
+
 def test_status_rounds_figures_for_people() -> None:
     last = {"step": 12, "loss": 0.2478179237433748}
     said = describe(runs.RunState(Path("runs/a"), "ended", 0, last=last))

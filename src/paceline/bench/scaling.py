@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.spec.events import Event
+from paceline.spec.failure import place
 from paceline.spec.terminal import wrapped
 
-_NUMBER = r"([\d,]+(?:\.\d+)?)"
-_TRAINED = re.compile(rf"trained {_NUMBER} steps?, {_NUMBER} samples? in {_NUMBER} s")
-_SLOWEST = re.compile(r"^slowest: (rank \d+ on [^,]+), ", re.MULTILINE)
-_SHARES = {
-    "data": re.compile(r"waiting for data (\d+)%"),
-    "slower ranks": re.compile(r"waiting for slower ranks (\d+)%"),
-    "communication": re.compile(r"communication (\d+)%"),
-    "computing": re.compile(r"computing (\d+)%"),
-}
 POOR = 0.8  # an efficiency below this deserves a word
 NOTICEABLE = 0.2  # and so does a share of the time above this
 
@@ -57,7 +48,7 @@ class Measured:
         shutdown: The rest: results brought home, connections closed.
         samples: Samples trained on, ``None`` when the script does not tell.
         loop: Time in the training loop alone, as the script tells it.
-        shares: Parts of the loop: data, slower ranks, communication, computing.
+        shares: Parts of the loop by name: see :data:`paceline.spec.events.PARTS`.
         slowest: The rank and its host for which the others mostly wait, if there is one.
     """
 
@@ -78,15 +69,13 @@ class Measured:
         return 1.0 / max(self.training, 1e-9)
 
 
-def measure(wall: float, began: float, events: Sequence[Event],
-            said: Sequence[str]) -> Measured:  # fmt: skip
+def measure(wall: float, began: float, events: Sequence[Event]) -> Measured:
     """Puts one run's record together.
 
     Args:
         wall: Seconds that the whole command took.
         began: When it was started, seconds since 1970.
-        events: What happened in it.
-        said: Lines that the script had shown to the user.
+        events: What happened in it; a training tells of its samples, and where its time went.
     """
     times: dict[str, list[float]] = {}
     for event in events:
@@ -95,26 +84,21 @@ def measure(wall: float, began: float, events: Sequence[Event],
     ended = max(times.get("rank ended") or [began + wall])
     startup = min(max(ready - began, 0.0), wall)
     training = min(max(ended - ready, 0.0), wall - startup)
-    samples, loop, shares = parse_summary(said)
-    slowest = next((match[1] for line in said if (match := _SLOWEST.search(line))), "")
     shutdown = wall - startup - training
-    return Measured(wall, startup, training, shutdown, samples, loop, shares, slowest)
-
-
-def parse_summary(
-    said: Sequence[str],
-) -> tuple[int | None, float | None, dict[str, float] | None]:
-    """Samples, seconds and shares from the training library's own summary, if there is one."""
-    for line in reversed(said):
-        if match := _TRAINED.search(line):
-            found = {name: pattern.search(line) for name, pattern in _SHARES.items()}
-            shares = {name: int(m.group(1)) / 100 for name, m in found.items() if m}
-            return int(_plain(match.group(2))), float(_plain(match.group(3))), shares or None
-    return None, None, None
-
-
-def _plain(number: str) -> str:
-    return number.replace(",", "")
+    told = next((event for event in reversed(events) if event.kind == "trained"), None)
+    if told is None or not told["samples"] or not told["seconds"]:
+        return Measured(wall, startup, training, shutdown)
+    slowest = "" if told["straggler"] is None else place(told["its_host"] or "", told["straggler"])
+    return Measured(
+        wall,
+        startup,
+        training,
+        shutdown,
+        told["samples"],
+        told["seconds"],
+        told["parts"] or None,
+        slowest,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +162,8 @@ def limit(row: Row, every: Sequence[Row]) -> str:
     """What limits a layout, in words; empty when nothing does."""
     if row.efficiency >= POOR or row.layout.world == 1:
         return ""
-    data, communication = row.share("data"), row.share("communication")
-    slower = row.share("slower ranks")
+    data, communication = row.share("data"), row.share("moving")
+    slower = row.share("waiting")
     if data is not None and data > NOTICEABLE:
         return f"data: {data:.0%} of the time was spent waiting for it"
     if slower is not None and slower > NOTICEABLE and slower >= (communication or 0):

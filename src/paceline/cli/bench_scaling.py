@@ -127,7 +127,7 @@ def climb(ctx: click.Context, job: Job, cluster: Cluster, folder: Path, repeat: 
 
 
 class Listening(Screen):
-    """Shows nothing but the notes of a plan, each once, and keeps what the script had to say.
+    """Shows nothing but the notes of a plan, each once.
 
     Args:
         told: Notes that were shown before.
@@ -135,11 +135,10 @@ class Listening(Screen):
 
     def __init__(self, told: set[str]) -> None:
         super().__init__("none")
-        self.said: list[str] = []
         self._told = told
 
     def say(self, text: str) -> None:
-        self.said.append(text)
+        """What the script has to say would only disturb the table."""
 
     def note(self, text: str) -> None:
         """The launcher's other lines would only disturb the table."""
@@ -170,4 +169,4 @@ def run_once(ctx: click.Context, job: Job, cluster: Cluster, layout: scaling.Lay
             f"the run with {layout.label} processes failed",
             found=report_failure(outcome), exit_code=outcome.result.exit_code,
         )  # fmt: skip
-    return scaling.measure(wall, began, outcome.events, screen.said)
+    return scaling.measure(wall, began, outcome.events)

@@ -22,6 +22,7 @@ from paceline.rundir.ownership import owner_alive, owner_here, read_owner
 from paceline.schedulers.submission import BATCH_FILE, Submitted, found_in
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, SettingError
+from paceline.spec.events import read_events
 from paceline.spec.failure import UNKNOWN, Result
 from paceline.spec.settings import Source
 from paceline.spec.terminal import clean, for_reader
@@ -45,6 +46,7 @@ class RunState:
         job: For a batch: what its scheduler knows it by.
         failure: The first failure, one line.
         last: The last recorded metrics.
+        slow: The rank that holds the others up, one line, while it does.
     """
 
     path: Path
@@ -54,6 +56,7 @@ class RunState:
     job: Submitted | None = None
     failure: str = ""
     last: dict[str, Any] | None = None
+    slow: str = ""
 
     @property
     def over(self) -> bool:
@@ -70,6 +73,7 @@ class RunState:
             **({f"{self.job.scheduler.name}_job": self.job.job} if self.job else {}),
             "first_failure": self.failure or None,
             "last_metrics": self.last,
+            "straggler": self.slow or None,
         }
 
 
@@ -156,17 +160,25 @@ def look_at(path: Path) -> RunState:
     said = records.read_object(path / names.RESULT)
     result = Result.from_json(said or {})
     text = result.failure.describe() if result.failure else ""
-    last = next(reversed(records.read_records(path / names.METRICS, LAST_BYTES)), None)
+    recorded = records.read_records(path / names.METRICS, LAST_BYTES)
+    last = next((one for one in reversed(recorded) if one.get("split") != "pace"), None)
     job = found_in(path)
     if job is not None and (state := job.state()) is not None:
         code = state.exit_code if state.over else None
         return RunState(path, state.describe(), code, owner, job, text, last)
     if owner is not None and owner_alive(owner):
-        return RunState(path, "running", None, owner, job, "", last)
+        return RunState(path, "running", None, owner, job, "", last, _straggler(path))
     if said is not None:
         code = result.exit_code if result.exit_code != UNKNOWN else None
         return RunState(path, "ended", code, None, job, text, last)
     return RunState(path, "lost" if owner else "not started", None, None, job, "", last)
+
+
+def _straggler(path: Path) -> str:
+    """What was said last of a rank that holds the others up; nothing when it keeps up again."""
+    told = read_events(records.read_records(path / names.EVENTS, LAST_BYTES))
+    found = [event for event in told if event.kind in ("straggler", "straggler over", "started")]
+    return str(found[-1]["text"] or "") if found and found[-1].kind == "straggler" else ""
 
 
 @click.command("status", cls=Verb)
@@ -204,6 +216,8 @@ def describe(state: RunState) -> str:
             for name, value in list(state.last.items())[:6]
         )
         lines.append(f"  last record: {shown}")
+    if state.slow:
+        lines.append(f"  slow: {state.slow}")
     if state.failure:
         lines.append(f"  failed first: {state.failure}")
     return "\n".join(lines)

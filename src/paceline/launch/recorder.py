@@ -102,7 +102,8 @@ class Recorder:
         elif event.kind == "begin":
             self._begin_metrics(resumed=bool(event["resumed"]))
         elif event.kind == "metrics":
-            self.metrics |= event.fields
+            if event["split"] != "pace":  # how it went, not what came out
+                self.metrics |= event.fields
             if self._steps.new(event.fields):
                 self._directory.append_line(names.METRICS, dict(event.fields))
         elif event.kind == "progress":

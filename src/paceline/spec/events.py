@@ -92,7 +92,6 @@ FIELDS: dict[str, Shape] = {
     "seen": record(state=SMALL, stack=STACK),  # when another rank failed; innermost line first
     "signal": maybe(whole(1, 128)),  # its number; null after an exit
     "source": text(),  # of what was resumed
-    "slowest": text(),  # for people: the rank that held the others up most
     "split": SMALL,  # of the data: train, test, …
     "status": whole(-1000, 1000),  # as Python's subprocess gives it: -9 after signal 9
     "stderr": text(LONG_TEXT),  # the end of what ssh and the agent wrote
@@ -157,7 +156,7 @@ KINDS: dict[str, Kind] = {
     "stopped": _kind("rank", may="step why"),  # for it was asked to; its state is saved
     "straggler": _kind("rank", may="straggler its_host cause seconds part text"),  # by rank 0
     "straggler over": _kind("rank", may="straggler its_host text"),
-    "trained": _kind("rank", may="steps samples seconds parts slowest"),  # in this attempt
+    "trained": _kind("rank", may="steps samples seconds parts straggler its_host cause"),
     "stopped early": _kind("rank", may="step why"),
     "model saved": _kind("rank", may="step"),
     "model kept elsewhere": _kind("rank", may="folder"),

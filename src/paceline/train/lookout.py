@@ -48,16 +48,17 @@ class Lookout:
         """
         for look in pace.finish():
             self.take(look)
-        alone, slowest = self._member.comms.alone, ""
+        alone, slowest, slow = self._member.comms.alone, "", dict[str, Any]()
         if worst := self.judge.worst(steps):
             host = self._member.comms.texts(self._member.world.host)[worst.rank]
             slowest = f"slowest: {worst.summed(host)}"
+            slow = {"straggler": worst.rank, "its_host": host, "cause": worst.cause}
         shares, rate = pace.shares(), pace.rate
         said = None if alone else shares  # alone nobody waits for anybody
         self._member.say(summary(steps, rate.samples, rate.seconds, waited, said, slowest))
         parts = {name: round(part, 4) for name, part in (shares or {}).items()}
         some = {"samples": rate.samples, "seconds": round(rate.seconds, 4), "parts": parts}
-        self._tell("trained", steps=steps, **some, slowest=slowest)
+        self._tell("trained", steps=steps, **some, **slow)
 
     def _tell(self, name: str, **details: Any) -> None:
         if self._member.world.rank == 0:

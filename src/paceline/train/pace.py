@@ -287,7 +287,10 @@ class Pace:
         self.totals = some if self.totals is None else self.totals + some
         self._new = some if self._new is None else self._new + some
         a_step = max(float(notes[:, :, 0].mean()), 1e-9)
-        self._every = max(1, int(_NOTE_SECONDS * _CHEAP / a_step))
+        every = max(1, int(_NOTE_SECONDS * _CHEAP / a_step))
+        if every != self._every:
+            self._every = every
+            self._over.clear()  # the steps of a look are equally far apart
         self._each = min(_MOST, max(_EVERY, int(self._cost / (_COST * a_step * self._every))))
         self._spent += time.perf_counter() - before
         return look
@@ -310,18 +313,17 @@ class Pace:
     def figures(self) -> dict[str, Any]:
         """Of the looks since the last call, for the records; empty when there was none.
 
-        Seconds of a step in each part, as a mean over the ranks, and ``ranks``: those of each
-        rank, in the order of :data:`PARTS`.
+        Seconds of a step in each part (``computing_s``), as a mean over the ranks and over the
+        steps ``noted``; ``ranks_s``: those of each rank, in the order of :data:`PARTS`.
         """
         some, self._new = self._new, None
         if some is None:
             return {}
         every = some.seconds / some.steps
-        means = {
-            name: round(one, 6) for name, one in zip(PARTS, every.mean(0).tolist(), strict=True)
-        }
+        each = zip(PARTS, every.mean(dim=0).tolist(), strict=True)
+        means = {f"{name}_s": round(one, 6) for name, one in each}
         ranks = [[round(one, 6) for one in row] for row in every.tolist()]
-        return {"steps": some.steps, **means} | ({"ranks": ranks} if len(ranks) > 1 else {})
+        return {"noted": some.steps, **means} | ({"ranks_s": ranks} if len(ranks) > 1 else {})
 
 
 class _Sent:

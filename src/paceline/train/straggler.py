@@ -19,11 +19,14 @@ from paceline.train.pace import PARTS, Look
 from paceline.train.vitals import VITALS
 
 GROUP, GROUPS = 5, 3  # steps, and how many groups of them have to agree
-WORTH = 0.12  # part of a step that is worth a name
-LEAST = 0.001  # seconds of a step below which nothing is
+WORTH = 0.25  # part of a step that is worth a name
+LEAST = 0.002  # seconds of a step below which nothing is
+LITTLE = 0.4  # of both: a step in which a rank is that much slower counts against it
+MOSTLY = 0.8  # of the steps have to
 OVER = 0.5  # of both, below which a rank that was named keeps up again
 EVIDENT = 0.3  # of the time that a rank needs more: what explains so much of it is the cause
 SLOW_LINK = 0.6  # of the others' rate: a link below this is slow
+BURST = 10  # usual steps: a step that takes longer counts as one of so many
 TELLING = 10_000  # bytes of a step that say something of a link
 FIRST = 2  # steps of the process that say nothing
 _AT = {name: number for number, name in enumerate(PARTS)}
@@ -40,6 +43,7 @@ CAUSES = {
     "computing": "it computes more slowly",
 }
 """Why a rank may be slow, by name; ``computing`` where nothing else is seen."""
+IN_BURSTS = ("quota", "swap", "data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,6 @@ class Judge:
 
     Attributes:
         named: The straggler at present; ``None`` when all keep up.
-        worst: The one that has cost most so far, over all steps in which it was named.
     """
 
     def __init__(self) -> None:
@@ -105,8 +108,8 @@ class Judge:
         found = judged(self._looks, before)
         if found is not None:
             cost = self._cost.setdefault((found.rank, found.cause), [0.0, 0.0])
-            cost[0] += found.seconds * look.samples.shape[1]
-            cost[1] += found.part * look.samples.shape[1]
+            steps = self._steps() if before is None else look.samples.shape[1]
+            cost[0], cost[1] = cost[0] + found.seconds * steps, cost[1] + found.part * steps
         self.named = found
         if found is None or before is None:
             return found is not before
@@ -136,6 +139,25 @@ def without(look: Look, steps: int) -> Look:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Slow:
+    """A rank that needs more time for its own part than others do.
+
+    Attributes:
+        rank: Which.
+        excess: Seconds of a step.
+        data: Seconds of these in which it waits for its data.
+        steady: It does in most of the steps.
+        lasting: It does in every group of them.
+    """
+
+    rank: int
+    excess: float
+    data: float
+    steady: bool
+    lasting: bool
+
+
 def judged(looks: Sequence[Look], before: Straggler | None = None) -> Straggler | None:
     """Who holds the others up in these looks, one after the other.
 
@@ -144,19 +166,29 @@ def judged(looks: Sequence[Look], before: Straggler | None = None) -> Straggler 
         before: Who did so before: it is not taken back for a little.
     """
     seconds = torch.cat([look.seconds for look in looks], dim=1)
+    a_step = float(seconds.sum(dim=2).mean(dim=0).median())
+    least = max(WORTH * a_step, LEAST)
+    slow = _slow_rank(seconds, a_step, least, before)
+    moving = float(seconds[0, :, _AT["moving"]].mean())  # the same of every rank
+    if slow is None and moving < OVER * least:  # what nearly always is the case ends here
+        return None
     facts = facts_of(looks)
     steps = sum(look.samples.shape[1] * look.every for look in looks)
-    slow = _slow_rank(seconds, before)
     if slow is not None:
-        rank, excess, parts = slow
-        cause, detail = _cause(rank, excess, parts, looks, facts, steps)
+        rank, excess = slow.rank, slow.excess
+        cause, detail = _cause(slow, looks, facts, steps)
+        # What stops a process stops it for many steps at once, and data come so, too. Without such
+        # a cause a rank is only slow when it is so nearly always.
+        if not (slow.lasting if cause in IN_BURSTS else slow.steady):
+            return None
     else:
-        link = _slow_link(seconds, facts, before, steps)
+        again = before is not None and before.cause == "link"
+        link = _slow_link(moving, looks, facts, least * (OVER if again else 1), steps)
         if link is None:
             return None
         rank, excess, detail = link
         cause = "link"
-    return Straggler(rank, cause, excess, excess / max(_a_step(seconds), 1e-9), detail)
+    return Straggler(rank, cause, excess, excess / max(a_step, 1e-9), detail)
 
 
 def facts_of(looks: Sequence[Look]) -> Tensor | None:
@@ -171,52 +203,46 @@ def facts_of(looks: Sequence[Look]) -> Tensor | None:
     return total
 
 
-def _a_step(seconds: Tensor) -> float:
-    """Seconds of a usual step."""
-    return float(seconds.sum(dim=2).mean(dim=0).median())
-
-
 def _base(values: Tensor) -> Tensor:
     """Of ``[ranks, …]`` what the better half of ranks manages."""
     return values.median(dim=0).values  # the lower of two
 
 
 def _slow_rank(
-    seconds: Tensor, before: Straggler | None
-) -> tuple[int, float, dict[str, float]] | None:
-    """The rank that needs more time for its own part, by how much, and in which part."""
-    steps = seconds.shape[1]
-    more = []  # of each group: ranks x (data, computing)
-    for group in torch.split(seconds, -(-steps // GROUPS), dim=1):
-        data, computing = group[:, :, _AT["data"]], group[:, :, _AT["computing"]]
-        # Computing that is slow is so in most steps; data come in bursts.
-        each = torch.stack([data.mean(dim=1), computing.median(dim=1).values], dim=1)
-        more.append(each - _base(each))
-    every = torch.stack(more)  # groups, ranks, 2
-    excess = every.sum(dim=2)
-    mean = excess.mean(dim=0)
-    rank = int(mean.argmax())
+    seconds: Tensor, a_step: float, least: float, before: Straggler | None
+) -> _Slow | None:
+    """The rank that needs more time for its own part."""
+    # Data and quotas come in bursts: means, but no single step outweighs all others.
+    own = seconds[:, :, : _AT["computing"] + 1].clamp(max=BURST * a_step)
+    mean = own.mean(dim=1)
+    more = mean - _base(mean)
+    every = more.sum(dim=1).tolist()
+    excess = max(every)
+    rank = every.index(excess)
     again = before is not None and before.rank == rank and before.cause != "link"
-    least = max(WORTH * _a_step(seconds), LEAST) * (OVER if again else 1)
+    if excess < least * (OVER if again else 1):
+        return None
     # The others wait for it, or its slowness costs nothing.
-    waiting = float(seconds[:, :, _AT["waiting"]].mean(dim=1).max())
-    if float(mean[rank]) < least or waiting < 0.3 * float(mean[rank]):
+    if float(seconds[:, :, _AT["waiting"]].mean(dim=1).max()) < 0.3 * excess:
         return None
-    if not again and float(excess[:, rank].min()) < 0.6 * least:
-        return None
-    data, computing = every[:, rank].mean(dim=0).tolist()
-    return rank, float(mean[rank]), {"data": data, "computing": computing}
+    data = float(more[rank, 0])
+    what = own[:, :, 0] if data >= excess / 2 else own.sum(dim=2)
+    each = (what - _base(what))[rank]
+    little, size = LITTLE * least, -(-len(each) // GROUPS)
+    often = float((each >= little).double().mean()) >= MOSTLY
+    usual = float(each.sort().values[(len(each) - 1) // 2])
+    return _Slow(
+        rank,
+        excess,
+        data,
+        steady=again or (often and usual >= least),
+        lasting=again or all(float(one.mean()) >= little for one in torch.split(each, size)),
+    )
 
 
-def _cause(
-    rank: int,
-    excess: float,
-    parts: dict[str, float],
-    looks: Sequence[Look],
-    facts: Tensor | None,
-    steps: int,
-) -> tuple[str, str]:
+def _cause(slow: _Slow, looks: Sequence[Look], facts: Tensor | None, steps: int) -> tuple[str, str]:
     """What explains that a rank needs so many seconds more in each step."""
+    rank, excess = slow.rank, slow.excess
 
     def more(name: str) -> float:
         """Of a fact for each step, beyond what others have."""
@@ -241,9 +267,8 @@ def _cause(
         return "swap", f"{more('faults'):.0f} pages a step"
     if more("hot") >= need:
         return "hot", ""
-    if parts["data"] >= 0.5 * excess:
-        slow = more("disk") >= need
-        return "data", "its disk is slow" if slow else ""
+    if slow.data >= 0.5 * excess:
+        return "data", "its disk is slow" if more("disk") >= need else ""
     work = torch.cat([_size(look) for look in looks], dim=1).mean(dim=1)
     usual = float(_base(work))
     computing = torch.cat([look.seconds[:, :, _AT["computing"]] for look in looks], dim=1)
@@ -262,36 +287,35 @@ def _size(look: Look) -> Tensor:
 
 
 def _slow_link(
-    seconds: Tensor, facts: Tensor | None, before: Straggler | None, steps: int
+    moving: float, looks: Sequence[Look], facts: Tensor | None, least: float, steps: int
 ) -> tuple[int, float, str] | None:
     """The rank whose bytes are on their way for much longer than others', and what that costs."""
     if facts is None:
         return None
-    moving = float(seconds[:, :, _AT["moving"]].mean(dim=1).median())
-    column = {name: facts[:, VITALS.index(name)] for name in ("sent", "sending", "here", "there")}
-    sent = column["sent"] / steps
-    far = (column["here"] != column["there"]) & (sent > TELLING)  # a host's own ranks are near
+    names = ("sent", "sending", "here", "there")
+    sent, sending, here, there = (facts[:, VITALS.index(name)] for name in names)
+    sent, sending = sent / steps, sending / steps
+    far = (here != there) & (sent > TELLING)  # a host's own ranks are near
     if int(far.sum()) < 2:
         return None
-    rates = sent / (column["sending"] / steps).clamp(min=1e-6)
-    slowest = float(rates[far].min())
-    rank = int((rates == slowest).nonzero()[0])
-    others = rates[far].sort().values[1:]
-    usual = float(others[len(others) // 2])
-    if slowest > SLOW_LINK * usual:
+    rates = sent / sending.clamp(min=1e-6)
+    order = [number for number in rates.argsort().tolist() if far[number]]
+    rank, other, usual = order[0], order[1], float(rates[order[-1]])
+    if float(rates[rank]) > SLOW_LINK * usual:
         return None
-    # What it would take on a link like those of the others.
-    excess = min(moving, float(column["sending"][rank]) / steps) - float(sent[rank]) / usual
-    again = before is not None and before.cause == "link"
-    if excess < max(WORTH * _a_step(seconds), LEAST) * (OVER if again else 1):
+    # What it would take on a link like the best of them.
+    excess = min(moving, float(sending[rank])) - float(sent[rank]) / usual
+    if excess < least:
         return None
+    for look in looks:
+        if look.facts is not None:
+            each = look.facts[:, VITALS.index("sending")] / (look.samples.shape[1] * look.every)
+            if float(each[rank] - each[order[-1]]) < LITTLE * least:
+                return None
     resent = float(facts[rank, VITALS.index("resent")]) / steps / float(sent[rank])
     lost = f", {resent:.1%} sent again" if resent > 0.001 else ""
-    for other in (far & (rates < SLOW_LINK * usual)).nonzero()[:, 0].tolist():
-        # Both to it and from it the way is slow: it is the one between.
-        to_it = column["there"][rank] == column["here"][other]
-        if other != rank and to_it and column["there"][other] != column["here"][rank]:
-            rank = other
-            break
+    nearly = float(rates[other]) < float(rates[rank]) / SLOW_LINK
+    if nearly and there[rank] == here[other] and there[other] != here[rank]:
+        rank = other  # both to it and from it the way is slow: it is the one between
     detail = f"{float(rates[rank]) / 1e6:.1f} MB/s, others {usual / 1e6:.1f}{lost}"
     return rank, excess, detail

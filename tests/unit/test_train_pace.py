@@ -1,0 +1,276 @@
+"""Where the time of a step goes, and who is named for it: from looks, without any process."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.train.comms import Comms
+from paceline.train.pace import PARTS, Look, Pace, Totals, divided, elements
+from paceline.train.straggler import CAUSES, Judge, Straggler
+from paceline.train.vitals import VITALS, Vitals
+from paceline.train.world import World
+
+STEP = 0.020
+
+
+def noted(*ranks: list[tuple[float, float, float]]) -> Tensor:
+    """Of notes of whole steps, waiting for data, standing still."""
+    notes = torch.tensor([[(*one, 0, 0) for one in rank] for rank in ranks], dtype=torch.float64)
+    return divided(notes)
+
+
+def test_a_rank_that_waits_for_another_moves_no_bytes() -> None:
+    """Rank 1 needs 0.1 s more in each step; the exchange itself takes 0.01 s."""
+    seconds = noted([(0.2, 0.0, 0.11)] * 10, [(0.2, 0.1, 0.01)] * 10)
+    shares = Totals(seconds.sum(dim=1), 10).shares()
+    assert round(shares["waiting"], 9) == 0.5
+    assert round(shares["moving"], 9) == 0.05
+    assert round(shares["computing"], 9) == 0.45
+    assert torch.allclose(seconds.sum(dim=2), torch.full((2, 10), 0.2, dtype=torch.float64))
+
+
+def test_a_look_has_every_step_once() -> None:
+    pace = Pace(Comms(World(), torch.device("cpu")), nn.Linear(2, 2))
+    found = []
+    for step in range(17):
+        pace.before_backward(torch.zeros(()), step)
+        time.sleep(0.003)
+        pace.took(3, (torch.zeros(3, 4), {"more": torch.zeros(3)}, "name"))
+        if (look := pace.step(3, waited=0.0)) is not None:
+            found.append(look)
+        pace.leave()
+    found += pace.finish()
+    assert [number for look in found for number in _steps(look)] == list(range(17))
+    assert found[0].seconds.shape == (1, 5, len(PARTS))
+    assert found[0].samples.tolist() == [[3.0] * 5]
+    assert found[0].elements is not None
+    assert found[0].elements.tolist() == [[15.0] * 5]
+    figures = pace.figures()
+    assert {"noted", "computing_s"} < set(figures)
+    assert pace.figures() == {}
+
+
+def _steps(look: Look) -> list[int]:
+    return list(range(look.first_step, look.first_step + look.samples.shape[1] * look.every))
+
+
+def test_saving_and_data_are_no_computing() -> None:
+    pace = Pace(Comms(World(), torch.device("cpu")), nn.Linear(2, 2))
+    for step in range(6):
+        time.sleep(0.003)
+        pace.before_backward(torch.zeros(()), step)
+        look = pace.step(1, waited=100.0 * step, saved=10.0 * step)
+        pace.leave(10.0 * step)
+    assert look is not None
+    assert look.seconds[0, 1:, PARTS.index("data")].tolist() == [100.0] * 4
+    assert look.seconds[0, 1:, PARTS.index("saving")].tolist() == [10.0] * 4
+    assert look.seconds[0, 1:, PARTS.index("computing")].tolist() == [0.0] * 4
+    pace.restart(waited=500.0, saved=50.0)
+    pace.step(1, waited=500.0, saved=50.0)
+    assert pace.finish()[-1].seconds[0, -1, PARTS.index("data")] == 0.0
+
+
+def test_numbers_in_a_batch() -> None:
+    assert elements((torch.zeros(2, 3), [torch.zeros(4)], {"x": torch.zeros(5)}, 7)) == 15
+
+
+# -- who is named ------------------------------------------------------------------------------
+
+
+def looks(
+    count: int = 6,
+    ranks: int = 3,
+    own: dict[int, Any] | None = None,
+    data: dict[int, float] | None = None,
+    moving: float = 0.001,
+    size: dict[int, float] | None = None,
+    facts: dict[str, dict[int, float]] | None = None,
+) -> list[Look]:
+    """Of a run with five steps in a look.
+
+    Args:
+        count: How many.
+        ranks: How many.
+        own: By rank, more seconds of computing in a step, or of each step.
+        data: By rank, seconds of waiting for data.
+        moving: Seconds of a step.
+        size: By rank, how many times as large its samples are.
+        facts: By name and rank, per step.
+    """
+    steps = 5 * count
+    computing = torch.full((ranks, steps), STEP, dtype=torch.float64)
+    for rank, more in (own or {}).items():
+        computing[rank] += torch.as_tensor(more, dtype=torch.float64)
+    seconds = torch.zeros(ranks, steps, len(PARTS), dtype=torch.float64)
+    seconds[:, :, PARTS.index("computing")] = computing
+    for rank, waited in (data or {}).items():
+        seconds[rank, :, PARTS.index("data")] = waited
+    needed = seconds.sum(dim=2)
+    seconds[:, :, PARTS.index("waiting")] = needed.max(dim=0).values - needed
+    seconds[:, :, PARTS.index("moving")] = moving
+    work = torch.full((ranks, steps), 100.0, dtype=torch.float64)
+    for rank, times in (size or {}).items():
+        work[rank] *= times
+    seen = torch.full((ranks, len(VITALS)), math.nan, dtype=torch.float64)
+    seen[:, VITALS.index("queued")] = 0.0
+    for name, each in (facts or {}).items():
+        for rank in range(ranks):
+            different = name in ("here", "there", "swapped")
+            seen[rank, VITALS.index(name)] = each.get(rank, 0.0) * (1 if different else 5)
+    return [
+        Look(n, seconds[:, n : n + 5], torch.full((ranks, 5), 8.0), work[:, n : n + 5], seen)
+        for n in range(0, steps, 5)
+    ]
+
+
+def told(run: list[Look]) -> list[Straggler | None]:
+    """What is said in a run."""
+    judge = Judge()
+    return [judge.named for look in run if judge.take(look)]
+
+
+LINKS = {
+    "sent": {0: 2e6, 1: 2e6, 2: 2e6},
+    "sending": {0: 0.002, 1: 0.030, 2: 0.002},
+    "here": {0: 10.0, 1: 11.0, 2: 12.0},
+    "there": {0: 11.0, 1: 12.0, 2: 10.0},
+    "resent": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("cause", "run"),
+    [
+        ("cpu", {"own": {1: 0.02}, "facts": {"queued": {1: 0.018, 0: 0.001}}}),
+        ("quota", {"own": {1: 0.02}, "facts": {"throttled": {1: 0.02}, "queued": {1: 0.01}}}),
+        ("stolen", {"own": {1: 0.02}, "facts": {"stolen": {1: 0.02}}}),
+        ("swap", {"own": {1: 0.02}, "facts": {"faults": {1: 20}, "swapped": {1: 1e9}}}),
+        ("hot", {"own": {1: 0.02}, "facts": {"hot": {1: 0.02}}}),
+        ("data", {"data": {1: 0.02}}),
+        ("link", {"moving": 0.03, "facts": LINKS}),
+        ("batch", {"own": {1: 0.02}, "size": {1: 2.0}}),
+        ("computing", {"own": {1: 0.02}}),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_straggler_is_named_once_with_its_cause(
+    ranks: int, cause: str, run: dict[str, Any]
+) -> None:
+    if cause == "link" and ranks != 3:
+        return
+    found = told(looks(ranks=ranks, **run))
+    assert [(one.rank, one.cause) for one in found if one] == [(1, cause)]
+    assert found[0] is not None
+    assert 0.015 < found[0].seconds < 0.03
+    assert CAUSES[cause] in found[0].said("n2")
+
+
+def test_it_is_named_within_twenty_steps_and_no_longer_than_it_lasts() -> None:
+    late = torch.zeros(80)
+    late[22:50] = 0.02  # begins within a look
+    judge, said = Judge(), []
+    for look in looks(16, own={1: late}):
+        if judge.take(look):
+            said.append((look.first_step + 6, judge.named))  # it is known one step later
+    assert [(one is not None) for _, one in said] == [True, False]
+    assert 22 < said[0][0] <= 42
+    assert 50 < said[1][0] <= 70
+    worst = judge.worst(80)
+    assert worst is not None
+    assert worst.rank == 1
+    assert 0.005 < worst.seconds < 0.012
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {1: 0.001},
+        {1: [0.5] + [0.0] * 29},  # the first step
+        {1: [0.0] * 12 + [3.0] + [0.0] * 17},  # a compilation
+        {1: [0.0] * 8 + [0.1] + [0.0] * 10 + [0.1] + [0.0] * 10},  # garbage
+        {rank: [0.015 * (step % 3 == rank) for step in range(30)] for rank in range(3)},
+        {0: 0.02, 1: 0.02, 2: 0.02},
+    ],
+)
+def test_nobody_is_named_in_a_healthy_run(own: dict[int, Any]) -> None:
+    assert told(looks(own=own)) == []
+
+
+def test_nobody_is_named_for_what_costs_nothing_or_all_have() -> None:
+    slow = {**LINKS, "sending": {0: 0.03, 1: 0.031, 2: 0.03}}
+    assert told(looks(moving=0.03, facts=slow)) == []  # the network is slow for all
+    near = {**LINKS, "there": LINKS["here"]}
+    assert told(looks(moving=0.03, facts=near)) == []  # ranks of one host
+    assert told(looks(moving=0.001, facts=LINKS)) == []  # behind computing
+    assert told(looks(ranks=1, own={0: 0.1})) == []
+
+
+def test_a_host_with_a_slow_link_both_ways_is_between_two_slow_ones() -> None:
+    both = {**LINKS, "sending": {0: 0.002, 1: 0.031, 2: 0.030, 3: 0.002}}
+    both |= {"here": {n: 10.0 + n for n in range(4)}, "there": {0: 11.0, 1: 12.0, 2: 13.0, 3: 10.0}}
+    both["sent"] = dict.fromkeys(range(4), 2e6)
+    found = told(looks(ranks=4, moving=0.03, facts=both))
+    assert [(one.rank, one.cause) for one in found if one] == [(2, "link")]
+
+
+# -- what a rank sees --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("group", "where", "before", "after"),
+    [
+        ("0::/job/rank1", "job", "throttled_usec 5000000", "throttled_usec 6500000"),
+        (
+            "3:cpuset:/\n2:cpu,cpuacct:/job/rank1\n0::/",
+            "cpu,cpuacct/job/rank1",
+            "throttled_time 1000000000",
+            "throttled_time 2500000000",
+        ),
+    ],
+)
+def test_a_quota_of_either_version_is_seen(
+    tmp_path: Path, group: str, where: str, before: str, after: str
+) -> None:
+    """Also one of a group around it."""
+    own = tmp_path / "proc/self"
+    own.mkdir(parents=True)
+    (own / "cgroup").write_text(group)
+    (own / "schedstat").write_text("100 5000000 7")
+    stat = tmp_path / "sys/fs/cgroup" / where / "cpu.stat"
+    stat.parent.mkdir(parents=True)
+    stat.write_text(f"nr_periods 3\nnr_throttled 1\n{before}\n")
+    vitals = Vitals(tmp_path)
+    stat.write_text(f"nr_periods 9\nnr_throttled 7\n{after}\n")
+    (own / "schedstat").write_text("100 255000000 9")
+    found = dict(zip(VITALS, vitals.read(), strict=True))
+    assert found["throttled"] == pytest.approx(1.5)
+    assert found["queued"] == pytest.approx(0.25)
+    assert math.isnan(found["hot"])
+    assert found["passed"] > 0
+
+
+def test_bytes_on_a_connection_are_seen() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+        server.accept()[0] as other,
+    ):
+        vitals = Vitals()
+        one.sendall(b"x" * 300_000)
+        left = 300_000
+        while left:
+            left -= len(other.recv(left))
+        found = dict(zip(VITALS, vitals.read(), strict=True))
+    if os.uname().sysname == "Linux":
+        assert found["sent"] > 100_000
+        assert found["here"] == found["there"]

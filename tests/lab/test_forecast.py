@@ -20,7 +20,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 @pytest.fixture(scope="module")
 def lab(new_lab: Any) -> Lab:
-    made: Lab = new_lab(hosts=2, rate="100mbit")
+    made: Lab = new_lab(hosts=2, rate="40mbit")
     return made
 
 
@@ -45,8 +45,8 @@ def test_a_script_over_slow_links_beside_the_run_that_follows(lab: Lab, tmp_path
     one, two, three, four = found["forecasts"]
     assert (one["hosts"], one["batch"], one["link"]) == (1, 64, 0)
     assert {two["limit"], three["limit"], four["limit"]} == {"link"}
-    assert 0.07 < two["seconds"] < 0.6  # a megabyte each way at 100 Mbit/s: 0.084 s
-    assert 0.1 < three["seconds"] < 1.0
+    assert 0.18 < two["seconds"] < 1.0  # a megabyte each way at 40 Mbit/s: 0.21 s
+    assert 0.2 < three["seconds"] < 2.0
     assert four["communication"]
     assert four["price"] > one["price"]
     (folder,) = tmp_path.glob("runs/*")  # what was tried is gone
@@ -56,7 +56,7 @@ def test_a_script_over_slow_links_beside_the_run_that_follows(lab: Lab, tmp_path
     said = paceline("forecast", "--compare", "runs/real")
     assert "a step was forecast to take" in said
     kept = json.loads((tmp_path / "runs/real/forecast.json").read_text())
-    assert 0.07 < kept["came"]["seconds"] < 1.0
+    assert 0.18 < kept["came"]["seconds"] < 2.0
 
 
 JOB = """
@@ -64,10 +64,10 @@ import torch
 from torch.utils.data import TensorDataset
 from paceline import train
 
-with train.join(log_every=4) as session:
+with train.join(log_every=2) as session:
     network = session.place(torch.nn.Linear(512, 512))
     model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
-    loader = session.loader(TensorDataset(torch.ones(640, 512)), 64)
+    loader = session.loader(TensorDataset(torch.ones(384, 512)), 64)
     for epoch in session.epochs(loader, 1):
         for (x,) in loader:
             session.step(model(x).square().mean(1))

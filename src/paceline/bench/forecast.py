@@ -78,6 +78,7 @@ class Probe:
         wire: ``None`` of a single rank.
         sharded: Parameters are spread over the ranks.
         device: cpu, cuda, …
+        sent: Bytes that are sent as a part of the gradients', between two ranks and of more.
     """
 
     hosts: tuple[str, ...]
@@ -90,6 +91,7 @@ class Probe:
     wire: Wire | None = None
     sharded: bool = False
     device: str = "cpu"
+    sent: tuple[float, float] = (1.0, 1.0)
 
     @property
     def nodes(self) -> int:
@@ -113,6 +115,7 @@ class Probe:
             wire and Wire(int(wire["bytes"]), float(wire["seconds"]), float(wire["delay"])),
             bool(said["sharded"]),
             str(said["device"]),
+            (float(said["sent"][0]), float(said["sent"][1])),
         )
 
 
@@ -239,6 +242,7 @@ class Model:
         overlaps: What was found on two hosts, by share; nothing where only one was probed.
         rates: Bits a second from host to host, where they are known.
         probed: The hosts between which ``moving`` was measured.
+        sent: Bytes that are sent as a part of the gradients', between two ranks and of more.
         spread: What the steps of two hosts may be wrong by, as a part of them.
     """
 
@@ -253,6 +257,7 @@ class Model:
     overlaps: tuple[Overlap, ...] = ()
     rates: Mapping[tuple[str, str], float] = field(default_factory=dict)
     probed: tuple[str, ...] = ()
+    sent: tuple[float, float] = (1.0, 1.0)
     spread: float = LEAST_SPREAD
 
     @property
@@ -274,7 +279,8 @@ class Model:
         """Seconds of averaging gradients among so many hosts."""
         if hosts < 2:
             return 0.0
-        whole = ring(hosts * self.ranks) / ring(2 * self.ranks)
+        ranks = hosts * self.ranks
+        whole = ring(ranks) / ring(2 * self.ranks) * self.sent[ranks > 2]
         return self.moving * whole * bytes_part * slower + self.delay * self.buckets * (hosts - 1)
 
 
@@ -305,6 +311,7 @@ def model(alone: Mapping[str, Probe], pair: Probe | None,
         buckets=pair.buckets,
         rates=rates or {},
         probed=names,
+        sent=pair.sent,
         spread=max(one.spread for one in pair.timed),
     )
     both = [own.get(name, next(iter(own.values()))) for name in names]
@@ -563,7 +570,7 @@ def _lifted(known: Model, made: Forecast) -> Forecast:
     """With what would lift the limit."""
     if made.hosts == 1:
         return made
-    if made.step.limit == "link":
+    if made.step.limit == "link" and known.sent == (1.0, 1.0):
         goal = 1.1 * (made.step.seconds - made.step.link)
         seconds = {name: step(known, made.names, made.batch, bytes_part=part).seconds
                    for name, part in METHODS.items()}  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.spec import jobenv, rundir
 from paceline.spec.errors import SettingError
 from paceline.train import files, parallel
+from paceline.train.communication import METHODS
+from paceline.train.exchange import Exchange
 from paceline.train.loader import Loader
 from paceline.train.member import Member
 from paceline.train.models import Models
 from paceline.train.stop import Quietly
 
 WARM = 4  # steps before anything counts
+SETTLING = 24  # the same where ways to communicate are tried, or begin with exact steps
 COUNTED = 3  # steps of a batch in a round, after one that does not count: buffers are made anew
 ROUNDS = 8
 _CALLS = 12  # all-reduces of a single number
@@ -83,13 +86,15 @@ class Tried(Loader):
 
     Attributes:
         sizes: The batches; each rank has the same.
+        warm: Steps of the first of them, before any round.
     """
 
     sizes: tuple[int, ...] = ()
+    warm = WARM
 
     def size_of(self, step: int) -> int:
         """The global batch of a step, by its number from 0."""
-        return self.sizes[max(step - WARM, 0) // (1 + COUNTED) % len(self.sizes)]
+        return self.sizes[max(step - self.warm, 0) // (1 + COUNTED) % len(self.sizes)]
 
     def _spans(self, offset: int) -> Iterator[tuple[int, int]]:
         step = self._progress.step
@@ -111,9 +116,10 @@ class Probe:
     def __init__(self, wanted: Asked, member: Member, models: Models) -> None:
         self._wanted, self._member, self._models = wanted, member, models
         self._about: dict[str, Any] = {}
+        self._sizes: tuple[int, ...] = ()
         self._notes: list[tuple[float, float, float, float]] = []
         self._began = self._since = time.perf_counter()
-        self._waited, self._last, self._round = 0.0, 0, 1
+        self._waited, self._last, self._round, self._warm = 0.0, 0, 1, WARM
 
     def loader(self, *args: Any) -> Tried:
         """Of the same arguments as a :class:`Loader`."""
@@ -125,15 +131,23 @@ class Probe:
     def begin(self, loader: Loader, epochs: int, steps: int) -> int:
         """Takes what was asked for of the training; the steps that there may be instead."""
         assert isinstance(loader, Tried)
-        own = loader.global_batch
+        own, self._sizes = loader.global_batch, loader.sizes
         self._about = {
             "samples": loader.order.size,
             "global_batch": own,
             "steps": steps or epochs * len(loader),
         }
+        only = self._models.first.communication
+        if only and only.asked.name == "local":
+            raise SettingError(
+                "steps of --communication local cannot be forecast",
+                found="they take as long as computing, and now and then one takes much longer",
+                remedy="forecast another way; the time between two meetings is that of one host",
+            )
+        self._warm = loader.warm = SETTLING if only and only.asked.name != "exact" else WARM
         self._round = len(loader.sizes) * (1 + COUNTED)
         self._began = time.perf_counter()
-        return WARM + self._round * ROUNDS
+        return self._warm + self._round * ROUNDS
 
     def restart(self, waited: float) -> None:
         """Leaves out what was no training; the next step is not settled."""
@@ -149,10 +163,10 @@ class Probe:
         if device.type != "cpu":
             torch.get_device_module(device).synchronize()
         now, step = time.perf_counter(), self._member.progress.step
-        settled = step > WARM and self._last == samples
+        settled = step > self._warm and self._last == samples
         self._notes.append((samples, now - self._since, waited - self._waited, settled))
         self._since, self._waited, self._last = now, waited, samples
-        if step <= WARM or (step - WARM) % self._round:
+        if step <= self._warm or (step - self._warm) % self._round:
             return
         late = now - self._began > self._wanted.seconds
         if self._member.progress.finished or self._member.comms.most(torch.tensor([late]))[0]:
@@ -172,7 +186,8 @@ class Probe:
             "sharded": parallel.is_sharded(module),
             "bytes": sum(p.numel() * p.element_size() for p in trained),
             "buckets": _buckets(self._models.first.model),
-            "steps_done": steps_of(rows),
+            "sent": _sent(self._models.first.exchange),
+            "steps_done": steps_of(rows, self._sizes),
             "exchange": self._exchange(trained),
         }
         if member.world.rank == 0:
@@ -208,20 +223,30 @@ class Probe:
         return comms.most(torch.tensor([time.perf_counter() - began], dtype=torch.float64))[0]
 
 
-def steps_of(rows: Tensor) -> list[dict[str, Any]]:
+def steps_of(rows: Tensor, batches: Sequence[int]) -> list[dict[str, Any]]:
     """The steps that count, in the order in which they were done.
 
     Args:
         rows: Of all ranks: samples, seconds, seconds of waiting for data, whether it counts; shape
-            ``[ranks, steps, 4]``.
+            ``[ranks, steps, 4]``. An epoch may be as short as a step: then all of a batch count.
+        batches: That were to be tried.
     """
-    settled = bool(rows[0, :, 3].any())  # an epoch may be as short as one step
+    notes = rows[0].tolist()
+    settled = {int(samples) for samples, _, _, counts in notes if counts}
     return [
-        {"batch": int(rows[0, at, 0]), "seconds": rows[:, at, 1].tolist(),
+        {"batch": int(note[0]), "seconds": rows[:, at, 1].tolist(),
          "data": rows[:, at, 2].tolist()}
-        for at in range(rows.shape[1])
-        if rows[0, at, 3] or not settled
+        for at, note in enumerate(notes)
+        if int(note[0]) in batches and (note[3] or int(note[0]) not in settled)
     ]  # fmt: skip
+
+
+def _sent(exchange: Exchange | None) -> list[float]:
+    """Bytes that a rank sends, as a part of those of exact averages: between two ranks, of more."""
+    if exchange is None or exchange.method is None:
+        return [1.0, 1.0]
+    exact, count = METHODS["exact"](exchange.line()), exchange.elements
+    return [exchange.method.sent(count, one) / max(exact.sent(count, one), 1) for one in (2, 4)]
 
 
 def _buckets(model: nn.Module) -> int:

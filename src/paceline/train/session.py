@@ -365,10 +365,10 @@ class Session(Member):
         done, self._loader, loader.every = self.progress, loader, every
         loader.arrived = self._pace.given
         done.steps = steps or epochs * len(loader)
-        for said in self.models.begin(done.steps):
-            self.say(said)
         if self._probe is not None:
             done.steps = self._probe.begin(loader, epochs, steps)
+        for said in self.models.begin(done.steps):
+            self.say(said)
         self._journal.epochs = -(-done.steps // len(loader))
         self._log_every = self._log_every or _interval(len(loader))
         begun = done.step

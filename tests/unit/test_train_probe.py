@@ -1,0 +1,69 @@
+"""A few measured steps instead of a training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # as the first optimizer does; it leaves a variable behind
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from paceline import train
+from paceline.bench.forecast import Probe
+from paceline.spec import jobenv
+from paceline.spec.errors import SettingError
+from paceline.train import probe
+from paceline.train.stop import Quietly
+
+
+def training(folder: Path, samples: int = 400) -> None:
+    """As a script has it; much longer than a probe."""
+    with train.join(run_dir=folder, seed=0) as session:
+        network = session.place(nn.Linear(2, 1))
+        model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        loader = session.loader(TensorDataset(torch.zeros(samples, 2)), 8)
+        assert not session.checkpoints(every="1")
+        session.track(["tensorboard"])
+        for _ in session.epochs(loader, 1000):
+            for (inputs,) in loader:
+                session.step(model(inputs).square().mean(1))
+        session.save_model({})
+
+
+@pytest.mark.parametrize("samples", [400, 8])  # an epoch of one step, too
+def test_it_ends_after_some_steps_at_each_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int
+) -> None:
+    asked = {"batches": [], "parts": [1, 0.5, 0.25], "seconds": 0}
+    monkeypatch.setenv(jobenv.PROBE, json.dumps(asked))
+    with pytest.raises(Quietly) as caught:
+        training(tmp_path, samples)
+    assert not caught.value.code  # the process ends well
+    assert {path.name for path in tmp_path.iterdir()} <= {
+        "steps.json", "events.jsonl", "metrics.jsonl",
+    }  # fmt: skip
+    found = Probe.read(json.loads((tmp_path / "steps.json").read_text()))
+    assert (found.samples, found.global_batch) == (samples, 8)
+    assert found.steps == 1000 * samples // 8  # of the training that was asked for
+    assert (found.nodes, found.bytes, found.wire) == (1, 12, None)
+    assert {8, 4, 2} >= {one.batch for one in found.timed} >= ({8, 4, 2} if samples > 8 else {8})
+    assert all(0 <= one.data <= one.seconds for one in found.timed)
+
+
+def test_which_batches() -> None:
+    asked = probe.Asked((), (1.0, 0.5, 0.125), 1.0)
+    assert asked.of(64, 1000, 1) == (64, 32, 8)
+    assert asked.of(16, 1000, 4) == (16, 8, 4)  # none without a sample for each rank
+    assert asked.of(64, 40, 1) == (40, 32, 8)  # nor more than there are
+    assert probe.Asked((128, 16), (), 1.0).of(64, 1000, 2) == (128, 16)
+    assert probe.Asked((), (), 1.0).of(64, 1000, 2) == (64,)
+
+
+@pytest.mark.parametrize("text", ["yes", "[]", "{}", '{"batches": 1, "parts": [], "seconds": 1}'])
+def test_what_cannot_be_understood_is_refused(text: str) -> None:
+    assert probe.asked({}) is None
+    with pytest.raises(SettingError, match=jobenv.PROBE):
+        probe.asked({jobenv.PROBE: text})

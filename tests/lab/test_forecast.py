@@ -28,16 +28,16 @@ def test_a_script_over_slow_links_beside_the_run_that_follows(lab: Lab, tmp_path
     (tmp_path / "job.py").write_text(JOB)
     where = ("-H", str(lab.hostfile), "--ssh-config", str(lab.ssh_config))
 
-    def paceline(*words: str) -> str:
+    def paceline(*words: str) -> tuple[str, str]:
         argv = [sys.executable, "-m", "paceline", *words]
         env = {**os.environ, "PYTHONPATH": str(SOURCE)}
         done = subprocess.run(
             argv, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=env
         )
         assert done.returncode == 0, done.stderr
-        return done.stdout
+        return done.stdout, done.stderr
 
-    said = paceline(
+    said, _ = paceline(
         *("forecast", *where, "--up-to", "4", "--seconds", "0", "--price", "2", "--json"),
         "job.py",
     )
@@ -52,9 +52,10 @@ def test_a_script_over_slow_links_beside_the_run_that_follows(lab: Lab, tmp_path
     (folder,) = tmp_path.glob("runs/*")  # what was tried is gone
     assert folder.name.startswith("forecast-")
     assert (folder / "forecast.svg").read_text().startswith("<svg")
-    paceline("run", *where, "--run-dir", "runs/real", "job.py")
-    said = paceline("forecast", "--compare", "runs/real")
-    assert "a step was forecast to take" in said
+    _, ended = paceline("run", *where, "--run-dir", "runs/real", "job.py")
+    assert "a step was forecast to take" in ended
+    again, _ = paceline("forecast", "--compare", "runs/real")
+    assert again.split() == ended[ended.index("a step was forecast") :].split()
     kept = json.loads((tmp_path / "runs/real/forecast.json").read_text())
     assert 0.18 < kept["came"]["seconds"] < 2.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -18,7 +19,7 @@ import click
 from paceline.bench import forecast as model
 from paceline.bench.forecast import Probe
 from paceline.cli.bench_scaling import Listening
-from paceline.cli.launch import job_of, launch_options, prepare
+from paceline.cli.launch import FORECASTS, forecasts_near, job_of, launch_options, prepare
 from paceline.cli.sources import toml_of
 from paceline.cli.train import data_folder, from_table, recipe_job
 from paceline.cli.verb import Verb, say
@@ -30,13 +31,12 @@ from paceline.recipes import RECIPES, parse_options
 from paceline.remote import this_machine
 from paceline.rundir.records import read_object, read_records
 from paceline.spec import jobenv, rundir
-from paceline.spec.errors import JobError, SettingError
+from paceline.spec.errors import JobError, PacelineError, SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
 from paceline.spec.settings import Setting, Source
 from paceline.spec.terminal import wrapped
 
-PREFIX = "forecast-"  # of the folders of forecasts
 MOST_FILES = 200  # of a project that are looked at for the training library
 SECONDS = 10.0
 
@@ -101,7 +101,7 @@ def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], modu
             remedy=f"paceline {'train' if what in RECIPES else 'run'} --plan",
         )
     job, package = job_for(ctx, what, args, module)
-    folder = out or Path(rundir.DEFAULT_PARENT) / f"{PREFIX}{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = out or Path(rundir.DEFAULT_PARENT) / f"{FORECASTS}{time.strftime('%Y%m%d-%H%M%S')}"
     if via.kind == "submit":
         ctx.exit(submit(ctx, job, folder, via.scheduler, "--out"))
     nodes = job.nnodes.value or len(cluster.hosts)
@@ -288,12 +288,25 @@ def kind_of(facts: Mapping[str, Any]) -> str:
 
 def show_comparison(ctx: click.Context, run: Path) -> None:
     """A run beside its forecast: said, and kept in the run directory."""
-    found = comparison(run)
-    (run / rundir.FORECAST).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    found = compare_and_keep(run)
     if ctx.params["as_json"]:
         click.echo(json.dumps(found, indent=2))
-        return
-    say(wrapped(said_of(found), 80))
+    else:
+        say(wrapped(said_of(found), 80))
+
+
+def after_run(run: Path) -> str:
+    """The same at the end of a run; empty where its command was not forecast."""
+    with contextlib.suppress(PacelineError, OSError, ValueError, KeyError, TypeError):
+        return wrapped(f"paceline: {said_of(compare_and_keep(run))}", 80)
+    return ""
+
+
+def compare_and_keep(run: Path) -> dict[str, Any]:
+    """What was forecast and what came, written beside the run; raises as :func:`comparison`."""
+    found = comparison(run)
+    (run / rundir.FORECAST).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return found
 
 
 def comparison(run: Path) -> dict[str, Any]:
@@ -314,8 +327,7 @@ def comparison(run: Path) -> dict[str, Any]:
             remedy="a run of a recipe, or of a script that trains with paceline.train; with"
             " --log-every N records come more often",
         )
-    folders = {run.absolute().parent, Path(rundir.DEFAULT_PARENT).absolute()}
-    files = [path for one in folders for path in one.glob(f"{PREFIX}*/{rundir.FORECAST}")]
+    folders, files = forecasts_near(run)
     for path in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         told = read_object(path) or {}
         of_hosts = {one.get("hosts"): one for one in told.get("forecasts") or ()}

@@ -27,7 +27,7 @@ from paceline.spec.events import Event
 from paceline.spec.failure import Result
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Job
-from paceline.spec.rundir import DEBUG, DEFAULT_PARENT
+from paceline.spec.rundir import DEBUG, DEFAULT_PARENT, FORECAST
 from paceline.spec.settings import TOML_NAME, Setting, Source
 from paceline.spec.terminal import for_reader
 
@@ -230,7 +230,22 @@ def launch(
         after(outcome.shown)
     else:
         say(report_success(outcome), err=True)
+    if not text and forecasts_near(outcome.path)[1]:
+        from paceline.cli.forecast import after_run
+
+        if beside := after_run(outcome.path):
+            say(beside, err=True)
     return outcome.result.exit_code
+
+
+FORECASTS = "forecast-"  # begins the names of folders of forecasts
+
+
+def forecasts_near(run: Path) -> tuple[list[Path], list[Path]]:
+    """Folders in which forecasts may lie that were made before a run, and those that do."""
+    folders = sorted({run.absolute().parent, Path(DEFAULT_PARENT).absolute()})
+    name = f"{FORECASTS}*/{FORECAST}"
+    return folders, [path for folder in folders for path in folder.glob(name)]
 
 
 def inspection(ctx: click.Context, job: Job, cluster: Cluster, via: Via,

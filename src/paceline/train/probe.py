@@ -169,7 +169,10 @@ class Probe:
         if step <= self._warm or (step - self._warm) % self._round:
             return
         late = now - self._began > self._wanted.seconds
-        if self._member.progress.finished or self._member.comms.most(torch.tensor([late]))[0]:
+        if (
+            self._member.progress.finished
+            or self._member.comms.most(torch.tensor([float(late)]))[0]
+        ):
             self._end()
         self._since = time.perf_counter()
 

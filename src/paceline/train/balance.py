@@ -1,0 +1,396 @@
+"""Shares of the global batch by the speed of the ranks, so that all finish at the same time.
+
+A rank that computes ``n`` samples is taken to need ``cost * (n + overhead)`` seconds: the overhead,
+in samples' worth, is what a step costs it whatever its share is, and it stays the same when the
+whole machine becomes slower. The cost is a median over recent steps, without waiting for others;
+the overhead shows when a share changes. Every rank has the same measurements (a ``Look``) at the
+same step and decides alike: plain arithmetic on Python's floats, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from paceline.spec.errors import SettingError
+
+Shares = tuple[int, ...]
+"""Samples of each rank in a whole global batch."""
+
+WORTH = 0.03
+"""Least part of a step that a change of shares must win."""
+OFFERED = 0.15
+"""Part of a step to win from which on a job with even shares is told so."""
+
+_AT_ONCE = 0.1  # of a step to win: not looked at twice
+_WINDOW = 24  # steps that a cost is the median of, at most
+_FEWEST = 3  # steps that a decision needs
+_GROWTH = 4  # times its former share that a rank gets at most
+_STEADY = 20.0  # most overhead, in its share's worth: then a share hardly matters
+_SMALL_CHANGES = 8  # below _AT_ONCE, until a speed changes again
+_REST = 200  # steps that a dropped rank rests before it is tried again; doubled each time
+_DATA, _COMPUTING, _MOVING, _OTHER = 0, 1, 3, 5  # see paceline.train.pace.PARTS
+
+
+class Look(Protocol):
+    """What the ranks measured in some steps; see :class:`paceline.train.pace.Look`."""
+
+    @property
+    def first_step(self) -> int: ...
+    @property
+    def seconds(self) -> Tensor: ...
+    @property
+    def samples(self) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What a look came to.
+
+    Attributes:
+        shares: That would be best.
+        now, then: Seconds of a step until gradients are exchanged, with the present and the best
+            shares.
+        moving: Seconds of a step in which bytes move and nothing else happens.
+        win: Part of the step that the best shares would save.
+        act: They are to be taken.
+        useless: A rank without which a step would be faster, though it had the least share.
+        without: Seconds of a step without that rank.
+    """
+
+    shares: Shares
+    now: float
+    then: float
+    moving: float
+    win: float
+    act: bool
+    useless: int | None = None
+    without: float = 0.0
+
+
+def even(samples: int, ranks: int) -> Shares:
+    """Shares that differ by at most one sample."""
+    return tuple(samples * (r + 1) // ranks - samples * r // ranks for r in range(ranks))
+
+
+def bounds(samples: int, shares: Sequence[int], rank: int) -> tuple[int, int]:
+    """Where the share of a rank begins and ends in so many samples, divided as ``shares`` are.
+
+    Disjoint, and together all of them.
+    """
+    total, before = sum(shares), sum(shares[:rank])
+    return samples * before // total, samples * (before + shares[rank]) // total
+
+
+def apportioned(samples: int, weights: Sequence[float], least: int = 1) -> Shares:
+    """Whole shares nearest to weights; each at least ``least`` where there are enough samples."""
+    floor = min(least, samples // len(weights))
+    total = sum(weights)
+    exact = [samples * one / total for one in weights]
+    shares = [max(floor, math.floor(one)) for one in exact]
+    while (missing := samples - sum(shares)) != 0:
+        sign = 1 if missing > 0 else -1
+        ranks = [r for r in range(len(shares)) if sign > 0 or shares[r] > floor]
+        shares[max(ranks, key=lambda r: (sign * (exact[r] - shares[r]), -r))] += sign
+    return tuple(shares)
+
+
+def fastest(
+    samples: int, costs: Sequence[float], overheads: Sequence[float], most: Sequence[float],
+    least: int = 1, out: frozenset[int] = frozenset(),
+) -> Shares:  # fmt: skip
+    """The shares with which the last rank finishes first.
+
+    Args:
+        samples: Of a global batch.
+        costs: Seconds of a sample on each rank.
+        overheads: Samples' worth that a step costs each rank besides.
+        most: Largest share of each rank.
+        least: Smallest share.
+        out: Ranks that get nothing.
+    """
+    inside = [r for r in range(len(costs)) if r not in out]
+    floor = min(least, samples // len(inside))
+    shares = [0] * len(costs)
+
+    def fit(moment: float) -> int:
+        """All finish by this moment; how many samples that are."""
+        for r in inside:
+            whole = math.floor(moment / costs[r] - overheads[r])
+            shares[r] = int(max(floor, min(most[r], whole)))
+        return sum(shares)
+
+    low, high = 0.0, max(costs[r] * (samples + overheads[r]) for r in inside)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fit(middle) >= samples else (middle, high)
+    missing = samples - fit(low)
+    late = [(costs[r] * (shares[r] + 1 + overheads[r]), r) for r in inside if shares[r] < most[r]]
+    late = late or [(costs[r] * (shares[r] + 1 + overheads[r]), r) for r in inside]
+    heapq.heapify(late)
+    while missing > 0:
+        _, r = late[0]
+        shares[r], missing = shares[r] + 1, missing - 1
+        if shares[r] >= most[r] and len(late) > 1:
+            heapq.heappop(late)
+        else:
+            heapq.heapreplace(late, (costs[r] * (shares[r] + 1 + overheads[r]), r))
+    while missing < 0:  # the least shares are more than all
+        r = max((r for r in inside if shares[r] > floor), key=lambda r: costs[r] * shares[r])
+        shares[r], missing = shares[r] - 1, missing + 1
+    return tuple(shares)
+
+
+class _Speed:
+    """What is known of one rank's speed."""
+
+    def __init__(self) -> None:
+        self.overhead = 0.0
+        self._learned = False
+        self._costs: deque[float] = deque(maxlen=_WINDOW)
+        self._before: tuple[float, float] | None = None  # share and seconds before a change
+
+    @property
+    def steps(self) -> int:
+        return len(self._costs)
+
+    @property
+    def cost(self) -> float:
+        """Seconds of a sample."""
+        return max(median(self._costs), 1e-9)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of a step's cost, as a part of it; odd steps do not count."""
+        cost = self.cost
+        return 1.4826 * median(abs(one - cost) for one in self._costs) / cost
+
+    def seconds(self, share: float) -> float:
+        """Of a step with such a share."""
+        return self.cost * (share + self.overhead)
+
+    def saw(self, shares: Sequence[float], seconds: Sequence[float]) -> bool:
+        """Takes steps with these shares; True when they show another speed than before."""
+        if self._before is not None:
+            self._learn(median(shares), median(seconds))
+        new = [s / (n + self.overhead) for n, s in zip(shares, seconds, strict=True)]
+        changed = False
+        if len(self._costs) >= _FEWEST and len(new) >= _FEWEST:
+            off = abs(median(new) - self.cost) / self.cost
+            changed = off > max(_AT_ONCE, 4 * self.spread / math.sqrt(len(new)))
+        if changed:
+            self._costs.clear()
+        self._costs.extend(new)
+        return changed
+
+    def share_changes(self, share: float) -> None:
+        """What was seen was seen with this share, which is another one from now on."""
+        self._before = (share, self.seconds(share)) if self._costs else None
+        self._costs.clear()
+
+    def _learn(self, share: float, took: float) -> None:
+        """The overhead, from steps with two shares."""
+        (former, before), self._before = self._before or (share, took), None
+        if former < 1 or share < 1 or not 0.8 > min(share, former) / max(share, former):
+            return
+        few, many = min((former, before), (share, took)), max((former, before), (share, took))
+        ratio = many[1] / max(few[1], 1e-9)
+        if not 0.9 < ratio < 1.15 * many[0] / few[0]:
+            return  # its speed has changed meanwhile
+        top = _STEADY * many[0]
+        rise = many[1] - few[1]
+        found = (few[1] * many[0] - many[1] * few[0]) / rise if rise > 0 else top
+        found = min(max(found, 0.0), top)
+        self.overhead = (self.overhead + found) / 2 if self._learned else found
+        self._learned = True
+
+    def state(self) -> list[float]:
+        return [self.cost if self._costs else 0.0, self.overhead]
+
+
+class Controller:
+    """From what ranks measured to the shares that suit them; pure, and the same on every rank.
+
+    Args:
+        shares: To begin with.
+        most: Largest share of each rank (its memory); nothing: no limit.
+        least: Smallest share.
+        drops: A rank without which a step would be faster gets nothing to do; never rank 0.
+
+    Attributes:
+        shares: The present ones.
+        changes: How often they were changed.
+    """
+
+    def __init__(
+        self, shares: Shares, *, most: Sequence[float] = (), least: int = 1, drops: bool = False
+    ) -> None:
+        self.shares, self.least, self.drops = shares, least, drops
+        self._most = list(most) or [math.inf] * len(shares)
+        self._speeds = [_Speed() for _ in shares]
+        self._skip, self._small = 1, 0  # the first step starts things up
+        self._before = False  # the look before saw something to win
+        self._useless: int | None = None  # by the look before
+        self._resting: dict[int, tuple[int, int]] = {}  # rank: until which step, how long
+        self.changes = 0
+
+    def look(self, look: Look) -> Advice | None:
+        """What these measurements say; ``None`` while they say too little."""
+        seconds, samples = look.seconds[:, self._skip :], look.samples[:, self._skip :]
+        if not samples.shape[1]:
+            self._skip -= look.samples.shape[1]
+            return None
+        self._skip = 0
+        busy = (seconds[:, :, _DATA] + seconds[:, :, _COMPUTING] + seconds[:, :, _OTHER]).tolist()
+        changed = False
+        for rank, speed in enumerate(self._speeds):
+            if self.shares[rank]:
+                changed |= speed.saw(samples[rank].tolist(), busy[rank])
+        if changed:
+            self._small = 0
+        if any(s.steps < _FEWEST for r, s in enumerate(self._speeds) if self.shares[r]):
+            return None
+        moving = median(seconds[:, :, _MOVING].min(dim=0).values.tolist())
+        return self._advice(moving, look.first_step + look.samples.shape[1])
+
+    def take(self, shares: Shares) -> None:
+        """These are the shares from the next step on."""
+        for rank, speed in enumerate(self._speeds):
+            if shares[rank] != self.shares[rank]:
+                speed.share_changes(self.shares[rank])
+        self.shares, self._skip, self._before = shares, 1, False
+        self.changes += 1
+
+    def speeds(self) -> list[list[float]]:
+        """Seconds of a sample (0: unknown) and overhead in samples, of each rank."""
+        return [one.state() for one in self._speeds]
+
+    def _advice(self, moving: float, step: int) -> Advice:
+        speeds = self._speeds
+        out = frozenset(r for r, share in enumerate(self.shares) if not share)
+        inside = [r for r in range(len(speeds)) if r not in out]
+        now = max(speeds[r].seconds(self.shares[r]) for r in inside)
+        best = self._best(out) if self._may_win(inside, now, moving) else self.shares
+        then = max(speeds[r].seconds(best[r]) for r in inside)
+        win = max(0.0, (now - then) / (now + moving))
+        slowest = max(inside, key=lambda r: speeds[r].seconds(self.shares[r]))
+        # What may be chance: the slowest of many has been unlucky, too.
+        spread = sum(speeds[r].spread for r in inside) / len(inside)
+        chance = 1.25 * spread / math.sqrt(speeds[slowest].steps)
+        chance *= 2 + math.sqrt(2 * math.log(len(inside)))
+        useless, without = self._look_for_useless(out, then, moving)
+        confirmed, self._useless = useless is not None and useless == self._useless, useless
+        if confirmed and useless is not None and self.drops:
+            rest = 2 * self._resting[useless][1] if useless in self._resting else _REST
+            self._resting[useless] = step + rest, rest
+            shares = self._best(out | {useless})
+            return Advice(shares, now, without, moving, win, True, useless, without)
+        back = [r for r in out if self._resting.get(r, (0, 0))[0] <= step]
+        if back:  # how fast it is now shows only when it computes
+            weights = [max(self.least, one) if r in back else one for r, one in enumerate(best)]
+            shares = apportioned(sum(best), weights, 0)
+            return Advice(shares, now, now, moving, 0.0, True)
+        large, small = win >= _AT_ONCE + chance, win >= max(WORTH, chance)
+        again = self._before and small and self._small < _SMALL_CHANGES
+        act = best != self.shares and (large or again)
+        self._before = small
+        self._small += act and not large
+        return Advice(best, now, then, moving, win, act, useless if confirmed else None, without)
+
+    def _may_win(self, inside: Sequence[int], now: float, moving: float) -> bool:
+        """Whether any shares can be worth a change; costs less than looking for the best."""
+        rate = sum(1 / self._speeds[r].cost for r in inside)
+        samples = sum(self.shares) + sum(self._speeds[r].overhead for r in inside)
+        return now - samples / rate >= WORTH * (now + moving)
+
+    def _best(self, out: frozenset[int]) -> Shares:
+        speeds, samples = self._speeds, sum(self.shares)
+        even_share = samples / len(speeds)
+        most = [
+            min(top, max(_GROWTH * share, even_share)) if share else top
+            for top, share in zip(self._most, self.shares, strict=True)
+        ]
+        inside = [r for r in range(len(speeds)) if r not in out]
+        if sum(most[r] for r in inside) < samples:
+            most = list(self._most)
+        costs = [1.0 if r in out else one.cost for r, one in enumerate(speeds)]
+        overheads = [one.overhead for one in speeds]
+        return fastest(samples, costs, overheads, most, self.least, out)
+
+    def _look_for_useless(
+        self, out: frozenset[int], then: float, moving: float
+    ) -> tuple[int | None, float]:
+        """A rank without which a step would be faster, and how fast."""
+        inside = [r for r in range(len(self.shares)) if r not in out]
+        slow = max(inside, key=lambda r: self._speeds[r].seconds(self.least))
+        if slow == 0 or len(inside) < 2 or self._speeds[slow].seconds(self.least) < 0.999 * then:
+            return None, 0.0  # another rank is the last to finish, or rank 0, which all need
+        shares = self._best(out | {slow})
+        without = max(self._speeds[r].seconds(shares[r]) for r in inside if r != slow)
+        return (slow, without) if (then - without) / (then + moving) >= WORTH else (None, without)
+
+
+def by_host(weights: Mapping[str, float], hosts: Sequence[str], samples: int) -> Shares:
+    """Shares as weights of hosts say; the ranks of a host share its part.
+
+    Args:
+        weights: By the name of the host.
+        hosts: Of each rank.
+        samples: Of a global batch.
+
+    Raises:
+        SettingError: The weights are not those of the job's hosts, or not greater than 0.
+    """
+    names = list(dict.fromkeys(hosts))
+    text = ",".join(f"{name}={weight:g}" for name, weight in weights.items())
+    right = ",".join(f"{name}={weights.get(name, 1):g}" for name in names)
+    if unknown := [name for name in weights if name not in names]:
+        raise SettingError(
+            f"--balance {text}: no host of this job is called {', '.join(unknown)}",
+            found=f"its hosts are {', '.join(names)}",
+            remedy=f"--balance {right}",
+        )
+    if missing := [name for name in names if name not in weights]:
+        raise SettingError(
+            f"--balance {text}: there is no weight for {', '.join(missing)}",
+            found=f"the hosts of this job are {', '.join(names)}",
+            remedy=f"--balance {right}",
+        )
+    for name, weight in weights.items():
+        if not 0 < weight < math.inf:
+            raise SettingError(
+                f"--balance {text}: the weight of {name} must be greater than 0",
+                remedy="leave a host that is to do nothing out of the job",
+            )
+    return apportioned(samples, [weights[host] / hosts.count(host) for host in hosts])
+
+
+def resumed(
+    state: Mapping[str, Any], hosts: Sequence[str], samples: int, least: int = 1
+) -> Shares | None:
+    """The shares that a checkpoint has, for these ranks; ``None`` where it says nothing of them.
+
+    At the same number of ranks those that it was made with. At another one by the speeds that the
+    hosts had, if all of them were there.
+    """
+    shares, former = state.get("shares"), list(state.get("hosts", ()))
+    if not shares:
+        return None
+    if len(shares) == len(hosts):
+        return tuple(shares) if sum(shares) == samples else apportioned(samples, shares, 0)
+    known: dict[str, list[list[float]]] = {}
+    for host, speed in zip(former, state.get("speeds", ()), strict=False):
+        if speed[0] > 0:
+            known.setdefault(host, []).append(speed)
+    if not all(host in known for host in hosts):
+        return None
+    costs = [median(one[0] for one in known[host]) for host in hosts]
+    overheads = [median(one[1] for one in known[host]) for host in hosts]
+    return fastest(samples, costs, overheads, [math.inf] * len(hosts), least)

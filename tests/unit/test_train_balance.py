@@ -1,0 +1,273 @@
+"""Shares by speed: the decisions, on simulated ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.spec.errors import SettingError
+from paceline.train import balance
+from paceline.train.balance import Controller, even
+
+Work = Callable[[int, int, int], float]
+"""Seconds that a rank is busy with a step: from rank, step and samples."""
+LOOKS = 5  # steps between two
+
+
+@dataclass
+class Look:
+    first_step: int
+    seconds: Tensor
+    samples: Tensor
+
+
+class Job:
+    """Ranks whose steps take what ``work`` says."""
+
+    def __init__(self, ranks: int, batch: int, work: Work, moving: float = 0.0, **options) -> None:
+        self.controller = Controller(even(batch, ranks), **options)
+        self.work, self.ranks, self.moving = work, ranks, moving
+        self.steps: list[float] = []  # seconds of each step
+        self.changed: list[int] = []  # steps after which shares changed
+        self.advice: list[balance.Advice] = []
+
+    def run(self, steps: int) -> Job:
+        for _ in range(steps // LOOKS):
+            first, shares = len(self.steps), self.controller.shares
+            rows = []
+            for step in range(first, first + LOOKS):
+                busy = [self.work(rank, step, shares[rank]) for rank in range(self.ranks)]
+                rows.append([[0, one, max(busy) - one, self.moving, 0, 0] for one in busy])
+                self.steps.append(max(busy) + self.moving)
+            seconds = torch.tensor(rows, dtype=torch.float64).transpose(0, 1)
+            samples = torch.tensor(shares, dtype=torch.float64)[:, None].expand(-1, LOOKS)
+            advice = self.controller.look(Look(first, seconds, samples))
+            if advice is not None:
+                self.advice.append(advice)
+                if advice.act:
+                    self.controller.take(advice.shares)
+                    self.changed.append(len(self.steps))
+        return self
+
+    def mean(self, start: int, stop: int) -> float:
+        return sum(self.steps[start:stop]) / (stop - start)
+
+
+def speeds(
+    costs: Sequence[float], fixed: Sequence[float] = (), noise: float = 0.0, seed: int = 0
+) -> Work:
+    """Ranks with so many seconds a sample, besides so many a step, with noise."""
+    draw = random.Random(seed)
+    fixed = fixed or [0.0] * len(costs)
+
+    def work(rank: int, step: int, samples: int) -> float:
+        took = fixed[rank] + costs[rank] * samples
+        return took * max(0.3, draw.gauss(1, noise)) if noise else took
+
+    return work
+
+
+def bound(costs: Sequence[float], batch: int) -> float:
+    """Seconds of a step at the sum of all rates."""
+    return batch / sum(1 / one for one in costs)
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        [1, 3],
+        [3, 1],
+        [1, 1, 3],
+        [1, 2, 3, 4],
+        [1, 1, 1, 1, 1, 1, 1, 3],
+        [1, 20],
+        [1, 20, 20, 20],
+        [20, 1],
+    ],
+)
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_settles_within_20_steps_at_the_sum_of_the_rates(costs: list[float], noise: float) -> None:
+    batch = 64 * len(costs)
+    costs = [one / 1000 for one in costs]
+    job = Job(len(costs), batch, speeds(costs, noise=noise)).run(200)
+    settled = job.mean(20, 200)
+    waits = 1 + (2.2 if len(costs) > 4 else 1.6) * noise  # for the unluckiest of all ranks
+    assert bound(costs, batch) / settled >= 0.95 / waits
+    assert len(job.changed) <= 8
+    assert not noise or not job.changed or job.changed[-1] < 150
+
+
+def test_equal_shares_reach_half_of_it() -> None:
+    """What the above is measured against."""
+    costs = [0.001, 0.003]
+    assert bound(costs, 64) / (max(costs) * 32) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1, 0.2])
+def test_equal_ranks_keep_equal_shares(ranks: int, noise: float) -> None:
+    runs = [
+        Job(ranks, 32 * ranks, speeds([0.001] * ranks, noise=noise, seed=seed)).run(200)
+        for seed in range(5)
+    ]
+    assert sum(len(job.changed) for job in runs) <= 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_another_job_that_comes_and_goes_is_followed_within_20_steps(ranks: int) -> None:
+    def work(rank: int, step: int, samples: int) -> float:
+        beside = rank == ranks - 1 and 100 <= step < 200
+        return 0.001 * samples * (3 if beside else 1) * draw.gauss(1, 0.02)
+
+    draw = random.Random(1)
+    batch = 32 * ranks
+    job = Job(ranks, batch, work).run(300)
+    together = bound([0.001] * (ranks - 1) + [0.003], batch)
+    alone = bound([0.001] * ranks, batch)
+    assert together / job.mean(120, 200) > 0.93
+    assert alone / job.mean(220, 300) > 0.93
+    assert alone / job.mean(20, 100) > 0.95
+    assert len(job.changed) <= 8
+
+
+def test_one_odd_step_moves_nothing() -> None:
+    def work(rank: int, step: int, samples: int) -> float:
+        return 0.001 * samples + (1.0 if (rank, step) in ((1, 22), (0, 41), (1, 61)) else 0.0)
+
+    assert not Job(2, 64, work).run(200).changed
+
+
+@pytest.mark.parametrize("fixed", [[0.0, 0.0], [0.02, 0.02], [0.05, 0.0], [0.0, 0.05]])
+def test_fixed_costs_are_told_from_costs_of_a_sample(fixed: list[float]) -> None:
+    job = Job(2, 64, speeds([0.001, 0.003], fixed)).run(60)
+    best = min(max(fixed[0] + 0.001 * n, fixed[1] + 0.003 * (64 - n)) for n in range(1, 64))
+    assert job.mean(20, 60) <= 1.04 * best
+
+
+def test_a_gpu_whose_steps_cost_the_same_at_any_share() -> None:
+    """As far as its memory goes; the CPU beside it gets what it can do meanwhile."""
+
+    def work(rank: int, step: int, samples: int) -> float:
+        return max(0.01, samples * 1e-5) if rank == 0 else samples * 0.002
+
+    job = Job(2, 256, work).run(60)
+    gpu, cpu = job.controller.shares
+    assert gpu > 240 and cpu >= 4
+    assert job.mean(20, 60) < 0.0125
+
+
+def test_the_largest_share_is_kept() -> None:
+    job = Job(2, 64, speeds([0.001, 0.003]), most=[40, 64]).run(60)
+    assert job.controller.shares == (40, 24)
+
+
+def test_a_speed_that_changes_with_the_shares_is_not_taken_for_an_overhead() -> None:
+    """Just when its share halves another job takes half of a rank's time."""
+
+    def work(rank: int, step: int, samples: int) -> float:
+        return 0.001 * samples * (3 if rank == 1 else 1) * (2 if rank == 1 and step >= 5 else 1)
+
+    job = Job(2, 64, work).run(100)
+    assert bound([0.001, 0.006], 64) / job.mean(25, 100) > 0.93
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_rank_that_makes_steps_slower_is_named_and_dropped_where_allowed(drops: bool) -> None:
+    job = Job(3, 60, speeds([0.001] * 3, [0.0, 0.0, 0.2]), 0.005, drops=drops).run(60)
+    assert [one.useless for one in job.advice if one.useless is not None][0] == 2
+    said = next(one for one in job.advice if one.useless is not None)
+    assert said.then == pytest.approx(0.201, rel=0.2)
+    assert said.without == pytest.approx(0.03, rel=0.2)
+    assert job.controller.shares == ((30, 30, 0) if drops else job.controller.shares)
+    assert drops or min(job.controller.shares) >= 1
+
+
+def test_rank_0_is_never_dropped() -> None:
+    job = Job(2, 60, speeds([0.001] * 2, [0.2, 0.0]), drops=True).run(60)
+    assert job.controller.shares == (1, 59)
+
+
+def test_a_dropped_rank_is_tried_again() -> None:
+    def work(rank: int, step: int, samples: int) -> float:
+        beside = 0.2 if rank == 1 and step < 100 else 0.0
+        return beside + 0.001 * samples
+
+    job = Job(2, 60, work, drops=True).run(100)
+    assert job.controller.shares[1] == 0
+    assert job.run(300).controller.shares == (30, 30)
+
+
+def test_batch_norm_keeps_a_least_share() -> None:
+    assert min(Job(2, 64, speeds([0.001, 0.1]), least=4).run(60).controller.shares) == 4
+
+
+@given(st.integers(0, 300), st.lists(st.integers(0, 50), min_size=1, max_size=8))
+def test_shares_cover_any_batch(samples: int, shares: list[int]) -> None:
+    shares[0] += 1
+    cuts = [balance.bounds(samples, shares, rank) for rank in range(len(shares))]
+    assert cuts[0][0] == 0 and cuts[-1][1] == samples
+    assert all(one[1] == other[0] for one, other in zip(cuts, cuts[1:], strict=False))
+    whole = [balance.bounds(sum(shares), shares, rank) for rank in range(len(shares))]
+    assert [end - start for start, end in whole] == shares
+
+
+@given(
+    st.integers(1, 500),
+    st.lists(st.tuples(st.floats(1e-4, 1), st.floats(0, 1000)), min_size=1, max_size=8),
+)
+def test_the_fastest_shares_are_whole_and_all(samples: int, ranks) -> None:
+    costs, overheads = [c for c, _ in ranks], [h for _, h in ranks]
+    shares = balance.fastest(samples, costs, overheads, [float("inf")] * len(ranks))
+    assert sum(shares) == samples
+    assert min(shares) >= min(1, samples // len(ranks))
+    took = [c * (n + h) for n, c, h in zip(shares, costs, overheads, strict=True)]
+    slowest = took.index(max(took))
+    if shares[slowest] > 1:  # one sample fewer there makes nobody faster than it was
+        others = [costs[r] * (shares[r] + 1 + overheads[r]) for r in range(len(ranks))]
+        assert all(t >= max(took) * (1 - 1e-9) for r, t in enumerate(others) if r != slowest)
+
+
+@given(st.integers(1, 200), st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
+def test_weights_become_whole_shares(samples: int, weights: list[float]) -> None:
+    shares = balance.apportioned(samples, weights)
+    assert sum(shares) == samples
+    assert min(shares) >= min(1, samples // len(weights))
+
+
+def test_hosts_share_by_their_weights() -> None:
+    hosts = ["n1", "n1", "n2"]
+    assert balance.by_host({"n1": 3, "n2": 1}, hosts, 80) == (30, 30, 20)
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ({"n1": 3, "n3": 1}, "no host of this job is called n3"),
+        ({"n1": 3}, "no weight for n2"),
+        ({"n1": 3, "n2": 0}, "n2 must be greater than 0"),
+    ],
+)
+def test_wrong_weights_are_refused(weights: dict[str, float], said: str) -> None:
+    with pytest.raises(SettingError, match=said) as refused:
+        balance.by_host(weights, ["n1", "n2"], 80)
+    assert refused.value.remedy
+
+
+def test_a_resumed_run_has_its_shares() -> None:
+    state = {
+        "shares": [48, 16],
+        "hosts": ["n1", "n2"],
+        "speeds": [[0.001, 0.0], [0.003, 0.0]],
+    }
+    assert balance.resumed(state, ["n1", "n2"], 64) == (48, 16)
+    assert balance.resumed(state, ["n1", "n2"], 128) == (96, 32)
+    assert balance.resumed(state, ["n1", "n2", "n2"], 60) == (36, 12, 12)
+    assert balance.resumed(state, ["n1", "n2", "n3"], 60) is None
+    assert balance.resumed({}, ["n1", "n2"], 60) is None

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from paceline.spec.errors import SettingError
 from paceline.train import balance
 from paceline.train.balance import Controller, even
+from paceline.train.pace import Look
 
 Work = Callable[[int, int, int], float]
 """Seconds that a rank is busy with a step: from rank, step and samples."""
 LOOKS = 5  # steps between two
-
-
-@dataclass
-class Look:
-    first_step: int
-    seconds: Tensor
-    samples: Tensor
 
 
 class Job:
@@ -35,26 +28,35 @@ class Job:
         self.controller = Controller(even(batch, ranks), **options)
         self.work, self.ranks, self.moving = work, ranks, moving
         self.steps: list[float] = []  # seconds of each step
+        self.notes: list = []
         self.changed: list[int] = []  # steps after which shares changed
         self.advice: list[balance.Advice] = []
 
     def run(self, steps: int) -> Job:
-        for _ in range(steps // LOOKS):
-            first, shares = len(self.steps), self.controller.shares
-            rows = []
-            for step in range(first, first + LOOKS):
-                busy = [self.work(rank, step, shares[rank]) for rank in range(self.ranks)]
-                rows.append([[0, one, max(busy) - one, self.moving, 0, 0] for one in busy])
-                self.steps.append(max(busy) + self.moving)
-            seconds = torch.tensor(rows, dtype=torch.float64).transpose(0, 1)
-            samples = torch.tensor(shares, dtype=torch.float64)[:, None].expand(-1, LOOKS)
-            advice = self.controller.look(Look(first, seconds, samples))
-            if advice is not None:
-                self.advice.append(advice)
-                if advice.act:
-                    self.controller.take(advice.shares)
-                    self.changed.append(len(self.steps))
+        for _ in range(steps):
+            shares = self.controller.shares
+            step = len(self.steps)
+            busy = [self.work(r, step, n) if n else 0.0 for r, n in enumerate(shares)]
+            self.steps.append(max(busy) + self.moving)
+            self.notes.append(
+                [
+                    [[0, one, max(busy) - one, self.moving, 0, 0], n]
+                    for one, n in zip(busy, shares, strict=True)
+                ]
+            )
+            if step % LOOKS == 0 and step:  # a step after the notes were sent
+                self.look(step - LOOKS, self.notes[-LOOKS - 1 : -1], step + 1)
         return self
+
+    def look(self, first: int, notes: list, now: int) -> None:
+        seconds = torch.tensor([[one for one, _ in row] for row in notes], dtype=torch.float64)
+        samples = torch.tensor([[n for _, n in row] for row in notes], dtype=torch.float64)
+        advice = self.controller.look(Look(first, seconds.transpose(0, 1), samples.T))
+        if advice is not None:
+            self.advice.append(advice)
+            if advice.act:
+                self.controller.take(advice.shares, now)
+                self.changed.append(now)
 
     def mean(self, start: int, stop: int) -> float:
         return sum(self.steps[start:stop]) / (stop - start)
@@ -159,7 +161,8 @@ def test_a_gpu_whose_steps_cost_the_same_at_any_share() -> None:
 
     job = Job(2, 256, work).run(60)
     gpu, cpu = job.controller.shares
-    assert gpu > 240 and cpu >= 4
+    assert gpu > 240
+    assert cpu >= 4
     assert job.mean(20, 60) < 0.0125
 
 
@@ -181,8 +184,8 @@ def test_a_speed_that_changes_with_the_shares_is_not_taken_for_an_overhead() -> 
 @pytest.mark.parametrize("drops", [False, True])
 def test_a_rank_that_makes_steps_slower_is_named_and_dropped_where_allowed(drops: bool) -> None:
     job = Job(3, 60, speeds([0.001] * 3, [0.0, 0.0, 0.2]), 0.005, drops=drops).run(60)
-    assert [one.useless for one in job.advice if one.useless is not None][0] == 2
     said = next(one for one in job.advice if one.useless is not None)
+    assert said.useless == 2
     assert said.then == pytest.approx(0.201, rel=0.2)
     assert said.without == pytest.approx(0.03, rel=0.2)
     assert job.controller.shares == ((30, 30, 0) if drops else job.controller.shares)
@@ -212,8 +215,9 @@ def test_batch_norm_keeps_a_least_share() -> None:
 def test_shares_cover_any_batch(samples: int, shares: list[int]) -> None:
     shares[0] += 1
     cuts = [balance.bounds(samples, shares, rank) for rank in range(len(shares))]
-    assert cuts[0][0] == 0 and cuts[-1][1] == samples
-    assert all(one[1] == other[0] for one, other in zip(cuts, cuts[1:], strict=False))
+    assert cuts[0][0] == 0
+    assert cuts[-1][1] == samples
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(cuts))
     whole = [balance.bounds(sum(shares), shares, rank) for rank in range(len(shares))]
     assert [end - start for start, end in whole] == shares
 

@@ -90,6 +90,7 @@ FIELDS: dict[str, Shape] = {
     "samples": SIZE,  # over all ranks
     "seconds": number,
     "seen": record(state=SMALL, stack=STACK),  # when another rank failed; innermost line first
+    "shares": each(SIZE),  # samples of each rank
     "signal": maybe(whole(1, 128)),  # its number; null after an exit
     "source": text(),  # of what was resumed
     "split": SMALL,  # of the data: train, test, …
@@ -160,6 +161,8 @@ KINDS: dict[str, Kind] = {
     "stopped early": _kind("rank", may="step why"),
     "model saved": _kind("rank", may="step"),
     "model kept elsewhere": _kind("rank", may="folder"),
+    "shares": _kind("rank", may="step shares why"),  # of the global batch, from that step on
+    "slow rank": _kind("rank", may="warning"),
     "warning": _kind("rank", may="warning"),
     "failed": _kind("rank", may="error"),
     "exception": _kind("rank", "type message traceback time", "hooked origin"),

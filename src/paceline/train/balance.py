@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from paceline.spec.errors import SettingError
+from paceline.train.pace import PARTS, Look
 
 Shares = tuple[int, ...]
 """Samples of each rank in a whole global batch."""
@@ -32,22 +33,12 @@ OFFERED = 0.15
 _AT_ONCE = 0.1  # of a step to win: not looked at twice
 _WINDOW = 24  # steps that a cost is the median of, at most
 _FEWEST = 3  # steps that a decision needs
+_WHOLE = 0.75  # part of a batch that a step must have to count
 _GROWTH = 4  # times its former share that a rank gets at most
-_STEADY = 20.0  # most overhead, in its share's worth: then a share hardly matters
+_STEADY, _BELIEVED = 0.95, 0.7  # most of a step that is taken for fixed; at first
 _SMALL_CHANGES = 8  # below _AT_ONCE, until a speed changes again
 _REST = 200  # steps that a dropped rank rests before it is tried again; doubled each time
-_DATA, _COMPUTING, _MOVING, _OTHER = 0, 1, 3, 5  # see paceline.train.pace.PARTS
-
-
-class Look(Protocol):
-    """What the ranks measured in some steps; see :class:`paceline.train.pace.Look`."""
-
-    @property
-    def first_step(self) -> int: ...
-    @property
-    def seconds(self) -> Tensor: ...
-    @property
-    def samples(self) -> Tensor: ...
+_DATA, _COMPUTING, _MOVING, _OTHER = map(PARTS.index, ("data", "computing", "moving", "other"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,18 +189,19 @@ class _Speed:
     def _learn(self, share: float, took: float) -> None:
         """The overhead, from steps with two shares."""
         (former, before), self._before = self._before or (share, took), None
-        if former < 1 or share < 1 or not 0.8 > min(share, former) / max(share, former):
+        if former < 1 or share < 1 or not min(share, former) / max(share, former) < 0.8:
             return
         few, many = min((former, before), (share, took)), max((former, before), (share, took))
         ratio = many[1] / max(few[1], 1e-9)
         if not 0.9 < ratio < 1.15 * many[0] / few[0]:
             return  # its speed has changed meanwhile
-        top = _STEADY * many[0]
-        rise = many[1] - few[1]
-        found = (few[1] * many[0] - many[1] * few[0]) / rise if rise > 0 else top
-        found = min(max(found, 0.0), top)
-        self.overhead = (self.overhead + found) / 2 if self._learned else found
-        self._learned = True
+        # What the larger step takes longer is the cost of its samples; the rest of it is fixed.
+        rise = (many[1] - few[1]) / (many[0] - few[0]) * many[0]
+        fixed = min(max(1 - rise / many[1], 0.0), _STEADY)
+        # A speed that changed at the same time looks like a fixed cost: believed the second time.
+        known = self.overhead / (self.overhead + many[0])
+        fixed = (known + fixed) / 2 if self._learned else min(fixed, _BELIEVED)
+        self.overhead, self._learned = many[0] * fixed / (1 - fixed), True
 
     def state(self) -> list[float]:
         return [self.cost if self._costs else 0.0, self.overhead]
@@ -235,7 +227,9 @@ class Controller:
         self.shares, self.least, self.drops = shares, least, drops
         self._most = list(most) or [math.inf] * len(shares)
         self._speeds = [_Speed() for _ in shares]
-        self._skip, self._small = 1, 0  # the first step starts things up
+        self._since = -1  # the first step with these shares; unknown before the first look
+        self._size = 0.0  # elements of a sample
+        self._small = 0
         self._before = False  # the look before saw something to win
         self._useless: int | None = None  # by the look before
         self._resting: dict[int, tuple[int, int]] = {}  # rank: until which step, how long
@@ -243,29 +237,45 @@ class Controller:
 
     def look(self, look: Look) -> Advice | None:
         """What these measurements say; ``None`` while they say too little."""
-        seconds, samples = look.seconds[:, self._skip :], look.samples[:, self._skip :]
+        if self._since < 0:
+            self._since = look.first_step
+        # The first step after a change starts things up, and a look may reach behind it.
+        begin = max(0, -(-(self._since + 1 - look.first_step) // look.every))
+        seconds, samples = look.seconds[:, begin:], look.samples[:, begin:]
+        # The last batch of an epoch is small, and its samples cost more.
+        whole = samples.sum(dim=0) >= _WHOLE * sum(self.shares)
+        seconds, samples = seconds[:, whole], samples[:, whole]
         if not samples.shape[1]:
-            self._skip -= look.samples.shape[1]
             return None
-        self._skip = 0
-        busy = (seconds[:, :, _DATA] + seconds[:, :, _COMPUTING] + seconds[:, :, _OTHER]).tolist()
+        busy = seconds[:, :, _DATA] + seconds[:, :, _COMPUTING] + seconds[:, :, _OTHER]
+        if look.elements is not None:
+            busy = busy / self._sizes(look.elements[:, begin:][:, whole], samples)
         changed = False
         for rank, speed in enumerate(self._speeds):
             if self.shares[rank]:
-                changed |= speed.saw(samples[rank].tolist(), busy[rank])
+                changed |= speed.saw(samples[rank].tolist(), busy[rank].tolist())
         if changed:
             self._small = 0
         if any(s.steps < _FEWEST for r, s in enumerate(self._speeds) if self.shares[r]):
             return None
         moving = median(seconds[:, :, _MOVING].min(dim=0).values.tolist())
-        return self._advice(moving, look.first_step + look.samples.shape[1])
+        return self._advice(moving, look.first_step + look.every * look.samples.shape[1])
 
-    def take(self, shares: Shares) -> None:
-        """These are the shares from the next step on."""
+    def _sizes(self, elements: Tensor, samples: Tensor) -> Tensor:
+        """How large the samples of each step are, beside those of the first look.
+
+        Sentences of different lengths are no change of speed.
+        """
+        sizes = elements.sum(dim=0) / samples.sum(dim=0).clamp(min=1)
+        self._size = self._size or float(sizes.median())
+        return sizes.clamp(min=1) / max(self._size, 1.0)
+
+    def take(self, shares: Shares, step: int) -> None:
+        """These are the shares from a step on, by its number."""
         for rank, speed in enumerate(self._speeds):
             if shares[rank] != self.shares[rank]:
                 speed.share_changes(self.shares[rank])
-        self.shares, self._skip, self._before = shares, 1, False
+        self.shares, self._since, self._before = shares, step, False
         self.changes += 1
 
     def speeds(self) -> list[list[float]]:
@@ -291,13 +301,14 @@ class Controller:
             rest = 2 * self._resting[useless][1] if useless in self._resting else _REST
             self._resting[useless] = step + rest, rest
             shares = self._best(out | {useless})
-            return Advice(shares, now, without, moving, win, True, useless, without)
+            return Advice(shares, now, then, moving, win, True, useless, without)
         back = [r for r in out if self._resting.get(r, (0, 0))[0] <= step]
         if back:  # how fast it is now shows only when it computes
             weights = [max(self.least, one) if r in back else one for r, one in enumerate(best)]
             shares = apportioned(sum(best), weights, 0)
             return Advice(shares, now, now, moving, 0.0, True)
         large, small = win >= _AT_ONCE + chance, win >= max(WORTH, chance)
+        small = small or win >= OFFERED + chance / 2  # seen twice that is no chance, either
         again = self._before and small and self._small < _SMALL_CHANGES
         act = best != self.shares and (large or again)
         self._before = small

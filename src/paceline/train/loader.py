@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from paceline.spec.errors import DataError, SettingError
+from paceline.train.balance import Shares, bounds
 from paceline.train.data import Draws, Fetch, Wanted
 from paceline.train.order import Ids, Order, part
 from paceline.train.pace import counted
@@ -60,14 +61,32 @@ class Batch:
 
 
 def shares(
-    start: int, stop: int, rank: int, size: int, limit: int = 0
+    start: int,
+    stop: int,
+    rank: int,
+    size: int,
+    limit: int = 0,
+    by: Shares | None = None,
+    *,
+    alike: bool = True,
 ) -> Sequence[tuple[int, int]]:
     """The positions that one rank computes of the global batch ``[start, stop)``, in pieces.
 
-    Every rank gets the same number of pieces, each of at most ``limit`` samples (0: no limit).
+    Args:
+        start, stop: The global batch.
+        rank, size: This rank, and how many there are.
+        limit: Most samples of a piece; 0: no limit.
+        by: Shares of the ranks in a whole global batch; ``None``: all alike.
+        alike: Every rank gets the same number of pieces.
     """
-    first, end = part(start, stop, rank, size)
-    largest = -(-(stop - start) // size)
+    total = stop - start
+    if by is None:
+        first, end = part(start, stop, rank, size)
+        largest = -(-total // size)
+    else:
+        cuts = [bounds(total, by, one) for one in (range(size) if alike else [rank])]
+        largest = max(end - first for first, end in cuts)
+        first, end = (start + cut for cut in cuts[rank if alike else 0])
     pieces = max(1, -(-largest // limit)) if limit else 1
     return [part(first, end, piece, pieces) for piece in range(pieces)]
 
@@ -127,6 +146,12 @@ class Loader:
         every: Global steps after which an iteration pauses, for an evaluation (0: at the end of
             the epoch only).
         waited: Seconds in which the script waited for data.
+        balance, drop_slow: As the training asked for them; see ``session.loader``.
+        shares: Gives the shares of a global batch. Others from one step to the next are heeded at
+            once, and what has been fetched under the former ones is dropped.
+        alike: Says whether each rank must have as many pieces of a batch as the others.
+        idle: Does this rank's part of a step in which it has nothing to compute; without it such
+            a rank computes a stand-in.
         arrived: Called when a batch of the training is there, before the script gets it.
     """
 
@@ -145,6 +170,11 @@ class Loader:
         self.global_batch, self._limit = global_batch, limit
         self._progress, self._unsynced = progress, unsynced
         self._given: Batch | None = None
+        self.balance: Any = "even"
+        self.drop_slow = False
+        self.shares: Callable[[], Shares | None] = lambda: None
+        self.alike: Callable[[], bool] = lambda: True
+        self.idle: Callable[[Batch], None] | None = None
         self.every, self.waited = 0, 0.0
         self.arrived: Callable[[], object] = lambda: None
 
@@ -159,12 +189,23 @@ class Loader:
             raise RuntimeError(
                 "the training loader is to be used within: for epoch in session.epochs(loader, N)"
             )
-        wanted = self._wanted(progress.epoch, progress.offset)
+
+        def goes_on() -> bool:
+            return progress.offset < self.order.size and not progress.finished and not pause
+
         try:
-            with closing(self._fetch(wanted)) as batches:
-                while progress.offset < self.order.size and not progress.finished and not pause:
-                    yield from self._step(batches)
-                    pause = self.pauses()
+            while goes_on():
+                by = self.shares()
+                if self.idle is not None and by is not None and not by[self._place[0]]:
+                    while goes_on() and self.shares() is by:
+                        self.idle(self._nothing())
+                        pause = self.pauses()
+                    continue
+                wanted = self._wanted(progress.epoch, progress.offset, by)
+                with closing(self._fetch(wanted)) as batches:
+                    while goes_on() and self.shares() is by:
+                        yield from self._step(batches)
+                        pause = self.pauses()
         finally:
             self._given, progress.stand_in = None, False
             if progress.finished:
@@ -229,9 +270,15 @@ class Loader:
         for start in range(offset, self.order.size, self.global_batch):
             yield start, min(start + self.global_batch, self.order.size)
 
-    def _wanted(self, epoch: int, offset: int) -> Iterator[Wanted[Batch]]:
+    def _nothing(self) -> Batch:
+        """This rank's part of the next global batch, in which it has no share."""
+        start, stop = next(self._spans(self._progress.offset))
+        return Batch((), 0, stop - start, np.zeros(0, dtype=np.int64), stop)
+
+    def _wanted(self, epoch: int, offset: int, by: Shares | None) -> Iterator[Wanted[Batch]]:
+        alike = self.alike()
         for start, stop in self._spans(offset):
-            pieces = shares(start, stop, *self._place, self._limit)
+            pieces = shares(start, stop, *self._place, self._limit, by, alike=alike)
             for number, (first, end) in enumerate(pieces, 1):
                 # An empty share computes the batch's first sample with weight zero.
                 positions = np.arange(first, end) if end > first else np.array([start])
@@ -255,6 +302,7 @@ class Shard:
         size: Most samples in a batch.
         progress: Shared with the session.
         look_up: Called before each batch is given out.
+        by: Gives the shares of the training, by which these are divided, too.
     """
 
     def __init__(
@@ -265,14 +313,20 @@ class Shard:
         size: int,
         progress: Progress,
         look_up: Callable[[], None],
+        by: Callable[[], Shares | None] = lambda: None,
     ) -> None:
         self._fetch, self._samples = fetch, samples
         self._progress, self._look_up = progress, look_up
-        self._shares = shares(0, samples, *place, size) if samples else []
+        self._place, self._size, self._by = place, size, by
 
     def __len__(self) -> int:
         """Batches of an iteration, the same on every rank."""
-        return len(self._shares)
+        return len(self._shares())
+
+    def _shares(self) -> Sequence[tuple[int, int]]:
+        if not self._samples:
+            return []
+        return shares(0, self._samples, *self._place, self._size, self._by())
 
     def __iter__(self) -> Iterator[Batch]:
         before = self._progress.stand_in  # of the training, inside whose loop this may be
@@ -286,6 +340,6 @@ class Shard:
             self._progress.stand_in = before
 
     def _wanted(self) -> Iterator[Wanted[Batch]]:
-        for first, end in self._shares:
+        for first, end in self._shares():
             ids = np.arange(first, end) if end > first else np.array([0])
             yield Wanted(ids, None, Batch((), end - first, self._samples, ids, end))

@@ -66,7 +66,10 @@ class Member:
     def meter(self) -> Meter:
         """Collects per-sample values and reduces them exactly over all ranks."""
         return Meter(
-            self.comms.sum, self.device, lambda count: 0 if self.progress.stand_in else count
+            self.comms.sum,
+            self.device,
+            lambda count: 0 if self.progress.stand_in else count,
+            self.comms.texts,
         )
 
     # -- what it says --------------------------------------------------------------------

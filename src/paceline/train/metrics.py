@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -58,6 +59,10 @@ class Meter:
         reduce: Sums a float64 vector over all ranks; every rank must call :meth:`result`.
         device: Where the sums are made.
         real: From how many samples a batch holds to how many of them count.
+        texts: Gives every rank's text; needed where some ranks add nothing.
+
+    Attributes:
+        some_absent: There may be ranks that add nothing; the same on every rank.
     """
 
     def __init__(
@@ -65,8 +70,10 @@ class Meter:
         reduce: Reduce,
         device: torch.device,
         real: Callable[[int], int] = lambda count: count,
+        texts: Callable[[str], list[str]] = lambda text: [text],
     ) -> None:
-        self._reduce, self._real = reduce, real
+        self._reduce, self._real, self._texts = reduce, real, texts
+        self.some_absent = False
         self._device = device
         self._kept: dict[str, list[Tensor]] = {}
         self._count, self._added = 0, 0
@@ -74,7 +81,7 @@ class Meter:
     @property
     def empty(self) -> bool:
         """True when nothing was added since the last result; the same on every rank."""
-        return not self._kept
+        return not self._kept and not self.some_absent
 
     def add(self, count: int, **values: Tensor) -> None:
         """Takes the first ``count`` entries of each value.
@@ -104,9 +111,12 @@ class Meter:
         Every rank must have added the same names; one without samples adds with a count of 0.
         """
         order = sorted(self._kept)
-        sums = [self._sum(name) for name in order]
         seldom = [name for name in order if len(self._kept[name]) < self._added]
-        counts = [self._number(sum(map(len, self._kept[name]))) for name in seldom]
+        if self.some_absent:
+            said = [json.loads(text) for text in self._texts(json.dumps([order, seldom]))]
+            order, seldom = (sorted({one for some in said for one in some[n]}) for n in (0, 1))
+        sums = [self._sum(name) for name in order]
+        counts = [self._number(sum(map(len, self._kept.get(name, ())))) for name in seldom]
         total = self._reduce(torch.stack([self._number(self._count), *sums, *counts])).tolist()
         self._kept, self._count, self._added = {}, 0, 0
         found, fewer = total[1 : 1 + len(order)], map(round, total[1 + len(order) :])
@@ -117,6 +127,8 @@ class Meter:
         return torch.tensor(float(value), dtype=torch.float64, device=self._device)
 
     def _sum(self, name: str) -> Tensor:
+        if name not in self._kept:
+            return self._number(0.0)
         return torch.cat(self._kept[name]).to(self._device, torch.float64).sum()
 
 

@@ -137,6 +137,7 @@ class Pace:
 
     Attributes:
         rate: Global samples a second.
+        most: Steps between two looks, at most.
     """
 
     def __init__(self, comms: Comms, model: nn.Module, device: torch.device | None = None) -> None:
@@ -148,7 +149,7 @@ class Pace:
             self._clock = None
         if isinstance(model, Replica) and self._clock is not None:
             model.mark = self._clock.mark
-        self.rate = Rate()
+        self.rate, self.most = Rate(), _MOST
         self._each, self._every = _EVERY, 1  # steps between two looks; each so-manieth is noted
         self._stills: list[tuple[Any, Any]] = []
         self._ready: Any = None
@@ -291,7 +292,7 @@ class Pace:
         if every != self._every:
             self._every = every
             self._over.clear()  # the steps of a look are equally far apart
-        self._each = min(_MOST, max(_EVERY, int(self._cost / (_COST * a_step * self._every))))
+        self._each = min(self.most, max(_EVERY, int(self._cost / (_COST * a_step * self._every))))
         self._spent += time.perf_counter() - before
         return look
 

@@ -38,6 +38,7 @@ from paceline.train.overlap import Overlap, check_overlap
 from paceline.train.pace import Look, Pace, counted
 from paceline.train.probe import Probe, asked
 from paceline.train.shards import ShardedDataset
+from paceline.train.sharing import LOOKS, Sharing, Wish
 from paceline.train.stop import Quietly, Stopped, leave
 from paceline.train.update import Updater, each_loss, loss_of
 from paceline.train.usage import Usage
@@ -73,6 +74,7 @@ class Session(Member):
         self._pace = Pace(self.comms, self.models.module, self.device)
         self._lookout = Lookout(self)
         self._overlap: Overlap | None = None
+        self._sharing = Sharing(self.comms, self._journal)
         self._loader: Loader | None = None
         self._keeper: Keeper | None = None
         self._best: Best | None = None
@@ -214,6 +216,8 @@ class Session(Member):
         limit: int = 0,
         workers: int | None = None,
         collate: Collate | None = None,
+        balance: Wish = "even",
+        drop_slow: bool = False,
     ) -> Loader:
         """Batches for training: each rank's share of every global batch of ``global_batch``.
 
@@ -230,11 +234,15 @@ class Session(Member):
             workers: Processes that make samples of a map-style data set; found out from the CPUs
                 that are really free for it.
             collate: Makes a batch of a list of samples, as a ``DataLoader``'s ``collate_fn`` does.
+            balance: How much of each batch a rank gets: ``"even"``; ``"auto"``, in proportion to
+                what it manages, measured while training; or a weight for each host, which its
+                ranks share. Whatever it is, the order of samples and the gradient stay.
+            drop_slow: With ``"auto"``, a rank without which steps would be faster gets nothing.
 
         Raises:
             DataError: There are more ranks than samples.
             SettingError: This is no data set with numbered samples; ``order`` gives no such ids;
-                there is not one length for each sample.
+                there is not one length for each sample; ``balance`` names no hosts of the job.
             JobError: ``order`` is not the same on every rank.
         """
         if workers is None:
@@ -248,7 +256,8 @@ class Session(Member):
             self.agree("the order of the samples", digest)
         elif lengths is not None:
             visited = by_length(visited, lengths, global_batch)
-        return (self._probe.loader if self._probe else Loader)(
+        self._sharing.check(balance, drop_slow, global_batch)
+        loader = (self._probe.loader if self._probe else Loader)(
             Fetch(data, self.device, workers, collate),
             visited,
             (self.world.rank, self.world.size),
@@ -257,6 +266,8 @@ class Session(Member):
             self.progress,
             self.models.unsynced,
         )
+        loader.balance, loader.drop_slow = balance, drop_slow
+        return loader
 
     def shard(self, data: Data, size: int = 512, *, collate: Collate | None = None) -> Shard:
         """This rank's share of every sample exactly once, for evaluation.
@@ -270,7 +281,8 @@ class Session(Member):
         """
         fetch = Fetch(data, self.device, collate=collate)
         place = self.world.rank, self.world.size
-        return Shard(fetch, len(data), place, size, self.progress, self._look_up)
+        looks = self.progress, self._look_up
+        return Shard(fetch, len(data), place, size, *looks, lambda: self._sharing.shares)
 
     def _look_up(self) -> None:
         """In an evaluation, too, ranks live and may be asked to save or to stop."""
@@ -320,6 +332,7 @@ class Session(Member):
         kept = {**(extras or {}), "metrics": self._journal, **({"best": best} if best else {})}
         if self._overlap is not None:
             kept["overlap"] = self._overlap
+        kept["shares"] = self._sharing
         training = Training(
             self._prepared(),
             self.progress,
@@ -364,6 +377,7 @@ class Session(Member):
         """
         done, self._loader, loader.every = self.progress, loader, every
         loader.arrived = self._pace.given
+        self._share(loader)
         done.steps = steps or epochs * len(loader)
         if self._probe is not None:
             done.steps = self._probe.begin(loader, epochs, steps)
@@ -397,6 +411,16 @@ class Session(Member):
         self.verify()
         if done.step > begun:
             self._lookout.sum_up(self._pace, done.step - begun, loader.waited)
+
+    def _share(self, loader: Loader) -> None:
+        """Has the loader's batches shared as it was asked to."""
+        sharing, wish = self._sharing, loader.balance
+        sharing.begin(wish, loader.drop_slow, loader.global_batch, self.models)
+        loader.shares = lambda: sharing.shares
+        loader.alike = lambda: wish == "even" or parallel.is_sharded(self.models.module)
+        loader.idle = self._idle if loader.drop_slow else None
+        if sharing.follows:
+            self._pace.most = LOOKS
 
     def stop(self, why: str) -> None:
         """Ends the training after this step; every rank must say so in the same step."""
@@ -478,6 +502,18 @@ class Session(Member):
             self._pace.after_backward()
             self._measured[said[name]] = each
 
+    def _idle(self, batch: Batch) -> None:
+        """This rank's part of a step in which it has nothing to compute: gradients of zero."""
+        updater = self.models[ALONE]
+        if self._loader is None or not isinstance(updater.model, parallel.Replica):
+            raise RuntimeError("a rank can only be idle in the training of a single model")
+        loss = updater.model.touched()
+        self._pace.before_backward(loss, self.progress.step)
+        updater.backward(loss)
+        self._pace.after_backward()
+        self._update(ALONE)
+        self._advance(batch, self._loader)
+
     def _prepared(self) -> Models:
         """The models; RuntimeError before there is one."""
         _ = self.models.first
@@ -492,6 +528,7 @@ class Session(Member):
             self._lookout.take(look)
             self._hide(look)
             self._communicate(look)
+            self._sharing.look(look, done.step)
         if self._probe is not None:
             self._probe.stepped(batch.total, loader.waited)
         if self._proof is not None:

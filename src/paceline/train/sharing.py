@@ -1,0 +1,236 @@
+"""Who computes how much of each global batch in a session: as it was asked for, or by speed.
+
+The decisions are :mod:`paceline.train.balance`'s; here they are made the session's, said, recorded,
+kept in checkpoints and resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from paceline.spec.errors import SettingError
+from paceline.train import parallel
+from paceline.train.balance import (
+    OFFERED,
+    Advice,
+    Controller,
+    Shares,
+    apportioned,
+    by_host,
+    even,
+    resumed,
+)
+from paceline.train.comms import Comms
+from paceline.train.journal import Journal
+from paceline.train.models import ALONE, Models
+from paceline.train.pace import Look
+
+Wish = Literal["auto", "even"] | Mapping[str, float]
+"""By the ranks' speeds, all alike, or by a weight for each host."""
+
+LOOKS = 8
+"""Most steps between two looks where shares follow the speeds."""
+_OF_STATISTICS = 4  # samples from which batch normalisation makes its statistics, at least
+
+
+class Sharing:
+    """A session's shares. Every rank has one and calls it in the same order.
+
+    Its state belongs to the checkpoint: a resumed run begins with the shares that it had.
+
+    Args:
+        comms: Of all ranks.
+        journal: Where changes are recorded and said.
+
+    Attributes:
+        shares: Samples of each rank in a whole global batch; ``None`` while they are even.
+    """
+
+    def __init__(self, comms: Comms, journal: Journal) -> None:
+        self._comms, self._journal = comms, journal
+        self._wish: Wish = "even"
+        self._controller: Controller | None = None
+        self._hosts: tuple[str, ...] = ()
+        self._kept: Mapping[str, Any] = {}  # of a checkpoint, until the training begins
+        self._offers = 0  # looks in a row that saw something to win
+        self._named: set[int] = set()
+        self.shares: Shares | None = None
+
+    @property
+    def follows(self) -> bool:
+        """Shares may change while training."""
+        return self._wish == "auto"
+
+    def check(self, wish: Wish, drop_slow: bool, global_batch: int) -> None:
+        """Refuses what cannot be; a collective for weights of hosts.
+
+        Raises:
+            SettingError: Says what.
+        """
+        if isinstance(wish, str) and wish not in ("auto", "even"):
+            raise SettingError(
+                f"balance={wish!r} cannot be understood",
+                remedy='balance="auto", "even", or a weight for each host: {"n1": 3, "n2": 1}',
+            )
+        if drop_slow and wish != "auto":
+            raise SettingError(
+                "--drop-slow has nothing to go by",
+                found="only with --balance auto the ranks' speeds decide who computes what",
+                remedy="--balance auto --drop-slow, or leave it out",
+            )
+        ranks = self._comms.world.size
+        if wish != "even" and global_batch < ranks:
+            raise SettingError(
+                f"--global-batch {global_batch} cannot be shared unevenly among {ranks} processes",
+                found="there are fewer samples in a step than processes",
+                remedy=f"--global-batch {8 * ranks}, or --balance even",
+            )
+        if not isinstance(wish, str):
+            by_host(wish, self._comms.texts(self._comms.world.host), global_batch)
+
+    def begin(self, wish: Wish, drop_slow: bool, global_batch: int, models: Models) -> None:
+        """Takes the shares with which the training begins.
+
+        Raises:
+            SettingError: The models cannot be trained so.
+        """
+        ranks, self._wish = self._comms.world.size, wish
+        if self._comms.alone:
+            return
+        if wish == "auto":
+            _refuse(models, drop_slow)
+        if not self._hosts:
+            self._hosts = tuple(self._comms.texts(self._comms.world.host))
+        least = min(_least(models.module), max(1, global_batch // ranks))
+        shares = None if self.shares is None else apportioned(global_batch, self.shares, 0)
+        if not isinstance(wish, str):
+            shares = by_host(wish, self._hosts, global_batch)
+        elif wish == "auto" and self._kept:
+            shares = resumed(self._kept, self._hosts, global_batch, least)
+        elif wish == "even":
+            shares = None
+        self._kept = {}
+        if shares is not None and not drop_slow and wish == "auto" and not all(shares):
+            shares = apportioned(global_batch, shares, least)
+        if shares != self.shares and shares is not None:
+            self._tell(shares, 0, "")
+        self.shares = shares
+        self._controller = None
+        if isinstance(wish, str) and global_batch >= ranks:
+            now = shares or even(global_batch, ranks)
+            self._controller = Controller(now, least=least, drops=drop_slow)
+
+    def look(self, look: Look, step: int) -> None:
+        """Decides from what the ranks measured; the step is the first with new shares."""
+        controller = self._controller
+        advice = controller.look(look) if controller else None
+        if controller is None or advice is None:
+            return
+        if self._wish == "even":
+            self._offer(advice)
+            return
+        dropped = advice.act and advice.useless is not None
+        if advice.useless is not None and advice.useless not in self._named:
+            self._named.add(advice.useless)
+            self._name(advice, dropped)
+        if advice.act:
+            controller.take(advice.shares, step)
+            self.shares = advice.shares
+            gain = "" if dropped or not advice.win else _gain(advice)
+            self._tell(advice.shares, step, gain)
+
+    # -- what is said --------------------------------------------------------------------
+
+    def _tell(self, shares: Shares, step: int, why: str) -> None:
+        text = f"shares of the global batch: {self._said(shares)}{why}"
+        self._journal.say(text)
+        if self._comms.world.rank == 0:
+            self._journal.event("shares", step=step, shares=list(shares), why=text)
+        hosts: dict[str, float] = {}
+        for host, share in zip(self._hosts, shares, strict=True):
+            hosts[host] = hosts.get(host, 0) + share
+        self._journal.record("shares", hosts)
+        if not all(shares):
+            self._journal.some_are_absent()
+
+    def _said(self, shares: Sequence[int]) -> str:
+        """By host, in their order; at most a dozen."""
+        by_host: dict[str, list[int]] = {}
+        for host, share in zip(self._hosts, shares, strict=True):
+            by_host.setdefault(host, []).append(share)
+        parts = [f"{host} {'+'.join(map(str, some))}" for host, some in by_host.items()]
+        more = f" and {len(parts) - 12} more hosts" if len(parts) > 12 else ""
+        return ", ".join(parts[:12]) + more
+
+    def _offer(self, advice: Advice) -> None:
+        """With even shares: what others would win, once."""
+        self._offers = self._offers + 1 if advice.win >= OFFERED else 0
+        if self._offers != 2:
+            return
+        before, after = advice.now + advice.moving, advice.then + advice.moving
+        self._journal.say(
+            f"the ranks are not equally fast: shares by speed ({self._said(advice.shares)}) would"
+            f" make a step {before / after:.1f} times as fast, {before:.3f} s to {after:.3f} s"
+            ' (--balance auto; in a script session.loader(…, balance="auto"))'
+        )
+
+    def _name(self, advice: Advice, dropped: bool) -> None:
+        """A rank without which the job would be faster."""
+        assert advice.useless is not None
+        who = f"rank {advice.useless} on {self._hosts[advice.useless]}"
+        with_it, without = advice.then + advice.moving, advice.without + advice.moving
+        what = (
+            "it gets nothing to do (--drop-slow)"
+            if dropped
+            else "--drop-slow gives it nothing to do; better leave it out of the job"
+        )
+        text = (
+            f"{who} makes the job slower: a step takes {with_it:.3f} s with it, {without:.3f} s"
+            f" without, as its smallest share already takes that long; {what}"
+        )
+        if self._comms.world.rank == 0:
+            self._journal.tell("slow rank", warning=text)
+
+    # -- in checkpoints ------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing while shares are even and stay so."""
+        if self.shares is None or self._wish == "even":
+            return {}
+        speeds = self._controller.speeds() if self._controller else []
+        return {"shares": list(self.shares), "hosts": list(self._hosts), "speeds": speeds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._kept = state
+
+
+def _gain(advice: Advice) -> str:
+    before, after = advice.now + advice.moving, advice.then + advice.moving
+    return f" (a step of {before:.3f} s becomes one of {after:.3f} s)"
+
+
+def _refuse(models: Models, drop_slow: bool) -> None:
+    if parallel.is_sharded(models.module):
+        raise SettingError(
+            "--balance auto does not go with --shard",
+            found="in a sharded model ranks wait for each other in every layer, so their speeds"
+            " cannot be told apart",
+            remedy="weights of hosts, such as --balance n1=3,n2=1, or leave --shard out",
+        )
+    names = [name for name in models.figures("loss") if name != ALONE]
+    unused = any(getattr(one.model, "find_unused_parameters", False) for one in models)
+    if drop_slow and (names or unused):
+        raise SettingError(
+            "--drop-slow needs a single model whose parameters are all used in each step",
+            found=f"models {', '.join(names)}" if names else "unused=True was given",
+            remedy="leave drop_slow out: the slowest rank then keeps one sample",
+        )
+
+
+def _least(module: nn.Module) -> int:
+    """Samples that each rank needs at least."""
+    norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
+    return _OF_STATISTICS if any(isinstance(one, norms) for one in module.modules()) else 1

@@ -1,0 +1,79 @@
+"""Unequal shares change who computes what, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+
+SCRIPT = str(Path(__file__).with_name("uneven.py"))
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What every rank of a world of 1 and one of 2 found."""
+    folder = tmp_path_factory.mktemp("uneven")
+    ranks.run_ok(1, [SCRIPT, str(folder)], folder, timeout=120)
+    return {
+        size: [json.loads((folder / f"{size}/{rank}.json").read_text()) for rank in range(size)]
+        for size in (1, 2)
+    }
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    return float(np.abs(np.array(one) - np.array(other)).max())
+
+
+@pytest.mark.parametrize("way", ["trained", "accumulated", "partly used", "two models"])
+def test_weights_of_hosts_change_no_result(worlds: Any, way: str) -> None:
+    for found in worlds[2]:
+        assert apart(found[way], worlds[1][0][way]) < 1e-10
+
+
+@pytest.mark.parametrize("way", ["auto", "twenty", "dropped", "even"])
+def test_shares_by_speed_change_no_result(worlds: Any, way: str) -> None:
+    for found in worlds[2]:
+        assert apart(found[way]["end"], worlds[1][0]["auto"]["end"][:]) < 1e-10
+
+
+def test_a_rank_that_is_three_times_as_slow_gets_a_quarter(worlds: Any) -> None:
+    fast, slow = (found["auto"]["shares"][-1] for found in worlds[2])
+    assert 20 <= fast <= 28
+    assert fast + slow == 32
+    said = worlds[2][0]["said"]
+    assert "shares of the global batch: n1 2" in said
+
+
+def test_a_rank_that_is_twenty_times_as_slow_gets_hardly_anything(worlds: Any) -> None:
+    assert worlds[2][1]["twenty"]["shares"][-1] <= 3
+
+
+def test_a_rank_that_only_costs_time_is_dropped_where_allowed(worlds: Any) -> None:
+    """Its loop gets no batch any more, and the others do not wait for it."""
+    fast, slow = (found["dropped"]["shares"] for found in worlds[2])
+    assert fast[-1] == 32
+    assert len(slow) < len(fast)
+    assert "rank 1 on n2 makes the job slower" in worlds[2][0]["said"]
+
+
+def test_even_shares_stay_and_better_ones_are_told_once(worlds: Any) -> None:
+    assert set(worlds[2][1]["even"]["shares"]) == {16, 4}
+    assert worlds[2][0]["said"].count("not equally fast") == 1
+
+
+def test_what_cannot_be_is_refused(worlds: Any) -> None:
+    for found in worlds[2]:
+        assert [text.partition(": ")[2] or text for text in found["refused"]] == [
+            "no host of this job is called n9",
+            "there is no weight for n2",
+            "--global-batch 1 cannot be shared unevenly among 2 processes",
+            "--drop-slow has nothing to go by",
+            "balance='quick' cannot be understood",
+        ]

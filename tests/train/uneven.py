@@ -1,0 +1,206 @@
+"""Run by the tests: worlds in which ranks get unequal shares of each batch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import forking
+import torch
+import torch._dynamo
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+from paceline import train
+from paceline.spec.errors import SettingError
+
+STEPS, BATCH = 40, 32
+
+
+def numbers(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 3, dtype=torch.float64, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True) ** 2)
+
+
+class Slow(nn.Module):
+    """A network whose samples cost this rank so many seconds each, and each pass so many."""
+
+    def __init__(self, sample: Callable[[], float], fixed: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.sample, self.fixed = sample, fixed
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.fixed + self.sample() * len(inputs))
+        outputs: torch.Tensor = self.layers(inputs)
+        return outputs
+
+
+class Branches(nn.Module):
+    """Uses one of its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, inputs: torch.Tensor, step: int) -> torch.Tensor:
+        outputs: torch.Tensor = (self.other if step % 3 == 1 else self.one)(inputs)
+        return outputs
+
+
+def flat(module: nn.Module) -> list[float]:
+    return torch.cat([one.detach().flatten() for one in module.parameters()]).tolist()
+
+
+def again(session: train.Session) -> None:
+    session.progress.step = session.progress.epoch = session.progress.offset = 0
+    torch.manual_seed(2)
+
+
+def slowed(
+    session: train.Session, seconds: Callable[[], float], fixed: float = 0.0, **options: Any
+) -> dict[str, Any]:
+    """A training in which this rank's samples cost something: how fast it was, and its end."""
+    again(session)
+    network = session.place(Slow(seconds, fixed))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    model = session.prepare(network, optimizer)
+    loader = session.loader(numbers(200), BATCH, **options)
+    took: list[float] = []
+    shares: list[int] = []
+    for _ in session.epochs(loader, steps=STEPS):
+        for batch in loader:
+            began = time.perf_counter()
+            inputs, targets = batch
+            session.step(mse_loss(model(inputs), targets, reduction="none")[:, 0])
+            shares.append(batch.count)
+            took.append(time.perf_counter() - began)
+    session.verify()
+    return {"end": flat(network), "took": took, "shares": shares}
+
+
+def trained(session: train.Session, **options: Any) -> list[float]:
+    """Two epochs, the last batch of each smaller."""
+    again(session)
+    network = session.place(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
+    model = session.prepare(
+        network, torch.optim.AdamW(network.parameters(), lr=0.01), clip_norm=0.5
+    )
+    loader = session.loader(numbers(43), 12, **options)
+    means = []
+    for _ in session.epochs(loader, 2):
+        for inputs, targets in loader:
+            losses = mse_loss(model(inputs), targets, reduction="none")[:, 0]
+            session.step(losses, square=losses.detach() ** 2)
+        meter = session.meter()
+        for batch in session.shard(numbers(17), 4):
+            meter.add(batch.count, value=batch.data[1][:, 0])
+        found = meter.result()
+        means += [float(found.count), found["value"]]
+    return [*flat(network), *means]
+
+
+def partly_used(session: train.Session, **options: Any) -> list[float]:
+    again(session)
+    network = session.place(Branches())
+    model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1), unused=True)
+    loader = session.loader(numbers(24), 6, **options)
+    for _ in session.epochs(loader, 2):
+        for inputs, targets in loader:
+            step = session.progress.step
+            session.step(mse_loss(model(inputs, step), targets, reduction="none")[:, 0])
+    return flat(network)
+
+
+def two_models(folder: Path, **options: Any) -> list[float]:
+    with train.join(run_dir=folder / "two", dtype="float64", seed=5, quiet=True) as session:
+        session.leaves_group = False
+        torch.manual_seed(2)
+        models = {}
+        for name in ("one", "two"):
+            network = session.place(nn.Linear(3, 1))
+            optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+            models[name] = session.prepare(network, optimizer, name=name)
+        loader = session.loader(numbers(24), 6, **options)
+        for _ in session.epochs(loader, 2):
+            for inputs, targets in loader:
+                first = models["one"](inputs)
+                second = models["two"](inputs + first)
+                session.step(
+                    {
+                        "one": mse_loss(first, targets, reduction="none")[:, 0],
+                        "two": mse_loss(second, targets, reduction="none")[:, 0],
+                    }
+                )
+        return flat(session.models.module)
+
+
+def refused(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except SettingError as error:
+        return error.message
+    return ""
+
+
+def world(folder: Path) -> None:
+    """One rank of a world; ranks 1 and above are on another host and three times as slow."""
+    torch.set_num_threads(1)
+    slow = int(os.environ.get("RANK", "0")) > 0
+    os.environ["PACELINE_HOST"] = "n2" if slow else "n1"
+    size = int(os.environ["WORLD_SIZE"])
+    alone = size == 1
+    weights: dict[str, Any] = {} if alone else {"balance": {"n1": 3, "n2": size - 1}}
+    own = 0.0 if alone else 0.003 if slow else 0.001
+    said = io.StringIO()
+    begun = time.monotonic()
+    with (
+        contextlib.redirect_stdout(said),
+        train.join(run_dir=folder / "run", dtype="float64", seed=5) as session,
+    ):
+        auto = {"balance": "auto"}
+        found: dict[str, Any] = {
+            "auto": slowed(session, lambda: own, **auto),
+            "trained": trained(session, **weights),
+            "accumulated": trained(session, limit=2, **weights),
+            "partly used": partly_used(session, limit=3, **weights),
+            "two models": two_models(folder, limit=3, **weights),
+        }
+        if not alone:
+            twenty = 0.004 if slow else 0.0002
+            found["twenty"] = slowed(session, lambda: twenty, **auto)
+            found["dropped"] = slowed(
+                session, lambda: 0.001, 0.08 if slow else 0.0, drop_slow=True, **auto
+            )
+            found["even"] = slowed(session, lambda: own)
+            found["refused"] = [
+                refused(lambda: session.loader(numbers(9), 4, balance={"n1": 1, "n9": 1})),
+                refused(lambda: session.loader(numbers(9), 4, balance={"n1": 1})),
+                refused(lambda: session.loader(numbers(9), 1, balance="auto")),
+                refused(lambda: session.loader(numbers(9), 4, drop_slow=True)),
+                refused(lambda: trained(session, balance="quick")),
+            ]
+    found["said"], found["seconds"] = said.getvalue(), time.monotonic() - begun
+    (folder / f"{session.world.rank}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    for size in (1, 2):
+        folder = Path(sys.argv[1]) / str(size)
+        folder.mkdir()
+        forking.run_ok(size, lambda folder=folder: world(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,10 +17,15 @@ SCRIPT = str(Path(__file__).with_name("uneven.py"))
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What every rank of a world of 1 and one of 2 found."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uneven")
     ranks.run_ok(1, [SCRIPT, str(folder)], folder, timeout=120)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def worlds(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """What every rank of a world of 1 and one of 2 found."""
     return {
         size: [json.loads((folder / f"{size}/{rank}.json").read_text()) for rank in range(size)]
         for size in (1, 2)
@@ -77,3 +82,12 @@ def test_what_cannot_be_is_refused(worlds: Any) -> None:
             "--drop-slow has nothing to go by",
             "balance='quick' cannot be understood",
         ]
+
+
+def test_different_devices_may_round_differently_and_no_more(folder: Path) -> None:
+    first, second = (json.loads((folder / f"mixed-{rank}.json").read_text()) for rank in (0, 1))
+    assert first["mixed"]
+    assert first["1e-09"] == second["1e-09"]
+    for found in (first, second):
+        assert "weight differs by 0.5 of its size on rank 1" in found["0.5"]
+        assert "different kinds of devices" in found["shard"]

@@ -22,7 +22,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from paceline import train
-from paceline.spec.errors import SettingError
+from paceline.spec.errors import JobError, SettingError
+from paceline.train import start
 
 STEPS, BATCH = 40, 32
 
@@ -195,7 +196,35 @@ def world(folder: Path) -> None:
     (folder / f"{session.world.rank}.json").write_text(json.dumps(found))
 
 
+def mixed(folder: Path) -> None:
+    """One rank of a world that takes itself for one of a CPU and a GPU."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    meet = start._meet
+    start._meet = lambda kind, *rest: meet("cuda" if rank else kind, *rest)
+    with train.join(run_dir=folder / "mixed", dtype="float64", seed=5, quiet=True) as session:
+        again(session)
+        network = session.place(nn.Linear(3, 1))
+        model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        loader = session.loader(numbers(24), 6)
+        for _ in session.epochs(loader, 1):
+            for inputs, targets in loader:
+                session.step(mse_loss(model(inputs), targets, reduction="none")[:, 0])
+        found: dict[str, Any] = {"mixed": session.comms.mixed}
+        for much in (1e-9, 0.5):
+            with torch.no_grad():
+                network.weight *= 1 + much * rank
+            try:
+                session.verify()
+                found[str(much)] = flat(network)
+            except JobError as error:
+                found[str(much)] = f"{error}"
+        found["shard"] = refused(lambda: session.place(nn.Linear(3, 1), shard=True))
+    (folder / f"mixed-{rank}.json").write_text(json.dumps(found))
+
+
 def main() -> None:
+    forking.run_ok(2, lambda: mixed(Path(sys.argv[1])))
     for size in (1, 2):
         folder = Path(sys.argv[1]) / str(size)
         folder.mkdir()

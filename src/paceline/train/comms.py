@@ -32,11 +32,14 @@ class Comms:
         world: Place of this process.
         device: Device whose tensors the backend moves.
         group: Process group; ``None`` is that of the whole job.
+        mixed: The ranks compute on different kinds of devices; they talk by their CPUs then, and
+            ``device`` is that.
     """
 
     world: World
     device: torch.device
     group: dist.ProcessGroup | None = None
+    mixed: bool = False
 
     @property
     def alone(self) -> bool:
@@ -47,8 +50,9 @@ class Comms:
         if self.alone:
             return vector
         if not self._soon(vector):
-            dist.all_reduce(vector, group=self.group)
-            return vector
+            summed = vector.to(self.device) if self.mixed else vector
+            dist.all_reduce(summed, group=self.group)
+            return vector if summed is vector else vector.copy_(summed)
         first, *others = self.rows(vector)
         for one in others:
             first += one

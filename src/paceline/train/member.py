@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from paceline.spec import jobenv, rundir
+from paceline.spec.errors import SettingError
 from paceline.train import device as devices
 from paceline.train import disks, files, parallel, report, world
 from paceline.train.comms import Comms
@@ -37,11 +38,19 @@ class Member:
         comms: Collectives for small things.
     """
 
-    def __init__(self, place: world.World, device: torch.device, precision: devices.Precision,
-                 folder: Path, reporter: report.Reporter) -> None:  # fmt: skip
+    def __init__(
+        self,
+        place: world.World,
+        device: torch.device,
+        precision: devices.Precision,
+        folder: Path,
+        reporter: report.Reporter,
+        *,
+        mixed: bool = False,
+    ) -> None:
         self.world, self.device, self.precision, self.folder = place, device, precision, folder
         self.progress = Progress()
-        self.comms = Comms(place, device)
+        self.comms = Comms(place, torch.device("cpu") if mixed else device, mixed=mixed)
         self._journal = Journal(reporter, self.meter(), self.progress, place, folder)
 
     # -- what it computes with -----------------------------------------------------------
@@ -56,6 +65,12 @@ class Member:
             shard: Spreads parameters, gradients and optimizer state over the ranks (FSDP2). Make
                 the optimizer afterwards.
         """
+        if shard and self.comms.mixed:
+            raise SettingError(
+                "--shard does not go with ranks on different kinds of devices",
+                found="an accelerator and a CPU cannot put one parameter together",
+                remedy="leave --shard out, or --device cpu on all of them",
+            )
         placed = self.precision.widened(module.to(self.device))
         return parallel.sharded(placed) if shard and not self.comms.alone else placed
 
@@ -67,7 +82,7 @@ class Member:
         """Collects per-sample values and reduces them exactly over all ranks."""
         return Meter(
             self.comms.sum,
-            self.device,
+            self.comms.device,
             lambda count: 0 if self.progress.stand_in else count,
             self.comms.texts,
         )

@@ -250,7 +250,8 @@ class Pace:
     def _send(self, *, all_of_them: bool = False) -> None:
         """Sends what is known of the steps that are over."""
         # What an accelerator does of the last step is not over yet.
-        count = len(self._over) - (isinstance(self._clock, _Device) and not all_of_them)
+        late = isinstance(self._clock, _Device) or self._comms.mixed
+        count = len(self._over) - (late and not all_of_them)
         over, self._over = self._over[:count], self._over[count:]
         columns = torch.tensor([self._row(*one) for one in over], dtype=torch.float64)
         vitals = self._vitals.read() if self._vitals else [math.nan] * len(VITALS)

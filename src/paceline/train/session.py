@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import rundir
+from paceline.spec.errors import SettingError
 from paceline.train import device as devices
 from paceline.train import parallel, report, weights, world
 from paceline.train.average import Average
@@ -65,8 +66,10 @@ class Session(Member):
         log_every: int,
         check_every: int,
         reporter: report.Reporter,
+        *,
+        mixed: bool = False,
     ) -> None:
-        super().__init__(place, device, precision, folder, reporter)
+        super().__init__(place, device, precision, folder, reporter, mixed=mixed)
         self.leaves_group = True
         self._seed, self._log_every, self._check_every = seed, log_every, check_every
         self.models = Models()
@@ -129,6 +132,12 @@ class Session(Member):
             SettingError: There is no such way to communicate, or not for this model.
         """
         check_overlap(overlap)
+        if communication != "exact" and self.comms.mixed:
+            raise SettingError(
+                f"--communication {communication} needs ranks on one kind of device",
+                found="some of this job's ranks have an accelerator and others have none",
+                remedy="--communication exact, or --device cpu",
+            )
         scaler = self.precision.scaler(self.device)
         choice.check(
             communication,

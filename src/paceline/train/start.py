@@ -6,8 +6,12 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from paceline.spec import jobenv, launched, rundir
 from paceline.train import compiler, report, world
@@ -39,7 +43,8 @@ def join(
         name: For the default run directory ``runs/NAME-DATE-TIME``.
         seed: Of everything random: initial weights, order of the data, augmentation.
         device: ``auto``, ``cpu``, ``cuda`` or ``xpu``.
-        backend: ``auto``, ``gloo``, ``nccl``, ``xccl`` or ``mpi``.
+        backend: ``auto``, ``gloo``, ``nccl``, ``xccl`` or ``mpi``. Where some ranks have an
+            accelerator and others have none, ``auto`` is ``gloo``.
         dtype: ``float32``, ``float64``, ``bf16`` or ``fp16`` (the last two by autocast).
         run_dir: Where rank 0 leaves files; the launcher's choice wins.
         log_every: Global steps between two records; 0 chooses by the length of an epoch.
@@ -61,18 +66,39 @@ def join(
     chosen = devices.choose_backend(backend, target, found)
     precision = devices.precision(dtype)
     devices.settle(target, deterministic)
-    ours = place.joined and not dist.is_initialized()
+    ours, mixed = place.joined and not dist.is_initialized(), False
     if ours:
-        bound = None if target.type == "cpu" else target
-        dist.init_process_group(chosen, timeout=timeout, device_id=bound)
+        store: dict[str, Any] = {}
+        if backend in ("auto", "gloo"):
+            store, mixed = _meet(target.type, place.size, timeout)
+        if mixed:
+            chosen = devices.choose_backend("gloo", target, found)
+        bound = None if target.type == "cpu" or mixed else target
+        dist.init_process_group(chosen, timeout=timeout, device_id=bound, **store)
     world.check_planned(place, os.environ)
     devices.seed_all(seed)
     folder = _folder(name, run_dir)
     reporter = report.reporter(os.environ, place.rank, folder, quiet=quiet)
-    session = Session(place, target, precision, folder, seed, log_every, check_every, reporter)
+    often = log_every, check_every
+    session = Session(place, target, precision, folder, seed, *often, reporter, mixed=mixed)
     session.leaves_group = ours
     session.event("joined", world=place.size, device=str(target), backend=chosen)
     return session
+
+
+def _meet(kind: str, size: int, timeout: timedelta | None) -> tuple[dict[str, Any], bool]:
+    """The ranks' store, for the process group, and whether they compute on different devices."""
+    longest = timeout or default_pg_timeout
+    met = rendezvous("env://", timeout=longest)
+    store, rank, ranks = next(iter(met))
+    store.set_timeout(longest)
+    named: dict[str, Any] = {"store": PrefixStore("default_pg", store), "rank": rank}
+    notes = PrefixStore("paceline/devices", store)
+    notes.add(kind, 1)
+    if notes.add("all", 1) == size:
+        notes.set("met", "1")
+    notes.wait(["met"], longest)
+    return {**named, "world_size": ranks}, notes.add(kind, 0) < size
 
 
 def _folder(name: str, asked: str | Path | None) -> Path:

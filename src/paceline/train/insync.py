@@ -34,10 +34,15 @@ class Proof:
     Args:
         comms: All ranks must call every method.
         module: As it was given to ``session.prepare``.
+
+    Attributes:
+        apart: Between kinds of devices: how far a parameter was from rank 0's at the last proof,
+            as a part of its size.
     """
 
     def __init__(self, comms: Comms, module: nn.Module) -> None:
         self._comms, self._module = comms, module
+        self.apart = 0.0
         self._replicated = not parallel.is_sharded(module)
         self._buffers, self._stepped = checksums(module.buffers()), False
 
@@ -84,12 +89,13 @@ class Proof:
             for one, before in zip(own, former, strict=True)
         ]
         rows = self._comms.rows(torch.stack(apart))
-        if bool((rows > _NEARLY).any()):
+        self.apart = float(rows.max())
+        if not self.apart <= _NEARLY:
             hosts = self._comms.texts(self._comms.world.host)
             rank, tensor = divmod(int(rows.argmax()), len(names))
             raise JobError(
                 "the ranks no longer train the same model",
-                found=f"{names[tensor]} differs by {float(rows.max()):.1g} of its size on rank"
+                found=f"{names[tensor]} differs by {self.apart:.1g} of its size on rank"
                 f" {rank} on {hosts[rank]}, more than devices of different kinds round differently",
                 remedy="look for a training loop that calls another module than session.prepare"
                 " returned, or parameters changed outside session.step",

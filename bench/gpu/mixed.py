@@ -4,8 +4,9 @@
 
 Needs nothing but torch and this checkout: the script starts both ranks itself, by torchrun's
 variables. It says which shares the two come to and how fast the job is beside the GPU alone and
-beside even shares; that the ranks' parameters are those of one process, and how far apart the two devices' rounding took them. The
-GPU is also slowed by a millisecond a sample, so that a CPU beside it is worth something.
+beside even shares; that the ranks' parameters are those of one process; and how far apart the two
+devices' rounding took them. The GPU is also slowed by a millisecond a sample, so that a CPU beside
+it is worth something.
 ``--device cpu`` tries the script out: both ranks are then CPUs, and sleep for each sample.
 """
 
@@ -140,11 +141,12 @@ def start(options: argparse.Namespace, folder: Path, size: int) -> None:
         port = probe.getsockname()[1]
     started = []
     for number in range(size):
+        threads = 8 if number and options.device != "cpu" else 1
         environ = {
             **os.environ,
             "RANK": str(number), "WORLD_SIZE": str(size), "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "8" if number and options.device != "cpu" else "1",
+            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(threads),
         }  # fmt: skip
         argv = [sys.executable, __file__, "--device", options.device, "--steps",
                 str(options.steps), "--folder", str(folder)]  # fmt: skip

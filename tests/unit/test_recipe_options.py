@@ -61,6 +61,12 @@ def test_defaults_need_no_flags() -> None:
         (["--warm-up", "1"], "less than 1"),
         (["--ema", "1"], "less than 1"),
         (["--ema-start", "5"], "--ema 0.999"),
+        (["--balance", "n1=3,n2"], "n1=3,n2=1"),
+        (["--balance", "n1=0,n2=1"], "greater than 0"),
+        (["--balance", "n1=1,n1=2"], "n1 has a weight already"),
+        (["--balance", "quick"], "auto, even"),
+        (["--balance", "auto", "--shard"], "--shard"),
+        (["--drop-slow"], "--balance auto --drop-slow"),
     ],
 )
 def test_refusals(argv: list[str], told: str) -> None:

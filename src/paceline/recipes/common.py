@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import train
 from paceline.recipes.optimization import Batching, batching, optimizer
-from paceline.recipes.options import Options
+from paceline.recipes.options import Options, weights_of
 from paceline.train import Best
 from paceline.train.device import choose_device, look
 
@@ -56,6 +56,11 @@ def join(recipe: str, options: Options) -> train.Session:
 
 def agree_format(session: train.Session, options: Options, channels_last: bool = False) -> None:
     """Raises where ranks would compute in different formats; says what is not the default."""
+    dtypes = session.comms.texts(options.dtype) if session.comms.mixed else []
+    if set(dtypes) == {"bf16", "float32"}:  # parameters and what is exchanged are float32 in both
+        counts = " and ".join(f"{dtypes.count(one)} in {one}" for one in sorted(set(dtypes)))
+        session.say(f"ranks on different devices compute as is best for each: {counts}")
+        return
     session.agree("the precision (--no-fast keeps to --dtype)", options.dtype)
     if options.fast and (options.dtype == "bf16" or channels_last):
         layout = " with channels last" if channels_last else ""
@@ -74,6 +79,18 @@ def batch_of(session: train.Session, options: Options) -> Batching:
     )
     session.say(batch.describe())
     return batch
+
+
+class Sharing(TypedDict):
+    """How the ranks share a batch, as :meth:`train.Session.loader` takes it."""
+
+    balance: Literal["auto", "even"] | dict[str, float]
+    drop_slow: bool
+
+
+def sharing(options: Options) -> Sharing:
+    """Who computes how much of each batch."""
+    return {"balance": weights_of(options.balance), "drop_slow": options.drop_slow}
 
 
 def optimizer_of(options: Options, network: nn.Module, lr: float) -> Optimizer:
@@ -191,7 +208,8 @@ def keep_checkpoints(
         describes: What is needed to use the model of a checkpoint.
         identity: What else must be the same for a run to be resumed.
     """
-    same = {"model": options.model, "data": data, "seed": options.seed, "dtype": options.dtype}
+    dtype = session.comms.texts(options.dtype)[0]  # ranks on different devices may differ
+    same = {"model": options.model, "data": data, "seed": options.seed, "dtype": dtype}
     session.checkpoints(
         every=options.checkpoint_every,
         keep=options.keep,

@@ -53,7 +53,11 @@ def train_image(options: ImageOptions) -> None:
         held_out = Pictures(splits[data.held_out], normalise, numbers, (), size)
         batch = common.batch_of(session, options)
         loader = session.loader(
-            training, batch.global_batch, limit=batch.limit, workers=workers_of(options, training)
+            training,
+            batch.global_batch,
+            limit=batch.limit,
+            workers=workers_of(options, training),
+            **common.sharing(options),
         )
 
         shape = (len(normalise.mean), size or data.shape[1], size or data.shape[2])

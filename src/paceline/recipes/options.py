@@ -6,6 +6,7 @@ imports torch: the launcher reads and refuses options before anything starts.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,11 @@ class Options:
     --global-batch is only the one that --lr is for (0: --global-batch is divided)."""
     micro_batch: int = 0
     """Most samples that one process computes at once; more are accumulated (0: no limit)."""
+    balance: str = "even"
+    """Share of each process in a step: even, auto (in proportion to its speed, measured while
+    training), or a weight for each host, as in n1=3,n2=1."""
+    drop_slow: bool = False
+    """With --balance auto: a process without which steps are faster gets nothing to do."""
     lr: float = 1e-3
     """Highest learning rate of the schedule."""
     find_lr: bool = False
@@ -159,6 +165,7 @@ class Options:
                 f"--checkpoint-every {self.checkpoint_every}: cannot be understood",
                 remedy="500 (steps), 10m (minutes), epoch, never, or several: epoch,10m",
             )
+        check_balance(self.balance, drop_slow=self.drop_slow, shard=self.shard)
         at_least("--batch-per-process", self.batch_per_process, 0)
         at_least("--micro-batch", self.micro_batch, 0)
         at_least("--weight-decay", self.weight_decay, 0)
@@ -199,6 +206,52 @@ class Options:
                 found="the global batch is the same at any number of processes",
                 remedy="--batch-per-process N lets the batch grow, or leave --scale-lr out",
             )
+
+
+def weights_of(balance: str) -> Literal["auto", "even"] | dict[str, float]:
+    """What ``--balance`` says: ``auto``, ``even``, or weights of hosts.
+
+    Raises:
+        SettingError: Anything else, or a weight that is not greater than 0.
+    """
+    if balance == "auto":
+        return "auto"
+    if balance == "even":
+        return "even"
+    weights: dict[str, float] = {}
+    for word in balance.split(","):
+        name, _, number = (one.strip() for one in word.partition("="))
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not 0 < weight < math.inf or name in weights:
+            twice = f"{name} has a weight already" if name in weights else ""
+            raise SettingError(
+                f"--balance {balance}: cannot be understood",
+                found=twice or f"{word!r} is no host with a weight greater than 0",
+                remedy="auto, even, or a weight for each host: --balance n1=3,n2=1",
+            )
+        weights[name] = weight
+    return weights
+
+
+def check_balance(balance: str, *, drop_slow: bool, shard: bool) -> None:
+    """Raises SettingError when shares cannot be as ``--balance`` and ``--drop-slow`` say."""
+    weights_of(balance)
+    if drop_slow and balance != "auto":
+        raise SettingError(
+            "--drop-slow has nothing to go by",
+            found="only with --balance auto the ranks' speeds decide who computes what",
+            remedy="--balance auto --drop-slow, or leave it out",
+        )
+    if balance == "auto" and shard:
+        raise SettingError(
+            "--balance auto does not go with --shard",
+            found="in a sharded model ranks wait for each other in every layer, so their speeds"
+            " cannot be told apart",
+            remedy="weights of hosts, such as --balance n1=3,n2=1, or leave --shard out",
+        )
 
 
 def check_accuracy(stop_at: float) -> None:

@@ -94,7 +94,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "seed",
     ),
     "Computing": ("device", "dtype", "fast", "compile", "shard", "backend", "communication",
-                  "workers"),
+                  "balance", "drop_slow", "workers"),
     "Run directory and checkpoints": (
         "run_dir", "resume", "checkpoint_every", "keep", "when_full", "log_every", "watch",
         "watch_devices", "check_every",

@@ -51,7 +51,11 @@ def train_text(options: TextOptions) -> None:
         held_out = Texts(*data.splits[data.held_out], encoding, options.max_length)
         batch = common.batch_of(session, options)
         loader = session.loader(
-            training, batch.global_batch, limit=batch.limit, lengths=training.lengths()
+            training,
+            batch.global_batch,
+            limit=batch.limit,
+            lengths=training.lengths(),
+            **common.sharing(options),
         )
 
         network, origin = make_network(session, data, options, encoding)

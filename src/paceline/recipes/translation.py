@@ -64,7 +64,11 @@ def train_translation(options: TranslationOptions) -> None:
 
         batch = common.batch_of(session, options)
         loader = session.loader(
-            training, batch.global_batch, limit=batch.limit, lengths=training.lengths()
+            training,
+            batch.global_batch,
+            limit=batch.limit,
+            lengths=training.lengths(),
+            **common.sharing(options),
         )
 
         shape = network_shape(options, tokenizers)

@@ -97,7 +97,7 @@ class Sharing:
         Raises:
             SettingError: The models cannot be trained so.
         """
-        ranks, self._wish = self._comms.world.size, wish
+        ranks, former, self._wish = self._comms.world.size, self._wish, wish
         if self._comms.alone:
             return
         if wish == "auto":
@@ -105,13 +105,13 @@ class Sharing:
         if not self._hosts:
             self._hosts = tuple(self._comms.texts(self._comms.world.host))
         least = min(_least(models.module), max(1, global_batch // ranks))
-        shares = None if self.shares is None else apportioned(global_batch, self.shares, 0)
+        shares: Shares | None = None
         if not isinstance(wish, str):
             shares = by_host(wish, self._hosts, global_batch)
         elif wish == "auto" and self._kept:
             shares = resumed(self._kept, self._hosts, global_batch, least)
-        elif wish == "even":
-            shares = None
+        elif wish == "auto" == former and self.shares is not None:
+            shares = apportioned(global_batch, self.shares, 0)
         self._kept = {}
         if shares is not None and not drop_slow and wish == "auto" and not all(shares):
             shares = apportioned(global_batch, shares, least)

@@ -66,6 +66,7 @@ def test_defaults_need_no_flags() -> None:
         (["--balance", "n1=1,n1=2"], "n1 has a weight already"),
         (["--balance", "quick"], "auto, even"),
         (["--balance", "auto", "--shard"], "--shard"),
+        (["--balance", "auto", "--communication", "local"], "--balance even"),
         (["--drop-slow"], "--balance auto --drop-slow"),
     ],
 )

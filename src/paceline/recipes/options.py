@@ -166,6 +166,12 @@ class Options:
                 remedy="500 (steps), 10m (minutes), epoch, never, or several: epoch,10m",
             )
         check_balance(self.balance, drop_slow=self.drop_slow, shard=self.shard)
+        if self.balance != "even" and self.communication.startswith("local"):
+            raise SettingError(
+                f"--balance {self.balance} does not go with --communication {self.communication}",
+                found="ranks that step alone need samples of their own, as many as the others",
+                remedy="--balance even, or another way to communicate",
+            )
         at_least("--batch-per-process", self.batch_per_process, 0)
         at_least("--micro-batch", self.micro_batch, 0)
         at_least("--weight-decay", self.weight_decay, 0)

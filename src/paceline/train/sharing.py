@@ -100,8 +100,8 @@ class Sharing:
         ranks, former, self._wish = self._comms.world.size, self._wish, wish
         if self._comms.alone:
             return
-        if wish == "auto":
-            _refuse(models, drop_slow)
+        if wish != "even":
+            _refuse(models, wish, drop_slow)
         if not self._hosts:
             self._hosts = tuple(self._comms.texts(self._comms.world.host))
         least = min(_least(models.module), max(1, global_batch // ranks))
@@ -212,7 +212,16 @@ def _gain(advice: Advice) -> str:
     return f" (a step of {before:.3f} s becomes one of {after:.3f} s)"
 
 
-def _refuse(models: Models, drop_slow: bool) -> None:
+def _refuse(models: Models, wish: Wish, drop_slow: bool) -> None:
+    ways = [one.communication.asked.name for one in models if one.communication is not None]
+    if "local" in ways:
+        raise SettingError(
+            "--balance does not go with --communication local",
+            found="ranks that step alone need samples of their own, as many as the others",
+            remedy="--balance even, or another way to communicate",
+        )
+    if wish != "auto":
+        return
     if parallel.is_sharded(models.module):
         raise SettingError(
             "--balance auto does not go with --shard",

@@ -117,6 +117,8 @@ class Comms:
             return
         # As bytes: backends do not know every type.
         flat = [one.contiguous().reshape(-1).view(torch.uint8) for one in filled]
+        if self.mixed:
+            flat = [one.to(self.device) for one in flat]
         if sum(map(len, flat)) > _PIECE and _over_gloo(self):
             self._along(_pieces(flat, _PIECE), source)
         else:

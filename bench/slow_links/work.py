@@ -181,7 +181,7 @@ def tasks(text: np.ndarray[Any, Any], pictures: Mapping[str, Any], tiny: bool) -
             windows(Bytes, context),
             fixed(Bytes, context, held),
             adamw,
-            (1e-3, 2e-3, 4e-3),
+            (5e-4, 1e-3, 2e-3),
         ),
         "cnn": Task(
             lambda: convolutions(4, 16) if tiny else convolutions(32, 160),
@@ -189,7 +189,7 @@ def tasks(text: np.ndarray[Any, Any], pictures: Mapping[str, Any], tiny: bool) -
             drawn,
             Pictures(pictures["held_pixels"], pictures["held_labels"], held_pictures),
             sgd,
-            (0.02, 0.05, 0.1),
+            (0.01, 0.02, 0.04),
         ),
         "translation": Task(
             lambda: Transformer(shape),
@@ -229,8 +229,8 @@ class Job:
 
 
 def schedule(step: int, horizon: int) -> float:
-    """Rises over a twentieth, falls to a fifth, and stays there: later steps still learn."""
-    rise = max(1, horizon // 20)
+    """Rises over a tenth, falls to a fifth, and stays there: later steps still learn."""
+    rise = max(1, horizon // 10)
     return min((step + 1) / rise, max(0.2, 1 - 0.8 * (step - rise) / max(1, horizon - rise)))
 
 

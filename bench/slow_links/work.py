@@ -360,8 +360,7 @@ def ours(job: Job, task: Task, network: nn.Module, interface: str, folder: Path)
     optimizer = task.optimizer(network.parameters(), job.lr)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: schedule(s, job.horizon))
     name = job.method.removeprefix("ours ")
-    asked = {} if name == "as before" else {"communication": name}
-    model = session.prepare(network, optimizer, scheduler, **asked)  # type: ignore[arg-type]
+    model = session.prepare(network, optimizer, scheduler, communication=name, overlap="auto")
     size = session.world.size
     data = task.train(job.seed, job.steps * task.share * size)
     loader = session.loader(data, task.share * size, shuffle=False)

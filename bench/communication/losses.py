@@ -32,9 +32,9 @@ LENGTH = 64
 
 
 class Model(nn.Module):
-    """A causal transformer over bytes; 0.3 million parameters."""
+    """A causal transformer over bytes; 0.15 million parameters."""
 
-    def __init__(self, width: int = 96, layers: int = 2, heads: int = 4) -> None:
+    def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
         self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
         self.layers = nn.ModuleList(
@@ -112,10 +112,12 @@ def main() -> None:
             for way in given.ways.split(","):
                 with tempfile.TemporaryDirectory() as made:
                     folder = Path(made)
-                    forking.run_ok(
+                    begun = forking.start(
                         given.ranks,
                         lambda: trained(folder, way, rate, seed, given.steps, text),  # noqa: B023
                     )
+                    statuses = forking.finish(begun, timeout=3600)
+                    assert not any(statuses), statuses
                     loss = json.loads((folder / "loss.json").read_text())
                 found.setdefault((way, rate), []).append(loss)
                 print(f"{way:12} rate {rate:g} seed {seed}: {loss:.4f} nats", flush=True)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from paceline.train.communication.codes import BLOCK, Code
+from paceline.train.communication.codes import BLOCK, Code, parts
 from paceline.train.communication.kept import Kept, same
 from paceline.train.communication.wire import Wire
 from paceline.train.exchange import Bucket, Line
@@ -76,7 +76,8 @@ class Coded:
             small = self._directly(work, small, layout)
         else:
             small = self._by_owners(work, small, layout)
-        flat.copy_(work[: flat.numel()])
+        for part in parts(flat):
+            flat[part].copy_(work[: flat.numel()][part])
         flat[layout.small] = small
 
     def _layout(self, bucket: Bucket) -> _Layout:
@@ -96,18 +97,21 @@ class Coded:
         """What this rank has to say, with nothing where small parameters are."""
         pieces = self._wire.ranks if self._wire.ranks > 2 else 1
         work = self._buffer("work", pieces * layout.length, torch.float32, flat.device)
-        work[: flat.numel()].copy_(flat)
         work[flat.numel() :] = 0
+        for part in parts(flat):
+            work[: flat.numel()][part].copy_(flat[part])
         work[layout.small] = 0
-        return work if layout.kept is None else work.add_(layout.kept)
+        if layout.kept is not None:
+            for part in parts(work):
+                work[part].add_(layout.kept[part])
+        return work
 
     def _directly(self, work: Tensor, small: Tensor, layout: _Layout) -> Tensor:
         """Both say all they have, and compute the mean of what was said."""
         size = self.up.size(len(work))
         message = self._message("message", size, small, layout)
         self.up.encode(work, message[:size], keep=self.feedback)
-        if layout.kept is not None:
-            layout.kept.copy_(work)
+        self._keep(work, layout)
         message[size:].view(small.dtype)[: len(small)] = small
         rows = self._wire.share(message)
         for number, row in enumerate(rows):
@@ -135,14 +139,18 @@ class Coded:
         down = self.down.size(layout.length)
         message = self._message("message", down, small, layout)
         self.down.encode(own, message[:down], keep=self.feedback)
-        if layout.kept is not None:  # an owner's rest is one of the mean
-            own.mul_(wire.ranks)
-            layout.kept.copy_(work)
+        own.mul_(wire.ranks)  # an owner's rest is one of the mean
+        self._keep(work, layout)
         message[down:].view(small.dtype).copy_(small_mean)
         rows = wire.share(message)
         for piece, row in zip(pieces, rows, strict=True):
             self.down.decode(row[:down], piece)
         return rows[:, down:].contiguous().view(small.dtype).reshape(-1)[: len(small)]
+
+    def _keep(self, work: Tensor, layout: _Layout) -> None:
+        if layout.kept is not None:
+            for part in parts(work):
+                layout.kept[part].copy_(work[part])
 
     def _message(
         self, use: str, size: int, small: Tensor, layout: _Layout, rows: int = 0

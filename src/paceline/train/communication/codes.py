@@ -8,6 +8,7 @@ computing the gradients that come next.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +17,8 @@ from torch import Tensor
 
 BLOCK = 256
 """Numbers that share a scale; messages hold whole blocks."""
-_ROWS = 128  # blocks at once on a CPU
+_ROWS = 120  # blocks at once on a CPU: torch divides 32,768 elements among threads
+_WHOLE = 1.5 * 2**23  # float32 has no fractions there; torch's round() divides 2,048 elements
 _LEAST = 1e-30  # a scale, so that blocks of zeros divide by something
 
 
@@ -44,9 +46,15 @@ class Code(Protocol):
         """
 
 
+def parts(tensor: Tensor) -> Iterator[slice]:
+    """Pieces of a flat tensor that are worked on at once."""
+    step = _at_once(tensor) * BLOCK
+    return (slice(start, start + step) for start in range(0, len(tensor), step))
+
+
 def _at_once(values: Tensor) -> int:
     """Blocks to be worked on together."""
-    return _ROWS if values.device.type == "cpu" else max(1, values.numel() // BLOCK)
+    return _ROWS if values.device.type == "cpu" else max(1, -(-values.numel() // BLOCK))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,7 @@ class Scaled:
             scale = scale.clamp_(min=_LEAST).div_(self.top)
             torch.mul(part, scale.reciprocal(), out=said)
             if self.kind == torch.int8:
-                said.round_()
+                said.add_(_WHOLE).sub_(_WHOLE)
             scales[start : start + step] = scale
             self._store(said, codes[start : start + step])
             if keep:
@@ -150,18 +158,20 @@ class Plain:
 
     def encode(self, values: Tensor, message: Tensor, *, keep: bool) -> None:
         codes = message.view(self.kind)
-        codes.copy_(values)
-        if keep:
-            values.sub_(codes).nan_to_num_(0.0, 0.0, 0.0)
+        for part in parts(values):
+            codes[part].copy_(values[part])
+            if keep:
+                values[part].sub_(codes[part]).nan_to_num_(0.0, 0.0, 0.0)
 
     def decode(
         self, message: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
     ) -> None:
         codes = message[: self.size(out.numel())].view(self.kind)
-        if add:
-            out.add_(codes, alpha=weight)
-        else:
-            torch.mul(codes, weight, out=out)
+        for part in parts(out):
+            if add:
+                out[part].add_(codes[part].float().mul_(weight))
+            else:
+                torch.mul(codes[part], weight, out=out[part])
 
 
 FP16: Code = Scaled(torch.float16, 2.0**15)

@@ -1,0 +1,105 @@
+"""What it costs to note where the time of each step goes: the same training with and without.
+
+    python bench/overhead/pace.py [--ranks 2] [--rounds 40]
+
+Chunks of steps with notes and looks, and without any, take turns in the same processes, so that a
+busy machine hurts both alike. For a few lengths of step: the medians, and of the ratio of
+neighbours the median and the quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import socket
+import statistics
+import sys
+import tempfile
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+CHUNK = 40  # steps
+ROWS = (8, 64, 256)  # of a rank's batch: steps of different length
+
+
+def rank(number: int, size: int, port: int, folder: str, rounds: int) -> None:
+    """One rank's part."""
+    os.environ.update(
+        RANK=str(number), WORLD_SIZE=str(size), LOCAL_RANK=str(number), LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) >= 2 * size:
+        os.sched_setaffinity(0, cpus[2 * number : 2 * number + 2])
+    torch.set_num_threads(1)
+    from paceline import train
+
+    session = train.join(run_dir=folder, quiet=True, device="cpu", log_every=10**6)
+    session.say = session._journal.say = lambda text: None  # type: ignore[method-assign]
+    for rows in ROWS:
+        taken = measured(session, rows, rounds)
+        if number == 0:
+            ratios = [one / two for one, two in zip(taken[True], taken[False], strict=True)]
+            low, middle, high = statistics.quantiles(ratios)
+            with_, without = (statistics.median(taken[one]) / CHUNK * 1e3 for one in (True, False))
+            print(
+                f"| {without:.2f} | {with_:.2f} | {middle:.4f} | {low:.4f} to {high:.4f} |",
+                flush=True,
+            )
+    session.close()
+
+
+def measured(session: object, rows: int, rounds: int) -> dict[bool, list[float]]:
+    """Seconds of each chunk, with notes and without."""
+    assert hasattr(session, "prepare")
+    network = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=1e-4))
+    total = rows * session.world.size
+    data = TensorDataset(torch.randn(total * CHUNK, 512))
+    loader, clock = session.loader(data, total, workers=0), session._pace._clock
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(2 * rounds + 2):
+        noted = (number % 2 == 0) ^ (number % 4 >= 2)
+        session._pace._clock = clock if noted else None
+        progress = session.progress
+        progress.step = progress.epoch = progress.offset = 0
+        session.comms.barrier()
+        begun = time.perf_counter()
+        for _ in session.epochs(loader, steps=CHUNK):
+            for (inputs,) in loader:
+                session.step(model(inputs).square().mean(dim=1))
+        if number > 1:
+            found[noted].append(time.perf_counter() - begun)
+    session._pace._clock = clock
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=40)
+    typed = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    print(f"{platform.platform()}, {os.cpu_count()} CPUs, torch {torch.__version__},"
+          f" {typed.ranks} ranks\n\n| ms/step without | with | ratio | quartiles |\n"
+          "|---|---|---|---|", flush=True)  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        pids = []
+        for number in range(typed.ranks):
+            if not (pid := os.fork()):
+                rank(number, typed.ranks, port, folder, typed.rounds)
+                os._exit(0)
+            pids.append(pid)
+        ended = [os.waitpid(pid, 0)[1] for pid in pids]
+    sys.exit(int(any(ended)))
+
+
+if __name__ == "__main__":
+    main()

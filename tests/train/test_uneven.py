@@ -91,3 +91,13 @@ def test_different_devices_may_round_differently_and_no_more(folder: Path) -> No
     for found in (first, second):
         assert "weight differs by 0.5 of its size on rank 1" in found["0.5"]
         assert "different kinds of devices" in found["shard"]
+
+
+def test_a_resumed_run_goes_on_with_its_shares_to_the_same_bits(folder: Path) -> None:
+    for rank in (0, 1):
+        found = json.loads((folder / f"resumed-{rank}.json").read_text())
+        whole, rest = found["whole"], found["rest"]
+        assert rest["steps"] == 4
+        assert rest["shares"] == whole["shares"]
+        assert rest["end"] == whole["end"]
+        assert (rest["shares"][0] > 16) == (rank == 0)

@@ -196,6 +196,32 @@ def world(folder: Path) -> None:
     (folder / f"{session.world.rank}.json").write_text(json.dumps(found))
 
 
+def resumed(folder: Path) -> None:
+    """One rank of a world that trains 16 steps, and again the last four of them."""
+    torch.set_num_threads(1)
+    slow = int(os.environ["RANK"])
+    os.environ["PACELINE_HOST"] = "n2" if slow else "n1"
+    found: dict[str, Any] = {}
+    for name in ("whole", "rest"):
+        with train.join(run_dir=folder / name, dtype="float64", seed=5, quiet=True) as session:
+            session.leaves_group = False
+            torch.manual_seed(2)
+            network = session.place(Slow(lambda: 0.006 if slow else 0.002))
+            model = session.prepare(network, torch.optim.AdamW(network.parameters(), lr=0.01))
+            loader = session.loader(numbers(200), BATCH, balance="auto")
+            session.checkpoints(
+                every="12", resume=str(folder / "whole/checkpoints/12") if found else "never"
+            )
+            shares = []
+            for _ in session.epochs(loader, steps=16):
+                for batch in loader:
+                    inputs, targets = batch
+                    session.step(mse_loss(model(inputs), targets, reduction="none")[:, 0])
+                    shares.append(batch.count)
+            found[name] = {"shares": shares[-4:], "steps": len(shares), "end": flat(network)}
+    (folder / f"resumed-{slow}.json").write_text(json.dumps(found))
+
+
 def mixed(folder: Path) -> None:
     """One rank of a world that takes itself for one of a CPU and a GPU."""
     torch.set_num_threads(1)
@@ -225,6 +251,7 @@ def mixed(folder: Path) -> None:
 
 def main() -> None:
     forking.run_ok(2, lambda: mixed(Path(sys.argv[1])))
+    forking.run_ok(2, lambda: resumed(Path(sys.argv[1])))
     for size in (1, 2):
         folder = Path(sys.argv[1]) / str(size)
         folder.mkdir()

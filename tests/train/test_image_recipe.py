@@ -69,7 +69,7 @@ def test_run_directory(trained: Path) -> None:
     assert json.loads((trained / "config.json").read_text())["options"]["data"] == "digits"
     records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert len({(one["split"], one["step"]) for one in records}) == len(records)
-    assert {one["split"] for one in records} == {"train", "test"}
+    assert {one["split"] for one in records} - {"pace"} == {"train", "test"}  # where its time went
     seen = sum(one["samples"] for one in records if one["split"] == "train")
     assert seen == 15 * 1347
 

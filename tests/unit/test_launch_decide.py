@@ -254,6 +254,16 @@ def test_ours_yield_to_a_hosts() -> None:
     assert env["NCCL_SOCKET_IFNAME"].value == "=eth0"
 
 
+@pytest.mark.parametrize(
+    ("said", "threads"), [("1", "1"), ("64", "4"), ("0", "4"), ("many", "4"), ("", "4"), ("²", "4")]
+)
+def test_no_more_threads_than_the_hosts_environment_allows(said: str, threads: str) -> None:
+    there = facts() | {"environment": {"OMP_NUM_THREADS": said}}
+    assert decide.node_env(job(), ODD, there, 1, None)["OMP_NUM_THREADS"].value == threads
+    hidden = job(environment=Environment(unset=("OMP_NUM_THREADS",)))
+    assert decide.node_env(hidden, ODD, there, 1, None)["OMP_NUM_THREADS"].value == "4"
+
+
 def test_other_launchers_words_for_a_place_yield_to_the_users() -> None:
     mine = Environment({"PMI_RANK": "7"})
     made = replace(plan(job(environment=mine)), dialects=MPI_DIALECTS)

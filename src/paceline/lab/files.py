@@ -54,7 +54,13 @@ def environment(plan: LabPlan, host: HostPlan) -> dict[str, str]:
         "SHELL": plan.around.shell,
         "PATH": search_path(host),
         "PACELINE_LAB": plan.options.name,
+        "OMP_NUM_THREADS": threads(plan),
     }
+
+
+def threads(plan: LabPlan) -> str:
+    """A host's part of the CPUs, which every host takes for its own."""
+    return str(max(1, plan.around.cpus // len(plan.hosts)))
 
 
 def hostfile(plan: LabPlan) -> str:
@@ -189,8 +195,10 @@ def sshd_config(plan: LabPlan, layout: Layout, host: HostPlan) -> str:
         "Subsystem sftp internal-sftp",
         "LogLevel INFO",
     ]
+    variables = [f"OMP_NUM_THREADS={threads(plan)}"]
     if host.name in plan.options.python:
-        lines.append(f'SetEnv "PATH={search_path(host)}"')
+        variables.append(f"PATH={search_path(host)}")
+    lines.append(" ".join(["SetEnv", *(f'"{one}"' for one in variables)]))
     return "\n".join(lines) + "\n"
 
 
@@ -217,6 +225,7 @@ def surroundings(share: Sequence[str] = ()) -> Surroundings:
         gid=user.pw_gid,
         user=user.pw_name,
         shell=_shell(user),
+        cpus=len(os.sched_getaffinity(0)),
     )
 
 

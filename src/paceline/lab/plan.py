@@ -113,6 +113,7 @@ class Surroundings:
         python: The running interpreter, as it was called (not resolved through links).
         shared: Folders that every host must see even where it has a private parent folder.
         uid, gid, user, shell: Who logs in.
+        cpus: How many all hosts share.
     """
 
     python: str
@@ -121,6 +122,7 @@ class Surroundings:
     gid: int
     user: str
     shell: str
+    cpus: int = 1
 
 
 @dataclass(frozen=True)

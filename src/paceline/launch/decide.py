@@ -240,9 +240,8 @@ def node_env(job: Job, host: Host, facts: Facts, processes: int,
         network: Its address and interface; ``None`` leaves those variables out (they are not
             needed yet when the fork server starts).
     """
-    threads = affinity.threads(facts, processes, bind(job, host, facts, processes))
     env = {
-        "OMP_NUM_THREADS": Setting(str(threads), Source.FOUND, "cores a rank"),
+        "OMP_NUM_THREADS": threads_of(job, host, facts, processes),
         # torch's own launcher sets it: a failed NCCL collective ends the process
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": Setting("1", Source.DEFAULT),
     }
@@ -269,6 +268,17 @@ def node_env(job: Job, host: Host, facts: Facts, processes: int,
         if yields or name not in everywhere
     }
     return {name: setting for name, setting in env.items() if name not in chosen} | own
+
+
+def threads_of(job: Job, host: Host, facts: Facts, processes: int) -> Setting[str]:
+    """One for each of a rank's cores, but no more than the node's own environment allows."""
+    found = affinity.threads(facts, processes, bind(job, host, facts, processes))
+    said = (facts.get("environment") or {}).get("OMP_NUM_THREADS", "")
+    if "OMP_NUM_THREADS" in job.environment.unset or not said.isascii() or not said.isdigit():
+        return Setting(str(found), Source.FOUND, "cores a rank")
+    if not 0 < int(said) < found:
+        return Setting(str(found), Source.FOUND, "cores a rank")
+    return Setting(said, Source.FOUND, "the host's own environment")
 
 
 def oneccl(bound: affinity.Binding, network: NodeNetwork | None) -> dict[str, str]:

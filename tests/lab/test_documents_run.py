@@ -58,7 +58,7 @@ SHORTER = [
     (r"paceline train translation", f"--steps 2 --model tiny --score-every 1000 {FEW}"),
     (r"paceline train .* --find-lr", ""),  # its own hundred steps
     (r"paceline train ", "--steps 2"),
-    (r"paceline run my_text.py", "--epochs 1"),
+    (r"paceline run my_text.py", "--epochs 1 --data reviews.csv"),
     (r"paceline bench collectives", "-e 64K -n 2"),
     (r"paceline check (?!.*--quick)", "--no-trial"),
     (r"paceline benchmark ", "--iterations 3 --warm-up 1"),

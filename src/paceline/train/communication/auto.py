@@ -23,8 +23,8 @@ from paceline.train.communication.wire import Wire
 from paceline.train.exchange import Exchange
 from paceline.train.pace import PARTS, Look
 
-_FIRST = 3  # steps that do not count: memory, caches and buckets are new
-_STEPS = 5  # that do
+_FIRST = 2  # steps that do not count: memory, caches and buckets are new
+_STEPS, _SOON = 5, 3  # that do, and before the first choice: until then all bytes are sent
 _LONG, _LARGE = 0.1, 1 << 24  # seconds or bytes of a probe that says how quick the line is
 _SAMPLE = 1 << 20  # elements that are coded for a measurement
 _CHANGED = 0.15  # part of a step by which moving bytes differs from before: worth a look
@@ -68,7 +68,7 @@ class Auto:
         fresh = look.seconds[:, own >= self._since + _FIRST]
         last = int(own[-1]) + 1
         self._seen += list(fresh.unbind(1))
-        if len(self._seen) < _STEPS:
+        if len(self._seen) < (_SOON if self.choice is None else _STEPS):
             return ""
         steps, self._seen = torch.stack(self._seen, dim=1), []
         if self.choice is not None and not self._due(steps, last):

@@ -50,21 +50,22 @@ def _tell_launcher(error: PacelineError) -> bool:
     return False
 
 
-def library(name: str, purpose: str) -> Any:
+def library(name: str, purpose: str, remedy: str = "pip install 'paceline[recipes]'") -> Any:
     """The imported library.
 
     Args:
         name: As imported.
         purpose: What it is for, as in "BLEU is computed".
+        remedy: How it is installed.
 
     Raises:
         SettingError: It is not installed, or cannot be imported.
     """
     try:
         return importlib.import_module(name)
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # a library for another torch raises the second
         raise SettingError(
             f"{purpose} with the library `{name}`",
             found=f"it cannot be imported: {error}",
-            remedy="pip install 'paceline[recipes]'",
+            remedy=remedy,
         ) from None

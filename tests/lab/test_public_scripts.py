@@ -5,12 +5,17 @@ And Accelerate's own launcher, by the files that `paceline setup accelerate` wri
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from launches import SOURCE
+from safetensors.torch import load_file
+from transports import PARTS, missing
 
 from paceline.lab import Lab, LabOptions
 
@@ -75,3 +80,43 @@ def launch_by_files(lab: Lab, folder: Path, where: list[str]) -> list[str]:
     found = sorted(line for text in said for line in text.splitlines() if " saw " in line)
     assert found, said
     return found
+
+
+# In a process of its own, for torchvision is not in the tests' environment
+TORCHVISION = """
+import json, sys
+from pathlib import Path
+import torch
+from torchvision import models
+from paceline.recipes import image
+from paceline.recipes.published import torch_file
+from paceline.recipes.use import evaluate
+
+name = "mobilenet_v3_small"
+file = torch_file(models.get_model_weights(name).DEFAULT.url.rpartition("/")[2])
+file.parent.mkdir(parents=True)
+torch.save(models.get_model(name).state_dict(), file)
+flags = ["--run-dir=run", "--image-size=32", "--steps=2", "--offline", "--device=cpu", "--no-fast",
+         "--test-fraction=0.05"]
+assert image.main([*flags, f"--model=torchvision/{name}", "--add-layers", "8"]) == 0
+assert evaluate.main(["--run=run", "--device=cpu"]) == 0
+"""
+
+
+def test_a_model_of_torchvision_is_trained_further(tmp_path: Path) -> None:
+    """With weights of ours in the published file; the backbone stays, bit for bit."""
+    if not (PARTS / "torchvision").is_dir():
+        missing("torchvision is not installed")
+    here = Path(__file__).parent
+    libraries = [here / "cpu_torchvision", PARTS / "torchvision", SOURCE]
+    env = {**os.environ, "PYTHONPATH": ":".join(map(str, libraries)), "XDG_CACHE_HOME": "cache"}
+    done = subprocess.run([sys.executable, "-c", TORCHVISION], cwd=tmp_path, env=env,
+                          capture_output=True, text=True, timeout=100, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "weights of torchvision/mobilenet_v3_small with a new head; the backbone" in done.stdout
+    (file,) = (tmp_path / "cache").rglob("mobilenet*.pth")
+    before = torch.load(file, weights_only=True)
+    after = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    backbone = {name: tensor for name, tensor in before.items() if f"model.{name}" in after}
+    assert len(backbone) == len(before) - 2  # the last layer's weight and bias
+    assert all(torch.equal(after[f"model.{name}"], backbone[name]) for name in backbone)

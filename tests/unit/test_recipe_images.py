@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -373,6 +374,14 @@ def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     with pytest.raises(DataError, match="cannot be written"):
         hub.fetched("x", lambda: None)
+
+
+def test_without_torchvision_its_models_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    assert train(tmp_path, "--model=torchvision/vit_b_16") == 2
+    assert "pip install torchvision" in capsys.readouterr().err
 
 
 # -- data ----------------------------------------------------------------------------------

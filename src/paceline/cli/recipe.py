@@ -28,7 +28,8 @@ def listing(kind: str | None, only: str | None, as_json: bool) -> None:
     """List recipes, models, data sets, augmentations and presets by name.
 
     With the models come pretrained ones: much used ones that others publish, those in the caches,
-    and those in runs/. Any other classifier of Hugging Face is named by its id, or a local folder.
+    and those in runs/. Any other classifier of Hugging Face is named by its id, or a local folder;
+    of torchvision by torchvision/NAME.
     """
     found = [one for one in catalogue() if kind in (None, one.kind) and only in (None, one.recipe)]
     weights = [

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from paceline import train
 from paceline.program import guarded
-from paceline.recipes import common, parse_options, pretrained
+from paceline.recipes import common, parse_options, pretrained, torchvision_models
 from paceline.recipes.data.images import ImageData, Request, load
 from paceline.recipes.heads import add_layers
 from paceline.recipes.networks import MODELS, backbone, describe_network, hub_images
@@ -164,6 +164,11 @@ def make_network(
 ) -> tuple[nn.Module, Origin]:
     """The network that the options name, with the weights from which it starts."""
     network: nn.Module
+    if options.model.startswith(torchvision_models.PREFIX):
+        given = options.model, classes, options.offline, options.from_scratch
+        network, origin = session.together(lambda: torchvision_models.load(*given))
+        add_layers(network, backbone(network), options.add_layers)
+        return network, origin
     if options.model not in MODELS:
         wanted = pretrained.HubModel("image", options.model, options.offline, options.from_scratch)
         model, origin = session.together(lambda: pretrained.load_model(wanted, classes))

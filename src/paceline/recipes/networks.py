@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from paceline.recipes import pretrained
+from paceline.recipes import pretrained, torchvision_models
 from paceline.recipes.heads import add_layers
 from paceline.recipes.transformer import Embedding, EncoderLayer
 from paceline.recipes.transformer import Shape as Sizes
@@ -194,6 +194,8 @@ def backbone(network: nn.Module) -> Sequence[nn.Module]:
     """The parts of a network without its head."""
     if isinstance(network, HubImages):
         return pretrained.backbone_of(network.model)
+    if isinstance(network, torchvision_models.TorchvisionImages):
+        return [network.model]
     children = list(network.children())
     return children[:-1]
 
@@ -209,6 +211,8 @@ def describe_network(network: nn.Module, name: str, layers: Sequence[int]) -> di
     if isinstance(network, HubImages):
         config = pretrained.description(network.model)
         return {"kind": "hub", "config": config, "layers": [*layers]}
+    if isinstance(network, torchvision_models.TorchvisionImages):
+        return {**network.describe(), "layers": [*layers]}
     return {"kind": name, "layers": [*layers]}
 
 
@@ -216,6 +220,8 @@ def rebuilt_images(description: dict[str, Any], shape: Shape, classes: int) -> n
     """The network that a run's ``config.json`` describes, with initial weights."""
     if description["kind"] == "hub":
         network: nn.Module = hub_images(pretrained.rebuilt("image", description["config"]))
+    elif description["kind"] == "torchvision":
+        network = torchvision_models.rebuilt(description, classes)
     else:
         network = MODELS[description["kind"]](shape, classes)
     add_layers(network, backbone(network), description.get("layers", ()))

@@ -348,8 +348,8 @@ class ImageOptions(Options):
     preset: str = ""
     """Settings to start from: imagenet or imagenet-example; what else is typed changes them."""
     model: str = "cnn"
-    """cnn, resnet18, resnet34, resnet50, or any image classifier of Hugging Face by id or
-    folder."""
+    """cnn, resnet18, resnet34, resnet50, torchvision/NAME, or any image classifier of Hugging Face
+    by id or folder."""
     weights: str = ""
     """Start from these weights: a run directory, a safetensors or a .pth file (cnn, resnets), or
     imagenet (resnets; torchvision's). Of a run its image size and normalisation are taken, too."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, interpolate
 
-from paceline.recipes import pretrained
+from paceline.recipes import pretrained, torchvision_models
 from paceline.recipes.data.images import InMemory, Part, Photos, Split
 from paceline.recipes.data.photos import AREA, ASPECT, NUMBERS
 from paceline.recipes.options import IMAGE_MODELS, ImageOptions
@@ -61,7 +61,9 @@ class Inputs:
 def inputs(options: ImageOptions) -> Inputs:
     """What the options, and the model that they name, ask for."""
     found: Mapping[str, Any] = {}
-    if options.model not in IMAGE_MODELS:
+    if options.model.startswith(torchvision_models.PREFIX):
+        found = torchvision_models.preprocessing(options.model)
+    elif options.model not in IMAGE_MODELS:
         wanted = pretrained.HubModel("image", options.model, options.offline)
         found = pretrained.load_preprocessing(wanted)
     elif options.weights:

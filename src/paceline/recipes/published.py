@@ -18,6 +18,13 @@ from paceline.spec import rundir
 IMAGENET = "imagenet"
 """As in ``--weights imagenet``."""
 TORCHVISION = "https://download.pytorch.org/models/"
+_FILES_OF_TORCHVISION = {
+    "torchvision/mobilenet_v3_large": "mobilenet_v3_large-5c1a4163.pth",
+    "torchvision/efficientnet_b0": "efficientnet_b0_rwightman-7f5810bc.pth",
+    "torchvision/efficientnet_v2_s": "efficientnet_v2_s-dd5fe13b.pth",
+    "torchvision/convnext_tiny": "convnext_tiny-983f1562.pth",
+    "torchvision/vit_b_16": "vit_b_16-c867db91.pth",
+}
 FILES = {
     "resnet18": "resnet18-f37072fd.pth",
     "resnet34": "resnet34-b627a593.pth",
@@ -88,11 +95,29 @@ def _torchvision(name: str, millions: float) -> Pretrained:
     )
 
 
+def _of_torchvision(name: str, millions: float, size: int) -> Pretrained:
+    whole = f"torchvision/{name}"
+    return Pretrained(
+        whole, "image", f"--model {whole}", "torchvision", millions, round(4 * millions), size,
+        "BSD-3-Clause", ("torchvision",),
+    )  # fmt: skip
+
+
 APACHE = "Apache-2.0"
 KNOWN = (
     _torchvision("resnet18", 11.7),
     _torchvision("resnet34", 21.8),
     _torchvision("resnet50", 25.6),
+    *(
+        _of_torchvision(name, millions, size)
+        for name, millions, size in (
+            ("mobilenet_v3_large", 5.5, 224),
+            ("efficientnet_b0", 5.3, 224),
+            ("efficientnet_v2_s", 21.5, 384),
+            ("convnext_tiny", 28.6, 224),
+            ("vit_b_16", 86.6, 224),
+        )
+    ),
     _hub("image", "microsoft/resnet-18", 11.7, 224, APACHE),
     _hub("image", "microsoft/resnet-50", 25.6, 224, APACHE),
     _hub("image", "google/vit-base-patch16-224", 86.6, 224, APACHE),
@@ -106,7 +131,7 @@ KNOWN = (
     _hub("text", "google-bert/bert-base-uncased", 109.5, 0, APACHE),
     _hub("text", "FacebookAI/roberta-base", 124.6, 0, "MIT"),
 )
-"""Some that are much used; any other classifier of the hub has the same form."""
+"""Some that are much used; other classifiers of the hub and of torchvision have the same form."""
 
 
 def torch_file(name: str) -> Path:
@@ -141,7 +166,7 @@ def pretrained(runs: Path = Path(rundir.DEFAULT_PARENT)) -> list[Pretrained]:
 def _state(one: Pretrained, cached: Mapping[str, str]) -> str:
     missing = [name for name in one.needs if importlib.util.find_spec(name) is None]
     if one.source == "torchvision":
-        here = torch_file(FILES[one.name]).is_file()
+        here = torch_file((FILES | _FILES_OF_TORCHVISION)[one.name]).is_file()
     else:
         here = one.name in cached or Path(one.name).is_dir()
     where = "on this disk" if here else f"{one.megabytes} MB to be downloaded"

@@ -149,6 +149,9 @@ class Pace:
             self._clock = None
         if isinstance(model, Replica) and self._clock is not None:
             model.mark = self._clock.mark
+        # What an accelerator does of the last step is not over yet; all ranks send as many steps.
+        there = float(isinstance(self._clock, _Device))
+        self._behind = bool(comms.most(torch.tensor([there]))[0] if self._ddp else there)
         self.rate, self.most = Rate(), _MOST
         self._each, self._every = _EVERY, 1  # steps between two looks; each so-manieth is noted
         self._stills: list[tuple[Any, Any]] = []

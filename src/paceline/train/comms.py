@@ -18,9 +18,9 @@ from paceline.train.world import World
 
 T = TypeVar("T")
 
-_PIECE = 1 << 20  # bytes of a message of a chain
+_PIECE = 1 << 20  # bytes of a message of a chain, at most
+_MANY = 64  # of them: the last rank has all when the first could, and a few pieces later
 _UNDER_WAY = 4  # messages
-_SOON = 1 << 19  # bytes that a rank sends in all
 _LARGEST = 1 << 28  # bytes of a message that is sent at once
 
 
@@ -49,19 +49,14 @@ class Comms:
         """The element-wise sum over all ranks, in place; the same bits on every rank."""
         if self.alone:
             return vector
-        if not self._soon(vector):
-            summed = vector.to(self.device) if self.mixed else vector
-            dist.all_reduce(summed, group=self.group)
-            return vector if summed is vector else vector.copy_(summed)
-        first, *others = self.rows(vector)
-        for one in others:
-            first += one
-        return vector.copy_(first)
+        summed = vector.to(self.device) if self.mixed else vector
+        dist.all_reduce(summed, group=self.group)
+        return vector if summed is vector else vector.copy_(summed)
 
     def most(self, vector: Tensor) -> list[float]:
         """The element-wise maximum over all ranks."""
-        if self.alone or self._soon(vector):
-            return [float(one) for one in self.rows(vector).amax(dim=0)]
+        if self.alone:
+            return [float(one) for one in vector]
         mine = vector.to(self.device)
         dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.group)
         return [float(one) for one in mine.cpu()]
@@ -71,22 +66,9 @@ class Comms:
         if self.alone:
             return vector.cpu()[None]
         mine = vector.to(self.device)
-        if self._soon(mine):
-            raw = mine.detach().contiguous().view(torch.uint8)
-            came = raw.new_empty(self.world.size * len(raw))
-            dist.all_to_all_single(came, raw.repeat(self.world.size), group=self.group)
-            return came.view(vector.dtype).view(self.world.size, -1)
         all_rows = [torch.empty_like(mine) for _ in range(self.world.size)]
         dist.all_gather(all_rows, mine, group=self.group)
         return torch.stack(all_rows).cpu()
-
-    def _soon(self, vector: Tensor) -> bool:
-        """Whether every rank sends a vector straight to every other: one way instead of many.
-
-        gloo's own collectives go round a ring, so a small one waits for each rank in turn.
-        """
-        size = vector.numel() * vector.element_size() * self.world.size
-        return 0 < size <= _SOON and vector.dim() == 1 and _over_gloo(self)
 
     def texts(self, text: str) -> list[str]:
         """Every rank's text, in rank order: torch's ``all_gather_object`` without its pickle."""
@@ -119,8 +101,9 @@ class Comms:
         flat = [one.contiguous().reshape(-1).view(torch.uint8) for one in filled]
         if self.mixed:
             flat = [one.to(self.device) for one in flat]
-        if sum(map(len, flat)) > _PIECE and _over_gloo(self):
-            self._along(_pieces(flat, _PIECE), source)
+        size = sum(map(len, flat))
+        if size > _PIECE and _over_gloo(self):
+            self._along(_pieces(flat, max(_PIECE // 8, min(_PIECE, size // _MANY))), source)
         else:
             self._at_once(_pieces(flat, _LARGEST), source)
         if self.world.rank == source:
@@ -147,7 +130,8 @@ class Comms:
 
         def expect(count: int) -> None:
             for parts in itertools.islice(ahead, count):
-                message = parts[0].new_empty(sum(map(len, parts)))
+                count = sum(map(len, parts))
+                message = torch.empty(count, dtype=torch.uint8, device=self.device)
                 work = dist.irecv(message, (rank - 1) % size, group=self.group)
                 coming.append((message, parts, _begun(work)))
 
@@ -161,7 +145,7 @@ class Comms:
 
         if place == 0:
             for parts in pieces:
-                pass_on(torch.cat(parts))
+                pass_on(torch.cat(parts).to(self.device))
         else:
             expect(_UNDER_WAY)
         while coming:

@@ -87,8 +87,8 @@ class Overlap:
         self.way = Way()
         self.seconds: dict[Way, float] = {}
         exchange = updater.exchange
-        plain = exchange is not None and exchange.method is None and comms.device.type == "cpu"
-        self.done = not plain or comms.alone
+        plain = exchange is not None and exchange.method is None
+        self.done = not plain or comms.alone or comms.mixed or comms.device.type != "cpu"
         elements = sum(one.numel() for one in updater.module.parameters() if one.requires_grad)
         self._left = ways(elements, comms.world.size)
         self._late_way = (self._left or [Way()])[-1]

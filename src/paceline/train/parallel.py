@@ -155,6 +155,7 @@ def replicated(
         comms: By which all ranks get the first rank's parameters and buffers; ``None``: by DDP.
     """
     index = None if device.type == "cpu" else [device]
+    over_gloo = (device if comms is None else comms.device).type == "cpu"  # alike on every rank
     # A false alarm of DDP for weights with one input channel, whose strides are ambiguous.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
     if comms is not None:  # as DDP does, but not by a tree
@@ -166,7 +167,7 @@ def replicated(
             module,
             device_ids=index,
             init_sync=comms is None,
-            bucket_cap_mb=bucket_megabytes(module) if index is None else None,
+            bucket_cap_mb=bucket_megabytes(module) if over_gloo else None,
             gradient_as_bucket_view=True,
             find_unused_parameters=unused,
         )

@@ -6,7 +6,8 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from paceline.train.communication import METHODS, codes
 from paceline.train.communication.codes import BLOCK, Code
 from paceline.train.communication.local import Local
 from paceline.train.communication.wire import Wire
-from paceline.train.exchange import Bucket, Line
+from paceline.train.exchange import Bucket, Line, _Mover
 
 CODES = {"fp16": codes.FP16, "bf16": codes.BF16, "int8": codes.INT8, "int4": codes.INT4}
 WORST = {"fp16": 2**-11, "bf16": 2**-8, "int8": 1 / 254, "int4": 1 / 14}  # of a block's largest
@@ -353,3 +354,21 @@ def test_the_outer_momentum_suits_the_length() -> None:
         method.begin(steps)
         momenta.append(round(method.momentum, 2))
     assert momenta == [0.0, 0.5, 0.9, 0.9]
+
+
+def test_the_mover_computes_alone() -> None:
+    """Threads that torch shares work with would keep it waiting while others compute."""
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        mover = _Mover()
+        job = SimpleNamespace(bucket=SimpleNamespace(number=0), order=[])
+        job.do = lambda: seen.append(torch.get_num_threads())
+        mover.give(cast(Any, job))
+        mover.close()
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert (seen, torch.get_num_threads()) == ([1, 2], 2)
+    finally:
+        torch.set_num_threads(before)

@@ -299,12 +299,20 @@ class _Mover:
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="gradients", daemon=True)
+        # In it torch is to have no further threads: those that compute would keep them waiting.
+        # That is a thread's own number, but also the one that later threads begin with.
+        usual, self._alone = torch.get_num_threads(), threading.Event()
         self._thread.start()
+        self._alone.wait()
+        torch.set_num_threads(usual)
 
     def give(self, job: _Job) -> None:
         self._waiting.put(job)
 
     def _work(self) -> None:
+        torch.get_num_threads()  # or torch would begin later with what holds for others
+        torch.set_num_threads(1)
+        self._alone.set()
         held: dict[int, _Job] = {}
         left: list[int] = []
         while (job := self._waiting.get()) is not None:

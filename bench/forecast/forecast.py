@@ -134,6 +134,7 @@ class Data:
 def train(name: str) -> None:
     """The script of the user."""
     torch.set_num_threads(1)
+    ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK: sleeps end when they should
     case = MODELS[name]
     with training.join(backend="gloo", device="cpu", log_every=10_000) as session:
         network = Emulated(case)
@@ -265,10 +266,13 @@ def measure(model: str, link: str, hosts: list[int], seconds: float) -> dict[str
         two = forecast.Probe.read(run(net, model, 2, [1.0, 2 / most], seconds))
         known = forecast.model({"n1": one}, two)
         told = {f.hosts: f for f in forecast.forecast(known, [1, 2, *hosts])}
+        shares = forecast.Probe.read(run(net, model, 1, [1 / count for count in hosts], seconds))
+        alone = {timed.batch: timed.seconds for timed in shares.timed}
         rows = []
         for count in hosts:
             said = forecast.Probe.read(run(net, model, count, [1.0], seconds))
-            rows.append(compared(MODELS[model], told[count], count, said.timed[0]))
+            itself = alone[round(BATCH / count)]
+            rows.append(compared(MODELS[model], told[count], count, said.timed[0], itself))
     finally:
         net.close()
     return {
@@ -279,20 +283,26 @@ def measure(model: str, link: str, hosts: list[int], seconds: float) -> dict[str
     }  # fmt: skip
 
 
-def compared(
-    case: Case, told: forecast.Forecast, hosts: int, came: forecast.Timed
-) -> dict[str, Any]:
+def compared(case: Case, told: forecast.Forecast, hosts: int, came: forecast.Timed,
+             alone: float) -> dict[str, Any]:  # fmt: skip
+    """A forecast beside what came.
+
+    Args:
+        case: What was planted.
+        told: The forecast.
+        hosts: Their number.
+        came: What they took.
+        alone: Seconds of a step of one host with the share that each of them has: all that is not
+            planted in it does not follow the samples; what they take longer is the link's.
+    """
     share = BATCH / hosts
-    parts = {
-        "computing": case.each * share,
-        "small batch": case.fixed,
-        "data": case.data * share,
-    }
-    parts["link"] = came.seconds - sum(parts.values())
+    parts = {"computing": case.each * share, "data": case.data * share}
+    parts["small batch"] = alone - sum(parts.values())
+    parts["link"] = came.seconds - alone
     limit = max(parts, key=parts.__getitem__)
     close = sorted(parts.values())[-1] - parts[told.step.limit] < 0.05 * came.seconds
     return {
-        "hosts": hosts, "forecast": told.step.seconds, "low": told.step.low,
+        "hosts": hosts, "alone": alone, "forecast": told.step.seconds, "low": told.step.low,
         "high": told.step.high, "came": came.seconds, "came_spread": came.spread,
         "off": told.step.seconds / came.seconds - 1, "limit": told.step.limit, "true_limit": limit,
         "limit_right": told.step.limit == limit, "limit_close": close, "declined": told.declined,

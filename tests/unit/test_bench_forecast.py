@@ -13,7 +13,7 @@ import pytest
 from paceline.bench import forecast
 from paceline.bench.forecast import Alone, Model, Overlap, Probe, Timed, Wire
 
-RECORDED = Path(__file__).parent / "data" / "forecast"
+RECORDED = Path(__file__).parent / "data/forecast/16-core_2026-11-22.json"
 
 
 def probe(hosts: int, timed: dict[int, float], *, data: float = 0.0, wire: Wire | None = None,
@@ -129,6 +129,58 @@ def test_a_host_whose_steps_are_noisy_or_few() -> None:
     single = Alone.of([Timed(64, 0.64)])
     assert (single.fixed, single.seconds(16)) == (0.0, pytest.approx(0.16))
     assert single.share(0.16) == pytest.approx(16)
+
+
+def test_recorded_probes_and_what_came() -> None:
+    """Four models over four links, measured by bench/forecast: hosts with emulated computing."""
+    within = inside = named = 0
+    for case in json.loads(RECORDED.read_text()):
+        for hosts, came in case["came"].items():
+            (found,), alone = recorded(case, int(hosts))
+            within += abs(found.step.seconds / came - 1) <= 0.1
+            inside += found.step.low <= came <= found.step.high
+            parts = shares_of(case["planted"], 64 / int(hosts), alone, came)
+            most = max(parts.values())
+            named += most - parts[found.step.limit] < 0.05 * came  # less is a tie
+    assert within >= 44  # of 48
+    assert inside >= 42
+    assert named == 48
+
+
+def recorded(case: dict[str, Any], hosts: int) -> tuple[list[forecast.Forecast], float]:
+    """The forecast, and the seconds of a host alone with such a share."""
+    data, more = case["data"], {"size": case["bytes"], "data": case["data"]}
+    one = probe(1, {b: s + data * b for b, s in case["alone"]}, **more)
+    wire = Wire(case["bytes"], case["all_reduce"], case["delay"])
+    two = probe(2, dict(case["pair"]), wire=wire, **more)
+    two = replace(two, buckets=case["buckets"])
+    known = forecast.model({"n1": one}, two)
+    share = 64 / hosts
+    return forecast.forecast(known, [hosts]), known.alone["n1"].seconds(share) + data * share
+
+
+def shares_of(
+    planted: dict[str, float], share: float, alone: float, came: float
+) -> dict[str, float]:
+    parts = {"computing": planted["each"] * share, "data": planted["data"] * share}
+    return {**parts, "small batch": alone - sum(parts.values()), "link": came - alone}
+
+
+@pytest.mark.parametrize(
+    ("size", "hosts", "ranks", "device", "lost"),
+    [
+        (1_000_000, 4, 1, "cpu", True),
+        (1_000_000, 3, 1, "cpu", False),  # seen from four on
+        (8_000_000, 4, 1, "cpu", False),  # no short messages
+        (1_000_000, 4, 1, "cuda", False),  # another library
+        (1_000_000, 4, 2, "cpu", False),  # two hosts have shown it
+    ],
+)
+def test_what_gloo_loses_on_short_messages(
+    size: int, hosts: int, ranks: int, device: str, lost: bool
+) -> None:
+    known = Model({}, ranks, 64, 1, 64, moving=0.01, bytes=size, device=device)
+    assert known.rounds(hosts) == (forecast.ROUNDS_S if lost else 0)
 
 
 def test_text_json_and_picture() -> None:

@@ -10,10 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
 
 from paceline.spec.errors import SettingError
 from paceline.train import balance
 from paceline.train.balance import Controller, even
+from paceline.train.data import Fetch
+from paceline.train.loader import Loader, Progress
+from paceline.train.order import Order
 from paceline.train.pace import Look
 
 Work = Callable[[int, int, int], float]
@@ -275,3 +279,19 @@ def test_a_resumed_run_has_its_shares() -> None:
     assert balance.resumed(state, ["n1", "n2", "n2"], 60) == (36, 12, 12)
     assert balance.resumed(state, ["n1", "n2", "n3"], 60) is None
     assert balance.resumed({}, ["n1", "n2"], 60) is None
+
+
+@pytest.mark.parametrize(("room", "pieces"), [(1.0, [16, 16, 16]), (2.0, [24, 24]), (9.0, [48])])
+def test_a_share_beyond_a_ranks_memory_comes_in_pieces(room: float, pieces: list[int]) -> None:
+    data = TensorDataset(torch.zeros(1024, 1))
+    fetch, progress = Fetch(data, torch.device("cpu")), Progress(steps=3)
+    loader = Loader(fetch, Order(1024, 0), (0, 2), 64, 0, progress)
+    now: list[balance.Shares] = [(16, 48)]
+    loader.shares, loader.alike, loader.room = lambda: now[0], lambda: False, lambda: room
+    counts: list[int] = []
+    for batch in loader:
+        counts.append(batch.count)
+        if batch.last:
+            progress.step, progress.offset = progress.step + 1, batch.stop
+            now[0] = (48, 16) if progress.step == 1 else now[0]
+    assert counts == [16, *pieces, *pieces]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 import random
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ from paceline.spec.errors import SettingError
 KINDS = ("auto", "cpu", "cuda", "xpu")
 BACKENDS = ("auto", "gloo", "nccl", "xccl", "ccl", "mpi")
 ONECCL = "oneccl_bindings_for_pytorch"
+_SAFE = 0.9  # of the memory that is free
 _BACKEND_OF = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 _DEVICES_OF = {
     "gloo": ("cpu", "cuda", "xpu"),
@@ -113,6 +115,20 @@ def settle(device: torch.device, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
+
+
+def room(device: torch.device) -> float:
+    """How many times the most memory that was in use so far this process could use.
+
+    At least that many times as many samples fit, for parameters need no more. Unbounded for a CPU,
+    whose memory is the whole host's.
+    """
+    if device.type == "cpu":
+        return math.inf
+    library = torch.get_device_module(device)
+    used, kept = library.max_memory_allocated(device), library.memory_reserved(device)
+    free, _ = library.mem_get_info(device)
+    return float(_SAFE * (free + kept) / max(used, 1))
 
 
 def _best(found: Found) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -150,6 +151,8 @@ class Loader:
         shares: Gives the shares of a global batch. Others from one step to the next are heeded at
             once, and what has been fetched under the former ones is dropped.
         alike: Says whether each rank must have as many pieces of a batch as the others.
+        room: Gives how many times the most samples so far fit into this rank's memory at once: a
+            share that has grown beyond comes in pieces.
         idle: Does this rank's part of a step in which it has nothing to compute; without it such
             a rank computes a stand-in.
         arrived: Called when a batch of the training is there, before the script gets it.
@@ -175,6 +178,8 @@ class Loader:
         self.shares: Callable[[], Shares | None] = lambda: None
         self.alike: Callable[[], bool] = lambda: True
         self.idle: Callable[[Batch], None] | None = None
+        self.room: Callable[[], float] = lambda: math.inf
+        self._most = 0  # samples that were computed at once
         self.every, self.waited = 0, 0.0
         self.arrived: Callable[[], object] = lambda: None
 
@@ -221,6 +226,7 @@ class Loader:
             self.arrived()
             batch, last = replace(empty, data=data), empty.last
             self._given, self._progress.stand_in = batch, not batch.count
+            self._most = max(self._most, batch.count)
             with nullcontext() if last else self._unsynced():
                 yield batch
         if self._progress.offset == start:
@@ -276,9 +282,12 @@ class Loader:
         return Batch((), 0, stop - start, np.zeros(0, dtype=np.int64), stop)
 
     def _wanted(self, epoch: int, offset: int, by: Shares | None) -> Iterator[Wanted[Batch]]:
-        alike = self.alike()
+        alike, limit = self.alike(), self._limit
+        if by is not None and not alike and 0 < self._most < by[self._place[0]]:
+            fits = min(by[self._place[0]], self._most * max(1.0, self.room()))
+            limit = min(limit or int(fits), int(fits))
         for start, stop in self._spans(offset):
-            pieces = shares(start, stop, *self._place, self._limit, by, alike=alike)
+            pieces = shares(start, stop, *self._place, limit, by, alike=alike)
             for number, (first, end) in enumerate(pieces, 1):
                 # An empty share computes the batch's first sample with weight zero.
                 positions = np.arange(first, end) if end > first else np.array([start])

@@ -428,6 +428,7 @@ class Session(Member):
         loader.shares = lambda: sharing.shares
         loader.alike = lambda: wish == "even" or parallel.is_sharded(self.models.module)
         loader.idle = self._idle if loader.drop_slow else None
+        loader.room = lambda: devices.room(self.device)
         if sharing.follows:
             self._pace.most = LOOKS
 

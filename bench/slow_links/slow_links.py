@@ -139,18 +139,16 @@ class Plan:
             for seed, link, model in itertools.product(self.seeds, self.links, self.models):
                 for method in self.auto:
                     yield self.curve(model, method, self.rate(model, method, have), seed, link)
-        elif stage == "all":  # a seed's own and its peers' first; within that the longest first
-            later = []
-            for seed in self.seeds:
-                one = dataclasses.replace(self, seeds=(seed,))
-                wanted = [*one.of("auto", have)]
-                for job in one.of("curves", have):
-                    first = seed == self.seeds[0] or not job.method.startswith("ours")
-                    (wanted if first else later).append(job)
-                if seed == self.seeds[0]:
-                    wanted += one.of("paces", have)
-                yield from sorted(wanted, key=guess, reverse=True)
-            yield from sorted(later, key=lambda job: self.methods.index(job.method))
+        elif stage == "all":  # the most wanted first; of those the longest first
+            one = dataclasses.replace(self, seeds=self.seeds[:1])
+            rest = dataclasses.replace(self, seeds=self.seeds[1:])
+            others = [*rest.of("auto", have), *rest.of("curves", have)]
+            judged = [job for job in others if job.method in ("ddp", *self.auto)]
+            last = [job for job in others if job.method == "ours powersgd"]
+            between = [job for job in others if job not in judged and job not in last]
+            first = [*one.of("auto", have), *one.of("curves", have), *one.of("paces", have)]
+            for part in (first, judged, between, last):
+                yield from sorted(part, key=guess, reverse=True)
         else:
             raise SystemExit(f"no stage {stage}: line, rates, curves, paces, auto, all")
 

@@ -147,11 +147,15 @@ class Pace:
         self._clock: _Host | _Device | None = _clock(self._device)
         if is_sharded(model) or not (comms.alone or self._ddp):
             self._clock = None
+        about = [float(self._clock is None), float(isinstance(self._clock, _Device))]
+        if self._ddp:
+            about = comms.most(torch.tensor(about))
+        if about[0]:  # a rank that knows nothing could not take part
+            self._clock = None
+        # What an accelerator does of the last step is not over yet; all ranks send as many steps.
+        self._behind = bool(about[1])
         if isinstance(model, Replica) and self._clock is not None:
             model.mark = self._clock.mark
-        # What an accelerator does of the last step is not over yet; all ranks send as many steps.
-        there = float(isinstance(self._clock, _Device))
-        self._behind = bool(comms.most(torch.tensor([there]))[0] if self._ddp else there)
         self.rate, self.most = Rate(), _MOST
         self._each, self._every = _EVERY, 1  # steps between two looks; each so-manieth is noted
         self._stills: list[tuple[Any, Any]] = []
@@ -160,10 +164,7 @@ class Pace:
         self._note = self._begun(0)
         self._over: list[tuple[_Note, list[tuple[Any, Any]]]] = []
         self._sent: _Sent | None = None
-        self._spent, self._cost = (
-            0.0,
-            math.inf,
-        )  # seconds that notes have cost: since a look, usually
+        self._spent, self._cost = 0.0, math.inf  # seconds of notes: since a look, usually
         self._vitals = Vitals(threads=torch.get_num_threads()) if self._ddp else None
         self.totals: Totals | None = None
         self._new: Totals | None = None  # of them not recorded yet

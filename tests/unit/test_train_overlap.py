@@ -35,6 +35,12 @@ def test_the_bucket_that_is_needed_first_goes_first(ready: Any, seconds: Any, or
     assert last_first(ready, seconds) == order
 
 
+def test_with_time_to_spare_the_network_is_free_for_the_last_bucket() -> None:
+    ready, seconds = [0.0, 1.0, 2.0, 3.0], [1.4, 1.4, 1.4, 1.4]
+    assert last_first(ready, seconds, 5.7) == [0, 1, 2, 3]  # no time: sent at 2.8
+    assert last_first(ready, seconds, 7.0) == [0, 1, 3, 2]  # it waits from 2.8 to 3.0
+
+
 def test_sizes_are_tried_only_where_they_change_no_result() -> None:
     assert [one.size for one in ways(12_000_000, 2)] == [6_000_000, 3_000_000, 1_500_000]
     assert ways(12_000_000, 3) == ways(12_000_000, 16) == []

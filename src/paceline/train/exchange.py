@@ -327,26 +327,33 @@ class _Mover:
         self._thread.join()
 
 
-def last_first(ready: Sequence[float], seconds: Sequence[float]) -> list[int]:
+def last_first(ready: Sequence[float], seconds: Sequence[float], step: float = 0.0) -> list[int]:
     """The order in which buckets are sent when the one that is needed first goes first.
 
     The forward pass needs the parameters of the last bucket first. So of those that are ready the
-    last one is always sent; the same order then holds for every step, whatever each takes.
+    last one is always sent; the same order then holds for every step, whatever each takes. Where
+    the network has time to spare, it waits for the very last and is not busy when that is ready.
 
     Args:
         ready: Moment at which each bucket is complete.
         seconds: For which each is on its way.
+        step: Seconds of a step.
     """
     order: list[int] = []
     left, now = set(range(len(ready))), ready[0] if ready else 0.0
+    spare = step - sum(seconds)
     while left:
         there = [one for one in left if ready[one] <= now]
         if not there:
             now = min(ready[one] for one in left)
             continue
-        order.append(max(there))
-        left.remove(order[-1])
-        now += seconds[order[-1]]
+        chosen, wait = max(there), ready[-1] - now
+        if 0 < wait < min(seconds[chosen], spare):
+            now, spare = ready[-1], spare - wait
+            continue
+        order.append(chosen)
+        left.remove(chosen)
+        now += seconds[chosen]
     return order
 
 

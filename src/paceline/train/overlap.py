@@ -154,7 +154,8 @@ class Overlap:
 
     def _order(self) -> tuple[int, ...]:
         times = self._exchange.times
-        mine = last_first([one.ready for one in times], [one.done - one.begun for one in times])
+        lasting = [one.done - one.begun for one in times]
+        mine = last_first([one.ready for one in times], lasting, self.seconds[self.way])
         return tuple(int(one) for one in self._comms.rows(torch.tensor(mine))[0])
 
     def use(self, way: Way) -> None:

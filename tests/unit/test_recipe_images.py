@@ -413,6 +413,14 @@ def test_random_resized_crops(tmp_path: Path, capsys) -> None:  # type: ignore[n
     assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 12
 
 
+def test_upside_down_is_half_of_the_images_and_the_whole_of_each() -> None:
+    ramp = torch.arange(8, dtype=torch.float64)[:, None].expand(40, 1, 8, 8)
+    made = augmented(ramp, ["vflip"], Draws(0, 0, np.arange(40)))
+    turned = [torch.allclose(one, ramp[0].flip(1)) for one in made]
+    assert 10 < sum(turned) < 30
+    assert all(torch.allclose(one, ramp[0]) for one, up in zip(made, turned, strict=True) if not up)
+
+
 def test_a_crop_shows_a_part_of_the_image() -> None:
     ramp = torch.arange(32, dtype=torch.float64).expand(50, 1, 32, 32)
     made = augmented(ramp, ["resized-crop"], Draws(0, 0, np.arange(50)), 28)

@@ -316,6 +316,7 @@ IMAGE_MODELS = {
 }
 AUGMENTATIONS = {
     "flip": "mirror half of the images, at random",
+    "vflip": "turn half of the images upside down, at random",
     "crop": "shift by up to an eighth of the size",
     "rotate": "turn by up to 15 degrees",
     "zoom": "enlarge or shrink by up to 15 percent",
@@ -387,7 +388,7 @@ class ImageOptions(Options):
     label_smoothing: float = 0.0
     """Part of the target that is spread over all classes."""
     augment: tuple[str, ...] = ()
-    """Augmentations of the training images: flip, crop, rotate, zoom, resized-crop."""
+    """Augmentations of the training images: flip, vflip, crop, rotate, zoom, resized-crop."""
     image_size: int = 0
     """Height and width to which images are brought (0: what a pretrained model wants, else 64 for
     a folder's, and the others as they are)."""

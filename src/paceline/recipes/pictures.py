@@ -250,12 +250,12 @@ def augmented(images: Tensor, names: Sequence[str], draws: Draws, size: int = 0)
 
     Args:
         images: Normalised images; what comes in from outside is 0, the mean.
-        names: Any of ``flip``, ``crop``, ``rotate``, ``zoom``, ``resized-crop``.
+        names: Any of ``flip``, ``vflip``, ``crop``, ``rotate``, ``zoom``, ``resized-crop``.
         draws: One row of random numbers for each image.
         size: Height and width of the result (0: as they are).
     """
     # Always all columns: naming one augmentation more changes no other one's numbers.
-    maps = torch.from_numpy(_maps(draws.uniform(9), frozenset(names))).to(images)
+    maps = torch.from_numpy(_maps(draws.uniform(10), frozenset(names))).to(images)
     n, channels, height, width = images.shape
     grid = affine_grid(maps, [n, channels, size or height, size or width], align_corners=False)
     return grid_sample(images, grid, align_corners=False)
@@ -266,6 +266,7 @@ def _maps(numbers: NDArray[np.float64], names: frozenset[str]) -> NDArray[np.flo
     signed = 2 * numbers - 1
     still = np.zeros(len(numbers))
     mirror = np.where(numbers[:, 0] < 0.5, -1.0, 1.0) if "flip" in names else still + 1
+    upturn = np.where(numbers[:, 9] < 0.5, -1.0, 1.0) if "vflip" in names else still + 1
     angle = signed[:, 1] * math.radians(ANGLE) if "rotate" in names else still
     scale = 1 + signed[:, 2] * ZOOM if "zoom" in names else still + 1
     across, down = (
@@ -277,8 +278,8 @@ def _maps(numbers: NDArray[np.float64], names: frozenset[str]) -> NDArray[np.flo
         across, down = across + right, down + low
     cosine, sine = np.cos(angle), np.sin(angle)
     rows = [
-        [cosine * wide * mirror, -sine * high, across],
-        [sine * wide * mirror, cosine * high, down],
+        [cosine * wide * mirror, -sine * high * upturn, across],
+        [sine * wide * mirror, cosine * high * upturn, down],
     ]
     return np.stack([np.stack(row, axis=-1) for row in rows], axis=1)
 

@@ -30,11 +30,13 @@ class Kept:
     ) -> None:
         self._wire, self._names, self._kind = wire, names, kind
         self._of: dict[str, Tensor] = {}
+        self._device = torch.device("cpu")
+        self._loaded: Mapping[str, Tensor] | None = None  # and nothing said since
 
     def of(self, bucket: Bucket, length: int) -> Tensor:
         """One tensor for a bucket whose layout is new; at least as long as it."""
         flat = torch.zeros(length, dtype=self._kind, device=bucket.flat.device)
-        start = bucket.flat.storage_offset()
+        start, self._device, self._loaded = bucket.flat.storage_offset(), flat.device, None
         for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
             at = gradient.storage_offset() - start
             own = flat.as_strided(gradient.size(), gradient.stride(), at)
@@ -46,9 +48,10 @@ class Kept:
 
     def state(self) -> dict[str, Any]:
         """Those of all ranks, on rank 0, by name and then by rank; a collective."""
-        if not self._of:
-            return {}
-        mine = torch.cat([one.reshape(-1) for one in self._of.values()])
+        if not self._of or self._loaded is not None:
+            return dict(self._loaded or {})
+        # what a checkpoint had and no bucket has had since is still where it was read
+        mine = torch.cat([one.reshape(-1).to(self._device) for one in self._of.values()])
         every = self._wire.gather(mine.view(torch.uint8))
         if every is None:
             return {}
@@ -62,6 +65,7 @@ class Kept:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Takes a state of :meth:`state`, the same on every rank."""
+        self._loaded = dict(state)
         self._of = {
             name: rows[self._wire.rank].clone()
             if len(rows) == self._wire.ranks

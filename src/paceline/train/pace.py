@@ -147,13 +147,6 @@ class Pace:
         self._clock: _Host | _Device | None = _clock(self._device)
         if is_sharded(model) or not (comms.alone or self._ddp):
             self._clock = None
-        about = [float(self._clock is None), float(isinstance(self._clock, _Device))]
-        if self._ddp:
-            about = comms.most(torch.tensor(about))
-        if about[0]:  # a rank that knows nothing could not take part
-            self._clock = None
-        # What an accelerator does of the last step is not over yet; all ranks send as many steps.
-        self._behind = bool(about[1])
         if isinstance(model, Replica) and self._clock is not None:
             model.mark = self._clock.mark
         self.rate, self.most = Rate(), _MOST

@@ -121,6 +121,14 @@ def made(out: Path, *words: str) -> Any:
     return json.loads((out / "compose.yaml").read_text())
 
 
+def test_compose_puts_no_variables_in(tmp_path: Path) -> None:
+    words = ["--env", "A=$b", *WORDS[: WORDS.index("python")], "sh", "-c", "echo $RANK"]
+    launcher = made(tmp_path, *words)["services"]["launcher"]
+    assert launcher["environment"]["A"] == "$$b"
+    assert launcher["command"][-1] == "echo $$RANK"
+    assert "'echo $RANK'" in (tmp_path / "commands.sh").read_text()
+
+
 def test_open_mpi_is_told_what_it_passes_on(tmp_path: Path) -> None:
     words = ["--mpi", "openmpi", "--launcher", "10.0.0.9", "--env", "A=1", *WORDS]
     found = made(tmp_path, *words)["services"]["launcher"]["command"]

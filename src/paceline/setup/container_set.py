@@ -370,6 +370,9 @@ def compose(made: ContainerSet) -> dict[str, object]:
 
 
 def _service(made: ContainerSet, ssh_folder: str, words: list[str]) -> dict[str, object]:
+    def literal(text: str) -> str:  # where Compose would put variables in
+        return text.replace("$", "$$")
+
     service: dict[str, object] = {
         "image": made.image,
         "build": {"context": ".", "dockerfile": "Containerfile"},
@@ -378,9 +381,9 @@ def _service(made: ContainerSet, ssh_folder: str, words: list[str]) -> dict[str,
         "init": True,
         "shm_size": made.shm_size,
         "working_dir": WORK,
-        "volumes": volumes(made, ssh_folder),
-        "environment": environment(made),
-        "command": words,
+        "volumes": [literal(volume) for volume in volumes(made, ssh_folder)],
+        "environment": {name: literal(value) for name, value in environment(made).items()},
+        "command": [literal(word) for word in words],
     }
     if devices := DEVICES.get(made.gpus):
         service["devices"] = list(devices)

@@ -142,7 +142,7 @@ class Probe:
             raise SettingError(
                 "steps of --communication local cannot be forecast",
                 found="they take as long as computing, and now and then one takes much longer",
-                remedy="forecast another way; between two exchanges a step takes what one host takes",
+                remedy="forecast another way; between exchanges a step takes what it takes alone",
             )
         self._warm = loader.warm = SETTLING if only and only.asked.name != "exact" else WARM
         self._round = len(loader.sizes) * (1 + COUNTED)

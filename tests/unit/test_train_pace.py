@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import os
 import socket
@@ -221,6 +223,35 @@ def test_a_host_with_a_slow_link_both_ways_is_between_two_slow_ones() -> None:
     both["sent"] = dict.fromkeys(range(4), 2e6)
     found = told(looks(ranks=4, moving=0.03, facts=both))
     assert [(one.rank, one.cause) for one in found if one] == [(2, "link")]
+
+
+RECORDED = Path(__file__).parents[1] / "fixtures" / "stragglers" / "runs.json.gz"
+
+
+def test_recorded_runs() -> None:
+    """Looks of real ranks on 16 CPUs (bench/stragglers), planted and healthy."""
+    with gzip.open(RECORDED, "rt") as file:
+        recorded = json.load(file)
+    assert {run["kind"] for run in recorded} > {"cpu", "quota", "data", "link", "batch", "plain"}
+    for run in recorded:
+        judge, named = Judge(), []
+        for kept in run["looks"]:
+            held = {name: _tensor(kept[name]) for name in ("samples", "elements", "facts")}
+            look = Look(kept["first_step"], torch.tensor(kept["seconds"]).double(), **held)
+            known = kept["first_step"] + look.samples.shape[1] + 1
+            if judge.take(look) and judge.named:
+                named.append((judge.named.rank, judge.named.cause, known - run["onset"]))
+        if run["kind"] not in CAUSES:
+            assert named == [], run["kind"]
+            continue
+        assert {one[:2] for one in named} == {(run["rank"], run["kind"])}
+        assert 0 < named[0][2] <= 20
+
+
+def _tensor(rows: list[list[float | None]]) -> Tensor:
+    return torch.tensor(
+        [[math.nan if one is None else one for one in row] for row in rows]
+    ).double()
 
 
 # -- what a rank sees --------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 from paceline import train
 from paceline.spec.errors import JobError, SettingError
-from paceline.train import start
+from paceline.train import parallel, start
 
 STEPS, BATCH = 40, 32
 
@@ -91,10 +91,11 @@ def slowed(
     return {"end": flat(network), "took": took, "shares": shares}
 
 
-def trained(session: train.Session, **options: Any) -> list[float]:
-    """Two epochs, the last batch of each smaller."""
+def trained(session: train.Session, *, shard: bool = False, **options: Any) -> list[float]:
+    """Two epochs, the last batch of each smaller; nothing on ranks that have no whole weights."""
     again(session)
-    network = session.place(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
+    network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    network = session.place(network, shard=shard)
     model = session.prepare(
         network, torch.optim.AdamW(network.parameters(), lr=0.01), clip_norm=0.5
     )
@@ -109,6 +110,9 @@ def trained(session: train.Session, **options: Any) -> list[float]:
             meter.add(batch.count, value=batch.data[1][:, 0])
         found = meter.result()
         means += [float(found.count), found["value"]]
+    if shard:
+        weights = parallel.whole_state(network)
+        return [*(float(x) for one in weights.values() for x in one.flatten()), *means]
     return [*flat(network), *means]
 
 
@@ -175,6 +179,7 @@ def world(folder: Path) -> None:
             "auto": slowed(session, lambda: own, **auto),
             "trained": trained(session, **weights),
             "accumulated": trained(session, limit=2, **weights),
+            "sharded": trained(session, limit=2, shard=True, **weights),
             "partly used": partly_used(session, limit=3, **weights),
             "two models": two_models(folder, limit=3, **weights),
         }
@@ -191,6 +196,7 @@ def world(folder: Path) -> None:
                 refused(lambda: session.loader(numbers(9), 1, balance="auto")),
                 refused(lambda: session.loader(numbers(9), 4, drop_slow=True)),
                 refused(lambda: trained(session, balance="quick")),
+                refused(lambda: trained(session, balance="auto", shard=True)),
             ]
     found["said"], found["seconds"] = said.getvalue(), time.monotonic() - begun
     (folder / f"{session.world.rank}.json").write_text(json.dumps(found))

@@ -56,6 +56,7 @@ class Sharing:
         self._hosts: tuple[str, ...] = ()
         self._kept: Mapping[str, Any] = {}  # of a checkpoint, until the training begins
         self._offers = 0  # looks in a row that saw something to win
+        self._offered = False
         self._named: set[int] = set()
         self.shares: Shares | None = None
 
@@ -168,8 +169,9 @@ class Sharing:
     def _offer(self, advice: Advice) -> None:
         """With even shares: what others would win, once."""
         self._offers = self._offers + 1 if advice.win >= OFFERED else 0
-        if self._offers != 2:
+        if self._offered or self._offers < 2:
             return
+        self._offered = True
         before, after = advice.now + advice.moving, advice.then + advice.moving
         self._journal.say(
             f"the ranks are not equally fast: shares by speed ({self._said(advice.shares)}) would"

@@ -23,7 +23,7 @@ _LEAST = 1e-30  # a scale, so that blocks of zeros divide by something
 
 
 class Code(Protocol):
-    """A number format of messages."""
+    """How messages hold numbers."""
 
     def size(self, elements: int) -> int:
         """Bytes of so many numbers, whole blocks; a multiple of 8."""

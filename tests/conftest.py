@@ -41,7 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
     Two labs at once then share neither ports nor the names of namespaces, and what one test
     leaves is not counted against its neighbour.
     """
-    if not hasattr(config, "workerinput") or Lab.available() is not None:
+    if not hasattr(config, "workerinput"):
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # more on busy CPUs wait for each other
+    if Lab.available() is not None:
         return
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS | _CLONE_NEWNET) == 0:
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)

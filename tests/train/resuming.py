@@ -410,7 +410,11 @@ def records() -> dict[str, Any]:
 def logged(folder: Path) -> list[Any]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     said = [json.loads(line) for line in lines]
-    return [[one["split"], one["step"], one["samples"], one["loss"]] for one in said]
+    return [
+        [one["split"], one["step"], one["samples"], one["loss"]]
+        for one in said
+        if one["split"] != "pace"
+    ]
 
 
 def other_choices() -> dict[str, Any]:

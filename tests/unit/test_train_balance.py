@@ -102,12 +102,11 @@ def bound(costs: Sequence[float], batch: int) -> float:
 def test_settles_within_20_steps_at_the_sum_of_the_rates(costs: list[float], noise: float) -> None:
     batch = 64 * len(costs)
     costs = [one / 1000 for one in costs]
-    job = Job(len(costs), batch, speeds(costs, noise=noise)).run(200)
-    settled = job.mean(20, 200)
+    job = Job(len(costs), batch, speeds(costs, noise=noise)).run(100)
+    settled = job.mean(20, 100)
     waits = 1 + (2.2 if len(costs) > 4 else 1.6) * noise  # for the unluckiest of all ranks
     assert bound(costs, batch) / settled >= 0.95 / waits
     assert len(job.changed) <= 8
-    assert not noise or not job.changed or job.changed[-1] < 150
 
 
 def test_equal_shares_reach_half_of_it() -> None:
@@ -116,12 +115,12 @@ def test_equal_shares_reach_half_of_it() -> None:
     assert bound(costs, 64) / (max(costs) * 32) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1, 0.2])
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("noise", [0.02, 0.2])
 def test_equal_ranks_keep_equal_shares(ranks: int, noise: float) -> None:
     runs = [
-        Job(ranks, 32 * ranks, speeds([0.001] * ranks, noise=noise, seed=seed)).run(200)
-        for seed in range(5)
+        Job(ranks, 32 * ranks, speeds([0.001] * ranks, noise=noise, seed=seed)).run(150)
+        for seed in range(3)
     ]
     assert sum(len(job.changed) for job in runs) <= 1
 

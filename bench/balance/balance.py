@@ -53,14 +53,14 @@ class Case:
 
 
 CASES = {
-    "2 ranks, one three times as slow": Case((0.001, 0.003)),
-    "3 ranks, one three times as slow": Case((0.001, 0.001, 0.003), batch=96),
-    "4 ranks, costs of 1, 2, 3 and 4": Case((0.001, 0.002, 0.003, 0.004), batch=128),
-    "a GPU and a CPU, 20 to 1": Case((0.0002, 0.004), batch=256),
-    "2 ranks, one three times as slow from step 60 to 90": Case((0.001, 0.001), later=3.0),
+    "2 ranks, one three times as slow": Case((0.003, 0.009)),
+    "3 ranks, one three times as slow": Case((0.003, 0.003, 0.009), batch=96),
+    "4 ranks, costs of 1, 2, 3 and 4": Case((0.003, 0.006, 0.009, 0.012), batch=128),
+    "a GPU and a CPU, 20 to 1": Case((0.0006, 0.012), batch=256),
+    "2 ranks, one three times as slow for a quarter of the steps": Case((0.003, 0.003), later=3.0),
     "2 ranks, one with a third of a CPU": Case(quotas=(0.0, 0.33)),
 }
-STEPS = 120
+STEPS, FEW = 100, 12
 
 
 def rank(case: Case, folder: Path, balance: str, steps: int) -> None:
@@ -189,10 +189,10 @@ def settled(shares: list[int], start: int, stop: int) -> int:
 
 def measured(name: str, case: Case, folder: Path) -> list[str]:
     """Rows of the table."""
-    few = [run(name, case, folder / f"alone-{r}", "even", [r], 20)[0] for r in range(case.ranks)]
-    own = [rate(one, case.batch, 3, 20) for one in few]
+    few = [run(name, case, folder / f"alone-{r}", "even", [r], FEW)[0] for r in range(case.ranks)]
+    own = [rate(one, case.batch, 3, FEW) for one in few]
     both, rows = list(range(case.ranks)), []
-    even = run(name, case, folder / "even", "even", both, 30)
+    even = run(name, case, folder / "even", "even", both, FEW)
     auto = run(name, case, folder / "auto", "auto", both, STEPS)
     half, late = STEPS // 2, STEPS * 3 // 4
     parts = {"": (0, half if case.later != 1 else STEPS)}
@@ -201,7 +201,7 @@ def measured(name: str, case: Case, folder: Path) -> list[str]:
     for what, (start, stop) in parts.items():
         rates = [*own[:-1], own[-1] / (case.later if what == ", slow" else 1.0)]
         reached = rate(auto[0], case.batch, start + 20, stop) / sum(rates)
-        evenly = rate(even[0], case.batch, 5, 30) / sum(own) if not what else None
+        evenly = rate(even[0], case.batch, 3, FEW) / sum(own) if not what else None
         last = [one["shares"][stop - 1] for one in auto]
         rows.append(
             f"| {name}{what} | {sum(rates):.0f} | {'' if evenly is None else f'{evenly:.2f}'} |"

@@ -217,6 +217,34 @@ def _figure(value: float | None, form: str, missing: str = "") -> str:
     return missing if value is None else format(value, form)
 
 
+TARGETS = {"1 Gbit/s": 1.3, "100 Mbit/s": 4.5, "20 Mbit/s": 8.0}  # times as quick as DDP
+LOSS = 0.005  # part by which a final loss may be worse
+
+
+def verdicts(lines: list[Line], method: str = "ours auto") -> list[str]:
+    """A row for each model and line: how many times as quick as DDP, and what was wanted."""
+    ran = chosen(lines, kind="curve", method=method)
+    rows = []
+    for model in dict.fromkeys(line["model"] for line in ran):
+        own = [line for line in ran if line["model"] == model]
+        seeds = sorted({line["seed"] for line in own})
+        for link in dict.fromkeys(line["link"] for line in own):
+            times = median(_seconds(lines, model, method, link, seeds))
+            base = median(_seconds(lines, model, "ddp", link, seeds))
+            ratio = base / times if base and times else None
+            losses = [w for s in seeds if (w := worse(lines, model, method, link, s)) is not None]
+            loss, wanted = median(losses), TARGETS.get(link, 1.0)
+            took = [line["found"].get("method", "") for line in own if line["link"] == link]
+            met = ratio is not None and ratio >= wanted
+            near = loss is not None and loss <= LOSS
+            rows.append(
+                f"| {model} | {link} | {', '.join(dict.fromkeys(took))}"
+                f" | {_figure(ratio, '.2f', '-')} | {wanted:g} | {'yes' if met else 'no'}"
+                f" | {_figure(loss, '+.2%')} | {'yes' if near else 'no'} | {len(losses)} |"
+            )
+    return rows
+
+
 def table(lines: list[Line]) -> str:
     """The whole report in Markdown."""
     curves = chosen(lines, kind="curve")
@@ -230,7 +258,11 @@ def table(lines: list[Line]) -> str:
         for name in dict.fromkeys(line["link"] for line in chosen(lines) if line.get("link"))
         if name != "unshaped"
     ]
-    parts = []
+    parts = [
+        "| model | line | took | times as quick as DDP | wanted | met | final loss, median"
+        " | within 0.5 % | seeds |\n|---|---|---|---|---|---|---|---|---|",
+        *verdicts(lines),
+    ]
     for model in models:
         ends = [final(one) for s in seeds if (one := _curve(lines, model, "ddp", s)) is not None]
         spread = f", {min(ends):.4f} to {max(ends):.4f} over {len(ends)} seeds" if ends else ""

@@ -87,7 +87,7 @@ class Replica(DistributedDataParallel):
         """
         self._touches = True
         try:
-            return cast(Tensor, self())
+            return cast(Tensor, self(None))  # on a device DDP fails where there is no input
         finally:
             self._touches = False
 
@@ -200,7 +200,7 @@ def _settle_buckets(model: DistributedDataParallel) -> None:
     module, parameters = model.module, [p for p in model.parameters() if p.requires_grad]
     buffers, model.broadcast_buffers = model.broadcast_buffers, False  # there are none in it
     model.module = _Touch(parameters)
-    touched = model(None)  # with a device DDP looks for an input to move, and finds none in nothing
+    touched = model(None)  # on a device DDP fails where there is no input to move
     if isinstance(model, Apart):
         model.expect(touched)
     touched.backward()
@@ -216,7 +216,7 @@ class _Touch(nn.Module):
         super().__init__()
         self._every = every
 
-    def forward(self, _: None) -> Tensor:
+    def forward(self, *_: None) -> Tensor:
         total = torch.zeros((), device=self._every[0].device)
         for parameter in self._every:
             total = total + parameter.sum() * 0

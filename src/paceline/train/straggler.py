@@ -27,6 +27,7 @@ OVER = 0.5  # of both, below which a rank that was named keeps up again
 EVIDENT = 0.3  # of the time that a rank needs more: what explains so much of it is the cause
 SLOW_LINK = 0.6  # of the others' rate: a link below this is slow
 BURST = 10  # usual steps: a step that takes longer counts as one of so many
+SLOW_WAY = 0.88  # of the other way's, between two hosts
 TELLING = 10_000  # bytes of a step that say something of a link
 FIRST = 2  # steps of the process that say nothing
 _AT = {name: number for number, name in enumerate(PARTS)}
@@ -301,16 +302,18 @@ def _slow_link(
     rates = sent / sending.clamp(min=1e-6)
     order = [number for number in rates.argsort().tolist() if far[number]]
     rank, other, usual = order[0], order[1], float(rates[order[-1]])
-    if float(rates[rank]) > SLOW_LINK * usual:
+    pair = len(order) == 2  # each waits for the other's bytes, so both ways are slower
+    if float(rates[rank]) > (SLOW_WAY if pair else SLOW_LINK) * usual:
         return None
     # What it would take on a link like the best of them.
-    excess = min(moving, float(sending[rank])) - float(sent[rank]) / usual
+    spared = moving / 2 if pair else float(sent[rank]) / usual
+    excess = min(moving, float(sending[rank])) - spared
     if excess < least:
         return None
     for look in looks:
         if look.facts is not None:
             each = look.facts[:, VITALS.index("sending")] / (look.samples.shape[1] * look.every)
-            if float(each[rank] - each[order[-1]]) < LITTLE * least:
+            if float(each[rank] - each[order[-1]]) < LITTLE * least * (0.5 if pair else 1):
                 return None
     resent = float(facts[rank, VITALS.index("resent")]) / steps / float(sent[rank])
     lost = f", {resent:.1%} sent again" if resent > 0.001 else ""

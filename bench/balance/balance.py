@@ -58,7 +58,7 @@ CASES = {
     "4 ranks, costs of 1, 2, 3 and 4": Case((0.003, 0.006, 0.009, 0.012), batch=128),
     "a GPU and a CPU, 20 to 1": Case((0.0006, 0.012), batch=256),
     "2 ranks, one three times as slow for a quarter of the steps": Case((0.003, 0.003), later=3.0),
-    "2 ranks, one with a third of a CPU": Case(quotas=(0.0, 0.33)),
+    "2 ranks, one with a third of a CPU": Case(quotas=(0.0, 0.33), batch=512),
 }
 STEPS, FEW = 100, 12
 

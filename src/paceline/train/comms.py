@@ -124,35 +124,37 @@ class Comms:
         """The pieces along a chain of all ranks that begins at the source."""
         rank, size = self.world.rank, self.world.size
         place = (rank - source) % size
-        coming: deque[tuple[Tensor, list[Tensor], dist.Work]] = deque()
+        coming: deque[tuple[Tensor, list[Tensor], dist.Work, int]] = deque()
         going: deque[tuple[Tensor, dist.Work]] = deque()
-        ahead = iter(pieces)
+        # A tag of its own for each message: nothing depends on how gloo matches several of one tag.
+        ahead, tags = iter(pieces), itertools.count(1)
 
         def expect(count: int) -> None:
             for parts in itertools.islice(ahead, count):
-                count = sum(map(len, parts))
-                message = torch.empty(count, dtype=torch.uint8, device=self.device)
-                work = dist.irecv(message, (rank - 1) % size, group=self.group)
-                coming.append((message, parts, _begun(work)))
+                length = sum(map(len, parts))
+                message = torch.empty(length, dtype=torch.uint8, device=self.device)
+                tag = next(tags)
+                work = dist.irecv(message, (rank - 1) % size, group=self.group, tag=tag)
+                coming.append((message, parts, _begun(work), tag))
 
-        def pass_on(message: Tensor) -> None:
+        def pass_on(message: Tensor, tag: int) -> None:
             if place == size - 1:
                 return
-            work = dist.isend(message, (rank + 1) % size, group=self.group)
+            work = dist.isend(message, (rank + 1) % size, group=self.group, tag=tag)
             going.append((message, _begun(work)))
             if len(going) > _UNDER_WAY:
                 going.popleft()[1].wait()
 
         if place == 0:
-            for parts in pieces:
-                pass_on(torch.cat(parts).to(self.device))
+            for tag, parts in enumerate(pieces, 1):
+                pass_on(torch.cat(parts).to(self.device), tag)
         else:
             expect(_UNDER_WAY)
         while coming:
-            message, parts, work = coming.popleft()
+            message, parts, work, tag = coming.popleft()
             work.wait()
             expect(1)
-            pass_on(message)
+            pass_on(message, tag)
             _unpack(message, parts)
         for _, work in going:
             work.wait()

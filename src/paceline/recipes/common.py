@@ -81,14 +81,14 @@ def batch_of(session: train.Session, options: Options) -> Batching:
     return batch
 
 
-class Sharing(TypedDict):
+class Division(TypedDict):
     """How the ranks share a batch, as :meth:`train.Session.loader` takes it."""
 
     balance: Literal["auto", "even"] | dict[str, float]
     drop_slow: bool
 
 
-def sharing(options: Options) -> Sharing:
+def division(options: Options) -> Division:
     """Who computes how much of each batch."""
     return {"balance": weights_of(options.balance), "drop_slow": options.drop_slow}
 

@@ -57,7 +57,7 @@ def train_image(options: ImageOptions) -> None:
             batch.global_batch,
             limit=batch.limit,
             workers=workers_of(options, training),
-            **common.sharing(options),
+            **common.division(options),
         )
 
         shape = (len(normalise.mean), size or data.shape[1], size or data.shape[2])

@@ -55,7 +55,7 @@ def train_text(options: TextOptions) -> None:
             batch.global_batch,
             limit=batch.limit,
             lengths=training.lengths(),
-            **common.sharing(options),
+            **common.division(options),
         )
 
         network, origin = make_network(session, data, options, encoding)

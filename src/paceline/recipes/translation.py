@@ -68,7 +68,7 @@ def train_translation(options: TranslationOptions) -> None:
             batch.global_batch,
             limit=batch.limit,
             lengths=training.lengths(),
-            **common.sharing(options),
+            **common.division(options),
         )
 
         shape = network_shape(options, tokenizers)

@@ -27,6 +27,7 @@ from paceline.train.checkpoints.store import Store
 from paceline.train.communication import choice
 from paceline.train.communication.choice import Communication
 from paceline.train.data import Collate, Data, Fetch, allowed, loader_workers, order_of
+from paceline.train.division import LOOKS, Division, Wish
 from paceline.train.exchange import Exchange
 from paceline.train.insync import Proof
 from paceline.train.loader import Batch, Loader, Shard
@@ -39,7 +40,6 @@ from paceline.train.overlap import Overlap, check_overlap
 from paceline.train.pace import Look, Pace, counted
 from paceline.train.probe import Probe, asked
 from paceline.train.shards import ShardedDataset
-from paceline.train.sharing import LOOKS, Sharing, Wish
 from paceline.train.stop import Quietly, Stopped, leave
 from paceline.train.update import Updater, each_loss, loss_of
 from paceline.train.usage import Usage
@@ -77,7 +77,7 @@ class Session(Member):
         self._pace = Pace(self.comms, self.models.module, self.device)
         self._lookout = Lookout(self)
         self._overlap: Overlap | None = None
-        self._sharing = Sharing(self.comms, self._journal)
+        self._division = Division(self.comms, self._journal)
         self._loader: Loader | None = None
         self._keeper: Keeper | None = None
         self._best: Best | None = None
@@ -265,7 +265,7 @@ class Session(Member):
             self.agree("the order of the samples", digest)
         elif lengths is not None:
             visited = by_length(visited, lengths, global_batch)
-        self._sharing.check(balance, drop_slow, global_batch)
+        self._division.check(balance, drop_slow, global_batch)
         loader = (self._probe.loader if self._probe else Loader)(
             Fetch(data, self.device, workers, collate),
             visited,
@@ -291,7 +291,7 @@ class Session(Member):
         fetch = Fetch(data, self.device, collate=collate)
         place = self.world.rank, self.world.size
         looks = self.progress, self._look_up
-        return Shard(fetch, len(data), place, size, *looks, lambda: self._sharing.shares)
+        return Shard(fetch, len(data), place, size, *looks, lambda: self._division.shares)
 
     def _look_up(self) -> None:
         """In an evaluation, too, ranks live and may be asked to save or to stop."""
@@ -341,7 +341,7 @@ class Session(Member):
         kept = {**(extras or {}), "metrics": self._journal, **({"best": best} if best else {})}
         if self._overlap is not None:
             kept["overlap"] = self._overlap
-        kept["shares"] = self._sharing
+        kept["shares"] = self._division
         training = Training(
             self._prepared(),
             self.progress,
@@ -423,13 +423,13 @@ class Session(Member):
 
     def _share(self, loader: Loader) -> None:
         """Has the loader's batches shared as it was asked to."""
-        sharing, wish = self._sharing, loader.balance
-        sharing.begin(wish, loader.drop_slow, loader.global_batch, self.models)
-        loader.shares = lambda: sharing.shares
+        division, wish = self._division, loader.balance
+        division.begin(wish, loader.drop_slow, loader.global_batch, self.models)
+        loader.shares = lambda: division.shares
         loader.alike = lambda: wish == "even" or parallel.is_sharded(self.models.module)
         loader.idle = self._idle if loader.drop_slow else None
         loader.room = lambda: devices.room(self.device)
-        if sharing.follows:
+        if division.follows:
             self._pace.most = LOOKS
 
     def stop(self, why: str) -> None:
@@ -538,7 +538,7 @@ class Session(Member):
             self._lookout.take(look)
             self._hide(look)
             self._communicate(look)
-            self._sharing.look(look, done.step)
+            self._division.look(look, done.step)
         if self._probe is not None:
             self._probe.stepped(batch.total, loader.waited)
         if self._proof is not None:

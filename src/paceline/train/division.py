@@ -36,7 +36,7 @@ LOOKS = 8
 _OF_STATISTICS = 4  # samples from which batch normalisation makes its statistics, at least
 
 
-class Sharing:
+class Division:
     """A session's shares. Every rank has one and calls it in the same order.
 
     Its state belongs to the checkpoint: a resumed run begins with the shares that it had.

@@ -85,12 +85,16 @@ class Standing:
     elements: int = 2_000_000
     method: Any = None
     layout: tuple[int, int] = (0, 0)
+    usual: tuple[int, int] = (25 << 20, 1 << 20)
 
     def line(self) -> Line:
         return Line(None, self.rank, 2)
 
-    def buckets(self, size: int, first: int) -> None:
+    def buckets(self, size: int, first: int, *, plain: bool = False) -> None:
         self.layout = size, first
+        self.method = None if plain else self.method
+
+    def put_off(self, late: None) -> None: ...
 
 
 class Both:
@@ -174,6 +178,25 @@ def test_all_ranks_decide_alike_and_look_again(network: dict[str, float]) -> Non
     assert len(told) == 2
     assert told[0].startswith("communication: int8, by which a step takes about 0.")
     assert "at 200 Mbit/s" in told[0]
+
+
+def test_the_first_steps_are_not_exact_where_that_is_dear(network: dict[str, float]) -> None:
+    """A choice after each of three steps, the slowest rank's, by the shortest of them."""
+
+    def body(rank: int, told: Both) -> list[str]:
+        one, exchange = made(rank, told)
+        ways = [exchange.method.name if exchange.method else "DDP"]
+        for seconds in (0.9, 0.2 + 0.1 * rank, 0.14, 0.01):
+            one.computed(lambda: seconds)  # noqa: B023
+            ways.append(exchange.method.name if exchange.method else "DDP")
+        assert not one.settled
+        assert one.state()["method"] == exchange.method.name if exchange.method else "exact"
+        return ways
+
+    network["rate"] = 200e6 / 8
+    assert both(body) == [["DDP", "DDP", "fp16", "int8", "int8"]] * 2
+    network["rate"] = 20e6 / 8
+    assert both(body) == [["int8", "int4", "int4", "int4", "int4"]] * 2
 
 
 def test_who_asks_for_nothing_is_told_what_there_is() -> None:

@@ -115,6 +115,7 @@ class Exchange:
     Attributes:
         times: Of the last step's buckets in their order; empty where DDP works alone.
         late: The updates that come late; ``None``: DDP waits for all gradients.
+        usual: Bytes of a bucket and of the first, as the replica was made with.
     """
 
     def __init__(self, model: DistributedDataParallel, comms: Comms) -> None:
@@ -122,6 +123,8 @@ class Exchange:
         self._method: Method | None = None
         self._mover: _Mover | None = None
         self._stream = torch.Stream(comms.device) if comms.device.type != "cpu" else None
+        first, default = _first_by_default(), model.bucket_bytes_cap_default
+        self.usual = model.bucket_bytes_cap, first if default else model.bucket_bytes_cap
         self._group: dist.ProcessGroup | None = None
         self._hooked: object = None
         self.times: list[Times] = []

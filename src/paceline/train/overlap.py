@@ -17,6 +17,7 @@ import torch
 
 from paceline.spec.errors import SettingError
 from paceline.train.comms import Comms
+from paceline.train.communication.coded import Coded
 from paceline.train.exchange import Exchange, last_first
 from paceline.train.late import Late, possible
 from paceline.train.pace import PARTS, Look
@@ -82,17 +83,28 @@ class Overlap:
         way: In use.
     """
 
+    seconds: dict[Way, float]
+
     def __init__(self, updater: Updater, comms: Comms, asked: str) -> None:
         self._updater, self._comms, self._asked = updater, comms, asked
-        self.way = Way()
-        self.seconds: dict[Way, float] = {}
-        exchange = updater.exchange
-        plain = exchange is not None and exchange.method is None
-        self.done = not plain or comms.alone or comms.mixed or comms.device.type != "cpu"
-        elements = sum(one.numel() for one in updater.module.parameters() if one.requires_grad)
-        self._left = ways(elements, comms.world.size)
+        self.again(0)
+
+    def again(self, step: int) -> None:
+        """Begins anew after so many steps: gradients are averaged in another way.
+
+        Where they are coded, how they are divided belongs to the way.
+        """
+        method, comms = self._exchange.method, self._comms
+        plain = method is None
+        fits = plain or (isinstance(method, Coded) and self.may_be_late())
+        self.done = not fits or comms.alone or comms.mixed or comms.device.type != "cpu"
+        self.way, self.seconds = Way(), {}
+        parameters = self._updater.module.parameters()
+        elements = sum(one.numel() for one in parameters if one.requires_grad)
+        self._left = ways(elements, comms.world.size) if plain else []
         self._late_way = (self._left or [Way()])[-1]
-        self._since, self._late_ready = 0, False
+        self._since, self._late_ready = step, not plain
+        self._begun = self._code()
 
     @property
     def _exchange(self) -> Exchange:
@@ -143,7 +155,7 @@ class Overlap:
             self._exchange.watched()
             if self.way != self._late_way:
                 self.use(self._late_way)
-        elif self._late_ready and not any(one.late for one in self.seconds):
+        elif not any(one.late for one in self.seconds) and self.may_be_late():
             self.use(Way(self._late_way.size, self._late_way.first, True, self._order()))
         else:
             best = min(self.seconds, key=lambda one: self.seconds[one])
@@ -191,11 +203,19 @@ class Overlap:
             return {}
         way = self.way
         kept = {"size": way.size, "first": way.first, "late": way.late, "order": [*way.order]}
-        return {"ranks": self._comms.world.size, **kept}
+        return {"ranks": self._comms.world.size, "code": self._code(), **kept}
+
+    def _code(self) -> str:
+        method = self._exchange.method
+        return method.name if isinstance(method, Coded) else ""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Uses what was found before at once, if it was found for as many ranks."""
+        """Uses what was found before at once, if for as many ranks and the same code."""
+        if self._begun != self._code():
+            self.again(0)
         if self.done or state.get("ranks") != self._comms.world.size:
+            return
+        if state.get("code", "") != self._code():
             return
         way = Way(state["size"], state["first"], state["late"], tuple(state["order"]))
         if not way.late or self.may_be_late():

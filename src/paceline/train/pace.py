@@ -238,6 +238,13 @@ class Pace:
         self._spent += self._left - now
         return look
 
+    def computed(self) -> float:
+        """Seconds for which this rank computed in the last step; 0 where it is not known."""
+        if not (self._over and self._over[-1][0].step == self._note.step - 1):
+            return 0.0
+        whole, data, still, saving, other, *_ = self._row(*self._over[-1])
+        return max(0.0, whole - data - still - saving - other)
+
     def leave(self, saved: float = 0.0) -> None:
         """The session has done what it does after a step: the script has control again."""
         self._note.other = max(0.0, time.perf_counter() - self._left - (saved - self._saved))

@@ -157,8 +157,7 @@ class Session(Member):
                     communication, updater.exchange, self.comms, optimizer
                 )
             self._proof = Proof(self.comms, self.models.module)
-        plain = communication == "exact" and not (name or compile or self._probe)
-        if updater.exchange is not None and plain:
+        if updater.exchange is not None and not (name or compile or self._probe):
             self._overlap = Overlap(updater, self.comms, overlap)
         self.verify()
         self._pace = Pace(self.comms, self.models.first.model, self.device)
@@ -534,6 +533,8 @@ class Session(Member):
         done = self.progress
         done.step, done.offset = done.step + 1, batch.stop
         look = self._pace.step(batch.total, loader.waited, self._saved)
+        if (only := self._prepared().first.communication) is not None:
+            only.computed(self._pace.computed)
         if look is not None:
             self._lookout.take(look)
             self._hide(look)
@@ -564,15 +565,21 @@ class Session(Member):
     def _communicate(self, look: Look) -> None:
         """Has ways to send less thought of; of several models none is."""
         only = self.models.first.communication
-        if self._overlap is not None and not self._overlap.done:
+        hiding = self._overlap
+        if only is None or (hiding is not None and not hiding.done and only.settled):
             return  # what is exposed will be less
-        if only is not None and (said := only.looked(look)):
+        if said := only.looked(look):
             self.say(said)
             self.event("communication", step=self.progress.step, text=said)
+            if hiding is not None and only.chooses:
+                hiding.again(self.progress.step)
 
     def _hide(self, look: Look) -> None:
         """Has ways to hide the exchange of gradients tried."""
-        if self._overlap is not None and self._overlap.looked(look, self.progress.step):
+        only = self.models.first.communication
+        if self._overlap is None or (only is not None and not only.settled):
+            return
+        if self._overlap.looked(look, self.progress.step):
             self.event("overlap settled", step=self.progress.step, **self._overlap.about())
 
     @property

@@ -1,14 +1,17 @@
 """``auto``: measures step and network, and takes the way that leaves out least and hides the rest.
 
-Averages are exact while it measures. It looks again when moving bytes takes longer or shorter than
-it did, and now and then, for a network that became quicker shows in nothing. All ranks measure
-together and decide by the slowest, so they decide alike.
+Line and coding are measured before the first step, and computing in it: so there is a choice after
+one step, and a better one after each of the next two. First steps compute longer than others, which
+only errs towards leaving out less. Then where the time of some steps went decides. It looks again
+when moving bytes takes longer or shorter than it did, and now and then, for a network that became
+quicker shows in nothing. All ranks measure together and decide by the slowest, so alike.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +27,9 @@ from paceline.train.exchange import Exchange
 from paceline.train.pace import PARTS, Look
 
 _FIRST = 2  # steps that do not count: memory, caches and buckets are new
-_STEPS, _SOON = 5, 3  # that do, and before the first choice: until then all bytes are sent
+_STEPS, _SOON = 5, 2  # that do, and before the first choice that holds
+_EARLY = 3  # steps after each of which there is a choice for the time being
+_DEAR, _MEANWHILE = 1.0, "int8"  # seconds of all bytes: not even the first step is exact then
 _LONG, _LARGE = 0.1, 1 << 24  # seconds or bytes of a probe that says how quick the line is
 _SAMPLE = 1 << 20  # elements that are coded for a measurement
 _CHANGED = 0.15  # part of a step by which moving bytes differs from before: worth a look
@@ -42,7 +47,8 @@ class Auto:
         take: Sets a method by its name, with what the last one has not said.
 
     Attributes:
-        choice: The last; ``None`` while it still measures.
+        choice: The last; ``None`` before the first step.
+        settled: By where the time of steps went; before that, for the time being.
     """
 
     def __init__(
@@ -52,11 +58,33 @@ class Auto:
         self._elements = elements
         self._wire = Wire(exchange.line())
         self.choice: Choice | None = None
+        self.settled = False
         self._seen: list[Tensor] = []  # seconds of each rank and part, by step
         self._usual: float | None = None  # part of a step that moving bytes took at first
         self._changed, self._since, self._again = 0, 0, 0
-        self._coding: dict[str, float] = {}
-        take("exact")
+        self._begun: int | None = None
+        self._line = self._measured()
+        self._early: list[float] = []  # seconds that the slowest rank computed, by step
+        if self._line.sent["exact"] / self._line.rate > _DEAR:
+            dear = replace(self._line, computing=_DEAR)
+            self._use(Choice(_MEANWHILE, dear.best(_MEANWHILE)[0], {}))
+
+    def stepped(self, computing: Callable[[], float]) -> None:
+        """After each of the first few steps: chooses by how long this rank computed in it."""
+        if self.settled or len(self._early) >= _EARLY:
+            return
+        slowest = self._comms.most(torch.tensor([computing()], dtype=torch.float64))[0]
+        self._early.append(slowest)
+        if slowest > 0:
+            least = min(one for one in self._early if one > 0)
+            choice = chosen(replace(self._line, computing=least))
+            if choice.way != self._way:
+                self._use(choice)
+                self._since = len(self._early)
+
+    @property
+    def _way(self) -> str:
+        return "exact" if self.choice is None else self.choice.way
 
     def looked(self, look: Look) -> str:
         """Takes where the time of the last steps went, between two steps.
@@ -65,25 +93,36 @@ class Auto:
             What has been decided, and why; empty where nothing changes.
         """
         own = torch.arange(look.seconds.shape[1]) * look.every + look.first_step
+        if not self.settled and self._begun is None:
+            self._begun = int(own[0])  # steps are counted from there
+            self._since += self._begun
         fresh = look.seconds[:, own >= self._since + _FIRST]
         last = int(own[-1]) + 1
         self._seen += list(fresh.unbind(1))
-        if len(self._seen) < (_SOON if self.choice is None else _STEPS):
+        if len(self._seen) < (_STEPS if self.settled else _SOON):
             return ""
         steps, self._seen = torch.stack(self._seen, dim=1), []
-        if self.choice is not None and not self._due(steps, last):
+        if self.settled and not self._due(steps, last):
             return ""
-        before = time.perf_counter()
-        measured = self._measure(steps)
-        now = "" if self.choice is None else self.choice.way
-        choice = chosen(measured, now)
+        before, first = time.perf_counter(), not self.settled
+        still = steps[:, :, _MOVING] + steps[:, :, _WAITING]
+        computing = float((steps.sum(2) - still).median(1).values.max())
+        if not first:
+            self._line = self._measured()
+        # while messages are made, a CPU computes less
+        pure = max(computing - self._line.coding[self._way], 1e-6)
+        measured = replace(self._line, computing=pure)
+        choice, self.settled = chosen(measured, "" if first else self._way), True
         spent = self._comms.most(torch.tensor([time.perf_counter() - before], dtype=torch.float64))
         a_step = max(float(steps.sum(2).mean()), 1e-6)
         self._again = last + max(100, int(spent[0] / _COST / a_step))
         self._usual, self._since = None, last
-        if choice.way == now:
+        now = (self._way, self.choice.buckets if self.choice else 0)
+        if choice.way == now[0] and not first:
             return ""
-        self._use(choice)
+        if (choice.way, choice.buckets) != now and {choice.way, now[0]} != {"exact"}:
+            self._use(choice)
+        self.choice = choice
         return choice.said(measured)
 
     def _due(self, steps: Tensor, last: int) -> bool:
@@ -94,25 +133,17 @@ class Auto:
         self._changed = self._changed + 1 if abs(moving - self._usual) > _CHANGED else 0
         return self._changed >= 2 or last >= self._again
 
-    def _measure(self, steps: Tensor) -> Measured:
-        still = steps[:, :, _MOVING] + steps[:, :, _WAITING]
-        computing = (steps.sum(2) - still).mean(1)
-        if not self._coding:
-            self._coding = {way: self._code(way) for way in forecast.CANDIDATES}
+    def _measured(self) -> Measured:
+        """Line and coding, by the slowest; computing is not known here. A collective."""
+        ways, line = forecast.CANDIDATES, self._exchange.line()
         latency, rate = self._probe()
-        ways = forecast.CANDIDATES
-        slowest = self._comms.most(
-            torch.tensor([latency, 1 / rate, *self._coding.values()], dtype=torch.float64)
-        )
-        coding = dict(zip(ways, slowest[2:], strict=True))
-        now = "exact" if self.choice is None else self.choice.way
-        line = self._exchange.line()
+        coding = [self._code(way) for way in ways]
+        slowest = self._comms.most(torch.tensor([latency, 1 / rate, *coding], dtype=torch.float64))
         sent = {
             way: METHODS[way](line, self._wire).sent(self._elements, line.ranks) for way in ways
         }
-        # while messages are made, a CPU computes less
-        pure = max(float(computing.max()) - coding[now], 1e-6)
-        return Measured(pure, 4 * self._elements, slowest[0], 1 / slowest[1], sent, coding)
+        by_way = dict(zip(ways, slowest[2:], strict=True))
+        return Measured(0.0, 4 * self._elements, slowest[0], 1 / slowest[1], sent, by_way)
 
     def _code(self, way: str) -> float:
         """Seconds for making and reading all messages of a step."""
@@ -157,6 +188,10 @@ class Auto:
 
     def _use(self, choice: Choice) -> None:
         self.choice = choice
+        self._exchange.put_off(None)
+        if choice.way == "exact":  # DDP's own way costs least, and is what Overlap begins with
+            self._exchange.buckets(*self._exchange.usual, plain=True)
+            return
         size = max(1, 4 * self._elements // choice.buckets)
         self._exchange.buckets(size, max(1, size // 2) if choice.buckets > 1 else size)
         self._take(choice.way)
@@ -165,7 +200,7 @@ class Auto:
 
     def state(self) -> dict[str, Any]:
         """What was chosen; nothing before that."""
-        if self.choice is None:
+        if self.choice is None or not self.settled:
             return {}
         one = self.choice
         return {"way": one.way, "buckets": one.buckets, "seconds": dict(one.seconds)}
@@ -174,4 +209,4 @@ class Auto:
         """Goes on with what was chosen; measures again after a while."""
         if state.get("way") in forecast.CANDIDATES:
             self._use(Choice(state["way"], int(state["buckets"]), dict(state["seconds"])))
-            self._again = 0
+            self.settled, self._again = True, 0

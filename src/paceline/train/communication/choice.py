@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -111,6 +112,21 @@ class Communication:
         if moments and self._optimizer is not None:
             method.share_moments(self._optimizer)
 
+    @property
+    def chooses(self) -> bool:
+        """The way is found by measurement, and may change."""
+        return self._auto is not None
+
+    @property
+    def settled(self) -> bool:
+        """The way is the one that is to stay: buckets may be fitted to it."""
+        return self._auto is None or self._auto.settled
+
+    def computed(self, seconds: Callable[[], float]) -> None:
+        """Takes how long this rank computed in the last step, if that matters; 0: not known."""
+        if self._auto is not None:
+            self._auto.stepped(seconds)
+
     def looked(self, look: Look) -> str:
         """Takes where the time of the last steps went; what is to be said about it, once."""
         if self._auto is not None:
@@ -152,9 +168,11 @@ class Communication:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps; a collective. Nothing where averages are exact."""
         method = self._exchange.method
-        if self.asked.name == "exact" or method is None:
+        if self.asked.name == "exact" or (method is None and self._auto is None):
             return {}
-        kept = {"method": method.name, "rests": method.state()}
+        kept: dict[str, Any] = {"method": "exact", "rests": {}}
+        if method is not None:
+            kept = {"method": method.name, "rests": method.state()}
         return kept if self._auto is None else {**kept, "auto": self._auto.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from paceline import train
 from paceline.train.communication import METHODS
+from paceline.train.late import Late
 
 STEPS = 30
 
@@ -43,9 +44,18 @@ def data() -> TensorDataset:
 
 
 def training(
-    folder: Path, asked: str, resume: str = "auto", steps: int = STEPS, unused: bool = False
+    folder: Path,
+    asked: str,
+    resume: str = "auto",
+    steps: int = STEPS,
+    unused: bool = False,
+    late: bool = False,
 ) -> None:
-    """Leaves its parameters and losses in the folder."""
+    """Leaves its parameters and losses in the folder.
+
+    Args:
+        late: Updates come late from the fourth of its steps on, and the first layer's come first.
+    """
     torch.manual_seed(1)
     with train.join(run_dir=folder, seed=4, check_every=7, log_every=5, quiet=True) as session:
         network = session.place(Net())
@@ -62,6 +72,9 @@ def training(
                 given = cross_entropy(model(inputs, rarely), targets, reduction="none")
                 losses.append(float(given.detach().mean()))
                 session.step(given)
+                if late and exchange is not None and len(losses) >= 4 and exchange.late is None:
+                    order = [0, *range(len(exchange.times) - 1, 0, -1)]
+                    exchange.put_off(Late(network, made, exchange.stood), order)
         session.verify()
         state = network.state_dict()
         if session.world.rank == 0:
@@ -86,15 +99,18 @@ def every_way(root: Path) -> None:
         whole, parts = root / asked / "whole", root / asked / "parts"
         training(whole, asked)
         if dist.get_rank() == 0:
-            shutil.copytree(whole / "checkpoints", parts / "checkpoints")
+            for copy in [parts, root / "late"][: 1 + (asked == "int4")]:
+                shutil.copytree(whole / "checkpoints", copy / "checkpoints")
         dist.barrier()
         training(parts, asked, resume="11")
+        if asked == "int4":
+            training(root / "late", asked, resume="11", late=True)
 
 
 def seldom(root: Path, steps: int) -> None:
     """Parameters that some steps leave out, in 4 bits."""
     torch.set_num_threads(1)
-    training(root / "seldom", "int4", steps=steps, unused=True)
+    training(root / "seldom", "int4", steps=steps, unused=True, late=steps > 12)
 
 
 def main() -> None:
@@ -108,6 +124,10 @@ def main() -> None:
             "loss": end(root / asked / "whole")[1],
         }
         for asked in METHODS
+    }
+    found["late"] = {
+        "equal": equal(root / "int4" / "whole", root / "late"),
+        "loss": end(root / "late")[1],
     }
     (root / "found.json").write_text(json.dumps(found))
 

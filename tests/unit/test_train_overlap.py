@@ -104,14 +104,14 @@ def test_nothing_is_tried_where_nothing_can_be_won() -> None:
 def test_the_quickest_is_kept() -> None:
     overlap, wire, _ = trial({(250_000, False): 0.8, (125_000, False): 0.9})
     assert overlap.way == Way(250_000, 65_536)
-    assert wire.said[:3] == [(500_000, 125_000, "plain"), (250_000, 65_536, "plain"),
-                             (125_000, 65_536, "plain")]  # fmt: skip
-    assert wire.said[3:] == ["watched", ("late", 0, 2, 1), "in time", (250_000, 65_536, "plain")]
+    assert wire.said[:3] == ["watched", (125_000, 65_536, "hook"), ("late", 0, 2, 1)]
+    assert wire.said[3:] == ["in time", (500_000, 125_000, "plain"), (250_000, 65_536, "plain")]
 
 
 def test_late_updates_are_kept_where_they_win() -> None:
     overlap, _, _ = trial({(125_000, True): 0.7, (250_000, False): 0.8})
     assert overlap.way == Way(125_000, 65_536, late=True)
+    assert len(overlap.seconds) == 3  # so clearly that other sizes are not tried
     assert trial({(0, True): 0.7}, ranks=3)[0].way.late  # and change no result with three ranks
 
 

@@ -32,6 +32,7 @@ _LEAST = 1 << 16  # bytes of a bucket
 _WARM = 2  # steps after a change that do not count: DDP lays its buckets out once more
 _EXPOSED = 0.05  # part of a step that is worth the trouble
 _BETTER = 0.98  # of the time of the way that needs nothing
+_CLEARLY = 0.9  # of the others' time: no other has to be tried
 _MOVING = PARTS.index("moving")
 _STEP = [PARTS.index(one) for one in ("computing", "waiting", "moving")]
 
@@ -103,7 +104,7 @@ class Overlap:
         elements = sum(one.numel() for one in parameters if one.requires_grad)
         self._left = ways(elements, comms.world.size) if plain else []
         self._late_way = (self._left or [Way()])[-1]
-        self._since, self._late_ready = step, not plain
+        self._since, self._watched = step, not plain
         self._begun = self._code()
 
     @property
@@ -147,22 +148,27 @@ class Overlap:
         return self.done
 
     def _next(self) -> None:
-        if self._left:
+        """Late updates first, where they may be: mostly they win, and other sizes can be left."""
+        tried = [one for way, one in self.seconds.items() if way.late]
+        if not tried and self.may_be_late():
+            if self._watched and self.way == self._late_way:
+                late = Way(self._late_way.size, self._late_way.first, True, self._order())
+                self.use(late)
+            else:  # one look at when each bucket is ready and how long it takes, sent as they come
+                self._watched = True
+                self._exchange.watched()
+                self.use(self._late_way, watched=True)
+            return
+        other = min(one for way, one in self.seconds.items() if not way.late)
+        self._left = [one for one in self._left if one not in self.seconds]
+        if self._left and not (tried and tried[0] < _CLEARLY * other):
             self.use(self._left.pop(0))
-        elif not self._late_ready and self.may_be_late():
-            # One look at when each bucket is ready and how long it takes, sent as they come.
-            self._late_ready = True
-            self._exchange.watched()
-            if self.way != self._late_way:
-                self.use(self._late_way)
-        elif not any(one.late for one in self.seconds) and self.may_be_late():
-            self.use(Way(self._late_way.size, self._late_way.first, True, self._order()))
-        else:
-            best = min(self.seconds, key=lambda one: self.seconds[one])
-            if self.seconds[best] > _BETTER * self.seconds[Way()]:
-                best = Way()
-            self.done = True
-            self.use(best)
+            return
+        best = min(self.seconds, key=lambda one: self.seconds[one])
+        if self.seconds[best] > _BETTER * self.seconds[Way()]:
+            best = Way()
+        self.done = True
+        self.use(best)
 
     def _order(self) -> tuple[int, ...]:
         times = self._exchange.times
@@ -170,14 +176,14 @@ class Overlap:
         mine = last_first([one.ready for one in times], lasting, self.seconds[self.way])
         return tuple(int(one) for one in self._comms.rows(torch.tensor(mine))[0])
 
-    def use(self, way: Way) -> None:
+    def use(self, way: Way, *, watched: bool = False) -> None:
         """Exchanges so from now on; between two steps."""
         exchange, now = self._exchange, self.way
         if now.late:
             exchange.put_off(None)
         if (way.size, way.first) != (now.size, now.first):
             sizes = (way.size, way.first) if way.size else _USUAL
-            exchange.buckets(*sizes, plain=not self._late_ready or self.done)
+            exchange.buckets(*sizes, plain=not watched)
         if way.late:
             late = Late(self._updater.module, self._updater.optimizer, exchange.stood)
             exchange.put_off(late, way.order)

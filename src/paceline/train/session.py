@@ -571,8 +571,9 @@ class Session(Member):
         if said := only.looked(look):
             self.say(said)
             self.event("communication", step=self.progress.step, text=said)
-            if hiding is not None and only.chooses:
-                hiding.again(self.progress.step)
+            if hiding is not None and only.since is not None:
+                hiding.again(only.since)
+                self._hide(look)
 
     def _hide(self, look: Look) -> None:
         """Has ways to hide the exchange of gradients tried."""

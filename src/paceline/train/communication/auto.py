@@ -48,6 +48,7 @@ class Auto:
 
     Attributes:
         choice: The last; ``None`` before the first step.
+        since: Number of the first step by the way that was settled.
         settled: By where the time of steps went; before that, for the time being.
     """
 
@@ -58,7 +59,7 @@ class Auto:
         self._elements = elements
         self._wire = Wire(exchange.line())
         self.choice: Choice | None = None
-        self.settled = False
+        self.settled, self.since = False, 0
         self._seen: list[Tensor] = []  # seconds of each rank and part, by step
         self._usual: float | None = None  # part of a step that moving bytes took at first
         self._changed, self._since, self._again = 0, 0, 0
@@ -116,12 +117,13 @@ class Auto:
         spent = self._comms.most(torch.tensor([time.perf_counter() - before], dtype=torch.float64))
         a_step = max(float(steps.sum(2).mean()), 1e-6)
         self._again = last + max(100, int(spent[0] / _COST / a_step))
-        self._usual, self._since = None, last
+        self._usual, self._since, self.since = None, last, self._since
         now = (self._way, self.choice.buckets if self.choice else 0)
         if choice.way == now[0] and not first:
             return ""
         if (choice.way, choice.buckets) != now and {choice.way, now[0]} != {"exact"}:
             self._use(choice)
+            self.since = last
         self.choice = choice
         return choice.said(measured)
 

@@ -113,9 +113,9 @@ class Communication:
             method.share_moments(self._optimizer)
 
     @property
-    def chooses(self) -> bool:
-        """The way is found by measurement, and may change."""
-        return self._auto is not None
+    def since(self) -> int | None:
+        """Number of the first step by a way that measurement settled; ``None``: it was given."""
+        return None if self._auto is None else self._auto.since
 
     @property
     def settled(self) -> bool:

@@ -105,7 +105,7 @@ class Auto:
         steps, self._seen = torch.stack(self._seen, dim=1), []
         if self.settled and not self._due(steps, last):
             return ""
-        before, first = time.perf_counter(), not self.settled
+        first = not self.settled
         still = steps[:, :, _MOVING] + steps[:, :, _WAITING]
         computing = float((steps.sum(2) - still).median(1).values.max())
         if not first:
@@ -114,9 +114,8 @@ class Auto:
         pure = max(computing - self._line.coding[self._way], 1e-6)
         measured = replace(self._line, computing=pure)
         choice, self.settled = chosen(measured, "" if first else self._way), True
-        spent = self._comms.most(torch.tensor([time.perf_counter() - before], dtype=torch.float64))
         a_step = max(float(steps.sum(2).mean()), 1e-6)
-        self._again = last + max(100, int(spent[0] / _COST / a_step))
+        self._again = last + max(100, int(self._spent / _COST / a_step))
         self._usual, self._since, self.since = None, last, self._since
         now = (self._way, self.choice.buckets if self.choice else 0)
         if choice.way == now[0] and not first:
@@ -137,10 +136,12 @@ class Auto:
 
     def _measured(self) -> Measured:
         """Line and coding, by the slowest; computing is not known here. A collective."""
-        ways, line = forecast.CANDIDATES, self._exchange.line()
+        ways, line, began = forecast.CANDIDATES, self._exchange.line(), time.perf_counter()
         latency, rate = self._probe()
         coding = [self._code(way) for way in ways]
-        slowest = self._comms.most(torch.tensor([latency, 1 / rate, *coding], dtype=torch.float64))
+        found = [latency, 1 / rate, *coding, time.perf_counter() - began]
+        slowest = self._comms.most(torch.tensor(found, dtype=torch.float64))
+        self._spent = slowest.pop()  # what it costs to look again
         sent = {
             way: METHODS[way](line, self._wire).sent(self._elements, line.ranks) for way in ways
         }

@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.explain.conclude import conclude, to_findings
-from paceline.explain.evidence import Evidence
+from paceline.explain.evidence import Evidence, Log
 from paceline.explain.gather import from_log, from_run, read
 from paceline.explain.rule import SECTIONS, FrontMatter, Rule, from_page
 from paceline.explain.rules import codes, load, load_all
@@ -47,6 +48,17 @@ def test_is_the_conclusion_of_its_hits(path: Path) -> None:
     found = conclude(evidence(path), ALL)
     assert found.known
     assert found.found[0][0].code == path.parent.name, found.text
+
+
+def test_a_crash_of_torchs_own_debugging_has_a_remedy_of_its_own() -> None:
+    """Told by the stack, or by what ``--debug`` kept of a level that the user set."""
+    stack = from_log(read(FOLDER / "crashed" / "hit_3.log"))
+    kept = Log("n1", 0, ("[c10d] The debug level is set to DETAIL.",))
+    level = replace(from_log("Segmentation fault\n"), debug=(kept,))
+    other = from_log(read(FOLDER / "crashed" / "hit_2.log"))
+    for found, told in ((stack, True), (level, True), (other, False)):
+        (_, match), *_ = conclude(found, ALL).found
+        assert ("or set INFO" in match.remedy) is told
 
 
 @pytest.mark.parametrize("path", HITS, ids=case_id)

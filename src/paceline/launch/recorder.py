@@ -27,13 +27,14 @@ class Sieve:
 
     def __init__(self) -> None:
         self._partial = b""
+        self._in_list = False
 
     def feed(self, data: bytes) -> tuple[bytes, bytes]:
         """What is to be shown and logged as ever, and what the libraries told."""
         *lines, self._partial = (self._partial + data).split(b"\n")
         shown, told = bytearray(), bytearray()
         for line in lines:
-            level = libraries.level(line[: libraries.LOOKED_AT].decode(errors="replace"))
+            level = self._level(line[: libraries.LOOKED_AT].decode(errors="replace"))
             if level != "told":
                 shown += line + b"\n"
             if level is not None:
@@ -41,6 +42,12 @@ class Sieve:
         if b"\r" in self._partial or len(self._partial) > MAX_PARTIAL:
             shown += self.rest()
         return bytes(shown), bytes(told)
+
+    def _level(self, line: str) -> str | None:
+        level = libraries.level(line)
+        listed = self._in_list and level is None and libraries.of_list(line)
+        self._in_list = libraries.opens_list(line) or (listed and bool(line))
+        return "told" if listed else level
 
     def rest(self) -> bytes:
         """What was written without an end of line."""

@@ -20,17 +20,13 @@ DEBUG = {
     "I_MPI_DEBUG": "5",
 }
 # for ranks alone: the store, which is no rank, would tell of every key
-DEBUG_OF_RANKS = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+# (not DETAIL: with it DistributedDataParallel of torch 2.13 crashes, SIGSEGV, as it is built)
+DEBUG_OF_RANKS = {"TORCH_DISTRIBUTED_DEBUG": "INFO"}
 LOOKED_AT = 400  # characters of a line
 _TORCH = r"(?:\[rank\d{1,9}\]:? ?)?\[(?P<torch>[IWEFV])\d{4} [\d:.]{1,30} [\w.-]{1,80}:\d{1,6}\]"
-# what torch's DistributedDataParallel tells below a line of its own
-_OF_DDP = (
-    "broadcast_buffers|bucket_cap_bytes|find_unused_parameters|gradient_as_bucket_view|has_sync_bn"
-    "|is_multi_device_module|num_parameter_tensors|output_device|total_parameter_size_bytes"
-    "|backend_name|bucket_sizes|cuda_visible_devices|device_ids|dtypes|master_addr|master_port"
-    "|module_name|nccl_async_error_handling|nccl_blocking_wait|nccl_debug|nccl_ib_timeout"
-    "|nccl_nthreads|nccl_socket_ifname|torch_distributed_debug"
-)
+# torch's DistributedDataParallel tells below such a line, up to an empty one
+_LIST = re.compile(rf"{_TORCH} \[Rank \d{{1,9}}\]: DDP Initialized with:")
+_OF_LIST = re.compile(r"\w{1,60}: ?[^:]{0,1000}$|$")
 _LINE = re.compile(
     rf"^(?:{_TORCH}|"
     r"libfabric:\d+:.{0,200}?<(?P<fabric>\w{1,10})>|"
@@ -39,7 +35,6 @@ _LINE = re.compile(
     r"\[\S{0,200}gloo/\S{1,200}:\d{1,6}\] (?P<gloo>[A-Z]{1,8})|"
     r"\d{4}:\d\d:\d\d-\d\d:\d\d:\d\d:\( ?\d{1,9}\) \|CCL_(?P<ccl>[A-Z]{1,8})\||"
     r" ?Avg (?:for|back)ward (?:compute|comm\.|comm/comp overlap) time: \d{1,20} ?$|"
-    rf"(?:{_OF_DDP}): [\w.,= /-]{{0,200}}$|"
     r".{0,250}?\bNCCL (?P<nccl>INFO|WARN|TRACE|CALL|ABORT|version)\b)"
 )
 _BAD = ("W", "E", "F", "WARN", "ERROR", "FATAL", "ABORT", "warn")
@@ -59,3 +54,13 @@ def level(line: str) -> str | None:
     said = [value for value in found.groupdict().values() if value]
     bad = any(value in _BAD for value in said) and not _USUAL.search(line[:LOOKED_AT])
     return "warned" if bad else "told"
+
+
+def opens_list(line: str) -> bool:
+    """Whether lines of a library's own follow that cannot be told from others by their form."""
+    return _LIST.match(line[:LOOKED_AT]) is not None
+
+
+def of_list(line: str) -> bool:
+    """Whether a line may stand in such a list; its last one is empty."""
+    return _OF_LIST.match(line) is not None

@@ -280,7 +280,7 @@ def test_over_the_time_limit_and_back(batch: Transport, slurm: Slurm) -> None:
         number = json.loads(text_of(where / "batch.json"))["job"]
         # Slurm counts in minutes and looks every 30 s; on a narrow link an epoch lasts longer
         slurm.tell("scontrol", "update", f"jobid={number}", "timelimit=1")
-        assert eventually(lambda: "back into the queue" in output_of(where), 60)
+        assert eventually(lambda: "back into the queue" in output_of(where), 100)
         batch.site.lab.heal()
         slurm.tell("scontrol", "update", f"jobid={number}", "timelimit=10")  # once is enough
         out, err = child.communicate(timeout=60)

@@ -18,6 +18,7 @@ from paceline.cli.verb import ALL, Verb, say
 from paceline.launch.entry import COMPILER
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
 from paceline.recipes.argv import as_flags, known, option_names
+from paceline.recipes.effect import has_effect
 from paceline.recipes.options import Options
 from paceline.recipes.reference import catalogue
 from paceline.spec.helptext import Row, Section
@@ -69,7 +70,8 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
     weights, inputs = weights_input(getattr(options, "weights", ""))
     everywhere |= {"weights": weights} if weights else {}
     options = dataclasses.replace(options, **dict[str, Any](everywhere))
-    with gathered([] if options.data_dir else list(files.values())) as folder:
+    sends = has_effect("data_dir", options) and not options.data_dir
+    with gathered(list(files.values()) if sends else []) as folder:
         if folder:
             found: dict[str, Any] = {field: absolute(path) for field, path in files.items() if path}
             options = dataclasses.replace(options, **found)

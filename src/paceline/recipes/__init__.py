@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.recipes.argv import known, parse, to_argv
+from paceline.recipes.argv import known, parse, to_argv, typed_in
+from paceline.recipes.effect import settled
 from paceline.recipes.options import ImageOptions, Options, TextOptions, TranslationOptions
 from paceline.spec.errors import DataError
 
@@ -93,32 +94,33 @@ def parse_options(name: str, argv: Sequence[str]) -> Options:
     """A recipe's options from flags, validated as far as possible without torch.
 
     Raises:
-        SettingError: Unknown flag or unusable value.
+        SettingError: Unknown flag, unusable value, or one that has no effect.
         DataError: The data set cannot be found on this machine.
         SystemExit: After ``--help``.
     """
-    kind = recipe(name).options
-    options = parse(kind, expanded(name, argv), f"paceline train {name}")
+    kind, prog = recipe(name).options, f"paceline train {name}"
+    preset, typed = _preset(name, argv)
+    options = parse(kind, [*preset, *typed], prog)  # what is typed comes last, so that it wins
     options.validate()
-    return options
+    return settled(options, typed_in(kind, typed, prog))
 
 
-def expanded(name: str, argv: Sequence[str]) -> list[str]:
-    """The flags with those of ``--preset`` before them, so that what is typed wins."""
+def _preset(name: str, argv: Sequence[str]) -> tuple[Sequence[str], list[str]]:
+    """The flags that ``--preset`` stands for, and the others."""
     flags = list(argv)
     joined = next((f for f in flags if f.startswith("--preset=")), None)
     at = flags.index("--preset") if "--preset" in flags[:-1] else None
     if joined is None and at is None:
-        return flags
+        return (), flags
     wanted = joined.partition("=")[2] if joined else flags[at + 1] if at is not None else ""
     presets = recipe(name).options.presets
     if not presets:
-        return flags
+        return (), flags
     known("--preset", wanted, presets)
     typed = [f for f in flags if f is not joined]
     if joined is None and at is not None:
         typed = flags[:at] + flags[at + 2 :]
-    return [*presets[wanted], *typed]
+    return presets[wanted], typed
 
 
 def options_to_argv(options: Options) -> list[str]:

@@ -61,18 +61,31 @@ def parse(kind: type[O], argv: Sequence[str], prog: str) -> O:
         sys.stdout.write(help_of(kind, prog, everything="--help-all" in wanted) + "\n")
         raise SystemExit(0)
     rest, default = _from_record(kind, list(argv))
+    start: Any = kind() if default is None else default
+    made: O = dataclasses.replace(start, **_values(kind, rest, prog))
+    return made
+
+
+def typed_in(kind: type, argv: Sequence[str], prog: str) -> frozenset[str]:
+    """The fields that these flags set themselves; what ``--like`` brings is not among them."""
+    without = list(argv)
+    if "--like" in argv[:-1]:
+        place = without.index("--like")
+        del without[place : place + 2]
+    words = [word for word in without if not word.startswith("--like=")]
+    return frozenset(_values(kind, words, prog))
+
+
+def _values(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
+    """What flags say, by field."""
     parser = _Parser(prog, option_names(kind))
     hints = typing.get_type_hints(kind)
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+    for field in dataclasses.fields(kind):
         parser.add_field(field, hints[field.name])
-    words = [_dashed(word) for word in rest]
-    given, surplus = parser.parse_known_intermixed_args(words)
+    given, surplus = parser.parse_known_intermixed_args([_dashed(word) for word in argv])
     if surplus:
         parser.refuse(surplus[0])
-    values = {name: _frozen(value) for name, value in vars(given).items()}
-    start: Any = kind() if default is None else default
-    made: O = dataclasses.replace(start, **values)
-    return made
+    return {name: _frozen(value) for name, value in vars(given).items()}
 
 
 class _Parser(argparse.ArgumentParser):

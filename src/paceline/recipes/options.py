@@ -191,11 +191,6 @@ class Options:
             communication.refuse_average(self.communication)
         if self.dtype == "fp16":
             communication.refuse_scaled(self.communication)
-        if self.ema_start and not self.ema:
-            raise SettingError(
-                f"--ema-start {self.ema_start} needs an average",
-                remedy="--ema 0.999, or leave it out",
-            )
         at_least("--watch", self.watch, 0)
         at_least("--evaluate-every", self.evaluate_every, 0)
         at_least("--patience", self.patience, 0)

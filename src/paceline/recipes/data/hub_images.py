@@ -25,7 +25,7 @@ from paceline.recipes.data.images import (
     taken_out,
 )
 from paceline.recipes.data.photos import File, cut_out, side_by_side, sized
-from paceline.spec.errors import DataError
+from paceline.spec.errors import DataError, SettingError
 
 
 class Rows:
@@ -91,7 +91,14 @@ def read(folder: Path | str, request: Request) -> ImageData:
 
     Raises:
         DataError: Not found, or without images and class labels.
+        SettingError: Damaged images are to be left out, which needs files.
     """
+    if request.skip_damaged:
+        raise SettingError(
+            f"--skip-damaged has no effect with --data {request.source}",
+            found="the rows of a Hugging Face data set are not tried at the start",
+            remedy="a folder of image files or tar shards, or leave --skip-damaged out",
+        )
     parts = load_rows(HubSource(str(folder), request.config, request.offline))
     picture, label = _columns(str(folder), parts["train"].features)
     classes = tuple(str(one) for one in parts["train"].features[label].names)

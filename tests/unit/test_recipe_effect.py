@@ -1,0 +1,89 @@
+"""Settings that do nothing beside others: refused where they are typed, else left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.train import from_table
+from paceline.recipes import RECIPES, options_to_argv, parse_options
+from paceline.recipes.effect import TABLE, has_effect
+from paceline.spec.errors import SettingError
+
+HUB = "--data=nobody/nothing"
+PRETRAINED = "--model=nobody/nothing"
+# recipe, option → what is typed without an effect, and beside what it has one
+EXAMPLES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
+    ("image", "from_scratch"): (["--model=resnet18", "--from-scratch"], [PRETRAINED]),
+    ("image", "data_config"): (["--data-config=x"], [HUB]),
+    ("image", "test_fraction"): (["--test-fraction=0.5"], ["--data=photos/"]),
+    ("image", "skip_damaged"): (["--skip-damaged"], ["--data=photos/"]),
+    ("image", "data_dir"): (["--data=photos/", "--data-dir=x"], ["--data=mnist"]),
+    ("image", "mirror"): (["--mirror=http://a"], ["--data=cifar10"]),
+    ("text", "from_scratch"): (["--from-scratch"], [PRETRAINED]),
+    ("text", "tokenizer"): ([PRETRAINED, "--tokenizer=bpe"], ["--model=words"]),
+    ("text", "vocab_size"): ([PRETRAINED, "--vocab-size=9"], ["--model=words"]),
+    ("text", "dropout"): (["--model=words", "--dropout=0.2"], ["--model=small"]),
+    ("text", "data_config"): (["--data=a.csv", "--data-config=x"], [HUB]),
+    ("text", "test_fraction"): (["--data=ag-news", "--test-fraction=0.5"], ["--data=meals"]),
+    ("text", "delimiter"): (["--delimiter=;"], ["--data=a.csv"]),
+    ("text", "label_column"): (["--label-column=foo"], ["--data=a.csv"]),
+    ("text", "text_column"): (["--text-column=foo"], ["--test-data=a.csv"]),
+    ("text", "data_dir"): (["--data-dir=x"], ["--data=a.csv"]),
+    ("text", "mirror"): (["--mirror=http://a"], ["--data=ag-news"]),
+    ("translation", "data_config"): (["--data-config=en-it"], [HUB]),
+    ("translation", "val_fraction"): (["--data=multi30k", "--val-fraction=0.2"], ["--data=a.tsv"]),
+    ("translation", "data_dir"): (["--data-dir=x"], ["--data=a.tsv"]),
+    ("translation", "mirror"): (["--mirror=http://a"], ["--data=multi30k"]),
+    **{
+        (name, option): example
+        for name in RECIPES
+        for option, example in {
+            "milestones": (["--milestones", "0.3"], ["--schedule=step"]),
+            "nesterov": (["--nesterov"], ["--optimizer=sgd"]),
+            "ema_start": (["--ema-start=5"], ["--ema=0.9"]),
+        }.items()
+    },
+}  # fmt: skip
+ROWS = [(name, one.option) for name in RECIPES for one in TABLE[RECIPES[name].options]]
+
+
+@pytest.mark.parametrize(("name", "option"), ROWS)
+def test_each_row_of_the_table(name: str, option: str) -> None:
+    without, beside = EXAMPLES[name, option]
+    flag = "--" + option.replace("_", "-")
+    with pytest.raises(SettingError) as caught:
+        parse_options(name, without)
+    told = caught.value.render()
+    assert flag in told.splitlines()[0]
+    assert f"or leave {flag} out" in told
+    assert caught.value.exit_code == 2
+    asked = parse_options(name, [*without, *beside])
+    assert has_effect(option, asked)
+    assert parse_options(name, options_to_argv(asked)) == asked
+
+
+def test_defaults_are_never_refused_and_nothing_is_switched_off() -> None:
+    for name in RECIPES:
+        usual = parse_options(name, [])
+        assert usual == RECIPES[name].options()
+    assert parse_options("image", ["--no-nesterov", "--no-skip-damaged"]).optimizer == "adamw"
+
+
+def test_the_file_counts_as_typed() -> None:
+    with pytest.raises(SettingError, match="--skip-damaged has no effect with --data digits"):
+        parse_options("image", from_table("image", {"skip_damaged": True}))
+
+
+def test_what_a_preset_or_an_earlier_run_brings_falls_away(tmp_path: Path) -> None:
+    made = parse_options("image", ["--preset", "imagenet-example", "--schedule", "cosine"])
+    assert made.milestones == (0.5, 0.75)
+    assert parse_options("image", options_to_argv(made)) == made
+    first = parse_options("image", ["--schedule=step", "--milestones", "0.3"])
+    (tmp_path / "config.json").write_text(json.dumps({"options": dataclasses.asdict(first)}))
+    assert parse_options("image", ["--like", str(tmp_path)]).milestones == (0.3,)
+    again = parse_options("image", ["--like", str(tmp_path), "--schedule=cosine"])
+    assert again.milestones == (0.5, 0.75)

@@ -92,8 +92,26 @@ def test_the_commands_agree_with_the_compose_file(folder: Path) -> None:
         given = dict(w.removeprefix("--env=").split("=") for w in words if w.startswith("--env="))
         assert given == service["environment"]
     file = (folder / "Containerfile").read_text()
-    assert "useradd --non-unique --uid 1000 --create-home dev" in file
+    assert "useradd --non-unique --uid 1000 --create-home --home-dir /home/dev dev" in file
     assert re.search(r"^FROM base:1$", file, re.MULTILINE)
+
+
+def test_a_base_that_has_the_user_gives_it_your_uid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys, containers and the user's home all belong to one uid, and it is found by name."""
+    monkeypatch.setattr("os.getuid", lambda: 1234)
+    monkeypatch.setattr("paceline.setup.container_set._give_to", lambda uid, out: None)
+    service = made(tmp_path, *WORDS)["services"]["w1"]
+    assert service["user"] == "1234"
+    _, _, run = (tmp_path / "Containerfile").read_text().partition("\nRUN ")
+    run = run.partition("\nUSER ")[0].replace("\\\n", " ")
+    subprocess.run(["sh", "-n", "-c", run], check=True)
+    words = " ".join(run.split())
+    there, _, lacking = words.partition("if id -u dev ")[2].partition("; else ")
+    assert there.endswith("then usermod --non-unique --uid 1234 --home /home/dev dev")
+    assert lacking.startswith("useradd --non-unique --uid 1234 --create-home --home-dir /home/dev")
+    assert "chown 1234 /home/dev && install -d -o 1234 -m 700 /home/dev/.ssh" in lacking
 
 
 def test_a_second_call_keeps_the_keys(folder: Path) -> None:

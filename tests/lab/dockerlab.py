@@ -46,25 +46,31 @@ def require() -> None:
         missing("docker is not installed")
 
 
-def write_image(path: Path) -> None:
+ROOT = "root:x:0:0:root:/root:/bin/sh\n"
+
+
+def write_image(path: Path, users: str = ROOT) -> None:
     """A root file system without files: programs come from the host's /usr, mounted."""
     with tarfile.open(path, "w") as tar:
         for name in FOLDERS:
             _folder(tar, name)
         for name in ("bin", "lib", "lib64"):
             _link(tar, name, f"usr/{name}")
-        _text(tar, "etc/passwd", "root:x:0:0:root:/root:/bin/sh\n")
+        _text(tar, "etc/passwd", users)
 
 
-def write_image_with(path: Path, programs: Sequence[str], links: Mapping[str, str]) -> None:
+def write_image_with(
+    path: Path, programs: Sequence[str], links: Mapping[str, str], users: str = ROOT
+) -> None:
     """A root file system that holds some of this machine's programs and their libraries.
 
     Args:
         path: Of the tar file to write.
         programs: Their paths here, which are kept.
         links: Further names of programs, by path in the image.
+        users: Its ``passwd``.
     """
-    write_image(path)
+    write_image(path, users)
     files = {*programs, *(library for program in programs for library in libraries(program))}
     with tarfile.open(path, "a") as tar:
         parents = {str(parent) for name in files for parent in Path(own_place(name)).parents}

@@ -155,7 +155,11 @@ def folder_of(worker: Worker) -> str:
 
 
 def containerfile(made: ContainerSet) -> str:
-    """The base with OpenSSH and an ordinary user; keys are mounted, never built in."""
+    """The base with OpenSSH and an ordinary user; keys are mounted, never built in.
+
+    A user of this name that the base has gets our uid and home. Whoever else has the uid comes
+    after it in ``passwd``: what looks up a uid, as ssh for its config, takes the first.
+    """
     return f"""FROM {made.base}
 USER root
 RUN if [ -x /usr/sbin/sshd ]; then :; \\
@@ -164,9 +168,12 @@ RUN if [ -x /usr/sbin/sshd ]; then :; \\
       && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*; \\
     else dnf install -y openssh-server openssh-clients && rm -f /etc/ssh/ssh_host_*; fi; \\
     mkdir -p /run/sshd {WORK} && \\
-    (id -u {USER} >/dev/null 2>&1 || \\
-      useradd --non-unique --uid {made.uid} --create-home {USER}) && \\
-    install -d -o {made.uid} -m 700 {HOME}/.ssh
+    if id -u {USER} >/dev/null 2>&1; then \\
+      usermod --non-unique --uid {made.uid} --home {HOME} {USER}; \\
+    else useradd --non-unique --uid {made.uid} --create-home --home-dir {HOME} {USER}; fi && \\
+    found="$(grep '^{USER}:' /etc/passwd; grep -v '^{USER}:' /etc/passwd)" && \\
+    printf '%s\\n' "$found" >/etc/passwd && \\
+    mkdir -p {HOME} && chown {made.uid} {HOME} && install -d -o {made.uid} -m 700 {HOME}/.ssh
 USER {USER}
 WORKDIR {WORK}
 """

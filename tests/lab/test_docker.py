@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import intels_demo
 import pytest
-from dockerlab import IMAGE, Docker, docker_on, python_mounts, write_image_with
+from dockerlab import IMAGE, ROOT, Docker, docker_on, python_mounts, write_image_with
 from every_transport import EveryTransport
 from launches import SOURCE, Site, eventually
-from transports import Transport, mpiexec, site_in
+from transports import PARTS, Transport, mpiexec, site_in
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -79,12 +80,49 @@ def test_no_daemon(transport: Transport, docker: Docker) -> None:
     assert "the daemon is not running" in ended.err
 
 
+def test_a_conda_environment_of_the_image(transport: Transport, docker: Docker) -> None:
+    """Its interpreter by path; what its scripts set, by a file that activates it."""
+    conda = write_conda(docker.folder / "conda-run", "export T_FROM=$CONDA_PREFIX")
+    (transport.site.project / "conda.sh").write_text(f"source {CONDA}/bin/activate pytorch\n")
+    python = ("--mount", f"{conda}:{CONDA}:ro", "--python", f"{CONDA}/envs/pytorch/bin/python")
+    ended = transport.run(*python, "--activate", "conda.sh", "--no-torch", "-p", "1", "tell.py")
+    assert ended.code == 0, ended.err
+    for rank in (0, 1):
+        told = ended.said(rank)["env"]
+        assert bytes.fromhex(told["T_FROM"]).decode() == f"{CONDA}/envs/pytorch"
+        assert bytes.fromhex(told["T_PYTHON"]).decode() == f"{CONDA}/envs/pytorch/bin/python"
+
+
+CONDA = "/opt/conda"
+# A little of what conda's own does when it is sourced with the name of an environment
+ACTIVATE = f"""export CONDA_PREFIX={CONDA}/envs/$1
+export PATH=$CONDA_PREFIX/bin:$PATH
+for script in "$CONDA_PREFIX"/etc/conda/activate.d/*.sh; do source "$script"; done
+"""
+
+
+def write_conda(folder: Path, script: str) -> Path:
+    """What an image has in /opt/conda: an environment with this Python, and a script of its own."""
+    own = folder / "envs" / "pytorch"
+    for path, text in (
+        (folder / "bin" / "activate", ACTIVATE),
+        (own / "etc" / "conda" / "activate.d" / "own.sh", f"{script}\n"),
+        (own / "bin" / "python", f'#!/bin/sh\nexport T_PYTHON=$0\nexec {sys.executable} "$@"\n'),
+    ):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    (own / "bin" / "python").chmod(0o755)
+    return folder
+
+
 # --- containers with sshd inside
 
 PROGRAMS = (
-    "/bin/sh", "/bin/bash", "/usr/bin/id", "/usr/bin/install", "/usr/bin/mkdir",
-    "/usr/bin/ssh", "/usr/sbin/sshd", "/usr/sbin/useradd",
+    "/bin/sh", "/bin/bash", "/usr/bin/chown", "/usr/bin/grep", "/usr/bin/id", "/usr/bin/install",
+    "/usr/bin/mkdir", "/usr/bin/ssh", "/usr/sbin/sshd", "/usr/sbin/useradd", "/usr/sbin/usermod",
 )  # fmt: skip
+# of n1's base: the set's user with another uid and home, and somebody who has its uid
+TAKEN = "somebody:x:1000:0::/nowhere:/bin/sh\ndev:x:4321:0::/elsewhere:/bin/sh\n"
 LAPTOP = "a-laptop"  # what the launching machine is called; nobody can resolve it
 TELL = (
     "echo rank $RANK of $WORLD_SIZE, $LOCAL_RANK on $(hostname), uid $(id -u), "
@@ -96,17 +134,19 @@ TELL = (
 def sets(cluster: tuple[Site, Docker]) -> Callable[..., Path]:
     """Writes a set whose ranks source a file; the image is built with the first of them.
 
-    The base has what sshd needs; MPI is this machine's, mounted.
+    The base has what sshd needs; MPI is this machine's, mounted. That of n1, where mpirun is
+    typed, has a user ``dev`` already, as Intel's has, and that of n2 none.
     """
     site, docker = cluster
     home = docker.folder / "sets"
     home.mkdir()
-    write_image_with(docker.folder / "base.tar", PROGRAMS, {})
-    for name in ("n1", "n2"):
+    for name, users in (("n1", ROOT + TAKEN), ("n2", ROOT)):
+        base = docker.folder / f"base-{name}.tar"
+        write_image_with(base, PROGRAMS, {}, users)
         docker.tell(name, "import", "-c", "ENV PATH=/usr/sbin:/usr/bin", "-c",
-                    "ENV OF_IMAGE=there", str(docker.folder / "base.tar"), "base:1")  # fmt: skip
+                    "ENV OF_IMAGE=there", str(base), "base:1")  # fmt: skip
 
-    def make(flavour: str, *words: str) -> Path:
+    def make(flavour: str, *words: str, command: Sequence[str] = ("sh", "-c", TELL)) -> Path:
         mpirun, first = Path(mpiexec(flavour)).with_name("mpirun"), not list(home.iterdir())
         if flavour != "intel":  # Debian's mpirun is the one or the other
             mpirun = home / flavour / "mpirun"
@@ -119,7 +159,7 @@ def sets(cluster: tuple[Site, Docker]) -> Callable[..., Path]:
         mounts = [f"--mount={one}:{one}:ro" for one in seen]
         own = ["--image=base:1", f"--activate={vars_sh}", "--env=SAID=a b", f"--mpi={flavour}"]
         out = home / f"set{len(list(home.iterdir()))}"
-        own += [*mounts, *words, "--out", str(out), "sh", "-c", TELL]
+        own += [*mounts, *words, "--out", str(out), *command]
         Transport(site, ()).verb("setup", "containers", *own)
         for name in ("n1", "n2") if first else ():
             typed(site, name, out, "docker build").check_returncode()
@@ -147,6 +187,31 @@ def test_mpirun_inside_a_matched_set(
     ]
 
 
+def test_the_demo_of_intels_containers_in_a_set(
+    cluster: tuple[Site, Docker], docker: Docker, sets: Callable[..., Path]
+) -> None:
+    """``conda run -n pytorch 'source $(python …)/env/setvars.sh && mpirun … python …'`` there."""
+    site = cluster[0]
+    n1, n2 = site.lab.address("n1"), site.lab.address("n2")
+    conda = write_conda(docker.folder / "conda-set", f"export PYTHONPATH={intels_demo.LIBRARIES}")
+    seen = {sys.prefix, sys.base_prefix, str(PARTS), str(intels_demo.HERE)} - {"/usr"}
+    mounts = [f"--mount={one}:{one}:ro" for one in sorted(seen)]
+    folder = sets(
+        "intel", f"--launcher={n1}", f"--worker=w2={n2}", *mounts, f"--mount={conda}:{CONDA}:ro",
+        "--activate=/workload/activate.sh", command=("python", *intels_demo.WORDS),
+    )  # fmt: skip
+    intels_demo.put_into(folder / "workload")
+    (folder / "workload" / "activate.sh").write_text(
+        f"source {CONDA}/bin/activate pytorch\n"
+        'source $(python -c "import oneccl_bindings_for_pytorch as torch_ccl;'
+        'print(torch_ccl.cwd)")/env/setvars.sh\n'
+    )
+    said = runs(site, folder, "n2")
+    assert said.count(":: oneCCL's variables are set") == 1
+    assert len([line for line in said if line.startswith("accuracy=")]) == 2, said
+    assert (folder / "workload" / "mnist_cnn.pt").exists()
+
+
 def runs(site: Site, folder: Path, *workers: str) -> list[str]:
     """What ranks say. Every line of commands.sh, on the machine that it names."""
     with contextlib.ExitStack() as stack:
@@ -158,7 +223,7 @@ def runs(site: Site, folder: Path, *workers: str) -> list[str]:
             assert eventually(lambda n=name: has_sshd(site, n), 20)
         line = line_of(folder, "docker run", "--name=paceline-launcher ")
         line = line.replace("--network=host", f"--network=host --hostname={LAPTOP}")
-        done = site.lab.exec("n1", ["sh", "-c", line], cwd=folder, timeout=40)
+        done = site.lab.exec("n1", ["sh", "-c", line], cwd=folder, timeout=80)
     assert done.returncode == 0, done.stderr
     return sorted(done.stdout.splitlines())
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import os
-import shutil
 import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import intels_demo
 import pytest
 from every_transport import EveryTransport
 from launches import SOURCE, Site, eventually
-from transports import PARTS, Transport, mpiexec, site_in, sniffed
+from transports import Transport, mpiexec, site_in, sniffed
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -167,40 +165,16 @@ def test_two_mpis_mixed(site: Site) -> None:
     assert "two MPIs are mixed on PATH" in ended.err
 
 
-# Intel's demo, where tools/system-parts.sh could fetch it; else ours that meets as theirs does
-DEMO = (PARTS / "scripts/intel-ai-containers/preset/deep-learning/demo/pytorch-distributed"
-        / "pytorch_mnist.py")  # fmt: skip
-HERE = Path(__file__).parent
-FASHION = Path("/usr/share/datasets/fashion-mnist")
-
-
 def test_the_demo_of_intels_containers(transport: Transport) -> None:
     """Unmodified: it reads PMI_RANK and MPI_LOCALRANKID. Behind oneCCL's name is gloo here."""
-    if not DEMO.exists():  # the summary of the tests shows it
-        warnings.warn(f"ran our stand-in only: {DEMO} could not be fetched", stacklevel=1)
     project = transport.site.project
-    shutil.copy(DEMO if DEMO.exists() else HERE / "coming" / DEMO.name, project)
-    few_clothes(project / "data" / "FashionMNIST" / "raw")
-    libraries = (HERE / "standins", HERE / "cpu_torchvision", PARTS / "torchvision",
-                 PARTS / "frameworks")  # fmt: skip
-    env = ["--env", f"PYTHONPATH={':'.join(map(str, libraries))}", "--backend", "ccl"]
-    words = [DEMO.name, "--device", "cpu", "--save-model"]
-    ended = transport.run("-p", "1", *env, *words)
+    intels_demo.put_into(project)
+    env = ["--env", f"PYTHONPATH={intels_demo.LIBRARIES}", "--backend", "ccl"]
+    ended = transport.run("-p", "1", *env, *intels_demo.WORDS)
     assert ended.code == 0, ended.err
     told = [line for rank in (0, 1) for line in ended.lines(rank) if "accuracy=" in line]
     assert len(told) == 2, ended.out
     assert (project / "mnist_cnn.pt").exists()
-
-
-def few_clothes(folder: Path) -> None:
-    """The first pictures of Fashion-MNIST, in the files that torchvision looks for."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for part, count in (("train", 256), ("t10k", 64)):
-        for kind, head, size in (("images-idx3", 16, 784), ("labels-idx1", 8, 1)):
-            name = f"{part}-{kind}-ubyte"
-            with gzip.open(FASHION / f"{name}.gz") as file:
-                whole = file.read(head + count * size)
-            (folder / name).write_bytes(whole[:4] + count.to_bytes(4, "big") + whole[8:])
 
 
 def test_the_users_own_mpirun(transport: Transport) -> None:

@@ -1,0 +1,39 @@
+"""The demo of Intel's containers, and what stands in for the libraries that it wants."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import warnings
+from pathlib import Path
+
+from transports import PARTS
+
+HERE = Path(__file__).parent
+# Intel's own, where tools/system-parts.sh could fetch it; else ours that meets as theirs does
+DEMO = (PARTS / "scripts/intel-ai-containers/preset/deep-learning/demo/pytorch-distributed"
+        / "pytorch_mnist.py")  # fmt: skip
+WORDS = (DEMO.name, "--device", "cpu", "--save-model")
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+# for PYTHONPATH; behind the name of oneCCL's bindings is gloo
+LIBRARIES = ":".join(map(str, (HERE / "standins", HERE / "cpu_torchvision", PARTS / "torchvision",
+                               PARTS / "frameworks")))  # fmt: skip
+
+
+def put_into(folder: Path) -> None:
+    """The script and few pictures, where it looks for them."""
+    if not DEMO.exists():  # the summary of the tests shows it
+        warnings.warn(f"ran our stand-in only: {DEMO} could not be fetched", stacklevel=2)
+    shutil.copy(DEMO if DEMO.exists() else HERE / "coming" / DEMO.name, folder)
+    few_clothes(folder / "data" / "FashionMNIST" / "raw")
+
+
+def few_clothes(folder: Path) -> None:
+    """The first pictures of Fashion-MNIST, in the files that torchvision looks for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, count in (("train", 256), ("t10k", 64)):
+        for kind, head, size in (("images-idx3", 16, 784), ("labels-idx1", 8, 1)):
+            name = f"{part}-{kind}-ubyte"
+            with gzip.open(FASHION / f"{name}.gz") as file:
+                whole = file.read(head + count * size)
+            (folder / name).write_bytes(whole[:4] + count.to_bytes(4, "big") + whole[8:])

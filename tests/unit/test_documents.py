@@ -83,7 +83,7 @@ def test_every_row_of_the_guides_commands_names_what_shows_it() -> None:
     for *_, shown_by in rows:
         if shown_by in ("shown by", "---") or shown_by.startswith("the same"):
             continue
-        named = re.findall(r"`([\w/]*test_\w+\.py)?(?:::(test_\w+))?`", shown_by)
+        named = re.findall(r"`([\w/]+\.py)?(?:::(test_\w+))?`", shown_by)
         assert any(file for file, _ in named), shown_by
         file = ""
         for given, test in named:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -200,3 +203,53 @@ def test_texts_in_shards(tmp_path: Path) -> None:
     write_shards(tmp_path / "bad", [{"json": {}, "cls": 1}])
     with pytest.raises(DataError, match=r"bad/00000\.tar: 000000000 is no text with a class"):
         load_texts(TextRequest(HubSource(str(tmp_path / "bad"))))
+
+
+READ = """
+import json, sys
+import numpy
+from paceline.recipes.data import HubSource
+from paceline.recipes.data.images import Request, load
+from paceline.recipes.data.texts import TextRequest, load_texts
+from paceline.spec.errors import PacelineError
+
+photos, texts = sys.argv[1:]
+def refusal(folder, **more):
+    try:
+        load("", Request(folder, **more))
+    except PacelineError as error:
+        return error.render()
+data = load("", Request(photos, image_size=16, crop=True))
+train = data.splits["train"]
+print(json.dumps({
+    "classes": data.classes, "id": int(train._ids[3]), "label": int(train.labels[3]),
+    "pixels": train.pixels(numpy.array([3])).tolist(),
+    "labels": load_texts(TextRequest(HubSource(texts))).labels,
+    "skipped": refusal(photos, skip_damaged=True), "unfit": refusal(texts),
+}))
+"""
+
+
+def test_parquet_whose_columns_are_named_as_in_tars(tmp_path: Path) -> None:
+    """What ``ShardedDataset`` reads of such folders, the recipes read as well."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    packed, folders = [*samples(20)], [tmp_path / "photos", tmp_path / "texts"]
+    texts = {"txt": [f"text {number}" for number in range(9)], "cls": [0, 1, 2] * 3}
+    photo = {name: [one[name] for one in packed] for name in ("png", "cls")}
+    for place, columns in zip(folders, (photo, texts), strict=True):
+        place.mkdir()
+        parquet.write_table(arrow.table(columns), place / "00000.parquet")
+    # the library keeps threads and variables, so in a process of its own
+    words = [sys.executable, "-c", READ, *map(str, folders)]
+    env = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["classes"], said["labels"]) == (["0", "1"], ["0", "1", "2"])
+    one = packed[said["id"]]
+    (tmp_path / "one.png").write_bytes(one["png"])
+    wanted = photos.decode(tmp_path / "one.png", 3, 16, 16, crop=True)
+    assert np.array_equal(np.array(said["pixels"])[0], wanted)
+    assert said["label"] == one["cls"]
+    assert "--skip-damaged has no effect" in said["skipped"]
+    assert "png (bytes) and cls (a number)" in said["unfit"]

@@ -24,7 +24,8 @@ from paceline.recipes.data.images import (
     fingerprint,
     taken_out,
 )
-from paceline.recipes.data.photos import File, cut_out, side_by_side, sized
+from paceline.recipes.data.photos import SUFFIXES, File, cut_out, side_by_side, sized
+from paceline.recipes.data.tars import class_names
 from paceline.spec.errors import DataError, SettingError
 
 
@@ -101,8 +102,10 @@ def read(folder: Path | str, request: Request) -> ImageData:
         )
     parts = load_rows(HubSource(str(folder), request.config, request.offline))
     picture, label = _columns(str(folder), parts["train"].features)
-    classes = tuple(str(one) for one in parts["train"].features[label].names)
     labels = {name: np.array(rows[label], dtype=np.int64) for name, rows in parts.items()}
+    if (named := getattr(parts["train"].features[label], "names", None)) is None:
+        named = class_names(Path(folder), max(int(one.max(initial=-1)) for one in labels.values()))
+    classes = tuple(str(one) for one in named)
     # Public benchmarks hide the labels of their test part as -1.
     kept = [name for name in parts if labels[name].min(initial=0) >= 0]
     size = request.image_size or DEFAULT_SIZE
@@ -129,13 +132,19 @@ def _files(rows: Any, column: str) -> Any:
 
 
 def _columns(name: str, features: Mapping[str, Any]) -> tuple[str, str]:
+    """Of images and classes: by their kinds, else named as the parts of samples in tar shards."""
     kinds = {column: type(feature).__name__ for column, feature in features.items()}
-    found = [
+    picture, label = (
         next((c for c, k in kinds.items() if k == want), "") for want in ("Image", "ClassLabel")
-    ]
-    if not all(found):
+    )
+    types = {column: str(getattr(one, "dtype", "")) for column, one in features.items()}
+    packed = (c for c, t in types.items() if "." + c.lower() in SUFFIXES and "binary" in t)
+    picture = picture or next(packed, "")
+    label = label or ("cls" if "int" in types.get("cls", "") else "")
+    if not (picture and label):
         raise DataError(
             f"--data {name} is no data set of images with class labels",
             found=", ".join(f"{column}: {kind}" for column, kind in kinds.items()),
+            remedy="columns of the kinds Image and ClassLabel, or png (bytes) and cls (a number)",
         )
-    return found[0], found[1]
+    return picture, label

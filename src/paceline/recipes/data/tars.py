@@ -127,7 +127,7 @@ def read(folder: Path, request: Request) -> ImageData:
     """
     size = request.image_size or DEFAULT_SIZE
     parts = _parts(folder)
-    classes = _classes(folder, max(int(part.numbers.max(initial=-1)) for part in parts.values()))
+    classes = class_names(folder, max(int(part.numbers.max(initial=-1)) for part in parts.values()))
     photos = {
         name: Packed(part, _usable(part, request.skip_damaged), size, request.crop)
         for name, part in parts.items()
@@ -154,7 +154,7 @@ def read(folder: Path, request: Request) -> ImageData:
     )
 
 
-def _classes(folder: Path, largest: int) -> tuple[str, ...]:
+def class_names(folder: Path, largest: int) -> tuple[str, ...]:
     """Their names, one a line in ``classes.txt``, otherwise their numbers."""
     file = folder / CLASSES
     if not file.is_file():

@@ -21,8 +21,28 @@ T = TypeVar("T")
 Row = tuple[str, str]
 """Label as written, and text."""
 _SUFFIXES = (".csv", ".tsv", ".jsonl")
-_LABELS = ("label", "labels", "class", "category", "target", "sentiment", "topic", "coarse_label")
-_TEXTS = ("text", "sentence", "content", "review", "message", "title", "comment", "description")
+_LABELS = (
+    "label",
+    "labels",
+    "class",
+    "category",
+    "target",
+    "sentiment",
+    "topic",
+    "coarse_label",
+    "cls",
+)
+_TEXTS = (
+    "text",
+    "sentence",
+    "content",
+    "review",
+    "message",
+    "title",
+    "comment",
+    "description",
+    "txt",
+)
 _MOST_CLASSES = 1000
 
 

@@ -96,8 +96,7 @@ name = "mobilenet_v3_small"
 file = torch_file(models.get_model_weights(name).DEFAULT.url.rpartition("/")[2])
 file.parent.mkdir(parents=True)
 torch.save(models.get_model(name).state_dict(), file)
-flags = ["--run-dir=run", "--image-size=32", "--steps=2", "--offline", "--device=cpu", "--no-fast",
-         "--test-fraction=0.05"]
+flags = ["--run-dir=run", "--image-size=32", "--steps=2", "--offline", "--device=cpu", "--no-fast"]
 assert image.main([*flags, f"--model=torchvision/{name}", "--add-layers", "8"]) == 0
 assert evaluate.main(["--run=run", "--device=cpu"]) == 0
 """

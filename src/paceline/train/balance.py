@@ -29,6 +29,8 @@ WORTH = 0.03
 """Least part of a step that a change of shares must win."""
 OFFERED = 0.15
 """Part of a step to win from which on a job with even shares is told so."""
+OFFERED_S = 0.005
+"""And the least seconds of a step: less is a busy machine's noise, and nobody waits long for it."""
 
 _AT_ONCE = 0.1  # of a step to win: not looked at twice
 _WINDOW = 24  # steps that a cost is the median of, at most

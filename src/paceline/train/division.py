@@ -15,6 +15,7 @@ from paceline.spec.errors import SettingError
 from paceline.train import parallel
 from paceline.train.balance import (
     OFFERED,
+    OFFERED_S,
     Advice,
     Controller,
     Shares,
@@ -168,7 +169,8 @@ class Division:
 
     def _offer(self, advice: Advice) -> None:
         """With even shares: what others would win, once."""
-        self._offers = self._offers + 1 if advice.win >= OFFERED else 0
+        worth = advice.win >= OFFERED and advice.now - advice.then >= OFFERED_S
+        self._offers = self._offers + 1 if worth else 0
         if self._offered or self._offers < 2:
             return
         self._offered = True

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from paceline.bench.speedup import Point, speedups
 from paceline.spec.terminal import wrapped
 
 STEEPEST = 16.0  # a g beyond which nothing changes
@@ -732,37 +733,13 @@ def to_json(found: Sequence[Forecast], known: Model) -> dict[str, Any]:
 
 
 def picture(found: Sequence[Forecast]) -> str:
-    """Speed-up over hosts as SVG, with error bars and the ideal line."""
-    width, height, edge = 480, 320, 48
-    said = [one for one in found if not one.declined]
+    """Speed-up over hosts as SVG, with error bars."""
+    points = []
+    for one in found:
+        if not one.declined:
+            label = f"{one.hosts}: {one.speedup:.2f}, {one.step.limit}"
+            work = one.speedup * one.step.seconds
+            low, high = work / one.step.high, work / max(one.step.low, 1e-9)
+            points.append(Point(one.hosts, one.speedup, label, low, high))
     most = max(one.hosts for one in found)
-    highest = max(float(most), *(one.speedup for one in said)) if said else float(most)
-
-    def at(hosts: float, speedup: float) -> tuple[float, float]:
-        x = edge + (hosts / most) * (width - 2 * edge)
-        return x, height - edge - (speedup / highest) * (height - 2 * edge)
-
-    (x0, y0), (x1, y1) = at(0, 0), at(most, most)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<line x1="{x0}" y1="{y0}" x2="{x1:.1f}" y2="{y0}" stroke="black"/>',
-        f'<line x1="{x0}" y1="{y0}" x2="{x0}" y2="{edge}" stroke="black"/>',
-        f'<line x1="{x0}" y1="{y0}" x2="{x1:.1f}" y2="{y1:.1f}" stroke="gray" '
-        'stroke-dasharray="4"/>',
-        f'<text x="{width / 2}" y="{height - 10}" text-anchor="middle">hosts</text>',
-        f'<text x="{edge}" y="{edge - 16}">forecast of the speed-up (dashed: ideal)</text>',
-    ]
-    for one in said:
-        x, y = at(one.hosts, one.speedup)
-        scale = one.speedup * one.step.seconds
-        _, top = at(one.hosts, min(scale / max(one.step.low, 1e-9), highest))
-        _, bottom = at(one.hosts, scale / one.step.high)
-        parts += [
-            f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="#1f6fb2"/>',
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#1f6fb2"/>',
-            f'<text x="{x - 8:.1f}" y="{y - 9:.1f}" text-anchor="end">'
-            f"{one.hosts}: {one.speedup:.2f}, {one.step.limit}</text>",
-        ]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return speedups(points, most, "hosts", "forecast of the speed-up")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from paceline.bench.speedup import Point, speedups
 from paceline.spec.events import Event
 from paceline.spec.failure import place
 from paceline.spec.terminal import wrapped
@@ -255,30 +256,9 @@ def to_json(found: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def picture(found: Sequence[Row]) -> str:
-    """Speed-up over processes as SVG, with the ideal line."""
-    width, height, edge = 480, 320, 48
-    most = max(row.layout.world for row in found)
-    highest = max(float(most), *(row.speedup for row in found))
-
-    def at(world: float, speedup: float) -> tuple[float, float]:
-        x = edge + (world / most) * (width - 2 * edge)
-        return x, height - edge - (speedup / highest) * (height - 2 * edge)
-
-    (x0, y0), (x1, y1) = at(0, 0), at(most, most)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<line x1="{x0}" y1="{y0}" x2="{x1:.1f}" y2="{y0}" stroke="black"/>',
-        f'<line x1="{x0}" y1="{y0}" x2="{x0}" y2="{edge}" stroke="black"/>',
-        f'<line x1="{x0}" y1="{y0}" x2="{x1:.1f}" y2="{y1:.1f}" stroke="gray" '
-        'stroke-dasharray="4"/>',
-        f'<text x="{width / 2}" y="{height - 10}" text-anchor="middle">processes</text>',
-        f'<text x="{edge}" y="{edge - 16}">speed-up (dashed: ideal)</text>',
+    """Speed-up over processes as SVG."""
+    points = [
+        Point(row.layout.world, row.speedup, f"{row.layout.label}: {row.speedup:.2f}")
+        for row in found
     ]
-    for row in found:
-        x, y = at(row.layout.world, row.speedup)
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#1f6fb2"/>')
-        label = f"{row.layout.label}: {row.speedup:.2f}"
-        parts.append(f'<text x="{x - 8:.1f}" y="{y - 9:.1f}" text-anchor="end">{label}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return speedups(points, max(one.at for one in points), "processes", "speed-up")

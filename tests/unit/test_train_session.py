@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline import train
-from paceline.spec.communication import refuse_average, refuse_scaled, refuse_sharded
+from paceline.spec.communication import refuse
 from paceline.spec.errors import SettingError
 
 
@@ -155,6 +155,6 @@ def test_ways_that_do_not_go_with_something(tmp_path: Path) -> None:
             pytest.raises(SettingError, match=f"{asked} does not go with several"),
         ):
             session.prepare(network, optimizer, communication=asked, name=name)
-    for refused in (refuse_scaled, refuse_sharded, refuse_average):
+    for beside in ("scaled", "sharded", "averaged"):
         with pytest.raises(SettingError, match="local does not go with"):
-            refused("local")
+            refuse("local", **{beside: True})

@@ -184,13 +184,12 @@ class Options:
                 found="a process whose memory is full would leave the others waiting",
                 remedy="leave out one of the two",
             )
-        communication.asked(self.communication)
-        if self.shard:
-            communication.refuse_sharded(self.communication)
-        if self.ema:
-            communication.refuse_average(self.communication)
-        if self.dtype == "fp16":
-            communication.refuse_scaled(self.communication)
+        communication.refuse(
+            self.communication,
+            sharded=self.shard,
+            scaled=self.dtype == "fp16",
+            averaged=bool(self.ema),
+        )
         at_least("--watch", self.watch, 0)
         at_least("--evaluate-every", self.evaluate_every, 0)
         at_least("--patience", self.patience, 0)

@@ -64,57 +64,55 @@ def asked(text: str) -> Asked:
     return Asked(name, number)
 
 
-def refuse_sharded(text: str) -> None:
-    """For a model whose parameters are spread over the processes.
+_APART = ("local",)  # ranks step alone
+_CLASHES: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "--shard": (
+        tuple(name for name in WAYS if name != "exact"),
+        "FSDP exchanges parameters and gradients by itself, as they are",
+        "leave out one of the two",
+    ),
+    "several models": (
+        ALONE,
+        "it looks at the steps of one model",
+        "name a way for each: communication='int8'",
+    ),
+    "fp16": (
+        _APART,
+        "ranks that step alone would scale their losses differently",
+        "bf16, or another way to communicate",
+    ),
+    "an average of weights (--ema)": (
+        _APART,
+        "ranks that step alone would have different averages",
+        "leave out one of the two",
+    ),
+}
+
+
+def refuse(text: str, *, sharded: bool = False, several: bool = False, scaled: bool = False,
+           averaged: bool = False) -> None:  # fmt: skip
+    """For no such way, and for one that does not go with what else there is.
+
+    Args:
+        text: What was asked for.
+        sharded: The parameters are spread over the processes.
+        several: It is for one of several models.
+        scaled: Losses are scaled, as those of fp16 are.
+        averaged: The model has an average of weights.
 
     Raises:
-        SettingError: Averages other than exact ones were asked for.
+        SettingError: There is no such way, or it cannot be had beside one of these.
     """
-    if asked(text).name != "exact":
-        raise SettingError(
-            f"--communication {text} does not go with --shard",
-            found="FSDP exchanges parameters and gradients by itself, as they are",
-            remedy="leave out one of the two",
-        )
-
-
-def refuse_several(text: str) -> None:
-    """For one of several models.
-
-    Raises:
-        SettingError: It is a way that only a single model can have.
-    """
-    if asked(text).name in ALONE:
-        raise SettingError(
-            f"--communication {text} does not go with several models",
-            found="it looks at the steps of one model",
-            remedy="name a way for each: communication='int8'",
-        )
-
-
-def refuse_scaled(text: str) -> None:
-    """For losses that are scaled, as those of fp16 are.
-
-    Raises:
-        SettingError: Ranks would scale differently.
-    """
-    if asked(text).name == "local":
-        raise SettingError(
-            f"--communication {text} does not go with fp16",
-            found="ranks that step alone would scale their losses differently",
-            remedy="bf16, or another way to communicate",
-        )
-
-
-def refuse_average(text: str) -> None:
-    """For a model that has an average of weights.
-
-    Raises:
-        SettingError: Ranks would have different ones.
-    """
-    if asked(text).name == "local":
-        raise SettingError(
-            f"--communication {text} does not go with an average of weights (--ema)",
-            found="ranks that step alone would have different averages",
-            remedy="leave out one of the two",
-        )
+    name = asked(text).name
+    beside = (
+        ("--shard", sharded),
+        ("several models", several),
+        ("fp16", scaled),
+        ("an average of weights (--ema)", averaged),
+    )
+    for what, is_there in beside:
+        ways, found, remedy = _CLASHES[what]
+        if is_there and name in ways:
+            raise SettingError(
+                f"--communication {text} does not go with {what}", found=found, remedy=remedy
+            )

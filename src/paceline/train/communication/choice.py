@@ -36,18 +36,12 @@ def check(text: str, *, sharded: bool, name: str, scaled: bool) -> None:
     Raises:
         SettingError: There is no such way, or not for such a model.
     """
-    communication.asked(text)
-    if sharded:
-        communication.refuse_sharded(text)
-    if name:
-        communication.refuse_several(text)
-    if scaled:
-        communication.refuse_scaled(text)
+    communication.refuse(text, sharded=sharded, several=bool(name), scaled=scaled)
 
 
 def refuse_average(used: Communication) -> None:
     """Refuses an average of weights where ranks would have different ones."""
-    communication.refuse_average(used.asked.name)
+    communication.refuse(used.asked.name, averaged=True)
 
 
 class Communication:

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
+from branches import Branches
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
@@ -101,17 +102,6 @@ def exchanged(session: train.Session) -> dict[str, list[float]]:
         }.get(way, 0)
         found[way] = torch.cat([one.detach().flatten() for one in network.parameters()]).tolist()
     return found
-
-
-class Branches(nn.Module):
-    """Uses one of its two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(3, 1), nn.Linear(3, 1)
-
-    def forward(self, inputs: torch.Tensor, step: int) -> torch.Tensor:
-        return (self.other if step % 3 == 1 else self.one)(inputs)
 
 
 def partly_used(session: train.Session) -> list[float]:

@@ -17,6 +17,7 @@ import torch
 import torch._dynamo
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
+from branches import Branches
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
@@ -45,18 +46,6 @@ class Slow(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         time.sleep(self.fixed + self.sample() * len(inputs))
         outputs: torch.Tensor = self.layers(inputs)
-        return outputs
-
-
-class Branches(nn.Module):
-    """Uses one of its two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(3, 1), nn.Linear(3, 1)
-
-    def forward(self, inputs: torch.Tensor, step: int) -> torch.Tensor:
-        outputs: torch.Tensor = (self.other if step % 3 == 1 else self.one)(inputs)
         return outputs
 
 

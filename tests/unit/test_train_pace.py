@@ -61,6 +61,19 @@ def test_a_look_has_every_step_once() -> None:
     assert pace.figures() == {}
 
 
+def test_a_piece_whose_gradients_stay_here_stood_nowhere() -> None:
+    pace = Pace(Comms(World(), torch.device("cpu")), nn.Linear(2, 2))
+    for step in range(6):
+        time.sleep(0.02)
+        pace.after_backward()  # of the first piece of a batch
+        pace.before_backward(torch.zeros(()), step)
+        pace._at_end()
+        pace.after_backward()
+        look = pace.step(1, waited=0.0)
+    assert look is not None
+    assert float(look.seconds[..., PARTS.index("moving")].max()) < 0.01
+
+
 def _steps(look: Look) -> list[int]:
     return list(range(look.first_step, look.first_step + look.samples.shape[1] * look.every))
 

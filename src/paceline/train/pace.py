@@ -59,7 +59,7 @@ class Look:
     """Where the time of some steps went, on all ranks; the same on every rank.
 
     Attributes:
-        first_step: Number of the first of the steps, from 0, as this process counts them.
+        first_step: Number of the first of the steps, from 0, of the whole training.
         seconds: Of each part (:data:`PARTS`), shape ``[ranks, steps, parts]``, float64.
         samples: That each rank computed, shape ``[ranks, steps]``, float64.
         elements: Numbers in these samples (tokens, pixels), padding included; likewise.
@@ -205,6 +205,7 @@ class Pace:
         """To be called after it."""
         if self._ready is not None and self._clock is not None:
             self._stills.append((self._ready, self._clock.mark()))
+            self._ready = None  # the pieces of the next batch have a backward pass, too
 
     def step(self, samples: int, waited: float, saved: float = 0.0) -> Look | None:
         """To be called at the end of each global step.

@@ -276,6 +276,8 @@ def test_a_resumed_run_has_its_shares() -> None:
     assert balance.resumed(state, ["n1", "n2"], 64) == (48, 16)
     assert balance.resumed(state, ["n1", "n2"], 128) == (96, 32)
     assert balance.resumed(state, ["n1", "n2", "n2"], 60) == (36, 12, 12)
+    assert balance.resumed(state, ["n2", "n1"], 64) == (16, 48)
+    assert balance.resumed(state, ["n1", "n3"], 64) is None
     assert balance.resumed(state, ["n1", "n2", "n3"], 60) is None
     assert balance.resumed({}, ["n1", "n2"], 60) is None
 

@@ -106,6 +106,13 @@ def test_a_meter_takes_one_number_for_each_sample(session: train.Session) -> Non
             meter.add(4, loss=wrong)
 
 
+def test_every_meter_knows_of_ranks_without_a_share(session: train.Session) -> None:
+    meter = session.meter()
+    assert meter.empty
+    session.progress.some_absent = True
+    assert not meter.empty
+
+
 def test_a_module_keeps_its_precision(session: train.Session) -> None:
     assert session.place(nn.Linear(2, 1).double()).weight.dtype == torch.float64
 

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 from paceline.recipes.argv import at_least, below_one, known
 from paceline.recipes.data import NAMED, PAIRS, TEXTS, HubSource, is_path
 from paceline.recipes.published import FILES, IMAGENET
-from paceline.spec import communication
+from paceline.spec import balance, communication
 from paceline.spec.errors import SettingError
 
 Dtype = Literal["float32", "float64", "bf16", "fp16"]
@@ -165,13 +165,13 @@ class Options:
                 f"--checkpoint-every {self.checkpoint_every}: cannot be understood",
                 remedy="500 (steps), 10m (minutes), epoch, never, or several: epoch,10m",
             )
-        check_balance(self.balance, drop_slow=self.drop_slow, shard=self.shard)
-        if self.balance != "even" and self.communication.startswith("local"):
-            raise SettingError(
-                f"--balance {self.balance} does not go with --communication {self.communication}",
-                found="ranks that step alone need samples of their own, as many as the others",
-                remedy="--balance even, or another way to communicate",
-            )
+        weights_of(self.balance)
+        balance.refuse(
+            self.balance,
+            drop_slow=self.drop_slow,
+            sharded=self.shard,
+            communication=self.communication,
+        )
         at_least("--batch-per-process", self.batch_per_process, 0)
         at_least("--micro-batch", self.micro_batch, 0)
         at_least("--weight-decay", self.weight_decay, 0)
@@ -234,24 +234,6 @@ def weights_of(balance: str) -> Literal["auto", "even"] | dict[str, float]:
             )
         weights[name] = weight
     return weights
-
-
-def check_balance(balance: str, *, drop_slow: bool, shard: bool) -> None:
-    """Raises SettingError when shares cannot be as ``--balance`` and ``--drop-slow`` say."""
-    weights_of(balance)
-    if drop_slow and balance != "auto":
-        raise SettingError(
-            "--drop-slow has nothing to go by",
-            found="only with --balance auto the ranks' speeds decide who computes what",
-            remedy="--balance auto --drop-slow, or leave it out",
-        )
-    if balance == "auto" and shard:
-        raise SettingError(
-            "--balance auto does not go with --shard",
-            found="in a sharded model ranks wait for each other in every layer, so their speeds"
-            " cannot be told apart",
-            remedy="weights of hosts, such as --balance n1=3,n2=1, or leave --shard out",
-        )
 
 
 def check_accuracy(stop_at: float) -> None:

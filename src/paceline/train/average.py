@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from paceline.spec.errors import SettingError
-from paceline.train import insync, parallel
+from paceline.train import parallel
 from paceline.train.comms import Comms
 
 Settle = Callable[[], None]
@@ -86,7 +86,7 @@ class Average:
         self._applied = True
         try:
             if not self._comms.alone:
-                insync.align(self._comms, [self._live[name] for name in self._buffers])
+                self._comms.spread([self._live[name] for name in self._buffers])
             yield self.module
         finally:
             self._applied = False

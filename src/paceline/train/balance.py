@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.spec.errors import SettingError
+from paceline.train.order import part
 from paceline.train.pace import PARTS, Look
 
 Shares = tuple[int, ...]
@@ -67,10 +68,16 @@ class Advice:
     useless: int | None = None
     without: float = 0.0
 
+    @property
+    def whole(self) -> tuple[float, float]:
+        """Seconds of a whole step, with the present and the best shares."""
+        return self.now + self.moving, self.then + self.moving
+
 
 def even(samples: int, ranks: int) -> Shares:
     """Shares that differ by at most one sample."""
-    return tuple(samples * (r + 1) // ranks - samples * r // ranks for r in range(ranks))
+    parts = (part(0, samples, rank, ranks) for rank in range(ranks))
+    return tuple(end - first for first, end in parts)
 
 
 def bounds(samples: int, shares: Sequence[int], rank: int) -> tuple[int, int]:
@@ -220,7 +227,6 @@ class Controller:
 
     Attributes:
         shares: The present ones.
-        changes: How often they were changed.
     """
 
     def __init__(
@@ -235,7 +241,6 @@ class Controller:
         self._before = False  # the look before saw something to win
         self._useless: int | None = None  # by the look before
         self._resting: dict[int, tuple[int, int]] = {}  # rank: until which step, how long
-        self.changes = 0
 
     def look(self, look: Look) -> Advice | None:
         """What these measurements say; ``None`` while they say too little."""
@@ -278,7 +283,6 @@ class Controller:
             if shares[rank] != self.shares[rank]:
                 speed.share_changes(self.shares[rank])
         self.shares, self._since, self._before = shares, step, False
-        self.changes += 1
 
     def speeds(self) -> list[list[float]]:
         """Seconds of a sample (0: unknown) and overhead in samples, of each rank."""
@@ -390,13 +394,13 @@ def resumed(
 ) -> Shares | None:
     """The shares that a checkpoint has, for these ranks; ``None`` where it says nothing of them.
 
-    At the same number of ranks those that it was made with. At another one by the speeds that the
-    hosts had, if all of them were there.
+    On the same hosts in the same order those that it was made with; otherwise by the speeds that
+    the hosts had, if all of them were there.
     """
     shares, former = state.get("shares"), list(state.get("hosts", ()))
     if not shares:
         return None
-    if len(shares) == len(hosts):
+    if former == list(hosts):
         return tuple(shares) if sum(shares) == samples else apportioned(samples, shares, 0)
     known: dict[str, list[list[float]]] = {}
     for host, speed in zip(former, state.get("speeds", ()), strict=False):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from paceline.spec import balance
 from paceline.spec.errors import SettingError
 from paceline.train import parallel
 from paceline.train.balance import (
@@ -26,6 +27,7 @@ from paceline.train.balance import (
 )
 from paceline.train.comms import Comms
 from paceline.train.journal import Journal
+from paceline.train.loader import Progress
 from paceline.train.models import ALONE, Models
 from paceline.train.pace import Look
 
@@ -45,13 +47,14 @@ class Division:
     Args:
         comms: Of all ranks.
         journal: Where changes are recorded and said.
+        progress: Of the session; says whether there are ranks without a share.
 
     Attributes:
         shares: Samples of each rank in a whole global batch; ``None`` while they are even.
     """
 
-    def __init__(self, comms: Comms, journal: Journal) -> None:
-        self._comms, self._journal = comms, journal
+    def __init__(self, comms: Comms, journal: Journal, progress: Progress) -> None:
+        self._comms, self._journal, self._progress = comms, journal, progress
         self._wish: Wish = "even"
         self._controller: Controller | None = None
         self._hosts: tuple[str, ...] = ()
@@ -77,12 +80,7 @@ class Division:
                 f"balance={wish!r} cannot be understood",
                 remedy='balance="auto", "even", or a weight for each host: {"n1": 3, "n2": 1}',
             )
-        if drop_slow and wish != "auto":
-            raise SettingError(
-                "--drop-slow has nothing to go by",
-                found="only with --balance auto the ranks' speeds decide who computes what",
-                remedy="--balance auto --drop-slow, or leave it out",
-            )
+        balance.refuse(_typed(wish), drop_slow=drop_slow)
         ranks = self._comms.world.size
         if wish != "even" and global_batch < ranks:
             raise SettingError(
@@ -121,7 +119,8 @@ class Division:
             self._tell(shares, 0, "")
         self.shares = shares
         self._controller = None
-        if isinstance(wish, str) and global_batch >= ranks:
+        offers = not self._offered and not _steps_alone(models)
+        if wish == "auto" or (wish == "even" and offers and global_batch >= ranks):
             now = shares or even(global_batch, ranks)
             self._controller = Controller(now, least=least, drops=drop_slow)
 
@@ -141,8 +140,9 @@ class Division:
         if advice.act:
             controller.take(advice.shares, step)
             self.shares = advice.shares
-            gain = "" if dropped or not advice.win else _gain(advice)
-            self._tell(advice.shares, step, gain)
+            before, after = advice.whole
+            gain = f" (a step of {before:.3f} s becomes one of {after:.3f} s)"
+            self._tell(advice.shares, step, "" if dropped or not advice.win else gain)
 
     # -- what is said --------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class Division:
             hosts[host] = hosts.get(host, 0) + share
         self._journal.record("shares", hosts)
         if not all(shares):
-            self._journal.some_are_absent()
+            self._progress.some_absent = True  # for every meter
 
     def _said(self, shares: Sequence[int]) -> str:
         """By host, in their order; at most a dozen."""
@@ -171,10 +171,10 @@ class Division:
         """With even shares: what others would win, once."""
         worth = advice.win >= OFFERED and advice.now - advice.then >= OFFERED_S
         self._offers = self._offers + 1 if worth else 0
-        if self._offered or self._offers < 2:
+        if self._offers < 2:
             return
-        self._offered = True
-        before, after = advice.now + advice.moving, advice.then + advice.moving
+        self._offered, self._controller = True, None
+        before, after = advice.whole
         self._journal.say(
             f"the ranks are not equally fast: shares by speed ({self._said(advice.shares)}) would"
             f" make a step {before / after:.1f} times as fast, {before:.3f} s to {after:.3f} s"
@@ -185,7 +185,7 @@ class Division:
         """A rank without which the job would be faster."""
         assert advice.useless is not None
         who = f"rank {advice.useless} on {self._hosts[advice.useless]}"
-        with_it, without = advice.then + advice.moving, advice.without + advice.moving
+        with_it, without = advice.whole[1], advice.without + advice.moving
         what = (
             "it gets nothing to do (--drop-slow)"
             if dropped
@@ -211,28 +211,22 @@ class Division:
         self._kept = state
 
 
-def _gain(advice: Advice) -> str:
-    before, after = advice.now + advice.moving, advice.then + advice.moving
-    return f" (a step of {before:.3f} s becomes one of {after:.3f} s)"
+def _typed(wish: Wish) -> str:
+    if isinstance(wish, str):
+        return wish
+    return ",".join(f"{host}={weight:g}" for host, weight in wish.items())
+
+
+def _steps_alone(models: Models) -> bool:
+    return any(one.communication and one.communication.asked.name == "local" for one in models)
 
 
 def _refuse(models: Models, wish: Wish, drop_slow: bool) -> None:
-    ways = [one.communication.asked.name for one in models if one.communication is not None]
-    if "local" in ways:
-        raise SettingError(
-            "--balance does not go with --communication local",
-            found="ranks that step alone need samples of their own, as many as the others",
-            remedy="--balance even, or another way to communicate",
-        )
+    way = "local" if _steps_alone(models) else "exact"
+    sharded = parallel.is_sharded(models.module)
+    balance.refuse(_typed(wish), sharded=sharded, communication=way)
     if wish != "auto":
         return
-    if parallel.is_sharded(models.module):
-        raise SettingError(
-            "--balance auto does not go with --shard",
-            found="in a sharded model ranks wait for each other in every layer, so their speeds"
-            " cannot be told apart",
-            remedy="weights of hosts, such as --balance n1=3,n2=1, or leave --shard out",
-        )
     names = [name for name in models.figures("loss") if name != ALONE]
     unused = any(getattr(one.model, "find_unused_parameters", False) for one in models)
     if drop_slow and (names or unused):

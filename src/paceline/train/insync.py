@@ -83,11 +83,8 @@ class Proof:
         names = [name for name, _ in self._module.named_parameters()]
         own = [one.detach() for one in self._module.parameters()]
         former = [one.clone() for one in own]
-        align(self._comms, own)
-        apart = [
-            ((one - before).norm() / one.norm().clamp(min=1e-30)).double().cpu()
-            for one, before in zip(own, former, strict=True)
-        ]
+        self._comms.spread(own)
+        apart = [_apart(one, before) for one, before in zip(own, former, strict=True)]
         rows = self._comms.rows(torch.stack(apart))
         self.apart = float(rows.max())
         if not self.apart <= _NEARLY:
@@ -108,13 +105,17 @@ class Proof:
 
     def align(self) -> None:
         """Gives every rank the buffers of rank 0."""
-        align(self._comms, self._module.buffers())
+        self._comms.spread([*self._module.buffers()])
         self._buffers, self._stepped = checksums(self._module.buffers()), False
 
 
-def align(comms: Comms, tensors: Iterable[Tensor]) -> None:
-    """Gives every rank these tensors of rank 0."""
-    comms.spread([*tensors])
+def _apart(one: Tensor, other: Tensor) -> Tensor:
+    """Part of its size by which a tensor differs; a training that diverges alike does not."""
+    alike = ~one.isfinite() & ~other.isfinite()
+    one, other = one.masked_fill(alike, 0), other.masked_fill(alike, 0)
+    size = torch.linalg.vector_norm(one).clamp(min=1e-30)
+    part: Tensor = torch.linalg.vector_norm(one - other) / size
+    return part.double().cpu()
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:

@@ -65,10 +65,6 @@ class Journal:
         """Takes what a step of the training has measured, as :meth:`Meter.add` does."""
         self._meter.add(count, **values)
 
-    def some_are_absent(self) -> None:
-        """From now on some ranks measure nothing; to be called on every rank."""
-        self._meter.some_absent = True
-
     def record_training(self, losses: Sequence[str], **details: float) -> dict[str, float]:
         """Records what was measured since the last record, with further values; a collective.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -85,9 +86,12 @@ def shares(
         first, end = part(start, stop, rank, size)
         largest = -(-total // size)
     else:
-        cuts = [bounds(total, by, one) for one in (range(size) if alike else [rank])]
-        largest = max(end - first for first, end in cuts)
-        first, end = (start + cut for cut in cuts[rank if alike else 0])
+        first, end = (start + cut for cut in bounds(total, by, rank))
+        largest = end - first
+        if alike and limit:
+            whole = sum(by)
+            ends = [total * so_far // whole for so_far in itertools.accumulate(by, initial=0)]
+            largest = max(end - begin for begin, end in itertools.pairwise(ends))
     pieces = max(1, -(-largest // limit)) if limit else 1
     return [part(first, end, piece, pieces) for piece in range(pieces)]
 
@@ -114,6 +118,7 @@ class Progress:
         offset: Samples of the running epoch that are done.
         steps: Global steps of the whole training; 0 while unknown.
         stand_in: The batch that the script has now is a stand-in, which no metric counts.
+        some_absent: There are or were ranks without any share of a batch, which measure nothing.
     """
 
     step: int = 0
@@ -121,6 +126,7 @@ class Progress:
     offset: int = 0
     steps: int = 0
     stand_in: bool = False
+    some_absent: bool = False
 
     @property
     def finished(self) -> bool:

@@ -85,6 +85,7 @@ class Member:
             self.comms.device,
             lambda count: 0 if self.progress.stand_in else count,
             self.comms.texts,
+            lambda: self.progress.some_absent,
         )
 
     # -- what it says --------------------------------------------------------------------
@@ -119,7 +120,7 @@ class Member:
             config: Settings, as the tracker shows them.
             each_node: One run for each node, in a group, instead of one for all.
         """
-        if jobenv.PROBE not in os.environ:
+        if not os.environ.get(jobenv.PROBE):
             self._journal.track(names, project, config or {}, each_node)
 
     def save_config(self, config: Mapping[str, Any]) -> None:

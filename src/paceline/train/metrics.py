@@ -60,8 +60,6 @@ class Meter:
         device: Where the sums are made.
         real: From how many samples a batch holds to how many of them count.
         texts: Gives every rank's text; needed where some ranks add nothing.
-
-    Attributes:
         some_absent: There may be ranks that add nothing; the same on every rank.
     """
 
@@ -71,9 +69,10 @@ class Meter:
         device: torch.device,
         real: Callable[[int], int] = lambda count: count,
         texts: Callable[[str], list[str]] = lambda text: [text],
+        some_absent: Callable[[], bool] = lambda: False,
     ) -> None:
         self._reduce, self._real, self._texts = reduce, real, texts
-        self.some_absent = False
+        self._some_absent = some_absent
         self._device = device
         self._kept: dict[str, list[Tensor]] = {}
         self._count, self._added = 0, 0
@@ -81,7 +80,7 @@ class Meter:
     @property
     def empty(self) -> bool:
         """True when nothing was added since the last result; the same on every rank."""
-        return not self._kept and not self.some_absent
+        return not self._kept and not self._some_absent()
 
     def add(self, count: int, **values: Tensor) -> None:
         """Takes the first ``count`` entries of each value.
@@ -112,7 +111,7 @@ class Meter:
         """
         order = sorted(self._kept)
         seldom = [name for name in order if len(self._kept[name]) < self._added]
-        if self.some_absent:
+        if self._some_absent():
             said = [json.loads(text) for text in self._texts(json.dumps([order, seldom]))]
             order, seldom = (sorted({one for some in said for one in some[n]}) for n in (0, 1))
         sums = [self._sum(name) for name in order]

@@ -77,7 +77,7 @@ class Session(Member):
         self._pace = Pace(self.comms, self.models.module, self.device)
         self._lookout = Lookout(self)
         self._overlap: Overlap | None = None
-        self._division = Division(self.comms, self._journal)
+        self._division = Division(self.comms, self._journal, self.progress)
         self._loader: Loader | None = None
         self._keeper: Keeper | None = None
         self._best: Best | None = None

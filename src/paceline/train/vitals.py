@@ -48,7 +48,7 @@ were sent again; ``here`` and ``there``: numbers that stand for the addresses of
 """
 
 _REFRESH = 20  # readings after which threads and connections are looked for again
-_DEAR = 6e-5  # seconds: a file that takes longer to read is left alone
+_DEAR = 6e-4  # seconds: a file that takes longer to read is left alone
 _TCP_INFO, _TCP_INFO_BYTES = 11, 232
 _BYTES_ACKED, _BUSY, _WINDOW, _RESENT = 120, 168, 176, 208  # places in the kernel's tcp_info
 
@@ -156,7 +156,7 @@ class _File:
             weakref.finalize(self, os.close, self._descriptor)
             begun = time.perf_counter()
             self.text(), self.text()
-            if time.perf_counter() - begun > 20 * _DEAR:
+            if time.perf_counter() - begun > 2 * _DEAR:
                 self._descriptor = -1
 
     def text(self) -> str:

@@ -175,6 +175,7 @@ class Exchange:
             first: Bytes of the bucket that is full first.
             plain: By DDP's own exact way, without a hook.
         """
+        self._hooked = None  # the old reducer takes its hooks away when nobody holds it
         lay_out(self._model, size, first)
         self._passes = 0
         if plain:

@@ -221,6 +221,7 @@ def test_a_failed_exchange_is_raised_where_it_is_missed() -> None:
     broken.set_exception(RuntimeError("Connection reset by peer"))
     late.step()
     assert module.second.weight is not None
-    with pytest.raises(RuntimeError, match="reset"):
-        _ = module.first.weight
+    for _ in range(2):  # the second is that of who saves the model after the first
+        with pytest.raises(RuntimeError, match="reset"):
+            _ = module.first.weight
     del means

@@ -111,8 +111,9 @@ class Late:
                     self._take(self._owed[id(parameter)])
 
     def _take(self, number: int) -> None:
-        parameters, mean = self._sent.pop(number)
-        self._wait(mean)
+        parameters, mean = self._sent[number]
+        self._wait(mean)  # where it fails, it fails at every later read in the same way
+        del self._sent[number]
         for one in parameters:
             del self._owed[id(one)]
         self._part(parameters).step()

@@ -246,6 +246,17 @@ def test_what_is_left_outlives_other_buckets(name: str) -> None:
         assert float((got - true).abs().max() / true.abs().max()) < 0.01
 
 
+@pytest.mark.parametrize(("name", "says"), [("int4", True), ("fp16", False)])
+def test_only_who_says_what_is_left_takes_it_over(name: str, says: bool) -> None:
+    def body(rank: int, meeting: Meeting) -> Any:
+        before, mine = (Rank(one, rank, meeting, torch.float32) for one in ("int8", name))
+        before.average(drawn(rank, 0, torch.float32), TWO)
+        mine.method.follow(before.method)
+        return mine.method.state()
+
+    assert [bool(state) for state in world(2, body)] == [says, False]  # rank 0 has those of all
+
+
 @pytest.mark.parametrize(("where", "what"), [(0, math.inf), (1, -math.inf), (4, math.nan)])
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(

@@ -168,8 +168,9 @@ class Coded:
         return room[:length]
 
     def follow(self, other: Coded) -> None:
-        """Says what another method has left to say."""
-        self._kept = other._kept
+        """Says what another method has left to say; without :attr:`feedback` that is dropped."""
+        if self.feedback:
+            self._kept = other._kept
 
     def state(self) -> dict[str, Any]:
         return self._kept.state()

@@ -107,8 +107,9 @@ def alone(device: str) -> dict[str, str]:
     first, found, losses = Net(1024 if device != "cpu" else 128).to(target), {}, {}
     for name, method in METHODS.items():
         module = copy.deepcopy(first)
-        model = parallel.replicated(module, target)
-        exchange = Exchange(model, Comms(World(), target))
+        comms = Comms(World(), target)
+        model = parallel.replicated(module, target, comms)
+        exchange = Exchange(model, comms)
         exchange.buckets(1 << 20, 1 << 18)
         exchange.method = method(exchange.line())
         optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)

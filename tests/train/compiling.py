@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.train import compiler, parallel
+from paceline.train.comms import Comms
+from paceline.train.world import World
 
 KINDS = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta"]
 STEPS = {kind: vars(getattr(torch.optim, kind)).get("step") for kind in KINDS}
@@ -33,7 +35,8 @@ def trained(kind: str, *, compiled: bool = False) -> list[Tensor]:
 
 
 def replica() -> nn.Module:
-    model = parallel.replicated(nn.Linear(3, 2), torch.device("cpu"))
+    device = torch.device("cpu")
+    model = parallel.replicated(nn.Linear(3, 2), device, Comms(World(), device))
     model(torch.ones(1, 3)).sum().backward()
     return model
 

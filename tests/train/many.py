@@ -75,7 +75,9 @@ def exchanged(session: train.Session) -> dict[str, list[float]]:
         torch.manual_seed(7)
         layers = [layer for _ in range(4) for layer in (nn.Linear(9, 9), nn.Tanh())]
         network = nn.Sequential(*layers).to(torch.float32)
-        replica = parallel.replicated(network, session.device, unused="unused" in way)
+        replica = parallel.replicated(
+            network, session.device, session.comms, unused="unused" in way
+        )
         exchange = Exchange(replica, session.comms)
         if "hook" in way:
             exchange.method = Exact(exchange.line())

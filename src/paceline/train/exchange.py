@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.train.comms import Comms
 from paceline.train.late import Late
-from paceline.train.parallel import moving_buffers
+from paceline.train.parallel import Replica, moving_buffers
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class Exchange:
         usual: Bytes of a bucket and of the first, as the replica was made with.
     """
 
-    def __init__(self, model: DistributedDataParallel, comms: Comms) -> None:
+    def __init__(self, model: Replica, comms: Comms) -> None:
         self._model, self._comms = model, comms
         self._method: Method | None = None
         self._mover: _Mover | None = None
@@ -161,9 +161,7 @@ class Exchange:
     def method(self, method: Method | None) -> None:
         """To be set between two steps."""
         if method is None and self._hooked is self._model.reducer:  # a hook can only be added
-            from paceline.train.communication.exact import Exact
-
-            method = Exact(self.line())
+            method = self._exact()
         self._method = method
         self._hook()
 
@@ -185,15 +183,16 @@ class Exchange:
     def watched(self) -> None:
         """Sees to it that there are :attr:`times`, also of exact averages; between two steps."""
         if self._method is None:
-            from paceline.train.communication.exact import Exact
+            self.method = self._exact()
 
-            self.method = Exact(self.line())
+    def _exact(self) -> Method:
+        from paceline.train.communication.exact import Exact  # which is made for what is here
+
+        return Exact(self.line())
 
     def stood(self, began: float, ended: float) -> None:
         """The computing thread stood still for gradients."""
-        stood = getattr(self._model, "stood", None)
-        if stood is not None:
-            stood.append((began, ended))
+        self._model.stood.append((began, ended))
 
     def put_off(self, late: Late | None, order: Sequence[int] = ()) -> None:
         """Has updates come late from now on, or no longer; between two steps, on CPUs.

@@ -140,33 +140,33 @@ class Apart(Replica):
 def replicated(
     module: nn.Module,
     device: torch.device,
+    comms: Comms,
     *,
     unused: bool = False,
     apart: bool = False,
-    comms: Comms | None = None,
 ) -> Replica:
     """The module under DDP: gradients are averaged over all ranks.
 
     Args:
         module: On its device.
         device: Of this rank.
+        comms: By which all ranks get the first rank's parameters and buffers.
         unused: Some steps leave parameters unused; looking for them costs time at every step.
         apart: It is one of several models that are trained together.
-        comms: By which all ranks get the first rank's parameters and buffers; ``None``: by DDP.
     """
     index = None if device.type == "cpu" else [device]
-    over_gloo = (device if comms is None else comms.device).type == "cpu"  # alike on every rank
+    over_gloo = comms.device.type == "cpu"  # alike on every rank
     # A false alarm of DDP for weights with one input channel, whose strides are ambiguous.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
-    if comms is not None:  # as DDP does, but not by a tree
-        parameters: list[Tensor] = [one for one in module.parameters() if one.requires_grad]
-        _verify_param_shape_across_processes(_get_default_group(), parameters)
-        comms.spread([*module.parameters(), *module.buffers()])
+    # As DDP begins, but not by a tree.
+    parameters: list[Tensor] = [one for one in module.parameters() if one.requires_grad]
+    _verify_param_shape_across_processes(_get_default_group(), parameters)
+    comms.spread([*module.parameters(), *module.buffers()])
     with compiler.unasked():
         model = (Apart if apart else Replica)(
             module,
             device_ids=index,
-            init_sync=comms is None,
+            init_sync=False,
             bucket_cap_mb=bucket_megabytes(module) if over_gloo else None,
             gradient_as_bucket_view=True,
             find_unused_parameters=unused,

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import rundir
+from paceline.spec.communication import refuse
 from paceline.spec.errors import SettingError
 from paceline.train import device as devices
 from paceline.train import parallel, report, weights, world
@@ -150,7 +151,7 @@ class Session(Member):
         if not self.comms.alone:
             if not parallel.is_sharded(module):
                 replica = parallel.replicated(
-                    module, self.device, unused=unused, apart=bool(name), comms=self.comms
+                    module, self.device, self.comms, unused=unused, apart=bool(name)
                 )
                 updater.model, updater.exchange = replica, Exchange(replica, self.comms)
                 updater.communication = Communication(
@@ -184,7 +185,7 @@ class Session(Member):
         """
         updater = self.models[name]
         if updater.communication is not None:
-            choice.refuse_average(updater.communication)
+            refuse(updater.communication.asked.name, averaged=True)
         updater.average = Average(updater.module, self.comms, decay, start, self._settle)
         return updater.average
 

@@ -43,7 +43,6 @@ class Auto:
     Args:
         exchange: Whose method it sets.
         comms: Of all ranks.
-        elements: Gradients that are exchanged.
         take: Sets a method by its name, with what the last one has not said.
 
     Attributes:
@@ -52,11 +51,8 @@ class Auto:
         settled: By where the time of steps went; before that, for the time being.
     """
 
-    def __init__(
-        self, exchange: Exchange, comms: Comms, elements: int, take: Callable[[str], None]
-    ) -> None:
+    def __init__(self, exchange: Exchange, comms: Comms, take: Callable[[str], None]) -> None:
         self._exchange, self._comms, self._take = exchange, comms, take
-        self._elements = elements
         self._wire = Wire(exchange.line())
         self.choice: Choice | None = None
         self.settled, self.since = False, 0
@@ -143,17 +139,18 @@ class Auto:
         slowest = self._comms.most(torch.tensor(found, dtype=torch.float64))
         self._spent = slowest.pop()  # what it costs to look again
         sent = {
-            way: METHODS[way](line, self._wire).sent(self._elements, line.ranks) for way in ways
+            way: METHODS[way](line, self._wire).sent(self._exchange.elements, line.ranks)
+            for way in ways
         }
         by_way = dict(zip(ways, slowest[2:], strict=True))
-        return Measured(0.0, 4 * self._elements, slowest[0], 1 / slowest[1], sent, by_way)
+        return Measured(0.0, 4 * self._exchange.elements, slowest[0], 1 / slowest[1], sent, by_way)
 
     def _code(self, way: str) -> float:
         """Seconds for making and reading all messages of a step."""
         method = METHODS[way]
         if not (isinstance(method, type) and issubclass(method, Coded)):
             return 0.0
-        count = max(1, min(_SAMPLE, self._elements) // BLOCK) * BLOCK
+        count = max(1, min(_SAMPLE, self._exchange.elements) // BLOCK) * BLOCK
         values = torch.randn(count, device=self._comms.device)
         message = torch.zeros(method.up.size(count), dtype=torch.uint8, device=values.device)
         seconds = []
@@ -163,7 +160,7 @@ class Auto:
             method.up.decode(message, values)
             method.up.decode(message, values, add=True)
             seconds.append(self._now() - began)
-        return min(seconds) * self._elements / count
+        return min(seconds) * self._exchange.elements / count
 
     def _probe(self) -> tuple[float, float]:
         """Seconds of a collective of a few bytes, and bytes a second that this rank sends."""
@@ -195,7 +192,7 @@ class Auto:
         if choice.way == "exact":  # DDP's own way costs least, and is what Overlap begins with
             self._exchange.buckets(*self._exchange.usual, plain=True)
             return
-        size = max(1, 4 * self._elements // choice.buckets)
+        size = max(1, 4 * self._exchange.elements // choice.buckets)
         self._exchange.buckets(size, max(1, size // 2) if choice.buckets > 1 else size)
         self._take(choice.way)
 

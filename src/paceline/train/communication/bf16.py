@@ -15,4 +15,3 @@ class Bf16(Coded):
     name: ClassVar[str] = "bf16"
     up: ClassVar[Code] = codes.BF16
     down: ClassVar[Code] = codes.BF16
-    feedback: ClassVar[bool] = True

@@ -39,11 +39,6 @@ def check(text: str, *, sharded: bool, name: str, scaled: bool) -> None:
     communication.refuse(text, sharded=sharded, several=bool(name), scaled=scaled)
 
 
-def refuse_average(used: Communication) -> None:
-    """Refuses an average of weights where ranks would have different ones."""
-    communication.refuse(used.asked.name, averaged=True)
-
-
 class Communication:
     """How the gradients of one model are averaged.
 
@@ -63,7 +58,7 @@ class Communication:
         self._seen: list[tuple[float, float]] = []  # of a step: moving bytes, all of it
         self._told = False
         if self.asked.name == "auto":
-            self._auto = Auto(exchange, comms, exchange.elements, self._take)
+            self._auto = Auto(exchange, comms, self._take)
         elif self.asked.name != "exact":
             size = max(_SMALLEST, 4 * exchange.elements // _PARTS)
             exchange.buckets(size, size // 2)

@@ -226,6 +226,31 @@ def test_what_a_callback_raises_ends_the_rank(session: train.Session) -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+def test_a_model_that_is_replaced_leaves_its_exchange(session: train.Session) -> None:
+    """Its thread would go on, and what still owes it updates would hold its parameters."""
+    ended: list[str] = []
+
+    class Wire:
+        def close(self) -> None:
+            ended.append(", ".join(f"{one:g}" for one in session.models.lrs.values()))
+
+    def added(lr: float) -> None:
+        line(session, lr=lr)
+        session.models.first.exchange = Wire()  # type: ignore[assignment]
+
+    added(0.01)
+    session._overlap = object()  # type: ignore[assignment]
+    with pytest.raises(SettingError):  # what is refused replaces nothing
+        session.prepare(nn.Linear(1, 1), session.models.first.optimizer, communication="int9")
+    assert session._overlap is not None
+    added(0.02)
+    assert ended == ["0.01"]  # before another took its place
+    assert session._overlap is None
+    session.models.close()
+    assert ended == ["0.01", "0.02"]
+    session.models.first.exchange = None
+
+
 def records(session: train.Session, split: str) -> list[dict[str, Any]]:
     lines = (session.folder / "metrics.jsonl").read_text().splitlines()
     return [one for one in map(json.loads, lines) if one["split"] == split]

@@ -33,8 +33,13 @@ class Models:
         for name, one in (updaters or {}).items():
             self.add(name, one)
 
+    def leave(self, name: str) -> None:
+        """Ends the exchange of a model that is to be replaced, if there is one of that name."""
+        if name in self._updaters and (exchange := self._updaters[name].exchange) is not None:
+            exchange.close()
+
     def add(self, name: str, updater: Updater) -> None:
-        """Takes a further model; one of the same name is replaced.
+        """Takes a further model; one of the same name is replaced, and was left (:meth:`leave`).
 
         Raises:
             ValueError: The name cannot be, or some have names and others have none.
@@ -117,9 +122,8 @@ class Models:
 
     def close(self) -> None:
         """Ends what exchanges gradients; no rank may be in a step."""
-        for one in self:
-            if one.exchange is not None:
-                one.exchange.close()
+        for name in self._updaters:
+            self.leave(name)
 
     def wait_with(self, before_step: Callable[[], None]) -> None:
         """Calls this before any optimizer changes parameters."""

@@ -146,6 +146,8 @@ class Session(Member):
             name=name,
             scaled=scaler is not None,
         )
+        self._overlap = None
+        self.models.leave(name)
         updater = Updater(module, optimizer, schedule, scaler, clip_norm)
         self.models.add(name, updater)
         if not self.comms.alone:

@@ -180,6 +180,31 @@ def test_all_ranks_decide_alike_and_look_again(network: dict[str, float]) -> Non
     assert "at 200 Mbit/s" in told[0]
 
 
+def test_a_resumed_run_measures_the_line_once_before_its_first_look(
+    network: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, probe = [], auto.Auto._probe
+
+    def counted(self: Auto) -> tuple[float, float]:
+        measured.append(self._wire.rank)
+        return probe(self)
+
+    monkeypatch.setattr(auto.Auto, "_probe", counted)
+
+    def body(rank: int, told: Both) -> list[int]:
+        one, _ = made(rank, told)
+        one.looked(look(0, 0.14, 0.02))
+        other, _ = made(rank, told)
+        other.load_state({**one.state(), "rests": {}})
+        counts = [measured.count(rank)]
+        for first in (5, 100_005, 200_005):
+            other.looked(look(first, 0.14, 0.02))
+            counts.append(measured.count(rank))
+        return counts
+
+    assert both(body) == [[2, 2, 3, 4]] * 2  # later looks measure as before
+
+
 def test_the_first_steps_are_not_exact_where_that_is_dear(network: dict[str, float]) -> None:
     """A choice after each of three steps, the slowest rank's, by the shortest of them."""
 

@@ -60,7 +60,7 @@ class Auto:
         self._usual: float | None = None  # part of a step that moving bytes took at first
         self._changed, self._since, self._again = 0, 0, 0
         self._begun: int | None = None
-        self._line = self._measured()
+        self._line, self._fresh = self._measured(), True  # no look has used it yet
         self._early: list[float] = []  # seconds that the slowest rank computed, by step
         if self._line.sent["exact"] / self._line.rate > _DEAR:
             dear = replace(self._line, computing=_DEAR)
@@ -104,8 +104,9 @@ class Auto:
         first = not self.settled
         still = steps[:, :, _MOVING] + steps[:, :, _WAITING]
         computing = float((steps.sum(2) - still).median(1).values.max())
-        if not first:
+        if not self._fresh:
             self._line = self._measured()
+        self._fresh = False
         # while messages are made, a CPU computes less
         pure = max(computing - self._line.coding[self._way], 1e-6)
         measured = replace(self._line, computing=pure)
@@ -206,7 +207,7 @@ class Auto:
         return {"way": one.way, "buckets": one.buckets, "seconds": dict(one.seconds)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on with what was chosen; measures again after a while."""
+        """Goes on with what was chosen, and looks at it again after some steps."""
         if state.get("way") in forecast.CANDIDATES:
             self._use(Choice(state["way"], int(state["buckets"]), dict(state["seconds"])))
             self.settled, self._again = True, 0

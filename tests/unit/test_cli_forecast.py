@@ -95,25 +95,118 @@ def test_refusals(words: tuple[str, ...], message: str, tmp_path: Path,
     assert done.exception.exit_code == 2
 
 
-def test_a_run_beside_its_forecast(tmp_path: Path) -> None:
-    run, told = tmp_path / "runs/real", tmp_path / "runs/forecast-1"
-    run.mkdir(parents=True), told.mkdir()
-    entry = {"kind": "script", "target": "job.py", "args": ["--lr", "1"]}
-    (run / "plan.json").write_text(json.dumps({"entry": entry, "nodes": [{}, {}]}))
-    records = [
+ONE = {"hosts": 2, "seconds": 0.125, "low": 0.1, "high": 0.2, "limit": "link", "declined": "",
+       "names": ["n1", "n2"]}  # fmt: skip
+TOLD = {"command": ["script", "job.py", "--lr", "1"], "forecasts": [ONE], "weak": False, "ranks": 1,
+        "model": {"alone": {"n1": {}, "n2": {}}}}  # fmt: skip
+
+
+def made(folder: Path, told: Any, *, entry: Any = None, records: Any = None) -> Path:
+    """A run, and a forecast near it."""
+    run, near = folder / "runs/real", folder / "runs/forecast-1"
+    run.mkdir(parents=True, exist_ok=True), near.mkdir(exist_ok=True)
+    entry = entry or {"kind": "script", "target": "job.py", "args": ["--lr", "1"]}
+    nodes = [{"host": name, "ranks": [{"rank": rank}]} for rank, name in enumerate(("n1", "n2"))]
+    (run / "plan.json").write_text(json.dumps({"entry": entry, "nodes": nodes}))
+    records = records or [
         {"split": "train", "step": step, "samples": 640, "samples_per_s": speed}
         for step, speed in ((10, 100.0), (20, 640.0), (30, 320.0))
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    if told is not None:
+        (near / "forecast.json").write_text(told if isinstance(told, str) else json.dumps(told))
+    return run
+
+
+def test_a_run_beside_its_forecast(tmp_path: Path) -> None:
+    run = made(tmp_path, None)
     with pytest.raises(SettingError, match="no forecast of the command"):
         forecast.comparison(run)
     assert forecast.after_run(run) == ""
-    one = {"hosts": 2, "seconds": 0.125, "low": 0.1, "high": 0.2, "limit": "link"}
-    said = {"command": ["script", "job.py", "--lr", "1"], "forecasts": [one]}
-    (told / "forecast.json").write_text(json.dumps(said))
+    made(tmp_path, TOLD)
     found = forecast.comparison(run)
     assert found["came"]["seconds"] == pytest.approx(0.15)  # the first record has the start
     text = " ".join(forecast.after_run(run).split())
     assert "forecast to take 0.125 s" in text
     assert "took 0.15 s: 20% longer, inside the error bar" in text
     assert json.loads((run / "forecast.json").read_text()) == found
+
+
+def without(told: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in told.items() if key != name}
+
+
+DAMAGED = [
+    *("", "{", "[]", "null", "[" * 9999, {**TOLD, "forecasts": [1]}, {**TOLD, "forecasts": 1}),
+    *({**TOLD, "forecasts": [without(ONE, name)]} for name in ONE),
+    *({**TOLD, "forecasts": [{**ONE, "seconds": odd}]} for odd in (0, -1, None, "1", True, [])),
+    *({**TOLD, "forecasts": [{**ONE, name: {}}]} for name in ONE),
+    *(without(TOLD, name) for name in TOLD),
+    *({**TOLD, "command": odd} for odd in (None, 1, [], ["script"], [[], {}], {"a": 1})),
+    *({**TOLD, "model": odd} for odd in (None, [], {"alone": 1})),
+]
+
+
+@pytest.mark.parametrize("told", DAMAGED)
+def test_a_damaged_forecast_fails_no_run(told: Any, tmp_path: Path) -> None:
+    run = made(tmp_path, told)
+    assert forecast.after_run(run) == ""
+    done = CliRunner().invoke(program, ["forecast", "--compare", str(run)])
+    assert isinstance(done.exception, SettingError)
+    assert (done.exception.exit_code, done.stdout) == (2, "")
+    near = tmp_path / "runs/forecast-0"
+    near.mkdir()
+    (near / "forecast.json").write_text(json.dumps(TOLD))  # a sound one beside it counts
+    assert "forecast to take" in forecast.after_run(run)
+
+
+@pytest.mark.parametrize("name", ["step", "samples", "samples_per_s", "split"])
+@pytest.mark.parametrize("odd", [None, "x", [], {}, -1])
+def test_damaged_records_fail_no_run(name: str, odd: Any, tmp_path: Path) -> None:
+    one = {"split": "train", "step": 1, "samples": 640, "samples_per_s": 64.0, name: odd}
+    assert forecast.after_run(made(tmp_path, TOLD, records=[one, one])) == ""
+    run = made(tmp_path, TOLD)
+    for nodes in ([1, None], 1, None):
+        (run / "plan.json").write_text(json.dumps({"entry": 1, "nodes": nodes}))
+        assert forecast.after_run(run) == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"weak": True}, "it is of --weak"),
+        ({"ranks": 2}, "it is of 2 ranks on each host"),
+        ({"forecasts": [{**ONE, "hosts": 4}]}, "it is of other numbers of hosts"),
+        ({"forecasts": [{**ONE, "declined": "too unsure"}]}, "forecast: too unsure"),
+        (
+            {
+                "forecasts": [{**ONE, "names": ["n1", "n3"]}],
+                "model": {"alone": {"n1": {}, "n3": {}}},
+            },
+            "it is of other hosts: n3",
+        ),
+    ],
+)
+def test_a_forecast_of_something_else_is_not_put_beside(
+    other: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    run = made(tmp_path, {**TOLD, **other})
+    with pytest.raises(SettingError) as caught:
+        forecast.comparison(run)
+    assert message in caught.value.render()
+    assert forecast.after_run(run) == ""
+
+
+def test_hosts_beyond_those_that_there_were_may_be_any(tmp_path: Path) -> None:
+    beyond = {"forecasts": [{**ONE, "names": ["n1", "n1+1"]}], "model": {"alone": {"n1": {}}}}
+    assert "forecast to take" in forecast.after_run(made(tmp_path, {**TOLD, **beyond}))
+
+
+def test_a_recipe_is_known_again_by_what_changes_a_step(tmp_path: Path) -> None:
+    target = "paceline.recipes.text"
+    told = {**TOLD, "command": ["module", target, "--data=/a.csv", "--data-dir", "/tmp/x"]}
+    args = ["--data=/a.csv", "--log-every=2", "--keep=1", "--data-dir", "/tmp/y"]
+    run = made(tmp_path, told, entry={"kind": "module", "target": target, "args": args})
+    assert "forecast to take" in forecast.after_run(run)
+    made(tmp_path, told, entry={"kind": "module", "target": target, "args": [*args, "--lr=1"]})
+    assert forecast.after_run(run) == ""

@@ -10,7 +10,7 @@ import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,17 @@ from paceline.cli.via import Via, submit
 from paceline.launch.entry import entry_of, opens_store, preload_of
 from paceline.launch.launcher import run_job
 from paceline.launch.summary import report_failure
-from paceline.recipes import RECIPES, parse_options
+from paceline.recipes import RECIPES, options_to_argv, parse_options
+from paceline.recipes.argv import parse
 from paceline.remote import this_machine
-from paceline.rundir.records import read_object, read_records
+from paceline.rundir.records import is_regular, number, read_object, read_records, whole, words
 from paceline.spec import jobenv, rundir
 from paceline.spec.errors import JobError, PacelineError, SettingError
+from paceline.spec.helptext import counted
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
 from paceline.spec.settings import Setting, Source
-from paceline.spec.terminal import wrapped
+from paceline.spec.terminal import clean, wrapped
 
 MOST_FILES = 200  # of a project that are looked at for the training library
 SECONDS = 10.0
@@ -108,7 +110,7 @@ def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], modu
     cluster, most = cluster.head(nodes), up_to or nodes
     known = look(Probing(ctx, job, cluster, via, package), most)
     found = model.forecast(known, range(1, most + 1), weak=weak, price=ctx.params["price"])
-    made = {"command": words_of(job.entry), "made": time.time(), "ranks": known.ranks,
+    made = {"command": known_by(asdict(job.entry)), "made": time.time(), "ranks": known.ranks,
             "weak": weak, "conclusion": model.conclusion(found),
             **model.to_json(found, known)}  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
@@ -161,11 +163,6 @@ def refuse_without_steps(entry: Entry) -> None:
         remedy="paceline bench scaling measures any script with a fixed number of steps;"
         " or use train.join, session.loader and session.step in it (docs/train.md)",
     )
-
-
-def words_of(entry: Entry) -> list[str]:
-    """A command by which a run is known again."""
-    return [entry.kind, entry.target, *entry.args]
 
 
 @dataclass(frozen=True)
@@ -288,7 +285,12 @@ def kind_of(facts: Mapping[str, Any]) -> str:
 
 def show_comparison(ctx: click.Context, run: Path) -> None:
     """A run beside its forecast: said, and kept in the run directory."""
-    found = compare_and_keep(run)
+    try:
+        found = compare_and_keep(run)
+    except OSError as error:
+        raise SettingError(
+            f"{run}: the comparison cannot be kept there", found=str(error)
+        ) from None
     if ctx.params["as_json"]:
         click.echo(json.dumps(found, indent=2))
     else:
@@ -297,7 +299,7 @@ def show_comparison(ctx: click.Context, run: Path) -> None:
 
 def after_run(run: Path) -> str:
     """The same at the end of a run; empty where its command was not forecast."""
-    with contextlib.suppress(PacelineError, OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(PacelineError, OSError, ValueError):
         return wrapped(f"paceline: {said_of(compare_and_keep(run))}", 80)
     return ""
 
@@ -310,15 +312,15 @@ def compare_and_keep(run: Path) -> dict[str, Any]:
 
 
 def comparison(run: Path) -> dict[str, Any]:
-    """What was forecast for a run's command and hosts, and what came.
+    """What was forecast for a run's command, hosts and ranks, and what came.
 
     Raises:
         SettingError: There is no such forecast, or the run has too few records.
     """
     plan = read_object(run / rundir.PLAN) or {}
-    entry = plan.get("entry") or {}
-    typed = [entry.get("kind"), entry.get("target"), *(entry.get("args") or ())]
-    nodes = len(plan.get("nodes") or ())
+    command = known_by(plan.get("entry"))
+    listed = plan.get("nodes")
+    nodes = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
     seconds = seconds_of(read_records(run / rundir.METRICS))
     if seconds is None:
         raise SettingError(
@@ -328,19 +330,127 @@ def comparison(run: Path) -> dict[str, Any]:
             " --log-every N records come more often",
         )
     folders, files = forecasts_near(run)
-    for path in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
-        told = read_object(path) or {}
-        of_hosts = {one.get("hosts"): one for one in told.get("forecasts") or ()}
-        if told.get("command") == typed and nodes in of_hosts:
-            one = of_hosts[nodes]
-            return {"run": str(run), "forecast_by": str(path), "hosts": nodes,
+    others = []
+    for path in sorted(filter(is_regular, files), key=_changed, reverse=True):
+        try:
+            one = Told.read(path).of(command, nodes)
+        except SettingError as error:
+            others += [error.message]
+            continue
+        if one is not None:
+            return {"run": str(run), "forecast_by": str(path), "hosts": len(nodes),
                     "forecast": {name: one[name] for name in ("seconds", "low", "high", "limit")},
                     "came": {"seconds": seconds}}  # fmt: skip
+    looked = f"looked at {len(files)} in {', '.join(map(str, sorted(folders)))}"
     raise SettingError(
-        f"there is no forecast of the command of {run} on {nodes} host{'s' * (nodes != 1)}",
-        found=f"looked at {len(files)} in {', '.join(map(str, sorted(folders)))}",
-        remedy="paceline forecast, with the same words and --up-to, in the same folder",
+        f"there is no forecast of the command of {run} on {counted(len(nodes), 'host')}",
+        found="\n".join([looked, *others]),
+        remedy="paceline forecast, with the same words, hosts and -p, in the same folder",
     )
+
+
+def _changed(path: Path) -> float:
+    """When a file was written; 0 of one that is gone."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+@dataclass(frozen=True)
+class Told:
+    """A forecast.json, as far as runs are put beside it.
+
+    Attributes:
+        path: The file.
+        command: As of :func:`known_by`.
+        weak: The batch of each host was fixed.
+        ranks: On each host.
+        hosts: Names of those that there were.
+        forecasts: One for each number of hosts.
+    """
+
+    path: Path
+    command: list[str]
+    weak: bool
+    ranks: int
+    hosts: frozenset[str]
+    forecasts: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Told:
+        """From the file, whatever stands in it. SettingError when that is no forecast."""
+        said = read_object(path) or {}
+        every, model_of, ranks = said.get("forecasts"), said.get("model"), whole(said.get("ranks"))
+        alone = model_of.get("alone") if isinstance(model_of, dict) else None
+        typed, weak = said.get("command"), said.get("weak")
+        if (not isinstance(every, list) or not all(map(_is_forecast, every)) or not ranks
+                or not isinstance(alone, dict) or not isinstance(weak, bool)
+                or not isinstance(typed, list) or not typed[1:]):  # fmt: skip
+            raise SettingError(
+                f"{path} is no forecast", found="it is incomplete or damaged", remedy="Remove it"
+            )
+        entry = {"kind": typed[0], "target": typed[1], "args": typed[2:]}
+        return cls(path, known_by(entry), weak, ranks, frozenset(alone), tuple(every))
+
+    def of(self, command: Sequence[str],
+           nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:  # fmt: skip
+        """The forecast of a command on these nodes of a plan; ``None`` for another command.
+
+        SettingError when it was forecast for something else than these nodes.
+        """
+        if list(command) != self.command:
+            return None
+        one = next((one for one in self.forecasts if one["hosts"] == len(nodes)), None)
+        names = {words(node.get("host")) for node in nodes}
+        ranks = {len(node["ranks"]) if isinstance(node.get("ranks"), list) else 0 for node in nodes}
+        if self.weak:
+            why = "it is of --weak: a larger batch on more hosts"
+        elif one is None:
+            why = "it is of other numbers of hosts: --up-to goes further"
+        elif one["declined"]:
+            why = f"nothing was forecast: {one['declined']}"
+        elif ranks != {self.ranks}:
+            why = f"it is of {counted(self.ranks, 'rank')} on each host"
+        elif others := sorted(self.hosts.intersection(one["names"]) - names):
+            why = f"it is of other hosts: {', '.join(others)}"
+        else:
+            return one
+        raise SettingError(f"{self.path}: {why}")
+
+
+def _is_forecast(one: object) -> bool:
+    """Whether something is the forecast of a number of hosts, with all that we look at."""
+    if not isinstance(one, dict) or not whole(one.get("hosts")):
+        return False
+    texts = isinstance(one.get("declined"), str) and isinstance(one.get("limit"), str)
+    names = one.get("names")
+    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    times = all(number(one.get(name)) == one.get(name) for name in ("seconds", "low", "high"))
+    return texts and listed and times and (one["seconds"] > 0 or one["declined"] != "")
+
+
+def known_by(entry: object) -> list[str]:
+    """A command by which a run is known again; empty when it is none.
+
+    Of a recipe the options that change a step: ``train`` writes ``--data-dir`` itself, and how
+    often something is recorded or kept is no other training.
+    """
+    said = entry if isinstance(entry, dict) else {}
+    kind, target, args = said.get("kind"), said.get("target"), said.get("args")
+    typed = [kind, target, *(args if isinstance(args, (list, tuple)) else ())]
+    if not all(isinstance(word, str) for word in typed):
+        return []
+    recipe = next((one for one in RECIPES.values() if typed[:2] == ["module", one.module]), None)
+    if recipe is None or any(word.startswith(("-h", "--help", "--like")) for word in typed[2:]):
+        return typed
+    with contextlib.suppress(SettingError):
+        usual = {name: getattr(recipe.options(), name) for name in BESIDE_THE_STEPS}
+        options = replace(parse(recipe.options, typed[2:], ""), **usual)
+        return [*typed[:2], *options_to_argv(options)]
+    return typed
+
+
+BESIDE_THE_STEPS = ("data_dir", "log_every", "checkpoint_every", "keep")
 
 
 def seconds_of(records: Sequence[Mapping[str, Any]]) -> float | None:
@@ -348,10 +458,11 @@ def seconds_of(records: Sequence[Mapping[str, Any]]) -> float | None:
     trained = [one for one in records if one.get("split") == "train"]
     steps = seconds = 0.0
     for before, one in itertools.pairwise(trained):
-        more = one.get("step", 0) - before.get("step", 0)
-        if more > 0 and one.get("samples_per_s"):
+        more = number(one.get("step")) - number(before.get("step"))
+        samples, speed = number(one.get("samples")), number(one.get("samples_per_s"))
+        if more > 0 and samples > 0 and speed > 0:
             steps += more
-            seconds += one.get("samples", 0) / one["samples_per_s"]
+            seconds += samples / speed
     return seconds / steps if steps else None
 
 
@@ -363,7 +474,7 @@ def said_of(found: Mapping[str, Any]) -> str:
     inside = told["low"] <= came <= told["high"]
     return (
         f"a step was forecast to take {model.shown(told['seconds'])}"
-        f" ({model.shown(told['low'])} … {model.shown(told['high'])}, limited by {told['limit']}),"
-        f" and took {model.shown(came)}: {longer}, {'inside' if inside else 'outside'} the error"
-        " bar"
+        f" ({model.shown(told['low'])} … {model.shown(told['high'])}, limited by"
+        f" {clean(told['limit'])}), and took {model.shown(came)}: {longer},"
+        f" {'inside' if inside else 'outside'} the error bar"
     )

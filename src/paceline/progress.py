@@ -33,14 +33,25 @@ class Bar:
             TimeRemainingColumn(),
             console=Console(file=file),
             transient=not stays,
+            refresh_per_second=4,
         )
+        self._told: Mapping[str, Any] = {}
+        self._aside = ""
         self._task = self._progress.add_task("starting", total=None)
         self._progress.start()
 
     def update(self, told: Mapping[str, Any]) -> None:
         """Draws where the training is: the fields of the event ``progress``."""
+        self._told = told
+        text = "  ".join(part for part in (describe(told, short=True), self._aside) if part)
         self._progress.update(self._task, total=told.get("steps"), completed=told.get("step", 0),
-                              description=describe(told, short=True))  # fmt: skip
+                              description=text)  # fmt: skip
+
+    def aside(self, text: str) -> None:
+        """Draws a few words more behind it."""
+        if text != self._aside:
+            self._aside = text
+            self.update(self._told)
 
     def print(self, text: str) -> None:
         """A line above the bar, as it is."""

@@ -31,12 +31,13 @@ class RunDirectory:
 
     Attributes:
         path: Absolute path.
+        run_id: Of the run that is under way in it.
         token: A secret in the probe file, by which a node finds out whether it sees this very
             folder.
     """
 
-    def __init__(self, path: Path, secrets: Sequence[str] = ()) -> None:
-        self.path = path.absolute()
+    def __init__(self, path: Path, secrets: Sequence[str] = (), run_id: str = "") -> None:
+        self.path, self.run_id = path.absolute(), run_id
         self.token = os.urandom(16).hex()
         self._redactor = Redactor(secrets)
         self._files: dict[str, IO[bytes]] = {}  # the last used at the end
@@ -103,6 +104,7 @@ class RunDirectory:
             "pid": os.getpid(),
             "start": this_machine.started(os.getpid()),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            **({"run_id": self.run_id} if self.run_id else {}),
         }
         self.write_json(names.OWNER, mark)
         inside.write_file(str(self.path), names.PROBE, self.token.encode())
@@ -111,11 +113,17 @@ class RunDirectory:
         """A text as the run's files show it: without secrets."""
         return self._redactor.text(text)
 
-    def write_json(self, name: str, value: Any) -> None:
-        """Writes a whole JSON file at once."""
+    def write_json(self, name: str, value: Any, durable: bool = True) -> None:
+        """Writes a whole JSON file at once.
+
+        Args:
+            name, value: What is written.
+            durable: It is to be there after a power failure, too. That may take a while.
+        """
         with self._explained():
-            data = self._redactor.whole(json.dumps(value, indent=2).encode()) + b"\n"
-            inside.write_file(str(self.path), name, data)
+            text = json.dumps(value, indent=2 if durable else None)
+            data = self._redactor.whole(text.encode()) + b"\n"
+            inside.write_file(str(self.path), name, data, durable)
 
     def append_line(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
         """Adds one object to a ``.jsonl`` file; returns it as it stands there, without secrets."""
@@ -213,8 +221,19 @@ def fresh_path(parent: Path, name: str) -> Path:
     raise SettingError(f"{parent} holds too many runs of this second")
 
 
+_called: dict[Path, str] = {}
+
+
+def call_it(path: Path, name: str) -> None:
+    """The user knows a run directory by another name: as it is typed where the run was started."""
+    _called[path] = name
+
+
 def short(path: Path) -> str:
-    """A path as people type it from here."""
+    """A path as people type it from here, or from where the run was started."""
+    for known, name in _called.items():
+        if path.is_relative_to(known):
+            return str(Path(name) / path.relative_to(known))
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

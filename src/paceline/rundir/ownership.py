@@ -1,7 +1,8 @@
-"""Who runs in a run directory: the mark that a launcher leaves there and takes away at its end."""
+"""Who runs in a run directory: the mark of a launcher, or what leads to a supervisor elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 from paceline.remote import this_machine
 from paceline.rundir import records
 from paceline.spec import rundir as names
+from paceline.spec.detached import DETACHED, Detached
+
+HOME = "home_since"  # in detached.json: everything came, in seconds since 1970
+STANDS = "stands"  # in it, too: how the run stood then
 
 
 def read_owner(path: Path) -> dict[str, Any] | None:
@@ -19,6 +24,8 @@ def read_owner(path: Path) -> dict[str, Any] | None:
         return None
     about = {name: records.words(said.get(name), 255) for name in ("host", "since")}
     known = {"start": said["start"]} if records.number(said.get("start")) else {}
+    if run_id := records.words(said.get("run_id"), 64):
+        known["run_id"] = run_id
     return {**about, "pid": pid, **known}
 
 
@@ -33,3 +40,25 @@ def owner_alive(owner: dict[str, Any]) -> bool:
 def owner_here(owner: dict[str, Any]) -> bool:
     """Whether the launcher runs (or ran) on this machine."""
     return owner.get("host") == socket.gethostname()
+
+
+def detached_of(path: Path) -> Detached | None:
+    """Where the run of a folder goes on, or has ended and not come home; ``None`` where it is here.
+
+    A folder whose results have all come is like that of any other run.
+    """
+    said = records.read_object(path / DETACHED)
+    return None if said is None or records.number(said.get(HOME)) else Detached.read(said)
+
+
+def ended_since(path: Path, away: Detached) -> bool:
+    """Whether the run has a result that is not that of an earlier start in the same folder."""
+    with contextlib.suppress(OSError):
+        return (path / names.RESULT).lstat().st_mtime >= away.since
+    return False
+
+
+def lost(path: Path) -> Detached | None:
+    """Where the run's supervisor was, if it had died without a word when everything came."""
+    said = records.read_object(path / DETACHED) or {}
+    return Detached.read(said) if said.get(STANDS) == "lost" else None

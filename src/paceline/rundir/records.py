@@ -11,7 +11,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -70,28 +70,70 @@ def read_object(path: Path) -> dict[str, Any] | None:
             data = stream.read(OBJECT_BYTES + 1)
     except (OSError, ValueError):
         return None
-    value = _parsed(data.decode("utf-8", "replace")) if len(data) <= OBJECT_BYTES else None
+    value = parsed(data.decode("utf-8", "replace")) if len(data) <= OBJECT_BYTES else None
     return value if isinstance(value, dict) else None
 
 
-def read_records(path: Path, size: int = RECORDS_BYTES) -> list[dict[str, Any]]:
+def read_records(path: Path, size: int = RECORDS_BYTES, but: bytes = b"") -> list[dict[str, Any]]:
     """The objects of a ``.jsonl`` file in order; of a huge one those at its beginning and end.
 
     Args:
         path: The file.
         size: Bytes read of the beginning, and of the end.
+        but: Lines with these bytes are left out, which takes much less time than reading them.
     """
     try:
         begin, end = head_and_tail(path, size, size)
     except (OSError, ValueError):
         return []
     lines = [*begin.split(b"\n"), *end.split(b"\n")]  # a line that was cut is no JSON
-    found = (_parsed(line.decode("utf-8", "replace")) for line in lines
+    return _objects([line for line in lines if but not in line] if but else lines)
+
+
+def last_record(path: Path, size: int, fits: Callable[[dict[str, Any]], bool]) -> (
+        dict[str, Any] | None):  # fmt: skip
+    """The last object of a ``.jsonl`` file that fits, of those in its last bytes."""
+    try:
+        begin, end = head_and_tail(path, 0, size)
+    except (OSError, ValueError):
+        return None
+    objects = (one for line in reversed((begin or end).split(b"\n")) for one in _objects([line]))
+    return next(filter(fits, objects), None)
+
+
+def sampled_records(path: Path, size: int, places: int = 64) -> tuple[list[dict[str, Any]], bool]:
+    """The objects of a ``.jsonl`` file in order; of a huge one those at places all over it.
+
+    Args:
+        path: The file.
+        size: Bytes read of it at most.
+        places: At how many, equally far apart; the first and the last bytes are among them.
+
+    Returns:
+        The objects, and whether that is all of them.
+    """
+    try:
+        with open_regular(path) as stream:
+            whole_size = os.fstat(stream.fileno()).st_size
+            if whole_size <= size:
+                return _objects(stream.read(size).split(b"\n")), True
+            part, lines = size // places, list[bytes]()
+            for place in range(places):
+                stream.seek((whole_size - part) * place // (places - 1))
+                lines += stream.read(part).split(b"\n")  # a line that was cut is no JSON
+    except (OSError, ValueError):
+        return [], True
+    return _objects(lines), False
+
+
+def _objects(lines: list[bytes]) -> list[dict[str, Any]]:
+    found = (parsed(line.decode("utf-8", "replace")) for line in lines
              if len(line) <= RECORD_CHARS)  # fmt: skip
     return [value for value in found if isinstance(value, dict)]
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str) -> Any:
+    """What a JSON text holds; ``None`` where it holds nothing that can be read."""
     try:
         return json.loads(text) if text.strip() else None
     except (ValueError, RecursionError):

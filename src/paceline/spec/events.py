@@ -42,13 +42,23 @@ MEMORY = maybe(record({
 }))  # fmt: skip
 STACK = each(text(), 1000)
 
-# of a step: see train/pace.py
-PARTS = ("data", "computing", "waiting", "moving", "saving", "other")
+# Of a step, see train/pace.py, with the words that people read for it, wherever it is told.
+PART_NAMES = {
+    "data": "waiting for data",
+    "computing": "computing",
+    "waiting": "waiting for slower ranks",
+    "moving": "communication",
+    "saving": "saving checkpoints",
+    "other": "other",
+}
+PARTS = tuple(PART_NAMES)
 
 # By name: what it may be, and in which unit. A field means the same in every kind of event.
 FIELDS: dict[str, Shape] = {
+    "able": flag,  # whether the training can go on without ranks that are lost
     "attempt": whole(),  # number of the start, from 0
     "before": number,  # seconds of a step
+    "bytes": SIZE,  # of a file
     "bucket_bytes": SIZE,  # of gradients that travel together; 0: DDP's own
     "backend": SMALL,  # of torch.distributed
     "backends": each(SMALL, 50),  # that torch was built with
@@ -58,6 +68,7 @@ FIELDS: dict[str, Shape] = {
     "count": SIZE,  # processes
     "cuda": maybe(SMALL),  # version that torch was built for
     "device": SMALL,
+    "do": one_of("stop", "save", "stacks"),
     "epoch": number,
     "epochs": maybe(number),
     "error": text(LONG_TEXT),
@@ -65,16 +76,20 @@ FIELDS: dict[str, Shape] = {
     "exit_code": whole(),
     "first_bytes": SIZE,  # of the bucket that is sent first
     "folder": text(),  # on the rank's node
+    "generation": whole(),  # number of the group of ranks in an attempt, from 0
     "frozen": flag,  # a signal had stopped it
     "home": text(),  # the folder on the launching machine that ``copy`` is a copy of
     "hooked": flag,  # the script shows its exceptions itself
     "hosts": each(text(255)),
+    "how": SMALL,  # a rank is held up: see agent/held.py
     "its_host": text(255),  # of the rank that it is about
     "late": flag,  # a layer takes its step when its next forward pass asks for it
     "megabytes": number,  # 10**6 bytes
     "memory": MEMORY,  # what the memory killer left: see agent/memory.py
+    "members": each(RANK),  # of a generation, in the order of their ranks in it
     "message": text(LONG_TEXT),  # of the exception
     "nccl": SMALL,  # version
+    "on": text(),  # what holds it up
     "origin": maybe(RANK),  # the rank that met what all raise
     "parameters": SIZE,  # of the model
     "part": number,  # of the time of a step
@@ -82,14 +97,19 @@ FIELDS: dict[str, Shape] = {
     "peak_bytes": SIZE,  # most memory that the rank had
     "phase": SMALL,  # of the training: train, evaluate, …
     "pid": PROCESS,  # on its host
+    "planned": flag,  # the group changes because ranks join, not because some are gone
     "problem": text(LONG_TEXT),
     "python": SMALL,  # version
     "rank": RANK,
+    "ranks_s": each(each(number, 20), 1 << 20),  # of each rank: seconds of a step in each of PARTS
+    "rates": each(number, 1 << 20),  # of each rank: its own samples a second
     "reason": SMALL,  # one word, for the launcher
     "resumed": flag,  # the training continues an earlier one
     "samples": SIZE,  # over all ranks
     "seconds": number,
-    "seen": record(state=SMALL, stack=STACK),  # when another rank failed; innermost line first
+    # when another rank failed, or as it crashed: innermost line first; its last collectives
+    "seen": record({"calls": each(text(), 100)}, state=SMALL, stack=STACK),
+    "sha256": SMALL,  # of a file, in hexadecimal
     "shares": each(SIZE),  # samples of each rank
     "signal": maybe(whole(1, 128)),  # its number; null after an exit
     "source": text(),  # of what was resumed
@@ -148,7 +168,11 @@ KINDS: dict[str, Kind] = {
     "prepared": _kind("rank", may="parameters"),
     "resumed": _kind("rank", may="step source"),
     "communication": _kind("rank", may="step text"),  # another way is taken, or would help
+    "keeps checkpoints": _kind("rank", written=False),  # and makes one when it is asked to
+    "saving": _kind("rank", may="step"),  # the checkpoint that was asked for; told by rank 0
     "checkpoint": _kind("rank", may="step megabytes seconds"),
+    "checkpoint copied": _kind("rank", may="step megabytes seconds hosts"),  # which have it now
+    "checkpoint copy failed": _kind("rank", may="step problem warning"),
     "checkpoint failed": _kind("rank", may="step problem warning"),
     "checkpoint skipped": _kind("rank", may="warning"),
     "overlap settled": _kind(
@@ -166,10 +190,18 @@ KINDS: dict[str, Kind] = {
     "warning": _kind("rank", may="warning"),
     "failed": _kind("rank", may="error"),
     "exception": _kind("rank", "type message traceback time", "hooked origin"),
+    "returned": _kind("rank", "bytes sha256"),  # what a function returned lies in its file
+    "raised": _kind("rank", "bytes sha256"),  # the same of what it raised
+    "recoverable": _kind("rank", "able", may="why"),  # before its first step
+    "interrupted": _kind("rank", may="step error"),  # a collective failed: it waits for word
+    "newcomer ready": _kind("rank"),  # to join the others
+    "stuck": _kind("rank", "seconds", may="step"),  # in a collective that nothing frees
+    "regrouped": _kind("rank", "generation", may="step seconds"),  # it trains in the new group
     "begin": _kind("rank", may="resumed", written=False),
     "heartbeat": _kind("rank", may="step phase", written=False),
     "metrics": _kind("rank", may="step split", written=False),  # to metrics.jsonl
     "progress": _kind("rank", may="step steps epoch epochs", written=False),
+    "pace": _kind("rank", "ranks_s rates", may="step", written=False),  # by rank 0, now and then
     "say": _kind("rank", "text", written=False),  # to the rank's log
     # what an agent tells
     "imported": _kind("agent", "seconds python executable", "torch cuda nccl backends"),
@@ -178,6 +210,9 @@ KINDS: dict[str, Kind] = {
     "rank started": _kind("agent", "rank pid"),
     "output": _kind("agent", "rank stream", written=False),  # to the rank's log; with bytes
     "rank ended": _kind("agent", "rank code signal time peak_bytes", "memory seen"),
+    "store ended": _kind("agent", "time", written=False),  # not by us
+    "rank frozen": _kind("agent", "rank how seconds on pid"),
+    "rank thawed": _kind("agent", "rank"),
     "leftovers killed": _kind("agent", "count"),
     "node ended": _kind("agent", "time", written=False),  # all its ranks have
     "asked to end": _kind("agent", "time", written=False),  # by SIGTERM
@@ -188,8 +223,12 @@ KINDS: dict[str, Kind] = {
     "started": _kind("launcher", "attempt world_size"),
     "ended": _kind("launcher", "attempt exit_code seconds"),
     "connection ended": _kind("launcher", "stderr trouble", written=False),
+    "connection restored": _kind("launcher", "seconds"),  # after a break, or a silence
     "lost": _kind("launcher", "why"),
+    "regroup": _kind("launcher", "generation members planned"),
+    "recovery": _kind("launcher", "text", may="seconds"),  # in the words of the screen
     "scheduler": _kind("launcher", "words"),
+    "asked": _kind("launcher", "do", may="text"),  # by a person, on the way: see launch/control.py
     "hang": _kind("launcher", "text"),
     "hang over": _kind("launcher", "seconds"),
 }

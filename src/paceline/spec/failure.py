@@ -115,6 +115,21 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Recovery:
+    """A loss that the other ranks went on after, in place.
+
+    Attributes:
+        who: The lost ranks: ``rank 1 on n2``.
+        why: How they were lost.
+        seconds: From the loss until all others had a new group.
+    """
+
+    who: tuple[str, ...]
+    why: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """How a job ended.
 
@@ -125,6 +140,7 @@ class Result:
         interrupted: Number of the signal that the user sent, if any.
         others: Ranks and nodes that failed after the first.
         error: Why it was not started: message, what was found and a remedy as one text.
+        recoveries: What was lost on the way without ending the job.
     """
 
     exit_code: int = UNKNOWN
@@ -132,13 +148,21 @@ class Result:
     interrupted: int | None = None
     others: int = 0
     error: str = ""
+    recoveries: tuple[Recovery, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """For ``result.json``."""
         if self.error:
             return {"error": self.error}
         failure = self.failure.to_json() if self.failure else None
-        return {"first_failure": failure, "interrupted": self.interrupted}
+        recoveries = {
+            "count": len(self.recoveries),
+            "seconds": round(sum(one.seconds for one in self.recoveries), 3),
+            "of": [{"who": [*one.who], "why": one.why, "seconds": one.seconds}
+                   for one in self.recoveries],
+        }  # fmt: skip
+        about = {"first_failure": failure, "interrupted": self.interrupted}
+        return about | ({"recoveries": recoveries} if self.recoveries else {})
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Result:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -99,6 +98,8 @@ def _row(row: Row, width: int) -> list[str]:
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """The most similar of the known words, or an empty string."""
+    import difflib  # here: it takes a mistake
+
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return matches[0] if matches else ""
 

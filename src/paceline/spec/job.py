@@ -7,15 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from paceline.spec.nodes import NodeCount
 from paceline.spec.settings import Setting, Source
 
-EntryKind = Literal["script", "module", "binary"]
+EntryKind = Literal["script", "module", "function", "binary"]
 Ship = Literal["auto", "always", "never"]
 Bind = Literal["auto", "none"]
 Processes = int | Literal["auto", "gpu", "cpu"]
 Show = Literal["all", "rank0", "none"]
+Look = Literal["live", "lines"]
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+LEAST_SECRET = 6  # characters; what is shorter stands in many a word, too
 _SECRET_SHAPE = re.compile(r"(?=.*[A-Za-z])(?=.*\d)[A-Za-z0-9+_.=-]{16,}")
 
 
@@ -25,8 +28,9 @@ def recorded(name: str, value: str) -> str:
 
 
 def secrets_among(variables: Mapping[str, str]) -> list[str]:
-    """Values whose variable's name says that they are secret."""
-    return [value for name, value in variables.items() if _SECRET_NAME.search(name)]
+    """Values whose variable's name says that they are secret; short ones stand everywhere."""
+    return [value for name, value in variables.items()
+            if _SECRET_NAME.search(name) and len(value) >= LEAST_SECRET]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +38,17 @@ class Entry:
     """What every rank runs.
 
     Attributes:
-        kind: A Python script, a Python module (``-m``) or any program.
-        target: Path, module name or program name.
-        args: Its arguments, as typed.
+        kind: A Python script, a Python module (``-m``), a function of the launching process, or any
+            program.
+        target: Path, module name, name of the function, or program name.
+        args: Its arguments, as typed; of a function, folders from which modules are imported.
+        sha256: Of a function: hash of the file that it travels in, in hexadecimal.
     """
 
     kind: EntryKind
     target: str
     args: tuple[str, ...] = ()
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,7 @@ class Environment:
         """
         named = secrets_among(self.all())
         shaped = [value for value in self.forwarded.values() if _SECRET_SHAPE.fullmatch(value)]
-        return tuple(dict.fromkeys(value for value in [*named, *shaped] if len(value) >= 6))
+        return tuple(dict.fromkeys([*named, *shaped]))
 
     def forwarded_secrets(self) -> tuple[str, ...]:
         """Names of forwarded variables that seem to be secrets; a path is none."""
@@ -136,7 +143,9 @@ class Job:
         environment: Variables for the ranks.
         nproc_per_node: Processes a node, or one an accelerator or CPU of it; ``None`` finds it out
             (slots, accelerators, else 1).
-        nnodes: How many of the hosts; ``None`` takes all.
+        nnodes: How many of the hosts, or a range; ``None`` takes all.
+        wait_for_nodes_s: How long to wait for hosts, at the start and after a loss, while there
+            are too few, in seconds.
         hosts: Where they were described; ``None`` for this machine, or what the way decides.
         interface: Network interface for the job's traffic, ``None`` finds it out.
         master_port: Port of the rendezvous store; 0 takes a free one.
@@ -154,8 +163,13 @@ class Job:
         any_world: Accept a world other than the planned one.
         lease_s: Heartbeat timeout: seconds without the launcher after which a node ends the job.
         grace_s: Seconds between the polite signal and SIGKILL when a job is stopped.
-        hang_timeout_s: Seconds after which a hang ends the job; 0 only tells of it.
+        hang_timeout_s: Seconds after which a hang is ended; 0 only tells of it, ``auto`` measures
+            them where ranks tell their steps.
         max_restarts: How many times the whole job may be started again after a failure.
+        restart_window_s: Seconds within which they count; 0 counts them in all.
+        notify: Commands and addresses that are told of the run's end.
+        report: A page is written of the run when it is over.
+        typed: The command that started it, without secrets; empty from Python.
     """
 
     name: str
@@ -164,7 +178,8 @@ class Job:
     python: str
     environment: Environment = Environment()
     nproc_per_node: Setting[Processes | None] = Setting(None)
-    nnodes: Setting[int | None] = Setting(None)
+    nnodes: Setting[NodeCount | None] = Setting(None)
+    wait_for_nodes_s: Setting[float] = Setting(600.0)
     hosts: Setting[str | None] = Setting(None)
     interface: Setting[str | None] = Setting(None)
     master_port: Setting[int] = Setting(0)
@@ -181,5 +196,9 @@ class Job:
     any_world: bool = False
     lease_s: Setting[float] = Setting(10.0)
     grace_s: Setting[float] = Setting(8.0)
-    hang_timeout_s: Setting[float] = Setting(0.0)
+    hang_timeout_s: Setting[float | str] = Setting("auto")
     max_restarts: Setting[int] = Setting(0)
+    restart_window_s: Setting[float] = Setting(3600.0)
+    notify: tuple[str, ...] = ()
+    report: bool = False
+    typed: str = ""

@@ -31,6 +31,9 @@ PROBE = "PACELINE_PROBE"
 ``parts`` (the same as parts of the training's own) and ``seconds`` to spend. Set by
 ``paceline forecast``; read by ``paceline.train``, which leaves ``steps.json`` in the run directory
 and ends."""
+CHECKPOINT_COPIES = "PACELINE_CHECKPOINT_COPIES"
+"""On how many other hosts each checkpoint is to be, where the script does not say: a number, or
+``auto``. Set by you; read by ``paceline.train``."""
 DATA_HOME = "PACELINE_DATA_HOME"
 """The same folder on the launching machine: as it is recorded, and looked for the next time."""
 INPUTS = "PACELINE_INPUTS"
@@ -48,12 +51,39 @@ EVENT_FD = "PACELINE_EVENT_FD"
 ``say``       ``{"kind": "say", "text": str}``, one line for the user, shown without a label
 ``heartbeat`` ``{"kind": "heartbeat", "step": int, "phase": str}``
 """
+CONTROL_FD = "PACELINE_CONTROL_FD"
+"""Number of an inherited file descriptor from which a rank reads JSON lines (UTF-8): what it is to
+do when ranks are lost and come back, and when a person asks for it. Every line is an object with
+``control``:
+
+``regroup``   ``{"control": "regroup", "generation": int, "members": [{"slot": int, "host": str,
+              "local_rank": int, "local_size": int}, …], "store": {"address": str, "port": int},
+              "planned": bool}``: make a new group of these members, in this order, under the prefix
+              ``generation/N`` of that store. Planned: between two steps, for somebody joins. Not
+              planned: at once, for somebody is gone
+``save``      ``{"control": "save", "number": int}``: make a checkpoint, all at the same step,
+              unless one was made for that number or a later one
+``end``       ``{"control": "end", "why": str}``: no recovery: raise the error that you have
+"""
+NEWCOMER = "PACELINE_NEWCOMER"
+"""``1`` for a rank that is started into a running attempt, to join the others between two steps."""
 TOKEN = "PACELINE_JOB_TOKEN"  # noqa: S105 - the name of the variable; identifies our processes
+
+# What a command of ``--notify`` finds, once a run has ended. None of these says a rank's place, so
+# that a job which such a command starts does not take itself for a part of the run that is over.
+ENDED_RUN = "PACELINE_RUN"  # the run directory
+ENDED_NAME = "PACELINE_RUN_NAME"
+OUTCOME = "PACELINE_OUTCOME"  # finished, failed, interrupted, not started
+EXIT_STATUS = "PACELINE_EXIT_STATUS"
+SECONDS = "PACELINE_SECONDS"
+METRICS = "PACELINE_METRICS"  # the last value of each metric, as JSON
+FIRST_FAILURE = "PACELINE_FAILURE"  # one line; empty where nothing failed
+SENTENCE = "PACELINE_TEXT"  # all of it for a person, in one line
 
 _OURS = {RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE,
          MASTER_ADDR, MASTER_PORT, "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
          RUN_ID, ATTEMPT, HOST, PLANNED_WORLD, RUN_DIR, HOME_DIR, DATA_DIR, DATA_HOME, INPUTS,
-         EVENT_FD, PROBE, TOKEN}  # fmt: skip
+         EVENT_FD, CONTROL_FD, NEWCOMER, PROBE, TOKEN}  # fmt: skip
 
 
 def is_ours(name: str) -> bool:

@@ -7,7 +7,7 @@ One pure function makes it (``launch.decide.make_plan``) of what ``launch.prepar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.spec import jobenv, launched
@@ -88,6 +88,7 @@ class Plan:
     Attributes:
         run_id: Names the run.
         attempt: 0 for the first start, 1 after the first restart of all nodes.
+        restarts: How many of the starts followed a failure that counts.
         entry: What every rank runs, as typed.
         world_size: Number of ranks.
         master_addr: Address of the node with rank 0.
@@ -100,6 +101,9 @@ class Plan:
         dialects: Whose names for a rank's place are set beside torchrun's
             (:func:`paceline.spec.launched.in_words_of`).
         notes: What the user should know about the choices made.
+        spares: Nodes without ranks, for when one is lost.
+        typed: ``command`` that started it, ``folder`` in which it was typed, and ``paceline``, its
+            version.
     """
 
     run_id: str
@@ -114,6 +118,9 @@ class Plan:
     settings: Mapping[str, Setting[Any]]
     notes: tuple[str, ...] = ()
     dialects: tuple[str, ...] = ()
+    restarts: int = 0
+    spares: tuple[NodePlan, ...] = ()
+    typed: Mapping[str, str] = field(default_factory=dict)
 
     def rank_env(self, node: NodePlan, rank: RankPlan) -> dict[str, str]:
         """The variables by which one rank knows its place (torchrun's names and ours)."""
@@ -130,7 +137,7 @@ class Plan:
             "ROLE_WORLD_SIZE": str(self.world_size),
             "ROLE_NAME": "default",
             "TORCHELASTIC_RUN_ID": self.run_id,
-            "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
+            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(self.settings["max_restarts"].value),
             "TORCHELASTIC_USE_AGENT_STORE": str(self.agent_store),
             jobenv.PLANNED_WORLD: str(self.world_size),
@@ -152,9 +159,11 @@ class Plan:
             "master": {"address": self.master_addr, "port": self.master_port},
             "store": "agent" if self.agent_store else "rank 0",
             "nodes": [self._node_json(node) for node in self.nodes],
+            "spares": [node.host for node in self.spares],
             "environment": dict(self.environment),
             "settings": {name: _setting_json(s) for name, s in self.settings.items()},
             "notes": list(self.notes),
+            "typed": dict(self.typed),
         }
 
     def _node_json(self, node: NodePlan) -> dict[str, Any]:
@@ -191,7 +200,8 @@ class Plan:
 
 def entry_json(entry: Entry) -> dict[str, Any]:
     """An entry in ``plan.json``, and on the wire."""
-    return {"kind": entry.kind, "target": entry.target, "args": list(entry.args)}
+    said = {"kind": entry.kind, "target": entry.target, "args": list(entry.args)}
+    return {**said, "sha256": entry.sha256} if entry.kind == "function" else said
 
 
 def _setting_json(setting: Setting[Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ PLAN = "plan.json"  # the plan as executed, with the source of every setting
 CONFIG = "config.json"  # the effective settings of the recipe
 HOSTS = "hosts.json"  # facts of every host
 EVENTS = "events.jsonl"  # time, host, rank, kind, details
-METRICS = "metrics.jsonl"  # one line per logged global step or epoch
+METRICS = "metrics.jsonl"  # one line per logged global step or epoch, with its time since 1970
 RESULT = "result.json"  # exit status, final metrics, first failure if any
 FINDINGS = "findings.json"  # what the checks found
 LOGS = "logs"  # logs/HOST/RANK.log: complete output of a rank; logs/HOST/agent.log
@@ -27,17 +27,24 @@ WEIGHTS = "model/model.safetensors"
 MODEL_CONFIG = "model/config.json"
 WRITER = "writer.json"  # inside checkpoints/: who writes there; it never leaves its disk
 CHECKPOINTS = "checkpoints"  # checkpoints/STEP/: weights, state, manifest with hashes
+LATEST, BEST = "latest.json", "best.json"  # beside them, for people: which is which
 MEASURED = "steps.json"  # the few steps of a run of `paceline forecast`
 FORECAST = "forecast.json"  # what was forecast for the run, beside what came
+COLLECTIVES = "collectives.json"  # what `paceline bench collectives` measured
+REPORT = "report.html"  # all of the above as a page to look at
 FETCHED = "files"  # files/HOST/: what ranks wrote into shipped copies of the code
 KEY = ".paceline-key"  # names the folder on nodes that do not see it
+RANKS = "ranks.json"  # while it runs: who is where, and who holds the others up
+STACKS = "stacks"  # stacks/TIME.txt: where all ranks stood when somebody asked
 OWNER = "owner.json"  # who runs in this folder: launcher's host, pid, start time
 PROBE = ".paceline-probe"  # by which a node finds out whether it sees this very folder
+CALL = "call"  # of a function: it and its arguments, while it runs; pickled
+RETURNED = "returned"  # returned/RANK: what it returned or raised there; pickled
 DEFAULT_PARENT = "runs"
 
 # Written by the launcher alone, and never taken from a node.
 OURS = {PLAN, EVENTS, METRICS, HOSTS, RESULT, LOGS, DEBUG, OWNER, FINDINGS, CHECKPOINTS,
-        FETCHED}  # fmt: skip
+        FETCHED, RANKS, STACKS, REPORT, CALL, RETURNED}  # fmt: skip
 
 
 def is_run(folder: Path) -> bool:
@@ -72,32 +79,61 @@ def aside(file: Path) -> Path:
     return file.with_name(f"{file.stem}-before-{time.strftime('%Y%m%d-%H%M%S')}{file.suffix}")
 
 
+Version = tuple[int, int]
+"""Of a checkpoint: its writer's token, then its step. The largest is the newest.
+
+Whoever begins to write into a folder of checkpoints gets a token that is larger than all before.
+So what a new writer makes is newer than what a former one has left, or leaves late, at any step.
+"""
+
+_NAMED = re.compile(r"([0-9]{1,19})(?:\.([1-9][0-9]{0,8}))?")
+_FIRST = 1  # the token of a folder's first writer
+
+
+def checkpoint_name(version: Version) -> str:
+    """The name of a checkpoint's folder: ``STEP`` of the first writer, ``STEP.TOKEN`` of others."""
+    token, step = version
+    return str(step) if token <= _FIRST else f"{step}.{token}"
+
+
+def version_of(name: str) -> Version | None:
+    """Of a checkpoint, by the name of its folder; ``None`` for what is none."""
+    found = _NAMED.fullmatch(name)
+    if found is None or found[2] == str(_FIRST):
+        return None
+    return int(found[2] or _FIRST), int(found[1])
+
+
+def pointed(path: Path) -> str:
+    """The name of the checkpoint that a pointer names; empty where it names none."""
+    with contextlib.suppress(
+        OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
+    ):
+        said = json.loads(path.read_text())
+        return str(said.get("checkpoint") or int(said["step"]))
+    return ""
+
+
 def unfinished(folder: Path) -> Path | None:
     """The checkpoint to use of a run without a finished model: the best, else the newest."""
     complete, root = checkpoints(folder), folder / CHECKPOINTS
-    with contextlib.suppress(
-        OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError
-    ):
-        best = root / str(int(json.loads((root / "best.json").read_text())["step"]))
-        if best in complete:
-            return best
-    return complete[0] if complete else None
+    best = root / pointed(root / BEST)
+    return best if best in complete else next(iter(complete), None)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """A run's complete checkpoints by their manifests, which are not looked into; newest first."""
     with contextlib.suppress(OSError):
-        named = (folder / CHECKPOINTS).iterdir()
-        steps = [one for one in named if one.name.isdecimal() and len(one.name) < 20]
-        complete = (one for one in steps if (one / "manifest.json").is_file())
-        return sorted(complete, key=lambda one: int(one.name), reverse=True)
+        found = [(version_of(one.name), one) for one in (folder / CHECKPOINTS).iterdir()]
+        complete = [(v, one) for v, one in found if v and (one / "manifest.json").is_file()]
+        return [one for _, one in sorted(complete, reverse=True)]
     return []
 
 
 def used(folder: Path) -> tuple[str, ...]:
     """What of a run is needed to use its model: the model, or else the checkpoint to use."""
     found = None if (folder / MODEL_CONFIG).is_file() else unfinished(folder)
-    best = f"{CHECKPOINTS}/best.json"
+    best = f"{CHECKPOINTS}/{BEST}"
     # a tokenizer lies with the model from the beginning
     return (MODEL,) if found is None else (MODEL, f"{CHECKPOINTS}/{found.name}", best)
 

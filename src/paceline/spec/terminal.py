@@ -24,6 +24,7 @@ _VISIBLE = {
     **{number: f"\\x{number:02x}" for number in _CONTROLS},
     **{number: f"\\u{number:04x}" for number in [*_DIRECTIONS, *range(0xD800, 0xE000)]},
 }
+_SIGNS = {**dict.fromkeys(_VISIBLE, "?"), ord("\n"): " "}
 _RESET = "\x1b[0m"
 
 
@@ -41,6 +42,11 @@ def clean(text: str, colours: bool = False) -> str:
     parts = _COLOUR.split(text)
     parts[::2] = [clean(part) for part in parts[::2]]
     return "".join(parts) + _RESET * (len(parts) > 1)
+
+
+def in_place(text: str) -> str:
+    """As :func:`clean_line`, with one sign for each character: what is drawn keeps its places."""
+    return text if text.isprintable() else text.translate(_SIGNS)
 
 
 def clean_line(text: str) -> str:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paceline.bench.speedup import Point, speedups
+from paceline.spec.figures import lasting
 from paceline.spec.terminal import wrapped
 
 STEEPEST = 16.0  # a g beyond which nothing changes
@@ -32,7 +33,8 @@ SHORT, MANY = 1 << 18, 4
 MOST_BATCH = 64  # times the asked global batch that is looked at
 MOST_CHOICES = 5000  # subsets of uneven hosts that are tried one by one
 SHARDED_BYTES = 1.5  # parameters are gathered twice and gradients scattered once
-METHODS = {"fp16": 0.5, "int8": 0.26, "int4": 0.2}  # of the bytes, from the least lossy on
+# of the bytes, between two ranks and of more; from the least lossy on
+METHODS = {"fp16": (0.5, 0.5), "int8": (0.26, 0.26), "int4": (0.13, 0.2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +99,21 @@ class Probe:
     device: str = "cpu"
     sent: tuple[float, float] = (1.0, 1.0)
 
-    @property
-    def nodes(self) -> int:
-        return len(set(self.hosts))
-
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Probe:
-        """From the file's object. KeyError, TypeError or ValueError where it is none."""
+        """From the file's object. ValueError where it is none."""
+        try:
+            return cls._of(said)
+        except (LookupError, TypeError, OverflowError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+
+    @classmethod
+    def _of(cls, said: Mapping[str, Any]) -> Probe:
         by_batch: dict[int, list[Mapping[str, Any]]] = {}
         for one in said["steps_done"]:
             by_batch.setdefault(int(one["batch"]), []).append(one)
+        if not by_batch:
+            raise ValueError("no step is told")
         wire = said["exchange"]
         return cls(
             tuple(map(str, said["hosts"])),
@@ -585,7 +592,7 @@ def _unknown(known: Model, made: Forecast) -> str:
     wide = (made.step.high - made.step.low) / 2 / made.step.seconds
     if wide > UNKNOWN:
         return (
-            f"between {shown(max(made.step.low, 0))} and {shown(made.step.high)} a step: the"
+            f"between {lasting(max(made.step.low, 0))} and {lasting(made.step.high)} a step: the"
             " probe's steps differ too much (a busy host?), or a few messages take all the time"
         )
     return ""
@@ -607,8 +614,9 @@ def _lifted(known: Model, made: Forecast) -> Forecast:
         return made
     if made.step.limit == "link" and known.sent == (1.0, 1.0):
         goal = 1.1 * (made.step.seconds - made.step.link)
-        seconds = {name: step(known, made.names, made.batch, bytes_part=part).seconds
-                   for name, part in METHODS.items()}  # fmt: skip
+        many = made.hosts * known.ranks > 2
+        seconds = {name: step(known, made.names, made.batch, bytes_part=parts[many]).seconds
+                   for name, parts in METHODS.items()}  # fmt: skip
         best = next((name for name in METHODS if seconds[name] <= goal),
                     min(METHODS, key=seconds.__getitem__))  # fmt: skip
         if seconds[best] < 0.9 * made.step.seconds:
@@ -632,17 +640,6 @@ def _good_batch(known: Model, made: Forecast) -> int:
 # -- for people and programs ---------------------------------------------------------------
 
 
-def shown(seconds: float) -> str:
-    """``0.183 s``, ``42.0 s``, ``3 h 20 min``."""
-    if seconds < 120:
-        return f"{seconds:.3g} s" if seconds < 10 else f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    if minutes < 120:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
-
-
 def advice(one: Forecast, known: Model) -> str:
     """One line on what limits it and what would lift that."""
     if one.declined:
@@ -657,11 +654,11 @@ def advice(one: Forecast, known: Model) -> str:
     }[limit]
     parts = [f"limited by {words}"]
     if one.communication and one.with_it is not None:
-        parts.append(f"--communication {one.communication}: about {shown(one.with_it)} a step")
+        parts.append(f"--communication {one.communication}: about {lasting(one.with_it)} a step")
     if one.better_batch:
         parts.append(f"a global batch of {one.better_batch:,} would be {GOOD:.0%} efficient")
     if one.by_speed is not None:
-        parts.append(f"shares by speed (--balance auto): {shown(one.by_speed)} a step")
+        parts.append(f"shares by speed (--balance auto): {lasting(one.by_speed)} a step")
     if len(known.hosts) > one.hosts:
         parts.append(f"on {', '.join(one.names)}")
     return "; ".join(parts)
@@ -677,11 +674,11 @@ def table(found: Sequence[Forecast], known: Model) -> str:
     for one in found:
         if not one.declined:
             off = (one.step.high - one.step.low) / 2 / one.step.seconds
-            row = f"{shown(one.step.seconds)} ±{off:.0%}"
+            row = f"{lasting(one.step.seconds)} ±{off:.0%}"
             price = f"{one.price:>10,.2f}" if one.price is not None else ""
             lines.append(
                 f"{one.hosts:<6}{one.batch:>8,}{row:>20}{one.speedup:>10.2f}{one.efficiency:>12.0%}"
-                f"{shown(one.total):>14}{price}"
+                f"{lasting(one.total):>14}{price}"
             )
         else:
             lines.append(f"{one.hosts:<6}{one.batch:>8,}{'?':>20}")
@@ -695,13 +692,13 @@ def conclusion(found: Sequence[Forecast]) -> str:
     if not said:
         return "nothing can be forecast"
     quick = min(said, key=lambda one: one.total)
-    words = f"fastest: {_hosts(quick.hosts)}, {shown(quick.total)} of training"
+    words = f"fastest: {_hosts(quick.hosts)}, {lasting(quick.total)} of training"
     worth = max((one for one in said if one.efficiency >= GOOD), key=lambda one: one.hosts,
                 default=said[0])  # fmt: skip
     if worth.hosts != quick.hosts:
         words += (
             f"; up to {_hosts(worth.hosts)} at {worth.efficiency:.0%} efficiency,"
-            f" {shown(worth.total)}"
+            f" {lasting(worth.total)}"
         )
     return words
 

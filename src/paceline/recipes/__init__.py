@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline.recipes.argv import known, parse, to_argv, typed_in
@@ -90,8 +90,14 @@ def use_of(task: str) -> Any:
     return importlib.import_module(RECIPES[task].use)
 
 
-def parse_options(name: str, argv: Sequence[str]) -> Options:
+def parse_options(name: str, argv: Sequence[str], filed: Sequence[str] = ()) -> Options:
     """A recipe's options from flags, validated as far as possible without torch.
+
+    Args:
+        name: Of the recipe.
+        argv: Flags as typed.
+        filed: Those that paceline.toml stands for. What is typed wins, and what has no effect
+            beside it falls away.
 
     Raises:
         SettingError: Unknown flag, unusable value, or one that has no effect.
@@ -99,23 +105,31 @@ def parse_options(name: str, argv: Sequence[str]) -> Options:
         SystemExit: After ``--help``.
     """
     kind, prog = recipe(name).options, f"paceline train {name}"
-    preset, typed = _preset(name, argv)
-    options = parse(kind, [*preset, *typed], prog)  # what is typed comes last, so that it wins
+    chosen, typed = _preset(name, argv)
+    usual, filed = _preset(name, filed)
+    preset = usual if chosen is None else chosen
+    # what is typed comes last, so that it wins
+    options = parse(kind, [*(preset or ()), *filed, *typed], prog)
     options.validate()
-    return settled(options, typed_in(kind, typed, prog))
+    own = typed_in(kind, typed, prog)
+    if any(word.partition("=")[0] == "--like" for word in typed):
+        decided = frozenset(field.name for field in fields(kind))
+    else:
+        decided = own | typed_in(kind, chosen or (), prog)
+    return settled(options, own, typed_in(kind, filed, prog) - own, decided)
 
 
-def _preset(name: str, argv: Sequence[str]) -> tuple[Sequence[str], list[str]]:
-    """The flags that ``--preset`` stands for, and the others."""
+def _preset(name: str, argv: Sequence[str]) -> tuple[Sequence[str] | None, list[str]]:
+    """The flags that ``--preset`` stands for, ``None`` without one, and the others."""
     flags = list(argv)
     joined = next((f for f in flags if f.startswith("--preset=")), None)
     at = flags.index("--preset") if "--preset" in flags[:-1] else None
     if joined is None and at is None:
-        return (), flags
+        return None, flags
     wanted = joined.partition("=")[2] if joined else flags[at + 1] if at is not None else ""
     presets = recipe(name).options.presets
     if not presets:
-        return (), flags
+        return None, flags
     known("--preset", wanted, presets)
     typed = [f for f in flags if f is not joined]
     if joined is None and at is not None:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import train
 from paceline.recipes.optimization import Batching, batching, optimizer
-from paceline.recipes.options import Options, weights_of
+from paceline.recipes.options import Options, copies_of, weights_of
 from paceline.train import Best
 from paceline.train.device import choose_device, look
 
@@ -157,7 +157,8 @@ def tried(
 _OF_TRAINING = (
     *("epochs", "lr", "schedule", "milestones", "warm_up", "unfreeze_every", "ema", "ema_start"),
     *("evaluate_every", "patience", "stop_at", "beam", "score_every", "samples"),
-    *("checkpoint_every", "keep", "resume", "when_full", "check_every", "log_every", "watch"),
+    *("checkpoint_every", "keep", "resume", "checkpoint_copies", "when_full", "check_every"),
+    *("log_every", "watch"),
     *("watch_devices", "track", "track_project", "track_each_node"),
 )
 _OF_BATCHES = ("steps", "global_batch", "batch_per_process", "micro_batch", "scale_lr")
@@ -218,6 +219,7 @@ def keep_checkpoints(
         identity={**same, **identity},
         describes=describes,
         stop_when_full=options.when_full == "stop",
+        copies=copies_of(options.checkpoint_copies),
     )
     session.track(
         options.track,

@@ -1,7 +1,8 @@
 """Which settings have an effect beside which others: a table, and what is said where one has none.
 
 A setting that is asked for and does nothing is refused, for who types it believes that it counts.
-What a preset or an earlier run brings along falls away instead. Nothing here imports torch.
+What a preset, an earlier run or the settings file brings along falls away instead, where something
+else was said on the command line. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -129,21 +130,26 @@ def has_effect(option: str, options: Options) -> bool:
     return all(one.when(options) for one in TABLE[type(options)] if one.option == option)
 
 
-def settled(options: O, typed: Collection[str]) -> O:
+def settled(options: O, typed: Collection[str], filed: Collection[str] = (),
+            decided: Collection[str] = ()) -> O:  # fmt: skip
     """The options without what has no effect.
 
     Args:
         options: Valid ones.
-        typed: Fields that were set on the command line or in the file; the others come from a
-            preset or an earlier run.
+        typed: Fields that were set on the command line.
+        filed: Fields that were set in paceline.toml, and not on the command line.
+        decided: Fields that the command line decides, by what is typed, a preset or an earlier run:
+            what the file says beside one of them and has no effect with it falls away.
 
     Raises:
-        SettingError: One of those has no effect. Switching off what is not there is no error.
+        SettingError: What was typed, or in the file beside others of the file, has no effect.
+            Switching off what is not there is no error.
     """
     idle = [one for one in TABLE[type(options)] if not one.when(options)]
     for one in idle:
         value = getattr(options, one.option)
-        if one.option in typed and value:
+        counts = one.option in typed or (one.option in filed and one.beside not in decided)
+        if counts and value:
             flag, other = ("--" + name.replace("_", "-") for name in (one.option, one.beside))
             decides = getattr(options, one.beside)
             beside = f"{other} {decides}" if decides else f"no {other}"

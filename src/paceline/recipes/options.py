@@ -121,6 +121,9 @@ class Options:
     resume: str = "auto"
     """Resume from: auto (the newest in --run-dir, if there is one), never, latest, best, a step, or
     the folder of a run or a checkpoint."""
+    checkpoint_copies: str = "auto"
+    """On how many other hosts' disks each checkpoint is to be, too: a number, or auto (one where
+    hosts have disks of their own, else none)."""
     when_full: Literal["continue", "stop"] = "continue"
     """What to do when a checkpoint cannot be written: continue training, or stop cleanly."""
     track: tuple[str, ...] = ()
@@ -165,6 +168,7 @@ class Options:
                 f"--checkpoint-every {self.checkpoint_every}: cannot be understood",
                 remedy="500 (steps), 10m (minutes), epoch, never, or several: epoch,10m",
             )
+        copies_of(self.checkpoint_copies)
         weights_of(self.balance)
         balance.refuse(
             self.balance,
@@ -206,6 +210,21 @@ class Options:
                 found="the global batch is the same at any number of processes",
                 remedy="--batch-per-process N lets the batch grow, or leave --scale-lr out",
             )
+
+
+def copies_of(said: str) -> int | None:
+    """What ``--checkpoint-copies`` says; ``None`` for ``auto``.
+
+    Raises:
+        SettingError: Anything else.
+    """
+    if said == "auto":
+        return None
+    if not (said.isascii() and said.isdecimal() and len(said) < 5):
+        raise SettingError(
+            f"--checkpoint-copies {said}: no number of copies", remedy="1, 0 for none, or auto"
+        )
+    return int(said)
 
 
 def weights_of(balance: str) -> Literal["auto", "even"] | dict[str, float]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import itertools
 import shutil
-import textwrap
+import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -96,8 +97,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Computing": ("device", "dtype", "fast", "compile", "shard", "backend", "communication",
                   "balance", "drop_slow", "workers"),
     "Run directory and checkpoints": (
-        "run_dir", "resume", "checkpoint_every", "keep", "when_full", "log_every", "watch",
-        "watch_devices", "check_every",
+        "run_dir", "resume", "checkpoint_every", "keep", "checkpoint_copies", "when_full",
+        "log_every", "watch", "watch_devices", "check_every",
     ),
     "Trackers": ("track", "track_project", "track_each_node"),
 }  # fmt: skip
@@ -144,10 +145,16 @@ def help_of(kind: type, prog: str, everything: bool) -> str:
     return render(f"{prog} [OPTIONS]", kind.__doc__ or "", sections, after, width)
 
 
+@functools.cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """The source of a module's classes, by name."""
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {one.name: one for one in body if isinstance(one, ast.ClassDef)}
+
+
 def _texts(kind: type) -> dict[str, str]:
     """The string below each field of a class."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(tree, ast.ClassDef)
+    tree = _classes(kind.__module__)[kind.__name__]
     found = {}
     for field, below in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):

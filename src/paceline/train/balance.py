@@ -221,7 +221,6 @@ class Controller:
 
     Args:
         shares: To begin with.
-        most: Largest share of each rank (its memory); nothing: no limit.
         least: Smallest share.
         drops: A rank without which a step would be faster gets nothing to do; never rank 0.
 
@@ -229,11 +228,8 @@ class Controller:
         shares: The present ones.
     """
 
-    def __init__(
-        self, shares: Shares, *, most: Sequence[float] = (), least: int = 1, drops: bool = False
-    ) -> None:
+    def __init__(self, shares: Shares, *, least: int = 1, drops: bool = False) -> None:
         self.shares, self.least, self.drops = shares, least, drops
-        self._most = list(most) or [math.inf] * len(shares)
         self._speeds = [_Speed() for _ in shares]
         self._since = -1  # the first step with these shares; unknown before the first look
         self._size = 0.0  # elements of a sample
@@ -330,13 +326,10 @@ class Controller:
     def _best(self, out: frozenset[int]) -> Shares:
         speeds, samples = self._speeds, sum(self.shares)
         even_share = samples / len(speeds)
-        most = [
-            min(top, max(_GROWTH * share, even_share)) if share else top
-            for top, share in zip(self._most, self.shares, strict=True)
-        ]
+        most = [max(_GROWTH * one, even_share) if one else math.inf for one in self.shares]
         inside = [r for r in range(len(speeds)) if r not in out]
         if sum(most[r] for r in inside) < samples:
-            most = list(self._most)
+            most = [math.inf] * len(speeds)
         costs = [1.0 if r in out else one.cost for r, one in enumerate(speeds)]
         overheads = [one.overhead for one in speeds]
         return fastest(samples, costs, overheads, most, self.least, out)

@@ -1,12 +1,18 @@
-"""What ranks tell each other, apart from gradients. A world of one needs no process group."""
+"""What ranks tell each other, apart from gradients. A world of one needs no process group.
+
+Where ranks may be lost while the others train on, each operation is an event that all ranks count
+(:mod:`paceline.train.recovery`): one that fails is done again by those that are left, or they take
+what one of them had got of it.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +20,7 @@ from torch import Tensor
 
 from paceline.spec import errors
 from paceline.spec.errors import JobError, PacelineError
+from paceline.train import waits
 from paceline.train.world import World
 
 T = TypeVar("T")
@@ -24,59 +31,143 @@ _UNDER_WAY = 4  # messages
 _LARGEST = 1 << 28  # bytes of a message that is sent at once
 
 
-@dataclass(frozen=True, slots=True)
+class Mender(Protocol):
+    """What makes good that a rank is lost in the middle of an operation of all ranks."""
+
+    def event(self, act: Callable[[], T]) -> T:
+        """What ``act`` gives; it is done again in a new group when a rank is lost."""
+
+    @property
+    def stale(self) -> bool:
+        """There is a new group, and not everything has begun anew in it."""
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Within it a group is made whose collectives are to end when a rank is lost."""
+
+
+@dataclass(slots=True)
 class Comms:
     """Collectives that every rank must call in the same order.
 
     Attributes:
-        world: Place of this process.
+        world: Place of this process; another one when ranks are lost or join.
         device: Device whose tensors the backend moves.
         group: Process group; ``None`` is that of the whole job.
         mixed: The ranks compute on different kinds of devices; they talk by their CPUs then, and
             ``device`` is that.
+        mender: ``None`` where a lost rank is the end of the others.
+        joining: This process is not with the others yet: its operations give what theirs gave.
     """
 
     world: World
     device: torch.device
     group: dist.ProcessGroup | None = None
     mixed: bool = False
+    mender: Mender | None = None
+    joining: bool = False
 
     @property
     def alone(self) -> bool:
         return self.world.size == 1
 
+    @property
+    def stale(self) -> bool:
+        """There is a new group, in which groups and buckets have still to be made anew."""
+        return self.mender is not None and self.mender.stale
+
+    def new_group(self, **named: Any) -> dist.ProcessGroup:
+        """A further group of all ranks; the arguments are torch's. A collective.
+
+        Where a rank is lost meanwhile it is the job's new group itself: what the further one is for
+        will be made anew.
+        """
+        made: list[dist.ProcessGroup] = []
+
+        def make() -> None:
+            made.clear()
+            if not self.stale:
+                with nullcontext() if self.mender is None else self.mender.watched():
+                    made.append(dist.new_group(**named))
+
+        self.meet(make)
+        return made[0] if made and not self.stale else dist.distributed_c10d._get_default_group()
+
+    def event(self, act: Callable[[], T]) -> T:
+        """An operation of all ranks that gives each of them the same, or nothing.
+
+        Args:
+            act: Talks to the other ranks, and can be called again. No rank is through with it
+                before every rank has come to it.
+        """
+        return act() if self.mender is None else self.mender.event(act)
+
+    def meet(self, act: Callable[[], None]) -> None:
+        """Such an operation through which a rank may be before others have come to it."""
+
+        def met() -> None:
+            act()
+            self.come()
+
+        if self.mender is None:
+            act()
+        else:
+            self.mender.event(met)
+
+    def come(self) -> None:
+        """As a part of an operation: returns when every rank has come to it.
+
+        Without a mender nobody counts operations, and nothing is waited for.
+        """
+        if self.mender is not None:
+            self._rows(torch.zeros(1))
+
     def sum(self, vector: Tensor) -> Tensor:
         """The element-wise sum over all ranks, in place; the same bits on every rank."""
+        if self.mender is None:
+            return vector if self.alone else self._sum(vector)
+        return vector.copy_(self.mender.event(lambda: self._sum(vector.clone())))
+
+    def _sum(self, vector: Tensor) -> Tensor:
         if self.alone:
             return vector
         summed = vector.to(self.device) if self.mixed else vector
-        dist.all_reduce(summed, group=self.group)
+        waits.wait(dist.all_reduce(summed, group=self.group, async_op=True), summed)
         return vector if summed is vector else vector.copy_(summed)
 
     def most(self, vector: Tensor) -> list[float]:
         """The element-wise maximum over all ranks."""
+        return self.event(lambda: self._most(vector))
+
+    def _most(self, vector: Tensor) -> list[float]:
         if self.alone:
             return [float(one) for one in vector]
-        mine = vector.to(self.device)
-        dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.group)
+        mine = vector.to(self.device, copy=True)
+        most = dist.ReduceOp.MAX
+        waits.wait(dist.all_reduce(mine, most, group=self.group, async_op=True), mine)
         return [float(one) for one in mine.cpu()]
 
     def rows(self, vector: Tensor) -> Tensor:
         """Every rank's vector, on the CPU, shape ``[ranks, n]``."""
+        return self.event(lambda: self._rows(vector))
+
+    def _rows(self, vector: Tensor) -> Tensor:
         if self.alone:
             return vector.cpu()[None]
         mine = vector.to(self.device)
         all_rows = [torch.empty_like(mine) for _ in range(self.world.size)]
-        dist.all_gather(all_rows, mine, group=self.group)
+        waits.wait(dist.all_gather(all_rows, mine, group=self.group, async_op=True), mine)
         return torch.stack(all_rows).cpu()
 
     def texts(self, text: str) -> list[str]:
         """Every rank's text, in rank order: torch's ``all_gather_object`` without its pickle."""
+        return self.event(lambda: self._texts(text))
+
+    def _texts(self, text: str) -> list[str]:
         content = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
-        lengths = self.rows(torch.tensor([len(content)]))[:, 0]
+        lengths = self._rows(torch.tensor([len(content)]))[:, 0]
         padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
         padded[: len(content)] = content
-        rows = self.rows(padded)
+        rows = self._rows(padded)
         return [
             bytes(row[: length - 1].tolist()).decode()
             for row, length in zip(rows, lengths.tolist(), strict=True)
@@ -95,6 +186,21 @@ class Comms:
             source: The rank whose content it is.
         """
         filled = [one.detach() for one in tensors if one.numel()]
+        if self.mender is None or not filled:
+            self._spread(filled, source)
+            return
+        has, gives = 0, int(self.world.rank == source)
+
+        def act() -> None:
+            """From a rank that has all, else from the source, else from who is first now."""
+            nonlocal has
+            known = self._rows(torch.tensor([2 * has + gives]))[:, 0]
+            self._spread(filled, int(known.argmax()))
+            has = 1
+
+        self.meet(act)
+
+    def _spread(self, filled: Sequence[Tensor], source: int) -> None:
         if self.alone or not filled:
             return
         # As bytes: backends do not know every type.
@@ -103,7 +209,8 @@ class Comms:
             flat = [one.to(self.device) for one in flat]
         size = sum(map(len, flat))
         if size > _PIECE and _over_gloo(self):
-            self._along(_pieces(flat, max(_PIECE // 8, min(_PIECE, size // _MANY))), source)
+            pieces = _pieces(flat, max(_PIECE // 8, min(_PIECE, size // _MANY)))
+            waits.apart(lambda: self._along(pieces, source))
         else:
             self._at_once(_pieces(flat, _LARGEST), source)
         if self.world.rank == source:
@@ -116,7 +223,8 @@ class Comms:
         """Each piece by the backend's own broadcast."""
         for parts in pieces:
             message = torch.cat(parts).to(self.device)
-            dist.broadcast(message, source, group=self.group)
+            work = dist.broadcast(message, source, group=self.group, async_op=True)
+            waits.wait(work, message)
             if self.world.rank != source:
                 _unpack(message, parts)
 

@@ -37,11 +37,11 @@ def once(comms: Comms, folder: Path, make: Callable[[Path], None]) -> None:
         PacelineError: What ``make`` raised on any rank, on every rank.
         DataError: The folder does not appear on a rank.
     """
-    if comms.alone:
+    if comms.alone or comms.joining:
         _make(folder, make)
         return
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
-    waiting = replace(comms, group=group, device=torch.device("cpu"))
+    waiting = replace(comms, group=group, device=torch.device("cpu"), mender=None)
     try:
         makers = _makers(waiting, folder.parent)
         waiting.together(lambda: _make(folder, make) if comms.world.rank in makers else None)
@@ -100,7 +100,12 @@ def _await(folder: Path) -> None:
 
 
 def folder_of_all(comms: Comms, folder: Path, owner: int = 0) -> bool:
-    """Whether every rank sees the owner's folder: found out by a mark that the owner makes in it.
+    """Whether every rank sees the owner's folder; the arguments are those of :func:`who_sees`."""
+    return all(who_sees(comms, folder, owner))
+
+
+def who_sees(comms: Comms, folder: Path, owner: int = 0) -> list[bool]:
+    """Of each rank, whether it sees the owner's folder, by a mark that the owner makes in it.
 
     Args:
         comms: All ranks must call this.
@@ -118,7 +123,7 @@ def folder_of_all(comms: Comms, folder: Path, owner: int = 0) -> bool:
         seen = comms.rows(
             torch.tensor([int(os.access(mark, os.F_OK))])
         )  # also where it is forbidden
-        return bool(seen.all())
+        return [bool(one) for one in seen[:, 0]]
     finally:
         if mine:
             mark.unlink(missing_ok=True)

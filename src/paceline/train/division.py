@@ -6,7 +6,7 @@ kept in checkpoints and resumed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -59,6 +59,7 @@ class Division:
         self._controller: Controller | None = None
         self._hosts: tuple[str, ...] = ()
         self._kept: Mapping[str, Any] = {}  # of a checkpoint, until the training begins
+        self._global_batch, self._drop_slow = 0, False
         self._offers = 0  # looks in a row that saw something to win
         self._offered = False
         self._named: set[int] = set()
@@ -98,6 +99,7 @@ class Division:
             SettingError: The models cannot be trained so.
         """
         ranks, former, self._wish = self._comms.world.size, self._wish, wish
+        self._global_batch, self._drop_slow = global_batch, drop_slow
         if self._comms.alone:
             return
         if wish != "even":
@@ -123,6 +125,19 @@ class Division:
         if wish == "auto" or (wish == "even" and offers and global_batch >= ranks):
             now = shares or even(global_batch, ranks)
             self._controller = Controller(now, least=least, drops=drop_slow)
+
+    def renew(self, models: Models) -> None:
+        """Begins anew in a new group of ranks, with what is known of the hosts; a collective."""
+        if not self._global_batch:
+            return
+        self._kept = self.state_dict()
+        self.shares, self._controller, self._hosts = None, None, ()
+        self._named.clear()
+        wish = self._wish
+        if not isinstance(wish, str):  # a host may be gone, and another one new
+            there = dict.fromkeys(self._comms.texts(self._comms.world.host))
+            wish = {host: wish.get(host, _mean(wish.values())) for host in there}
+        self.begin(wish, self._drop_slow, self._global_batch, models)
 
     def look(self, look: Look, step: int) -> None:
         """Decides from what the ranks measured; the step is the first with new shares."""
@@ -209,6 +224,10 @@ class Division:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._kept = state
+
+
+def _mean(weights: Collection[float]) -> float:
+    return sum(weights) / len(weights)
 
 
 def _typed(wish: Wish) -> str:

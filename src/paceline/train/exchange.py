@@ -6,6 +6,8 @@ one after the other, in the same order on every rank, while the backward pass go
 accelerator no thread is needed: there a stream of its own does the work.
 
 Plain exact averages need no hook where DDP's own path does as well, so by default there is none.
+Where a lost rank is made good there is one all the same: what DDP waits for can then be given up
+(:mod:`paceline.train.waits`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, cast
 
@@ -21,12 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
+from paceline.train import waits
 from paceline.train.comms import Comms
 from paceline.train.late import Late
-from paceline.train.parallel import Replica, moving_buffers
+from paceline.train.parallel import Replica, bucket_megabytes, moving_buffers, settle_buckets
 
 
 @dataclass(slots=True)
@@ -84,6 +87,12 @@ class Method(Protocol):
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes a state of :meth:`state`, also one of another world size."""
 
+    def alike(self) -> dict[str, Any]:
+        """What is the same on every rank of what a checkpoint holds; no collective."""
+
+    def take_alike(self, state: dict[str, Any]) -> None:
+        """Takes what :meth:`alike` gave; what this rank has not said yet stays."""
+
     def sent(self, elements: int, ranks: int) -> int:
         """Bytes that this rank sends for so many float32 elements."""
 
@@ -123,14 +132,14 @@ class Exchange:
         self._method: Method | None = None
         self._mover: _Mover | None = None
         self._stream = torch.Stream(comms.device) if comms.device.type != "cpu" else None
-        first, default = _first_by_default(), model.bucket_bytes_cap_default
-        self.usual = model.bucket_bytes_cap, first if default else model.bucket_bytes_cap
+        self.usual = usual_buckets(model.module, over_gloo=comms.device.type == "cpu")
         self._group: dist.ProcessGroup | None = None
         self._hooked: object = None
         self.times: list[Times] = []
         self.late: Late | None = None
         self._order: list[int] = []
         self._passes = self._count = 0  # since buckets were laid out; buckets of the last
+        self._hook()
 
     @property
     def elements(self) -> int:
@@ -148,7 +157,7 @@ class Exchange:
     def line(self) -> Line:
         """What a method of this exchange is made for; a collective when called first."""
         if self._group is None and self._stream is None:
-            self._group = dist.new_group(timeout=_timeout(self._model.process_group))
+            self._group = self._comms.new_group(timeout=_timeout(self._model.process_group))
         names = {one: name for name, one in self._model.module.named_parameters()}
         return Line(self._group, self._comms.world.rank, self._comms.world.size, names)
 
@@ -160,8 +169,8 @@ class Exchange:
     @method.setter
     def method(self, method: Method | None) -> None:
         """To be set between two steps."""
-        if method is None and self._hooked is self._model.reducer:  # a hook can only be added
-            method = self._exact()
+        if method is None and self._hooked is self._model.reducer and not self._may_end:
+            method = self._exact()  # a hook can only be added
         self._method = method
         self._hook()
 
@@ -177,8 +186,33 @@ class Exchange:
         lay_out(self._model, size, first)
         self._passes = 0
         if plain:
-            self._method = None
+            self._method, self.times = None, []
         self._hook()
+
+    def as_made(self) -> None:
+        """Goes back to DDP's own exact way and its first buckets; a collective, between two steps.
+
+        Each gradient lies where it lay at first. With three and more ranks that decides in which
+        order shares are added, so the last bits: a trial may not change them.
+        """
+        self._hooked = None
+        self._comms.meet(self._lay_out_as_made)
+        self._passes, self._method, self.times = 0, None, []
+
+    def _lay_out_as_made(self) -> None:
+        if not self._comms.stale:  # else all will be made anew
+            self._method = None
+            lay_out(self._model, *self.usual, as_made=True, made=self._hook)
+
+    def renew(self) -> None:
+        """Begins anew in the job's present group of ranks; a collective, between two steps."""
+        self.put_off(None)
+        self._group = self._hooked = None
+        self._model.process_group = _get_default_group()
+        self.usual = usual_buckets(self._model.module, over_gloo=self._comms.device.type == "cpu")
+        self._method = None
+        lay_out(self._model, *self.usual, as_made=True, made=self._hook)
+        self._passes, self.times = 0, []
 
     def watched(self) -> None:
         """Sees to it that there are :attr:`times`, also of exact averages; between two steps."""
@@ -209,17 +243,23 @@ class Exchange:
             self.watched()
             late.begin()
 
+    @property
+    def _may_end(self) -> bool:
+        """Whether ranks may be lost while DDP waits: it waits for promises then."""
+        return self._model.recovery is not None and self._stream is None
+
     def _hook(self) -> None:
-        if self._method is None or self._hooked is self._model.reducer:
-            return
-        if self._stream is None and self._mover is None:
+        if self._method is not None and self._stream is None and self._mover is None:
             self._mover = _Mover()
+        if self._hooked is self._model.reducer or not (self._method or self._may_end):
+            return
         self._model.register_comm_hook(self, _on_bucket)
         self._hooked = self._model.reducer
 
     def take(self, given: GradBucket) -> Future[Tensor]:
         """Begins the exchange of a bucket of DDP's; the future holds the mean."""
-        assert self._method is not None
+        if self._method is None:
+            return self._as_ddp(given.buffer())
         owners = cast(list[nn.Parameter], given.parameters())
         flat, parts = given.buffer(), given.gradients()
         bucket = Bucket(given.index(), flat, owners, parts, given.is_last())
@@ -243,6 +283,12 @@ class Exchange:
         nothing: Future[Tensor] = Future()  # DDP need not wait: who reads a parameter does
         nothing.set_result(flat)
         return nothing
+
+    def _as_ddp(self, flat: Tensor) -> Future[Tensor]:
+        """By DDP's own exact way, to the bit."""
+        group = self._model.process_group
+        flat.mul_(1.0 / dist.get_world_size(group))
+        return waits.promised(dist.all_reduce(flat, group=group, async_op=True), flat)
 
     def _on_stream(self, bucket: Bucket, now: Times) -> Future[Tensor]:
         """The host only says what is to be done, in the right order; the device does it."""
@@ -360,8 +406,15 @@ def last_first(ready: Sequence[float], seconds: Sequence[float], step: float = 0
     return order
 
 
-def lay_out(model: DistributedDataParallel, size: int, first: int) -> None:
-    """Gives a replica new buckets, without communication of gradients.
+def lay_out(
+    model: Replica,
+    size: int,
+    first: int,
+    *,
+    as_made: bool = False,
+    made: Callable[[], None] = lambda: None,
+) -> None:
+    """Gives a replica new buckets, without communication unless ``as_made``.
 
     DDP makes its buckets when it is made, all in one, and again after the first backward pass; it
     has no way to make them later. But its own helper makes a new reducer, as it does for a model
@@ -371,6 +424,9 @@ def lay_out(model: DistributedDataParallel, size: int, first: int) -> None:
         model: Between two steps; it has no gradients.
         size: Bytes of a bucket, at least.
         first: Bytes of the bucket that is full first.
+        as_made: Each gradient is to lie where it does when a replica is made with these sizes;
+            for that gradients of zero are exchanged, as they are then.
+        made: Called when the new reducer is made, before it is used.
     """
     parameters, sparse = model._build_params_for_reducer()  # type: ignore[no-untyped-call]
     names = model._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
@@ -389,7 +445,8 @@ def lay_out(model: DistributedDataParallel, size: int, first: int) -> None:
         return [[order[at] for at in one] for one in reversed(found)], sizes[::-1]
 
     model.reducer = model.logger = None  # type: ignore[assignment]  # takes its own hooks away
-    torch_dist._compute_bucket_assignment_by_size = backwards
+    if not as_made:
+        torch_dist._compute_bucket_assignment_by_size = backwards
     torch_dist._DEFAULT_FIRST_BUCKET_BYTES = first
     config = getattr(model, "_bucket_config", None)  # from torch 2.13 on
     if config is not None:
@@ -400,6 +457,21 @@ def lay_out(model: DistributedDataParallel, size: int, first: int) -> None:
         torch_dist._compute_bucket_assignment_by_size = assign
         torch_dist._DEFAULT_FIRST_BUCKET_BYTES = usual
     model._has_rebuilt_buckets = False
+    made()
+    if as_made:
+        settle_buckets(model)
+
+
+def usual_buckets(module: nn.Module, *, over_gloo: bool) -> tuple[int, int]:
+    """Bytes of a bucket and of the first, as a replica is made with in the present world."""
+    size = bucket_megabytes(module) if over_gloo else None
+    if size is None:
+        return _DEFAULT, _first_by_default()
+    return int(size * (1 << 20)), int(size * (1 << 20))
+
+
+_DEFAULT = 25 << 20
+"""Bytes of a bucket where DDP chooses."""
 
 
 def _first_by_default() -> int:

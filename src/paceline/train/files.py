@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import math
@@ -31,7 +32,7 @@ def open_plain(path: Path, flags: int) -> IO[bytes]:
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Writes under a temporary name and renames.
+    """Writes under a temporary name and renames; clears what killed processes left of that.
 
     Args:
         path: The file; its folder is made where it is missing.
@@ -41,16 +42,35 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open_plain(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
-            file.write(content)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        replace(temporary, path)
+        _write_and_replace(temporary, path, content, durable=durable)
+    except FileNotFoundError:  # between the end of its lock and the renaming it looked left behind
+        _write_and_replace(temporary, path, content, durable=durable)
     finally:
         temporary.unlink(missing_ok=True)
     if durable:
         sync_folder(path.parent)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        clear(left)
+
+
+def _write_and_replace(temporary: Path, path: Path, content: bytes, *, durable: bool) -> None:
+    with open_plain(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
+        with contextlib.suppress(OSError):
+            lock(file.fileno())  # says that somebody is at it
+        file.write(content)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    replace(temporary, path)
+
+
+def clear(left: Path) -> None:
+    """Removes a temporary file that nobody writes any more: its process was killed."""
+    with contextlib.suppress(OSError), open_plain(left, os.O_RDWR | os.O_NONBLOCK) as file:
+        free = lock(file.fileno())
+        old = time.time() - os.fstat(file.fileno()).st_mtime > _LEFT_S
+        if free or (free is None and old):
+            left.unlink()
 
 
 def replace(source: Path, target: Path) -> None:
@@ -72,6 +92,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 _READERS_S = 5.0
+_LEFT_S = 3600.0  # without a change, on a disk that knows no locks
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from paceline.train.comms import Comms
 from paceline.train.loader import Progress
 from paceline.train.metrics import Means, Meter
 from paceline.train.report import Reporter, figures
 from paceline.train.trackers import TRACKERS, About, Guard, Record, numbers
-from paceline.train.world import World
+
+_RECENT = 16
+"""Records that the next first rank says again: more than are made between two events."""
 
 
 class Journal:
@@ -26,7 +30,7 @@ class Journal:
         reporter: Where this rank's messages go.
         meter: Collects what is measured in training.
         progress: Shared with the session.
-        world: Place of this process.
+        comms: Of all ranks.
         folder: The run directory.
 
     Attributes:
@@ -35,12 +39,14 @@ class Journal:
     """
 
     def __init__(
-        self, reporter: Reporter, meter: Meter, progress: Progress, world: World, folder: Path
+        self, reporter: Reporter, meter: Meter, progress: Progress, comms: Comms, folder: Path
     ) -> None:
         self._reporter, self._meter, self._progress = reporter, meter, progress
-        self._world, self._folder = world, folder
+        self._comms, self._folder = comms, folder
+        self._tracked: tuple[Sequence[str], str, Mapping[str, Any], bool] | None = None
         self._trackers: list[Guard] = []
-        self._resumed_at = -1
+        self._resumed_at, self._first = -1, comms.world.rank == 0
+        self._recent: deque[tuple[int, int, str, dict[str, Any]]] = deque(maxlen=_RECENT)
         self._open = Means(0, {})  # reduced over all ranks, but not recorded yet
         self._since_line, self._had_line = Means(0, {}), False
         self.loss, self.epochs = float("nan"), 0
@@ -65,6 +71,14 @@ class Journal:
         """Takes what a step of the training has measured, as :meth:`Meter.add` does."""
         self._meter.add(count, **values)
 
+    def mark(self) -> None:
+        """A global batch begins, that may turn out to be void."""
+        self._meter.mark()
+
+    def take_back(self) -> None:
+        """Forgets what was measured since: the batch does not count."""
+        self._meter.take_back()
+
     def record_training(self, losses: Sequence[str], **details: float) -> dict[str, float]:
         """Records what was measured since the last record, with further values; a collective.
 
@@ -83,6 +97,10 @@ class Journal:
     def _reduce(self) -> None:
         if not self._meter.empty:
             self._open += self._meter.result()
+
+    def gather(self) -> None:
+        """Adds up what ranks have measured, of which some may be new; a collective."""
+        self._open += self._meter.result(some_absent=True)
 
     def state_dict(self) -> dict[str, object]:
         """What is not recorded yet, the same on every rank; a collective."""
@@ -106,6 +124,10 @@ class Journal:
             samples_per_s=samples_per_s or None,  # unknown until the first record
         )
 
+    def pace(self, look: Callable[[], Mapping[str, Any]]) -> None:
+        """Tells the launcher where the time of the ranks' steps goes, now and then."""
+        self._reporter.pace(self._progress.step, look)
+
     # -- what the script and the session have to say ---------------------------------------
 
     def log(self, split: str, values: Mapping[str, Any]) -> None:
@@ -116,6 +138,7 @@ class Journal:
     def record(self, split: str, values: Mapping[str, Any]) -> None:
         """Records values under the present step, without showing them."""
         step = self._progress.step
+        self._recent.append((step, self._epoch, split, dict(values)))
         self._reporter.metrics(step=step, epoch=self._epoch, split=split, **values)
         for guard in self._trackers:
             guard.put(Record(split, step, numbers(values)))
@@ -158,9 +181,10 @@ class Journal:
         self, names: Sequence[str], project: str, config: Mapping[str, Any], each_node: bool
     ) -> None:
         """See :meth:`Session.track`."""
-        if self._world.local_rank if each_node else self._world.rank:
+        world, self._tracked = self._comms.world, (names, project, config, each_node)
+        if world.local_rank if each_node else world.rank:
             return
-        run, suffix = self._folder.name, f"-{self._world.host}" if each_node else ""
+        run, suffix = self._folder.name, f"-{world.host}" if each_node else ""
         group = run if each_node else ""
         about = About(self._folder, project, run + suffix, "", group, config, self._resumed_at)
         for name in names:
@@ -177,6 +201,22 @@ class Journal:
             lambda text: self.tell("warning", warning=text),
             resumed=self._resumed_at >= 0,
         )
+
+    def follow(self) -> None:
+        """Has the rank that is first now speak for the job, and send records to trackers.
+
+        What the former one may have taken with it is said again, and known where it was heard.
+        """
+        first, before = self._comms.world.rank == 0, self._first
+        self._first = first
+        self._reporter.speak(first)
+        if first and not before:
+            self._reporter.begin(resumed=True)
+            for step, epoch, split, values in self._recent:
+                self._reporter.metrics(step=step, epoch=epoch, split=split, **values)
+        if self._tracked is not None and not self._trackers:
+            self._resumed_at = max(self._resumed_at, self._progress.step)
+            self.track(*self._tracked)
 
     def close(self, error: BaseException | None) -> None:
         """Gives trackers time for what is queued; an error of this rank is recorded first."""

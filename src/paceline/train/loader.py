@@ -142,7 +142,7 @@ class Loader:
     Args:
         fetch: Turns ids into tensors.
         order: Order of the samples.
-        place: This rank and the number of ranks.
+        place: Gives this rank and the number of ranks, which may change between two batches.
         global_batch: Samples of one step over all ranks; the last of an epoch may be smaller.
         limit: Most samples that one rank computes at once (0: no limit).
         progress: Shared with the session, which advances it.
@@ -162,19 +162,22 @@ class Loader:
         idle: Does this rank's part of a step in which it has nothing to compute; without it such
             a rank computes a stand-in.
         arrived: Called when a batch of the training is there, before the script gets it.
+        generation: Number of the group of ranks among which batches are divided.
+        boundary: Called before each global batch: between two steps other ranks may join.
+        begins: Called when a global batch is given to the script, newly or again.
     """
 
     def __init__(
         self,
         fetch: Fetch,
         order: Order,
-        place: tuple[int, int],
+        place: Callable[[], tuple[int, int]],
         global_batch: int,
         limit: int,
         progress: Progress,
         unsynced: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        check_batch(global_batch, order.size, place[1])
+        check_batch(global_batch, order.size, place()[1])
         self._fetch, self.order, self._place = fetch, order, place
         self.global_batch, self._limit = global_batch, limit
         self._progress, self._unsynced = progress, unsynced
@@ -188,6 +191,11 @@ class Loader:
         self._most = 0  # samples that were computed at once
         self.every, self.waited = 0, 0.0
         self.arrived: Callable[[], object] = lambda: None
+        self.generation: Callable[[], int] = lambda: 0
+        self.boundary: Callable[[], object] = lambda: None
+        self.begins: Callable[[], object] = lambda: None
+        self._void = False
+        self._divided = 0  # generation in which the batch that the script has was divided
 
     def __len__(self) -> int:
         """Global steps of a whole epoch."""
@@ -195,7 +203,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches from where the epoch stands to its end, the training's, or a pause."""
-        progress, pause = self._progress, False
+        progress, pause, step = self._progress, False, self._progress.step
         if not progress.steps:
             raise RuntimeError(
                 "the training loader is to be used within: for epoch in session.epochs(loader, N)"
@@ -204,27 +212,34 @@ class Loader:
         def goes_on() -> bool:
             return progress.offset < self.order.size and not progress.finished and not pause
 
+        def divided_so() -> bool:
+            self.boundary()
+            return self.shares() is by and not self.outdated
+
         try:
             while goes_on():
-                by = self.shares()
-                if self.idle is not None and by is not None and not by[self._place[0]]:
-                    while goes_on() and self.shares() is by:
+                self.boundary()
+                by, self._divided, self._void = self.shares(), self.generation(), False
+                if self.idle is not None and by is not None and not by[self._place()[0]]:
+                    while goes_on() and divided_so():
+                        self.begins()
                         self.idle(self._nothing())
-                        pause = self.pauses()
+                        step, pause = progress.step, progress.step > step and self.pauses()
                     continue
                 wanted = self._wanted(progress.epoch, progress.offset, by)
                 with closing(self._fetch(wanted)) as batches:
-                    while goes_on() and self.shares() is by:
+                    while goes_on() and divided_so():
                         yield from self._step(batches)
-                        pause = self.pauses()
+                        step, pause = progress.step, progress.step > step and self.pauses()
         finally:
             self._given, progress.stand_in = None, False
             if progress.finished:
                 self._fetch.close()
 
     def _step(self, batches: Iterator[tuple[Batch, tuple[Any, ...]]]) -> Iterator[Batch]:
-        """All pieces of one global batch."""
+        """All pieces of one global batch, as long as the ranks among which it is divided."""
         start, last = self._progress.offset, False
+        self.begins()
         while not last:
             before = time.perf_counter()
             empty, data = next(batches)
@@ -235,8 +250,22 @@ class Loader:
             self._most = max(self._most, batch.count)
             with nullcontext() if last else self._unsynced():
                 yield batch
+            if self.outdated:
+                return
         if self._progress.offset == start:
             raise RuntimeError("a batch was not given to session.step")
+
+    @property
+    def outdated(self) -> bool:
+        """The batch that the script has was divided among other ranks than there are now.
+
+        Unless it counts all the same, it is given again, newly divided.
+        """
+        return self._void or self.generation() != self._divided
+
+    def void(self) -> None:
+        """The global batch that the script has does not count: it is given again."""
+        self._void = self._progress.stand_in = True
 
     @property
     def progress(self) -> Progress:
@@ -289,11 +318,16 @@ class Loader:
 
     def _wanted(self, epoch: int, offset: int, by: Shares | None) -> Iterator[Wanted[Batch]]:
         alike, limit = self.alike(), self._limit
-        if by is not None and not alike and 0 < self._most < by[self._place[0]]:
-            fits = min(by[self._place[0]], self._most * max(1.0, self.room()))
-            limit = min(limit or int(fits), int(fits))
+        rank, ranks = self._place()
+        if by is not None and not alike and self._most < by[rank]:
+            # Before a first batch nothing is known of what one takes: an even share was asked for.
+            room = self.room()
+            known = self._most > 0 or math.isinf(room)
+            fits = max(1, self._most) * max(1.0, room) if known else -(-self.global_batch // ranks)
+            fits = int(min(by[rank], fits))
+            limit = min(limit or fits, fits)
         for start, stop in self._spans(offset):
-            pieces = shares(start, stop, *self._place, limit, by, alike=alike)
+            pieces = shares(start, stop, rank, ranks, limit, by, alike=alike)
             for number, (first, end) in enumerate(pieces, 1):
                 # An empty share computes the batch's first sample with weight zero.
                 positions = np.arange(first, end) if end > first else np.array([start])
@@ -308,53 +342,99 @@ class Shard:
 
     Made by ``session.shard``; may be iterated over as often as is liked, from its beginning every
     time. It gives batches without augmentation, the same number on every rank (so that the model
-    may communicate); where a share is used up, one of count 0.
+    may communicate); where a share is used up, one of count 0. When ranks were lost meanwhile, the
+    others go on with all samples of theirs, newly divided: also with those that they had seen, for
+    what they measured is gone.
 
     Args:
         fetch: Turns ids into tensors.
         samples: Number of samples.
-        place: This rank and the number of ranks.
+        place: Gives this rank and the number of ranks.
         size: Most samples in a batch.
         progress: Shared with the session.
         look_up: Called before each batch is given out.
         by: Gives the shares of the training, by which these are divided, too.
+        slot: Number of this rank that never changes; the rank where there is none.
+        meet: Gives the slots of all ranks that are there, in rank order: a collective. ``None``
+            where ranks cannot be lost.
     """
 
     def __init__(
         self,
         fetch: Fetch,
         samples: int,
-        place: tuple[int, int],
+        place: Callable[[], tuple[int, int]],
         size: int,
         progress: Progress,
         look_up: Callable[[], None],
         by: Callable[[], Shares | None] = lambda: None,
+        *,
+        slot: int | None = None,
+        meet: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self._fetch, self._samples = fetch, samples
         self._progress, self._look_up = progress, look_up
         self._place, self._size, self._by = place, size, by
+        self._slot, self._meet = slot, meet
 
     def __len__(self) -> int:
-        """Batches of an iteration, the same on every rank."""
-        return len(self._shares())
-
-    def _shares(self) -> Sequence[tuple[int, int]]:
-        if not self._samples:
-            return []
-        return shares(0, self._samples, *self._place, self._size, self._by())
+        """Batches of an iteration, the same on every rank (where none is lost)."""
+        return self._samples and len(
+            shares(0, self._samples, *self._place(), self._size, self._by())
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         before = self._progress.stand_in  # of the training, inside whose loop this may be
+        there, by = self._there(), self._by()
+        left: Spans = [(0, self._samples)] if self._samples else []
+        held: dict[int, Spans] = {}  # what each rank has seen or is to see
         try:
-            with closing(self._fetch(self._wanted())) as made:
-                for empty, data in made:
-                    self._progress.stand_in = not empty.count
-                    self._look_up()
-                    yield replace(empty, data=data)
+            while left:
+                by = by if by is not None and len(by) == len(there) else None
+                whole = sum(end - start for start, end in left)
+                for number, slot in enumerate(there):
+                    (one,) = shares(0, whole, number, len(there), 0, by)
+                    held[slot] = [*held.get(slot, ()), *_cut(left, *one)]
+                yield from self._given(left, whole, there, by)
+                there, by = self._there(), None
+                left = [one for slot in [*held] if slot not in there for one in held.pop(slot)]
         finally:
             self._progress.stand_in = before
 
-    def _wanted(self) -> Iterator[Wanted[Batch]]:
-        for first, end in self._shares():
-            ids = np.arange(first, end) if end > first else np.array([0])
-            yield Wanted(ids, None, Batch((), end - first, self._samples, ids, end))
+    def _there(self) -> Sequence[int]:
+        return range(self._place()[1]) if self._meet is None else self._meet()
+
+    def _given(
+        self, left: Spans, whole: int, there: Sequence[int], by: Shares | None
+    ) -> Iterator[Batch]:
+        with closing(self._fetch(self._wanted(left, whole, there, by))) as made:
+            for empty, data in made:
+                self._progress.stand_in = not empty.count
+                self._look_up()
+                yield replace(empty, data=data)
+
+    def _wanted(
+        self, left: Spans, whole: int, there: Sequence[int], by: Shares | None
+    ) -> Iterator[Wanted[Batch]]:
+        """This rank's batches; of nothing where it is not there yet."""
+        slot = self._place()[0] if self._slot is None or self._meet is None else self._slot
+        number = there.index(slot) if slot in there else None
+        for first, end in shares(0, whole, number or 0, len(there), self._size, by):
+            mine = [] if number is None else _cut(left, first, end)
+            ids = np.concatenate([np.arange(*one) for one in mine or [(0, 1)]])
+            count = sum(stop - start for start, stop in mine)
+            yield Wanted(ids, None, Batch((), count, self._samples, ids, end))
+
+
+Spans = list[tuple[int, int]]
+
+
+def _cut(spans: Spans, first: int, end: int) -> Spans:
+    """The part from ``first`` to ``end`` of spans that are put one after the other."""
+    found, at = [], 0
+    for start, stop in spans:
+        low, high = max(first, at), min(end, at + stop - start)
+        if low < high:
+            found.append((start + low - at, start + high - at))
+        at += stop - start
+    return found

@@ -19,6 +19,10 @@ class Lookout:
     def __init__(self, member: Member) -> None:
         self._member, self.judge = member, Judge()
 
+    def renew(self) -> None:
+        """Begins anew: ranks have other numbers."""
+        self.judge = Judge()
+
     def take(self, look: Look) -> None:
         """Says who holds the others up, when that has changed; a collective only then."""
         before = self.judge.named

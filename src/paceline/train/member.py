@@ -30,7 +30,6 @@ class Member:
     """A process of a job.
 
     Attributes:
-        world: Place of this process.
         device: Where the model and the batches live.
         precision: Of parameters and of what is computed.
         folder: The run directory; only rank 0 writes to it.
@@ -48,10 +47,15 @@ class Member:
         *,
         mixed: bool = False,
     ) -> None:
-        self.world, self.device, self.precision, self.folder = place, device, precision, folder
+        self.device, self.precision, self.folder = device, precision, folder
         self.progress = Progress()
         self.comms = Comms(place, torch.device("cpu") if mixed else device, mixed=mixed)
-        self._journal = Journal(reporter, self.meter(), self.progress, place, folder)
+        self._journal = Journal(reporter, self.meter(), self.progress, self.comms, folder)
+
+    @property
+    def world(self) -> world.World:
+        """Place of this process; another one when ranks are lost or join."""
+        return self.comms.world
 
     # -- what it computes with -----------------------------------------------------------
 
@@ -99,8 +103,9 @@ class Member:
         self._journal.event(name, **details)
 
     def phase(self, name: str) -> None:
-        """Tells the launcher what this rank is doing now."""
-        self._journal.heartbeat(name)
+        """Tells the launcher what this rank is doing now; not before it is with the others."""
+        if not self.comms.joining:
+            self._journal.heartbeat(name)
 
     def track(
         self,

@@ -76,6 +76,7 @@ class Meter:
         self._device = device
         self._kept: dict[str, list[Tensor]] = {}
         self._count, self._added = 0, 0
+        self._marked: tuple[int, int, dict[str, int]] = 0, 0, {}
 
     @property
     def empty(self) -> bool:
@@ -104,20 +105,34 @@ class Meter:
         for name, value in values.items():
             self._kept.setdefault(name, []).append(value.detach()[:count])
 
-    def result(self) -> Means:
+    def mark(self) -> None:
+        """What is added from now on may be taken back."""
+        lengths = {name: len(kept) for name, kept in self._kept.items()}
+        self._marked = self._count, self._added, lengths
+
+    def take_back(self) -> None:
+        """Forgets what was added since the last mark."""
+        self._count, self._added, lengths = self._marked
+        self._kept = {name: self._kept[name][:length] for name, length in lengths.items()}
+
+    def result(self, *, some_absent: bool = False) -> Means:
         """The means over all ranks since the last call, the same on every rank.
 
         Every rank must have added the same names; one without samples adds with a count of 0.
+
+        Args:
+            some_absent: There are ranks that have added nothing; the same on every rank.
         """
         order = sorted(self._kept)
         seldom = [name for name in order if len(self._kept[name]) < self._added]
-        if self._some_absent():
+        if some_absent or self._some_absent():
             said = [json.loads(text) for text in self._texts(json.dumps([order, seldom]))]
             order, seldom = (sorted({one for some in said for one in some[n]}) for n in (0, 1))
         sums = [self._sum(name) for name in order]
         counts = [self._number(sum(map(len, self._kept.get(name, ())))) for name in seldom]
         total = self._reduce(torch.stack([self._number(self._count), *sums, *counts])).tolist()
         self._kept, self._count, self._added = {}, 0, 0
+        self._marked = 0, 0, {}
         found, fewer = total[1 : 1 + len(order)], map(round, total[1 + len(order) :])
         means = dict(zip(order, found, strict=True))
         return Means(round(total[0]), means, dict(zip(seldom, fewer, strict=True)))

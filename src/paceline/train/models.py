@@ -114,6 +114,20 @@ class Models:
             if one.communication is not None:
                 one.communication.stepped()
 
+    def drop(self) -> None:
+        """Forgets all gradients."""
+        for one in self.module.parameters():
+            one.grad = None
+
+    def renew(self, step: int) -> None:
+        """Has gradients exchanged in a new group of ranks from this step on; a collective."""
+        self.drop()
+        for one in self:
+            if one.exchange is not None:
+                one.exchange.renew()
+            if one.communication is not None:
+                one.communication.renew(step)
+
     def together(self, *, moments: bool = False) -> None:
         """Sees to it that all ranks have the same models, and the same moments where asked."""
         for one in self:
@@ -187,12 +201,12 @@ class Models:
             before = [stack.enter_context(one.suspended()) for one in averages]
             yield any(before)
 
-    def state(self, *, whole: bool = True) -> dict[str, Any]:
-        """That of the only updater, or all of them under their names."""
+    def state(self, *, whole: bool = True, alone: bool = False) -> dict[str, Any]:
+        """That of the only updater (:meth:`Updater.state`), or all of them under their names."""
+        how = {"whole": whole, "alone": alone}
         if ALONE in self._updaters:
-            return self._updaters[ALONE].state(whole=whole)
-        states = {name: one.state(whole=whole) for name, one in self._updaters.items()}
-        return {"models": states}
+            return self._updaters[ALONE].state(**how)
+        return {"models": {name: one.state(**how) for name, one in self._updaters.items()}}
 
     def known(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state of :meth:`state` without averages that are not asked for now."""
@@ -201,10 +215,11 @@ class Models:
         saved = state["models"]
         return {"models": {name: one.known(saved[name]) for name, one in self._updaters.items()}}
 
-    def load_state(self, state: dict[str, Any], *, whole: bool = True) -> None:
+    def load_state(self, state: dict[str, Any], *, whole: bool = True, alone: bool = False) -> None:
         """Takes a state of :meth:`state`."""
+        how = {"whole": whole, "alone": alone}
         if ALONE in self._updaters:
-            self._updaters[ALONE].load_state(state, whole=whole)
+            self._updaters[ALONE].load_state(state, **how)
             return
         for name, one in self._updaters.items():
-            one.load_state(state["models"][name], whole=whole)
+            one.load_state(state["models"][name], **how)

@@ -18,6 +18,7 @@ import torch
 from paceline.spec.errors import SettingError
 from paceline.train.comms import Comms
 from paceline.train.communication.coded import Coded
+from paceline.train.communication.exact import Exact
 from paceline.train.exchange import Exchange, last_first
 from paceline.train.late import Late, possible
 from paceline.train.pace import PARTS, Look
@@ -80,8 +81,9 @@ class Overlap:
         asked: One of :data:`OVERLAPS`.
 
     Attributes:
-        found: Seconds of a step by way, once all have been tried; ``None`` before.
+        seconds: Of a step, by way, as far as ways have been tried.
         way: In use.
+        done: The trial has ended, or there is nothing to try.
     """
 
     seconds: dict[Way, float]
@@ -138,10 +140,11 @@ class Overlap:
         whole = counted[:, :, _STEP].sum(2)
         seconds = float(whole.max(dim=0).values.median())
         self.seconds[self.way] = min(seconds, self.seconds.get(self.way, seconds))
-        if not self.way.late and self.way == Way():
+        if self.way == Way():
             exposed = counted[:, :, _MOVING].sum(1) / counted.sum((1, 2)).clamp(min=1e-9)
             if float(exposed.min()) < _EXPOSED:
                 self.done = True
+                self.use(Way())
                 return True
         self._next()
         self._since = step
@@ -181,9 +184,13 @@ class Overlap:
         exchange, now = self._exchange, self.way
         if now.late:
             exchange.put_off(None)
-        if (way.size, way.first) != (now.size, now.first):
-            sizes = (way.size, way.first) if way.size else _USUAL
-            exchange.buckets(*sizes, plain=not watched)
+        # A hook that only told times goes with its buckets, for it cannot be taken away.
+        told = isinstance(exchange.method, Exact) and not (watched or way.late)
+        if told or (way.size, way.first) != (now.size, now.first):
+            if way.size:
+                exchange.buckets(way.size, way.first, plain=not watched)
+            else:
+                exchange.as_made()
         if way.late:
             late = Late(self._updater.module, self._updater.optimizer, exchange.stood)
             exchange.put_off(late, way.order)
@@ -227,7 +234,3 @@ class Overlap:
         if not way.late or self.may_be_late():
             self.use(way)
             self.done = True
-
-
-_USUAL = (25 << 20, 1 << 20)
-"""DDP's own sizes."""

@@ -26,6 +26,8 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.spec import events
+from paceline.spec.figures import lasting
+from paceline.train import waits
 from paceline.train.comms import Comms
 from paceline.train.parallel import Replica, is_sharded
 from paceline.train.vitals import VITALS, Vitals
@@ -44,14 +46,7 @@ _EVERY = 5  # steps between two looks, at first
 _MOST = 512
 _COST = 0.005  # part of the time that looks may take
 _NOTE_SECONDS, _CHEAP = 2e-5, 100  # a note's cost, and the least time of a step beside it
-_SAID = {
-    "data": "waiting for data",
-    "waiting": "waiting for slower ranks",
-    "moving": "communication",
-    "computing": "computing",
-    "saving": "checkpoints",
-    "other": "other",
-}
+_TOLD = ("data", "waiting", "moving", "computing", "saving", "other")  # in this order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +69,17 @@ class Look:
     elements: Tensor | None = None
     facts: Tensor | None = None
     every: int = 1
+
+    def told(self) -> dict[str, list[Any]]:
+        """For the launcher: of each rank the seconds of a step in each part, and its samples a
+        second.
+        """
+        seconds, samples = self.seconds.mean(dim=1), self.samples.mean(dim=1)
+        rates = samples / seconds.sum(dim=1).clamp(min=1e-9)
+        return {
+            "ranks_s": [[round(one, 6) for one in row] for row in seconds.tolist()],
+            "rates": [round(one, 2) for one in rates.tolist()],
+        }
 
 
 class _Host:
@@ -143,13 +149,18 @@ class Pace:
     def __init__(self, comms: Comms, model: nn.Module, device: torch.device | None = None) -> None:
         self._comms, self._model = comms, model
         self._device = device or comms.device
+        self.rate, self.most = Rate(), _MOST
+        self.renew()
+
+    def renew(self) -> None:
+        """Begins anew, in a new group of ranks; only the rate goes on."""
+        comms, model = self._comms, self._model
         self._ddp = isinstance(model, DistributedDataParallel) and not comms.alone
         self._clock: _Host | _Device | None = _clock(self._device)
         if is_sharded(model) or not (comms.alone or self._ddp):
             self._clock = None
         if isinstance(model, Replica) and self._clock is not None:
             model.mark = self._clock.mark
-        self.rate, self.most = Rate(), _MOST
         self._each, self._every = _EVERY, 1  # steps between two looks; each so-manieth is noted
         self._stills: list[tuple[Any, Any]] = []
         self._ready: Any = None
@@ -278,11 +289,13 @@ class Pace:
         whole = between(note.began, note.ended)
         return whole, data, still, saving, other, note.samples, note.elements
 
-    def _taken(self) -> Look:
-        """What all have sent."""
+    def _taken(self) -> Look | None:
+        """What all have sent; ``None`` where a rank was lost meanwhile."""
         assert self._sent is not None
         before, sent, self._sent = time.perf_counter(), self._sent, None
         rows, count = sent.rows(), sent.count
+        if rows is None:
+            return None
         notes_end = count * _COLUMNS
         notes = rows[:, :notes_end].reshape(-1, count, _COLUMNS)
         # What it costs on a rank that nobody disturbs.
@@ -308,7 +321,7 @@ class Pace:
         if self._over:
             self._send(all_of_them=True)
             looks.append(self._taken())
-        return looks
+        return [one for one in looks if one is not None]
 
     def shares(self) -> Mapping[str, float] | None:
         """Parts of the time so far, as the rank that waited most for others sees it.
@@ -344,13 +357,29 @@ class _Sent:
     """
 
     def __init__(self, comms: Comms, vector: Tensor, first: int, count: int) -> None:
-        self.first, self.count = first, count
-        self._rows, self._wait = _sent(comms, vector)
+        self.first, self.count, self._comms = first, count, comms
+        self._lost = comms.stale  # then some ranks have sent theirs to a former group
+        if self._lost:
+            return
+        try:
+            self._rows, self._wait = _sent(comms, vector)
+        except RuntimeError:
+            if comms.mender is None:
+                raise
+            self._lost = True  # what is done next together finds that out, too
 
-    def rows(self) -> Tensor:
-        """Of all ranks, on the CPU."""
-        self._wait()
-        return torch.stack(list(self._rows)).clone()
+    def rows(self) -> Tensor | None:
+        """Of all ranks, on the CPU; ``None`` where a rank was lost meanwhile."""
+        return self._comms.event(self._here)
+
+    def _here(self) -> Tensor | None:
+        """These were sent some steps ago: that they are here does not say where their ranks are."""
+        found = None
+        if not (self._lost or self._comms.stale):
+            self._wait()
+            found = torch.stack(list(self._rows)).clone()
+        self._comms.come()
+        return found
 
 
 def _sent(comms: Comms, vector: Tensor) -> tuple[Sequence[Tensor], Callable[[], object]]:
@@ -361,7 +390,9 @@ def _sent(comms: Comms, vector: Tensor) -> tuple[Sequence[Tensor], Callable[[], 
     if device.type == "cpu":
         rows = [torch.empty_like(vector) for _ in range(size)]
         work = dist.all_gather(rows, vector, group=comms.group, async_op=True)
-        return rows, work.wait
+        if work is not None:
+            waits.leave(work)  # where a rank is lost it stays
+        return rows, lambda: waits.wait(work, vector)
     # In a stream of its own: neither the CPU nor the training's stream waits for it.
     library = torch.get_device_module(device)
     home = torch.empty(size, len(vector), dtype=vector.dtype, pin_memory=True)
@@ -491,11 +522,11 @@ def summary(
         parts = f"waiting for data {min(1.0, waited / seconds):.0%}"
     else:
         parts = ", ".join(
-            f"{_SAID[name]} {shares[name]:.0%}" for name in _SAID
+            f"{events.PART_NAMES[name]} {shares[name]:.0%}" for name in _TOLD
             if shares[name] >= 0.005 or name not in ("saving", "other")
         )  # fmt: skip
     text = (
-        f"trained {counted(steps, 'step')}, {counted(samples, 'sample')} in {seconds:.1f} s:"
+        f"trained {counted(steps, 'step')}, {counted(samples, 'sample')} in {lasting(seconds)}:"
         f" {samples / seconds:,.0f} samples/s ({parts})"
     )
     return f"{text}\n{slowest}" if slowest else text

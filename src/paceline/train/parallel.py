@@ -18,9 +18,10 @@ from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from paceline.train import compiler
+from paceline.train import compiler, waits
 from paceline.train.comms import Comms
 from paceline.train.late import as_they_are
+from paceline.train.recovery import Recovery
 
 _BUCKETS = 16  # of a large model's gradients: what cannot be hidden is about one of them
 
@@ -71,9 +72,11 @@ class Replica(DistributedDataParallel):
     Attributes:
         stood: Beginnings and ends of these exchanges; whoever reads them clears them.
         mark: Gives a moment: of the CPU, or of an accelerator's stream.
+        recovery: What makes good that a rank is lost; ``None``: nothing does.
     """
 
     mark: Callable[[], Any] = staticmethod(time.perf_counter)
+    recovery: Recovery | None = None
     _touches = False
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -96,6 +99,24 @@ class Replica(DistributedDataParallel):
             return _Touch([one for one in self.module.parameters() if one.requires_grad])()
         return super()._run_ddp_forward(*inputs, **named)  # type: ignore[no-untyped-call]
 
+    def _pre_forward(self, *inputs: Any, **named: Any) -> Any:
+        """Sends buffers. Where a rank is lost the pass is one of the module alone: its batch does
+        not count, but a script is not to see an error."""
+        if self.recovery is None:
+            return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]
+        if not self.recovery.stale:
+            try:
+                with self.recovery.talk:
+                    return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                self.recovery.passed_over(error)
+        return inputs, named
+
+    def _post_forward(self, output: Any) -> Any:
+        if self.recovery is not None and self.recovery.stale:
+            return output
+        return super()._post_forward(output)  # type: ignore[no-untyped-call]
+
     def _sync_buffers(self) -> None:
         began = self.mark()
         super()._sync_buffers()  # type: ignore[no-untyped-call]
@@ -105,8 +126,14 @@ class Replica(DistributedDataParallel):
         self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
         moving = {id(buffer) for buffer in moving_buffers(self.module)}
-        if found := [tensor for tensor in tensors if id(tensor) in moving]:
-            super()._distributed_broadcast_coalesced(found, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
+        found = [tensor for tensor in tensors if id(tensor) in moving]
+        if not found:
+            return
+        send = super()._distributed_broadcast_coalesced
+        if self.recovery is None or found[0].device.type != "cpu":
+            send(found, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
+        else:
+            waits.apart(lambda: send(found, buffer_size, authoritative_rank))  # type: ignore[no-untyped-call]
 
 
 def moving_buffers(module: nn.Module) -> list[Tensor]:
@@ -134,6 +161,8 @@ class Apart(Replica):
 
     def expect(self, loss: Tensor) -> None:
         """The next backward pass is that of this loss, and exchanges gradients."""
+        if self.recovery is not None and self.recovery.stale:
+            return
         self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
 
 
@@ -172,7 +201,7 @@ def replicated(
             find_unused_parameters=unused,
         )
     model.broadcast_buffers = not apart
-    _settle_buckets(model)
+    settle_buckets(model)
     return model
 
 
@@ -189,7 +218,7 @@ def bucket_megabytes(module: nn.Module) -> float | None:
     return min(25.0, max(1.0, size / (1 << 20) / _BUCKETS))
 
 
-def _settle_buckets(model: DistributedDataParallel) -> None:
+def settle_buckets(model: DistributedDataParallel) -> None:
     """Has DDP lay out its buckets for good before the first step.
 
     After the first backward pass it lays them out anew, and where a gradient lies decides in which
@@ -200,13 +229,15 @@ def _settle_buckets(model: DistributedDataParallel) -> None:
     module, parameters = model.module, [p for p in model.parameters() if p.requires_grad]
     buffers, model.broadcast_buffers = model.broadcast_buffers, False  # there are none in it
     model.module = _Touch(parameters)
-    touched = model(None)  # on a device DDP fails where there is no input to move
-    if isinstance(model, Apart):
-        model.expect(touched)
-    touched.backward()
-    model.module, model.broadcast_buffers = module, buffers
-    for parameter in parameters:
-        parameter.grad = None
+    try:
+        touched = model(None)  # on a device DDP fails where there is no input to move
+        if isinstance(model, Apart):
+            model.expect(touched)
+        touched.backward()
+    finally:  # a rank may be lost meanwhile
+        model.module, model.broadcast_buffers = module, buffers
+        for parameter in parameters:
+            parameter.grad = None
 
 
 class _Touch(nn.Module):

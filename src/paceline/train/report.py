@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from paceline.spec import jobenv, rundir
 from paceline.train import files
 
 HEARTBEAT_SECONDS = 1.0
+PACE_SECONDS = 1.0
 PROGRESS_SECONDS = 0.2
 LINE_SECONDS = 5.0
 
@@ -31,7 +32,9 @@ class Reporter(Protocol):
     def event(self, event: str, **details: Any) -> None: ...
     def say(self, text: str) -> None: ...
     def heartbeat(self, step: int, phase: str) -> None: ...
+    def pace(self, step: int, look: Callable[[], Mapping[str, Any]]) -> None: ...
     def begin(self, resumed: bool) -> None: ...
+    def speak(self, speaks: bool) -> None: ...
     def close(self) -> None: ...
 
 
@@ -53,7 +56,13 @@ class Silent:
     def heartbeat(self, step: int, phase: str) -> None:
         pass
 
+    def pace(self, step: int, look: Callable[[], Mapping[str, Any]]) -> None:
+        pass
+
     def begin(self, resumed: bool) -> None:
+        pass
+
+    def speak(self, speaks: bool) -> None:
         pass
 
     def close(self) -> None:
@@ -80,6 +89,8 @@ class ToLauncher:
         self._speaks = speaks
         self._progress = _Every(PROGRESS_SECONDS)
         self._heartbeat = _Every(HEARTBEAT_SECONDS)
+        self._pace = _Every(PACE_SECONDS)
+        self._phase = ""  # that was told last
 
     def progress(self, **details: Any) -> None:
         if self._speaks and self._progress.due(last=details["step"] == details["steps"]):
@@ -97,12 +108,22 @@ class ToLauncher:
             self._send(kind="say", text=text)
 
     def heartbeat(self, step: int, phase: str) -> None:
-        if self._heartbeat.due():
+        if self._heartbeat.due(last=phase != self._phase):
+            self._phase = phase
             self._send(kind="heartbeat", step=step, phase=phase)
+
+    def pace(self, step: int, look: Callable[[], Mapping[str, Any]]) -> None:
+        """Tells where the time of all ranks' steps went; that is asked for only when it is due."""
+        if self._speaks and self._pace.due():
+            self._send(kind="pace", step=step, **look())
 
     def begin(self, resumed: bool) -> None:
         if self._speaks:
             self._send(kind="begin", resumed=resumed)
+
+    def speak(self, speaks: bool) -> None:
+        """Whether this rank is the one that speaks for the job, from now on."""
+        self._speaks = speaks
 
     def close(self) -> None:
         self._descriptor = None
@@ -140,16 +161,23 @@ class ToFolder:
         self._screen.progress(**details)
 
     def metrics(self, **details: Any) -> None:
-        self._metrics.append(details)
+        self._metrics.append({**details, "time": details.get("time", round(time.time(), 3))})
         self._screen.metrics(**details)
 
     def event(self, event: str, **details: Any) -> None:
-        self._events.append({"event": event, "rank": 0, **details})
+        now = round(time.time(), 4)
+        self._events.append({"time": now, "event": event, "rank": 0, **details})
 
     def say(self, text: str) -> None:
         self._screen.say(text)
 
     def heartbeat(self, step: int, phase: str) -> None:
+        pass
+
+    def pace(self, step: int, look: Callable[[], Mapping[str, Any]]) -> None:
+        pass
+
+    def speak(self, speaks: bool) -> None:
         pass
 
     def close(self) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,8 +26,10 @@ from paceline.train import parallel, report, weights, world
 from paceline.train.average import Average
 from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Stateful, Training
+from paceline.train.checkpoints.handover import give, give_models
 from paceline.train.checkpoints.keeper import Keeper, policy
 from paceline.train.checkpoints.store import Store
+from paceline.train.comms import Comms
 from paceline.train.communication import choice
 from paceline.train.communication.choice import Communication
 from paceline.train.data import Collate, Data, Fetch, allowed, loader_workers, order_of
@@ -36,12 +41,14 @@ from paceline.train.lookout import Lookout
 from paceline.train.member import Member
 from paceline.train.metrics import Best
 from paceline.train.models import ALONE, Models
+from paceline.train.newcomer import Recording, Replay
 from paceline.train.order import Stated, by_length, stated
 from paceline.train.overlap import Overlap, check_overlap
 from paceline.train.pace import Look, Pace, counted
 from paceline.train.probe import Probe, asked
+from paceline.train.recovery import Control, Exchanged, Recovery
 from paceline.train.shards import ShardedDataset
-from paceline.train.stop import Quietly, Stopped, leave
+from paceline.train.stop import Poll, Quietly, Stopped, leave
 from paceline.train.update import Updater, each_loss, loss_of
 from paceline.train.usage import Usage
 from paceline.train.watch import Watch
@@ -77,6 +84,12 @@ class Session(Member):
         self._proof: Proof | None = None
         self._pace = Pace(self.comms, self.models.module, self.device)
         self._lookout = Lookout(self)
+        self._recovery: Recovery | None = None
+        self._control: Control | None = None
+        self._start: Recording | Replay | None = None
+        self._kept: Training | None = None  # what a checkpoint and a newcomer get
+        self._poll: Poll | None = None  # where no checkpoints are made
+        self._applied = self._repeated = 0  # updates within the step, and of them on this pass
         self._overlap: Overlap | None = None
         self._division = Division(self.comms, self._journal, self.progress)
         self._loader: Loader | None = None
@@ -123,7 +136,8 @@ class Session(Member):
             overlap: What the exchange of gradients may run beside: ``backward``, the backward pass,
                 or ``auto``, also the next forward pass, where that is quicker. A layer's step is
                 then taken when the module reads its parameters again: for scripts that reach
-                parameters through the module, not by a list that they keep.
+                parameters through the module, not by a list that they keep. Where a lost rank is
+                recovered from, no step is taken so late.
             name: Of one of several models: in losses, records and checkpoints.
 
         Returns:
@@ -132,6 +146,7 @@ class Session(Member):
         Raises:
             SettingError: There is no such way to communicate, or not for this model.
         """
+        self.phase("start")
         check_overlap(overlap)
         if communication != "exact" and self.comms.mixed:
             raise SettingError(
@@ -155,19 +170,23 @@ class Session(Member):
                 replica = parallel.replicated(
                     module, self.device, self.comms, unused=unused, apart=bool(name)
                 )
+                replica.recovery = self._recovery
                 updater.model, updater.exchange = replica, Exchange(replica, self.comms)
                 updater.communication = Communication(
                     communication, updater.exchange, self.comms, optimizer
                 )
             self._proof = Proof(self.comms, self.models.module)
         if updater.exchange is not None and not (name or compile or self._probe):
-            self._overlap = Overlap(updater, self.comms, overlap)
+            # Of a step that is half taken when a rank is lost there would be no way back.
+            hidden = overlap if self._recovery is None else "backward"
+            self._overlap = Overlap(updater, self.comms, hidden)
         self.verify()
         self._pace = Pace(self.comms, self.models.first.model, self.device)
         self._lookout = Lookout(self)
         devices.seed_all(self._seed + 1 + self.world.rank)
         about = {"model": name} if name else {}
         self.event("prepared", parameters=sum(p.numel() for p in module.parameters()), **about)
+        self._mark("prepare")
         model = updater.model
         return torch.compile(model) if compile else model  # type: ignore[return-value]
 
@@ -271,7 +290,7 @@ class Session(Member):
         loader = (self._probe.loader if self._probe else Loader)(
             Fetch(data, self.device, workers, collate),
             visited,
-            (self.world.rank, self.world.size),
+            self._place,
             global_batch,
             limit,
             self.progress,
@@ -291,9 +310,23 @@ class Session(Member):
             collate: Makes a batch of a list of samples.
         """
         fetch = Fetch(data, self.device, collate=collate)
-        place = self.world.rank, self.world.size
-        looks = self.progress, self._look_up
-        return Shard(fetch, len(data), place, size, *looks, lambda: self._division.shares)
+        looks = self.progress, self._look_up, lambda: self._division.shares
+        recovery = self._recovery
+        if recovery is None:
+            return Shard(fetch, len(data), self._place, size, *looks)
+        meet = self._met if recovery.able or not recovery.told else None
+        return Shard(fetch, len(data), self._place, size, *looks, slot=recovery.slot, meet=meet)
+
+    def _met(self) -> Sequence[int]:
+        """The slots of all ranks that are there, in rank order; a collective."""
+        assert self._recovery is not None
+        rows = self.comms.rows(torch.tensor([self._recovery.slot]))
+        return [int(one) for one in rows[:, 0]]
+
+    def _place(self) -> tuple[int, int]:
+        """Rank and number of ranks among which data are divided: the same group on every rank."""
+        place = self.world if self._recovery is None else self._recovery.place
+        return place.rank, place.size
 
     def _look_up(self) -> None:
         """In an evaluation, too, ranks live and may be asked to save or to stop."""
@@ -304,7 +337,7 @@ class Session(Member):
     def checkpoints(
         self,
         *,
-        every: str = "epoch,10m",
+        every: str | int = "epoch,10m",
         keep: int = 3,
         resume: str = "auto",
         best: Best | None = None,
@@ -312,6 +345,7 @@ class Session(Member):
         identity: Mapping[str, object] | None = None,
         describes: Mapping[str, Any] | None = None,
         stop_when_full: bool = False,
+        copies: int | None = None,
     ) -> bool:
         """Makes checkpoints from now on, and resumes from an earlier one.
 
@@ -319,7 +353,8 @@ class Session(Member):
         SIGUSR2 saves and continues.
 
         Args:
-            every: ``500`` steps, ``10m``, ``epoch``, several with commas, or ``never``.
+            every: ``500`` steps, also as a number, ``10m``, ``epoch``, several with commas, or
+                ``never``.
             keep: How many of the newest stay; 0 keeps all. The best stays anyway.
             resume: ``auto`` (the newest, if there is one), ``never``, ``latest``, ``best``, a
                 step, or the folder of a run or a checkpoint.
@@ -330,6 +365,9 @@ class Session(Member):
                 checkpoint can be used like a finished model.
             stop_when_full: Stops cleanly when a checkpoint cannot be written; otherwise the
                 training continues with a warning.
+            copies: On how many other hosts each checkpoint is to be, besides rank 0's; by default
+                on one where rank 0's folder is not seen by all, else on none. The variable
+                PACELINE_CHECKPOINT_COPIES says it for a script that does not.
 
         Returns:
             True when the training was resumed from a checkpoint.
@@ -340,37 +378,49 @@ class Session(Member):
         """
         if self._probe is not None:
             return False
-        kept = {**(extras or {}), "metrics": self._journal, **({"best": best} if best else {})}
-        if self._overlap is not None:
-            kept["overlap"] = self._overlap
-        kept["shares"] = self._division
-        training = Training(
-            self._prepared(),
-            self.progress,
-            self._seed,
-            kept,
-            {name: str(value) for name, value in (identity or {}).items()},
-            describes or {},
-            self._proof,
-        )
+        self._kept = self._whole({**(extras or {}), **({"best": best} if best else {})})
+        self._kept.identity = {name: str(value) for name, value in (identity or {}).items()}
+        self._kept.describes = describes or {}
         keeper = Keeper(
-            training,
+            self._kept,
             self.comms,
             Store(self.folder / rundir.CHECKPOINTS),
-            policy(every),
+            policy(str(every)),
             keep,
             self._journal.tell,
             stop_when_full=stop_when_full,
             callbacks=self._callbacks,
+            copies=copies,
+            door=self._recovery,
+            asked_for=lambda: 0 if self._control is None else self._control.save_asked,
         )
-        loaded = keeper.open(resume)
         self._keeper, self._best = keeper, best
+        if self._control is not None:
+            self.event("keeps checkpoints")
+        if self.comms.joining:  # what the others have will come from them
+            keeper.join()
+            self._journal.begin(0)
+            self._mark("checkpoints")
+            return True
+        self.phase("load a checkpoint")
+        with self._alone():
+            loaded = keeper.open(resume)
+        self._mark("checkpoints")
         self._journal.begin(-1 if loaded is None else loaded.step)
         if loaded is not None:
             self.verify()
             self.say(f"resumed after step {loaded.step} from {loaded.source}")
             self.event("resumed", step=loaded.step, source=loaded.source)
         return loaded is not None
+
+    def _whole(self, extras: Mapping[str, Stateful]) -> Training:
+        """The whole training, with these states beside those of the session's own."""
+        own: dict[str, Stateful] = {"metrics": self._journal, "shares": self._division}
+        if self._overlap is not None:
+            own["overlap"] = self._overlap
+        return Training(
+            self._prepared(), self.progress, self._seed, {**extras, **own}, proof=self._proof
+        )
 
     # -- the training --------------------------------------------------------------------
 
@@ -387,7 +437,9 @@ class Session(Member):
                 an evaluation in between (0: not).
         """
         done, self._loader, loader.every = self.progress, loader, every
-        loader.arrived = self._pace.given
+        self._mark("epochs")
+        self._recoverable(loader)
+        loader.arrived = lambda: self._pace.given()
         self._share(loader)
         done.steps = steps or epochs * len(loader)
         if self._probe is not None:
@@ -396,6 +448,8 @@ class Session(Member):
             self.say(said)
         self._journal.epochs = -(-done.steps // len(loader))
         self._log_every = self._log_every or _interval(len(loader))
+        if self.comms.joining:
+            self._join_others()
         begun = done.step
         if done.finished:
             self.say(
@@ -422,6 +476,133 @@ class Session(Member):
         self.verify()
         if done.step > begun:
             self._lookout.sum_up(self._pace, done.step - begun, loader.waited)
+
+    def _recoverable(self, loader: Loader) -> None:
+        """Says whether the training can go on without ranks that are lost, and is ready for it."""
+        recovery = self._recovery
+        if recovery is None:
+            return
+        if self._kept is None:
+            self._kept, self._poll = self._whole({}), Poll(self.comms, recovery)
+        loader.generation, loader.boundary = lambda: recovery.generation, recovery.renew
+        loader.begins = self._begins
+        if self.comms.joining:  # what the others have said of themselves holds for it, too
+            return
+        why = self._lost_with_a_rank()
+        if recovery.able == bool(why) or not recovery.told:
+            recovery.told = True
+            self.event("recoverable", able=not why, why=why)
+        recovery.able = not why
+
+    def _begins(self) -> None:
+        """A global batch begins, newly or again."""
+        assert self._recovery is not None
+        self._recovery.given()
+        self._journal.mark()
+
+    def _lost_with_a_rank(self) -> str:
+        """What of the training no other rank has; empty where there is nothing."""
+        models = self.models
+        if self._probe is not None:
+            return "it is a few measured steps"
+        if not self.leaves_group:
+            return "the script has made the process group"
+        if self.device.type != "cpu" and not self.comms.mixed:
+            return "recovery over NCCL has not been tried on a GPU"
+        if parallel.is_sharded(models.module):
+            return "parameters are spread over the ranks (FSDP)"
+        if any(isinstance(one, nn.SyncBatchNorm) for one in models.module.modules()):
+            return "SyncBatchNorm has collectives of its own"
+        if any(one.communication and one.communication.asked.name == "local" for one in models):
+            return "with --communication local each rank has a model of its own"
+        return "" if self._start is None else self._start.why
+
+    def heeds(self, control: Control) -> None:
+        """Has this session do what the launcher tells its ranks."""
+        self._control = control
+
+    def recovers(self, recovery: Recovery, start: Recording | Replay) -> None:
+        """Has this session go on without ranks that are lost."""
+        self._recovery, self._start = recovery, start
+        self.comms.mender, self.comms.joining = start, isinstance(start, Replay)
+        recovery.step, recovery.say = lambda: self.progress.step, self.event
+        recovery.hand_over = lambda *to: give_models(self.models, *to)
+        recovery.let_in, recovery.begin_anew = self._let_in, self._begin_anew
+
+    def _let_in(self, comms: Comms, source: int, takers: Sequence[int]) -> None:
+        assert self._kept is not None
+        give(self._kept, comms, source, takers, afresh=comms.world.rank in takers)
+
+    def _mark(self, name: str) -> None:
+        """The start has come so far; of several models and trainings the first."""
+        if self._start is not None:
+            self._start.mark(name)
+
+    def _alone(self) -> AbstractContextManager[object]:
+        """What a newcomer does not do when it starts."""
+        return nullcontext() if self._start is None else self._start.paused()
+
+    def _join_others(self) -> None:
+        """A newcomer has come to the door: it waits there until the others let it in."""
+        assert self._recovery is not None
+        self._check_alike()
+        self.comms.mender = self._recovery
+        self.event("newcomer ready")
+        self._recovery.enter()
+        if self._keeper is not None:
+            self._keeper.joined()
+        self.comms.mender = self._start  # until its first batch the script is still at its start
+
+    def _check_alike(self) -> None:
+        """A newcomer with another training ends alone."""
+        assert isinstance(self._start, Replay)
+        theirs, mine = self._start.about.get("training", {}), self._about()
+        wrong = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
+        if wrong:
+            raise SettingError(
+                "this process runs another training than the ranks that it comes to",
+                found="\n".join(
+                    f"{name}: {theirs.get(name, 'nothing')} there, {mine.get(name, 'nothing')} here"
+                    for name in sorted(wrong)
+                ),
+                remedy="give every node the same files and the same options",
+            )
+
+    def _about(self) -> dict[str, str]:
+        """What must be the same for a process to join."""
+        assert self._kept is not None
+        shapes = [[name, str(p.dtype), [*p.shape]] for name, p in self._tensors()]
+        digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
+        return {"seed": str(self._seed), "model": digest, **self._kept.identity}
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        module = self.models.module
+        return [*module.named_parameters(), *module.named_buffers()]
+
+    def _started(self) -> None:
+        """The start is over: what it was is left for newcomers, by one rank."""
+        assert self._start is not None
+        assert self._recovery is not None
+        self.comms.mender, self.comms.joining = self._recovery, False
+        if self._recovery.able and self.world.rank == 0:
+            self._start.leave(self._recovery.store, training=self._about())
+
+    def _begin_anew(self) -> None:
+        """In a new group of ranks: whatever is made for as many as there were."""
+        self._started()
+        self.models.renew(self.progress.step)
+        if self._overlap is not None:
+            self._overlap.again(self.progress.step)
+        self._pace.renew()
+        self._lookout.renew()
+        self._division.renew(self.models)
+        if self._proof is not None:
+            self._proof.align()
+        if self._keeper is not None:
+            self._keeper.renew()
+        if self._poll is not None:
+            self._poll = Poll(self.comms, self._recovery)
+        self._journal.follow()
 
     def _share(self, loader: Loader) -> None:
         """Has the loader's batches shared as it was asked to."""
@@ -453,7 +634,8 @@ class Session(Member):
             values: Further per-sample values to be averaged in the log, shape ``[n]``.
 
         Returns:
-            True when the optimizer has stepped.
+            True when the optimizer has stepped. False also for a batch that does not count, as a
+            rank was lost before all had its gradients: the loader gives the same samples again.
 
         Raises:
             ValueError: There is neither one loss nor one for each sample; no model has this name.
@@ -462,13 +644,19 @@ class Session(Member):
             raise RuntimeError("session.step was called without a new batch from the loader")
         batch = self._loader.take()
         named = losses if isinstance(losses, Mapping) else {ALONE: losses}
-        self._backward(batch, named)
-        self._pace.took(batch.count, batch.data)
+        exchanged = self._backward(batch, named)
         measured, self._measured = self._measured, {}
+        if exchanged is Exchanged.VOID:
+            self._drop()
+            return False
+        self._pace.took(batch.count, batch.data)
         self._journal.measure(batch.count, **{**measured, **values})
         if batch.last:
-            for name in named:
-                self._update(name)
+            if exchanged is Exchanged.TAKEN:
+                self.models.drop()
+            else:
+                for name in named:
+                    self._update(name)
             self.models.stepped()
             self._advance(batch, self._loader)
         return batch.last
@@ -490,29 +678,68 @@ class Session(Member):
         """
         if self._loader is None or not (batch := self._loader.given()).last:
             raise RuntimeError(
-                "session.update needs a whole batch: where session.loader(limit=…) divides it,"
-                " give session.step the losses of all models together"
+                "session.update needs a whole batch, and this one comes in pieces (limit=… of"
+                " session.loader, or a share beyond this rank's memory): give session.step the"
+                " losses of all models together"
             )
-        self._backward(batch, {name: losses})
+        self._repeated += 1
+        if self._repeated <= self._applied:  # done when the same samples were given before
+            self._measured[self._prepared().figures("loss")[name]] = each_loss(
+                losses, len(batch.ids)
+            )
+            self._measured.update(values)
+            return
+        exchanged = self._backward(batch, {name: losses})
         self._measured.update(values)
-        self._update(name)
+        if exchanged is Exchanged.DONE:
+            self._update(name)
+        if exchanged is Exchanged.TAKEN:
+            self.models.drop()
+        if exchanged is not Exchanged.VOID:
+            self._applied += 1
 
     def _update(self, name: str) -> None:
         due = self._watch.due(self.progress.step + 1)
         self._watch.take(name, self.models[name].update(measured=due))
+        if self._recovery is not None:
+            self._recovery.updates += 1
 
-    def _backward(self, batch: Batch, losses: Mapping[str, Tensor]) -> None:
+    def _backward(self, batch: Batch, losses: Mapping[str, Tensor]) -> Exchanged:
         """Adds each model's gradient, and notes the losses."""
-        said = self._prepared().figures("loss")
+        said, recovery = self._prepared().figures("loss"), self._recovery
         for number, (name, given) in enumerate(losses.items(), 1):
             self.models[name]  # an unknown one is refused
+            # In a new group nothing is exchanged before all have begun anew in it. A rank that took
+            # the models of another after the first of several updates has its batch still.
+            if recovery is not None and (recovery.void or recovery.stale):
+                return Exchanged.VOID
             each = each_loss(given, len(batch.ids))
             loss = loss_of(each, batch, self.world.size)
             if batch.last:
                 self._pace.before_backward(loss, self.progress.step)
-            self.models.backward(name, loss, last=batch.last, again=number < len(losses))
+            try:
+                with nullcontext() if recovery is None else recovery.talk:
+                    self.models.backward(name, loss, last=batch.last, again=number < len(losses))
+            except RuntimeError as error:
+                if recovery is None:
+                    raise
+                if (found := recovery.failed(error)) is not Exchanged.DONE:
+                    self._measured[said[name]] = each
+                    return found
+            else:
+                if batch.last and recovery is not None:
+                    recovery.exchanged()
             self._pace.after_backward()
             self._measured[said[name]] = each
+        return Exchanged.DONE
+
+    def _drop(self) -> None:
+        """The batch does not count: a rank was lost before all had its gradients."""
+        assert self._loader is not None
+        self._repeated = 0
+        self.models.drop()
+        self._journal.take_back()
+        self._loader.void()
 
     def _idle(self, batch: Batch) -> None:
         """This rank's part of a step in which it has nothing to compute: gradients of zero."""
@@ -520,10 +747,15 @@ class Session(Member):
         if self._loader is None or not isinstance(updater.model, parallel.Replica):
             raise RuntimeError("a rank can only be idle in the training of a single model")
         loss = updater.model.touched()
-        self._pace.before_backward(loss, self.progress.step)
-        updater.backward(loss)
-        self._pace.after_backward()
-        self._update(ALONE)
+        exchanged = self._backward(replace(batch, ids=np.zeros(1, dtype=np.int64)), {ALONE: loss})
+        self._measured = {}
+        if exchanged is Exchanged.VOID:
+            self._drop()
+            return
+        if exchanged is Exchanged.TAKEN:
+            self.models.drop()
+        else:
+            self._update(ALONE)
         self._advance(batch, self._loader)
 
     def _prepared(self) -> Models:
@@ -535,11 +767,15 @@ class Session(Member):
         """After a global step: counts it, and does what is due."""
         done = self.progress
         done.step, done.offset = done.step + 1, batch.stop
+        self._applied = self._repeated = 0
+        if self._recovery is not None:
+            self._recovery.finished()
         look = self._pace.step(batch.total, loader.waited, self._saved)
         if (only := self._prepared().first.communication) is not None:
             only.computed(self._pace.computed)
         if look is not None:
             self._lookout.take(look)
+            self._journal.pace(look.told)
             self._hide(look)
             self._communicate(look)
             self._division.look(look, done.step)
@@ -555,8 +791,12 @@ class Session(Member):
         if done.step % self._check_every == 0:
             self.verify()
         self._journal.stepped(self._pace.rate.value)
+        if self._start is not None and self.comms.mender is self._start:
+            self._started()
         if self._keeper is not None:
             self._keeper.after_step()
+        elif self._poll is not None and self._poll.due():
+            self._poll.ask()
         self._pace.leave(self._saved)
         if ended or loader.pauses():  # the script may evaluate now, or change the model
             self.models.together()
@@ -620,9 +860,12 @@ class Session(Member):
         Raises:
             JobError: Names rank, host and the first tensor that differs.
         """
+        if self.comms.joining:
+            return
         self.models.together()
         if self._proof is not None:
-            self._proof.verify()
+            with self._alone():
+                self._proof.verify()
 
     def save_model(self, config: dict[str, Any], *, name: str = "", average: bool = False) -> None:
         """Saves the trained weights and their description in the run directory, once.
@@ -633,6 +876,7 @@ class Session(Member):
                 the name of its model.
             average: The averaged weights, of models that have an average (:meth:`average`).
         """
+        self.phase("save the model")
         self.verify()
         module = self.models[name].module if name else self.models.module
         with self.models.averaged([name] if name else []) if average else nullcontext():

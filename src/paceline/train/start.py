@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from paceline.spec import jobenv, launched, rundir
-from paceline.train import compiler, report, world
+from paceline.train import compiler, newcomer, report, world
 from paceline.train import device as devices
+from paceline.train.newcomer import Recording
+from paceline.train.recovery import Control, Gloo, Nccl, Recovery
 from paceline.train.session import Session
 
 
@@ -60,7 +63,8 @@ def join(
     """
     compiler.put_off()
     os.environ.update(launched.translated(os.environ, os.getppid()))
-    place = world.read(os.environ)
+    comes = newcomer.comes(os.environ)
+    place = world.read(os.environ) if comes is None else comes.place
     found = devices.look()
     target = devices.choose_device(device, found, place.local_rank)
     chosen = devices.choose_backend(backend, target, found)
@@ -69,19 +73,49 @@ def join(
     ours, mixed = place.joined and not dist.is_initialized(), False
     if ours:
         store: dict[str, Any] = {}
-        if backend in ("auto", "gloo"):
-            store, mixed = _meet(target.type, place.size, timeout)
+        gloo = Gloo()
+        if comes is not None:
+            store, mixed = {"store": HashStore(), "rank": 0, "world_size": 1}, comes.mixed
+        elif backend in ("auto", "gloo"):
+            with gloo.watched(
+                place.size
+            ):  # also who waits in the store for one that is lost is to be freed
+                store, mixed = _meet(target.type, place.size, timeout)
         if mixed:
             chosen = devices.choose_backend("gloo", target, found)
         bound = None if target.type == "cpu" or mixed else target
-        dist.init_process_group(chosen, timeout=timeout, device_id=bound, **store)
-    world.check_planned(place, os.environ)
+
+        def make(store: Any, place: world.World, longest: timedelta) -> None:
+            dist.init_process_group(
+                chosen,
+                timeout=longest,
+                device_id=bound,
+                store=store,
+                rank=place.rank,
+                world_size=place.size,
+            )
+
+        links = gloo if chosen == "gloo" else Nccl()
+        with links.watched(place.size), newcomer.group_of_one() if comes else nullcontext():
+            dist.init_process_group(chosen, timeout=timeout, device_id=bound, **store)
+    if comes is None:
+        world.check_planned(place, os.environ)
     devices.seed_all(seed)
     folder = _folder(name, run_dir)
     reporter = report.reporter(os.environ, place.rank, folder, quiet=quiet)
     often = log_every, check_every
     session = Session(place, target, precision, folder, seed, *often, reporter, mixed=mixed)
     session.leaves_group = ours
+    told = os.environ.get(jobenv.CONTROL_FD, "")
+    control = Control(int(told), links if ours else Gloo()) if told.isdecimal() else None
+    if control is not None:
+        session.heeds(control)
+    if ours and control is not None:
+        met = _plain(dist.distributed_c10d._get_default_store()) if comes is None else comes.store
+        slot = place.rank if comes is None else comes.slot
+        recovery = Recovery(slot, session.comms, control, links, met, make, timeout)
+        about = {"ranks": place.size, "mixed": mixed}
+        session.recovers(recovery, Recording(recovery, about) if comes is None else comes.start)
     session.event("joined", world=place.size, device=str(target), backend=chosen)
     return session
 
@@ -99,6 +133,13 @@ def _meet(kind: str, size: int, timeout: timedelta | None) -> tuple[dict[str, An
         notes.set("met", "1")
     notes.wait(["met"], longest)
     return {**named, "world_size": ranks}, notes.add(kind, 0) < size
+
+
+def _plain(store: Any) -> Any:
+    """The store without the prefixes that were put before it."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _folder(name: str, asked: str | Path | None) -> Path:

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -71,10 +72,29 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What any rank wished when all were asked."""
+    """What any rank wished when all were asked.
+
+    Attributes:
+        save: For whatever reason.
+        asked: Number of the last checkpoint that the launcher asked for; what is newer than any
+            rank has answered is a wish of all.
+        fresh: It is such a one.
+    """
 
     stop: bool
     save: bool
+    asked: int = 0
+    fresh: bool = False
+
+
+class Door(Protocol):
+    """Where others come in, once all ranks know that they are there."""
+
+    def knocked(self) -> int:
+        """Number of the group in which others are to join, as far as this rank knows; 0: none."""
+
+    def agreed(self, least: int, most: int) -> None:
+        """Takes the least and the largest number that any rank knows."""
 
 
 class Poll:
@@ -86,11 +106,12 @@ class Poll:
 
     Args:
         comms: Of all ranks.
+        door: Is told which group all ranks know of; ``None``: nobody can join.
         seconds: Aimed-at time between two polls.
     """
 
-    def __init__(self, comms: Comms, seconds: float = SECONDS) -> None:
-        self._comms, self._seconds = comms, seconds
+    def __init__(self, comms: Comms, door: Door | None = None, seconds: float = SECONDS) -> None:
+        self._comms, self._door, self._seconds = comms, door, seconds
         self._left, self._last, self._counted = 1, 1, 0
         self._since = time.monotonic()
 
@@ -100,14 +121,28 @@ class Poll:
         self._counted += 1
         return self._left <= 0
 
-    def ask(self, *, stop: bool, save: bool) -> Wishes:
-        """Tells the others this rank's wishes and learns theirs."""
+    def ask(
+        self, *, stop: bool = False, save: bool = False, asked: int = 0, answered: int = 0
+    ) -> Wishes:
+        """Tells the others this rank's wishes and learns theirs.
+
+        Args:
+            stop, save: What it wishes itself.
+            asked, answered: Number of the last checkpoint that the launcher asked of it for, and
+                of the last that was made for that.
+        """
         now = time.monotonic()
         a_step = (now - self._since) / max(1, self._counted)
-        wishes = self._comms.most(torch.tensor([float(stop), float(save), a_step]))
+        knocked = 0 if self._door is None else self._door.knocked()
+        mine = [float(stop), float(save), a_step, float(knocked), -float(knocked)]
+        wishes = self._comms.most(torch.tensor([*mine, float(asked), float(answered)]))
+        if self._door is not None:
+            self._door.agreed(-int(wishes[4]), int(wishes[3]))
         self._since, self._counted = now, 0
         self._left = self._last = next_poll(wishes[2], self._seconds, self._last)
-        return Wishes(wishes[0] > 0, wishes[1] > 0)
+        latest, done = int(wishes[5]), int(wishes[6])
+        fresh = latest > done  # one that hears of it later finds it answered
+        return Wishes(wishes[0] > 0, wishes[1] > 0 or fresh, max(latest, done), fresh)
 
 
 def next_poll(a_step: float, seconds: float, last: int) -> int:
@@ -126,11 +161,11 @@ def leave() -> None:
     """
     if not dist.is_initialized():
         return
-    _wait_for_idle_workers()
+    wait_for_idle_workers()
     dist.destroy_process_group()
 
 
-def _wait_for_idle_workers() -> None:
+def wait_for_idle_workers() -> None:
     """Sleeping gives the lock away, so a worker that still needs it gets it and is seen running."""
     deadline = time.monotonic() + _MOST_SECONDS
     idle = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -129,14 +129,12 @@ class Judge:
 
 def without(look: Look, steps: int) -> Look:
     """A look without its first steps."""
-    more = None if look.elements is None else look.elements[:, steps:]
-    return Look(
-        look.first_step + steps,
-        look.seconds[:, steps:],
-        look.samples[:, steps:],
-        more,
-        look.facts,
-        look.every,
+    return replace(
+        look,
+        first_step=look.first_step + steps,
+        seconds=look.seconds[:, steps:],
+        samples=look.samples[:, steps:],
+        elements=None if look.elements is None else look.elements[:, steps:],
     )
 
 

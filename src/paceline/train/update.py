@@ -143,16 +143,21 @@ class Updater:
         if self._late is not None:
             self._late.flush()
 
-    def state(self, *, whole: bool = True) -> dict[str, Any]:
+    def state(self, *, whole: bool = True, alone: bool = False) -> dict[str, Any]:
         """States of optimizer, schedule, scaler and average.
 
-        A collective where parameters are sharded.
+        A collective where parameters are sharded, and for what ranks have not said yet.
+
+        Args:
+            whole: Puts shards together.
+            alone: Only what all ranks have alike: no collective.
         """
         self.flush()
         optimizer = parallel.optimizer_state(self.module, self.optimizer, whole=whole)
         more = {"average": self.average.state(whole=whole)} if self.average else {}
-        if self.communication is not None and (kept := self.communication.state()):
-            more["communication"] = kept
+        if self.communication is not None:
+            kept = self.communication.alike() if alone else self.communication.state()
+            more |= {"communication": kept} if kept else {}
         return {
             "optimizer": optimizer,
             "schedule": self.schedule.state_dict() if self.schedule else None,
@@ -165,7 +170,7 @@ class Updater:
         kept = self.average is not None
         return {key: one for key, one in state.items() if kept or key != "average"}
 
-    def load_state(self, state: dict[str, Any], *, whole: bool = True) -> None:
+    def load_state(self, state: dict[str, Any], *, whole: bool = True, alone: bool = False) -> None:
         """Takes a state of :meth:`state`; the module has its weights already."""
         self.flush()
         parallel.load_optimizer_state(self.module, self.optimizer, state["optimizer"], whole=whole)
@@ -176,4 +181,5 @@ class Updater:
         if self.average:
             self.average.load_state(state.get("average"))
         if self.communication is not None:
-            self.communication.load_state(state.get("communication", {}))
+            take = self.communication.take_alike if alone else self.communication.load_state
+            take(state.get("communication", {}))

@@ -17,12 +17,11 @@ from paceline.agent import inside
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import PacelineError
-from paceline.spec.rundir import CHECKPOINTS, WRITER
+from paceline.spec.rundir import CHECKPOINTS, WRITER, Version, version_of
 from paceline.transfer.files import send_blocks
 from paceline.transfer.results import Fetcher
 
 Sizes = dict[str, int]  # by path relative to the folder of checkpoints
-MOST_DIGITS = 20  # of a step
 
 
 async def send_checkpoints(channel: Channel, folder: str, directory: RunDirectory) -> None:
@@ -35,24 +34,24 @@ async def send_checkpoints(channel: Channel, folder: str, directory: RunDirector
     if not here:
         return
     there = await _sizes_on(channel, folder)
-    steps = [step for step, files in by_step(here).items() if files != by_step(there).get(step)]
-    for step in sorted(steps, key=int):
-        if step in by_step(there) and not _lies_within(by_step(there)[step], by_step(here)[step]):
-            continue  # another checkpoint of that step: theirs is the later one
-        await _send_step(channel, directory, step, list(by_step(here)[step]))
+    ours, theirs = by_name(here), by_name(there)
+    for name in sorted((name for name in ours if ours[name] != theirs.get(name)), key=_version):
+        if name in theirs and not _lies_within(theirs[name], ours[name]):
+            continue  # another checkpoint of that name: theirs is the later one
+        await _send_whole(channel, directory, name, list(ours[name]))
     for pointer in here:
         if "/" not in pointer and pointer not in there:
             await _send(channel, directory, pointer, f"{CHECKPOINTS}/{pointer}")
 
 
-async def _send_step(
-    channel: Channel, directory: RunDirectory, step: str, files: list[str]
+async def _send_whole(
+    channel: Channel, directory: RunDirectory, name: str, files: list[str]
 ) -> None:
     """A whole checkpoint or none: its folder has another name until the last file is there."""
-    part = f"{CHECKPOINTS}/.{step}.arriving.tmp"
-    for name in files:
-        await _send(channel, directory, f"{step}/{name}", f"{part}/{name}")
-    await channel.request("place", key=directory.key, path=part, target=f"{CHECKPOINTS}/{step}")
+    part = f"{CHECKPOINTS}/.{name}.arriving.tmp"
+    for file in files:
+        await _send(channel, directory, f"{name}/{file}", f"{part}/{file}")
+    await channel.request("place", key=directory.key, path=part, target=f"{CHECKPOINTS}/{name}")
 
 
 async def _send(channel: Channel, directory: RunDirectory, name: str, target: str) -> None:
@@ -83,16 +82,23 @@ def _counts(path: str) -> bool:
     first, inner, _ = path.partition("/")
     if not inner:
         return first != WRITER and not first.startswith(".")
-    return first.isascii() and first.isdecimal() and len(first) < MOST_DIGITS
+    return version_of(first) is not None
 
 
-def by_step(sizes: Sizes) -> dict[str, Sizes]:
-    """By step, the files of its checkpoint with their sizes; without the pointers."""
+def _version(name: str) -> Version:
+    return version_of(name) or _NONE
+
+
+_NONE: Version = (0, -1)
+
+
+def by_name(sizes: Sizes) -> dict[str, Sizes]:
+    """By checkpoint, its files with their sizes; without the pointers."""
     found: dict[str, Sizes] = {}
     for path, size in sizes.items():
-        step, inner, name = path.partition("/")
+        name, inner, file = path.partition("/")
         if inner:
-            found.setdefault(step, {})[name] = size
+            found.setdefault(name, {})[file] = size
     return found
 
 
@@ -101,9 +107,9 @@ def _lies_within(some: Sizes, all_of_them: Sizes) -> bool:
 
 
 def outdated(here: Iterable[str], there: Collection[str]) -> list[str]:
-    """Steps that the node has removed: it has a newer one."""
-    newest = max(map(int, there), default=-1)
-    return [step for step in here if step not in there and int(step) < newest]
+    """Checkpoints that the node has removed: it has a newer one."""
+    newest = max(map(_version, there), default=_NONE)
+    return [name for name in here if name not in there and _version(name) < newest]
 
 
 async def _refusal_of(work: Awaitable[None]) -> AgentRefusal | None:
@@ -120,16 +126,18 @@ class CheckpointFetcher:
     Args:
         channel: To the node with rank 0.
         folder: Where the run's files go there.
-        directory: The run directory.
+        run: The run directory.
         fetcher: Receives the files.
+        followed: Another node had rank 0 before: what this one never had stays here.
     """
 
-    def __init__(self, channel: Channel, folder: str, directory: RunDirectory,
-                 fetcher: Fetcher) -> None:  # fmt: skip
+    def __init__(self, channel: Channel, folder: str, run: Path, fetcher: Fetcher, *,
+                 followed: bool = False) -> None:  # fmt: skip
         self._channel, self._folder = channel, folder
-        self._run = str(directory.path)
-        self._target = directory.path / CHECKPOINTS
+        self._run = str(run)
+        self._target = run / CHECKPOINTS
         self._fetcher = fetcher
+        self._followed, self._listed = followed, set[str]()  # what the node had at any time
         self._task: asyncio.Task[None] | None = None
         self._again = False
 
@@ -161,35 +169,39 @@ class CheckpointFetcher:
         the rest was done, when one changed while it was read.
         """
         there = await _sizes_on(self._channel, self._folder)
-        known = by_step(await asyncio.to_thread(sizes_below, self._target))
-        steps = by_step(there)
-        new = [(step, files) for step, files in steps.items() if known.get(step) != files]
+        known = by_name(await asyncio.to_thread(sizes_below, self._target))
+        made = by_name(there)
+        new = [(name, files) for name, files in made.items() if known.get(name) != files]
         pointers = {name: size for name, size in there.items() if "/" not in name}
         refused = [
-            *[await _refusal_of(self._bring(step, files)) for step, files in new],
+            *[await _refusal_of(self._bring(name, files)) for name, files in new],
             await _refusal_of(self._fetch(pointers, self._target)),
         ]
-        await asyncio.to_thread(self._drop, outdated(known, steps))
+        gone = outdated(known, made)
+        if self._followed:
+            gone = [name for name in gone if name in self._listed]
+        self._listed |= made.keys()
+        await asyncio.to_thread(self._drop, gone)
         for refusal in filter(None, refused):
             raise refusal
 
-    async def _bring(self, step: str, files: Sizes) -> None:
-        arriving = self._target / f".{step}.arriving.tmp"
+    async def _bring(self, name: str, files: Sizes) -> None:
+        arriving = self._target / f".{name}.arriving.tmp"
         await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
-        await self._fetch({f"{step}/{name}": size for name, size in files.items()}, arriving)
-        await asyncio.to_thread(self._place, arriving.name, step)
+        await self._fetch({f"{name}/{file}": size for file, size in files.items()}, arriving)
+        await asyncio.to_thread(self._place, arriving.name, name)
 
     async def _fetch(self, files: Sizes, target: Path) -> None:
         root = f"{self._folder}/{CHECKPOINTS}"
         await self._fetcher.fetch_files(self._channel, root, files, target)
 
-    def _place(self, arriving: str, step: str) -> None:
+    def _place(self, arriving: str, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            inside.remove(self._run, f"{CHECKPOINTS}/{step}")
-        inside.rename(self._run, f"{CHECKPOINTS}/{arriving}/{step}", f"{CHECKPOINTS}/{step}")
+            inside.remove(self._run, f"{CHECKPOINTS}/{name}")
+        inside.rename(self._run, f"{CHECKPOINTS}/{arriving}/{name}", f"{CHECKPOINTS}/{name}")
         inside.remove(self._run, f"{CHECKPOINTS}/{arriving}")
 
-    def _drop(self, steps: Iterable[str]) -> None:
-        for step in steps:
+    def _drop(self, checkpoints: Iterable[str]) -> None:
+        for name in checkpoints:
             with contextlib.suppress(OSError):
-                inside.remove(self._run, f"{CHECKPOINTS}/{step}")
+                inside.remove(self._run, f"{CHECKPOINTS}/{name}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.agent.snapshot import hash_file
@@ -19,6 +20,9 @@ MAX_FILES = 5000
 MAX_BYTES = 256 * 1024 * 1024
 _SKIPPED = {"__pycache__", "node_modules", "runs", "wandb", "mlruns", "site-packages"}
 
+# There may be thousands of files, and somebody waits: a Path for each takes longer than its hash.
+_stat, _is_file = os.stat, os.path.isfile
+
 Manifest = list[list[object]]  # [path, sha256, mode, size], as the agent takes it
 
 
@@ -27,12 +31,18 @@ class Tree:
     """A folder of the launching machine that the job needs.
 
     Attributes:
-        root: Absolute path here.
+        root: Absolute path there, by which the user knows it.
         manifest: Its files with their hashes, sorted by path.
+        copy: Where its files lie here, when the launching machine is another one.
     """
 
     root: Path
     manifest: Manifest
+    copy: Path | None = None
+
+    def file(self, path: str) -> Path:
+        """Where a file of it lies here."""
+        return (self.copy or self.root) / path
 
     @property
     def size(self) -> int:
@@ -42,17 +52,20 @@ class Tree:
     def changed(self) -> list[str]:
         """Files that are no longer what they were when they were hashed. Blocking."""
         return [str(path) for path, sha256, *_ in self.manifest
-                if not (self.root / str(path)).is_file()
-                or hash_file(self.root / str(path)) != sha256]  # fmt: skip
+                if not self.file(str(path)).is_file()
+                or hash_file(self.file(str(path))) != sha256]  # fmt: skip
 
 
 def project_root(job: Job) -> Path:
     """The folder that belongs to the job.
 
     The git work tree that holds the work folder, else the work folder itself; for a script that
-    lies elsewhere, the same of the script's folder.
+    lies elsewhere, or whose function it is, the same of the script's folder.
     """
     root = folder_root(Path(job.workdir))
+    if job.entry.kind == "function" and job.entry.args:
+        home = Path(job.entry.args[0])
+        return root if home.is_relative_to(root) else folder_root(home)
     if job.entry.kind == "script":
         script = script_path(job.entry, job.workdir)
         if not script.is_relative_to(root):
@@ -87,8 +100,8 @@ def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
     With ``parts`` only what begins with one of them. SettingError when that is more than is
     sensibly shipped at every start.
     """
-    files = sorted(path for path in _files(root) if _is_within(path, parts))
-    sizes = {path: (root / path).stat().st_size for path in files}
+    files = sorted(path for path in files_of(root) if _is_within(path, parts))
+    sizes = {path: _stat(f"{root}/{path}").st_size for path in files}
     if len(files) > MAX_FILES or sum(sizes.values()) > MAX_BYTES:
         raise _too_large(root, sizes)
     return _hashed(root, files)
@@ -118,31 +131,39 @@ def _is_within(path: str, parts: Sequence[str]) -> bool:
 def _hashed(root: Path, files: Sequence[str]) -> Tree:
     manifest: Manifest = []
     for path in files:
-        stat = (root / path).stat()
-        manifest.append([path, hash_file(root / path), stat.st_mode & 0o777, stat.st_size])
+        file = f"{root}/{path}"
+        stat = _stat(file)
+        manifest.append([path, hash_file(file), stat.st_mode & 0o777, stat.st_size])
     return Tree(root, manifest)
 
 
-def _files(root: Path) -> Iterator[str]:
+def files_of(root: Path) -> Iterator[str]:
     """Relative paths, ``/``-separated, of plain files that no run has left."""
-    runs: dict[Path, bool] = {}
+
+    @functools.cache
+    def runs_above(folder: str) -> tuple[str, ...]:
+        """The run directories among a folder and those that it lies in."""
+        if not folder:
+            return ()
+        above = runs_above(folder.rpartition("/")[0])
+        return (*above, folder) if _true_of(is_run, root / folder) else above
+
     for name in _plain(root):
-        above = [folder for folder in Path(name).parents if folder.name]
-        runs |= {one: _true_of(is_run, root / one) for one in above if one not in runs}
-        if not any(runs[one] and _of_a_run(Path(name).relative_to(one)) for one in above):
+        runs = runs_above(name.rpartition("/")[0])
+        if not any(_of_a_run(name.removeprefix(f"{run}/")) for run in runs):
             yield name
 
 
-def _of_a_run(path: Path) -> bool:
+def _of_a_run(path: str) -> bool:
     """Whether a path in a run directory is the run's; a script may well lie beside it."""
-    return is_ours(path.as_posix()) or path.as_posix() == WEIGHTS
+    return is_ours(path) or path == WEIGHTS
 
 
 def _plain(root: Path) -> Iterator[str]:
     listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listed is not None:
         for name in dict.fromkeys(filter(None, listed.split("\0"))):
-            if (root / name).is_file():
+            if _is_file(f"{root}/{name}"):
                 yield name
         return
     for folder, folders, names in os.walk(root):
@@ -197,12 +218,16 @@ def entry_at(entry: Entry, workdir: str, root: Path, target: str) -> Entry:
     """The entry for a node on which ``root`` lies at ``target``.
 
     A script named relative to a work folder inside ``root`` stays as it was typed, for the work
-    folder moves along.
+    folder moves along. Of the folders from which a function imports, those inside ``root`` do.
     """
+    if entry.kind == "function":
+        folders = [path for path in entry.args if Path(path).is_relative_to(root)]
+        there = tuple(relocate(path, root, target) for path in folders)
+        return replace(entry, args=there)
     if entry.kind != "script":
         return entry
     script = script_path(entry, workdir)
     inside = Path(workdir).is_relative_to(root) and script.is_relative_to(root)
     if inside and not Path(entry.target).is_absolute():
         return entry
-    return Entry(entry.kind, relocate(str(script), root, target), entry.args)
+    return replace(entry, target=relocate(str(script), root, target))

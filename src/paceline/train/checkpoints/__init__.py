@@ -1,6 +1,6 @@
 """Checkpoints that are whole or not there, and are found again at any world size.
 
-A checkpoint is a folder ``checkpoints/STEP`` with
+A checkpoint is a folder ``checkpoints/STEP`` (``STEP.TOKEN`` of later writers) with
 
 =====================  ==================================================================
 weights.safetensors    the model's state by name
@@ -22,6 +22,8 @@ capture    a training's state at one moment
 shards     the same of a sharded model, through torch's distributed checkpoint
 writer     a thread that writes what was captured; parts of several ranks
 store      a run's folder of checkpoints, and whose it is
+copies     on other hosts' disks: who sends to whom, and the thread that sends
+receiver   the thread that takes copies; how they travel
 resume     the wanted checkpoint on every rank, and into the training
 keeper     when to save, to stop and to resume: what a session calls
 =========  ======================================================================================

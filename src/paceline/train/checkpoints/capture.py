@@ -86,8 +86,7 @@ class Snapshot:
         tensors: By file and name; still those of the training.
         later: Names of tensors that do not change before the next optimizer step.
         state: Content of ``state.json``, as bytes.
-        about: For the manifest.
-        best: True when it is the best so far.
+        about: For the manifest; ``best`` where it is the best so far.
         headers: Texts for the headers of files, by file.
     """
 
@@ -96,7 +95,6 @@ class Snapshot:
     later: frozenset[str]
     state: bytes
     about: Mapping[str, Any]
-    best: bool = False
     headers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
@@ -123,18 +121,9 @@ def capture(
     rows = comms.rows(generators(comms.device))
     drawn = {RANDOM: {str(rank): row for rank, row in enumerate(rows)}}
     models, done = training.models, training.progress
-    rest: dict[str, Tensor] = {}  # all tensors but the weights
     extras = {name: one.state_dict() for name, one in training.extras.items()}
-    state = {
-        "format": _FORMAT,
-        "progress": {"step": done.step, "epoch": done.epoch, "offset": done.offset},
-        "ranks": comms.world.size,
-        "seed": training.seed,
-        "identity": dict(training.identity),
-        "model": dict(training.describes),
-        "training": pack(models.state(whole=not in_parts), rest, "training"),
-        "extras": pack(extras, rest, "extras"),
-    }
+    state, rest = described(training, models.state(whole=not in_parts), extras)
+    state["ranks"] = comms.world.size
     if in_parts:
         tensors, headers = _shards_to_write(models.module, rest, comms.world.rank)
         if comms.world.rank == 0:  # what is the same on all ranks
@@ -145,15 +134,39 @@ def capture(
         tensors, headers = {WEIGHTS: weights, OPTIMIZER: rest, **drawn}, {}
     parameters = (name for name, _ in models.module.named_parameters())
     moments = filter(_LATER.match, rest)
+    about = {"time": time.strftime("%FT%T%z"), "ranks": comms.world.size, "host": comms.world.host}
     return Snapshot(
         done.step,
         tensors,
         frozenset((*parameters, *moments)),
         (json.dumps(state, indent=1) + "\n").encode(),
-        {"time": time.strftime("%FT%T%z"), "ranks": comms.world.size, "host": comms.world.host},
-        best,
+        {**about, "best": True} if best else about,
         headers,
     )
+
+
+def described(
+    training: Training, models: Mapping[str, Any], extras: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A training's state as JSON, and the tensors that are in it: all but the weights.
+
+    Args:
+        training: Whose state.
+        models: What :meth:`Models.state` gave.
+        extras: States of the training's extras, by name.
+    """
+    rest: dict[str, Tensor] = {}
+    done = training.progress
+    state = {
+        "format": _FORMAT,
+        "progress": {"step": done.step, "epoch": done.epoch, "offset": done.offset},
+        "seed": training.seed,
+        "identity": dict(training.identity),
+        "model": dict(training.describes),
+        "training": pack(dict(models), rest, "training"),
+        "extras": pack(dict(extras), rest, "extras"),
+    }
+    return state, rest
 
 
 def _shards_to_write(

@@ -123,12 +123,21 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder.
 
     Raises:
-        Damaged: There is none, or not a single bit of it may be trusted.
+        Damaged: There is none, or :func:`parse_manifest` cannot trust it.
     """
     try:
         raw = (folder / MANIFEST).read_bytes()
     except OSError as error:
         raise Damaged(f"no {MANIFEST} ({error.strerror})") from None
+    return parse_manifest(raw)
+
+
+def parse_manifest(raw: bytes) -> Manifest:
+    """The same of its content.
+
+    Raises:
+        Damaged: Not a single bit of it may be trusted.
+    """
     try:
         said = json.loads(raw)
         entries = {name: Entry(**entry) for name, entry in said["files"].items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -18,12 +19,15 @@ from paceline.spec.errors import SettingError
 from paceline.train import parallel
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpoints.capture import Snapshot, Training, capture
+from paceline.train.checkpoints.copies import Copied, Copies, asked, figures
 from paceline.train.checkpoints.resume import Loaded, check_identity, load, restore
-from paceline.train.checkpoints.store import Lock, Store
+from paceline.train.checkpoints.store import Fenced, Lock, Store
 from paceline.train.checkpoints.writer import Outcome, Part, Writer
 from paceline.train.comms import Comms
-from paceline.train.disks import folder_of_all
-from paceline.train.stop import Notice, Poll, Quietly, Stopped
+from paceline.train.disks import folder_of_all, who_sees
+from paceline.train.stop import Door, Notice, Poll, Quietly, Stopped
+
+HURRY_SECONDS = 3.0  # for a copy, when the training was asked to stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ def policy(text: str) -> Policy:
             epochs = True
         elif text.strip() != "never":
             raise SettingError(
-                f"--checkpoint-every {text}: cannot be understood",
+                f"--checkpoint-every, or every=, {text}: cannot be understood",
                 remedy="500 (steps), 10m (minutes), epoch, never, or several: epoch,10m",
             )
     return Policy(steps, seconds, epochs)
@@ -82,6 +86,10 @@ class Keeper:
         tell: Called with an event's name and its details, ``warning`` where it is to be shown.
         stop_when_full: Ends the training cleanly when a checkpoint could not be written.
         callbacks: Told on every rank of each checkpoint that is complete.
+        copies: On how many other hosts each checkpoint is to be; ``None``: on one where they have
+            disks of their own.
+        door: See :class:`paceline.train.stop.Poll`.
+        asked_for: Gives the number of the last checkpoint that the launcher asked this rank for.
 
     Attributes:
         seconds: For which checkpoints held this rank up.
@@ -98,16 +106,26 @@ class Keeper:
         *,
         stop_when_full: bool = False,
         callbacks: Callbacks | None = None,
+        copies: int | None = None,
+        door: Door | None = None,
+        asked_for: Callable[[], int] = lambda: 0,
     ) -> None:
         self._training, self._comms, self._store = training, comms, store
         self._policy, self._tell, self._stop_when_full = policy, tell, stop_when_full
-        self._writer = Writer(store, keep)
+        self._copies = Copies(comms, store, keep, asked(copies))
+        self._writer = Writer(store, keep, self._copies.published)
         self._lock = Lock(store.root, os.environ.get(jobenv.RUN_ID, ""))
-        self._notice, self._poll = Notice(), Poll(comms)
+        self._token = 0  # of whoever writes, the same on every rank
+        self._notice, self._door = Notice(), door
+        self._asked_for, self._answered = asked_for, 0
+        self._poll = Poll(comms, door)
         self._saved_at, self._saved_step = time.monotonic(), -1
-        self._full, self._good_step = "", 0
+        self._full, self._fenced, self._good_step = "", "", 0
+        self._uncopied, self._ending = "", False  # why, as it was last told
         self._callbacks, self._told_step = callbacks, 0
         self._in_parts = False
+        self._writes = comms.world.rank == 0
+        self._owed = False  # a checkpoint, at the end of the step
         self.seconds = 0.0
         training.models.wait_with(self.settle)
 
@@ -123,6 +141,7 @@ class Keeper:
         first = self._comms.world.rank == 0
         self._comms.together(lambda: self._lock.take() if first else None)
         try:
+            known = self._known_token()
             sharded = parallel.is_sharded(self._training.models.module)
             self._in_parts = sharded and folder_of_all(self._comms, self._store.root)
             loaded = load(self._comms, want, self._store, self._warn, sharded=sharded)
@@ -132,21 +151,80 @@ class Keeper:
                 self._comms.together(lambda: check_identity(loaded, self._training.identity))
                 restore(loaded, self._training, self._comms)
                 self._saved_step = self._good_step = self._told_step = loaded.step
+            self._claim(known)
+            self._meet()
         except BaseException:
+            self._copies.close()
             self._lock.release()
             raise
         self._notice.open()
         return loaded
 
+    def join(self) -> None:
+        """In place of :meth:`open`, in a process that joins others: they have all that it needs."""
+        self._notice.open()
+
+    def joined(self) -> None:
+        """It has the others' state."""
+        self._good_step = self._told_step = self._training.progress.step
+
     def _warn(self, text: str) -> None:
         self._tell("checkpoint skipped", warning=text)
 
     def _set_aside(self) -> None:
-        """A new beginning in an old folder leaves the old checkpoints, under another name."""
+        """A new beginning in an old folder leaves the old checkpoints, under another name.
+
+        On every disk: what another rank has would be resumed from as soon as this run has less.
+        """
+        sees = who_sees(self._comms, self._store.root)[self._comms.world.rank]
         if self._comms.world.rank == 0 and self._store.found()[0]:
             self._store.root.rename(rundir.aside(self._store.root))
             self._lock.release()
             self._lock.take()
+        elif not sees and self._store.found()[0]:
+            with contextlib.suppress(OSError):  # another rank of this disk was quicker
+                self._store.root.rename(rundir.aside(self._store.root))
+
+    def _known_token(self) -> int:
+        """The largest that any rank has heard of, or has on its disk."""
+        mine = max(self._token, self._store.newest_token())
+        return int(self._comms.rows(torch.tensor([mine])).max())
+
+    def _claim(self, known: int) -> None:
+        """Makes rank 0 the one that writes: a former writer publishes nothing from now on."""
+
+        def claim() -> None:
+            if self._comms.world.rank == 0:
+                try:
+                    self._store.claim(known, self._lock.owner.describe())
+                except OSError as error:  # it will be told of again when a checkpoint is due
+                    self._store.token = known + 1
+                    self._warn(f"{self._store.root} cannot be written to: {error.strerror}")
+
+        self._comms.together(claim)
+        self._token = int(self._comms.rows(torch.tensor([self._store.token]))[0])
+        self._store.token = self._token
+
+    def regrouped(self) -> None:
+        """To be called by every member of a new group of ranks: its rank 0 writes from now on."""
+        writes = self._comms.world.rank == 0
+        if not int(self._comms.rows(torch.tensor([int(self._lock.held)]))[0]):
+            known = self._known_token()
+            if writes:
+                with contextlib.suppress(OSError):
+                    self._lock.take(over=True)
+            self._claim(known)
+            self._owed = True  # what the former one was writing may not be there
+        self._writes = writes
+        self._owed = bool(self._comms.rows(torch.tensor([int(self._owed)])).any())  # some are new
+        self._meet()
+
+    def _meet(self) -> None:
+        """Finds out who keeps copies, and has them made of what is there."""
+        if problem := self._copies.meet():
+            text = f"fewer copies of checkpoints than were asked for: {problem}"
+            self._tell("warning", warning=text)
+        self._copies.published()
 
     # -- on the way ----------------------------------------------------------------------
 
@@ -156,7 +234,7 @@ class Keeper:
         Raises:
             Stopped: After the state was saved.
         """
-        if self._policy.due_by_step(self._training.progress.step):
+        if self._owed or self._policy.due_by_step(self._training.progress.step):
             self.save()
         self.look_up()
 
@@ -167,13 +245,18 @@ class Keeper:
         self.report()
         self._tell_saved()
         self._lock.refresh()
-        stop = bool(self._notice.stop or (self._full and self._stop_when_full))
+        stop = bool(self._notice.stop or self._fenced or (self._full and self._stop_when_full))
         late = self._policy.due_by_time(time.monotonic() - self._saved_at)
         save = self._notice.save or (self._comms.world.rank == 0 and late)  # by rank 0's clock
-        wishes = self._poll.ask(stop=stop, save=save)
+        asked = {"asked": self._asked_for(), "answered": self._answered}
+        wishes = self._poll.ask(stop=stop, save=save, **asked)
+        if wishes.stop:
+            self.regrouped()  # rank 0 may have been lost since the last batch
         if wishes.save or wishes.stop:
-            self._notice.save = False
+            self._notice.save, self._answered = False, wishes.asked
             self.save()
+            if wishes.fresh and self._comms.world.rank == 0:
+                self._tell("saving", step=self._saved_step)
         if wishes.stop:
             self._stop()
 
@@ -200,7 +283,16 @@ class Keeper:
 
     def _stop(self) -> None:
         self._writer.wait()
+        self._copies.hurry(HURRY_SECONDS)  # this host may be about to go
         self.report()
+        if fenced := self._comms.texts(self._fenced)[0]:
+            raise Fenced(
+                f"stopped after step {self._training.progress.step}: this job is not the one that"
+                " makes checkpoints any more",
+                found=fenced,
+                remedy="nothing, if this is what is left of an earlier start; else give each job"
+                " a --run-dir of its own",
+            )
         reasons = self._comms.texts(self._notice.stop or self._full)
         asked = next((rank for rank, text in enumerate(reasons) if text), None)
         why = "request" if asked is None else reasons[asked]
@@ -227,12 +319,13 @@ class Keeper:
             return
         before = time.perf_counter()
         self._saved_step, self._saved_at = self._training.progress.step, time.monotonic()
+        self._owed = False
         self._training.models.together(moments=True)
         with self._training.models.own_weights() as exchanged:
             snapshot = capture(self._training, self._comms, best=best, in_parts=self._in_parts)
             if self._in_parts:
                 self._write_together(snapshot)
-            elif self._comms.world.rank == 0:
+            elif self._writes:
                 self._writer.begin(snapshot)
             self.seconds += time.perf_counter() - before
             if exchanged:  # the evaluation goes on with the averages
@@ -253,7 +346,9 @@ class Keeper:
             self._writer.begin(snapshot, Part(Path(folder), world.rank, world.size))
 
     def report(self) -> None:
-        """Tells how the saves since the last time ended."""
+        """Tells how the saves, and the copies, since the last time ended."""
+        while not self._copies.outcomes.empty():
+            self._report_copy(self._copies.outcomes.get())
         while not self._writer.outcomes.empty():
             outcome = self._writer.outcomes.get()
             if not outcome.problem:
@@ -262,12 +357,34 @@ class Keeper:
                 self._tell("checkpoint", step=outcome.step, megabytes=size, seconds=seconds)
                 continue
             known, self._full = self._full, outcome.problem
+            if outcome.fenced:
+                self._fenced = outcome.problem
+                self._tell("checkpoint failed", step=outcome.step, warning=outcome.problem)
+                continue
             step = self._good_step
             good = f"the last good one is of step {step}" if step else "there is none yet"
             text = f"{outcome.problem}: the training continues without checkpoints, {good}"
             # shown once, until one can be made again
             about = {"problem": outcome.problem} if known else {"warning": text}
             self._tell("checkpoint failed", step=outcome.step, **about)
+
+    def _report_copy(self, copied: Copied) -> None:
+        if copied.hosts:
+            self._tell("checkpoint copied", **figures(copied))
+        if self._ending or self._training.progress.finished:
+            return  # other ranks may have left
+        known, self._uncopied = self._uncopied, copied.problem
+        if copied.problem:
+            where = f"only on {', '.join(copied.hosts)}" if copied.hosts else "on no other host"
+            text = f"the copy of step {copied.step} is {where} ({copied.problem})"
+            about = {"problem": copied.problem} if known else {"warning": text}
+            self._tell("checkpoint copy failed", step=copied.step, **about)
+
+    def renew(self) -> None:
+        """Begins anew in a new group of ranks: another one may be first, and write."""
+        self._poll = Poll(self._comms, self._door)
+        self._saved_step = -1  # what a lost rank was writing may not be there
+        self.regrouped()
 
     # -- the end -------------------------------------------------------------------------
 
@@ -277,10 +394,12 @@ class Keeper:
         Args:
             failed: Other ranks may be gone; nothing is expected of them any more.
         """
+        self._ending = True
         if failed:
             self._writer.give_up()
         self._writer.wait()
         self.report()
+        self._copies.close()
         try:
             if not failed:
                 self._tell_saved()

@@ -34,6 +34,8 @@ from paceline.train.comms import Comms
 from paceline.train.device import seed_all
 from paceline.train.disks import folder_of_all
 
+_NOTHING = (-1, -1)  # the version of what a rank without an offer has
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -81,11 +83,12 @@ def load(
     told: set[str] = set()
     _tell(comms, bad, warn, told)
     while True:
-        newest = comms.rows(torch.tensor([offers[0].step if offers else -1]))[:, 0]
-        owner = int(newest.argmax())  # of equals the lowest rank
-        if int(newest[owner]) < 0:
+        mine = offers[0].version if offers else _NOTHING
+        rows = [tuple(row) for row in comms.rows(torch.tensor(mine)).tolist()]
+        if max(rows) == _NOTHING:
             _refuse(want, store)
             return None
+        owner = rows.index(max(rows))  # of equals the lowest rank
         offer = offers[0] if comms.world.rank == owner else None
         loaded, problem = _read(comms, owner, offer, sharded)
         if loaded is not None:
@@ -293,9 +296,14 @@ def _restore(loaded: Loaded, training: Training, comms: Comms) -> None:
     for name, kept in unpack(state["extras"], rest).items():
         if name in training.extras:
             training.extras[name].load_state_dict(kept)
-    done, progress = state["progress"], training.progress
-    progress.step, progress.epoch, progress.offset = done["step"], done["epoch"], done["offset"]
+    stand(training, state)
     if state["ranks"] == comms.world.size:
         set_generators(loaded.tensors[RANDOM][str(comms.world.rank)], comms.device)
     else:  # other ranks have no state to resume from: new ones, but always the same
         seed_all(training.seed * 1_000_003 + loaded.step * 4_001 + comms.world.rank)
+
+
+def stand(training: Training, state: Mapping[str, Any]) -> None:
+    """Puts a training at the position in the data that a state has."""
+    done, progress = state["progress"], training.progress
+    progress.step, progress.epoch, progress.offset = done["step"], done["epoch"], done["offset"]

@@ -1,26 +1,42 @@
-"""A run's folder of checkpoints: what is there, what is newest, what may go, and who writes."""
+"""A run's folder of checkpoints: what is there, what is newest, what may go, and who writes.
+
+Who writes is kept apart by three things. A lock refuses a second job at its start. Where a lock
+does not reach (a host that is cut off, a process that was stopped for minutes, a disk without
+locks) each writer has a token, larger than all that were there before it, and publishes nothing
+once a larger one is there. And for a writer that was stopped between that look and the renaming,
+every name has its writer's token in it: what it makes late stands beside what others have made, as
+older than all of that, and what it removes late is nobody else's.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.spec import jobenv
-from paceline.spec.errors import SettingError
-from paceline.spec.rundir import CHECKPOINTS, WRITER
+from paceline.spec.errors import JobError, SettingError
+from paceline.spec.rundir import (
+    BEST,
+    CHECKPOINTS,
+    LATEST,
+    WRITER,
+    Version,
+    checkpoint_name,
+    pointed,
+    version_of,
+)
 from paceline.train import files
 from paceline.train.checkpoints.format import MANIFEST, Damaged, Manifest, read_manifest
-
-LATEST, BEST = "latest.json", "best.json"
 
 WANTS = ("auto", "never", "latest", "best")
 """What may be asked for besides a step and a folder."""
@@ -28,6 +44,15 @@ WANTS = ("auto", "never", "latest", "best")
 STALE_SECONDS = 60.0  # without a heartbeat from another host
 BEAT_SECONDS = 2.0  # between two heartbeats
 WATCH_SECONDS = 6.0  # for a heartbeat of one whose launcher is known to be gone
+
+
+_LOOK = ".look-"  # and a writer's token and process: a name that is there for a moment
+_CLAIM = ".token-"  # and a writer's token: the name of a file that says who has it
+_MAKING = re.compile(r"\.[0-9]+\.([0-9]+)\.([0-9]+)\.tmp")  # step, token, process
+
+
+class Fenced(JobError):
+    """A newer writer has taken the folder over: nothing more is published by this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +66,24 @@ class Found:
     def step(self) -> int:
         return self.manifest.step
 
+    @property
+    def version(self) -> Version:
+        """What is newer is larger; of a folder that somebody has named, only its step counts."""
+        named = version_of(self.path.name)
+        return (named[0] if named else 0), self.manifest.step
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Store:
     """All checkpoints of a run.
 
     Attributes:
         root: The folder that holds them.
+        token: Of this writer.
     """
 
     root: Path
+    token: int = 1
 
     def found(self) -> tuple[list[Found], list[str]]:
         """Checkpoints, newest first, and what was passed over with the reason."""
@@ -60,15 +93,11 @@ class Store:
                 good.append(Found(path, read_manifest(path)))
             except Damaged as problem:
                 bad.append(f"{path}: {problem}")
-        return sorted(good, key=lambda one: one.step, reverse=True), bad
+        return sorted(good, key=lambda one: one.version, reverse=True), bad
 
     def _folders(self) -> list[Path]:
         with contextlib.suppress(OSError):
-            return [
-                path
-                for path in self.root.iterdir()
-                if path.name.isdecimal() and len(path.name) < 20 and path.is_dir()
-            ]
+            return [one for one in self.root.iterdir() if version_of(one.name) and one.is_dir()]
         return []
 
     def wanted(self, want: str) -> tuple[list[Found], list[str]]:
@@ -81,57 +110,165 @@ class Store:
             return _at(Path(want).expanduser())
         found, bad = self.found()
         if want == "best":
-            best = self.pointed(BEST)
-            return [one for one in found if one.step == best], bad
+            best = self.best(found)
+            return ([best] if best else []), bad
         if want.isdecimal():
             return [one for one in found if one.step == int(want)], bad
         return found, bad
 
+    def best(self, found: Iterable[Found]) -> Found | None:
+        """Of these the one that was made last of a best state."""
+        named = pointed(self.root / BEST)
+        said = [o for o in found if o.path.name == named or o.manifest.about.get("best") is True]
+        return max(said, key=lambda one: one.version, default=None)
+
+    # -- who writes ----------------------------------------------------------------------
+
+    def newest_token(self) -> int:
+        """The largest that anybody here has, or has left behind; 0 in a new folder."""
+        with contextlib.suppress(OSError):
+            return max((_token_of(one.name) for one in self.root.iterdir()), default=0)
+        return 0
+
+    def claim(self, above: int, who: str) -> None:
+        """Takes a token that is larger than any here and than ``above``: a former writer is out.
+
+        Args:
+            above: The largest that is known of, here or elsewhere.
+            who: Who has it now, for people.
+
+        Raises:
+            OSError: The disk takes no more names.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        token = max(above, self.newest_token())
+        while True:
+            token += 1
+            mine = self.root / f"{_CLAIM}{token}"
+            with contextlib.suppress(FileExistsError):  # another one has come first
+                descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+                break
+        try:
+            with contextlib.suppress(OSError):  # a full disk: the name alone counts
+                os.write(descriptor, who.encode())
+        finally:
+            os.close(descriptor)
+        files.sync_folder(self.root)
+        self.token = token
+        for one in self.root.glob(f"{_CLAIM}*"):
+            if _token_of(one.name) < token:
+                one.unlink(missing_ok=True)
+
+    def stand(self) -> None:
+        """Returns where nobody has taken the folder over since :meth:`claim`.
+
+        Raises:
+            Fenced: Somebody has; says who.
+        """
+        look = self.root / self._look
+        with contextlib.suppress(OSError):  # a name of our own has a network disk list anew
+            look.touch()
+            look.unlink()
+        newest = self.newest_token()
+        if newest > self.token:
+            who = ""
+            with contextlib.suppress(OSError, ValueError):
+                who = (self.root / f"{_CLAIM}{newest}").read_text()[:300]
+            raise Fenced(
+                f"another writer has taken over {self.root}",
+                found=who or f"its token is {newest}, ours {self.token}",
+                remedy="nothing, if this is what is left of an earlier start; else give each job"
+                " a --run-dir of its own",
+            )
+
+    @property
+    def _look(self) -> str:
+        return f"{_LOOK}{self.token}-{os.getpid()}"
+
+    # -- writing -------------------------------------------------------------------------
+
     def temporary(self, step: int) -> Path:
         """An empty folder in which a checkpoint can be made."""
-        path = self.root / f".{step}.{os.getpid()}.tmp"
+        path = self.root / f".{step}.{self.token}.{os.getpid()}.tmp"
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         return path
 
     def publish(self, made: Path, one: Manifest) -> Path:
-        """Turns a finished folder into the checkpoint of its step, at once or not at all."""
+        """Turns a finished folder into the checkpoint of its step, at once or not at all.
+
+        Raises:
+            Fenced: A newer writer is there.
+        """
         files.write_bytes(made / MANIFEST, one.encode())
-        target = self.root / str(one.step)
-        aside = self.root / f".{one.step}.replaced.tmp"
-        if target.exists():  # of an attempt that was given up, or damaged
+        self.stand()
+        # From here on a newer writer may come at any moment: only names with our token are touched.
+        return self.place(made, (self.token, one.step), best=one.about.get("best") is True)
+
+    def place(self, made: Path, version: Version, *, best: bool) -> Path:
+        """Gives a whole folder its name and notes it; a former one of that name goes."""
+        name = checkpoint_name(version)
+        target, aside = self.root / name, self.root / f".{name}.replaced.tmp"
+        if target.exists():  # the same state, which turned out to be the best
             shutil.rmtree(aside, ignore_errors=True)
             files.replace(target, aside)
         files.replace(made, target)
         files.sync_folder(self.root)
         shutil.rmtree(aside, ignore_errors=True)
-        self.point(LATEST, one.step)
+        self.point(LATEST, version)
+        if best:
+            self.point(BEST, version)
         return target
 
-    def point(self, name: str, step: int) -> None:
-        """Notes a step for people and for ``best``; ``latest`` never relies on it."""
-        files.write_json(self.root / name, {"step": step})
-
-    def pointed(self, name: str) -> int | None:
-        """The step that was noted."""
-        with contextlib.suppress(
-            OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError
-        ):
-            return int(json.loads((self.root / name).read_text())["step"])
-        return None
+    def point(self, name: str, version: Version) -> None:
+        """Notes a checkpoint for people and for what is done with the best; only ever forward."""
+        known = version_of(pointed(self.root / name))
+        if known is None or known < version:
+            about = {"step": version[1], "checkpoint": checkpoint_name(version)}
+            files.write_json(self.root / name, about)
 
     def prune(self, keep: int) -> None:
         """Removes all but the newest ``keep`` and the best; and what a killed writer left."""
         found, _ = self.found()
-        for step in surplus([one.step for one in found], keep, {self.pointed(BEST)}):
+        best = self.best(found)
+        if best is not None:  # a former writer may have noted its own, late
+            self.point(BEST, best.version)
+        versions = [one.version for one in found]
+        for version in surplus(versions, keep, {best.version if best else None}):
+            if version[0] > self.token:  # somebody else's now
+                continue
             # Under this name it is no checkpoint any more, however far the removal comes.
-            gone = self.root / f".{step}.gone.tmp"
-            with contextlib.suppress(PermissionError):  # somebody reads it: next time
-                files.replace(self.root / str(step), gone)
+            name = checkpoint_name(version)
+            gone = self.root / f".{name}.gone.tmp"
+            # Somebody reads it: next time. Or a fenced writer was removing it at the same moment.
+            with contextlib.suppress(PermissionError, FileNotFoundError):
+                files.replace(self.root / name, gone)
             shutil.rmtree(gone, ignore_errors=True)
         for left in self.root.glob(".*.tmp"):
-            if left.is_dir() and left.suffixes[-2:-1] != [f".{os.getpid()}"]:
+            if not left.is_dir():
+                files.clear(left)
+            elif not self._under_way(left.name):
                 shutil.rmtree(left, ignore_errors=True)
+        for left in self.root.glob(f"{_LOOK}*"):
+            if left.name != self._look:
+                left.unlink(missing_ok=True)
+
+    def _under_way(self, name: str) -> bool:
+        """Whether it is a folder in which we, or a newer writer, make a checkpoint now."""
+        made = _MAKING.fullmatch(name)
+        if made is None:
+            return False
+        ours = int(made[1]) == self.token and int(made[2]) == os.getpid()
+        return ours or int(made[1]) > self.token
+
+
+def _token_of(name: str) -> int:
+    """Of a checkpoint's folder or of a claim; 0 of any other name."""
+    version = version_of(name)
+    if version is not None:
+        return version[0]
+    claimed = name.removeprefix(_CLAIM)
+    return int(claimed) if claimed != name and version_of(claimed) else 0
 
 
 def _at(path: Path) -> tuple[list[Found], list[str]]:
@@ -146,11 +283,13 @@ def _at(path: Path) -> tuple[list[Found], list[str]]:
         return [], [f"{path}: {problem}"]
 
 
-def surplus(steps: Collection[int], keep: int, protected: Collection[int | None]) -> list[int]:
-    """Which steps go: all but the newest ``keep`` and the protected ones; ``keep`` 0 keeps all."""
+def surplus(
+    found: Collection[Version], keep: int, protected: Collection[Version | None]
+) -> list[Version]:
+    """Which go: all but the newest ``keep`` and the protected ones; ``keep`` 0 keeps all."""
     if not keep:
         return []
-    return [step for step in sorted(steps, reverse=True)[keep:] if step not in protected]
+    return [one for one in sorted(found, reverse=True)[keep:] if one not in protected]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +313,31 @@ class Lock:
     Args:
         folder: The folder to be written to.
         run: Identity of the job; a later attempt of the same job takes the lock over.
+
+    Attributes:
+        held: This process may write, as far as the lock says.
     """
 
     def __init__(self, folder: Path, run: str = "") -> None:
         self._path = folder / WRITER
         self._run = run
         self._descriptor: int | None = None
+        self._locked = False  # by the kernel, too
         self._refresh_at = 0.0
 
-    def take(self) -> None:
+    @property
+    def held(self) -> bool:
+        return self._descriptor is not None
+
+    def take(self, *, over: bool = False) -> None:
         """Takes the lock.
+
+        A holder whose end is known, or who gives no sign of life, may still have the kernel's lock:
+        it is frozen, on its way out, or on a host that a server of files has not given up yet. It
+        is taken over: its token keeps it from publishing anything later.
+
+        Args:
+            over: The launcher has said that this process writes now.
 
         Raises:
             SettingError: Another job writes there; says which.
@@ -191,7 +345,9 @@ class Lock:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            if files.lock(descriptor) is False or self._alive_elsewhere(descriptor):
+            self._locked = files.lock(descriptor) is not False
+            refused = self._alive_elsewhere if self._locked else self._alive_with_lock
+            if not over and refused(descriptor):
                 raise self._refused(_owner(descriptor))
         except BaseException:
             os.close(descriptor)
@@ -199,6 +355,14 @@ class Lock:
         self._descriptor = descriptor
         _TAKEN.add(self)
         self._write(descriptor)
+
+    def _alive_with_lock(self, descriptor: int) -> bool:
+        """A holder of the kernel's lock that must be believed to write."""
+        owner = _owner(descriptor)
+        if owner is None or not owner.run:
+            return True
+        ended = owner.run == self._run or self._launched_here()
+        return not ended or self._beats(os.fstat(descriptor).st_mtime)
 
     def _alive_elsewhere(self, descriptor: int) -> bool:
         """A holder on a host that the kernel's lock does not reach."""
@@ -237,9 +401,14 @@ class Lock:
         )
 
     def _write(self, descriptor: int) -> None:
-        mine = Owner(socket.gethostname(), os.getpid(), time.strftime("%F %T"), self._run)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(asdict(mine)).encode(), 0)
+        with contextlib.suppress(OSError):  # of SMB, while a former writer holds the kernel's lock
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(asdict(self.owner)).encode(), 0)
+
+    @property
+    def owner(self) -> Owner:
+        """This process."""
+        return Owner(socket.gethostname(), os.getpid(), time.strftime("%F %T"), self._run)
 
     def refresh(self) -> None:
         """The heartbeat; cheap enough for every step."""
@@ -247,6 +416,7 @@ class Lock:
         if self._descriptor is not None and now >= self._refresh_at:
             self._refresh_at = now + BEAT_SECONDS
             with contextlib.suppress(OSError):
+                self._locked = self._locked or files.lock(self._descriptor) is not False
                 os.utime(self._path)
 
     def leave(self) -> None:

@@ -27,7 +27,7 @@ from paceline.train.checkpoints.format import (
     write_chunks,
     write_tensors,
 )
-from paceline.train.checkpoints.store import BEST, Store
+from paceline.train.checkpoints.store import Fenced, Store
 
 _SPARE = 1 << 20  # for manifest, pointers and the file system's own needs
 PATIENCE = 60.0  # seconds in which nothing at all is written
@@ -37,12 +37,16 @@ _LOOK = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a save ended: ``problem`` is empty when it went well."""
+    """How a save ended: ``problem`` is empty when it went well.
+
+    ``fenced``: another writer has taken over, which is the end of this one.
+    """
 
     step: int
     seconds: float
     bytes: int
     problem: str = ""
+    fenced: bool = False
 
 
 class Writer:
@@ -51,14 +55,17 @@ class Writer:
     Args:
         store: Where.
         keep: How many of the newest stay; 0 keeps all.
+        published: Called by the thread after each checkpoint that is there.
 
     Attributes:
         copier: Its ``wait`` returns when parameters may change again.
         outcomes: How the saves ended, in their order.
     """
 
-    def __init__(self, store: Store, keep: int) -> None:
-        self._store, self._keep = store, keep
+    def __init__(
+        self, store: Store, keep: int, published: Callable[[], None] = lambda: None
+    ) -> None:
+        self._store, self._keep, self._published = store, keep, published
         self.copier = Copier()
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -88,17 +95,19 @@ class Writer:
             self._thread = None
 
     def _work(self, snapshot: Snapshot, finish: Callable[[], Files], part: Part | None) -> None:
-        started, problem = time.monotonic(), ""
+        started, problem, fenced = time.monotonic(), "", False
         try:
             tensors = finish()
             if part is not None and part.rank:
                 contribute(part, lambda: _write_files(snapshot, tensors, part.folder))
             else:
                 self._write(snapshot, tensors, part)
+        except Fenced as error:
+            problem, fenced = f"{error.message} ({error.found})", True
         except Exception as error:  # whatever it is, it ends no training
             problem = str(error) or type(error).__name__
         seconds = time.monotonic() - started
-        self.outcomes.put(Outcome(snapshot.step, seconds, snapshot.bytes, problem))
+        self.outcomes.put(Outcome(snapshot.step, seconds, snapshot.bytes, problem, fenced))
 
     def _write(self, snapshot: Snapshot, tensors: Files, part: Part | None) -> None:
         """Writes what is this process's, waits for other ranks' parts, and publishes."""
@@ -109,10 +118,12 @@ class Writer:
             if part is not None:
                 entries |= collect(part, self._given_up)
             self._store.publish(folder, Manifest(snapshot.step, entries, snapshot.about))
+        except OSError:
+            self._store.stand()  # a newer writer may have cleared our folder away
+            raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        if snapshot.best:
-            self._store.point(BEST, snapshot.step)
+        self._published()
         self._store.prune(self._keep)
 
     def prepare(self, step: int, needed: int) -> Path:

@@ -3,7 +3,7 @@
 Line and coding are measured before the first step, and computing in it: so there is a choice after
 one step, and a better one after each of the next two. First steps compute longer than others, which
 only errs towards leaving out less. Then where the time of some steps went decides. It looks again
-when moving bytes takes longer or shorter than it did, and now and then, for a network that became
+when communication takes longer or shorter than it did, and now and then, for a network that became
 quicker shows in nothing. All ranks measure together and decide by the slowest, so alike.
 """
 
@@ -32,7 +32,7 @@ _EARLY = 3  # steps after each of which there is a choice for the time being
 _DEAR, _MEANWHILE = 1.0, "int8"  # seconds of all bytes: not even the first step is exact then
 _LONG, _LARGE = 0.1, 1 << 24  # seconds or bytes of a probe that says how quick the line is
 _SAMPLE = 1 << 20  # elements that are coded for a measurement
-_CHANGED = 0.15  # part of a step by which moving bytes differs from before: worth a look
+_CHANGED = 0.15  # part of a step by which communication differs from before: worth a look
 _COST = 0.002  # part of the time that looking again may take
 _MOVING, _WAITING = PARTS.index("moving"), PARTS.index("waiting")
 
@@ -57,7 +57,7 @@ class Auto:
         self.choice: Choice | None = None
         self.settled, self.since = False, 0
         self._seen: list[Tensor] = []  # seconds of each rank and part, by step
-        self._usual: float | None = None  # part of a step that moving bytes took at first
+        self._usual: float | None = None  # part of a step that communication took at first
         self._changed, self._since, self._again = 0, 0, 0
         self._begun: int | None = None
         self._line, self._fresh = self._measured(), True  # no look has used it yet
@@ -179,7 +179,9 @@ class Auto:
     def _sum(self, elements: int) -> float:
         tensor = torch.zeros(elements, device=self._comms.device)
         began = self._now()
-        self._wire.sum(tensor)
+        self._comms.event(
+            lambda: self._comms.come() if self._comms.stale else self._wire.sum(tensor)
+        )
         return self._now() - began
 
     def _now(self) -> float:
@@ -191,7 +193,7 @@ class Auto:
         self.choice = choice
         self._exchange.put_off(None)
         if choice.way == "exact":  # DDP's own way costs least, and is what Overlap begins with
-            self._exchange.buckets(*self._exchange.usual, plain=True)
+            self._exchange.as_made()
             return
         size = max(1, 4 * self._exchange.elements // choice.buckets)
         self._exchange.buckets(size, max(1, size // 2) if choice.buckets > 1 else size)

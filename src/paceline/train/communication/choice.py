@@ -8,17 +8,17 @@ from typing import Any
 from torch.optim import Optimizer
 
 from paceline.spec import communication
+from paceline.spec.figures import lasting
 from paceline.train.comms import Comms
 from paceline.train.communication import METHODS
 from paceline.train.communication.auto import Auto
 from paceline.train.communication.coded import Coded
-from paceline.train.communication.forecast import duration
 from paceline.train.communication.local import Local
 from paceline.train.communication.powersgd import PowerSgd
 from paceline.train.exchange import Exchange, Line
 from paceline.train.pace import PARTS, Look
 
-_WORTH = 0.2  # part of a step that moving bytes may take before other ways are spoken of
+_WORTH = 0.2  # part of a step that communication may take before other ways are spoken of
 _LEAST = 0.01  # seconds of a step that it takes then
 _STEPS = 8  # that this is judged by
 _PARTS, _SMALLEST = 8, 1 << 18  # so many buckets, and the least bytes of one
@@ -55,16 +55,42 @@ class Communication:
         self.asked, self._exchange, self._comms = communication.asked(text), exchange, comms
         self._optimizer = optimizer
         self._auto: Auto | None = None
-        self._seen: list[tuple[float, float]] = []  # of a step: moving bytes, all of it
-        self._told = False
+        self._seen: list[tuple[float, float]] = []  # of a step: communication, all of it
+        self._told, self._steps = False, 0
         if self.asked.name == "auto":
             self._auto = Auto(exchange, comms, self._take)
-        elif self.asked.name != "exact":
-            size = max(_SMALLEST, 4 * exchange.elements // _PARTS)
-            exchange.buckets(size, size // 2)
-            self._take(self.asked.name)
+        else:
+            self._as_asked()
         if self.asked.name == "local":
             exchange.send_buffers(False)
+
+    def _as_asked(self) -> None:
+        if self.asked.name == "exact":
+            return
+        size = max(_SMALLEST, 4 * self._exchange.elements // _PARTS)
+        self._exchange.buckets(size, size // 2)
+        self._take(self.asked.name)
+
+    def renew(self, step: int) -> None:
+        """Begins anew in a new group of ranks, whose exchange has; a collective.
+
+        What ranks have not said yet of their gradients is dropped: some would have said it already.
+
+        Args:
+            step: Global steps done.
+        """
+        self._seen.clear()
+        if self._comms.alone:  # there is nothing to exchange
+            return
+        if self._auto is None:
+            self._as_asked()
+        else:
+            kept = self._auto.state()
+            self._auto = Auto(self._exchange, self._comms, self._take)
+            self._auto.load_state(kept)
+        if (method := self._exchange.method) is not None:
+            self.begin(self._steps)
+            method.take_alike({"steps": step})
 
     def _take(self, name: str) -> None:
         method, before = METHODS[name](self._exchange.line()), self._exchange.method
@@ -76,7 +102,7 @@ class Communication:
 
     def begin(self, steps: int) -> str:
         """Says how many steps the training has; returns what is to be told."""
-        method = self._exchange.method
+        method, self._steps = self._exchange.method, steps
         if not isinstance(method, (PowerSgd, Local)):
             return ""
         said = method.begin(steps)
@@ -113,11 +139,13 @@ class Communication:
 
     def computed(self, seconds: Callable[[], float]) -> None:
         """Takes how long this rank computed in the last step, if that matters; 0: not known."""
-        if self._auto is not None:
+        if self._auto is not None and not self._comms.alone:
             self._auto.stepped(seconds)
 
     def looked(self, look: Look) -> str:
         """Takes where the time of the last steps went; what is to be said about it, once."""
+        if self._comms.alone:  # the others were lost
+            return ""
         if self._auto is not None:
             said = self._auto.looked(look)
             return f"communication: {said}" if said else ""
@@ -137,19 +165,19 @@ class Communication:
         return self._advice(spent, whole)
 
     def _advice(self, moving: float, whole: float) -> str:
-        """What other ways would give, where moving bytes costs so much of a step."""
+        """What other ways would give, where communication costs so much of a step."""
         ranks, count = self._comms.world.size, self._exchange.elements
         line = Line(None, self._comms.world.rank, ranks)
         sent = {
             way: METHODS[way](line).sent(count, ranks) for way in ("exact", "fp16", "int8", "int4")
         }
         others = ", ".join(
-            f"{way} {duration(whole - moving * (1 - one / sent['exact']))}"
+            f"{way} {lasting(whole - moving * (1 - one / sent['exact']))}"
             for way, one in sent.items()
             if way != "exact"
         )
         return (
-            f"moving gradients takes {moving / whole:.0%} of a step of {duration(whole)};"
+            f"communication takes {moving / whole:.0%} of a step of {lasting(whole)};"
             f" --communication would make it about: {others}"
             " (auto measures and chooses; in a script session.prepare(…, communication='auto'))"
         )
@@ -161,8 +189,28 @@ class Communication:
             return {}
         kept: dict[str, Any] = {"method": "exact", "rests": {}}
         if method is not None:
-            kept = {"method": method.name, "rests": method.state()}
+            rests: dict[str, Any] = {}
+            self._comms.meet(lambda: None if self._comms.stale else rests.update(method.state()))
+            kept = {"method": method.name, "rests": rests}
         return kept if self._auto is None else {**kept, "auto": self._auto.state()}
+
+    def alike(self) -> dict[str, Any]:
+        """What is the same on every rank of :meth:`state`; no collective."""
+        method = self._exchange.method
+        if self.asked.name == "exact":
+            return {}
+        kept: dict[str, Any] = {"method": "exact", "alike": {}}
+        if method is not None:
+            kept = {"method": method.name, "alike": method.alike()}
+        return kept if self._auto is None else {**kept, "auto": self._auto.state()}
+
+    def take_alike(self, state: dict[str, Any]) -> None:
+        """Takes what :meth:`alike` gave."""
+        if self._auto is not None:
+            self._auto.load_state(state.get("auto", {}))
+        method = self._exchange.method
+        if method is not None and state.get("method") == method.name:
+            method.take_alike(state["alike"])
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes what :meth:`state` gave; of another method nothing is left to say."""

@@ -179,6 +179,12 @@ class Coded:
         self._layouts.clear()
         self._kept.load_state(state)
 
+    def alike(self) -> dict[str, Any]:
+        return {}  # rests only, of which each rank has its own
+
+    def take_alike(self, state: dict[str, Any]) -> None:
+        pass
+
     def sent(self, elements: int, ranks: int) -> int:
         whole = -(-elements // BLOCK) * BLOCK
         if ranks <= 2:

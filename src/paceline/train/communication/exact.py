@@ -26,5 +26,11 @@ class Exact:
     def load_state(self, state: dict[str, Any]) -> None:
         pass
 
+    def alike(self) -> dict[str, Any]:
+        return {}
+
+    def take_alike(self, state: dict[str, Any]) -> None:
+        pass
+
     def sent(self, elements: int, ranks: int) -> int:
         return 2 * (ranks - 1) * 4 * elements // ranks

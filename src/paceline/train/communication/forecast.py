@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.spec.figures import lasting
+
 CANDIDATES = ("exact", "fp16", "int8", "int4")
 """From the least to the most that is left out. No other is taken without being asked for."""
 NEARLY = 1.05
@@ -73,13 +75,13 @@ class Choice:
     def said(self, measured: Measured) -> str:
         """In one line."""
         others = ", ".join(
-            f"{name} {duration(one)}" for name, one in self.seconds.items() if name != self.way
+            f"{name} {lasting(one)}" for name, one in self.seconds.items() if name != self.way
         )
         line = measured.sent["exact"] / measured.rate
         return (
-            f"{self.way}, by which a step takes about {duration(self.seconds[self.way])}"
-            f" ({others}): computing takes {duration(measured.computing)}, and"
-            f" {measured.sent['exact'] / 1e6:.1f} MB of gradients {duration(line)}"
+            f"{self.way}, by which a step takes about {lasting(self.seconds[self.way])}"
+            f" ({others}): computing takes {lasting(measured.computing)}, and"
+            f" {measured.sent['exact'] / 1e6:.1f} MB of gradients {lasting(line)}"
             f" at {measured.rate * 8e-6:,.0f} Mbit/s"
         )
 
@@ -99,8 +101,3 @@ def chosen(measured: Measured, now: str = "") -> Choice:
     if less and seconds[now] <= NEARLY**2 * quickest:
         way = now
     return Choice(way, found[way][0], seconds)
-
-
-def duration(seconds: float) -> str:
-    """``0.31 s`` or ``8.2 ms``."""
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"

@@ -153,6 +153,13 @@ class Local:
             "ways": self._ways.state(),
         }
 
+    def alike(self) -> dict[str, Any]:
+        return {"steps": self._steps, "momentum": dict(self._moving)}
+
+    def take_alike(self, state: dict[str, Any]) -> None:
+        self._steps, self._apart, self._before = state.get("steps", 0), 0, {}
+        self._moving = dict(state.get("momentum", {}))
+
     def load_state(self, state: dict[str, Any]) -> None:
         self._steps, self._apart, self._before = state.get("steps", 0), 0, {}
         self._moving = dict(state.get("momentum", {}))

@@ -195,6 +195,12 @@ class PowerSgd:
         self._factors = dict(state.get("factors", {}))
         self._kept.load_state(state.get("rests", {}))
 
+    def alike(self) -> dict[str, Any]:
+        return {"steps": self._steps, "factors": dict(self._factors)}
+
+    def take_alike(self, state: dict[str, Any]) -> None:
+        self._steps, self._factors = state.get("steps", 0), dict(state.get("factors", {}))
+
     def sent(self, elements: int, ranks: int) -> int:
         for layout in self._layouts.values():
             matrices = layout.matrices

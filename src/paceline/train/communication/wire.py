@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.train.exchange import Line
+from paceline.train.waits import wait
 
 
 class Wire:
@@ -17,12 +18,13 @@ class Wire:
 
     def sum(self, tensor: Tensor) -> None:
         """The sum over all ranks, in place; the same bits on every rank."""
-        dist.all_reduce(tensor, group=self._group)
+        wait(dist.all_reduce(tensor, group=self._group, async_op=True), tensor)
 
     def swap(self, messages: Tensor) -> Tensor:
         """Row r goes to rank r; what came, in rank order. uint8, shape ``[ranks, n]``."""
         came = torch.empty_like(messages)
-        dist.all_to_all_single(came, messages, group=self._group)
+        work = dist.all_to_all_single(came, messages, group=self._group, async_op=True)
+        wait(work, came)
         return came
 
     def share(self, message: Tensor) -> Tensor:
@@ -33,7 +35,7 @@ class Wire:
         if message.device.type == "cpu":
             self._exchange(message, every)
         else:
-            dist.all_gather(list(every), message, group=self._group)
+            wait(dist.all_gather(list(every), message, group=self._group, async_op=True), message)
         return every
 
     def _exchange(self, message: Tensor, every: Tensor) -> None:
@@ -42,22 +44,24 @@ class Wire:
         sizes = [0 if rank == self.rank else len(message) for rank in range(self.ranks)]
         came = message.new_empty(others * len(message))
         given = message if others == 1 else message.repeat(others)
-        dist.all_to_all_single(came, given, sizes, sizes, group=self._group)
+        group = self._group
+        wait(dist.all_to_all_single(came, given, sizes, sizes, group=group, async_op=True), came)
         every[self.rank] = message
         rows = came.view(others, -1)
         every[: self.rank], every[self.rank + 1 :] = rows[: self.rank], rows[self.rank :]
 
     def at_first(self, tensor: Tensor) -> None:
         """The sum over all ranks, on rank 0 only, in place."""
-        dist.reduce(tensor, 0, group=self._group)
+        wait(dist.reduce(tensor, 0, group=self._group, async_op=True), tensor)
 
     def from_first(self, tensor: Tensor) -> None:
         """What rank 0 has, on every rank, in place."""
-        dist.broadcast(tensor, 0, group=self._group)
+        wait(dist.broadcast(tensor, 0, group=self._group, async_op=True), tensor)
 
     def gather(self, message: Tensor) -> Tensor | None:
         """Every rank's message on rank 0, which alone gets them. uint8, shape ``[n]`` each."""
         first = self.rank == 0
         every = message.new_empty(self.ranks, len(message)) if first else None
-        dist.gather(message, None if every is None else list(every), 0, group=self._group)
+        rows = None if every is None else list(every)
+        wait(dist.gather(message, rows, 0, group=self._group, async_op=True), message)
         return every

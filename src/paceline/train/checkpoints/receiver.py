@@ -1,0 +1,277 @@
+"""Where copies of checkpoints arrive: a thread of one rank of a host that is not rank 0's.
+
+It takes a checkpoint from who knows the job's key, piece by piece onto the disk, and gives it its
+name when every file has the hash that the manifest tells. A writer whose token is older than what
+is there is refused, as it is on its own disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.spec.rundir import version_of
+from paceline.train import files
+from paceline.train.checkpoints.format import MANIFEST, Damaged, Manifest, parse_manifest
+from paceline.train.checkpoints.store import Fenced, Store
+
+PIECE = 1 << 18  # bytes after which the writer waits for a sign
+GOOD, BAD = b"+", b"-"  # the sign
+SPARE = 16 << 20  # bytes of a disk that copies leave free
+
+_NONCE, _MAC = 16, 32
+_LONGEST = 1 << 24  # bytes of a message: a manifest of thousands of files
+_GREETING_S = 5.0
+_PATIENCE_S = 60.0
+
+
+class Refused(Exception):
+    """The other side does not take it, or not from us; the text says why."""
+
+
+class Talk:
+    """A connection on which each message is proven to come from who knows the key, in order.
+
+    What is between messages (the content of files) is proven by the hashes in the manifest.
+
+    Args:
+        connection: Closed by its owner.
+        key: Of the job.
+        calls: On the side that has connected.
+
+    Raises:
+        OSError: The connection ends, or nothing comes.
+        Refused: By ``hear``: the other side does not know the key.
+    """
+
+    def __init__(self, connection: socket.socket, key: bytes, *, calls: bool) -> None:
+        self.connection = connection
+        connection.settimeout(_GREETING_S)
+        mine = secrets.token_bytes(_NONCE)
+        connection.sendall(mine)
+        theirs = self.exactly(_NONCE)
+        both = mine + theirs if calls else theirs + mine
+        self._key = hmac.digest(key, b"paceline checkpoints" + both, "sha256")
+        self._mine, self._theirs = (b"c", b"s") if calls else (b"s", b"c")
+        self._said = self._heard = 0
+
+    def say(self, **message: Any) -> None:
+        body = json.dumps(message).encode()
+        mac = self._mac(self._mine, self._said, body)
+        self._said += 1
+        self.connection.sendall(len(body).to_bytes(4, "big") + mac + body)
+
+    def hear(self) -> dict[str, Any]:
+        length = int.from_bytes(self.exactly(4), "big")
+        if length > _LONGEST:
+            raise Refused("this is no message of ours")
+        mac = self.exactly(_MAC)
+        body = self.exactly(length)
+        if not hmac.compare_digest(mac, self._mac(self._theirs, self._heard, body)):
+            raise Refused("it does not know this job's key")
+        self._heard += 1
+        self.connection.settimeout(_PATIENCE_S)
+        message = json.loads(body)
+        if problem := message.get("problem"):
+            raise Refused(str(problem))
+        return dict(message)
+
+    def exactly(self, count: int) -> bytes:
+        """So many bytes."""
+        parts = []
+        while count:
+            part = self.connection.recv(min(count, PIECE))
+            if not part:
+                raise ConnectionResetError("the connection has ended")
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def _mac(self, side: bytes, number: int, body: bytes) -> bytes:
+        return hmac.digest(self._key, side + number.to_bytes(8, "big") + body, "sha256")
+
+
+class Receiver:
+    """Takes copies into this host's folder of checkpoints, until it is closed.
+
+    Args:
+        root: The folder.
+        key: Of the job.
+        address: Of this host, as the others reach it.
+
+    Attributes:
+        place: Address and port.
+        token: The largest that this rank has heard of.
+    """
+
+    def __init__(self, root: Path, key: bytes, address: str) -> None:
+        self._root, self._key = root, key
+        self.token = 0
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=4)
+        self.place: tuple[str, int] = self._listener.getsockname()[:2]
+        self._open = True
+        self._thread = threading.Thread(target=self._serve, name="paceline-copies", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """False when its socket was cut, as a rank's sockets are that is to leave a collective."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Takes nothing more; what is half there goes."""
+        self._open = False
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while self._open:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            # whoever it is and whatever is wrong with it, the next one is served
+            with connection, contextlib.suppress(OSError, ValueError, Refused):
+                self._receive(Talk(connection, self._key, calls=False))
+
+    def _receive(self, talk: Talk) -> None:
+        offer = talk.hear()
+        try:
+            answer = self._take(talk, offer)
+        except (Refused, Damaged, Fenced, OSError, ValueError, KeyError, TypeError) as problem:
+            talk.say(problem=_said(problem))
+        else:
+            talk.say(**answer)
+
+    def _take(self, talk: Talk, offer: Mapping[str, Any]) -> dict[str, bool]:
+        """A checkpoint that is offered, with the pruning after it."""
+        raw = str(offer["manifest"]).encode()
+        name, manifest = str(offer["name"]), parse_manifest(raw)
+        version, store = version_of(name), Store(self._root, int(offer["token"]))
+        if version is None or version[1] != manifest.step or version[0] > store.token:
+            raise Refused(f"{name[:100]!r} is no name of this checkpoint")
+        if store.token < self.token:
+            raise Refused("another writer has taken over")
+        store.stand()
+        with contextlib.suppress(OSError):
+            if (self._root / name / MANIFEST).read_bytes() == raw:
+                return {"here": True}
+        needed = sum(entry.bytes for entry in manifest.files.values())
+        self._root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._root).free
+        if free < needed + SPARE:
+            room = f"{needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free"
+            raise Refused(f"the disk of {self._root} is too full: {room}")
+        made = self._root / f".{name}.copy.tmp"
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir()
+        try:
+            talk.say(send=True)
+            _write(talk, made, manifest, lambda: self._open)
+            (made / MANIFEST).write_bytes(raw)
+            store.stand()
+            store.place(made, version, best=manifest.about.get("best") is True)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+        store.prune(int(offer["keep"]))
+        return {"taken": True}
+
+
+def _said(problem: BaseException) -> str:
+    if isinstance(problem, OSError) and problem.strerror:
+        return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror
+    return str(getattr(problem, "message", problem))[:300] or type(problem).__name__
+
+
+def _write(talk: Talk, folder: Path, manifest: Manifest, wanted: Callable[[], bool]) -> None:
+    """The files' contents as they come; with each piece the writer gets a sign."""
+    try:
+        for name, entry in sorted(manifest.files.items()):
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            digest, left = hashlib.sha256(), entry.bytes
+            with path.open("xb", buffering=0) as file:
+                while left:
+                    piece = talk.exactly(min(left, PIECE))
+                    if not wanted():
+                        raise Refused("this rank is leaving")
+                    rest = memoryview(piece)
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                    digest.update(piece)
+                    left -= len(piece)
+                    if left:
+                        talk.connection.sendall(GOOD)
+                os.fsync(file.fileno())
+            if digest.hexdigest() != entry.sha256:
+                raise Refused(f"{name} did not arrive as it was written (its hash differs)")
+            if entry.bytes:
+                talk.connection.sendall(GOOD)
+        for parent in {(folder / name).parent for name in manifest.files}:
+            files.sync_folder(parent)
+    except (OSError, Refused):
+        with contextlib.suppress(OSError):
+            talk.connection.sendall(BAD)
+        raise
+
+
+def send(
+    talk: Talk,
+    store: Store,
+    name: str,
+    keep: int,
+    rest: Callable[[float], None],
+) -> int:
+    """Offers a checkpoint and sends it where it is wanted; the bytes that were sent.
+
+    Args:
+        talk: With a receiver.
+        store: Of the writer.
+        name: Of the checkpoint there.
+        keep: How many the receiver keeps.
+        rest: Called with the seconds that each piece took; returns when the next may go.
+
+    Raises:
+        Refused: The receiver does not take it.
+        OSError: The connection has ended, or the checkpoint is gone.
+        Damaged: The checkpoint is not whole.
+    """
+    folder = store.root / name
+    raw = (folder / MANIFEST).read_bytes()
+    manifest = parse_manifest(raw)
+    with contextlib.ExitStack() as opened:
+        # all at once: what is pruned meanwhile can be read on
+        contents = [
+            (entry.bytes, opened.enter_context((folder / file).open("rb")))
+            for file, entry in sorted(manifest.files.items())
+        ]
+        talk.say(name=name, manifest=raw.decode(), token=store.token, keep=keep)
+        if not talk.hear().get("send"):
+            return 0
+        for size, file in contents:
+            left = size
+            while left:
+                begun = time.perf_counter()
+                piece = file.read(min(left, PIECE))
+                if not piece:
+                    raise Damaged(f"{file.name} is shorter than it was")
+                talk.connection.sendall(piece)
+                if talk.exactly(1) != GOOD:
+                    talk.hear()  # raises what is wrong
+                left -= len(piece)
+                rest(time.perf_counter() - begun)
+    talk.hear()
+    return sum(size for size, _ in contents)

@@ -26,15 +26,19 @@ def take(count):
     return data
 
 def ours_alone(path, sticky=False):
-    """Nobody else can change what is at a resolved path: like sshd, up to the root."""
+    """Nobody else can change what is at a resolved path: like sshd, up to the root.
+
+    Whose the root itself is does not matter: everything here is theirs. (Where root has no number,
+    as in a container of an ordinary user, it is nobody's.)
+    """
     while True:
-        about = os.lstat(path)
-        shared = about.st_mode & 0o022 and not (sticky and about.st_mode & 0o1000)
-        if shared or about.st_uid not in (0, os.getuid()):
+        about, above = os.lstat(path), os.path.dirname(path)
+        if about.st_mode & 0o022 and not (sticky and about.st_mode & 0o1000):
             return False
-        above = os.path.dirname(path)
         if above == path:
             return True
+        if about.st_uid not in (0, os.getuid()):
+            return False
         path, sticky = above, True
 
 def place(digest):
@@ -140,7 +144,7 @@ def boot(digest, chosen):
                 unpack(folder, archive, digest)
                 extra = ["--temporary"]
         except OSError as problem:
-            say("disk %s: %s" % (problem.filename, problem.strerror))
+            os.write(2, ("paceline-boot: no room: %s\n" % problem).encode("utf-8", "replace"))
             sys.exit(1)
     sys.path.insert(0, folder)
     from paceline_agent.entry import main

@@ -18,6 +18,9 @@ CERT the certificate's SHA-256, both hexadecimal)::
 
 Then the launcher sends records (four bytes of length and so many bytes; length 0 means that
 nothing more comes), and the node sends the agent's output as it is.
+
+A connection that ends without that record has broken. Then we call again and start the agent's
+command once more, to which the launcher says to meet the living agent (see ``reconnection.py``).
 """
 
 import hashlib
@@ -40,9 +43,15 @@ MAGIC = "paceline-call"
 WRONG_KEY = "wrong-key"
 LINE_LIMIT = 1 << 16
 CONNECT_S = 3.0
+SILENT_MS = 4000  # after which what was sent and nobody acknowledged has broken the connection
+AGAIN_S = 0.2  # between two calls after a break
+ANSWER_S = 5.0  # for the answer to such a call
+REFUSED_S = 2.0  # nobody listens there any more: the launcher has ended
+OWN_END_S = 2.0
 PIECE = 1 << 16
 FULL = 1 << 20  # bytes under way in one direction, above which no more are read
 RECORD = struct.Struct(">I")
+USER_TIMEOUT = 18  # of Linux' TCP; some Pythons do not name it
 
 
 class Refused(Exception):
@@ -73,7 +82,7 @@ def dial(
     while True:
         for host, port in addresses:
             try:
-                return call(host, port, key, about)
+                return call(host, port, key, about, CONNECT_S * 20)  # it may wait for other nodes
             except OSError as error:
                 problem = OSError("%s port %d: %s" % (host, port, error.strerror or error))
         if time.monotonic() > deadline:
@@ -81,18 +90,22 @@ def dial(
         time.sleep(pause)
 
 
-def call(host: str, port: int, key: bytes, about: Dict[str, Any]) -> ssl.SSLSocket:
-    """One call; the connection is ready for the agent's stream when this returns."""
+def call(host: str, port: int, key: bytes, about: Dict[str, Any], patience: float) -> ssl.SSLSocket:
+    """One call; the connection is ready for the agent's stream when this returns.
+
+    ``patience``: seconds for the launcher to say how it likes us.
+    """
     plain = socket.create_connection((host, port), CONNECT_S)
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    plain.setsockopt(socket.IPPROTO_TCP, USER_TIMEOUT, SILENT_MS)
     connection = plain
     try:
         try:
             connection = encrypted = unverified().wrap_socket(plain)
         except (ssl.SSLError, ValueError):
             raise OSError("something else answers there") from None
-        greet(encrypted, key, about)
+        greet(encrypted, key, about, patience)
     except BaseException:
         connection.close()
         raise
@@ -109,15 +122,14 @@ def unverified() -> ssl.SSLContext:
     return context
 
 
-def greet(connection: ssl.SSLSocket, key: bytes, about: Dict[str, Any]) -> None:
+def greet(connection: ssl.SSLSocket, key: bytes, about: Dict[str, Any], patience: float) -> None:
     """Proves that we know the key to the owner of the certificate that we see; hears the same."""
     seen = hashlib.sha256(connection.getpeercert(True) or b"").hexdigest()
     nonce = os.urandom(16).hex()
     text = json.dumps(about)
     proof = mac(key, "caller", seen, nonce, text)
     connection.sendall(("%s %s %s %s\n" % (MAGIC, nonce, proof, text)).encode())
-    # the launcher may wait for other nodes before it says how it likes us
-    connection.settimeout(CONNECT_S * 20)
+    connection.settimeout(patience)
     said = read_line(connection).rstrip("\n")
     if said == WRONG_KEY:
         raise OSError("the launcher that answers there has another key")
@@ -140,7 +152,7 @@ def read_line(connection: ssl.SSLSocket) -> str:
 
 
 class Wires:
-    """Passes an agent's three streams on through TLS, until it has ended.
+    """Passes an agent's three streams on through TLS, until it has ended or the way has broken.
 
     One thread, nothing waits on a single stream: a TLS connection must not be read and written by
     two threads at once.
@@ -157,18 +169,20 @@ class Wires:
         self._from = {agent.stdout.fileno(): frames, agent.stderr.fileno(): errors}
         self._unsent = {frames: bytearray(), errors: bytearray()}
         self._frames: Optional[ssl.SSLSocket] = frames
+        self._errors: Optional[ssl.SSLSocket] = errors  # on which nothing comes but its end
         self._undelivered = bytearray()  # what the agent has not taken yet
         self._in_record = 0
         self._header = b""
         self._last = False  # the launcher has said that nothing more comes
+        self._broken = False
         for one in (self._stdin, *self._from):
             os.set_blocking(one, False)
         frames.setblocking(False)
         errors.setblocking(False)
 
-    def run(self) -> None:
-        """Returns when all that the agent said has been sent, or nobody listens any more."""
-        while self._from or any(self._unsent.values()):
+    def run(self) -> bool:
+        """Returns when all that the agent said has been sent; True when the way has broken."""
+        while not self._broken and (self._from or any(self._unsent.values())):
             readable, writable = self._ready()
             for fd in [fd for fd in self._from if fd in readable]:
                 self._take_output(fd)
@@ -176,8 +190,11 @@ class Wires:
                 self._send(wire)
             if self._frames is not None and self._frames in readable:
                 self._take_input()
+            if self._errors is not None and self._errors in readable:
+                self._see_end(self._errors)
             if self._stdin is not None:
                 self._deliver()
+        return self._broken
 
     def _ready(self) -> Tuple[List[Any], List[Any]]:
         reads: List[Any] = [
@@ -187,6 +204,8 @@ class Wires:
         if self._frames is not None and len(self._undelivered) < FULL:
             reads.append(self._frames)
             pending = [self._frames] if self._frames.pending() else []
+        if self._errors is not None:
+            reads.append(self._errors)
         writes: List[Any] = [wire for wire, data in self._unsent.items() if data]
         if self._stdin is not None and self._undelivered:
             writes.append(self._stdin)
@@ -208,7 +227,7 @@ class Wires:
                 del unsent[: wire.send(unsent[:PIECE])]
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
-        except OSError:  # nobody listens any more; the agent finds out by the end of its input
+        except OSError:  # nobody listens any more
             del self._unsent[wire]
             self._hang_up()
 
@@ -224,6 +243,17 @@ class Wires:
             self._hang_up()
         while data and not self._last:
             data = self._take_record(data)
+
+    def _see_end(self, errors: ssl.SSLSocket) -> None:
+        try:
+            if errors.recv(PIECE):
+                return
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return
+        except OSError:
+            pass
+        self._errors = None
+        self._hang_up()
 
     def _take_record(self, data: bytes) -> bytes:
         """Takes the beginning of what came; returns the rest."""
@@ -241,7 +271,8 @@ class Wires:
         return data[missing:]
 
     def _hang_up(self) -> None:
-        self._frames, self._last = None, True
+        """In order, if it was said before."""
+        self._frames, self._broken = None, not self._last
 
     def _deliver(self) -> None:
         assert self._stdin is not None
@@ -294,11 +325,73 @@ def become_agent(config: Dict[str, Any], key: bytes) -> int:
     agent = subprocess.Popen(argv, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe)
     for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(one, lambda number, _: agent.send_signal(number))
-    Wires(agent, frames, errors).run()
-    for wire in (frames, errors):
-        wire.close()
+    own, addresses = (
+        agent,
+        sorted(config["addresses"], key=lambda a: a[0] != frames.getpeername()[0]),
+    )
+    while Wires(own, frames, errors).run() or not ends(agent):
+        hang_up(own, frames, errors)
+        called = call_again(agent, addresses, key, about)
+        if called is None:
+            break
+        frames, errors = called
+        own = subprocess.Popen(argv, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe)
+    hang_up(own, frames, errors)
+    own.wait()
     code = agent.wait()
     return code if code >= 0 else 128 - code
+
+
+def ends(agent: "subprocess.Popen[bytes]") -> bool:
+    """Whether it is the agent that has ended, not only what was to meet it on another way."""
+    try:
+        agent.wait(AGAIN_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def hang_up(own: "subprocess.Popen[bytes]", *wires: ssl.SSLSocket) -> None:
+    """Closes what connected a process with the launcher: both its ends have gone."""
+    for one in (own.stdin, own.stdout, own.stderr, *wires):
+        if one is not None:
+            one.close()
+
+
+def call_again(
+    agent: "subprocess.Popen[bytes]", addresses: List[Any], key: bytes, about: Dict[str, Any]
+) -> Optional[Tuple[ssl.SSLSocket, ssl.SSLSocket]]:
+    """Calls while the agent lives; ``None`` when it does not, or is to end: nobody is there."""
+    refused_at = None
+    while agent.poll() is None:
+        refused = 0
+        for host, port in addresses:
+            try:
+                frames = call(host, port, key, dict(about, stream="frames", again=True), ANSWER_S)
+                errors = call(host, port, key, dict(about, stream="errors", again=True), ANSWER_S)
+                return frames, errors
+            except ConnectionRefusedError:
+                refused += 1
+            except Refused:
+                dismiss(agent)
+                return None
+            except OSError:
+                pass
+        now = time.monotonic()
+        refused_at = None if refused < len(addresses) else refused_at or now
+        if refused_at is not None and now - refused_at > REFUSED_S:
+            dismiss(agent)
+            return None
+        time.sleep(AGAIN_S)
+    return None
+
+
+def dismiss(agent: "subprocess.Popen[bytes]") -> None:
+    """Asks an agent to end that nobody will meet again, unless it does so by itself."""
+    try:
+        agent.wait(OWN_END_S)
+    except subprocess.TimeoutExpired:
+        agent.terminate()
 
 
 def main(text: str) -> None:

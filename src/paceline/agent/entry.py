@@ -19,7 +19,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     if role == "guard":
         from . import guard
 
-        return guard.main(int(args[0]))
+        return guard.main(int(args[0]), int(args[1]))
     from . import server
 
     return server.main(folder, chosen_python=args[0], temporary="--temporary" in args)

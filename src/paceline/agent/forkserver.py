@@ -2,7 +2,7 @@
 
 Runs under the job's own interpreter and environment. It takes orders over a Unix socket and reports
 every exit. An order is its length (32 bits, big-endian), then JSON: ``{"attempt": …}`` is what all
-ranks of an attempt share, ``{"rank": …}`` starts one of them and brings its three pipes,
+ranks of an attempt share, ``{"rank": …}`` starts one of them and brings its four pipes,
 ``{"store": …}`` starts the store and brings its socket. It has one thread and never imports
 anything of a CUDA context, so forking is safe. A rank is its own session and dies with the
 fork server; the fork server dies with the agent.
@@ -25,12 +25,12 @@ import time
 import traceback
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from . import procs, title
+from . import procs, title, warm
 
 Message = Dict[str, Any]
 LENGTH = struct.Struct(">I")
 ONECCL = "oneccl_bindings_for_pytorch"
-PIPES = 3  # of a rank: output, errors, events
+PIPES = 4  # of a rank: output, errors, events; and control, from which it reads
 # what may end a rank: it waits while a fork is not yet the rank, which would lose it otherwise
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -71,7 +71,8 @@ def _preload(modules: List[str]) -> Message:
             "traceback": traceback.format_exc(),
         }
     seconds = round(time.monotonic() - begun, 3)
-    return dict(_loaded(), event="imported", seconds=seconds)
+    sources = warm.sources(list(sys.modules.values()))
+    return dict(_loaded(), event="imported", seconds=seconds, sources=sources)
 
 
 def _import(module: str) -> None:

@@ -5,7 +5,13 @@ A frame is ``MAGIC``, two big-endian 32-bit lengths, a JSON object (UTF-8) and r
     4 bytes MAGIC | u32 length of JSON | u32 length of blob | JSON | blob
 
 Whatever stands outside a frame (login banners, noise of shell start-up files) is kept apart and
-never read as data. What an agent says waits in its :class:`Outbox`.
+never read as data. What an agent says waits in its :class:`Outbox`. How long frames are cut into
+pieces, and which go first, says ``lanes.py``; how much is under way, ``pace.py``.
+
+A conversation may outlive its stream. Both sides count the frames that they heard, and every frame
+says in ``heard`` how many that were when it was made; what was not heard yet is kept
+(:class:`Unheard`). On a new stream each side begins with the first frame that the other one has not
+heard, so none is lost and none comes twice.
 """
 
 from __future__ import annotations
@@ -14,7 +20,13 @@ import json
 import os
 import struct
 import threading
-from typing import Any, Dict, List, Optional, Tuple
+import time
+from collections import deque
+from itertools import islice
+from typing import Any, Deque, Dict, Iterator, List, Optional, Tuple
+
+from . import lanes
+from .pace import Pace
 
 MAGIC = b"\xf5PL1"
 _HEADER = struct.Struct(">4sII")
@@ -24,7 +36,11 @@ MAX_ANSWER = 12 * 1024 * 1024  # of JSON from a node: parsed, it may take twenty
 MAX_ANSWER_BLOB = 2 * 1024 * 1024
 MOST_DIGITS = 20  # of a whole number
 MOST_WASTED = 64 * 1024 * 1024  # bytes of what looked like frames and was none
-HIGH_WATER = 8 * 1024 * 1024  # bytes after which the ranks' output is not read on
+HIGH_WATER = 8 * 1024 * 1024  # bytes after which the ranks' output is not read on, at most
+OUTPUT_LEAST = 64 * 1024  # bytes of it that are always read
+SAY_HEARD = 4 * 1024  # bytes heard, after which who has nothing to say says that it heard them
+AT_ONCE = 1 << 16  # bytes of one write
+FRAMES_AT_ONCE = 64
 
 Message = Dict[str, Any]
 
@@ -134,58 +150,200 @@ class Decoder:
         del self.noise[: -self._keep]
 
 
-class Outbox:
-    """Frames on their way to the launcher: bounded, never blocking the loop, safe from threads.
-
-    A queue of encoded frames in front of a non-blocking descriptor.
+class Unheard:
+    """Frames that were said, until the other side has told that it heard them.
 
     Attributes:
-        broken: True after the reader has gone; further frames are dropped.
+        size: Bytes of them all.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._heard = 0  # how many there were before the first that is kept
+        self._frames: Deque[bytes] = deque()
+
+    def add(self, frame: bytes) -> None:
+        """Keeps one that was just said."""
+        self._frames.append(frame)
+        self.size += len(frame)
+
+    def heard(self, count: object) -> int:
+        """Lets go of the first ``count`` frames of the conversation; how many of these are new.
+
+        What was known before is no news. ValueError when so many were never said.
+        """
+        if not isinstance(count, int) or not 0 <= count <= self.said:
+            raise ValueError("so many messages were never sent")
+        fresh = max(0, count - self._heard)
+        for _ in range(fresh):
+            self.size -= len(self._frames.popleft())
+        self._heard += fresh
+        return fresh
+
+    @property
+    def said(self) -> int:
+        """How many frames there were in all."""
+        return self._heard + len(self._frames)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._frames)
+
+    def take_back(self) -> List[bytes]:
+        """Those that are kept, the oldest first; they count as not said."""
+        frames, self._frames, self.size = list(self._frames), deque(), 0
+        return frames
+
+
+class Outbox:
+    """What is said to the launcher: bounded, never blocking the loop, safe from threads.
+
+    Lanes of frames, of which as much is under way as the line carries soon, in front of a
+    non-blocking descriptor.
+
+    Attributes:
+        fd: Where they go, if it is not ``broken``.
+        broken: True after the reader has gone. Further frames wait if the outbox keeps them, else
+            they are dropped.
+        keeps: What was written is kept until it was heard: another stream may come.
+        heard: How many of the launcher's frames we have heard.
     """
 
     def __init__(self, fd: int, wake_fd: int) -> None:
         self.fd = fd
         self.broken = False
+        self.keeps = False
+        self.heard = 0
         self._wake_fd = wake_fd
-        self._data = bytearray()
+        self._lanes = lanes.Lanes()
+        self._pace = Pace()
+        self._hurry = False
+        self._unsent: Deque[bytes] = deque()
+        self._waiting = 0  # bytes of these
+        self._begun = 0  # bytes of the first that are out
+        self._unheard = Unheard()
         self._lock = threading.Lock()
 
     @property
     def pending(self) -> int:
-        """Bytes not yet written."""
-        return len(self._data)
+        """Bytes that may be written now."""
+        return self._waiting - self._begun
+
+    @property
+    def empty(self) -> bool:
+        """Whether all has been written."""
+        return not self._unsent and not self._lanes
 
     @property
     def full(self) -> bool:
-        return self.pending > HIGH_WATER
+        """Whether more of the ranks' output would make what comes after it late."""
+        waiting = self._waiting + self._unheard.size + self._lanes.size(lanes.TALK)
+        if self.broken:
+            return waiting > HIGH_WATER
+        return waiting > max(OUTPUT_LEAST, min(HIGH_WATER, 4 * self._pace.window))
 
     def post(self, message: Message, blob: bytes = b"") -> None:
         """Queues a frame; from any thread. ValueError when it is longer than a launcher takes."""
-        frame = encode(message, blob, MAX_ANSWER)
+        frame = encode(dict(message, heard=self.heard), blob, MAX_ANSWER)
+        lane = lanes.lane_of(message, len(frame), blob)
         with self._lock:
-            if not self.broken:
-                self._data += frame
+            if (self.broken and not self.keeps) or (self._hurry and lane == lanes.FILES):
+                pass
+            elif lane == lanes.AT_ONCE:
+                self._let_go(frame)
+            else:
+                self._lanes.add(lane, frame)
+                self._fill()
         self._wake()
+
+    def hurry(self) -> None:
+        """What there is to say is to go now: the last of it comes soon, and no file after it."""
+        with self._lock:
+            self._hurry = True
+            self._lanes.clear(lanes.FILES)
+            self._fill()
+
+    def _fill(self) -> None:
+        """Lets go what there is room for on the line."""
+        while self._lanes and (self._hurry or self._pace.room):
+            frame, about, data = self._lanes.next(self._pace)
+            self._let_go(frame or encode(dict(about, heard=self.heard), data))
+
+    def _let_go(self, frame: bytes) -> None:
+        self._unsent.append(frame)
+        self._waiting += len(frame)
+        self._pace.sent(len(frame), time.monotonic(), bool(self._lanes))
 
     def flush(self) -> None:
         """Writes what the descriptor takes now."""
         with self._lock:
-            while self._data and not self.broken:
-                written = self._write(memoryview(self._data)[: 1 << 16])
+            while self._unsent and not self.broken:
+                written = self._write()
                 if written is None:
                     break
-                del self._data[:written]
+                self._begun += written
+                self._set_aside()
 
-    def _write(self, chunk: memoryview) -> Optional[int]:
-        with chunk:
-            try:
-                return os.write(self.fd, chunk)
-            except BlockingIOError:
-                return None
-            except OSError:
-                self.broken = True
-                self._data = bytearray()
-                return None
+    def _write(self) -> Optional[int]:
+        pieces = [memoryview(self._unsent[0])[self._begun : self._begun + AT_ONCE]]
+        length = len(pieces[0])
+        for frame in islice(self._unsent, 1, FRAMES_AT_ONCE):
+            if length == AT_ONCE:
+                break
+            pieces.append(memoryview(frame)[: AT_ONCE - length])
+            length += len(pieces[-1])
+        try:
+            return os.writev(self.fd, pieces)
+        except BlockingIOError:
+            return None
+        except OSError:
+            self._break()
+            return None
+
+    def _set_aside(self) -> None:
+        """What has gone out whole is no longer unsent."""
+        while self._unsent and self._begun >= len(self._unsent[0]):
+            frame = self._unsent.popleft()
+            self._begun -= len(frame)
+            self._waiting -= len(frame)
+            self._unheard.add(frame)
+
+    def _break(self) -> None:
+        self.broken, self._begun = True, 0  # half a frame is as good as none
+        if not self.keeps:
+            self._lanes.clear()
+            self._unsent.clear()
+            self._waiting = 0
+
+    def cut(self) -> None:
+        """Nothing more goes out by the descriptor."""
+        with self._lock:
+            self._break()
+
+    def heard_by_launcher(self, count: object) -> None:
+        """How many of our frames it has heard. ValueError when so many were never sent."""
+        with self._lock:
+            if fresh := self._unheard.heard(count):
+                self._pace.heard(fresh, time.monotonic())
+                self._fill()
+
+    def has_said(self, count: int) -> bool:
+        """Whether so many frames of all have gone out."""
+        with self._lock:
+            return 0 <= count <= self._unheard.said
+
+    def go_on(self, fd: int, count: int) -> None:
+        """Begins on another descriptor, after the first ``count`` frames of all."""
+        with self._lock:
+            self._unheard.heard(count)
+            again = self._unheard.take_back()
+            self._unsent.extendleft(reversed(again))
+            self._waiting += sum(map(len, again))
+            self.fd, self.broken, self._begun = fd, False, 0
+            self._pace = Pace()  # it is another line
+            for frame in self._unsent:
+                self._pace.sent(len(frame), time.monotonic(), bool(self._lanes))
+            self._fill()
+        self._wake()
 
     def _wake(self) -> None:
         try:

@@ -7,39 +7,93 @@ parent it chose. When the guard itself is killed, the agent notices and ends the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from typing import List
 
 from . import procs
 
+CHANGED = signal.SIGUSR1  # to the guard: its standard error is another
 STOPPED_S = 1.0  # how long the agent may stand still
 
 
-def fork_agent(package: str) -> None:
+class Errors:
+    """Tells the guard where its standard error goes from now on: the first login may have ended.
+
+    It reads that when it has something to say; until then only the last word counts.
+    """
+
+    def __init__(self) -> None:
+        self._ours, self.guards = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        for one in (self._ours, self.guards):
+            one.setblocking(False)  # the flags of send_fds and recv_fds are not heeded everywhere
+
+    def go_to(self, fd: int) -> None:
+        with contextlib.suppress(OSError):
+            for former in _descriptors_in(self.guards):
+                os.close(former)
+            socket.send_fds(self._ours, [b"e"], [fd])
+
+    def go_at_once(self) -> None:
+        """Has the guard let go of the former one, whose login cannot end while it is held."""
+        with contextlib.suppress(OSError):
+            os.kill(os.getppid(), CHANGED)
+
+
+def _descriptors_in(channel: socket.socket) -> List[int]:
+    """Those that wait there."""
+    found: List[int] = []
+    with contextlib.suppress(OSError):  # no more
+        while fds := socket.recv_fds(channel, 1, 1)[1]:
+            found += fds
+    return found
+
+
+def fork_agent(package: str) -> Errors:
     """Splits this process in two: returns in the agent, while the guard goes its own way.
 
     Args:
         package: Folder that this code lies in; the guard is a fresh interpreter of it.
     """
     procs.adopt_orphans()  # kept over exec, not handed to the child
+    errors = Errors()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [CHANGED])  # kept over exec, until it is heeded
     agent = os.fork()
-    if agent == 0:
-        return
-    # -B: the agent may be gone, and its folder with it, before this one has read its own code
-    argv = [sys.executable, "-I", "-S", "-B", package, "guard", str(agent)]
-    os.execv(argv[0], argv)
+    if agent:
+        errors.guards.set_inheritable(True)
+        # -B: the agent may be gone, and its folder with it, before this one has read its own code
+        argv = [sys.executable, "-I", "-S", "-B", package, "guard", str(agent)]
+        os.execv(argv[0], [*argv, str(errors.guards.fileno())])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [CHANGED])
+    return errors
 
 
-def main(agent: int) -> int:
-    """Waits for the agent's end; ends what it left; ends as it did."""
+def main(agent: int, errors: int) -> int:
+    """Waits for the agent's end; ends what it left; ends as it did.
+
+    Args:
+        agent: Its pid.
+        errors: Descriptor by which the agent told of other standard errors.
+    """
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
     _let_go([0, 1])
+    channel = socket.socket(fileno=errors)
+
+    def take_errors(*_: object) -> None:
+        for fd in _descriptors_in(channel):
+            os.dup2(fd, 2)
+            os.close(fd)
+
+    signal.signal(CHANGED, take_errors)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [CHANGED])
     status = _wait_for(agent)
+    take_errors()
     if os.WIFSIGNALED(status):  # it could say nothing itself
         sys.stderr.write("paceline guard: the agent was killed by %s\n" % _name(status))
         sys.stderr.flush()

@@ -187,9 +187,15 @@ def _replace(source: int, name: str, folder: int, target: str) -> None:
         time.sleep(READERS_S / 50)
 
 
-def write_file(root: str, path: str, data: bytes) -> None:
-    """Writes a whole file: under its name is either what was there before or all of ``data``."""
-    file = Arriving(root, path)
+def write_file(root: str, path: str, data: bytes, durable: bool = True) -> None:
+    """Writes a whole file: under its name is either what was there before or all of ``data``.
+
+    Args:
+        root, path: The folder, and where the file belongs below it.
+        data: All of it.
+        durable: Flush it to the disk first.
+    """
+    file = Arriving(root, path, durable)
     try:
         file.add(0, data)
         file.finish()

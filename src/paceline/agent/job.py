@@ -8,13 +8,23 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Set, Tuple
 
-from . import activation, forkserver, memory, procs, stackdump, title
+from . import (
+    activation,
+    collectives,
+    facts,
+    forkserver,
+    held,
+    memory,
+    procs,
+    stackdump,
+    title,
+    warm,
+)
 
 Message = Dict[str, Any]
 Post = Callable[..., None]
@@ -26,6 +36,8 @@ UNDER_WAY = 16  # ranks that were ordered and have not begun
 ORDER_S = 2.0  # for an order to go out to the fork server
 LOOK_S = 0.5  # between two looks at the processes' states
 FROZEN_SERVER_S = 1.0  # how long a fork server may stand still before it is given up
+CHILD_S = 0.03  # until the stack of a child of a rank has come
+MOST_CHILDREN = 16  # of a rank that are looked at
 BUSY = 0.02  # of a CPU: who uses less does nothing
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -41,26 +53,50 @@ class Rank:
         self.ended_at = 0.0
         self.told = False
         self.fds: Dict[int, str] = {}  # read end -> "out" | "err" | "events"
+        self.control: Optional[int] = None  # write end of the pipe by which it is told
+        self.unsaid = bytearray()  # what did not fit into that pipe yet
         self.partial = b""  # an unfinished line of the events pipe
         self.peak = 0  # bytes of memory, at most
         self.seen = stackdump.StackDump()
         self.active_at = time.monotonic()  # when it last used a CPU or said something
-        self.stopped_at: Optional[float] = None  # since when it stands still by a signal
+        self.held = held.Standstill()
         self._looked_at = self.active_at
         self._cpu = 0
 
     def look(self, now: float) -> None:
-        """Notes whether the process works, waits, or was stopped."""
+        """Notes whether the process works, waits, or is held up."""
         stat = None if self.process is None else procs.read_stat(self.process.pid)
         if stat is None or self.process is None or stat.start != self.process.start:
             return
-        if stat.state != "T":
-            self.stopped_at = None
-        elif self.stopped_at is None:
-            self.stopped_at = now
-        if stat.cpu - self._cpu > BUSY * TICKS * (now - self._looked_at):
+        worked = stat.cpu - self._cpu > BUSY * TICKS * (now - self._looked_at)
+        worked = worked and now > self.seen.disturbed_until
+        if worked:
             self.active_at = now
+        self.held.look(now, stat, worked)
         self._cpu, self._looked_at = stat.cpu, now
+
+    def tell(self, line: bytes) -> None:
+        """Writes a line to the rank as soon as its pipe takes it; never waits."""
+        if self.control is not None and len(self.unsaid) < MAX_LINE:
+            self.unsaid += line
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes on, as far as the pipe takes it."""
+        try:
+            while self.unsaid and self.control is not None:
+                del self.unsaid[: os.write(self.control, self.unsaid)]
+        except BlockingIOError:
+            pass
+        except OSError:  # it has ended, or closed its end
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """Closes the pipe to the rank."""
+        if self.control is not None:
+            os.close(self.control)
+            self.control = None
+        self.unsaid.clear()
 
     @property
     def over(self) -> bool:
@@ -72,9 +108,11 @@ class Rank:
     def end_message(self) -> Message:
         status = self.status or 0
         signaled = os.WIFSIGNALED(status)
-        seen = {"state": self.seen.state, "stack": self.seen.stack}
+        seen: Message = {"state": self.seen.state, "stack": self.seen.stack}
+        if self.seen.calls:
+            seen["calls"] = self.seen.calls
         return {
-            **({"seen": seen} if self.seen.asked else {}),
+            **({"seen": seen} if self.seen.asked or self.seen.calls else {}),
             "event": "rank ended",
             "rank": self.rank,
             "code": None if signaled else os.WEXITSTATUS(status),
@@ -87,14 +125,26 @@ class Rank:
 class NodeJob:
     """What one agent runs for one job.
 
-    Its life: :meth:`prepare` (fork server imports), :meth:`start` (ranks of one attempt),
-    :meth:`stop` or the ranks' own end, possibly :meth:`start` again, :meth:`close`.
+    Its life: :meth:`prepare` (fork server imports), :meth:`start` (ranks of one attempt), perhaps
+    :meth:`add` (ranks in the place of lost ones), :meth:`stop` or the ranks' own end, possibly
+    :meth:`start` again, :meth:`close` or :meth:`rest`.
+
+    Args:
+        post: Tells the launcher.
+        package: Folder or archive that this agent runs from.
+        kept: A fork server of an earlier job.
     """
 
-    def __init__(self, post: Post, package: str) -> None:
+    def __init__(self, post: Post, package: str, kept: Optional[warm.Kept] = None) -> None:
         self._post = post
-        self._package = package  # folder or archive that this agent runs from
+        self._package = package
+        self._kept = kept
+        self._wanted: Optional[warm.Wanted] = None  # what the fork server was started with
+        self._imported: Optional[Message] = None  # what it said then
+        self._sources: List[List[Any]] = []
+        self._login: Message = {}
         self.token = ""
+        self.errors = 2  # descriptor of the fork server's own words
         self.ranks: List[Rank] = []
         self.running = False
         self._server: Optional["subprocess.Popen[bytes]"] = None
@@ -123,7 +173,8 @@ class NodeJob:
     def prepare(self, request: Message) -> None:
         """Starts the fork server, which reports when its imports are done.
 
-        A second time when the first one died.
+        One that was kept, and is what a new one would be, has done them already. A second time
+        when the first one died.
 
         Args:
             request: ``python`` (absolute path), ``preload`` (modules), ``env`` (to be added),
@@ -134,16 +185,24 @@ class NodeJob:
         self._yielded = self._activated.intersection(request.get("defaults", ()))
         request = dict(request, env=self._without_yielded(request["env"]))
         self._received, self._frozen_at, self._given_up = b"", None, False
-        ours, theirs = socket.socketpair()
         env = environment(dict(os.environ) if self._base is None else self._base, request)
+        self._login = {"env": warm.of_the_login(env), "umask": warm.umask()}
+        self._wanted, self._imported = warm.wanted(request, env, facts.library_folders()), None
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.serves(self._wanted):
+            self._go_on_with(kept)
+            return
+        if kept is not None:
+            kept.close()
+        ours, theirs = socket.socketpair()
         try:
             self._server = subprocess.Popen(
                 [request["python"], self._package, "forkserver", str(theirs.fileno())]
                 + [str(os.getpid()), title.ROOM, *request["preload"]],
                 env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,
-                stderr=sys.stderr,
+                stdout=self.errors,
+                stderr=self.errors,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -154,6 +213,11 @@ class NodeJob:
             theirs.close()
         ours.setblocking(False)
         self._channel = ours
+
+    def _go_on_with(self, kept: warm.Kept) -> None:
+        self._server, self._channel, self.token = kept.server, kept.channel, kept.token
+        self._imported, self._sources = kept.imported, kept.sources
+        self._post(dict(kept.imported, seconds=0.0))
 
     def start(self, request: Message, store_listener: Optional[socket.socket]) -> None:
         """Starts the ranks of one attempt.
@@ -166,16 +230,54 @@ class NodeJob:
         if self._channel is None:
             raise RuntimeError("the fork server is gone")
         procs.make_room_for_descriptors(forkserver.PIPES * len(request["ranks"]))
-        self.ranks = [Rank(spec["rank"], spec["local_rank"]) for spec in request["ranks"]]
-        self.running, self._stopping, self._kill_at = True, None, None
+        self.ranks = []
+        self._unstarted.clear()
+        self._stopping, self._kill_at = None, None
+        if store_listener is not None:
+            self.open_store(request["store"], store_listener)
+        self._begin(request)
+
+    def add(self, request: Message) -> None:
+        """Starts ranks into a running attempt, in the place of those that have ended.
+
+        Args:
+            request: As for :meth:`start`; what ranks share may be of a node that is new to them.
+
+        Raises:
+            RuntimeError: The fork server is gone, or such a rank runs.
+        """
+        if self._channel is None:
+            raise RuntimeError("the fork server is gone")
+        wanted = {spec["rank"] for spec in request["ranks"]}
+        former = [rank for rank in self.ranks if rank.rank in wanted]
+        if any(rank.status is None for rank in former):
+            raise RuntimeError("such a rank still runs")
+        for rank in former:
+            self._end_group(rank)
+            if not rank.told:
+                self._finish(rank)
+        procs.make_room_for_descriptors(forkserver.PIPES * len(wanted))
+        self.ranks = [rank for rank in self.ranks if rank.rank not in wanted]
+        self._begin(request)
+
+    def _begin(self, request: Message) -> None:
+        """Orders ranks; of those that are there already nothing changes."""
+        ranks = [Rank(spec["rank"], spec["local_rank"]) for spec in request["ranks"]]
+        self.ranks += ranks
+        self.running = True
         self._kills_before = memory.kills()
         shared = {k: v for k, v in request.items() if k != "ranks"}
-        self._order({"attempt": dict(shared, env=self._without_yielded(request["env"]))})
-        if store_listener is not None:
-            self._order({"store": request["store"]}, [store_listener.fileno()])
-        self._unstarted = deque(zip(self.ranks, request["ranks"]))
+        env = self._without_yielded(request["env"])
+        self._order({"attempt": dict(shared, env=env, login=self._login)})
+        self._unstarted.extend(zip(ranks, request["ranks"]))
         for _ in range(UNDER_WAY):
             self._start_next()
+
+    def open_store(self, where: Message, listener: socket.socket) -> None:
+        """Starts a rendezvous store; one that this node held before has ended already."""
+        if self._channel is None:
+            raise RuntimeError("the fork server is gone")
+        self._order({"store": where}, [listener.fileno()])
 
     def _without_yielded(self, env: Dict[str, str]) -> Dict[str, str]:
         return {name: value for name, value in env.items() if name not in self._yielded}
@@ -191,6 +293,9 @@ class NodeJob:
             os.set_blocking(read_end, False)
             rank.fds[read_end] = name
             ends.append(write_end)
+        read_end, rank.control = os.pipe()
+        os.set_blocking(rank.control, False)
+        ends.append(read_end)
         try:
             self._order({"rank": spec}, ends)
         finally:
@@ -220,6 +325,22 @@ class NodeJob:
             fds += [fd for fd, name in rank.fds.items() if take_output or name == "events"]
         return fds
 
+    def writers(self) -> List[int]:
+        """Pipes to ranks that could not take all that these were told."""
+        return [r.control for r in self.ranks if r.unsaid and r.control is not None]
+
+    def writable(self, fd: int) -> None:
+        """Writes on to one of :meth:`writers`."""
+        for rank in self.ranks:
+            if rank.control == fd:
+                rank.flush()
+
+    def tell(self, line: Message) -> None:
+        """Writes a line to every living rank's control pipe; waits for none of them."""
+        data = json.dumps(line).encode() + b"\n"
+        for rank in self._alive():
+            rank.tell(data)
+
     def readable(self, fd: int) -> None:
         """Reads from one of :meth:`readers`."""
         if self._channel is not None and fd == self._channel.fileno():
@@ -248,13 +369,23 @@ class NodeJob:
 
     def _from_server(self, message: Message) -> None:
         if "event" in message:
+            self._sources = message.pop("sources", [])
+            self._imported = message if message["event"] == "imported" else None
             self._post(message)
         elif "started" in message:
             self._started(message)
-        elif "exited" in message and not message.get("store"):
+        elif "exited" in message and message.get("store"):
+            if self._store is not None and self._store.pid == message["exited"]:
+                self._store = None
+                self._post({"event": "store ended", "time": message["time"]})
+        elif "exited" in message:
             rank = self._rank(message["local_rank"])
+            if rank.process is None or rank.process.pid != message["exited"]:
+                return  # another has its place by now
             rank.status, rank.ended_at = message["status"], message["time"]
             rank.peak = message["peak"]
+            if os.WIFSIGNALED(rank.status) and self._stopping is None:
+                self._end_group(rank)  # workers that it leaves would hold its pipes open
 
     def _started(self, message: Message) -> None:
         process = procs.Process(message["started"], message["start"])
@@ -276,7 +407,7 @@ class NodeJob:
         """The fork server died: its ranks died with it."""
         assert self._channel is not None
         self._channel.close()
-        self._channel = None
+        self._channel = self._store = None
         status = self._server.wait() if self._server is not None else 0
         died = {"event": "fork server died", "status": status, "time": time.monotonic()}
         if self._given_up:
@@ -321,43 +452,69 @@ class NodeJob:
             except ValueError:
                 rank.seen.take(line)
                 continue
-            if isinstance(said, dict):
+            if isinstance(said, dict) and said.get("kind") == collectives.KIND:
+                rank.seen.take_calls(said.get("calls"))
+            elif isinstance(said, dict):
                 rank.active_at = time.monotonic()
                 self._post({"event": "said", "rank": rank.rank, "data": said})
 
-    def dump_stacks(self) -> None:
-        """Looks at what every rank is doing; it is told with the rank's end."""
+    def dump_stacks(self, closely: bool = False) -> None:
+        """Looks at what every rank is doing; it is told with the rank's end.
+
+        Args:
+            closely: At its collectives, too.
+        """
         for rank in self._alive():
             if rank.process is not None:
-                rank.seen.ask(rank.process)
+                rank.seen.ask(rank.process, closely)
 
-    def seen(self) -> List[Message]:
+    def seen(self, closely: bool = False) -> List[Message]:
         """What every living rank was doing when :meth:`dump_stacks` looked.
 
         ``stack`` (innermost line first), ``state`` as ``ps`` shows it, ``cpu_s`` that it and its
-        children have used so far, ``moved``: bytes that they have read and written.
+        children have used so far, ``moved``: bytes that they have read and written, ``switches``:
+        how often they have waited for something new; ``call``, ``on`` and ``readers``: what it
+        waits in. Not to be called in the loop.
+
+        Args:
+            closely: Also what the ``children`` of each rank do.
         """
         stats = procs.all_stats()
         found = []
         for rank in self._alive():
             if rank.process is None:
                 continue
-            pids = {rank.process.pid} | procs.descendants([rank.process.pid], stats)
+            below = sorted(procs.descendants([rank.process.pid], stats))
+            pids = [rank.process.pid, *below]
             ticks = sum(stats[pid].cpu for pid in pids if pid in stats)
-            about = {"rank": rank.rank, "pid": rank.process.pid, "cpu_s": ticks / TICKS}
+            about: Message = {"rank": rank.rank, "pid": rank.process.pid, "cpu_s": ticks / TICKS}
             about["moved"] = sum(procs.bytes_moved(pid) for pid in pids)
+            about["switches"] = sum(held.switches(pid) for pid in pids)
+            about.update(self._waits(rank.process.pid, pids), calls=list(rank.seen.calls))
+            children = below[:MOST_CHILDREN] if closely else []
+            about["children"] = [self._child(rank, stats[pid], pids) for pid in children]
             found.append(dict(about, state=rank.seen.state, stack=list(rank.seen.stack)))
         return found
 
-    def looks(self, now: float) -> Message:
-        """From outside: ``frozen``, seconds by rank that a signal has stopped; ``quiet_s``.
+    def _child(self, rank: Rank, stat: procs.Stat, pids: List[int]) -> Message:
+        """What a process does that a rank has started; forks of the rank tell their stack."""
+        stack = rank.seen.ask_child(procs.Process(stat.pid, stat.start))
+        time.sleep(CHILD_S)
+        about = {"pid": stat.pid, "name": stat.name, **self._waits(stat.pid, pids)}
+        return dict(about, stack=list(stack))
 
-        That is how long none of the ranks here has worked or said a word; null when none runs.
+    def _waits(self, pid: int, pids: List[int]) -> Message:
+        waits = held.waits_in(pid)
+        pipe = waits["call"] in ("write", "writev") and waits["on"].startswith("pipe:")
+        readers = held.readers(waits["on"], pids) if pipe else []
+        return {"call": waits["call"], "on": waits["on"], "readers": readers}
+
+    def looks(self, now: float) -> Message:
+        """``quiet_s``: how long none of the ranks here has worked or said a word.
+
+        Null when none runs.
         """
-        alive = self._alive()
-        frozen = {str(r.rank): now - r.stopped_at for r in alive if r.stopped_at is not None}
-        quiet_s = min((now - rank.active_at for rank in alive), default=None)
-        return {"frozen": frozen, "quiet_s": quiet_s}
+        return {"quiet_s": min((now - rank.active_at for rank in self._alive()), default=None)}
 
     def _alive(self) -> List[Rank]:
         return [rank for rank in self.ranks if rank.status is None]
@@ -373,6 +530,19 @@ class NodeJob:
                 self._signal_group(rank.process, signum)
         deadline = time.monotonic() + grace_s
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
+
+    def kill_ranks(self, wanted: Sequence[int]) -> int:
+        """SIGKILLs some ranks, stopped ones too, with what they started; how many there were."""
+        found = [rank for rank in self._alive() if rank.rank in wanted]
+        for rank in found:
+            self._end_group(rank)
+        return len(found)
+
+    def _end_group(self, rank: Rank) -> None:
+        """SIGKILL for a rank's process group, of which it may be the first to have gone."""
+        if rank.process is not None:
+            with contextlib.suppress(OSError):
+                os.killpg(rank.process.pid, signal.SIGKILL)
 
     def _forget_unstarted(self, signum: int) -> None:
         """Ranks that were not started yet count as ended by the signal."""
@@ -408,6 +578,7 @@ class NodeJob:
     def _look(self, now: float) -> None:
         for rank in self._alive():
             rank.look(now)
+            self._tell_frozen(rank, now)
         stat = None if self._server is None else procs.read_stat(self._server.pid)
         if stat is None or stat.state != "T":
             self._frozen_at = None
@@ -415,6 +586,19 @@ class NodeJob:
             self._frozen_at = now
         elif now - self._frozen_at >= FROZEN_SERVER_S:
             self._give_up_server()
+
+    def _tell_frozen(self, rank: Rank, now: float) -> None:
+        """Tells once that a rank is held up for too long, and once that it goes on."""
+        lasts = rank.held.lasts(now)
+        if rank.process is None or lasts == rank.held.told:
+            return
+        rank.held.told = lasts
+        told = {"event": "rank thawed", "rank": rank.rank}
+        if lasts:
+            pid, how = rank.process.pid, rank.held.how
+            told.update(event="rank frozen", how=how, on=held.on_what(pid, how), pid=pid)
+            told["seconds"] = round(rank.held.seconds(now), 3)
+        self._post(told)
 
     def _give_up_server(self) -> None:
         """It sees no rank's end and starts none: its end is read like that of one that died."""
@@ -428,6 +612,7 @@ class NodeJob:
         for fd in rank.fds:
             os.close(fd)
         rank.fds = {}
+        rank.hang_up()
         rank.told = True
         ended = rank.end_message()
         if ended["signal"] == signal.SIGKILL:  # by us, by somebody, or by the kernel for memory
@@ -461,8 +646,32 @@ class NodeJob:
             procs.await_end(self._store, STORE_END_S)
             self._store = None
 
+    def rest(self) -> Optional[warm.Kept]:
+        """Ends everything of the job on this node but the fork server, which may serve another.
+
+        ``None`` where there is none that has imported.
+        """
+        self.end_store()
+        self.kill()
+        ready = None not in (self._server, self._channel, self._wanted, self._imported)
+        if not ready or self._received or self._frozen_at is not None:
+            before, self._kept = self._kept, None
+            self.close()
+            return before
+        assert self._server is not None
+        assert self._channel is not None
+        assert self._wanted is not None
+        assert self._imported is not None
+        kept = warm.Kept(self._server, self._channel, self.token, self._wanted, self._imported,
+                         self._sources)  # fmt: skip
+        self._server = self._channel = None
+        return kept
+
     def close(self) -> None:
         """Ends everything of the job on this node, the fork server included."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
         if self._channel is not None:
             self._channel.close()
             self._channel = None

@@ -22,6 +22,10 @@ class Lease:
         self.seconds = seconds
         self._renewed = now
 
+    def prolong(self, now: float) -> None:
+        """The launcher said something else: it lives, and the lease begins anew."""
+        self._renewed = max(self._renewed, now)
+
     @property
     def last_part(self) -> float:
         """Seconds that ranks have for their own end before the lease is over."""

@@ -37,12 +37,15 @@ class Stat(NamedTuple):
     state: str
     start: int
     cpu: int = 0  # clock ticks of its work so far, and of that of children it has waited for
+    faults: int = 0  # on pages that had to come from a disk
+    name: str = ""  # at most 15 bytes of it
 
 
 def parse_stat(text: str) -> Stat:
     """Reads one ``/proc/PID/stat`` line; the command in parentheses may hold anything."""
     pid, rest = text.split(" ", 1)
-    fields = rest[rest.rindex(")") + 2 :].split()
+    end = rest.rindex(")")
+    fields = rest[end + 2 :].split()
     return Stat(
         pid=int(pid),
         state=fields[0],
@@ -50,6 +53,8 @@ def parse_stat(text: str) -> Stat:
         session=int(fields[3]),
         start=int(fields[19]),
         cpu=sum(int(ticks) for ticks in fields[11:15]),
+        faults=int(fields[9]),
+        name=rest[1:end],
     )
 
 

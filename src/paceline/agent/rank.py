@@ -15,30 +15,40 @@ import types
 import zipfile
 from typing import Any, Callable, Dict, List
 
-from . import forkserver, master, procs, rank_exit, stackdump, title
+from . import collectives, forkserver, master, procs, rank_exit, stackdump, title, warm
 
 Message = Dict[str, Any]
 TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
 
 
-def prepare(request: Message, rank: Message, out: int, err: int, events: int) -> Callable[[], int]:
+def prepare(request: Message, rank: Message, out: int, err: int, events: int,
+            control: int) -> Callable[[], int]:  # fmt: skip
     """Makes this fork the rank ``rank``; returns what is left to do.
 
     Args:
-        request: ``entry`` ({"kind", "target", "args"}), ``workdir``, ``env`` of the node.
+        request: ``entry`` ({"kind", "target", "args"}), ``workdir``, ``env`` of the node, ``login``
+            (what the login brought: ``env``, ``umask``; the server may be of an earlier one).
         rank: ``local_rank``, ``env``, ``cpus`` (may be empty).
         out, err, events: Write ends of the rank's pipes.
+        control: Read end of the pipe by which the rank is told.
     """
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _redirect(out, err)
-    os.set_inheritable(events, True)
+    for fd in (events, control):
+        os.set_inheritable(fd, True)
+    for name in warm.OF_A_LOGIN:
+        os.environ.pop(name, None)
+    os.environ.update(request["login"]["env"])
+    os.umask(request["login"]["umask"])
     os.environ.update(request["env"])
     os.environ.update(rank["env"])
     os.environ["PACELINE_EVENT_FD"] = str(events)
+    os.environ["PACELINE_CONTROL_FD"] = str(control)
     _name_process(rank, request["entry"])
     stackdump.register(events)
+    collectives.hold()
     if rank.get("cpus"):
         with contextlib.suppress(OSError):  # the CPUs may have been taken from us meanwhile
             os.sched_setaffinity(0, rank["cpus"])
@@ -94,13 +104,18 @@ def run(entry: Message, workdir: str, events: int) -> int:
 
 
 def run_entry(entry: Message, workdir: str, events: int) -> int:
-    """Runs the script, module or program; returns the exit status or does not return."""
+    """Runs the script, module, function or program; its exit status, or it does not return."""
+    call: Any = None
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.HELD)  # it is a rank now
         os.chdir(workdir)
         if entry["kind"] == "binary":
             return _execute([entry["target"], *entry["args"]])
-        _run_python(entry)
+        if entry["kind"] == "function":
+            from .call import Call  # here, for scripts need none of it
+
+            call = Call(entry, functools.partial(_tell, events))
+        _run_python(entry, call)
     except SystemExit:
         raise
     except KeyboardInterrupt as error:
@@ -110,7 +125,11 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
         os.kill(os.getpid(), signal.SIGINT)
         raise
     except BaseException as error:
+        if call is not None:
+            call.keep(error)
         _tell_exception(error, events)
+        if isinstance(error, RuntimeError):  # as a collective's is
+            collectives.tell(events)
         sys.excepthook(type(error), error, _trim(error).__traceback__)
         return 1
     return 0
@@ -126,16 +145,18 @@ def _execute(argv: List[str]) -> int:
         return 127 if isinstance(error, FileNotFoundError) else 126
 
 
-def _run_python(entry: Message) -> None:
+def _run_python(entry: Message, call: Any = None) -> None:
     target, args = entry["target"], entry["args"]
-    master.follow_plan(_source(entry))
+    master.follow_plan(_source(entry) if call is None else call.source)
     _forget_agent()
     _fresh_randomness()
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=__builtins__, __spec__=None)
     sys.modules["__main__"] = main
     sys.argv = [target, *args]
-    if entry["kind"] == "module":
+    if call is not None:
+        call.run()
+    elif entry["kind"] == "module":
         sys.path.insert(0, os.getcwd())
         runpy._run_module_as_main(target)  # type: ignore[attr-defined]
     elif os.path.isdir(target) or zipfile.is_zipfile(target):
@@ -188,6 +209,7 @@ def watch_world(events: int) -> None:
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
+        collectives.answer_on(events)
         _assert_world(distributed, events)
         return result
 
@@ -218,7 +240,8 @@ def _trim(error: BaseException) -> BaseException:
 
 
 def _is_ours(filename: str) -> bool:
-    return filename in (__file__, runpy.__file__) or filename.startswith("<frozen runpy")
+    ours = os.path.dirname(filename) == os.path.dirname(__file__)
+    return ours or filename == runpy.__file__ or filename.startswith("<frozen runpy")
 
 
 def _tell_exception(error: BaseException, events: int) -> None:

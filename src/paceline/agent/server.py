@@ -18,12 +18,26 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from . import activation, data, facts, guard, probe, procs, snapshot, survey, transfer
-from .frames import Decoder, Message, Outbox
+from . import (
+    activation,
+    data,
+    detached,
+    facts,
+    guard,
+    probe,
+    procs,
+    snapshot,
+    survey,
+    transfer,
+    warm,
+)
+from .frames import Message
 from .job import NodeJob
 from .lease import Lease
+from .reconnection import Place
+from .stream import Requests, Stream
 from .transfer import ARRIVING, DEPARTING, Arrivals, Departures
 
 TICK_S = 0.05
@@ -41,32 +55,46 @@ class Agent:
     Args:
         input_fd, output_fd: The framed stream.
         package: Folder that this agent's code lies in.
+        lasting: What is left of this process's conversation before.
+
+    Attributes:
+        rest: Set when another conversation may follow this one.
+        lasting: What that goes on with, once this one is over.
     """
 
-    def __init__(self, input_fd: int, output_fd: int, package: str) -> None:
+    def __init__(self, input_fd: int, output_fd: int, package: str,
+                 lasting: Optional[warm.Lasting] = None) -> None:  # fmt: skip
         self.identity = os.urandom(probe.IDENTITY_BYTES)
         self._package = package
-        self._input = input_fd
-        self._wake_read, wake_write = os.pipe()
+        self._wake_read, wake_write = os.pipe() if lasting is None else lasting.wake
         for fd in (input_fd, output_fd, self._wake_read, wake_write):
             os.set_blocking(fd, False)
-        self.outbox = Outbox(output_fd, wake_write)
-        self.job = NodeJob(self.outbox.post, package)
+        self.stream = Stream(input_fd, output_fd, wake_write)
+        self.outbox = self.stream.outbox
+        self.job = NodeJob(self.outbox.post, package, lasting.kept if lasting else None)
+        self.rest: Optional[warm.Rest] = None
+        self.lasting: Optional[warm.Lasting] = None
+        self._is_first = lasting is None
         self.lease = Lease()
         self.listeners: Dict[str, socket.socket] = {}
         self.sinks: List[socket.socket] = []  # swallow what a bandwidth test sends
         self.reserved: Optional[socket.socket] = None
-        self.folders: List[Path] = []  # made for this job, removed with it
-        self.run_keys: Dict[str, bool] = {}  # of runs with a folder here: has it served?
+        # made for this job, removed with it
+        self.folders: List[Path] = [] if lasting is None else lasting.folders
+        # of runs with a folder here: what has served of it, None for all
+        self.run_keys: Dict[str, Optional[List[str]]] = {}
         self.private: Optional[Path] = None  # instead of the cache
         self.chosen_python = sys.executable
         self.arrivals = Arrivals()
         self.copies = data.Copies(self.identity.hex())
         self.departures = Departures()
+        # files of detached runs that the launcher was told of: run → path → mark, size
+        self.told: Dict[str, Dict[str, Tuple[str, int]]] = {}
+        self.reading: Dict[str, int] = {}  # folders of detached runs that are to stay: descriptors
         self._todo: "queue.SimpleQueue[Work]" = queue.SimpleQueue()
         self._lines: Dict[str, "queue.SimpleQueue[Optional[Work]]"] = {}
         self._wake_write = wake_write
-        self._decoder = Decoder()
+        self._words: Optional[int] = None  # of the fork server
         self._leaving_at: Optional[float] = None
         self._term = False
         self._parent = os.getppid()  # the guard
@@ -76,7 +104,8 @@ class Agent:
     def run(self) -> int:
         """Serves until the launcher says bye, goes away, or lets the lease run out."""
         self.in_thread(self._hello)
-        self.in_thread(self._forget_old)
+        if self._is_first:
+            self.in_thread(self._forget_old)
         while not self._done():
             self._wait_and_handle()
             self.job.tick()
@@ -84,11 +113,35 @@ class Agent:
         self._close()
         return 0
 
+    def pass_words(self, words: Tuple[int, int]) -> None:
+        """What the fork server writes goes where our own standard error goes at that moment.
+
+        It would lose its standard error with the login that it was started under.
+
+        Args:
+            words: The pipe for it.
+        """
+        self._words, self.job.errors = words
+        for fd in (2, self._words):
+            os.set_blocking(fd, False)
+
+    def _pass_words(self, fd: int) -> None:
+        with contextlib.suppress(OSError):  # nobody reads them just now
+            os.write(2, os.read(fd, CHUNK))
+
     def _forget_old(self) -> None:
         snapshot.forget_old(keep=self._package)
         data.forget_old()
 
     def _hello(self) -> None:
+        try:
+            self._greet()
+        except Exception as error:  # else the launcher would wait for it in vain
+            with contextlib.suppress(OSError):
+                sys.stderr.write("paceline agent: it cannot greet: %s\n" % describe(error))
+            self._leaving_at = time.monotonic()
+
+    def _greet(self) -> None:
         about = {
             "event": "hello",
             "pid": os.getpid(),
@@ -101,50 +154,52 @@ class Agent:
     def _done(self) -> bool:
         if self._leaving_at is None:
             return False
-        gone = self.outbox.broken or not self.outbox.pending
+        gone = self.outbox.broken or self.outbox.empty
         late = time.monotonic() > self._leaving_at
         return (not self.job.running and gone) or late
 
     def _wait_and_handle(self) -> None:
         """One round of select; poll() so that many descriptors are no problem."""
         selector = selectors.PollSelector()
-        inputs = [self._input] if self._leaving_at is None else []
+        inputs = self.stream.readers() if self._leaving_at is None else []
         listening = {sock.fileno(): sock for sock in self.listeners.values()}
         ranks = self.job.readers(take_output=not self.outbox.full)
-        for fd in [*inputs, self._wake_read, *listening, *ranks]:
+        words = [] if self._words is None else [self._words]
+        for fd in [*inputs, self._wake_read, *listening, *ranks, *words]:
             selector.register(fd, selectors.EVENT_READ)
-        if self.outbox.pending:
+        for fd in self.job.writers():
+            selector.register(fd, selectors.EVENT_WRITE)
+        if self.outbox.pending and not self.outbox.broken:
             selector.register(self.outbox.fd, selectors.EVENT_WRITE)
-        for key, _ in selector.select(TICK_S if self.job.running else 4 * TICK_S):
-            self._handle(key.fd, listening)
+        for key, events in selector.select(TICK_S if self.job.running else 4 * TICK_S):
+            self._handle(key.fd, events, listening)
 
-    def _handle(self, fd: int, listening: Dict[int, socket.socket]) -> None:
-        if fd == self._input:
-            self._read_requests()
-        elif fd == self._wake_read:
+    def _handle(self, fd: int, events: int, listening: Dict[int, socket.socket]) -> None:
+        if fd == self._wake_read:
             with contextlib.suppress(BlockingIOError):
                 os.read(fd, CHUNK)
             while not self._todo.empty():
                 self._todo.get()()
         elif fd == self.outbox.fd:
             self.outbox.flush()
+        elif fd == self._words:
+            self._pass_words(fd)
         elif fd in listening:
             probe.answer(listening[fd], self.identity)
+        elif (requests := self._ask(fd)) is not None:
+            for message, blob in requests:
+                self._dispatch(message, blob)
+        elif events & selectors.EVENT_WRITE:
+            self.job.writable(fd)
         else:
             self.job.readable(fd)
 
-    def _read_requests(self) -> None:
-        try:
-            data = os.read(self._input, CHUNK)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self.leave("launcher", "the launcher went away")
-            return
-        for message, blob in self._decoder.feed(data):
-            self._dispatch(message, blob)
+    def _ask(self, fd: int) -> Optional[Requests]:
+        heard = self.outbox.heard
+        requests = self.stream.readable(fd)
+        if self.outbox.heard > heard:  # the piece of a large file is a sign of life, too
+            self.lease.prolong(time.monotonic())
+        return requests
 
     def _dispatch(self, message: Message, blob: bytes) -> None:
         operation = OPERATIONS.get(message.get("op", ""))
@@ -159,8 +214,8 @@ class Agent:
     def _watch_launcher(self) -> None:
         if self._leaving_at is not None:
             return
-        if self.outbox.broken:
-            self.leave("broken", "the connection to the launcher broke")
+        if over := self.stream.over(leased=self.lease.seconds is not None):
+            self.leave(*over)
         elif self.lease.ending(time.monotonic()):
             self.leave("lease", "the lease of %.0f s ran out" % (self.lease.seconds or 0))
         elif os.getppid() != self._parent:
@@ -183,6 +238,10 @@ class Agent:
         else:
             self.leave("term", "asked to end by SIGTERM")
 
+    def is_unwanted(self) -> bool:
+        """Whether there is a reason to end before any launcher comes."""
+        return self._term or os.getppid() != self._parent
+
     def leave(self, reason: str, why: str) -> None:
         """Begins the end: TERM for every rank, KILL a little later, then nothing is left.
 
@@ -198,14 +257,33 @@ class Agent:
             sys.stderr.write("paceline agent: leaving: %s\n" % why)
         grace = min(LAST_GRACE_S, max(0.1, self.lease.last_part - CLOSING_S))
         self._leaving_at = time.monotonic() + grace + CLOSING_S / 2
+        self.outbox.hurry()
         if self.job.running:
             self.job.stop(signal.SIGTERM, grace)
 
+    def end_warm(self, place: Place, seconds: float) -> None:
+        """Begins the end of the conversation, after which the next one is waited for."""
+        self.rest = warm.Rest(place, seconds)
+        about = {"event": "leaving", "reason": "rest", "why": "the launcher said so"}
+        self.outbox.post(dict(about, time=time.monotonic()))
+        self._leaving_at = time.monotonic() + CLOSING_S
+        self.outbox.hurry()
+
     def _close(self) -> None:
-        self.job.close()
+        kept = None
+        if self.rest is not None and not self.outbox.broken:
+            kept = self.job.rest()
+        else:
+            self.rest = None
+            self.job.close()
+        if self._words is not None:
+            self._pass_words(self._words)
+        self.stream.close()
         self._wake_guard()
-        for listener in self.listeners.values():
+        for listener in [*self.listeners.values(), *self.sinks]:
             listener.close()
+        for folder in self.reading.values():
+            os.close(folder)
         if self.reserved is not None:
             self.reserved.close()
         cleaned = threading.Event()
@@ -213,22 +291,31 @@ class Agent:
         self.in_line(ARRIVING, lambda: self._clean_up(cleaned), {})  # after what is in the line
         for line in self._lines.values():
             line.put(None)
-        cleaned.wait(CLEANING_S)
+        if cleaned.wait(CLEANING_S) and self.rest is not None and self._words is not None:
+            wake, words = (self._wake_read, self._wake_write), (self._words, self.job.errors)
+            self.lasting = warm.Lasting(wake, words, kept, self.folders)
+        elif kept is not None:
+            kept.close()
 
     def _clean_up(self, cleaned: threading.Event) -> None:
         try:
             self.arrivals.drop()
             self.copies.drop()
-            for folder in self.folders:
+            for folder in [one for one in self.folders if not self._lasts(one)]:
                 snapshot.remove_tree(folder)
+                self.folders.remove(folder)
             for key, served in self.run_keys.items():
                 with contextlib.suppress(OSError):
-                    snapshot.discard_run_folder(key, only_empty=not served)
+                    snapshot.discard_run_folder(key, only=served)
             kept = self.private is not None and any(snapshot.cache_folder().glob("runs/*"))
             if self.private is not None and not kept:
                 snapshot.remove_tree(self.private)
         finally:
             cleaned.set()
+
+    def _lasts(self, folder: Path) -> bool:
+        """Whether a folder serves the next conversation: a fork server has imports from there."""
+        return self.rest is not None and folder.name.startswith(warm.FOLDER)
 
     def _wake_guard(self) -> None:
         """One that somebody stopped could not end after us."""
@@ -288,7 +375,7 @@ def describe(error: BaseException) -> str:
 def renew_lease(agent: Agent, request: Message, _: bytes) -> None:
     """``seconds``; answers with this node's clocks, so that the launcher can compare them.
 
-    And with what the ranks look like from outside (see :meth:`NodeJob.looks`).
+    And with how quiet the ranks are (see :meth:`NodeJob.looks`).
     """
     now = time.monotonic()
     agent.lease.renew(request["seconds"], now)
@@ -382,9 +469,36 @@ def start(agent: Agent, request: Message, _: bytes) -> None:
     agent.reply(request)
 
 
+def add_ranks(agent: Agent, request: Message, _: bytes) -> None:
+    """Starts ranks into the running attempt, as ``start`` did the others."""
+    agent.job.add(request)
+    agent.reply(request)
+
+
+def tell_ranks(agent: Agent, request: Message, _: bytes) -> None:
+    """Passes ``line``, an object, on to every living rank."""
+    agent.job.tell(request["line"])
+    agent.reply(request)
+
+
+def kill_ranks(agent: Agent, request: Message, _: bytes) -> None:
+    """SIGKILL for some ``ranks``: frozen ones, or such that the others have gone on without."""
+    agent.reply(request, killed=agent.job.kill_ranks(request["ranks"]))
+
+
+def open_store(agent: Agent, request: Message, _: bytes) -> None:
+    """A fresh rendezvous store on ``address``, beside the running ranks; answers its port."""
+    agent.job.end_store()
+    listener = probe.listen_outside_ephemeral(request["address"], facts.ephemeral_ports())
+    with contextlib.closing(listener):  # the fork server has its own copy
+        port = listener.getsockname()[1]
+        agent.job.open_store({"address": request["address"], "port": port}, listener)
+    agent.reply(request, port=port)
+
+
 def dump_stacks(agent: Agent, request: Message, _: bytes) -> None:
-    """Looks at what every rank is doing."""
-    agent.job.dump_stacks()
+    """Looks at what every rank is doing; ``closely``: at its collectives, too."""
+    agent.job.dump_stacks(bool(request.get("closely")))
     agent.reply(request)
 
 
@@ -392,7 +506,7 @@ def seen(agent: Agent, request: Message, _: bytes) -> None:
     """What was seen of the living ranks after ``dump_stacks``: the stacks need a moment to come."""
 
     def work() -> None:  # it reads every process's state
-        agent.reply(request, ranks=agent.job.seen())
+        agent.reply(request, ranks=agent.job.seen(bool(request.get("closely"))))
 
     agent.in_thread(work, request)
 
@@ -451,14 +565,40 @@ def bye(agent: Agent, request: Message, _: bytes) -> None:
     agent.leave("bye", "the launcher said so")
 
 
+def rest(agent: Agent, request: Message, _: bytes) -> None:
+    """As ``bye``, but somebody may come within ``seconds`` and begin anew.
+
+    ``place``: where this agent is to be met; ``key``: hexadecimal, as for ``stay``.
+    """
+    if agent.job.running or agent.private is not None:
+        raise RuntimeError("ranks still run" if agent.job.running else "nothing can be kept here")
+    place = Place(bytes.fromhex(request["key"]), request["place"])
+    agent.reply(request)
+    agent.end_warm(place, request["seconds"])
+
+
+def stay(agent: Agent, request: Message, _: bytes) -> None:
+    """From now on the launcher may come again after a break: answers at which ``place``.
+
+    ``key``: hexadecimal, by which both prove themselves there (see :mod:`.reconnection`).
+    """
+    agent.reply(request, place=agent.stream.stay(bytes.fromhex(request["key"])))
+
+
 OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     "lease": renew_lease,
+    "stay": stay,
+    "rest": rest,
     "prepare": prepare,
     "listen": listen,
     "stop_listening": stop_listening,
     "connect": connect,
     "reserve_port": reserve_port,
     "start": start,
+    "add_ranks": add_ranks,
+    "tell_ranks": tell_ranks,
+    "kill_ranks": kill_ranks,
+    "open_store": open_store,
     "dump_stacks": dump_stacks,
     "seen": seen,
     "stop": stop,
@@ -470,6 +610,7 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     "bye": bye,
     **transfer.OPERATIONS,
     **data.OPERATIONS,
+    **detached.OPERATIONS,
     **survey.OPERATIONS,
 }
 
@@ -484,16 +625,44 @@ def main(package: str, chosen_python: str, temporary: bool) -> int:
     """
     for signum in (signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
-    guard.fork_agent(package)  # returns in the agent only
+    guards_errors = guard.fork_agent(package)  # returns in the agent only
     procs.adopt_orphans()
     input_fd, output_fd = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(2, 1)  # a stray print must not break a frame
-    agent = Agent(input_fd, output_fd, package)
-    agent.chosen_python = chosen_python
-    if temporary:
-        agent.private = Path(package).parent
-        snapshot.use_instead(agent.private / "paceline")
-    signal.signal(signal.SIGTERM, agent.take_term)
-    return agent.run()
+
+    def errors_go_to(fd: int) -> None:
+        for own in (1, 2):  # a stray print must not break a frame
+            os.dup2(fd, own)
+        guards_errors.go_to(fd)
+
+    lasting: Optional[warm.Lasting] = None
+    holder: Optional[socket.socket] = None
+    while True:
+        agent = Agent(input_fd, output_fd, package, lasting)
+        agent.pass_words(lasting.words if lasting is not None else os.pipe())
+        agent.stream.errors, agent.stream.on_errors = 2, errors_go_to
+        agent.stream.came_by(holder)
+        agent.chosen_python = chosen_python
+        if temporary:
+            agent.private = Path(package).parent
+            snapshot.use_instead(agent.private / "paceline")
+        signal.signal(signal.SIGTERM, agent.take_term)
+        agent.run()
+        lasting = agent.lasting
+        if agent.rest is None or lasting is None:
+            return 0
+        agent.stream.end()
+        errors_go_to(nothing)
+        guards_errors.go_at_once()
+        os.chdir("/")  # whoever wants to unmount a disk can
+        met = agent.rest.wait(lasting, agent.is_unwanted)
+        if met is None:
+            lasting.close()
+            return 0
+        (streams, _, holder), login = met
+        login.take()
+        input_fd, output_fd = streams.input, streams.output
+        errors_go_to(streams.errors)
+        os.close(streams.errors)

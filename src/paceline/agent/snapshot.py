@@ -14,7 +14,7 @@ import shutil
 import stat
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
 from . import inside, procs
 
@@ -46,12 +46,15 @@ def cache_folder() -> Path:
     return Path(base) / "paceline"
 
 
-def hash_file(path: Path) -> str:
+def hash_file(path: "Union[str, Path]") -> str:
     """SHA-256 of a file's content, in hexadecimal."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for block in iter(lambda: file.read(BLOCK), b""):
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # thousands of small ones at every start
+    try:
+        while block := os.read(file, BLOCK):
             digest.update(block)
+    finally:
+        os.close(file)
     return digest.hexdigest()
 
 
@@ -59,9 +62,9 @@ def compare(root: str, manifest: List[Entry]) -> Message:
     """How the tree at ``root`` differs from the manifest: missing and different paths."""
     missing, different = [], []
     for path, sha256, _, size in manifest:
-        file = Path(root) / path
+        file = os.path.join(root, path)
         try:
-            same = file.stat().st_size == size and hash_file(file) == sha256
+            same = os.stat(file).st_size == size and hash_file(file) == sha256
         except OSError:
             missing.append(path)
             continue
@@ -139,15 +142,17 @@ def _is_abandoned(path: Path) -> bool:
     return bool(made and made[1] == _boot() and procs.read_stat(int(made[2])) is None)
 
 
-def discard_run_folder(key: str, only_empty: bool = False) -> bool:
+def discard_run_folder(key: str, only: "Optional[Collection[str]]" = None) -> bool:
     """Removes the folder of a run if it carries our mark; says whether it did.
 
     Args:
         key: Of the run.
-        only_empty: Leave it where anything but the mark is in it.
+        only: Leave it where anything but these, and the mark, is in it.
     """
     folder = run_folder(key)
-    if not _is_marked(folder, key) or (only_empty and os.listdir(str(folder)) != [MARK]):
+    if not _is_marked(folder, key):
+        return False
+    if only is not None and not {MARK, *only}.issuperset(os.listdir(str(folder))):
         return False
     remove_tree(folder)
     return True

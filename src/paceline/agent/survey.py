@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
-from . import facts, probe, procs, snapshot
+from . import facts, probe, procs, snapshot, vitals, warm
 
 Message = Dict[str, Any]
 BLOCK = 1 << 18
@@ -265,7 +265,7 @@ def token_processes() -> List[Message]:
     """Processes of any job of ours that this user can see, and whether somebody owns them.
 
     ``owned`` is False for a process none of whose ancestors is an agent: its job's supervisor is
-    gone. ``age`` is in seconds.
+    gone. ``warm``: that agent has no job, and waits for one. ``age`` is in seconds.
     """
     stats = procs.all_stats()
     uptime = float(open("/proc/uptime").read().split()[0])
@@ -274,11 +274,13 @@ def token_processes() -> List[Message]:
         run = _token_of(pid)
         if run is None or stat.state in "ZX":
             continue
+        agent = _agent_of(stat, stats)
         found.append(
             {
                 "pid": pid,
                 "run": run,
-                "owned": _has_agent(stat, stats),
+                "owned": agent is not None,
+                "warm": agent is not None and agent.name == warm.NAME,
                 "age": max(0.0, uptime - stat.start / CLOCK_TICKS),
                 "command": probe._command_line(pid)[:200],
             }
@@ -297,15 +299,15 @@ def _token_of(pid: int) -> Optional[str]:
     return None
 
 
-def _has_agent(stat: procs.Stat, stats: Dict[int, procs.Stat]) -> bool:
-    """True when some ancestor was started by our bootstrap line."""
+def _agent_of(stat: procs.Stat, stats: Dict[int, procs.Stat]) -> Optional[procs.Stat]:
+    """The ancestor that was started by our bootstrap line; ``None`` without one."""
     parent = stat.parent
     while parent > 1 and parent in stats:
         line = probe._command_line(parent)
         if "sys.stdin.buffer.raw.readline" in line:
-            return True
+            return stats[parent]
         parent = stats[parent].parent
-    return False
+    return None
 
 
 # --- devices and packages -----------------------------------------------------------------------
@@ -413,5 +415,8 @@ OPERATIONS: Dict[str, Callable[[Any, Message, bytes], None]] = {
     "token_processes": _answering(lambda request: {"processes": token_processes()}),
     "execute": _answering(execute),
     "gpus": _answering(lambda request: gpus()),
+    "vitals": lambda agent, request, _: agent.in_line(
+        "vitals", lambda: agent.reply(request, **vitals.counted(request["interfaces"])), request
+    ),
     "packages": _answering(lambda request: {"packages": packages()}),
 }

@@ -60,7 +60,7 @@ def of_agent_part(argv: List[str]) -> str:
 
 def of_rank(entry: Dict[str, object], env: Dict[str, str]) -> Tuple[str, str]:
     """``python train.py --lr 0.1`` and `` [rank 1 of 4, n2]``."""
-    args = entry.get("args")
+    args = entry.get("args") if entry["kind"] != "function" else []
     words = ["python", "-m"] if entry["kind"] == "module" else ["python"]
     words += [
         str(entry["target"]),

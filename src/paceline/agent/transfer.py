@@ -212,17 +212,21 @@ def run_folder(agent: Agent, request: Message, _: bytes) -> None:
                     agent.reply(request, shared=True, folder=request["path"])
                     return
         folder = snapshot.make_run_folder(request["key"])
-        agent.run_keys.setdefault(request["key"], False)
+        agent.run_keys.setdefault(request["key"], [])
         agent.reply(request, shared=False, folder=str(folder))
 
     agent.in_thread(work, request)
 
 
 def discard_run_folder(agent: Agent, request: Message, _: bytes) -> None:
-    """Removes the run folder under ``key`` at the end: the launcher has all that is in it."""
-    if not snapshot.is_key(request["key"]):
+    """Removes the run folder under ``key`` at the end: the launcher has all that is in it.
+
+    ``only``: it has these, so the folder goes unless there is anything else in it.
+    """
+    only = request.get("only")
+    if not snapshot.is_key(request["key"]) or not isinstance(only, (list, type(None))):
         raise ValueError("not the key of a run")
-    agent.run_keys[request["key"]] = True
+    agent.run_keys[request["key"]] = only
     agent.reply(request)
 
 

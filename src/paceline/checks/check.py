@@ -212,11 +212,6 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def rate(bits: float) -> str:
-    """Bits a second for people: ``940 Mbit/s``."""
-    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
-
-
 def listed(names: list[str] | tuple[str, ...], limit: int = 6) -> str:
     """``n1, n2 and n3``; long lists are cut."""
     shown = list(names[:limit])

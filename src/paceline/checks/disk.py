@@ -32,7 +32,9 @@ def judge(scene: Scene) -> list[Finding]:
     found = _missing(scene)
     for name in scene.names:
         for path, disk in _places(scene, name).items():
-            found += _place(name, path, disk)
+            known = scene.facts[name].get("disks") or {}
+            cache = path == (known.get("cache") or {}).get("path")
+            found += _place(name, path, disk, cache)
     return found or [passed("disk", scene.names, "room in work folder, cache and /tmp")]
 
 
@@ -62,8 +64,11 @@ def _places(scene: Scene, name: str) -> dict[str, Mapping[str, Any]]:
     return {disk["path"]: disk for disk in [*asked, *known.values()] if "free" in disk}
 
 
-def _place(name: str, path: str, disk: Mapping[str, Any]) -> list[Finding]:
+def _place(name: str, path: str, disk: Mapping[str, Any], cache: bool) -> list[Finding]:
     free, total = disk["free"], disk["total"]
+    elsewhere = "" if not cache else (
+        "\n(or set XDG_CACHE_HOME in your login there to a folder that can be written to)"
+    )  # fmt: skip
     remedy = f"On {name}: free some space (du -xsh {path}/* | sort -h), or work on another disk"
     if not disk["writable"]:
         return [
@@ -72,7 +77,7 @@ def _place(name: str, path: str, disk: Mapping[str, Any]) -> list[Finding]:
                 [name],
                 f"{path} on {name} cannot be written to",
                 f"On {name}: sudo chown $USER {path} (or remount it: "
-                f"sudo mount -o remount,rw {path})",
+                f"sudo mount -o remount,rw {path}){elsewhere}",
             )
         ]
     if free < NOTHING:

@@ -1,7 +1,8 @@
 """Are processes of earlier jobs of ours still there?
 
 Looks at: processes that carry a job's token, and whether an agent owns them.
-Warns when: nobody owns them any more. A running job of yours is mentioned, no more.
+Warns when: nobody owns them any more. A running job of yours, and a host that is kept ready for
+your next command, are mentioned, no more.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ async def probe(probing: Probing) -> dict[str, Any]:
 
 
 def judge(scene: Scene) -> list[Finding]:
-    found, busy = [], []
+    found: list[Finding] = []
+    busy: list[str] = []
+    ready: list[str] = []
     for name, processes in scene.evidence["leftovers"].items():
         orphans = [process for process in processes if not process["owned"]]
-        busy += [name] if len(orphans) < len(processes) else []
+        warm = [process for process in processes if process["owned"] and process.get("warm")]
+        busy += [name] if len(orphans) + len(warm) < len(processes) else []
+        ready += [name] if warm else []
         if orphans:
             pids = " ".join(str(process["pid"]) for process in orphans)
             age = max(process["age"] for process in orphans)
@@ -37,7 +42,9 @@ def judge(scene: Scene) -> list[Finding]:
             )
     if found:
         return found
-    text = f"a job of yours is running on {listed(busy)}" if busy else "none"
+    told = [f"a job of yours is running on {listed(busy)}"] if busy else []
+    told += [f"kept ready: {listed(ready)} (paceline warm status)"] if ready else []
+    text = "; ".join(told) or "none"
     return [passed("leftovers", scene.names, f"left-over processes of ours: {text}")]
 
 

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.checks import attribution
-from paceline.checks.check import Check, Probing, Scene, every, listed, passed, rate, warned
+from paceline.checks.check import Check, Probing, Scene, every, listed, passed, warned
 from paceline.spec.errors import PacelineError
+from paceline.spec.figures import bit_rate
 from paceline.spec.finding import Finding
 
 SECONDS = 0.2
@@ -164,7 +165,7 @@ def _lossy(scene: Scene, pairs: Sequence[Mapping[str, Any]]) -> list[Finding]:
             host,
             f"{of} ({where}) loses packets: up to {share:.1f} % of TCP "
             f"segments are sent again ({worst['source']}→{worst['target']}, "
-            f"{rate(bits(worst))})",
+            f"{bit_rate(bits(worst))})",
             f"Look at cable, switch port and driver of {listed(list(host))}: "
             "ethtool -S NAME | grep -iE 'err|drop'; duplex with ethtool NAME",
         )
@@ -220,7 +221,7 @@ def _slow(scene: Scene, pairs: Sequence[Mapping[str, Any]]) -> list[Finding]:
                 "link",
                 names,
                 f"the way {names[0]}→{names[1]} carries only "
-                f"{rate(bits(slowest))}: exchanging 100 MB of gradients takes "
+                f"{bit_rate(bits(slowest))}: exchanging 100 MB of gradients takes "
                 f"{1.6e9 / bits(slowest):.0f} s a step",
                 "Use a wired network (--iface NAME), larger batches with accumulation, or one host",
             )
@@ -233,8 +234,8 @@ def _slow_host(scene: Scene, name: str, own: float, usual: float) -> Finding:
     return warned(
         "link",
         [name],
-        f"the link of {name} ({interface}) is slow: {rate(own)}, the others reach {rate(usual)}; "
-        "the whole job goes at its pace",
+        f"the link of {name} ({interface}) is slow: {bit_rate(own)}, the others reach "
+        f"{bit_rate(usual)}; the whole job goes at its pace",
         f"On {name}: ethtool {interface} (speed, duplex), try another cable or port; or leave "
         f"{name} out with --nnodes or the host list",
     )
@@ -255,7 +256,7 @@ def _speed(scene: Scene, pairs: Sequence[Mapping[str, Any]]) -> Finding:
     return passed(
         "link",
         scene.names,
-        f"slowest of {len(pairs)} ways: {rate(bits(slowest))} "
+        f"slowest of {len(pairs)} ways: {bit_rate(bits(slowest))} "
         f"({slowest['source']}→{slowest['target']})",
     )
 

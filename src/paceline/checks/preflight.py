@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.checks import examine
 from paceline.checks.check import Scene, Wishes
+from paceline.checks.link import bits
 from paceline.launch import decide
 from paceline.launch.prepare import Inspect
 from paceline.remote.openssh import SshOptions
@@ -24,21 +25,34 @@ from paceline.spec.job import Job
 TOLD = {"limits", "disk", "torch"}
 
 
-def preflight(job: Job, cluster: Cluster, ssh: SshOptions) -> list[str]:
-    """All of ``paceline check``: its warnings. NodeError when something fails."""
+def preflight(job: Job, cluster: Cluster,
+              ssh: SshOptions) -> tuple[list[str], list[dict[str, Any]]]:  # fmt: skip
+    """All of ``paceline check``: its warnings, and what each link carried.
+
+    NodeError when something fails.
+    """
     hosts = decide.choose_hosts(job, cluster)
     scene = asyncio.run(examine.examine(hosts, ssh, wishes_of(job, hosts), "full"))
     found = examine.judge(scene, "full")
     refuse(found)
-    return [finding.message for finding in found if finding.outcome == "warn"]
+    return [finding.message for finding in found if finding.outcome == "warn"], links_of(scene)
 
 
-def inspector(job: Job, run_dir: Path | None = None) -> Inspect:
+def links_of(scene: Scene) -> list[dict[str, Any]]:
+    """Bits a second of each way between two hosts, as findings.json holds them."""
+    pairs = (scene.evidence.get("link") or {}).get("pairs", ())
+    return [{"from": pair["source"], "to": pair["target"], "bits_per_s": round(bits(pair))}
+            for pair in pairs if pair.get("bytes") and pair["seconds"] > 0]  # fmt: skip
+
+
+def inspector(job: Job, run_dir: Path | None = None,
+              links: Sequence[Mapping[str, Any]] = ()) -> Inspect:  # fmt: skip
     """The quick part: judges what the login brought, writes findings.json, asks nobody.
 
     Args:
         job: What is to run.
         run_dir: Of the run; ``None`` for a plan, which has none.
+        links: What each link carried, where that was measured.
     """
 
     def inspect(hosts: Sequence[Host], facts: Mapping[str, Any],
@@ -47,7 +61,7 @@ def inspector(job: Job, run_dir: Path | None = None) -> Inspect:
         scene = Scene(tuple(hosts), {}, facts, dict(wishes.pythons), noise, wishes)
         found = examine.judge(scene, "facts")
         if run_dir is not None:
-            _write(run_dir, found)
+            _write(run_dir, found, links)
         refuse(found)
         return [f.message for f in found if f.outcome == "warn" and f.check in TOLD]
 
@@ -76,7 +90,9 @@ def refuse(found: Sequence[Finding]) -> None:
         )
 
 
-def _write(run_dir: Path, found: Sequence[Finding]) -> None:
-    text = json.dumps({"findings": [finding.to_json() for finding in found]}, indent=2)
+def _write(run_dir: Path, found: Sequence[Finding], links: Sequence[Mapping[str, Any]]) -> None:
+    measured = {"links": links} if links else {}
+    both = {"findings": [finding.to_json() for finding in found], **measured}
+    text = json.dumps(both, indent=2)
     with contextlib.suppress(OSError):  # a full disk is told where the run itself meets it
         (run_dir / names.FINDINGS).write_text(text + "\n", encoding="utf-8")

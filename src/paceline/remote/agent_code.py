@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
-import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline import agent
 
 _FOLDER = Path(agent.__file__).parent
+_SENT_ALONE = ("bootstrap.py", "again.py", "leave.py")
 _MAIN = "import sys\nfrom paceline_agent.entry import main\nsys.exit(main())\n"
 _READ = """import os, sys
 rest = b""
@@ -25,19 +25,24 @@ exec(rest)
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the archive must depend on nothing but the files' content
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AgentCode:
     """What a node needs to become an agent.
 
     Attributes:
         digest: SHA-256 of the content. The node caches under it, and runs nothing else.
-        archive: Zip archive of the agent's files.
         first_line: Python source, sent before anything else.
+        files: The agent's files by name.
     """
 
     digest: str
-    archive: bytes
     first_line: bytes
+    files: Mapping[str, bytes] = field(repr=False)
+
+    @functools.cached_property
+    def archive(self) -> bytes:
+        """Zip archive of the agent's files, for nodes that do not have them."""
+        return _archive(self.files)
 
 
 @functools.cache
@@ -45,16 +50,19 @@ def agent_code() -> AgentCode:
     """The agent of this installation."""
     files = {"__main__.py": _MAIN.encode()}
     for path in sorted(_FOLDER.glob("*.py")):
-        if path.name != "bootstrap.py":
+        if path.name not in _SENT_ALONE:
             files[f"paceline_agent/{path.name}"] = path.read_bytes()
     digest = hashlib.sha256()
     for name, content in files.items():
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     name = digest.hexdigest()
-    return AgentCode(name, _archive(files), _first_line(name))
+    return AgentCode(name, _first_line(name), files)
 
 
-def _archive(files: dict[str, bytes]) -> bytes:
+def _archive(files: Mapping[str, bytes]) -> bytes:
+    import io
+    import zipfile  # here: hosts that were used before have it all
+
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
@@ -62,8 +70,31 @@ def _archive(files: dict[str, bytes]) -> bytes:
     return target.getvalue()
 
 
+def again_line(place: str, anew: bool = False) -> bytes:
+    """Python source for a node whose agent waits at ``place``, sent instead of ``first_line``.
+
+    Args:
+        place: The name that the agent told.
+        anew: For the next command, of which the agent knows nothing yet.
+    """
+    return _line(("again.py",), f"meet({place!r}, {anew})" if anew else f"meet({place!r})")
+
+
+def leave_line(what: str) -> bytes:
+    """Python source for a host on which something is started that stays, sent in the same place.
+
+    Args:
+        what: ``caller`` or ``supervisor``.
+    """
+    return _line(("bootstrap.py", "leave.py"), f"leave_{what}()")
+
+
 def _first_line(digest: str) -> bytes:
+    return _line(("bootstrap.py",), f"boot({digest!r}, sys.argv[1])")
+
+
+def _line(files: Sequence[str], call: str) -> bytes:
     """One line that reads the rest at once: the remote command reads its line byte by byte."""
-    source = (_FOLDER / "bootstrap.py").read_text(encoding="utf-8")
-    rest = f"{source}\nboot({digest!r}, sys.argv[1])\n".encode()
+    sources = [(_FOLDER / file).read_text(encoding="utf-8") for file in files]
+    rest = "\n".join([*sources, call, ""]).encode()
     return f"exec({_READ % {'count': len(rest)}!a})\n".encode("ascii") + rest

@@ -7,9 +7,9 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paceline.agent.procs import make_room_for_descriptors
 from paceline.remote.channel import (
@@ -36,10 +36,11 @@ async def reach_all(
     options: SshOptions,
     wrap: Wrap = unwrapped,
     reached: Callable[[int], None] | None = None,
+    lasts: bool = False,
 ) -> list[Channel | LoginRefused]:
     """Logs in everywhere at once; one outcome a host, in order. No refusal hides another.
 
-    ``reached`` is told how many hosts answered by now.
+    ``reached`` is told how many hosts answered by now; ``lasts`` as for :func:`connect`.
 
     ConnectError when this machine may not open so many files.
     """
@@ -51,16 +52,19 @@ async def reach_all(
     async def one(host: Host, python: str) -> Channel | LoginRefused:
         async with gate:
             try:
-                channel = await connect(host, python, options, wrap)
+                channel = await connect(host, python, options, wrap, lasts)
             except LoginRefused as refused:
                 return refused
             if reached is not None:
                 reached(next(there))
             return channel
 
-    tasks = [
-        asyncio.create_task(one(host, python)) for host, python in zip(hosts, pythons, strict=True)
-    ]
+    return await all_opened([one(*pair) for pair in zip(hosts, pythons, strict=True)])
+
+
+async def all_opened(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What opens channels, at once: all results, or the first failure and no channel left open."""
+    tasks = [asyncio.create_task(one) for one in work]
     try:
         return await all_of(tasks)
     except BaseException:
@@ -99,12 +103,43 @@ def wait_without_threads() -> None:
     if sys.version_info < (3, 12):
         with contextlib.suppress(AttributeError, OSError):  # macOS; kernels before 5.3
             os.close(os.pidfd_open(os.getpid()))
-            current = asyncio.get_child_watcher()
-            if isinstance(current, asyncio.PidfdChildWatcher) and current.is_active():
-                return  # another one would forget the children of this one
-            watcher = asyncio.PidfdChildWatcher()
-            watcher.attach_loop(asyncio.get_running_loop())
-            asyncio.set_child_watcher(watcher)
+            if not isinstance(asyncio.get_child_watcher(), _Watcher):
+                asyncio.set_child_watcher(_Watcher())
+
+
+if sys.version_info < (3, 12):
+
+    class _Watcher(asyncio.PidfdChildWatcher):
+        """Watches each child in the event loop that started it, as later Pythons do.
+
+        There is one watcher for all of a process's threads, and each may have a loop.
+        """
+
+        def is_active(self) -> bool:
+            return True
+
+        def attach_loop(self, loop: asyncio.AbstractEventLoop | None) -> None:
+            """It has none of its own."""
+
+        def add_child_handler(  # type: ignore[override,unused-ignore]
+            self, pid: int, callback: Any, *args: Any
+        ) -> None:
+            loop = asyncio.get_running_loop()
+            fd = os.pidfd_open(pid)
+
+            def ended() -> None:
+                loop.remove_reader(fd)
+                os.close(fd)
+                try:
+                    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                except ChildProcessError:
+                    status = 255  # somebody else has taken it: as asyncio's own watchers say
+                callback(pid, status, *args)
+
+            loop.add_reader(fd, ended)
+
+        def remove_child_handler(self, pid: int) -> bool:
+            return False  # asyncio's transports do not ask for it
 
 
 async def connect_all(
@@ -113,18 +148,20 @@ async def connect_all(
     options: SshOptions,
     wrap: Wrap = unwrapped,
     reached: Callable[[int], None] | None = None,
+    lasts: bool = False,
 ) -> list[Channel]:
     """Logs in everywhere at once; all refusals in one ConnectError, sorted by cause."""
-    outcomes = await reach_all(hosts, pythons, options, wrap, reached)
+    outcomes = await reach_all(hosts, pythons, options, wrap, reached, lasts)
     channels = [outcome for outcome in outcomes if isinstance(outcome, Channel)]
     refused = [outcome for outcome in outcomes if isinstance(outcome, LoginRefused)]
     if refused:
         await asyncio.gather(*(channel.close() for channel in channels))
-        raise await _report(refused, len(hosts), options)
+        raise await refusals(refused, len(hosts), options)
     return channels
 
 
-async def _report(refused: list[LoginRefused], total: int, options: SshOptions) -> ConnectError:
+async def refusals(refused: Sequence[LoginRefused], total: int,
+                   options: SshOptions) -> ConnectError:  # fmt: skip
     """One error for all refusals, grouped by cause, with one remedy a host."""
     by_cause: dict[str, list[LoginRefused]] = {}
     for one in refused:

@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from typing import Protocol
+
+from paceline.remote.openssh import SSH_FAILED
 
 LAST_WORDS_S = 0.5  # after the child's end
 
@@ -47,6 +50,18 @@ class Link(Protocol):
     def status(self) -> int | None:
         """Exit status of the process that leads there; ``None`` while it runs or without one."""
 
+    async def over(self) -> bool:
+        """Asked when its streams have ended: whether what it led to has ended by itself.
+
+        False where only the way to it may have broken.
+        """
+
+    async def cut(self) -> None:
+        """Gives the link up at once, as if the network had: the agent is not told to leave."""
+
+    async def release(self) -> None:
+        """Gives the link up; what it led to has let go of it already, and lives on."""
+
     async def end(self, patience_s: float) -> None:
         """Closes the link; the other side has ``patience_s`` seconds to end by itself."""
 
@@ -56,9 +71,11 @@ class ProcessLink:
 
     Args:
         process: With its three pipes, and leader of a process group of its own.
+        is_agent: It is no way to the agent, but the agent itself.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, is_agent: bool = False) -> None:
+        self._is_agent = is_agent
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -68,6 +85,34 @@ class ProcessLink:
     @property
     def status(self) -> int | None:
         return self._process.returncode
+
+    async def over(self) -> bool:
+        """By the child's exit status: ssh passes that of the remote command on."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._process.wait(), LAST_WORDS_S)
+        status = self._process.returncode
+        return status is not None and 0 <= status < SSH_FAILED
+
+    async def cut(self) -> None:
+        """Kills the child, which so cannot pass on that its input has ended."""
+        self._signal(signal.SIGKILL)
+        try:
+            with contextlib.suppress(asyncio.TimeoutError):  # a grandchild may hold the pipes
+                await asyncio.wait_for(self._process.wait(), LAST_WORDS_S)
+        finally:
+            self._let_go()
+
+    async def release(self) -> None:
+        """Ends what only leads to the agent; an agent itself is not our child any more."""
+        if not self._is_agent:
+            await self.cut()
+            return
+        transport = getattr(self._process, "_transport", None)
+        if transport is not None:
+            transport._proc = None  # whose end asyncio would else see to when it closes the pipes
+        if sys.version_info < (3, 12):
+            asyncio.get_child_watcher().remove_child_handler(self._process.pid)
+        self._let_go()
 
     async def end(self, patience_s: float) -> None:
         """Waits for the child; then asks it to end; then makes it."""

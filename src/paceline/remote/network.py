@@ -186,9 +186,12 @@ def decide(
     raise _unreachable(hosts, found, results)
 
 
-def only_choice(found: Sequence[Candidate]) -> NodeNetwork:
-    """For a single node whose address or interface the user fixed."""
-    return NodeNetwork(found[0].address, found[0].interface, "as asked for")
+def only_choice(found: Sequence[Candidate], fixed: bool = True) -> NodeNetwork:
+    """For a single node whose address or interface the user fixed, or which others may join."""
+    if fixed:
+        return NodeNetwork(found[0].address, found[0].interface, "as asked for")
+    best = min(found, key=lambda c: (c.family, _kind(c), -c.speed), default=None)
+    return NodeNetwork(best.address, best.interface, "for nodes to join") if best else LOOPBACK
 
 
 Results = dict[str, dict[str, Mapping[str, Any]]]  # address -> connecting host -> result
@@ -211,10 +214,13 @@ def _best(valid: list[Candidate], results: Results) -> Candidate | None:
 
     def order(c: Candidate) -> tuple[int, int, float]:
         rtt = max(outcome["rtt"] for outcome in results[c.address].values())
-        kind = _KIND_ORDER.index(c.kind) if c.kind in _KIND_ORDER else len(_KIND_ORDER)
-        return (kind, -c.speed, rtt)
+        return (_kind(c), -c.speed, rtt)
 
     return min(valid, key=order, default=None)
+
+
+def _kind(c: Candidate) -> int:
+    return _KIND_ORDER.index(c.kind) if c.kind in _KIND_ORDER else len(_KIND_ORDER)
 
 
 def _network(chosen: Candidate) -> NodeNetwork:

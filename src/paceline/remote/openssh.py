@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from paceline.spec.command import shell_text
 from paceline.spec.hosts import Host
@@ -40,8 +42,18 @@ class SshOptions:
     accept_new_host_keys: bool = False
 
 
-def ssh_command(host: Host, options: SshOptions, remote: list[str]) -> list[str]:
-    """The ssh call that runs ``remote`` on ``host``: no prompt, no forwarding, keys pinned."""
+def ssh_command(host: Host, options: SshOptions, remote: list[str], control: str | None = None,
+                more: Mapping[str, str] = MappingProxyType({}),
+                flags: Sequence[str] = ()) -> list[str]:  # fmt: skip
+    """The ssh call that runs ``remote`` on ``host``: no prompt, no forwarding, keys pinned.
+
+    Args:
+        host, options: Where, and how to log in.
+        remote: The command; none for a call that only is about the connection.
+        control: Where a connection that is kept may be found, by which no login is needed.
+        more: Further settings, which go before ours.
+        flags: Further flags.
+    """
     checking = "accept-new" if options.accept_new_host_keys else "yes"
     settings = {
         "BatchMode": "yes",
@@ -55,18 +67,20 @@ def ssh_command(host: Host, options: SshOptions, remote: list[str]) -> list[str]
         "PermitLocalCommand": "no",
         "ClearAllForwardings": "yes",
         "ControlMaster": "no",  # the agent's frames are the multiplexing: one login a host
-        "ControlPath": "none",
+        "ControlPath": control or "none",
         "RequestTTY": "no",
+        **more,
     }
     argv = ["ssh", *(["-F", str(options.config)] if options.config else [])]
     for name, value in settings.items():
         argv += ["-o", f"{name}={value}"]
     if options.accept_new_host_keys:
         argv += ["-v"]  # only then does ssh tell the fingerprint that it pins
+    argv += flags
     argv += ["-l", host.user] if host.user else []
     argv += ["-p", str(host.port)] if host.port else []
     argv += ["-i", host.identity_file] if host.identity_file else []
-    return [*argv, "--", host.address, shell_text(remote)]
+    return [*argv, "--", host.address, *([shell_text(remote)] if remote else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +109,12 @@ class _Cause:
 
 
 CAUSES: tuple[_Cause, ...] = (
+    _Cause(
+        "no room for the agent",
+        r"paceline-boot: no room",
+        "Its files, about a MiB, can be written neither below ~/.cache nor to a temporary folder "
+        "of that user on {name}: df -h ~ /tmp there, and quota -s",
+    ),
     _Cause(
         "host key changed",
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for .{1,300} has changed",
@@ -215,7 +235,9 @@ def clean(stderr: str) -> str:
 
 
 def _essence(text: str) -> str:
-    lines = [re.sub("^paceline-boot: (not Linux: )?", "", line) for line in text.splitlines()]
+    lines = [
+        re.sub("^paceline-boot: (not Linux: |no room: )?", "", line) for line in text.splitlines()
+    ]
     return "\n".join(lines if len(lines) <= 12 else [*lines[:4], "…", *lines[-7:]])
 
 

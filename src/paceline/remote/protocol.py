@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.agent.inside import parts_of
+from paceline.agent.reconnection import MARK
 from paceline.spec.events import KINDS, STACK, believed
 from paceline.spec.shapes import (
     LARGEST,
@@ -41,7 +42,7 @@ from paceline.spec.shapes import (
 Message = dict[str, Any]
 Fields = Mapping[str, Any]
 
-BOOT = b"\xf5PLboot "
+BOOT = MARK
 MOST_BANNER = 4 << 20  # bytes of what a login prints before the agent speaks
 MOST_WORDS = 4096
 
@@ -118,27 +119,38 @@ EVENTS: dict[str, Shape] = {
 # --- answers ------------------------------------------------------------------------------------
 
 _DONE = record()
+_NONE: dict[str, Shape] = {}
+_DOES: dict[str, Shape] = {
+    "pid": PROCESS, "stack": STACK, "call": SMALL, "on": text(), "readers": each(PROCESS, 10_000)
+}  # fmt: skip
 _FILE = record(path=path_inside, size=SIZE)
 _LOOKED = record(path=text(), exists=flag, file=flag, executable=flag)
 _TRIED = record({"local_address": address, "rtt": number, "reached": form("[0-9a-f]{0,64}", "hex"),
                  "errno": whole(0, 1 << 16), "error": text()},
                 host=text(), address=address, port=PORT, ok=flag)  # fmt: skip
 _OUTPUT = text(LONG_TEXT)
+RUN_ID = form("[0-9a-f]{6,64}", "the id of a run")
+_LEFT = record(run_id=RUN_ID, about=_OUTPUT, alive=maybe(flag), result=_OUTPUT, where=_OUTPUT,
+               metrics=_OUTPUT)  # fmt: skip
+_CHANGED = record(path=path_inside, mark=SMALL, size=SIZE)
 
 ANSWERS: dict[str, Shape] = {
-    "lease": record({"quiet_s": maybe(number),
-                     "frozen": table(number, WHOLE_TEXT)},
-                    monotonic=number, time=number),
+    "lease": record({"quiet_s": maybe(number)}, monotonic=number, time=number),
     "prepare": _DONE,
     "listen": record(ports=table(PORT, address), errors=table(text(), address)),
     "stop_listening": _DONE,
     "connect": record(results=each(_TRIED)),
     "reserve_port": record(port=PORT),
     "start": _DONE,
+    "add_ranks": _DONE,
+    "tell_ranks": _DONE,
+    "kill_ranks": record(killed=SIZE),
+    "open_store": record(port=PORT),
     "dump_stacks": _DONE,
     "seen": record(ranks=each(
-        record(rank=RANK, pid=PROCESS, cpu_s=number, moved=number, state=SMALL,
-               stack=STACK)
+        record(_NONE, rank=RANK, cpu_s=number, moved=number, switches=SIZE, state=SMALL,
+               calls=each(text(), 100), children=each(record(_NONE, name=SMALL, **_DOES), 100),
+               **_DOES)
     )),
     "stop": _DONE,
     "kill": record(killed=SIZE),
@@ -156,6 +168,13 @@ ANSWERS: dict[str, Shape] = {
     "disk": record(disks=each(_DISK)),
     "list_results": record(files=each(_FILE)),
     "read_block": record({"sha256": SHA256}),
+    "detached_runs": record(runs=each(_LEFT, 200)),
+    "run_changes": record(about=_OUTPUT, alive=maybe(flag), root=text(), files=each(_CHANGED),
+                          gone=each(path_inside)),
+    "read_part": _DONE,
+    "ask_run": record(answer=maybe(_OUTPUT)),
+    "signal_run": record(sent=flag),
+    "discard_run": record(gone=flag),
     "data_folder": record(marks=each(SMALL, 1001), folder=text(), sign=text(),
                           free=SIZE),
     "list_data": record(files=each(row(path_inside, SIZE, whole(-LARGEST)), 2000), last=flag),
@@ -165,6 +184,8 @@ ANSWERS: dict[str, Shape] = {
     "have_data": record(size=SIZE, sha256=SHA256),
     "put_data": _DONE,
     "job_processes": record(pids=each(PROCESS)),
+    "stay": record(place=form("paceline-[0-9a-f]{32}", "a place to connect to again")),
+    "rest": _DONE,
     "bye": _DONE,
     "clock": record(time=number, monotonic=number),
     "resolve": record(names=table(maybe(each(address, 1000)))),
@@ -181,10 +202,12 @@ ANSWERS: dict[str, Shape] = {
     "take_token": _DONE,
     "digest_tree": record({"files": SIZE, "bytes": SIZE, "digest": SHA256}, exists=flag),
     "token_processes": record(processes=each(
-        record(pid=PROCESS, run=text(), owned=flag, age=number, command=text())
+        record({"warm": flag}, pid=PROCESS, run=text(), owned=flag, age=number, command=text())
     )),
     "execute": record(code=whole(-1000, 1000), output=_OUTPUT),
     "gpus": record({"missing": flag, "broken": _OUTPUT, "gpus": _OUTPUT, "apps": _OUTPUT}),
+    "vitals": record(time=number, cpu=row(SIZE, SIZE), memory=row(SIZE, SIZE),
+                     links=table(row(SIZE, SIZE), SMALL, 1000), gpus=each(number, 1000)),
     "packages": record(packages=table(SMALL, text())),
 }  # fmt: skip
 _REFUSAL = record({"holders": HOLDERS, "activating": flag}, error=text(LONG_TEXT))
@@ -249,6 +272,10 @@ def _about_names(fields: Fields, answer: Message) -> None:
     _among([*answer["names"]], fields["names"], "a name")
 
 
+def _about_links(fields: Fields, answer: Message) -> None:
+    _among([*answer["links"]], fields["interfaces"], "an interface")
+
+
 def _about_ports(fields: Fields, answer: Message) -> None:
     ports = {str(port) for port in fields["ports"]}
     _among([*map(str, answer["opened"]), *answer["taken"]], ports, "a port")
@@ -276,6 +303,19 @@ def _about_hashes(fields: Fields, answer: Message) -> None:
         raise Untrue("hashes of other files than were asked for")
 
 
+def _about_changes(fields: Fields, answer: Message) -> None:
+    _about_results(fields, answer)
+    if {file["path"] for file in answer["files"]} & set(answer["gone"]):
+        raise Untrue("a file that is new and gone")
+
+
+def _about_runs(_: Fields, answer: Message) -> None:
+    if len({one["run_id"] for one in answer["runs"]}) != len(answer["runs"]):
+        raise Untrue("a run twice")
+
+
+WITH_BYTES = ("read_block", "read_part")  # as many as were asked for
+
 # what an answer must have to do with its request
 RELATIONS: dict[str, Callable[[Fields, Message], None]] = {
     "compare_tree": _about_tree,
@@ -289,8 +329,11 @@ RELATIONS: dict[str, Callable[[Fields, Message], None]] = {
     "disk": _about_disks,
     "resolve": _about_names,
     "open_ports": _about_ports,
+    "vitals": _about_links,
     "see_tokens": _about_tokens,
     "read_block": _about_block,
+    "run_changes": _about_changes,
+    "detached_runs": _about_runs,
     "data_folder": _about_data,
     "hash_data": _about_hashes,
 }
@@ -312,6 +355,8 @@ class Conversation:
         self._asked[number] = op, fields
         if op == "start":
             self._ranks = frozenset(rank["rank"] for rank in fields["ranks"])
+        elif op == "add_ranks":
+            self._ranks |= {rank["rank"] for rank in fields["ranks"]}
 
     def answer(self, message: Message, blob: bytes) -> int:
         """The number of the request that is answered. Untrue when none is, or not so."""
@@ -319,7 +364,7 @@ class Conversation:
         if message["re"] not in self._asked:
             raise Untrue("an answer to what nobody asked")
         op, fields = self._asked.pop(message["re"])
-        wanted = fields["count"] if op == "read_block" and "error" not in message else 0
+        wanted = fields["count"] if op in WITH_BYTES and "error" not in message else 0
         if len(blob) != wanted:
             raise Untrue(f"{len(blob)} bytes with the answer to {op} instead of {wanted}")
         where = f"the answer to {op}"
@@ -360,12 +405,14 @@ class Conversation:
 
 # --- before the first frame ---------------------------------------------------------------------
 
-_BOOT_WORDS = {"have": 0, "need": 0, "old": 2, "system": 1, "disk": 1}  # and how many follow
+# words, and how many follow each: of a fresh command, and of one that meets a living agent
+BOOT_WORDS = {"have": 0, "need": 0, "old": 2, "system": 1}
+RECONNECTION_WORDS = {"meet": 1, "again": 2, "gone": 0, "stranger": 0}
 
 
-def boot_words(line: bytes) -> list[str]:
-    """What stands after the mark ``BOOT`` on a node's first line: a word, and what it is about."""
+def words_after_mark(line: bytes, known: Mapping[str, int]) -> list[str]:
+    """What stands after the mark ``BOOT`` on a line: a word of ``known``, and what it is about."""
     words = line.decode(errors="replace").split()
-    if not words or len(words) <= _BOOT_WORDS.get(words[0], MOST_WORDS):
+    if not words or len(words) <= known.get(words[0], MOST_WORDS):
         raise Untrue(f"its first line is {shown(' '.join(words))}")
     return words

@@ -28,6 +28,12 @@ def default_python(image: str | None = None) -> str:
     return sys.executable if LINUX and not image else "python3"
 
 
+def config_folder() -> Path:
+    """Where paceline keeps what this user has trusted, and what shows that a file is the user's."""
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    return (Path(base) if base.startswith("/") else Path("~/.config").expanduser()) / "paceline"
+
+
 def mark_me(cluster: Cluster) -> Cluster:
     """Marks the host that is this very machine: no SSH to oneself."""
     if any(host.local for host in cluster.hosts):

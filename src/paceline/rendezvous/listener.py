@@ -84,6 +84,17 @@ class PeerLink:
     def status(self) -> int | None:
         return None
 
+    async def over(self) -> bool:
+        """The node's end of it says nothing about what became of the agent."""
+        return False
+
+    async def cut(self) -> None:
+        for writer in (self.writer, self._errors_writer):
+            writer.transport.abort()
+
+    async def release(self) -> None:
+        await self.cut()
+
     async def end(self, patience_s: float) -> None:
         """Says that nothing more comes; waits until the agent has hung up."""
         with contextlib.suppress(OSError, RuntimeError):

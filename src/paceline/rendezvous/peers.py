@@ -6,11 +6,12 @@ import asyncio
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.remote.channel import Channel, LoginRefused
+from paceline.remote.link import Link
 from paceline.remote.transport import Reached, nobody
 from paceline.rendezvous.listener import Connection, PeerLink
 from paceline.spec.errors import ConnectError
@@ -30,11 +31,30 @@ class Peer:
     Attributes:
         host: What the run calls it.
         frames, errors: Its connections; the second comes after the first.
+        channel: What is said over them, once it is open.
+        calls: Links of later calls, after the first connections broke.
     """
 
     host: Host
     frames: Connection
     errors: Connection | None = None
+    channel: Channel | None = None
+    calls: asyncio.Queue[Link] = field(default_factory=asyncio.Queue)
+    _frames_again: Connection | None = None
+
+    @property
+    def session(self) -> Any:
+        """What tells this peer's calls from those of others."""
+        return self.frames.about.get("session")
+
+    def called_again(self, connection: Connection) -> None:
+        """Takes one connection of a later call; the two of them make a link."""
+        if connection.about.get("stream") != "errors":
+            self._frames_again = connection
+        elif self._frames_again is not None and self.channel is not None:
+            self.calls.put_nowait(PeerLink(self._frames_again, connection))
+            self._frames_again = None
+            self.channel.look_again()
 
 
 class Admission(Protocol):
@@ -75,7 +95,9 @@ class Peers:
         """Accepts a connection, by its stream, or refuses it and says why."""
         try:
             stream = connection.about.get("stream")
-            if stream == "errors":
+            if connection.about.get("again"):
+                self._known(connection).called_again(connection)
+            elif stream == "errors":
                 self._pair(connection)
             else:
                 self._admission.check(connection.about)
@@ -94,18 +116,39 @@ class Peers:
         if here == len(self._admission.places):
             self.complete.set()
 
+    def _known(self, connection: Connection) -> Peer:
+        """The peer that calls again; the run still counts on it."""
+        session = connection.about.get("session")
+        for peer in self.by_place.values():
+            if session and peer.session == session:
+                if peer.channel is None or peer.channel.lost.is_set():
+                    raise Refused("this node was given up")
+                return peer
+        raise Refused("nobody called like that before")
+
     def _pair(self, connection: Connection) -> None:
         session = connection.about.get("session")
         for peer in self.by_place.values():
-            if peer.frames.about.get("session") == session and peer.errors is None:
+            if peer.session == session and peer.errors is None:
                 peer.errors = connection
                 return
         raise Refused("no first connection belongs to this one")
 
     def missing(self) -> list[int]:
         """The places of which a connection is still wanted."""
-        here = {place for place, peer in self.by_place.items() if peer.errors is not None}
-        return [place for place in self._admission.places if place not in here]
+        return [place for place in self._admission.places if not self.came(place)]
+
+    def came(self, place: int) -> bool:
+        """Whether both connections of a place are there."""
+        peer = self.by_place.get(place)
+        return peer is not None and peer.errors is not None
+
+    def channel(self, place: int) -> Channel:
+        """What is said over the connections of a place that came; it is still to be opened."""
+        peer = self.by_place[place]
+        assert peer.errors is not None
+        peer.channel = Channel(peer.host, PeerLink(peer.frames, peer.errors), peer.calls.get)
+        return peer.channel
 
     async def channels(self) -> list[Channel]:
         """An open channel to each, in the order of their places. Only when nobody is missing.
@@ -113,11 +156,7 @@ class Peers:
         Raises:
             ConnectError: Names those that do not become an agent.
         """
-        channels = [
-            Channel(peer.host, PeerLink(peer.frames, peer.errors))
-            for _, peer in sorted(self.by_place.items())
-            if peer.errors is not None
-        ]
+        channels = [self.channel(place) for place in sorted(self.by_place) if self.came(place)]
         opening = (channel.open() for channel in channels)
         results = await asyncio.gather(*opening, return_exceptions=True)
         problems = [result for result in results if isinstance(result, BaseException)]
@@ -139,6 +178,8 @@ class Peers:
             peer.frames.writer.close()
             if peer.errors is not None:
                 peer.errors.writer.close()
+            while not peer.calls.empty():
+                peer.calls.get_nowait().writer.transport.abort()
 
     def dismiss(self, exit_code: int) -> None:
         """Tells those who wait how the job ended."""

@@ -95,12 +95,14 @@ class StartedTransport:
         self._process: asyncio.subprocess.Process | None = None
         self._words = bytearray()
         self._readers: list[asyncio.Task[None]] = []
+        self._listener: Listener | None = None  # to the end: who was cut off calls again
+        self._peers: Peers | None = None
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
                    reached: Reached = nobody) -> list[Channel]:  # fmt: skip
         """ConnectError names the hosts that did not connect, and what the scheduler said."""
-        peers = Peers(KnownHosts(hosts), reached)
-        listener = Listener(secrets.token_bytes(32), peers.take)
+        peers = self._peers = Peers(KnownHosts(hosts), reached)
+        listener = self._listener = Listener(secrets.token_bytes(32), peers.take)
         try:
             start = await self._starter.start(hosts)
             await listener.open(own_addresses(self._interface, hosts))
@@ -114,10 +116,9 @@ class StartedTransport:
             return await peers.channels()
         except BaseException:
             peers.hang_up()
+            await listener.close()
             await self._end(0.0)
             raise
-        finally:
-            await listener.close()
 
     async def _start(self, start: Start, listener: Listener, pythons: Sequence[str]) -> None:
         config = caller_config(
@@ -154,6 +155,10 @@ class StartedTransport:
 
     async def close(self, exit_code: int) -> None:
         """The agents have gone, so the scheduler's command ends by itself, or is ended."""
+        if self._listener is not None:
+            await self._listener.close()
+        if self._peers is not None:
+            self._peers.hang_up()
         await self._end(END_PATIENCE_S)
         self._starter.end()
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -126,6 +126,7 @@ class TypedTransport:
         """Tells the other nodes how it ended."""
         if self._peers is not None:
             self._peers.dismiss(exit_code)
+            self._peers.hang_up()
         if self._listener is not None:
             await self._listener.close()
 
@@ -173,7 +174,9 @@ def serve(endpoint: Endpoint, words: Sequence[str], python: str) -> int:
     with status:
         agent = _start_agent(endpoint, addresses, about)
         try:
-            return _wait(status, agent)
+            return _wait(status, agent, lambda: caller.dial(
+                list(addresses), endpoint.key, mine, time.monotonic()
+            ))  # fmt: skip
         finally:
             _end(agent)
 
@@ -206,17 +209,32 @@ def _start_agent(endpoint: Endpoint, addresses: list[tuple[str, int]],
     )
 
 
-def _wait(status: socket.socket, agent: subprocess.Popen[bytes]) -> int:
+def _wait(status: socket.socket, agent: subprocess.Popen[bytes],
+          again: Callable[[], socket.socket]) -> int:  # fmt: skip
     """Until the first node says how the job ended, or the agent had to give up.
 
     A machine that lost its power says nothing, and its connection stays: that it is gone, only the
     agent notices, by the lease.
+
+    Args:
+        status: Connection by which it will say so.
+        agent: This node's.
+        again: Makes another connection, where the first broke while both its ends live.
     """
     lines: list[str] = []
 
     def listen() -> None:
-        with contextlib.suppress(OSError):
-            lines.append(status.makefile("r", encoding="utf-8").readline())
+        wire = status
+        while not any(lines):
+            with contextlib.suppress(OSError), wire:
+                lines.append(wire.makefile("r", encoding="utf-8").readline())
+            alone = agent.poll() is not None
+            try:
+                wire = wire if any(lines) else again()
+            except (OSError, caller.Refused):
+                if alone:
+                    return
+                time.sleep(LOOK_EVERY_S)
 
     listening = threading.Thread(target=listen, daemon=True)
     listening.start()

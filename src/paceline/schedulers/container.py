@@ -90,6 +90,7 @@ class Engine(Scheduler):
     """
 
     probe: str
+    fixed = "the container of a host that was lost may still run there"
     starting = NOW | LOGIN | {"via_arg", "image", "mount", "shm_size"}
 
     def wrap(self, command: Sequence[str], container: Container) -> list[str]:

@@ -8,7 +8,7 @@ from paceline.remote.channel import Channel
 from paceline.remote.fanout import connect_all
 from paceline.remote.openssh import SshOptions
 from paceline.remote.transport import Reached, Transport, nobody
-from paceline.schedulers.scheduler import NOW, Options, Scheduler
+from paceline.schedulers.scheduler import LEAVE, NOW, Options, Scheduler
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 
@@ -29,7 +29,7 @@ class LocalTransport:
                 found=f"other hosts: {', '.join(others)}",
                 remedy="Leave -H out, or --via ssh",
             )
-        return await connect_all(hosts, pythons, SshOptions(), reached=reached)
+        return await connect_all(hosts, pythons, SshOptions(), reached=reached, lasts=True)
 
     async def close(self, exit_code: int) -> None:
         """The agent has ended with its channel."""
@@ -42,8 +42,9 @@ class Local(Scheduler):
     """For a job that stays at home."""
 
     name, title = "local", "This machine"
-    starting = (NOW - {"ship"}) | {"check_level"}
+    starting = (NOW - {"ship", "fastest"}) | LEAVE | {"check_level", "keep_warm"}
     direct = True
+    fixed = "there is one node, this machine"
 
     def start(self, options: Options) -> Transport:
         return LocalTransport()

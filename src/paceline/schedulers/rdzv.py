@@ -12,10 +12,11 @@ class Rendezvous(Scheduler):
 
     name, title = "rdzv", "The rendezvous"
     typed = "--rdzv HOST:PORT"
-    starting = (NOW - {"hosts"}) | {
+    starting = (NOW - {"hosts", "fastest"}) | {
         "rdzv", "rdzv_id", "rdzv_key_file", "node_rank", "rdzv_timeout",
     }  # fmt: skip
     knows_hosts = False
+    fixed = "the first node waits for all the others before it begins"
 
     def start(self, options: Options) -> Transport:
         """The first node's; the others serve it (:func:`paceline.rendezvous.typed.serve`)."""

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from paceline.spec.hosts import Host
 
 # Options of the command line that a scheduler understands, by their parameters' names.
-NOW = frozenset({"hosts", "ship", "as_json", "verbose"})  # of those that start nodes now
+NOW = frozenset({"hosts", "fastest", "ship", "as_json", "verbose"})  # of those that start nodes now
 LOGIN = frozenset({"ssh_config", "accept_new_host_keys"})  # where SSH is used, by us or by it
+LEAVE = frozenset({"detach", "keep", "supervisor"})  # where a run can go on by itself
 SCRIPT = frozenset({  # of those that take a script
     "ship", "time_limit", "partition", "account", "mem", "gres", "gpus", "gpus_per_node", "array",
     "sbatch_arg", "setup_command",
@@ -118,6 +119,7 @@ class Scheduler:
         direct: The launcher starts the agents itself, over SSH or here: no other program does.
         calls_back: Its nodes connect to this machine, which they have to reach.
         knows_hosts: False where nodes come by themselves: nobody can name them before.
+        fixed: Why the number of nodes cannot change while a job runs; empty where it can.
     """
 
     name: str
@@ -135,6 +137,7 @@ class Scheduler:
     direct: bool = False
     calls_back: bool = False
     knows_hosts: bool = True
+    fixed: str = "it starts all nodes at once, and none of them again"
 
     def __init_subclass__(cls) -> None:
         if not cls.typed and hasattr(cls, "name"):

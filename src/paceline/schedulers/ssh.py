@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.remote.channel import Channel
 from paceline.remote.fanout import connect_all
 from paceline.remote.transport import Reached, Transport, nobody
-from paceline.schedulers.scheduler import LOGIN, NOW, Options, Scheduler
+from paceline.schedulers.scheduler import LEAVE, LOGIN, NOW, Options, Scheduler
 from paceline.spec.hosts import Host
 
 
@@ -23,7 +23,7 @@ class SshTransport:
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
                    reached: Reached = nobody) -> list[Channel]:  # fmt: skip
         """Logs in everywhere. ConnectError names all who refuse."""
-        return await connect_all(hosts, pythons, self._ssh, reached=reached)
+        return await connect_all(hosts, pythons, self._ssh, reached=reached, lasts=True)
 
     async def close(self, exit_code: int) -> None:
         """Every channel has ended its own ssh."""
@@ -37,8 +37,9 @@ class Ssh(Scheduler):
 
     name, title = "ssh", "OpenSSH"
     typed = "--via ssh (the default)"
-    starting = NOW | LOGIN | {"check_level"}
+    starting = NOW | LOGIN | LEAVE | {"check_level", "wait_for_nodes", "keep_warm"}
     direct = True
+    fixed = ""
 
     def start(self, options: Options) -> Transport:
         return SshTransport(options)

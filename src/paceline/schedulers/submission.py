@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import signal
@@ -44,6 +43,8 @@ class Submitted:
 
     def state(self) -> JobState | None:
         """As the scheduler sees it just now."""
+        import asyncio  # here: a run of another kind needs none
+
         return asyncio.run(self.scheduler.poll(self.job))
 
 
@@ -153,6 +154,8 @@ class Stopper:
         self.exit_code = 0
         self.left = False
         self._job = job
+        import asyncio
+
         self._cancel = cancel
         self._received = asyncio.Event()
         for one in _SIGNALS:
@@ -168,6 +171,8 @@ class Stopper:
 
     async def wait(self, seconds: float) -> None:
         """Sleeps, or until the next signal."""
+        import asyncio
+
         try:
             await asyncio.wait_for(self._received.wait(), seconds)
         except asyncio.TimeoutError:
@@ -175,6 +180,8 @@ class Stopper:
         self._received.clear()
 
     def close(self) -> None:
+        import asyncio
+
         for one in _SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(one)
 

@@ -1,0 +1,135 @@
+"""The first lines on a host of what stays there when its login ends.
+
+Its source is sent over standard input to ``python -c``, behind that of ``bootstrap.py``; the remote
+command is the same as an agent's, and what it is about stands in no command line. What is started
+gets a session of its own and none of our streams. We stay in the login until it is left alone:
+when our input ends before, somebody gave the start up, and it is ended.
+
+Words to whoever logged in stand behind a mark, one JSON object a line.
+"""
+
+# ruff: noqa
+# fmt: off
+import json, os, select, shutil, signal, subprocess, sys, time
+
+LEAST = (3, 10)  # of a supervisor: it is paceline itself
+NAMES = ["python3"] + ["python3.%d" % minor for minor in range(20, 9, -1)]
+END_S = 3.0
+KEPT_S = 7 * 24 * 3600.0  # results that nobody fetches
+RUN = ("import sys; sys.path.insert(0, sys.argv.pop(1)); "
+       "from paceline.cli.supervise import main; sys.exit(main())")
+
+def tell(**words):
+    os.write(1, b"\xf5PLleave " + json.dumps(words).encode() + b"\n")
+
+def refuse(why, **more):
+    tell(refused=why, **more)
+    sys.exit(1)
+
+def leave_caller():
+    """Starts a command that has to find its launcher, and ends it unless we are told to leave."""
+    told = json.loads(take(int(take(10))).decode())
+    os.environ.update(told["env"])
+    child = subprocess.Popen(told["argv"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                             stderr=subprocess.PIPE, start_new_session=True)
+    for name in told["env"]:
+        del os.environ[name]
+    words = child.stderr.fileno()
+    tell(started=child.pid)
+    while True:
+        ready = select.select([0, words], [], [])[0]
+        if words in ready:
+            said = os.read(words, 65536)
+            if not said:  # it has ended
+                status = child.wait()
+                sys.exit(status if status >= 0 else 128 - status)
+            os.write(2, said)
+        if 0 in ready:
+            if os.read(0, 64).startswith(b"stay"):
+                tell(left=True)
+                sys.exit(0)
+            end(child)
+            sys.exit(1)
+
+def end(child):
+    try:
+        os.killpg(child.pid, signal.SIGTERM)
+        deadline = time.time() + END_S
+        while child.poll() is None and time.time() < deadline:
+            time.sleep(0.02)
+        os.killpg(child.pid, signal.SIGKILL)
+    except OSError:
+        pass
+    child.wait()
+
+def new_enough():
+    """A Python that paceline runs on: this one, or another of this machine; "" for none."""
+    if sys.version_info >= LEAST:
+        return sys.executable
+    look = "import sys; sys.exit(sys.version_info < %r)" % (LEAST,)
+    for found in filter(None, map(shutil.which, NAMES)):
+        if subprocess.call([found, "-I", "-c", look], stdin=subprocess.DEVNULL) == 0:
+            return found
+    return ""
+
+def folder_of(run_id):
+    """The run's folder here, which nobody else can look into or change; made by this call."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    parent = os.path.realpath(os.path.join(base, "paceline", "detached"))
+    before = os.umask(0o077)
+    try:
+        os.makedirs(parent, exist_ok=True)
+        if not ours_alone(parent):
+            refuse("%s could be changed by others" % parent,
+                   remedy="chmod go-w on it and on the folders above it")
+        os.mkdir(os.path.join(parent, run_id), 0o700)
+    except OSError as problem:
+        refuse("%s cannot be made: %s" % (parent, problem.strerror), remedy="Make room there, let"
+               " it be written to, or set XDG_CACHE_HOME in your login there to another folder")
+    finally:
+        os.umask(before)
+    forget(parent)
+    return os.path.join(parent, run_id)
+
+def forget(parent):
+    """Removes results that nobody has fetched in time."""
+    for name in os.listdir(parent):
+        try:
+            with open(os.path.join(parent, name, "about.json")) as file:
+                about = json.load(file)
+            if time.time() - about["ended"] > KEPT_S:
+                shutil.rmtree(os.path.join(parent, name), True)
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+
+def leave_supervisor():
+    """Puts the run's files in their place and starts the supervisor, which has our streams.
+
+    It says on a pipe that it needs them no more; where it ends without that word, nothing stays.
+    """
+    told = json.loads(take(int(take(10))).decode())
+    python = told["python"] or new_enough()
+    if not python:
+        refuse("Python %d.%d or newer is needed for a supervisor" % LEAST,
+               found="%s is %d.%d" % ((sys.executable,) + sys.version_info[:2]),
+               remedy="Install one, or name another host: --supervisor HOST")
+    folder = folder_of(told["run_id"])
+    try:
+        for name, path in told["trees"].items():
+            shutil.move(path, os.path.join(folder, name))
+        control = os.path.join(folder, "control")
+        code = ["-I", "-c", RUN, control] if "control" in told["trees"] else [
+            "-c", "from paceline.cli.supervise import main; raise SystemExit(main())"]
+        alone, needed = os.pipe()
+        os.set_inheritable(needed, True)
+        child = subprocess.Popen([python] + code + [folder, str(needed)], close_fds=True,
+                                 pass_fds=[needed], start_new_session=True)
+    except BaseException:
+        shutil.rmtree(folder, True)
+        raise
+    os.close(needed)
+    if os.read(alone, 1):
+        sys.exit(0)
+    status = child.wait()
+    shutil.rmtree(folder, True)
+    sys.exit(status if status >= 0 else 128 - status)

@@ -1,0 +1,325 @@
+"""Objects as files: a function on its way to the ranks, what it returned or raised on its way back.
+
+A file holds the pickle, then the memory of arrays and tensors as it is, and at its end where what
+begins: large values are neither copied in memory nor sent as text. Whoever loads a pickle runs what
+its writer wrote: so a file is read as a whole and its hash compared before anything is loaded.
+
+Both sides use this: the launching machine and the ranks. Tensors are known where torch is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import io
+import json
+import os
+import pickle
+import struct
+import sys
+from typing import Any, BinaryIO, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+PROTOCOL = 5  # buffers beside the pickle
+BLOCK = 1 << 20
+TRIES = 300  # pickles made while the part is looked for that cannot be pickled
+DEEP = 12
+_LENGTH = struct.Struct(">I")
+_MOST_INDEX = 1 << 28
+
+
+class NotPicklableError(Exception):
+    """Some part of an object cannot be pickled; the text names it."""
+
+
+class DamagedError(Exception):
+    """A file is not what its writer wrote."""
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+class Written(NamedTuple):
+    """A file that was written: how many bytes, their SHA-256, and where each object begins."""
+
+    size: int
+    sha256: str
+    starts: List[int]
+
+
+def write(path: str, objects: List[Tuple[str, Any]], cloudpickle: Any) -> Written:
+    """Writes objects into a new file, for the user alone.
+
+    Tensors come as they are seen here, in memory of their own and off any accelerator.
+
+    Args:
+        path: The file.
+        objects: One after the other, each with what messages call it.
+        cloudpickle: The module, which takes functions and classes of ``__main__`` by value.
+
+    Raises:
+        NotPicklableError: Names the part that cannot be pickled.
+        OSError: The file cannot be written.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(file, "wb", buffering=0) as raw:
+        target = _Hashed(raw)
+        buffers: List[pickle.PickleBuffer] = []
+        pickler, starts = _pickler(cloudpickle, target, buffers.append), []
+        for name, value in objects:
+            starts.append(target.size)
+            try:
+                pickler.dump(value)
+            except Exception as error:
+                if target.broken:
+                    raise
+                raise _not_picklable(value, name, cloudpickle, error) from error
+        index: Dict[str, Any] = {"pickle": target.size, "buffers": [], "tensors": []}
+        for buffer in buffers:
+            with buffer.raw() as memory:
+                index["buffers"].append(memory.nbytes)
+                target.write(memory)
+        for tensor in pickler.tensors:
+            index["tensors"].append(_write_tensor(target, tensor))
+        end = json.dumps(index).encode()
+        target.write(end + _LENGTH.pack(len(end)))
+        return Written(target.size, target.sha256, starts)
+
+
+class _Hashed:
+    """Writes all of what it is given, and knows its hash."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self._digest = hashlib.sha256()
+        self.size = 0
+        self.broken = False
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def write(self, data: Any) -> int:
+        with memoryview(data) as view, view.cast("B") as rest:
+            for at in range(0, len(rest), BLOCK):
+                block = rest[at : at + BLOCK]
+                self._digest.update(block)
+                done = 0
+                while done < len(block):
+                    try:
+                        done += self._raw.write(block[done:])
+                    except OSError:
+                        self.broken = True
+                        raise
+            self.size += len(rest)
+            return len(rest)
+
+
+def _pickler(cloudpickle: Any, target: Any, take: Optional[Callable[[Any], Any]]) -> Any:
+    """A pickler of cloudpickle's that leaves tensors to us where torch is loaded."""
+    torch: Any = sys.modules.get("torch")
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.tensors: List[Any] = []
+            self._known: Dict[int, int] = {}
+            super().__init__(target, PROTOCOL, buffer_callback=take)
+
+        if torch is not None:
+
+            def persistent_id(self, found: Any) -> Optional[Tuple[str, int, str, Any, bool]]:
+                if type(found) is not torch.Tensor or not _is_plain(found, torch):
+                    return None
+                if id(found) not in self._known:
+                    self._known[id(found)] = len(self.tensors)
+                    self.tensors.append(found)  # and so it lives, and its id with it
+                kind = str(found.dtype).split(".")[-1]
+                place = self._known[id(found)]
+                return "tensor", place, kind, tuple(found.shape), found.requires_grad
+
+    return Pickler()
+
+
+def _is_plain(tensor: Any, torch: Any) -> bool:
+    """Whether a tensor is its numbers and nothing else; torch knows how to pickle the others."""
+    strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return strided and not tensor.is_meta and not tensor.__dict__
+
+
+def _write_tensor(target: _Hashed, tensor: Any) -> int:
+    """The tensor's numbers, in order; returns how many bytes they are."""
+    numbers = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    size = int(numbers.numel() * numbers.element_size())
+    if size:
+        target.write((ctypes.c_ubyte * size).from_address(numbers.data_ptr()))
+    return size
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def opened(path: str, sha256: str) -> "_Unpickler":
+    """The objects of a file: ``load()`` gives one after the other.
+
+    Args:
+        path: The file.
+        sha256: What its writer told.
+
+    Raises:
+        DamagedError: The file is not what was told. Nothing of it was loaded.
+        OSError: It cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        parts = _Parts(file, path)
+        pickled, buffers, tensors = parts.take()
+        if parts.sha256 != sha256:
+            raise DamagedError("%s does not have the hash that its writer told" % path)
+    return _Unpickler(io.BytesIO(pickled), buffers, tensors)
+
+
+class _Parts:
+    """A file, read once from its beginning to its end."""
+
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        self._file = file
+        self._path = path
+        self._digest = hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def take(self) -> Tuple[bytearray, List[bytearray], List[bytearray]]:
+        index, length = self._index()
+        self._file.seek(0)
+        pickled = self._next(index["pickle"])
+        buffers = [self._next(size) for size in index["buffers"]]
+        tensors = [self._next(size) for size in index["tensors"]]
+        self._next(length)
+        return pickled, buffers, tensors
+
+    def _index(self) -> Tuple[Dict[str, Any], int]:
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            self._file.seek(-_LENGTH.size, os.SEEK_END)
+            (length,) = _LENGTH.unpack(self._file.read())
+            if length > min(size, _MOST_INDEX):
+                raise ValueError("too long")
+            self._file.seek(-_LENGTH.size - length, os.SEEK_END)
+            index = json.loads(self._file.read(length))
+            sizes = [index["pickle"], *index["buffers"], *index["tensors"]]
+            whole = all(isinstance(one, int) and one >= 0 for one in sizes)
+            if not whole or sum(sizes) + length + _LENGTH.size != size:
+                raise ValueError("of another size")
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            raise DamagedError("%s is damaged: it is not whole" % self._path) from None
+        return index, length + _LENGTH.size
+
+    def _next(self, size: int) -> bytearray:
+        data = bytearray(size)
+        with memoryview(data) as view:
+            done = 0
+            while done < size:
+                count = self._file.readinto(view[done : done + BLOCK])  # type: ignore[attr-defined]
+                if not count:
+                    raise DamagedError("%s became shorter while it was read" % self._path)
+                self._digest.update(view[done : done + count])
+                done += count
+        return data
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO, buffers: List[bytearray], tensors: List[bytearray]) -> None:
+        super().__init__(file, buffers=buffers)
+        self._memory = tensors
+        self._made: Dict[int, Any] = {}
+
+    def persistent_load(self, said: Any) -> Any:
+        _, place, kind, shape, requires_grad = said
+        if place not in self._made:
+            torch: Any = importlib.import_module("torch")
+            memory, dtype = self._memory[place], getattr(torch, kind)
+            made = torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
+            self._made[place] = made.reshape(shape).requires_grad_(requires_grad)
+        return self._made[place]
+
+
+# --- what cannot be pickled -----------------------------------------------------------------------
+
+
+def _not_picklable(value: Any, name: str, cloudpickle: Any, error: Exception) -> NotPicklableError:
+    """Says which part it is, as a path from the object: ``the value['lock']``."""
+    tries = [TRIES]
+
+    def problem(found: Any) -> Optional[Exception]:
+        tries[0] -= 1
+        try:
+            _pickler(cloudpickle, io.BytesIO(), lambda buffer: None).dump(found)
+        except Exception as refused:
+            return refused
+        return None
+
+    seen = {id(value)}
+    for _ in range(DEEP):
+        for inner, part in _parts_of(value, name):
+            if tries[0] <= 0 or id(part) in seen:
+                continue
+            if (refused := problem(part)) is not None:
+                seen.add(id(part))
+                value, name, error = part, inner, refused
+                break
+        else:
+            break
+    said = "%s: %s" % (type(error).__name__, error)
+    return NotPicklableError("%s is %s, which cannot be pickled (%s)" % (name, _kind(value), said))
+
+
+def _kind(value: Any) -> str:
+    cls = type(value)
+    where = "" if cls.__module__ in ("builtins", "__main__") else cls.__module__ + "."
+    return "a %s%s" % (where, cls.__qualname__)
+
+
+def _parts_of(value: Any, name: str) -> Iterator[Tuple[str, Any]]:
+    """What an object is made of, as far as pickles follow it, with a name for each."""
+    if isinstance(value, dict):
+        for key, part in list(value.items()):
+            yield "%s[%.60r]" % (name, key), part
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for place, part in enumerate(value):
+            yield "%s[%d]" % (name, place), part
+    elif hasattr(value, "__code__"):
+        yield from _parts_of_function(value)
+    elif hasattr(value, "__func__"):  # a method
+        yield name + ".__self__", value.__self__
+        yield name, value.__func__
+    elif type(value).__module__ == "functools":
+        for attribute in ("func", "args", "keywords"):
+            if hasattr(value, attribute):
+                yield "%s.%s" % (name, attribute), getattr(value, attribute)
+    else:
+        if isinstance(value, BaseException):
+            yield name + ".args", value.args
+        for attribute, part in list(getattr(value, "__dict__", {}).items()):
+            yield "%s.%s" % (name, attribute), part
+
+
+def _parts_of_function(function: Any) -> Iterator[Tuple[str, Any]]:
+    """The variables that a function brings along: of its closure and of its module."""
+    called = "%s()" % getattr(function, "__qualname__", "function")
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        try:
+            yield "the variable %s of %s" % (variable, called), cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+    for variable in _names(function.__code__):
+        if variable in function.__globals__:
+            yield "the variable %s of %s" % (variable, called), function.__globals__[variable]
+    for place, part in enumerate(function.__defaults__ or ()):
+        yield "default %d of %s" % (place, called), part
+
+
+def _names(code: Any) -> List[str]:
+    inner = [name for part in code.co_consts if hasattr(part, "co_names") for name in _names(part)]
+    return [*code.co_names, *inner]

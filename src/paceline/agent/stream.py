@@ -1,0 +1,172 @@
+"""What an agent and its launcher talk by: it may break, and go on over other descriptors.
+
+As long as nobody asked the agent to stay, the end of its stream is the end of the agent. Later a
+stream that breaks is only cut: what is said waits until the launcher has come again, for as long as
+the lease lasts. When the way to it breaks, all three streams end. When the launcher ends the
+conversation, or is killed beside a living connection, somebody still reads standard error: that is
+no break, and no time is lost on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from typing import Callable, List, Optional, Tuple
+
+from .frames import MAX_BLOB, MAX_JSON, SAY_HEARD, Decoder, Message, Outbox
+from .lanes import Joiner
+from .reconnection import Met, Place, is_read
+
+CHUNK = 1 << 16
+ECHO_S = 0.5  # after the end of input or output: is standard error still read?
+WAIT_S = 10.0  # to be met again, where no lease says how long
+NO_FD = -1
+Requests = List[Tuple[Message, bytes]]
+
+
+def _nothing(fd: int) -> None:
+    """For streams whose standard error is nobody's business."""
+
+
+class Stream:
+    """Requests in, frames out.
+
+    Args:
+        input_fd, output_fd: What it begins with; the outbox writes to the latter.
+        wake_fd: Where a byte wakes the loop.
+
+    Attributes:
+        outbox: What is said.
+        errors: Descriptor of standard error, where that comes the same way as input and output.
+        on_errors: Told of the descriptor of a new standard error, which is closed afterwards.
+    """
+
+    def __init__(self, input_fd: int, output_fd: int, wake_fd: int) -> None:
+        self.outbox = Outbox(output_fd, wake_fd)
+        self.errors: Optional[int] = None
+        self.on_errors: Callable[[int], None] = _nothing
+        self._input: Optional[int] = input_fd
+        self._decoder = Decoder()
+        self._joiner = Joiner(MAX_JSON + MAX_BLOB)
+        self._untold = 0  # bytes heard since we said so
+        self._place: Optional[Place] = None
+        self._holder: Optional[socket.socket] = None
+        self._ended_at: Optional[float] = None
+        self._cut_at: Optional[float] = None
+
+    def came_by(self, holder: Optional[socket.socket]) -> None:
+        """Whose streams it begins with, where that is another process: it stays until the end."""
+        self._holder = holder
+
+    def stay(self, key: bytes) -> str:
+        """From now on a break is no end; the name of the place to be met at. OSError without."""
+        if self._place is not None:
+            self._place.close()
+        self._place = Place(key)
+        self.outbox.keeps = True
+        return self._place.name
+
+    def readers(self) -> List[int]:
+        """Descriptors to watch."""
+        fds = [] if self._input is None or self._ended_at is not None else [self._input]
+        return fds + (self._place.readers() if self._place is not None else [])
+
+    def readable(self, fd: int) -> Optional[Requests]:
+        """Reads from one of :meth:`readers`: what is asked, ``None`` when it is none of ours.
+
+        What is sent in pieces is asked once it came whole.
+        """
+        if fd == self._input:
+            return self._read(fd)
+        if self._place is None or fd not in self._place.readers():
+            return None
+        met = self._place.readable(fd, self.outbox.heard)
+        if met is not None and self.outbox.has_said(met.heard):
+            self._go_on(met)
+        elif met is not None:  # it has the key, and still is none that we talk with
+            met.streams.close()
+            met.holder.close()
+        return []
+
+    def _read(self, fd: int) -> Requests:
+        try:
+            data = os.read(fd, CHUNK)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self._ended_at = time.monotonic()
+        requests: Requests = []
+        self._untold += len(data)
+        for message, blob in self._decoder.feed(data):
+            self.outbox.heard += 1
+            with contextlib.suppress(ValueError):  # a launcher knows what it says
+                self.outbox.heard_by_launcher(message.pop("heard", 0))
+            if "part" in message:  # the next one waits until this one was heard
+                self._untold += SAY_HEARD
+                for frame in self._joiner.add(message, blob):
+                    requests += Decoder().feed(frame)
+            elif message:  # else that was all there was to say
+                requests.append((message, blob))
+        if self._untold > SAY_HEARD:
+            self._untold = 0
+            self.outbox.post({})  # with what every frame tells
+        return requests
+
+    @property
+    def _errors_fd(self) -> int:
+        return self.outbox.fd if self.errors is None else self.errors
+
+    def _go_on(self, met: Met) -> None:
+        self._let_go()
+        self._input, self._decoder = met.streams.input, Decoder()
+        self._ended_at = self._cut_at = None
+        self._holder = met.holder
+        self.on_errors(met.streams.errors)
+        os.close(met.streams.errors)
+        self.outbox.go_on(met.streams.output, met.heard)
+
+    def _let_go(self) -> None:
+        """Closes what it talked by until now."""
+        if self._input is not None:
+            for fd in (self._input, self.outbox.fd):
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+            self._input, self.outbox.fd = None, NO_FD
+        if self._holder is not None:
+            self._holder.close()
+            self._holder = None
+
+    def over(self, leased: bool) -> Optional[Tuple[str, str]]:
+        """Why the agent has to leave for what became of its stream, in a word and for people.
+
+        Args:
+            leased: How long to wait for the launcher is somebody else's business.
+        """
+        now = time.monotonic()
+        if self._ended_at is None and self.outbox.broken:
+            self._ended_at = now
+        if self._ended_at is None:
+            return None
+        if self._place is not None and self._cut_at is None and not is_read(self._errors_fd):
+            self._cut_at = now
+            self.outbox.cut()
+            self._let_go()
+        if self._cut_at is None:
+            early = self._place is not None and now - self._ended_at < ECHO_S
+            return None if early else ("launcher", "the launcher went away")
+        if not leased and now - self._cut_at > WAIT_S:
+            return "broken", "the connection to the launcher broke, and it did not come again"
+        return None
+
+    def close(self) -> None:
+        """Nobody is met any more. The streams end with the process."""
+        if self._place is not None:
+            self._place.close()
+
+    def end(self) -> None:
+        """The streams end now, and so does the login that they came by."""
+        self._let_go()

@@ -1,0 +1,128 @@
+"""How busy this host is: the kernel's counters, and the load of GPUs. Cheap enough to ask often."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Sequence
+
+from . import accelerators
+
+Load = Callable[[], List[float]]
+ROOT = Path("/")
+NVML = "libnvidia-ml.so.1"
+
+
+def counted(interfaces: Sequence[str], root: Path = ROOT) -> Dict[str, Any]:
+    """What was counted since the host started, and when.
+
+    Returns:
+        ``time``: seconds of the monotonic clock; ``cpu``: ticks of all CPUs in which they worked,
+        and all ticks; ``memory``: bytes there are, and bytes that are available; ``links``: bytes
+        received and sent by each of the interfaces that there is; ``gpus``: the part of the last
+        moments in which each GPU worked, as far as it is known.
+    """
+    return {
+        "time": time.monotonic(),
+        "cpu": _cpu(_read(root / "proc/stat")),
+        "memory": _memory(_read(root / "proc/meminfo")),
+        "links": _links(_read(root / "proc/self/net/dev"), interfaces),
+        "gpus": _gpus(root),
+    }
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+def _cpu(text: str) -> List[int]:
+    words = text.split("\n", 1)[0].split()[1:9]  # virtual machines are in the first two again
+    ticks = [int(word) for word in words if word.isdigit()]
+    idle = sum(ticks[3:5])  # idle, and waiting for a disk
+    return [sum(ticks) - idle, sum(ticks)]
+
+
+def _memory(text: str) -> List[int]:
+    found = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition(":")
+        if name in ("MemTotal", "MemAvailable") and rest.split()[:1]:
+            found[name] = 1024 * int(rest.split()[0])
+    total = found.get("MemTotal", 0)
+    return [total, min(total, found.get("MemAvailable", 0))]
+
+
+def _links(text: str, interfaces: Sequence[str]) -> Dict[str, List[int]]:
+    found = {}
+    for line in text.splitlines():
+        name, _, rest = line.strip().partition(":")
+        counters = rest.split()
+        if name in interfaces and len(counters) > 8:
+            found[name] = [int(counters[0]), int(counters[8])]
+    return found
+
+
+# --- GPUs ---------------------------------------------------------------------------------------
+
+_load: Dict[Path, Load] = {}
+
+
+def _gpus(root: Path) -> List[float]:
+    """Those of one maker. How they are asked is found out once."""
+    if root not in _load:
+        _load[root] = _amd(root) or _nvidia(root) or list
+    return _load[root]()
+
+
+def _amd(root: Path) -> Optional[Load]:
+    """By a file of the kernel."""
+    places = [root / "sys/class/drm" / gpu["device"] for gpu in accelerators.amd(root)]
+    files = [place / "device/gpu_busy_percent" for place in places]
+
+    def load() -> List[float]:
+        told = [_read(file).strip() for file in files]
+        return [min(1.0, int(word) / 100) for word in told if word.isdigit()]
+
+    return load if files else None
+
+
+def _nvidia(root: Path) -> Optional[Load]:
+    """By the driver's library: no file tells it, and starting nvidia-smi is dear."""
+    if not accelerators.nvidia(root):
+        return None
+    with contextlib.suppress(OSError, AttributeError):
+        return nvml(ctypes.CDLL(NVML))
+    return None
+
+
+class _Rates(ctypes.Structure):
+    """nvmlUtilization_t."""
+
+    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]  # percent
+
+
+def nvml(library: Any) -> Optional[Load]:
+    """Asks NVML; ``None`` where it does not come up."""
+    count = ctypes.c_uint()
+    if library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return None
+    handles = []
+    for number in range(count.value):
+        handle = ctypes.c_void_p()
+        if library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)) == 0:
+            handles.append(handle)
+
+    def load() -> List[float]:
+        found = []
+        for handle in handles:
+            rates = _Rates()
+            if library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(rates)) == 0:
+                found.append(min(1.0, rates.gpu / 100))
+        return found
+
+    return load if handles else None

@@ -45,7 +45,8 @@ def conclude(evidence: Evidence, rules: Sequence[Rule]) -> Conclusion:
 
 def _unknown(evidence: Evidence) -> str:
     if evidence.launcher is not None and evidence.launcher.alive:
-        return f"the run has not ended: its launcher is {evidence.launcher.where}"
+        who = evidence.launcher
+        return f"the run has not ended: its {who.what} is {who.where}"
     if evidence.first is not None:
         return f"unknown cause: {evidence.first.where}: {evidence.first.headline}"
     if evidence.result.exit_code == 0:

@@ -67,18 +67,24 @@ class Launcher:
     """Who says that the run is theirs: the mark is taken away when a run ends in order.
 
     Attributes:
-        host, pid, since: Where and when it started.
+        host, since: Where and when it started.
+        pid: Its process; ``None`` of a supervisor on another host.
         alive: Whether it still runs; ``None`` when it is another machine's process.
     """
 
     host: str
-    pid: int
+    pid: int | None
     since: str
     alive: bool | None
 
     @property
+    def what(self) -> str:
+        return "launcher" if self.pid is not None else "supervisor"
+
+    @property
     def where(self) -> str:
-        return f"process {self.pid} on {self.host}, since {self.since}"
+        process = "" if self.pid is None else f"process {self.pid} "
+        return f"{process}on {self.host}, since {self.since}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from paceline.explain.evidence import Evidence, Launcher, Log, lines_of
-from paceline.rundir.ownership import owner_alive, owner_here, read_owner
+from paceline.rundir.ownership import (
+    detached_of,
+    ended_since,
+    lost,
+    owner_alive,
+    owner_here,
+    read_owner,
+)
 from paceline.rundir.records import (
     folders_in,
     head_and_tail,
@@ -19,6 +27,7 @@ from paceline.rundir.records import (
     read_records,
 )
 from paceline.spec import rundir as names
+from paceline.spec.detached import DETACHED
 from paceline.spec.errors import DataError
 from paceline.spec.events import Event, at_home, homes, read_events
 from paceline.spec.failure import Failure, Result
@@ -28,7 +37,7 @@ TAIL = 256 << 10  # and of its end, where causes stand
 ALL_LOGS = 4 << 20  # bytes read of all logs together, beside that of the rank that failed first
 MOST_LOGS = 4096
 STREAM = 1 << 30  # bytes taken of a log that comes through a pipe
-_SIGNS = (names.EVENTS, names.RESULT, names.PLAN, names.OWNER)
+_SIGNS = (names.EVENTS, names.RESULT, names.PLAN, names.OWNER, DETACHED)
 # Labels that cannot be mistaken for text.
 _SURE = tuple(
     re.compile(pattern)
@@ -57,15 +66,20 @@ _FIELD = re.compile(
 _SUMMARY = re.compile(r"^(?:[EW]\d{4} [\d:.]+ +\d+ \S+\] ?)")
 
 
-def from_run(path: Path) -> Evidence:
-    """The evidence of a run directory. DataError when it is none."""
+def from_run(path: Path, *, asked: bool = True) -> Evidence:
+    """The evidence of a run directory. DataError when it is none.
+
+    Args:
+        path: The run directory.
+        asked: Of a run that goes on on another host: that has just said so.
+    """
     if not any(is_regular(path / name) for name in _SIGNS):
         raise DataError(
             f"{path} is not a run directory",
             found="no events.jsonl, result.json or plan.json in it",
             remedy="Give the folder that the run printed (runs/NAME-DATE-TIME), or --log FILE",
         )
-    launcher = _launcher(path)
+    launcher = _launcher(path, asked)
     # a run that has not ended leaves the result of the one before it in the folder
     said = read_object(path / names.RESULT) if launcher is None else None
     events = read_events(read_records(path / names.EVENTS))
@@ -91,17 +105,30 @@ def of_run(path: Path, result: Result, events: tuple[Event, ...],
         result=result,
         events=events,
         launcher=launcher,
-        checkpoint=next((int(one.name) for one in names.checkpoints(path)), None),
+        checkpoint=_newest_step(path),
         debug=tuple(debug_logs(path, events)),
     )
 
 
-def _launcher(path: Path) -> Launcher | None:
+def _newest_step(path: Path) -> int | None:
+    found = (names.version_of(one.name) for one in names.checkpoints(path))
+    return next((version[1] for version in found if version), None)
+
+
+def _launcher(path: Path, asked: bool) -> Launcher | None:
     owner = read_owner(path)
-    if owner is None:
-        return None
-    alive = owner_alive(owner) if owner_here(owner) else None
-    return Launcher(owner["host"], owner["pid"], owner["since"], alive)
+    if owner is not None:
+        alive = owner_alive(owner) if owner_here(owner) else None
+        return Launcher(owner["host"], owner["pid"], owner["since"], alive)
+    away = detached_of(path)
+    if away is not None and not ended_since(path, away):
+        return Launcher(away.host, None, _moment(away.since), True if asked else None)
+    left = lost(path)
+    return None if left is None else Launcher(left.host, None, _moment(left.since), False)
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def from_log(text: str) -> Evidence:

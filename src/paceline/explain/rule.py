@@ -104,8 +104,8 @@ def from_page(code: str, page: str, computed: Callable[[], Matcher]) -> Rule:
     title, sections = _parts(body)
     if missing := [name for name in SECTIONS if not sections.get(name)]:
         raise ValueError(f"rule {code} lacks {missing}")
-    ways = [in_logs(head)] if head.patterns else []
-    ways += [computed()] if head.computed else []
+    ways = [computed()] if head.computed else []  # it sees more than lines of a log
+    ways += [in_logs(head)] if head.patterns else []
     if not ways:
         raise ValueError(f"rule {code} has no patterns and is not computed")
 

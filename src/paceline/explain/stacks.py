@@ -14,6 +14,7 @@ _FRAME = re.compile(
 )
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/paceline(_agent)?/|\.pyz/")
 _COLLECTIVES = re.compile(r"/torch/(distributed|nn/parallel)/")
+_WAITS = ("_engine_run_backward", "run_backward")  # gradients are exchanged inside
 _WRAPPERS = {"wrapper", "inner", "_call_impl", "_wrapped_call_impl"}
 
 
@@ -62,6 +63,62 @@ class Stand:
         return named[-1] if named else ""
 
 
+def waits(stand: Stand) -> bool:
+    """Whether it stood in a collective, or in a backward pass, in which gradients are exchanged."""
+    return bool(stand.collective) or any(frame.function in _WAITS for frame in stand.frames)
+
+
+def where(stand: Stand) -> str:
+    """``all_reduce (train.py, line 40, in step)``, or the user's own line alone."""
+    own = line(stand.own)
+    if stand.collective:
+        return f"{stand.collective}{own and f' ({own})'}"
+    if waits(stand):
+        return f"the backward pass{own and f' ({own})'}"
+    return f"at {own}" if own else "somewhere outside the script"
+
+
+def line(frame: Frame | None) -> str:
+    """``train.py, line 40, in step``."""
+    if frame is None:
+        return ""
+    inside = "" if frame.function == "<module>" else f", in {frame.function}"
+    return f"{frame.where}{inside}"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first collective in which ranks are not together.
+
+    Attributes:
+        number: Of the collective, from 1, in its group.
+        what: By rank what it has called.
+    """
+
+    number: int
+    what: tuple[tuple[int, str], ...]
+
+
+def first_difference(calls: dict[int, tuple[str, ...]]) -> Difference | None:
+    """The first of the recorded collectives that is not the same on all ranks, if there is one.
+
+    Args:
+        calls: By rank, lines ``GROUP NUMBER OPERATION SIZES`` in their order. A rank that has not
+            come to a collective yet is not one that differs.
+    """
+    by_place: dict[tuple[str, int], dict[int, str]] = {}
+    for rank, lines in calls.items():
+        for line in lines:
+            group, _, rest = line.partition(" ")
+            number, _, what = rest.partition(" ")
+            if number.isdigit():
+                by_place.setdefault((group, int(number)), {})[rank] = what
+    for (_, at), called in sorted(by_place.items(), key=lambda item: item[0][1]):
+        if len(set(called.values())) > 1:
+            return Difference(at, tuple(sorted(called.items())))
+    return None
+
+
 def parse(lines: Iterable[str]) -> tuple[Frame, ...]:
     """The frames in lines of a stack, in the order of the lines."""
     found = (_FRAME.match(line) for line in lines)
@@ -98,3 +155,9 @@ def _before(lines: Sequence[str], at: int) -> tuple[Frame, ...]:
     """The traceback above a line, innermost frame first."""
     start = next((n for n in range(at, -1, -1) if "Traceback (most recent" in lines[n]), at)
     return tuple(reversed(parse(lines[start:at])))
+
+
+def calls(evidence: Evidence) -> dict[int, tuple[str, ...]]:
+    """By rank, the collectives that it has begun last, where they were told."""
+    return {end.rank: tuple(end["seen"]["calls"]) for end in evidence.ends
+            if end.rank is not None and end["seen"] and end["seen"].get("calls")}  # fmt: skip

@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import Mapping
+from typing import Any
 
-from paceline.launch import outcome
+from paceline.launch import decide, outcome
+from paceline.launch.allowance import Allowance, Verdict
+from paceline.launch.beats import aside
 from paceline.launch.fleet import Fleet, Node, first_of, together, within
-from paceline.launch.hangs import Hang, HangWatch
+from paceline.launch.hangs import HangWatch, look_at_all
 from paceline.launch.interrupts import Interrupts
+from paceline.launch.members import Members
+from paceline.launch.observer import Observer
 from paceline.launch.recorder import Recorder
+from paceline.launch.recovery import Recoveries, Rejoin, StandIn
 from paceline.launch.screen import Screen
+from paceline.launch.verdict import Hang, Look
 from paceline.spec import jobenv
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result, signal_name
@@ -32,10 +40,14 @@ class Attempt:
         fleet: The nodes, in the plan's order.
         interrupts: The user's signals.
         screen, recorder: Where things are shown and written down.
+        allowance: What was used of ``--max-restarts``.
+        stand_in: Has a spare take a lost host's place.
+        rejoin: Has a lost host join again; ``None`` where that cannot be.
     """
 
     def __init__(self, plan: Plan, job: Job, fleet: Fleet, interrupts: Interrupts,
-                 screen: Screen, recorder: Recorder) -> None:  # fmt: skip
+                 screen: Screen, recorder: Recorder, allowance: Allowance,
+                 stand_in: StandIn, rejoin: Rejoin | None) -> None:  # fmt: skip
         self.plan = plan
         self.joined = 0
         self.watching = False
@@ -46,26 +58,45 @@ class Attempt:
         self._recorder = recorder
         self._failures: list[Failure] = []
         self._early: list[Failure] = []  # not failures unless others still needed them
+        self._broken: Exception | None = None  # what sees to recoveries
         self._failed = asyncio.Event()
         self._ended = asyncio.Event()
-        self._hangs = HangWatch(fleet, self._hang_told, self._hang_over, job.hang_timeout_s.value)
+        self._recalled = asyncio.Event()
+        places = {rank.rank: part.host for part in plan.nodes for rank in part.ranks}
+        members = Members(
+            places,
+            decide.least_nodes(job),
+            job.wait_for_nodes_s.value,
+            self._after,
+        )
+        self.recoveries = Recoveries(plan, members, fleet, self._start_request, stand_in, rejoin,
+                                     self.fail, screen, recorder)  # fmt: skip
+        self._allowance = allowance
+        limit = job.hang_timeout_s.value
+        limit_s = None if isinstance(limit, str) else limit
+        self._observer = Observer(fleet, recorder, lambda host: self._interface(host))
+        self._hangs = HangWatch(fleet, self._hang_told, self._hang_over, self._where, limit_s)
 
     async def run(self) -> Result:
         """From the start of the ranks to the end of the last."""
         parts = list(zip(self._fleet.nodes, self.plan.nodes, strict=True))
         for node, _ in parts:
-            node.running, node.quiet_s, node.frozen = True, None, {}
+            node.running, node.quiet_s = True, None
         begun = time.monotonic()
         await together([self._start(node, part) for node, part in parts])
         self.watching = True
         self._recorder.next_attempt()
         self._recorder.event("started", attempt=self.plan.attempt, world_size=self.plan.world_size)
-        watching = asyncio.ensure_future(self._hangs.run())
+        work = (self._see_hangs(), self._recover(), self._observer.run())
+        watching = [asyncio.ensure_future(one) for one in work]
         try:
             result = await self._watch()
+            await self._end_late_starts()
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for one in watching:
+                one.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+            self._recorder.where()
         self._screen.flush()
         seconds = round(time.monotonic() - begun, 3)
         self._recorder.event(
@@ -74,29 +105,54 @@ class Attempt:
         return result
 
     async def _start(self, node: Node, part: NodePlan) -> None:
+        store = {"address": self.plan.master_addr, "port": self.plan.master_port}
+        here = self.plan.agent_store and part.node_rank == 0
+        request = self._start_request(node, part)
+        await node.channel.request("start", store=store if here else None, **request)
+
+    def _start_request(self, node: Node, part: NodePlan) -> dict[str, Any]:
+        """What the agent of a node is told to start its ranks with."""
         env = {name: setting.value for name, setting in part.env.items()}
         env[jobenv.RUN_DIR] = node.run_folder
         env[jobenv.HOME_DIR] = self._recorder.shown_path
-        store = {"address": self.plan.master_addr, "port": self.plan.master_port}
-        await node.channel.request(
-            "start",
-            entry=entry_json(part.entry),
-            workdir=part.workdir,
-            env={**self._job.environment.all(), **env},  # the plan leaves out what goes before it
-            any_world=self._job.any_world,
-            store=store if self.plan.agent_store and part.node_rank == 0 else None,
-            ranks=self.plan.ranks_json(part),
-        )
+        return {
+            "entry": entry_json(part.entry),
+            "workdir": part.workdir,
+            # the plan leaves out what goes before it
+            "env": {**self._job.environment.all(), **env},
+            "any_world": self._job.any_world,
+            "ranks": self.plan.ranks_json(part),
+        }
+
+    async def _see_hangs(self) -> None:
+        try:
+            await self._hangs.run()
+        except Exception as error:  # no reason to end a training that goes well
+            why = f"{type(error).__name__}: {error}"
+            self._screen.note(f"paceline: warning: hangs are not noticed any more: {why}")
+
+    async def _recover(self) -> None:
+        try:
+            await self.recoveries.run()
+        except Exception as error:  # what is lost from now on would be waited for in vain
+            self._broken = error
+            self._failed.set()
 
     # --- the end -----------------------------------------------------------------------------
 
     async def _watch(self) -> Result:
         """Until all ranks are over: by themselves, after a failure, or by the user's signal."""
-        await first_of(self._ended.wait(), self._failed.wait(), self._interrupts.wait())
+        await first_of(self._ended.wait(), self._failed.wait(), self._interrupts.wait(),
+                       self._recalled.wait())  # fmt: skip
+        if self._broken is not None:
+            raise self._broken
         if self._interrupts.received:
             return await self._stop_for_user()
         if self._failures:
             return await self._stop_after_failure()
+        if self.recalled:
+            await first_of(self._stop_all(self._job.grace_s.value), self._interrupts.wait())
+            return await self._stop_for_user() if self._interrupts.received else Result(0)
         return Result(0)
 
     async def _stop_after_failure(self) -> Result:
@@ -114,7 +170,8 @@ class Attempt:
         wished = all(failure.wished for failure in known)
         if wished and self._interrupts.received:
             return await self._stop_for_user()
-        grace_s = self._job.grace_s.value if wished else FAILURE_GRACE_S
+        to_save = wished or self.recoveries.gave_up is not None
+        grace_s = self._job.grace_s.value if to_save else FAILURE_GRACE_S
         await first_of(self._stop_all(grace_s), self._interrupts.wait())
         if self._interrupts.received:
             await self._fleet.tell("kill", patience_s=AT_ONCE_S)
@@ -132,7 +189,9 @@ class Attempt:
         name = signal_name(signum)
         self._screen.note(f"paceline: {name}: stopping (once more to stop at once)")
         if hang := await self._hangs.at_the_end():
+            self._screen.note(f"paceline: it hung: {hang.text}")
             self._recorder.event("hang", hang.host or None, hang.rank, text=hang.text)
+        await first_of(self.recoveries.stop(), self._interrupts.wait(2))
         stopping = asyncio.ensure_future(self._stop_all(self._job.grace_s.value))
         await first_of(asyncio.shield(stopping), self._interrupts.wait(2))
         if not stopping.done():
@@ -150,24 +209,58 @@ class Attempt:
             await self._fleet.tell("kill")
             await within(self._ended.wait(), END_PATIENCE_S)
 
+    async def _end_late_starts(self) -> None:
+        """Ends newcomers that were ordered just before the last of the others ended.
+
+        Else they would be taken for ranks of the next attempt, which have the same numbers.
+        """
+        await self.recoveries.close(END_PATIENCE_S)
+        if self._ended.is_set() and self._fleet.running:
+            self._ended.clear()
+            await self._stop_all(0.0)
+
+    # --- what is asked for on the way --------------------------------------------------------
+
+    async def tell_ranks(self, line: Mapping[str, Any]) -> None:
+        """Says a line to every rank, over its control pipe."""
+        await self._fleet.tell("tell_ranks", line=line)
+
+    async def looks(self) -> list[Look]:
+        """What every rank does at this moment."""
+        return await look_at_all(self._fleet)
+
     # --- what happens ------------------------------------------------------------------------
 
     def take(self, node: Node, event: Event) -> None:
         """Hears an agent; only what bears on the attempt's end is of interest here."""
+        if not self._fleet.has(node):
+            return  # another has taken its place
         rank = -1 if event.rank is None else event.rank
         if event.kind == "world joined":
             self.joined += 1
-        elif event.kind == "rank started":
-            self._hangs.started(rank, event["pid"])
+        elif event.kind in ("rank frozen", "rank thawed"):
+            self._hangs.frozen(event)
         elif event.kind == "heartbeat":
-            self._hangs.heartbeat(rank, str(event["phase"]))
+            self._hangs.heartbeat(node.name, rank, event["step"] or 0, event["phase"] or "")
+        elif event.kind == "rank ended":
+            self._hangs.gone(node.name, rank)
         elif event.kind == "exception" and not event["hooked"]:
             self._screen.mute(node.name, rank)
         elif event.kind == "node ended":
             node.running = False
             self._check_ended()
+        self.recoveries.heard(event)
         failure = outcome.failure_of(event, self._fleet.lease_s)
-        if failure is None or (failure.rank is None and not node.running):
+        if failure is None:
+            return
+        if event.kind == "asked to end" and self.recoveries.leaves(node, failure):
+            return
+        if self.recoveries.possible and failure.kind in ("agent", "lease"):
+            self._fleet.lose(node, failure.headline)  # what becomes of it does not matter any more
+            return
+        if failure.kind != "early" and self.recoveries.takes(failure):
+            return
+        if failure.rank is None and not node.running:
             return
         if failure.kind == "early":
             self._early.append(failure)
@@ -175,23 +268,58 @@ class Attempt:
         else:
             self.fail(failure)
 
+    @property
+    def recalled(self) -> bool:
+        """Whether the ranks were asked to end because they are to start again with more nodes."""
+        return self._recalled.is_set()
+
+    def recall(self) -> None:
+        """More nodes are there than the ranks run on: asks them to end, with time to save.
+
+        Not any more once a rank has done its work.
+        """
+        if not self._ended.is_set() and not self._early:
+            self._recalled.set()
+
+    def _after(self, failure: Failure, now: float, step: int | None) -> Verdict:
+        """Whether ranks go on in place after a failure of the program's own."""
+        verdict = self._allowance.after(failure, now, step=step)
+        if not verdict.again:
+            self.recoveries.refused = verdict.why
+        return verdict
+
     def fail(self, failure: Failure) -> None:
         self._failures.append(failure)
         self._failed.set()
 
     def node_lost(self, node: Node, why: str) -> None:
         """A node went away while its ranks were running."""
-        if node.running:
+        if not self._fleet.has(node):
+            return
+        heard = node.channel.last_heard or time.monotonic()
+        running, node.running = node.running, False
+        self._hangs.lost(node.name)
+        taken = self.recoveries.takes(Failure("lost", node.name, None, heard, headline=why))
+        if running and not taken:
             self.fail(Failure("lost", node.name, None, time.monotonic(), headline=why))
-            node.running = False
-            self._check_ended()
+        self._check_ended()
 
     def _check_ended(self) -> None:
-        if not self._fleet.running:
+        if not self._fleet.running and not self.recoveries.pending:
             self._ended.set()
+
+    def _where(self, ranks: list[dict[str, Any]], hang: str) -> None:
+        self._recorder.board.hang = hang
+        self._screen.aside(aside(ranks))
+
+    def _interface(self, host: str) -> str:
+        """That the job's traffic goes over on a host; empty of one that the plan does not have."""
+        return next((part.interface for part in self.plan.nodes if part.host == host), "")
 
     def _hang_told(self, hang: Hang | None, seconds: float) -> None:
         """A hang is only told: who wants it ended says after how long."""
+        if self.recoveries.under_way:
+            return
         if hang is None:
             self._screen.note(f"paceline: the job continues, after {seconds:.0f} s")
             self._recorder.event("hang over", seconds=round(seconds, 1))
@@ -200,9 +328,14 @@ class Attempt:
         self._screen.note(f"paceline: {since}{hang.text}")
         self._recorder.event("hang", hang.host or None, hang.rank, text=hang.text)
 
-    def _hang_over(self, hang: Hang) -> None:
-        limit = f"--hang-timeout {self._job.hang_timeout_s.value:g}"
+    def _hang_over(self, hang: Hang, limit_s: float) -> bool:
+        """A hang is ended: by another process in the rank's place, or with the attempt."""
+        measured = isinstance(self._job.hang_timeout_s.value, str)
+        limit = f"{limit_s:.0f} s" if measured else f"--hang-timeout {limit_s:g}"
         host = hang.host or "the job"
         text = hang.text.removeprefix(f"rank {hang.rank} on {hang.host} ")
         headline = f"hung for longer than {limit}: {text}"
+        if hang.replaceable and hang.rank is not None and self.recoveries.hung(hang.rank, headline):
+            return True
         self.fail(Failure("hang", host, hang.rank, time.monotonic(), headline=headline))
+        return False

@@ -23,22 +23,30 @@ class Results:
     """
 
     def __init__(self, directory: RunDirectory, note: Callable[[str], None]) -> None:
+        self.first: Node | None = None  # where checkpoints are made
         self._directory = directory
         self._note = note
         self._fetcher = Fetcher(directory.path)
         self._checkpoints: CheckpointFetcher | None = None  # of rank 0, where they have to come
         self._all_home = False
         self._elsewhere: list[tuple[Node, str]] = []  # what found no room in its place
+        self._returned: dict[int, tuple[Node, int]] = {}  # by rank, where it lies; bytes
 
     def expect_from(self, first: Node) -> None:
         """Checkpoints are made on this node, which may write them into the run directory itself."""
+        if first is self.first:
+            return
+        followed, self.first = self.first is not None, first
         self._checkpoints = None if first.shared_run_dir else CheckpointFetcher(
-            first.channel, first.run_folder, self._directory, self._fetcher)  # fmt: skip
+            first.channel, first.run_folder, self._directory.path, self._fetcher, followed=followed
+        )  # fmt: skip
 
     def heard(self, node: Node, event: Event) -> None:
-        """Follows what ranks say of checkpoints and models that they saved."""
+        """Follows what ranks say of what they saved, and of what their function returned."""
         if event.kind == "model kept elsewhere" and event["folder"]:
             self._elsewhere.append((node, event["folder"]))
+        if event.kind in ("returned", "raised") and event.rank is not None:
+            self._returned[event.rank] = node, event["bytes"]
         if event.kind == "checkpoint" and self._checkpoints is not None:
             self._checkpoints.wanted()
 
@@ -48,18 +56,32 @@ class Results:
             if node.lost or node.running:  # one whose ranks could not be ended answers nothing
                 continue
             try:
-                await self._bring_from(node, rank_zero=node is fleet.first)
+                await self._bring_from(node, rank_zero=node is self.first)
             except (PacelineError, ConnectionError, OSError) as error:
                 self._note(f"paceline: the results of {node.name} did not come: {error}")
 
-    async def clear(self, node: Node) -> None:
-        """The node's own run folder has served; it stays there unless all of it came home."""
-        if self._all_home and not node.lost:
+    async def clear(self, fleet: Fleet) -> None:
+        """The nodes' own run folders have served; they stay unless all of rank 0's is at home.
+
+        The others' stay, too, where there is more in them than copies of checkpoints.
+        """
+        first = self.first
+        if first is None or first.lost or not (self._all_home or first.shared_run_dir):
+            return
+        for node in fleet.nodes:
+            if node.lost or node.running or node.shared_run_dir:
+                continue
+            only = None if node is first else [names.CHECKPOINTS, names.CALL, names.RETURNED]
             with contextlib.suppress(PacelineError, ConnectionError):
-                await node.channel.request("discard_run_folder", key=self._directory.key)
+                await node.channel.request("discard_run_folder", key=self._directory.key, only=only)
 
     async def _bring_from(self, node: Node, rank_zero: bool) -> None:
         target = self._directory.path
+        if not node.shared_run_dir:
+            files = {str(rank): size for rank, (who, size) in self._returned.items() if who is node}
+            await self._fetcher.fetch_files(
+                node.channel, f"{node.run_folder}/{names.RETURNED}", files, target / names.RETURNED
+            )
         if rank_zero and self._checkpoints is not None:
             await self._checkpoints.finish()
             await self._checkpoints.sync()

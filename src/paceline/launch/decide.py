@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import paceline
 from paceline.launch import affinity
 from paceline.remote import agreement, interfaces
 from paceline.remote.network import NodeNetwork
@@ -17,13 +18,14 @@ from paceline.spec.helptext import counted
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
 from paceline.spec.libraries import DEBUG, DEBUG_OF_RANKS
+from paceline.spec.nodes import NodeRange, bounds
 from paceline.spec.plan import Copy, NodePlan, Plan, RankPlan
 from paceline.spec.settings import TOML_NAME, Setting, Source
 from paceline.transfer.data import DataPlace, Folder
 from paceline.transfer.tree import Tree, entry_at, relocate
 
 Facts = Mapping[str, Any]
-PIPES_A_RANK = 3  # that the agent of its node holds open
+PIPES_A_RANK = 4  # that the agent of its node holds open
 ONECCL_BACKENDS = ("ccl", "xccl")
 SPARE_DESCRIPTORS = 128  # for what else the agent opens
 
@@ -87,20 +89,29 @@ class Place:
 
 
 def choose_hosts(job: Job, cluster: Cluster) -> tuple[Host, ...]:
-    """The hosts the job runs on: never fewer than were asked for."""
+    """The hosts the job may run on, spares included: never fewer than were asked for."""
     wanted = job.nnodes.value
     if wanted is None:
         return cluster.hosts
-    if wanted < 1:
+    least, _ = bounds(wanted, len(cluster.hosts))
+    if least < 1:
         raise SettingError(f"--nnodes {wanted}: at least 1", remedy="--nnodes 1")
-    if wanted > len(cluster.hosts):
+    if least > len(cluster.hosts):
         raise SettingError(
             f"{wanted} nodes were asked for ({job.nnodes.source.label})",
             found=f"{len(cluster.hosts)} in {cluster.source or 'the host list'}: "
             + ", ".join(host.name for host in cluster.hosts),
             remedy=f"Add hosts, or --nnodes {len(cluster.hosts)}",
         )
-    return cluster.hosts[:wanted]
+    return cluster.hosts if isinstance(wanted, NodeRange) else cluster.hosts[:least]
+
+
+def least_nodes(job: Job) -> int:
+    """Nodes without which a training that can go on without some of them waits for them.
+
+    Who named a number wants so many; who named none wants the job done.
+    """
+    return 1 if job.nnodes.value is None else bounds(job.nnodes.value, 1)[0]
 
 
 def processes_on(job: Job, host: Host, facts: Facts) -> Setting[int]:
@@ -314,7 +325,7 @@ def defaults(job: Job, host: Host, facts: Facts) -> list[str]:
 
 def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
               master_port: Setting[int], notes: Sequence[str] = (),
-              attempt: int = 0) -> Plan:  # fmt: skip
+              attempt: int = 0, spares: Sequence[Found] = ()) -> Plan:  # fmt: skip
     """Puts together what runs where.
 
     Args:
@@ -325,6 +336,7 @@ def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
         master_port: The port held on the first host.
         notes: What was decided on the way.
         attempt: 0 for the first start.
+        spares: The same about hosts that get no ranks yet.
 
     Raises:
         SettingError: A host cannot hold so many ranks.
@@ -335,6 +347,10 @@ def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
     for node_rank, one in enumerate(found):
         nodes.append(_node(job, one, place_on(job, one, supplies, run_id), node_rank, first_rank))
         first_rank += len(nodes[-1].ranks)
+    waiting = tuple(
+        replace(_node(job, one, place_on(job, one, supplies, run_id), node_rank, 0), ranks=())
+        for node_rank, one in enumerate(spares, len(nodes))
+    )
     hosts, facts = [one.host for one in found], found[0].facts
     return Plan(
         run_id=run_id,
@@ -348,20 +364,24 @@ def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
         environment=job.environment.shown(),
         settings=_settings(job, hosts, facts, master_port),
         dialects=(launched.ONECCL,) if job.backend in ONECCL_BACKENDS else (),
+        spares=waiting,
+        typed={"command": job.typed, "folder": job.workdir, "paceline": paceline.__version__},
         notes=(*notes, *slot_notes(job, hosts), *gpu_notes(hosts, [one.facts for one in found])),
     )
 
 
 def confirmed(planned: Plan, found: Plan) -> Plan:
     """The plan that was made before, where what is found now comes to the same; else NodeError."""
-    if replace(found, notes=planned.notes) == planned:
+    if replace(found, notes=planned.notes, spares=planned.spares, typed=planned.typed) == planned:
         return planned
     changed = [
         f"{before.host}: {name} was {getattr(before, name)}, is {getattr(now, name)}"
-        for before, now in zip(planned.nodes, found.nodes, strict=True)
-        for name in ("address", "interface", "python", "workdir", "code", "devices")
+        for before, now in zip(planned.nodes, found.nodes, strict=False)
+        for name in ("host", "address", "interface", "python", "workdir", "code", "devices")
         if getattr(before, name) != getattr(now, name)
     ]
+    if len(planned.nodes) != len(found.nodes):
+        changed.insert(0, f"there were {len(planned.nodes)} nodes, there are {len(found.nodes)}")
     raise NodeError(
         "the plan does not hold any more: the hosts are not as they were when it was made",
         found="\n".join(changed) or "ranks, CPUs or variables differ",
@@ -369,11 +389,12 @@ def confirmed(planned: Plan, found: Plan) -> Plan:
     )
 
 
-def next_attempt(plan: Plan, attempt: int, master_port: Setting[int]) -> Plan:
-    """The same once more, on the same nodes, with a fresh port for a fresh store."""
+def next_attempt(plan: Plan, attempt: int, master_port: Setting[int], restarts: int) -> Plan:
+    """The same once more, with a fresh port for a fresh store."""
     return replace(
         plan,
         attempt=attempt,
+        restarts=restarts,
         master_port=master_port.value,
         settings={**plan.settings, "master_port": master_port},
     )
@@ -413,6 +434,20 @@ def _node(job: Job, found: Found, place: Place, node_rank: int, first_rank: int)
         devices=_devices(job, found.host, facts),
         copies=place.copies,
     )
+
+
+def further_part(job: Job, found: Found, supplies: Supplies, run_id: str, node_rank: int,
+                 ranks: Sequence[int]) -> NodePlan:  # fmt: skip
+    """The part of a host that joins a running job.
+
+    Args:
+        job, found, supplies, run_id: As for :func:`make_plan`.
+        node_rank: Its number.
+        ranks: Numbers for its ranks: as many as it can hold of them, or as there are.
+    """
+    part = _node(job, found, place_on(job, found, supplies, run_id), node_rank, 0)
+    numbered = zip(part.ranks, ranks, strict=False)
+    return replace(part, ranks=tuple(replace(rank, rank=number) for rank, number in numbered))
 
 
 # --- where the code is
@@ -502,7 +537,7 @@ def workdir_without_code(job: Job, host: Host, tree: Tree | None) -> str | None:
 def with_inputs(entry: Entry, copies: Sequence[Copy]) -> Entry:
     """The entry with the paths of sent folders as they are on the node."""
     places = {copy.source: copy.target for copy in copies if copy.name.startswith("input")}
-    return Entry(entry.kind, entry.target, tuple(places.get(arg, arg) for arg in entry.args))
+    return replace(entry, args=tuple(places.get(arg, arg) for arg in entry.args))
 
 
 def _how_placed(job: Job, host: Host, root: str, code: Mapping[str, Any] | None) -> str:
@@ -549,7 +584,7 @@ def _settings(
     names = ", ".join(host.name for host in hosts)
     return {
         "hosts": Setting(names, job.hosts.source, job.hosts.detail or job.hosts.source.label),
-        "nnodes": Setting(len(hosts), job.nnodes.source, job.nnodes.detail),
+        "nnodes": _nodes_setting(job, len(hosts)),
         "nproc_per_node": first,
         **({"activate": job.activate} if job.activate.value else {}),
         "iface": job.interface,
@@ -561,7 +596,16 @@ def _settings(
         "grace_s": job.grace_s,
         "hang_timeout_s": job.hang_timeout_s,
         "max_restarts": job.max_restarts,
+        "restart_window_s": job.restart_window_s,
+        "wait_for_nodes_s": job.wait_for_nodes_s,
     }
+
+
+def _nodes_setting(job: Job, nodes: int) -> Setting[Any]:
+    """As asked for where that is a range; what it came to is seen."""
+    asked = job.nnodes
+    shown = str(asked.value) if isinstance(asked.value, NodeRange) else nodes
+    return Setting(shown, asked.source, asked.detail)
 
 
 def check_agreement(hosts: Sequence[Host], job: Job, facts: Mapping[str, Facts],

@@ -34,6 +34,8 @@ def entry_argv(entry: Entry, python: str) -> list[str]:
     """The command that a rank amounts to."""
     if entry.kind == "binary":
         return [entry.target, *entry.args]
+    if entry.kind == "function":
+        return [python, entry.target]
     flag = ["-m"] if entry.kind == "module" else []
     return [python, *flag, entry.target, *entry.args]
 
@@ -51,7 +53,7 @@ def preload_of(entry: Entry) -> tuple[str, ...]:
     """
     text = Path(entry.target).read_bytes() if _is_text(entry) else b""
     if re.search(rb"^\s*(from|import)\s+paceline\b", text, re.MULTILINE):
-        compiles = re.search(rb"^[^#\n]*\b(compile|shard|fully_shard)\b", text, re.MULTILINE)
+        compiles = re.search(_COMPILES, text, re.MULTILINE)
         return ("torch", "paceline.train?", *((COMPILER,) if compiles else ()))
     if re.search(rb"^[^#\n]*\boptim\b", text, re.MULTILINE):
         return ("torch", COMPILER)
@@ -59,6 +61,11 @@ def preload_of(entry: Entry) -> tuple[str, ...]:
 
 
 COMPILER = "torch._dynamo?"
+# a call, an argument, a decorator or an import; the words alone stand in many a text
+_COMPILES = (
+    rb"^[^#\n]*(?:(?<!\bre\.)\b(?:compile|shard|fully_shard)\s*(?:\(|=(?!=))"
+    rb"|@[\w.]*\bcompile\b|\bimport\b.*\b(?:compile|fully_shard)\b)"
+)
 
 
 def _is_text(entry: Entry) -> bool:

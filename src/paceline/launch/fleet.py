@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from paceline.launch.decide import Found
 from paceline.launch.outcome import how_it_died
 from paceline.remote.channel import Channel
 from paceline.remote.fanout import all_of
@@ -21,7 +22,12 @@ from paceline.transfer.data import DataPlace
 REQUEST_PATIENCE_S = 3.0
 GOODBYE_S = 5.0
 HURRY_S = 0.4
+DOUBT = 0.2  # of the lease: after such a silence another way to the node is looked for
+LOST = 0.65  # the same: it is given up, just before it begins to end its ranks by itself
 MOST_BEAT_S = 1.0  # between two renewals, whose answers also tell of the ranks
+QUICK_BEAT_S = 0.25  # the same while ranks can go on without a node
+SILENT_S = 2.5  # after which such a node is left out
+BEATS_A_SECOND = 500  # of all nodes together, at most
 OWN_TICK_S = 0.25  # how often we look whether we were away ourselves
 OWN_GAP_S = 1.0  # a shorter one is a busy machine's
 
@@ -65,11 +71,12 @@ class Node:
         running: True between the start of its ranks and the end of the last.
         lost: True after the connection has ended or fallen silent.
         why: Why it is lost; empty while it is not.
-        frozen: Ranks that a signal has stopped there, and for how many seconds.
+        lost_at: When that became known, on the monotonic clock.
         quiet_s: For how many seconds none of its ranks worked or said a word, when it was asked
             last; ``None`` while none runs.
         copies: Trees that were built there for this job: name → (folder there, manifest).
         data: Where it has the data, and what it lacks; ``None`` without data, or here.
+        found: What a plan needs to know of it, once that was found out.
     """
 
     host: Host
@@ -84,10 +91,17 @@ class Node:
     running: bool = False
     lost: bool = False
     why: str = ""
-    frozen: dict[int, float] = field(default_factory=dict)
+    lost_at: float = 0.0
     quiet_s: float | None = None
     copies: dict[str, tuple[str, list[list[object]]]] = field(default_factory=dict)
     data: DataPlace | None = None
+    found: Found | None = None
+
+    @property
+    def could_start(self) -> bool:
+        """Whether it could start ranks now."""
+        ready = self.ready
+        return not self.lost and ready is not None and ready.done() and ready.result() is None
 
     @property
     def name(self) -> str:
@@ -106,7 +120,6 @@ class Node:
             self.best_rtt = now - sent
             self.offset = (sent + now) / 2 - float(answer["monotonic"])
         self.quiet_s = answer.get("quiet_s")
-        self.frozen = {int(rank): seconds for rank, seconds in answer.get("frozen", {}).items()}
 
     def to_launcher_time(self, node_monotonic: float) -> float:
         """A moment of the node's monotonic clock on the launcher's; now, when none was told."""
@@ -164,7 +177,7 @@ class Silence:
     """
 
     def __init__(self, beat_s: float, now: float) -> None:
-        self._beat_s = beat_s
+        self.beat_s = beat_s
         self._looked = now
         self._heard = now
         self._silent = 0.0
@@ -178,9 +191,9 @@ class Silence:
         """
         if last_heard > self._heard:
             self._heard = last_heard
-            self._silent = min(now - last_heard, 2 * self._beat_s)
+            self._silent = min(now - last_heard, 2 * self.beat_s)
         else:
-            self._silent += min(now - self._looked, 2 * self._beat_s)
+            self._silent += min(now - self._looked, 2 * self.beat_s)
         self._looked = now
         return self._silent
 
@@ -188,10 +201,15 @@ class Silence:
 class Fleet:
     """All nodes of one run.
 
+    Attributes:
+        nodes: Those with ranks, in rank order.
+        spares: Those without: beyond the most that were asked for, or come while ranks run.
+        gone: Those that were lost before the last start.
+
     Args:
         channels: One a host, in rank order.
         lease_s: Heartbeat timeout: how long a node runs on without hearing of us, in seconds. After
-            half of it without hearing of a node, we take that for lost.
+            most of it without hearing of a node, we take that for lost.
         on_event: Told everything that agents say.
         on_lost: Told once when a node is lost, and why.
     """
@@ -200,7 +218,10 @@ class Fleet:
                  on_event: Callable[[Node, Event], None],
                  on_lost: Callable[[Node, str], None]) -> None:  # fmt: skip
         self.nodes = [Node(channel.host, channel) for channel in channels]
+        self.spares: list[Node] = []
+        self.gone: list[Node] = []
         self.lease_s = lease_s
+        self.watchful = False  # the ranks can go on without a node: its silence counts sooner
         self._absence: Absence | None = None  # the longest of our own
         self._ticked = (time.monotonic(), _awake_or_not())
         self._on_event, self._on_lost = on_event, on_lost
@@ -210,9 +231,29 @@ class Fleet:
         self._beats = [asyncio.create_task(self._beat(node)) for node in self.nodes]
         self._beats.append(asyncio.create_task(self._watch_ourselves()))
 
+    def named(self, name: str) -> Node:
+        """The node of a host, as it is connected now; ConnectionError when it has no part."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise ConnectionError(f"{name} has no part in the job any more")
+
+    def has(self, node: Node) -> bool:
+        """Whether this is one of the nodes, and not one that another has taken the place of."""
+        return any(one is node for one in self.nodes)
+
+    @property
+    def everyone(self) -> list[Node]:
+        """The nodes with ranks, then the spares."""
+        return [*self.nodes, *self.spares]
+
+    @property
+    def channels(self) -> list[Channel]:
+        return [node.channel for node in self.everyone]
+
     @property
     def hosts(self) -> list[Host]:
-        return [node.host for node in self.nodes]
+        return [node.host for node in self.everyone]
 
     @property
     def first(self) -> Node:
@@ -239,7 +280,7 @@ class Fleet:
 
     def facts(self) -> dict[str, Any]:
         """By host name, what the agents told of their machines."""
-        return {node.name: node.facts for node in self.nodes}
+        return {node.name: node.facts for node in self.everyone}
 
     def _router(
         self, node: Node, on_event: Callable[[Node, Event], None]
@@ -257,8 +298,7 @@ class Fleet:
     async def _beat(self, node: Node) -> None:
         """Renews the node's lease at least ten times as often as needed; notices its silence."""
         loop = asyncio.get_running_loop()
-        beat_s = min(self.lease_s / 10, MOST_BEAT_S)
-        silence = Silence(beat_s, loop.time())
+        silence = Silence(self._beat_s, loop.time())
         renewals: set[asyncio.Task[None]] = set()
         while not node.lost:
             renewal = asyncio.create_task(node.renew_lease(self.lease_s))
@@ -266,11 +306,24 @@ class Fleet:
             renewal.add_done_callback(renewals.discard)
             # an answer that never comes is no error of ours: the silence is what counts
             renewal.add_done_callback(lambda task: task.cancelled() or task.exception())
-            await asyncio.sleep(beat_s)
+            silence.beat_s = self._beat_s
+            await asyncio.sleep(silence.beat_s)
             seconds = silence.look(loop.time(), node.channel.last_heard)
-            if seconds > self.lease_s / 2:
+            # a way that broke says that somebody was there to break it: that is no silence
+            quick = self.watchful and not node.channel.broken
+            lost_s = min(SILENT_S, self.lease_s * LOST) if quick else self.lease_s * LOST
+            if seconds > min(self.lease_s * DOUBT, lost_s / 2):
+                node.channel.look_again()
+            if seconds > lost_s:
                 self.lose(node, f"no word from {node.name} for {seconds:.1f} s "
                                 "(switched off, unplugged or frozen)")  # fmt: skip
+
+    @property
+    def _beat_s(self) -> float:
+        """Seconds between two renewals of a node."""
+        usual = min(self.lease_s / 10, MOST_BEAT_S)
+        quick = max(QUICK_BEAT_S, len(self.nodes) / BEATS_A_SECOND)
+        return min(usual, quick) if self.watchful else usual
 
     async def _watch_ourselves(self) -> None:
         """Notes when this process did not run: what others did meanwhile is not their fault."""
@@ -282,24 +335,49 @@ class Fleet:
     def lose(self, node: Node, why: str) -> None:
         """Marks a node as lost, once."""
         if not node.lost:
-            node.lost, node.why = True, why
+            node.lost, node.why, node.lost_at = True, why, time.monotonic()
             node.settle(Trouble("lost", why))
             self._on_lost(node, why)
             node.running = False
             node.channel.abandon()
 
-    def take_back(self, channels: Sequence[Channel]) -> None:
-        """Puts freshly connected nodes into the places of lost ones of the same name."""
-        for channel in channels:
-            place = [node.name for node in self.nodes].index(channel.host.name)
-            node = self.nodes[place] = Node(channel.host, channel)
-            channel.leased()
-            channel.on_event = self._router(node, self._on_event)
-            self._beats.append(asyncio.create_task(self._beat(node)))
+    def seat(self, nodes: Sequence[Node]) -> None:
+        """These get the ranks from now on, in this order; who else is left is a spare."""
+        rest = [node for node in self.everyone if not any(node is one for one in nodes)]
+        self.gone += [node for node in rest if node.lost]
+        self.nodes, self.spares = list(nodes), [node for node in rest if not node.lost]
+
+    def add(self, channel: Channel) -> Node:
+        """A further node, as a spare; it takes the place of one that was lost."""
+        self.gone += [spare for spare in self.spares if spare.lost]
+        self.spares = [spare for spare in self.spares if not spare.lost]
+        node = Node(channel.host, channel)
+        channel.leased()
+        channel.on_event = self._router(node, self._on_event)
+        self.spares.append(node)
+        self._beats.append(asyncio.create_task(self._beat(node)))
+        return node
+
+    def take_place(self, node: Node, name: str) -> None:
+        """A spare gets the place of the lost node of that name, whose ranks it will have."""
+        place = next(at for at, one in enumerate(self.nodes) if one.name == name)
+        self.gone.append(self.nodes[place])
+        self.nodes[place] = node
+        self.spares = [spare for spare in self.spares if spare is not node]
+
+    async def dismiss(self, node: Node) -> None:
+        """Sends a node home; it counts as lost, and nobody is told."""
+        self.spares = [spare for spare in self.spares if spare is not node]
+        node.channel.on_event = _ignore
+        if not node.lost:
+            node.lost = True
+            with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
+                await asyncio.wait_for(node.channel.request("bye"), REQUEST_PATIENCE_S)
+        await node.channel.close(GOODBYE_S)
 
     async def each(self, work: Callable[[Node], Awaitable[Any]]) -> list[Any]:
         """Does something on every node at once; the first failure ends it all."""
-        return await together([work(node) for node in self.nodes])
+        return await together([work(node) for node in self.everyone])
 
     async def tell(self, op: str, *, patience_s: float = REQUEST_PATIENCE_S, **fields: Any) -> None:
         """Asks every node that is left, and does not mind who fails."""
@@ -308,24 +386,43 @@ class Fleet:
             with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
                 await asyncio.wait_for(node.channel.request(op, **fields), patience_s)
 
-        await asyncio.gather(*(ask(node) for node in self.nodes if not node.lost))
+        await asyncio.gather(*(ask(node) for node in self.everyone if not node.lost))
 
-    async def close(self, hurry: bool = False) -> None:
+    async def close(self, hurry: bool = False, keep_warm_s: float | None = 0.0) -> None:
         """Sends every agent home and closes the connections.
 
         Args:
             hurry: Somebody waits: agents that take their time end by themselves.
+            keep_warm_s: For how long agents are to wait for the next command, at least; those that
+                waited for this one wait again. ``None`` for none of them.
         """
         for beat in self._beats:
             beat.cancel()
         await asyncio.gather(*self._beats, return_exceptions=True)
-        for node in self.nodes:
+        for node in self.everyone:
             node.channel.on_event = _ignore
+        if keep_warm_s is not None:
+            lasting = [
+                node
+                for node in self.everyone
+                if node.channel.nest is not None and not node.lost and not node.running
+            ]
+            await asyncio.gather(*(node.channel.rest(keep_warm_s, _imported(node))
+                                   for node in lasting))  # fmt: skip
         goodbye_s = HURRY_S if hurry else GOODBYE_S
         await self.tell("bye", patience_s=HURRY_S if hurry else REQUEST_PATIENCE_S)
         await asyncio.gather(
-            *(node.channel.close(0.0 if node.lost else goodbye_s) for node in self.nodes)
+            *(
+                node.channel.close(0.0 if node.lost else goodbye_s)
+                for node in [*self.everyone, *self.gone]
+            )
         )
+
+
+def _imported(node: Node) -> str:
+    """What a node's fork server has, in a few words."""
+    torch = node.loaded.get("torch")
+    return f"torch {torch}" if torch else "Python alone" if node.loaded else ""
 
 
 def why_ended(name: str, stderr: str) -> str:

@@ -1,15 +1,24 @@
-"""The user's signals while a run is under way: once is a wish, twice is an order."""
+"""The user's signals while a run is under way: once is a wish, twice is an order.
+
+Signals come to a process's main thread. A run that has another thread, because the main one has an
+event loop of its own, is told by :func:`run`, which waits there.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import signal
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from types import FrameType, TracebackType
+from typing import Any, Generic, TypeVar
 
+T = TypeVar("T")
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)
+WAKE_S = 0.5
 
 
 class Interrupts:
@@ -26,22 +35,26 @@ class Interrupts:
         self.received: list[int] = []
         self._on_signal = on_signal
         self._changed = asyncio.Event()
-        self._handled: list[signal.Signals] = []
+        self._before: dict[signal.Signals, Any] = {}  # the handlers of whoever called us
 
     def __enter__(self) -> Interrupts:
         loop = asyncio.get_running_loop()
-        ignored = [one for one in LEFT_IGNORED if signal.getsignal(one) == signal.SIG_IGN]
-        self._handled = [one for one in HANDLED if one not in ignored]
         loop.set_exception_handler(self._heed)
-        for signum in self._handled:
-            loop.add_signal_handler(signum, self._take, signum)
+        _told[loop] = self.take
+        if threading.current_thread() is threading.main_thread():
+            self._before = {one: signal.getsignal(one) for one in wanted()}
+            for signum in self._before:
+                loop.add_signal_handler(signum, self.take, signum)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:  # fmt: skip
         loop = asyncio.get_running_loop()
-        for signum in self._handled:
+        _told.pop(loop, None)
+        for signum, before in self._before.items():
             loop.remove_signal_handler(signum)
+            if before is not None:  # else it was not set from Python
+                signal.signal(signum, before)
         loop.set_exception_handler(None)
 
     def _heed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -49,7 +62,8 @@ class Interrupts:
         if not self.received:
             loop.default_exception_handler(context)
 
-    def _take(self, signum: int) -> None:
+    def take(self, signum: int) -> None:
+        """A signal has come, or somebody asks for what it asks for."""
         self.received.append(signum)
         self._changed.set()
         self._changed = asyncio.Event()
@@ -59,3 +73,89 @@ class Interrupts:
         """Until that many have come."""
         while len(self.received) < count:
             await self._changed.wait()
+
+
+def wanted() -> list[signal.Signals]:
+    """The signals that are not to be ignored."""
+    ignored = [one for one in LEFT_IGNORED if signal.getsignal(one) == signal.SIG_IGN]
+    return [one for one in HANDLED if one not in ignored]
+
+
+_told: dict[asyncio.AbstractEventLoop, Callable[[int], None]] = {}  # of runs that take signals
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end, as ``asyncio.run`` does, also where an event loop runs already.
+
+    It has a thread of its own then, and this one waits: a notebook's cell is over when the run is.
+    The signals that come meanwhile go to the run. KeyboardInterrupt when it takes none yet.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main)
+    running = _Elsewhere(main)
+    with running.told_of_signals():
+        return running.result()
+
+
+class _Elsewhere(Generic[T]):
+    """A coroutine that runs in a thread of its own."""
+
+    def __init__(self, main: Coroutine[Any, Any, T]) -> None:
+        self._main = main
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._signals: list[int] = []
+        self._over: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def _work(self) -> None:
+        try:
+            self._over.set_result(asyncio.run(self._begin()))
+        except BaseException as error:
+            self._over.set_exception(error)
+
+    async def _begin(self) -> T:
+        self._task = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        return await self._main
+
+    def result(self) -> T:
+        """Begins, and waits. KeyboardInterrupt when a signal came before the run took any."""
+        threading.Thread(target=self._work, name="paceline", daemon=True).start()
+        while not self._over.done():
+            # a signal that another thread took is handled when this one wakes up
+            concurrent.futures.wait([self._over], timeout=WAKE_S)
+        try:
+            return self._over.result()
+        except (concurrent.futures.CancelledError, asyncio.CancelledError):
+            if self._signals:
+                raise KeyboardInterrupt from None
+            raise
+
+    @contextlib.contextmanager
+    def told_of_signals(self) -> Iterator[None]:
+        """The main thread's signals go to the run; another thread gets none."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {one: signal.signal(one, self._pass_on) for one in wanted()}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                if handler is not None:
+                    signal.signal(signum, handler)
+
+    def _pass_on(self, signum: int, _: FrameType | None) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._deliver, signum)
+
+    def _deliver(self, signum: int) -> None:
+        self._signals.append(signum)
+        assert self._loop is not None
+        if take := _told.get(self._loop):
+            take(signum)
+        elif self._task is not None:
+            self._task.cancel()

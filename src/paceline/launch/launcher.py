@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.launch import decide, prepare, restart
-from paceline.launch.attempt import Attempt
+from paceline.launch import decide, notify, prepare
 from paceline.launch.collect import Results
+from paceline.launch.control import Actions, Control
 from paceline.launch.decide import Supplies
 from paceline.launch.fleet import Fleet, Node, together
-from paceline.launch.interrupts import Interrupts
+from paceline.launch.interrupts import Interrupts, run
+from paceline.launch.muster import Muster
 from paceline.launch.prepare import Inspect, Package, Request, make_plan
 from paceline.launch.recorder import Recorder
+from paceline.launch.restart import Restarts
 from paceline.launch.screen import Screen
 from paceline.launch.summary import RunOutcome
-from paceline.launch.supply import fork_servers_up, send_copies, warm_up
+from paceline.launch.supply import begin, fork_servers_up, send_copies, warm_up
 from paceline.remote.transport import Transport
 from paceline.rundir.directory import RunDirectory, fresh_path, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.events import Event, Home, at_home
-from paceline.spec.failure import HERE, Failure, Result
+from paceline.spec.failure import HERE, Failure, Recovery, Result
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Job, secrets_among
-from paceline.spec.plan import Plan
+from paceline.spec.plan import NodePlan, Plan
+from paceline.transfer.checkpoints import send_checkpoints
+
+if TYPE_CHECKING:
+    from paceline.launch.attempt import Attempt
+
+SOON_S = 0.02  # the logins are under way by then, and leave time for other work
+LATER = "paceline.launch.attempt"  # what running ranks need is imported meanwhile
 
 
 class Launcher:
@@ -39,29 +50,41 @@ class Launcher:
         request: What to run, and where.
         screen: What the user sees.
         directory: The run directory.
+        heard: Told what agents say.
     """
 
-    def __init__(self, request: Request, screen: Screen, directory: RunDirectory) -> None:
+    def __init__(self, request: Request, screen: Screen, directory: RunDirectory,
+                 heard: Callable[[Event], None]) -> None:  # fmt: skip
         self.plan: Plan | None = None  # the one that is executed, once there is one
         self.recorder = Recorder(directory, screen, request.job.debug.value)
+        self.actions = Actions(request.run_id, self.recorder, screen.note)
         self._request = request
+        self._heard = heard
         self._screen = screen
         self._directory = directory
         self._results = Results(directory, screen.note)
         self._token = os.urandom(16).hex()
+        self._began = time.monotonic()
         self._nodes: Sequence[Node] = ()
         self._attempt: Attempt | None = None
         self._failure: Failure | None = None  # the last attempt's
-        self._closing = False
+        self._recoveries: list[Recovery] = []
+        self._announced = self._closing = False
+        self._missing: dict[str, str] = {}  # hosts that were not there at the start, and why
+        self._muster: Muster | None = None
+        self._fleet: Fleet | None = None
+        self._supplies = Supplies()
+        self._asked: set[asyncio.Task[None]] = set()  # schedulers, about lost nodes
 
     async def run(self) -> Result:
         """Everything, in order. PacelineError when the job could not be started."""
         task = asyncio.current_task()
         assert task is not None
         with Interrupts(lambda: self._interrupted(task)) as interrupts:
-            status = 1
+            status, self.actions.interrupts = 1, interrupts
             try:
-                result = await self._run(interrupts)
+                async with Control(self.actions):
+                    result = await self._run(interrupts)
                 status = result.exit_code
                 return result
             except asyncio.CancelledError:
@@ -73,17 +96,21 @@ class Launcher:
                 await self._request.transport.close(status)
 
     async def _run(self, interrupts: Interrupts) -> Result:
+        # while hosts are waited for, somebody may still edit what they get
+        reading = None if self._request.waits else self._read_supplies(SOON_S)
         fleet = await self._connect()
         try:
             with prepare.lost_nodes_named(fleet):
-                plan, supplies = await self._prepare(fleet)
+                plan, supplies = await self._prepare(fleet, reading or self._read_supplies())
                 result = await self.execute(plan, fleet, supplies, interrupts)
-                await self._results.clear(fleet.first)
-                return result
+                await self._results.clear(fleet)
+                return replace(result, recoveries=tuple(self._recoveries))
         finally:
             self._closing = True
-            await fleet.close(hurry=bool(interrupts.received))
-            for node in fleet.nodes:
+            at_once = len(interrupts.received) > 1
+            keep_warm_s = None if at_once else self._request.keep_warm_s
+            await fleet.close(hurry=bool(interrupts.received), keep_warm_s=keep_warm_s)
+            for node in [*fleet.everyone, *fleet.gone]:
                 self.recorder.agent_log(node)
 
     def _interrupted(self, task: asyncio.Task[Any]) -> None:
@@ -98,24 +125,42 @@ class Launcher:
     async def _connect(self) -> Fleet:
         count = len(self._request.hosts)
         self._screen.starting("connecting", 0, count)
-        fleet = await prepare.connect(
+        fleet, self._missing = await prepare.connect(
             self._request, self._on_event, self._on_lost,
-            lambda reached: self._screen.starting("connecting", reached, count),
+            lambda reached: self._screen.starting("connecting", reached, count), self._screen.note,
         )  # fmt: skip
-        self._screen.starting("connecting", count, count)
-        for node in fleet.nodes:
+        self._fleet, here = fleet, len(fleet.everyone)
+        self._screen.starting("connecting", here, here)
+        for node in fleet.everyone:
             if node.channel.fingerprint:
                 self._screen.note(f"paceline: pinned {node.name}: {node.channel.fingerprint}")
         self._nodes = fleet.nodes
-        self.recorder.event("connected", hosts=[node.name for node in fleet.nodes])
+        self.recorder.event("connected", hosts=[node.name for node in fleet.everyone])
+        if self._missing:
+            who = ", ".join(f"{host} ({why or 'no answer'})" for host, why in self._missing.items())
+            self._screen.note(f"paceline: beginning with {here} of {count} hosts, without {who}")
         return fleet
 
-    async def _prepare(self, fleet: Fleet, attempt: int = 0) -> tuple[Plan, Supplies]:
+    def _read_supplies(self, soon_s: float = 0.0) -> asyncio.Future[Supplies]:
+        """What the nodes may have to be sent, read in a thread of its own: it takes a while."""
+
+        async def read() -> Supplies:
+            await asyncio.sleep(soon_s)
+            supplies = await asyncio.to_thread(prepare.read_supplies, self._request)
+            asyncio.get_running_loop().run_in_executor(None, importlib.import_module, LATER)
+            return supplies
+
+        reading = asyncio.ensure_future(read())
+        # who fails before anybody asks for it has nothing to say of it
+        reading.add_done_callback(lambda read: read.cancelled() or read.exception())
+        return reading
+
+    async def _prepare(self, fleet: Fleet,
+                       supplies: asyncio.Future[Supplies]) -> tuple[Plan, Supplies]:  # fmt: skip
         """The plan; new nodes begin to import meanwhile, for that takes longest."""
         request = self._request
-        notes = prepare.approve(request, fleet, self._inspect if attempt == 0 else None)
-        supplies = asyncio.ensure_future(asyncio.to_thread(prepare.read_supplies, request))
-        planning = prepare.prepare(request, fleet, supplies, notes, attempt)
+        notes = prepare.approve(request, fleet, self._inspect)
+        planning = prepare.prepare(request, fleet, supplies, notes)
         warming = warm_up(fleet, request, supplies, self._directory, self._token)
         self._importing(fleet.nodes)
         plan, _ = await together([planning, warming])
@@ -146,34 +191,48 @@ class Launcher:
             supplies: What the plan sends to them.
             interrupts: The user's signals.
         """
-        allowed = self._request.job.max_restarts.value
+        job = self._request.job
+        restarts = Restarts(self._request, fleet, self._screen.note)
+        self._supplies = supplies
         await self._supply(plan, fleet, supplies)
-        for number in range(allowed + 1):
-            try:
-                if plan.attempt < number:
-                    plan = await self._once_more(plan, fleet, number)
-                result = await self._start(plan, fleet, interrupts)
-            except (ConnectionError, NodeError):
-                if number == 0 or fleet.whole:
-                    raise
-                result = Result(1, lost_between(fleet))
-            self._failure = failure = result.failure
-            await self._results.bring_home(fleet)
-            if failure is None or interrupts.received or number == allowed:
-                break
-            if why := await restart.full_disk(fleet, failure):
-                self._screen.note(f"paceline: {why}: the job is not started again")
-                break
-            what = failure.describe()
-            if not fleet.whole:
-                self._screen.note(f"paceline: {what}")
-                if (joined := await self._whole_again(plan, fleet, number + 1)) is None:
+        muster = self._muster = Muster(
+            self._request.transport, fleet, lambda host: decide.python_of(job, host),
+            lambda node: self._fit_out(node, fleet, supplies), self._came, self._screen.note,
+        )  # fmt: skip
+        for host in self._request.hosts:
+            if host.name in self._missing:
+                muster.call(host)
+        starts = 0
+        try:
+            while True:
+                starts, began, attempt = starts + 1, time.monotonic(), None
+                try:
+                    if starts > 1:
+                        plan = await self._once_more(plan, fleet, supplies, restarts.counted)
+                    result, attempt = await self._start(plan, fleet, restarts, interrupts)
+                except (ConnectionError, NodeError):
+                    if fleet.whole or not (starts > 1 or self._request.elastic):
+                        raise
+                    result = Result(1, lost_between(fleet))
+                self._failure = failure = result.failure
+                leaving = attempt.recoveries.leaving if attempt else []
+                recalled = attempt is not None and attempt.recalled
+                if interrupts.received or (failure is None and not recalled):
                     break
-                plan, back = joined
-                what = f"{', '.join(back)} {'is' if len(back) == 1 else 'are'} back"
-            self._screen.note(
-                f"paceline: {what}; starting all nodes again, {number + 1} of {allowed}"
-            )
+                if attempt is not None and (why := attempt.recoveries.refused):
+                    self._screen.note(f"paceline: not started again: {why}")
+                    break
+                if leaving and self._request.elastic:
+                    await self._results.bring_home(fleet)
+                ran_s = time.monotonic() - began
+                if failure and not await restarts.allowed(failure, leaving, ran_s):
+                    break
+                if not await restarts.line_up(muster):
+                    break
+        finally:
+            await muster.close()
+            self._screen.unwatch()
+        await self._results.bring_home(fleet)
         if interrupts.received and failure is not None:
             signum = interrupts.received[0]
             return replace(result, exit_code=128 + signum, interrupted=signum)
@@ -183,67 +242,142 @@ class Launcher:
         """Sends what the plan says is sent; tells of which folders here those are copies."""
         self._plan_is(plan)
         self._results.expect_from(fleet.first)
-        await send_copies(plan, fleet, supplies, self._screen.sending)
+        parts = {part.host: part.copies for part in (*plan.nodes, *plan.spares)}
+        wanted = [(node, parts[node.name]) for node in fleet.everyone]
+        await send_copies(wanted, supplies, plan.run_id, self._screen.sending)
+        for node in fleet.everyone:
+            self._tell_homes(node, supplies)
+
+    def _tell_homes(self, node: Node, supplies: Supplies) -> None:
         trees = {"code": supplies.code, "paceline": supplies.package}
-        for node in fleet.nodes:
-            for name, tree in trees.items():
-                if tree is None or name not in node.copies:
-                    continue
-                place = (node.name, node.copies[name][0], str(tree.root))
-                if place not in self._screen.homes:
-                    self._screen.homes.append(place)
-                    self.recorder.event("copied", node.name, copy=place[1], home=place[2])
+        for name, tree in trees.items():
+            if tree is None or name not in node.copies:
+                continue
+            place = (node.name, node.copies[name][0], str(tree.root))
+            if place not in self._screen.homes:
+                self._screen.homes.append(place)
+                self.recorder.event("copied", node.name, copy=place[1], home=place[2])
+
+    async def _fit_out(self, node: Node, fleet: Fleet, supplies: Supplies) -> None:
+        """A node that came late: checked, sent what the others have, its fork server warm."""
+        request = self._request
+        self.recorder.event("connected", hosts=[node.name])
+        await together([
+            prepare.get_to_know(node, fleet, request, supplies),
+            begin(node, request, supplies.package, self._directory, self._token),
+        ])  # fmt: skip
+        assert node.found is not None
+        copies = decide.place_on(request.job, node.found, supplies, request.run_id).copies
+        await send_copies([(node, copies)], supplies, request.run_id, self._screen.sending)
+        self._tell_homes(node, supplies)
+        await fork_servers_up(fleet, [node], request.job)
+
+    def _came(self, node: Node) -> None:
+        """A node could start ranks from now on: they start again with it, where it is wanted."""
+        running = self._attempt
+        if running is None:
+            return
+        if running.recoveries.possible and running.recoveries.hosts < self._request.most:
+            self._take_in(node, running)
+        elif not running.recoveries.possible and len(running.plan.nodes) < self._request.most:
+            running.recall()
+        else:
+            self._screen.note(f"paceline: {node.name} is here, as a spare")
 
     def _plan_is(self, plan: Plan) -> None:
         self.plan = plan
         self._directory.write_json(names.PLAN, plan.to_json())
 
-    async def _start(self, plan: Plan, fleet: Fleet, interrupts: Interrupts) -> Result:
+    async def _start(self, plan: Plan, fleet: Fleet, restarts: Restarts,
+                     interrupts: Interrupts) -> tuple[Result, Attempt]:  # fmt: skip
         """One attempt, from warm fork servers to the end of the last rank."""
+        from paceline.launch.attempt import Attempt
+
         job = self._request.job
-        await fork_servers_up(fleet, job)
-        if plan.attempt == 0:
+        await fork_servers_up(fleet, fleet.nodes, job)
+        if not self._announced:  # the first start may have come to nothing
+            self._announced = True
             self._screen.started()
             self._announce(plan)
-        attempt = self._attempt = Attempt(plan, job, fleet, interrupts, self._screen, self.recorder)
+            logs = short(self._directory.path / names.LOGS)
+            self._screen.watch(
+                self.recorder.board, title=short(self._directory.path), logs=logs,
+                seconds=time.monotonic() - self._began, wishes=self.actions,
+            )  # fmt: skip
+        attempt = self._attempt = Attempt(
+            plan, job, fleet, interrupts, self._screen, self.recorder, restarts.allowance,
+            self._stand_in, self._rejoin if self._request.transport.redials else None,
+        )  # fmt: skip
+        self.actions.runs(attempt)
         try:
             result = await attempt.run()
         finally:
             self._attempt = None
-        if result.failure is not None and result.failure.kind == "lost":
-            await self._tell_why(result.failure.host, fleet)
+            self.actions.runs(None)
+            self._recoveries += attempt.recoveries.done
+        await asyncio.gather(*self._asked)
         if result.exit_code == 0 and plan.world_size > 1 and not attempt.joined:
             self._warn_never_joined(plan)
-        return result
+        return result, attempt
 
-    async def _once_more(self, plan: Plan, fleet: Fleet, number: int) -> Plan:
-        """The plan of a further attempt on the same nodes."""
-        asked = self._request.job.master_port
-        port = await prepare.hold_port(fleet.first, plan.master_addr, asked)
-        plan = decide.next_attempt(plan, number, port)
+    def _take_in(self, node: Node, running: Attempt) -> None:
+        """A host that was late gets ranks in a running session."""
+        request, fleet = self._request, self._fleet
+        assert fleet is not None
+        assert node.found is not None
+        count = decide.processes_on(request.job, node.host, node.facts).value
+        first = running.recoveries.next_slot
+        part = decide.further_part(
+            request.job, node.found, self._supplies, request.run_id, len(fleet.nodes),
+            range(first, first + count),
+        )  # fmt: skip
+        fleet.seat([*fleet.nodes, node])
+        running.recoveries.take_in(part)
+
+    def _stand_in(self, lost: NodePlan) -> NodePlan | None:
+        """A spare takes over the ranks of a lost host in a running session; that is dialled."""
+        request, fleet, muster = self._request, self._fleet, self._muster
+        assert fleet is not None
+        spare = next((one for one in fleet.spares if one.could_start and one.found), None)
+        if spare is None or spare.found is None or not request.elastic:
+            return None
+        if muster is not None:
+            muster.call_again(fleet.named(lost.host))
+        fleet.take_place(spare, lost.host)
+        return decide.further_part(
+            request.job, spare.found, self._supplies, request.run_id, lost.node_rank,
+            [rank.rank for rank in lost.ranks],
+        )  # fmt: skip
+
+    async def _rejoin(self, host: str) -> None:
+        """Has a lost host take part in the running job again, however long it takes."""
+        assert self._fleet is not None
+        assert self._muster is not None
+        lost = self._fleet.named(host)
+        self._fleet.take_place(await self._muster.bring(lost), host)
+
+    async def _once_more(self, plan: Plan, fleet: Fleet, supplies: Supplies,
+                         restarts: int) -> Plan:  # fmt: skip
+        """The plan of a further attempt, on the nodes that the fleet has now."""
+        first, asked = fleet.first, self._request.job.master_port
+        assert first.found is not None
+        port = await prepare.hold_port(first, first.found.network.address, asked)
+        hosts = [part.host for part in plan.nodes]
+        if hosts != [node.name for node in fleet.nodes]:
+            found = prepare.plan_of(self._request, fleet, supplies, port, ())
+            plan = replace(found, notes=plan.notes, attempt=plan.attempt)
+        if self._results.first is not first:
+            if not first.shared_run_dir:
+                await send_checkpoints(first.channel, first.run_folder, self._directory)
+            self._results.expect_from(first)
+        plan = decide.next_attempt(plan, plan.attempt + 1, port, restarts)
         self._plan_is(plan)
+        self._nodes = fleet.nodes
         return plan
 
-    async def _whole_again(self, plan: Plan, fleet: Fleet,
-                           number: int) -> tuple[Plan, list[str]] | None:  # fmt: skip
-        """Has lost hosts join once more; the plan of the next attempt and their names."""
-        request = self._request
-        try:
-            back = await restart.dial_lost(fleet, request.job, request.transport, self._screen.note)
-            if not back:
-                return None
-            self.recorder.event("connected", hosts=back)
-            prepared, supplies = await self._prepare(fleet, number)
-            plan = replace(prepared, notes=plan.notes)
-            await self._supply(plan, fleet, supplies)
-        except (PacelineError, ConnectionError) as error:
-            self._screen.note(f"paceline: not started again: {error}")
-            return None
-        return plan, back
-
-    async def _tell_why(self, name: str, fleet: Fleet) -> None:
+    async def _tell_why(self, name: str) -> None:
         """What the scheduler knows of a lost node, in its own words."""
-        for host in fleet.hosts:
+        for host in self._request.hosts:
             if host.name == name and (words := await self._request.transport.why(host)):
                 self._screen.note(f"paceline: {words}")
                 self.recorder.event("scheduler", name, words=words)
@@ -261,7 +395,7 @@ class Launcher:
     def _warn_never_joined(self, plan: Plan) -> None:
         job = self._request.job
         spawns = job.own_store  # processes of the script's own, which nobody counts
-        if job.entry.kind != "binary" and job.needs_torch and not spawns:
+        if job.entry.kind not in ("binary", "function") and job.needs_torch and not spawns:
             self._screen.note(
                 f"paceline: warning: {plan.world_size} ranks ran, but none called "
                 "init_process_group: they may have trained separate models"
@@ -273,9 +407,20 @@ class Launcher:
         if event.kind in ("imported", "import failed", "fork server died"):
             node.take_fork_server(event)
             self._importing(self._nodes)
+            if event.kind == "import failed" and self._spare(node):
+                self._screen.note(f"paceline: {node.name} is no spare: its imports failed")
+        elif event.kind == "connection restored":
+            what = f"the connection to {node.name} was lost"
+            self._screen.note(f"paceline: {what}; dialled again after {event['seconds']:.1f} s")
         if self._attempt is not None:
             self._attempt.take(node, event)
+            if event.kind == "regrouped" and self._fleet is not None:
+                with contextlib.suppress(ConnectionError):  # a spare has just taken its place
+                    first = self._fleet.named(self._attempt.recoveries.first_host)
+                    self._results.expect_from(first)
         self._results.heard(node, event)
+        self.actions.heard(event)
+        self._heard(event)
         try:
             self.recorder.take(event)
         except NodeError as error:  # a run that leaves no trace is not worth its time
@@ -287,7 +432,17 @@ class Launcher:
     def _on_lost(self, node: Node, why: str) -> None:
         if self._attempt is not None:
             self._attempt.node_lost(node, why)
+            self._asked.add(asyncio.ensure_future(self._tell_why(node.name)))
+        if self._muster is not None and self._spare(node):
+            self._muster.call_again(node)
         self.recorder.event("lost", node.name, why=why)
+
+    def _spare(self, node: Node) -> bool:
+        return self._fleet is not None and any(node is spare for spare in self._fleet.spares)
+
+
+def _nobody(event: Event) -> None:
+    """Is told what only the launcher wants to know."""
 
 
 def lost_between(fleet: Fleet) -> Failure:
@@ -296,32 +451,53 @@ def lost_between(fleet: Fleet) -> Failure:
     return Failure("lost", node.name, None, time.monotonic(), headline=node.why)
 
 
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What the launching machine has settled for a run that it leaves to a supervisor.
+
+    Attributes:
+        run_id: Names the run.
+        supplies: What the nodes may have to be sent, as it was on the launching machine; ``None``
+            where that is this machine.
+        heard: Told what agents say.
+    """
+
+    run_id: str
+    supplies: Supplies | None
+    heard: Callable[[Event], None]
+
+
 # --- the whole as a function ------------------------------------------------------------------
 
 
 def secrets_of(job: Job, cluster: Cluster) -> tuple[str, ...]:
     """Values that no file of the run may show."""
     on_hosts = [value for host in cluster.hosts for value in secrets_among(host.env)]
-    return (*job.environment.secrets(), *on_hosts)
+    return (*job.environment.secrets(), *on_hosts, *notify.secrets_among(job.notify))
 
 
 def request_of(job: Job, cluster: Cluster, transport: Transport, package: Package = False,
-               inspect: Inspect | None = None, plan: Plan | None = None) -> Request:  # fmt: skip
+               inspect: Inspect | None = None, plan: Plan | None = None,
+               keep_warm_s: float = 0.0, left: Left | None = None) -> Request:  # fmt: skip
     """A job on the hosts of a cluster that it asks for. SettingError when there are too few."""
     hosts = decide.choose_hosts(job, cluster)
-    request = Request(job, hosts, transport, package, tuple(cluster.notes), inspect, plan)
+    request = Request(job, hosts, transport, package, tuple(cluster.notes), inspect, plan,
+                      keep_warm_s)  # fmt: skip
+    if left is not None:
+        return replace(request, run_id=left.run_id, supplies=left.supplies)
     return replace(request, run_id=plan.run_id) if plan else request
 
 
 def plan_job(job: Job, cluster: Cluster, transport: Transport, package: Package = False,
              inspect: Inspect | None = None) -> Plan:  # fmt: skip
     """The plan that :func:`run_job` would execute."""
-    return asyncio.run(make_plan(request_of(job, cluster, transport, package, inspect)))
+    return run(make_plan(request_of(job, cluster, transport, package, inspect)))
 
 
 def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
             run_dir: Path | None, parent: Path, package: Package = False,
-            inspect: Inspect | None = None, plan: Plan | None = None) -> RunOutcome:  # fmt: skip
+            inspect: Inspect | None = None, plan: Plan | None = None,
+            keep_warm_s: float = 0.0, left: Left | None = None) -> RunOutcome:  # fmt: skip
     """Runs a job to its end.
 
     Args:
@@ -334,25 +510,34 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         package: Ship this installation's ``paceline`` to the nodes, or parts of it.
         inspect: Looks at the nodes' facts before anything is started.
         plan: Made by :func:`plan_job` of the same values: it is executed, or the job not started.
+        keep_warm_s: How long the hosts stay ready for the next command of this user, in seconds.
+        left: What a launching machine that is another one has settled.
 
     Raises:
         PacelineError: The job could not be started.
     """
     began = time.monotonic()
-    request = request_of(job, cluster, transport, package, inspect, plan)
-    path = run_dir or fresh_path(parent, job.name)
-    directory = RunDirectory(path, secrets_of(job, cluster))
+    path = (run_dir or fresh_path(parent, job.name)).absolute()
+    request = request_of(job, cluster, transport, package, inspect, plan, keep_warm_s,
+                         left)  # fmt: skip
+    directory = RunDirectory(path, secrets_of(job, cluster), request.run_id)
+    return _to_the_end(request, screen, directory, began, left)
+
+
+def _to_the_end(request: Request, screen: Screen, directory: RunDirectory,
+                began: float, left: Left | None) -> RunOutcome:  # fmt: skip
+    """The run itself, and what it left. PacelineError, also in its files, when it never began."""
     run_id = request.run_id
     try:
-        launcher = Launcher(request, screen, directory)
+        launcher = Launcher(request, screen, directory, left.heard if left else _nobody)
         try:
-            result = asyncio.run(launcher.run())
+            result = run(launcher.run())
         except PacelineError as error:
             result = Result(error.exit_code, error=error.render())
-            _write_result(directory, run_id, result, began, {})
+            write_result(directory, run_id, result, began, {})
             raise
         result = _for_reader(result, screen.homes, directory)
-        _write_result(directory, run_id, result, began, launcher.recorder.metrics)
+        write_result(directory, run_id, result, began, launcher.recorder.metrics)
     finally:
         screen.close()
         directory.close()
@@ -380,8 +565,9 @@ def _for_reader(result: Result, homes: Sequence[Home], directory: RunDirectory) 
     return replace(result, failure=replace(failure, headline=headline, traceback=traceback))
 
 
-def _write_result(directory: RunDirectory, run_id: str, result: Result, began: float,
-                  metrics: dict[str, Any]) -> None:  # fmt: skip
+def write_result(directory: RunDirectory, run_id: str, result: Result, began: float,
+                 metrics: dict[str, Any]) -> None:  # fmt: skip
+    """How the run ended, for ``result.json``; ``began`` by the monotonic clock."""
     about = {
         "run_id": run_id,
         "exit_code": result.exit_code,

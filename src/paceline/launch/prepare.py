@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.launch import decide, outcome
+from paceline.launch import decide, muster, outcome
 from paceline.launch.decide import Found, Supplies
 from paceline.launch.fleet import Fleet, Node, together
 from paceline.remote import connectivity, interfaces, network
@@ -26,6 +26,7 @@ from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
 from paceline.spec.job import Job
+from paceline.spec.nodes import NodeRange, bounds
 from paceline.spec.plan import Plan
 from paceline.spec.settings import Setting, Source
 from paceline.transfer import data
@@ -38,6 +39,8 @@ Inspect = Callable[[Sequence[Host], Mapping[str, Any], Mapping[str, str]], list[
 Package = bool | tuple[str, ...]
 Networks = dict[str, network.NodeNetwork]
 
+# of the package, all that a recipe needs in a rank
+OF_RECIPES = ("__init__.py", "program.py", "progress.py", "py.typed", "recipes", "spec", "train")
 LEAVING_S = 5.0  # an agent without launcher and its ranks are gone by then
 
 
@@ -53,6 +56,9 @@ class Request:
         notes: What was decided before and the user should know.
         inspect: Looks at the nodes' facts; returns further notes or raises PacelineError.
         planned: Was made before and is to be executed, if the nodes are still what it says.
+        keep_warm_s: How long the hosts stay ready for the next command after this one, at least,
+            in seconds.
+        supplies: What may have to be sent to the nodes, where that was read before.
         run_id: Names the run.
     """
 
@@ -63,35 +69,83 @@ class Request:
     notes: tuple[str, ...] = ()
     inspect: Inspect | None = None
     planned: Plan | None = None
+    keep_warm_s: float = 0.0
+    supplies: Supplies | None = None
     run_id: str = field(default_factory=lambda: secrets.token_hex(6))
+
+    @property
+    def least(self) -> int:
+        """Nodes without which the job does not run."""
+        return bounds(self.job.nnodes.value, len(self.hosts))[0]
+
+    @property
+    def most(self) -> int:
+        """Nodes that get ranks, at most."""
+        return bounds(self.job.nnodes.value, len(self.hosts))[1]
+
+    @property
+    def elastic(self) -> bool:
+        """Whether nodes may go and come while the job runs."""
+        return isinstance(self.job.nnodes.value, NodeRange) and self.transport.redials
+
+    @property
+    def waits(self) -> bool:
+        """Whether hosts that do not answer at the start are waited for."""
+        asked = self.job.wait_for_nodes_s.source is not Source.DEFAULT
+        return self.elastic or (asked and self.transport.redials)
 
 
 async def connect(request: Request, on_event: Callable[[Node, Event], None],
-                  on_lost: Callable[[Node, str], None],
-                  reached: Reached = nobody) -> Fleet:  # fmt: skip
-    """Has an agent started on every host."""
-    pythons = [decide.python_of(request.job, host) for host in request.hosts]
-    channels = await request.transport.open(request.hosts, pythons, reached)
-    return Fleet(channels, request.job.lease_s.value, on_event, on_lost)
+                  on_lost: Callable[[Node, str], None], reached: Reached = nobody,
+                  note: Callable[[str], None] | None = None,
+                  ) -> tuple[Fleet, dict[str, str]]:  # fmt: skip
+    """Has an agent started on every host, or on enough of them where the job can do with fewer.
+
+    Args:
+        request: What is to run, and where.
+        on_event, on_lost: Of the fleet.
+        reached: Told how many hosts have an agent by now.
+        note: Tells the user that hosts are waited for; ``None`` waits for none.
+
+    Returns:
+        The nodes that are there, and why the others are not, by host.
+    """
+    job, hosts = request.job, request.hosts
+    pythons = [decide.python_of(job, host) for host in hosts]
+    missing: dict[str, str] = {}
+    if request.waits:
+        patience_s = job.wait_for_nodes_s.value if note else 0.0
+        channels, missing = await muster.gather(
+            request.transport, hosts, pythons, request.least, patience_s, note or _nobody, reached
+        )
+    else:
+        channels = await request.transport.open(hosts, pythons, reached)
+    fleet = Fleet(channels, job.lease_s.value, on_event, on_lost)
+    fleet.seat(fleet.nodes[: request.most])
+    return fleet, missing
+
+
+def _nobody(text: str) -> None:
+    """Is told what nobody waits for."""
 
 
 def approve(request: Request, fleet: Fleet, inspect: Inspect | None) -> list[str]:
     """Refuses nodes that cannot train together; the notes of the plan so far."""
-    noise = {node.name: node.channel.noise for node in fleet.nodes}
+    noise = {node.name: node.channel.noise for node in fleet.everyone}
     notes = [*request.notes, *check_nodes(fleet, request.job)]
     return notes + (inspect(fleet.hosts, fleet.facts(), noise) if inspect else [])
 
 
 def check_nodes(fleet: Fleet, job: Job) -> list[str]:
     """Refuses nodes that cannot train together; notes what merely differs."""
-    chosen = {node.name: node.channel.chosen_python for node in fleet.nodes}
+    chosen = {node.name: node.channel.chosen_python for node in fleet.everyone}
     notes = decide.check_agreement(fleet.hosts, job, fleet.facts(), chosen)
-    noisy = [node.name for node in fleet.nodes if node.channel.noise.strip()]
+    noisy = [node.name for node in fleet.everyone if node.channel.noise.strip()]
     return notes + [f"the shell start-up files of {name} print text: ignored" for name in noisy]
 
 
 async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
-                  notes: Sequence[str], attempt: int = 0) -> Plan:  # fmt: skip
+                  notes: Sequence[str]) -> Plan:  # fmt: skip
     """Finds out what the plan depends on, and makes it.
 
     Args:
@@ -99,32 +153,83 @@ async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
         fleet: The connected nodes.
         supplies: What may have to be sent to them; it takes a while to read.
         notes: What was decided before.
-        attempt: Of the plan.
 
     Raises:
         PacelineError: The job cannot run there, or not as it was planned.
     """
-    job, planned = request.job, request.planned if attempt == 0 else None
-    (networks, more), (read, code, folders, places) = await together(
-        [find_networks(fleet, job), _look(fleet, job, supplies)]
+    job, planned = request.job, request.planned
+    (networks, more), read = await together(
+        [find_networks(fleet, job, len(request.hosts)), _look(fleet.everyone, job, supplies)]
     )
+    for node in fleet.everyone:
+        assert node.found is not None
+        node.found = replace(node.found, network=networks[node.name])
     asked = planned.settings["master_port"] if planned else job.master_port
     port = await hold_port(fleet.first, networks[fleet.first.name].address, asked)
-    found = [
-        Found(node.host, node.facts, networks[node.name], differs, there, place)
-        for node, differs, there, place in zip(fleet.nodes, code, folders, places, strict=True)
-    ]
-    plan = decide.make_plan(job, request.run_id, found, read, port, [*notes, *more], attempt)
-    plan = replace(plan, dialects=(*request.transport.dialects, *plan.dialects))
+    plan = plan_of(request, fleet, read, port, [*notes, *more])
     return decide.confirmed(planned, plan) if planned else plan
+
+
+def plan_of(request: Request, fleet: Fleet, supplies: Supplies, port: Setting[int],
+            notes: Sequence[str], attempt: int = 0) -> Plan:  # fmt: skip
+    """The plan for the fleet's nodes, of which all is known."""
+    found, spares = ([node.found for node in nodes if node.found is not None]
+                     for nodes in (fleet.nodes, fleet.spares))  # fmt: skip
+    plan = decide.make_plan(
+        request.job, request.run_id, found, supplies, port, notes, attempt, spares
+    )
+    return replace(plan, dialects=(*request.transport.dialects, *plan.dialects))
+
+
+async def get_to_know(node: Node, fleet: Fleet, request: Request, supplies: Supplies) -> None:
+    """Finds out about a node that came late what a plan needs to know of it.
+
+    Its addresses are tried from and to all nodes that are there; they keep theirs where they can.
+
+    Raises:
+        PacelineError: It cannot train together with them.
+    """
+    others = [one for one in fleet.everyone if one is not node and one.found and not one.lost]
+    every = [*others, node]
+    hosts, facts = [one.host for one in every], {one.name: one.facts for one in every}
+    chosen = {one.name: one.channel.chosen_python for one in every}
+    decide.check_agreement(hosts, request.job, facts, chosen)
+
+    async def known() -> Supplies:
+        return supplies
+
+    found, _ = network.candidates(hosts, facts, request.job.interface.value)
+    tried, _ = await together([
+        connectivity.try_addresses([one.channel for one in every], found, together),
+        _look([node], request.job, known()),
+    ])  # fmt: skip
+    kept = {
+        one.name: [c for c in found[one.name] if one is node or c.address == _address(one)]
+        for one in every
+    }
+    if not others:
+        networks = {node.name: network.only_choice(found[node.name], fixed=False)}
+    else:
+        try:
+            networks, _ = network.decide(hosts, kept, tried)
+        except NodeError:
+            networks, _ = network.decide(hosts, found, tried)
+    for one in every:
+        assert one.found is not None
+        one.found = replace(one.found, network=networks[one.name])
+
+
+def _address(node: Node) -> str:
+    return node.found.network.address if node.found else ""
 
 
 async def make_plan(request: Request) -> Plan:
     """What a run would execute; the nodes are let go."""
-    fleet = await connect(request, lambda node, event: None, lambda node, why: None)
+    fleet, missing = await connect(request, lambda node, event: None, lambda node, why: None)
     try:
         with lost_nodes_named(fleet):
             notes = approve(request, fleet, request.inspect)
+            notes += [f"{host} is missing: {why or 'no answer'}" for host, why in missing.items()]
             supplies = asyncio.to_thread(read_supplies, request)
             return await prepare(request, fleet, supplies, notes)
     finally:
@@ -138,7 +243,7 @@ def lost_nodes_named(fleet: Fleet) -> Iterator[None]:
     try:
         yield
     except ConnectionError as error:
-        lost = next((node for node in fleet.nodes if node.lost), fleet.first)
+        lost = next((node for node in fleet.everyone if node.lost), fleet.first)
         raise went_away(fleet, lost, lost.why or str(error)) from None
 
 
@@ -163,13 +268,15 @@ def went_away(fleet: Fleet, node: Node, why: str) -> NodeError:
 
 def read_supplies(request: Request) -> Supplies:
     """Reads what the nodes may need. Blocking: call it in a thread."""
+    if request.supplies is not None:
+        return request.supplies
     job, package = request.job, request.package
     remote = any(not host.local for host in request.hosts)
-    program = job.entry.kind == "binary" and job.ship.value == "auto"
+    program = (job.entry.kind, job.ship.value) in (("binary", "auto"), ("function", "never"))
     needs_code = remote and not program and not package
     return Supplies(
         code=read_tree(project_root(job)) if needs_code else None,
-        package=package_tree(package) if package else None,
+        package=package_tree(OF_RECIPES if package is True else package) if package else None,
         inputs={i.path: read_parts(Path(i.path), i.parts) for i in job.inputs} if remote else {},
         data=Folder(Path(job.data.path), socket.gethostname()) if job.data and remote else None,
     )
@@ -185,12 +292,19 @@ def package_tree(parts: Package) -> Tree:
     return Tree(folder.parent, manifest)
 
 
-async def _look(fleet: Fleet, job: Job, supplies: Awaitable[Supplies]) -> Any:
-    """What can be sent, and by node how the code differs there and whether its folder is there."""
-    read = await asyncio.shield(supplies)  # who gives up waiting does not give up the reading
-    code = await fleet.each(lambda node: _compare(node, job, read.code))
-    folders = await fleet.each(lambda node: _has_workdir(node, job, read.code))
-    return read, code, folders, await fleet.each(lambda node: _find_data(node, job, read.data))
+async def _look(nodes: Sequence[Node], job: Job, supplies: Awaitable[Supplies]) -> Supplies:
+    """What can be sent; notes of each node how the code differs there, and what else is there."""
+    # who gives up waiting does not give up the reading
+    read = await asyncio.shield(supplies)
+
+    async def look(node: Node) -> None:
+        differs = await _compare(node, job, read.code)
+        there = await _has_workdir(node, job, read.code)
+        place = await _find_data(node, job, read.data)
+        node.found = Found(node.host, node.facts, network.LOOPBACK, differs, there, place)
+
+    await together([look(node) for node in nodes])
+    return read
 
 
 async def _find_data(node: Node, job: Job, folder: Folder | None) -> DataPlace | None:
@@ -225,20 +339,29 @@ async def _has_workdir(node: Node, job: Job, tree: Tree | None) -> bool:
 # --- the network
 
 
-async def find_networks(fleet: Fleet, job: Job) -> tuple[Networks, list[str]]:
-    """Address and interface of every node, and what the user should know about the choice."""
+async def find_networks(fleet: Fleet, job: Job, hosts_in_all: int) -> tuple[Networks, list[str]]:
+    """Address and interface of every node, and what the user should know about the choice.
+
+    Args:
+        fleet: The nodes that are there.
+        job: What is asked for.
+        hosts_in_all: How many there may be at any time.
+    """
     alike = [host for host in fleet.hosts if not host.env]
     for hosts in (alike, *([host] for host in fleet.hosts if host.env)):
         if hosts:
             interfaces.refuse_absent(hosts, fleet.facts(), decide.given(job, hosts[0]))
     only, interface = fleet.first, job.interface.value
     fixed = interface or only.host.interface or only.host.job_address
-    if len(fleet.nodes) == 1 and not fixed:
+    alone = hosts_in_all == 1 or not isinstance(job.nnodes.value, NodeRange)  # and stays so
+    if len(fleet.everyone) == 1 and not fixed and alone:
         return {only.name: network.LOOPBACK}, []
     found, notes = network.candidates(fleet.hosts, fleet.facts(), interface)
-    if len(fleet.nodes) == 1:
-        return {only.name: network.only_choice(found[only.name])}, notes
-    channels = [node.channel for node in fleet.nodes]
+    if len(fleet.everyone) == 1 and not found[only.name]:
+        return {only.name: network.LOOPBACK}, []
+    if len(fleet.everyone) == 1:
+        return {only.name: network.only_choice(found[only.name], bool(fixed))}, notes
+    channels = fleet.channels
     tried = await connectivity.try_addresses(channels, found, together)
     networks, more = network.decide(fleet.hosts, found, tried)
     return networks, notes + more

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.launch.board import Board
 from paceline.launch.fleet import Node
 from paceline.launch.screen import MAX_PARTIAL, Screen
 from paceline.rundir.directory import RunDirectory, short
@@ -61,9 +63,13 @@ class Recorder:
     Args:
         directory, screen: Where things are written down and shown.
         debug: What libraries tell of themselves goes into files of its own.
+
+    Attributes:
+        board: Where everybody is.
     """
 
     def __init__(self, directory: RunDirectory, screen: Screen, debug: bool = False) -> None:
+        self.board = Board()
         self._debug = debug
         self._sieves: dict[tuple[str, int, str], Sieve] = {}
         self.metrics: dict[str, Any] = {}  # the last value of every one that was reported
@@ -83,12 +89,30 @@ class Recorder:
               **details: Any) -> None:  # fmt: skip
         """One line in events.jsonl."""
         line = self._directory.event(kind, host, rank, **details)
+        if (event := Event.read(line)) is not None:
+            self.board.take(event, time.monotonic())
         (self._begin if len(self._begin) < MOST_EVENTS else self._end).append(line)
 
     @property
     def events(self) -> tuple[Event, ...]:
         """What was written to events.jsonl so far; of very many, both ends."""
         return read_events([*self._begin, *self._end])
+
+    @property
+    def path(self) -> str:
+        """The run directory's whole path."""
+        return str(self._directory.path)
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a file of the run. NodeError when it takes no more."""
+        self._directory.append_bytes(name, text.encode(errors="replace"))
+        self._directory.finish(name)
+
+    def where(self) -> None:
+        """Writes down who is where, for whoever asks for the state of the run."""
+        with contextlib.suppress(NodeError):  # a full disk is told of by what must be written
+            about = self.board.to_json(time.monotonic(), time.time())
+            self._directory.write_json(names.RANKS, about, durable=False)
 
     def next_attempt(self) -> None:
         """The ranks are about to start once more, and to repeat some steps."""
@@ -112,17 +136,21 @@ class Recorder:
             if event["split"] != "pace":  # how it went, not what came out
                 self.metrics |= event.fields
             if self._steps.new(event.fields):
-                self._directory.append_line(names.METRICS, dict(event.fields))
+                self.board.record(event.fields)
+                now = {} if "time" in event.fields else {"time": round(time.time(), 3)}
+                self._directory.append_line(names.METRICS, {**event.fields, **now})
         elif event.kind == "progress":
             self._screen.progress(event.fields)
         elif event.kind == "say":
-            self._screen.say(event["text"])
+            self._screen.say(event["text"], event.rank)
             line = event["text"].encode(errors="replace") + b"\n"
             self._directory.append_bytes(_log(event), line)
         elif event.kind == "stopped":
             self.resumable = True
         if (written := event.written) is not None:
             self.event(event.kind, event.host, event.rank, **written)
+        elif event.kind in ("heartbeat", "pace", "progress"):
+            self.board.take(event, time.monotonic())
 
     def _output(self, event: Event, stream: str, blob: bytes) -> None:
         if blob:

@@ -1,59 +1,146 @@
-"""Before all nodes start again: are lost hosts back, and is there room on their disks?"""
+"""After a failure: whether the job starts again, and on which nodes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from paceline.launch import decide
-from paceline.launch.fleet import Fleet
+from paceline.launch.allowance import LOSSES, Allowance, span
+from paceline.launch.fleet import Fleet, Node
+from paceline.launch.muster import Muster
 from paceline.launch.outcome import about_full_disk, size_words
-from paceline.remote.transport import Transport
+from paceline.launch.prepare import Request
 from paceline.spec.errors import PacelineError
 from paceline.spec.failure import Failure
-from paceline.spec.job import Job
+from paceline.spec.helptext import counted
 
-LEASES = 6  # how long lost hosts are dialled: a reboot may take longer, and can be waited for
-BETWEEN_S = 1.0
 ROOM = 16 << 20  # bytes without which no checkpoint and no log can be written
 
 
-async def dial_lost(fleet: Fleet, job: Job, transport: Transport,
-                    note: Callable[[str], None]) -> list[str]:  # fmt: skip
-    """Connects to the lost hosts again, each to a fresh agent; all of them or none.
+class Restarts:
+    """Decides what follows an attempt that has failed, or that more nodes can join.
 
     Args:
-        fleet: Gets the new nodes in the places of the lost ones.
-        job: For the interpreters and the lease.
-        transport: How agents are started.
+        request: What is to run, and where.
+        fleet: The nodes.
         note: Tells the user.
-
-    Returns:
-        The names of the hosts that are back; empty when there was no way, which ``note`` was told.
     """
-    lost = [node.host for node in fleet.nodes if node.lost]
-    names = ", ".join(host.name for host in lost)
-    if not transport.redials:
-        note(f"paceline: {names} cannot be joined again in this way of starting nodes: run again")
-        return []
-    patience_s = LEASES * job.lease_s.value
-    note(f"paceline: dialling {names} again, for up to {patience_s:.0f} s")
-    pythons = [decide.python_of(job, host) for host in lost]
-    deadline, found = time.monotonic() + patience_s, "no answer"
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            channels = await asyncio.wait_for(transport.open(lost, pythons), left)
-        except asyncio.TimeoutError:
-            break
-        except PacelineError as error:
-            found = error.found or error.message
-            await asyncio.sleep(min(BETWEEN_S, max(0.0, deadline - time.monotonic())))
-        else:
-            fleet.take_back(channels)
-            return [host.name for host in lost]
-    note(f"paceline: {names} did not come back within {patience_s:.0f} s: {found.splitlines()[0]}")
-    return []
+
+    def __init__(self, request: Request, fleet: Fleet, note: Callable[[str], None]) -> None:
+        job = request.job
+        self._request, self._fleet, self._note = request, fleet, note
+        self.allowance = Allowance(job.max_restarts.value, job.restart_window_s.value)
+        self._order = [host.name for host in request.hosts]
+        self._had_ranks: set[str] = set()
+        self._why, self._count = "", ""  # of the next start
+
+    @property
+    def counted(self) -> int:
+        """How many restarts followed a failure that counts."""
+        return self.allowance.counted
+
+    async def allowed(self, failure: Failure, leaving: Sequence[Node], ran_s: float) -> bool:
+        """Whether the job goes on after a failure, as far as that is its own.
+
+        That a node was lost, or is about to go, is no failure of a job that can do with fewer.
+
+        Args:
+            failure: The first of the attempt.
+            leaving: Nodes that were asked to end: they are sent home.
+            ran_s: How long the ranks had run.
+        """
+        self._why, self._count = failure.describe(), ""
+        if self._request.elastic and await self._lost_some(failure, leaving):
+            return True
+        if why := await full_disk(self._fleet, failure):
+            self._note(f"paceline: {why}: the job is not started again")
+            return False
+        verdict = self.allowance.after(failure, time.monotonic(), ran_s=ran_s)
+        self._count = f", {verdict.number} of {self._request.job.max_restarts.value}"
+        if verdict.why:
+            self._note(f"paceline: not started again: {verdict.why}")
+        return verdict.again
+
+    async def _lost_some(self, failure: Failure, leaving: Sequence[Node]) -> bool:
+        """Whether nodes were lost, or asked to end, and that is why the attempt failed."""
+        fleet = self._fleet
+        if leaving and len(leaving) < len(fleet.nodes):
+            await asyncio.gather(*(fleet.dismiss(node) for node in leaving))
+            return not self._own(failure)
+        if fleet.whole and (failure.echo or failure.wished):  # of what is not known yet?
+            deadline = time.monotonic() + fleet.lease_s / 2 + 1
+            while fleet.whole and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+        return not fleet.whole and not self._own(failure)
+
+    def _own(self, failure: Failure) -> bool:
+        """Whether a rank failed by itself, with no loss at about that time that could be why.
+
+        What was lost before, and recovered from, is still missing then.
+        """
+        if failure.rank is None or failure.echo or failure.wished:
+            return False
+        losses = [node.lost_at for node in self._fleet.nodes if node.lost]
+        return all(abs(failure.time - at) > self._fleet.lease_s for at in losses)
+
+    def _there(self) -> list[Node]:
+        """The nodes that can have ranks: those that had some first, as they were."""
+        fleet = self._fleet
+        ready = [node for node in fleet.spares if node.could_start and node.found is not None]
+        ready.sort(key=lambda node: self._order.index(node.name))
+        return [*(node for node in fleet.nodes if not node.lost), *ready]
+
+    async def line_up(self, muster: Muster) -> bool:
+        """Chooses the nodes of the next start; lost ones are called, and waited for if need be.
+
+        False, when there are too few and nobody came in time.
+        """
+        fleet, least, most = self._fleet, self._request.least, self._request.most
+        self._had_ranks.update(node.name for node in fleet.nodes)
+        lost = [node for node in fleet.nodes if node.lost]
+        for node in lost:
+            if self.allowance.lost(node.name, time.monotonic()):
+                muster.call_again(node)
+            else:
+                self._note(f"paceline: {node.name} was lost {LOSSES} times: it is left out")
+        waits = len(self._there()) < least
+        if waits and not await self._wait(lost, muster, least):
+            return False
+        chosen = self._there()[:most]
+        stayed = [node.name for node in fleet.nodes if not node.lost]
+        fleet.seat(chosen)
+        came = [node.name for node in chosen if node.name not in stayed]
+        if lost and not waits:
+            names = ", ".join(node.name for node in chosen)
+            self._why += f"; going on with {names}"
+        elif came:
+            where = "back" if self._had_ranks.issuperset(came) else "here"
+            self._why = f"{', '.join(came)} {'is' if len(came) == 1 else 'are'} {where}"
+        self._note(f"paceline: {self._why}; starting all nodes again{self._count}")
+        return True
+
+    async def _wait(self, lost: Sequence[Node], muster: Muster, least: int) -> bool:
+        """Until there are enough nodes; whether they came in time."""
+        self._note(f"paceline: {self._why}")
+        if not self._request.transport.redials:
+            names = ", ".join(node.name for node in lost)
+            self._note(f"paceline: {names} cannot be joined again in this way of starting nodes:"
+                       " run again")  # fmt: skip
+            return False
+        if not (names := ", ".join(muster.called)):
+            self._note(f"paceline: {counted(len(self._there()), 'node')} of at least {least}, and"
+                       " no other is waited for: not started again")  # fmt: skip
+            return False
+        patience = span(self._request.job.wait_for_nodes_s.value)
+        self._note(f"paceline: dialling {names} again, for up to {patience}")
+        if await muster.until(lambda: len(self._there()) >= least,
+                              self._request.job.wait_for_nodes_s.value):  # fmt: skip
+            return True
+        here = counted(len(self._there()), "node")
+        self._note(f"paceline: {here} of at least {least} after {patience}:"
+                   f" {', '.join(muster.missing) or names} did not come back")  # fmt: skip
+        return False
 
 
 async def full_disk(fleet: Fleet, failure: Failure) -> str:

@@ -8,13 +8,17 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from paceline.launch.board import Board
 from paceline.launch.writer import Writer
 from paceline.progress import Bar, describe
 from paceline.spec.events import Home, at_home
-from paceline.spec.job import Show
+from paceline.spec.job import Look, Show
 from paceline.spec.terminal import clean, clean_line, columns, for_reader, wrapped
+
+if TYPE_CHECKING:
+    from paceline.launch.live import Live
 
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 REDRAW_S = 5.0  # how often a line that only returns the carriage is shown again
@@ -73,11 +77,15 @@ class Screen:
     Args:
         show: Whose output is shown.
         out, err: Where the ranks' two streams go; notes and progress go to ``err``.
+        look: ``lines``: as they come, with a bar; ``live``: all ranks at a glance, where ``err`` is
+            a terminal for it.
     """
 
     def __init__(self, show: Show = "all", out: TextIO | None = None,
-                 err: TextIO | None = None) -> None:  # fmt: skip
-        self._show = show
+                 err: TextIO | None = None, look: Look = "lines") -> None:  # fmt: skip
+        self._show, self._look = show, look
+        self._live: Live | None = None
+        self._drawing: asyncio.Task[None] | None = None
         self._out = Writer(out or sys.stdout)
         self._err = Writer(err or sys.stderr)
         self._colour = self._out.isatty()
@@ -103,10 +111,13 @@ class Screen:
 
     def output(self, host: str, rank: int, stream: str, data: bytes) -> None:
         """Shows what a rank wrote, line by line, labelled."""
-        if self._show == "none" or (self._show == "rank0" and rank != 0):
+        if not self._shows(rank) and self._live is None:
             return
         lines = self._lines.setdefault((host, rank, stream), Lines())
         self._labelled(host, rank, stream, lines.feed(data, time.monotonic()))
+
+    def _shows(self, rank: int) -> bool:
+        return self._show == "all" or (self._show == "rank0" and rank == 0)
 
     def mute(self, host: str, rank: int) -> None:
         """Shows no more of a rank's error stream: its traceback is shown once, at the end."""
@@ -135,10 +146,12 @@ class Screen:
             if _HARMLESS.search(text[:500]):
                 continue
             if stream == "out" or not self._repeated(host, rank, text):
-                shown.append(f"{label} {clean(text, colours)}")
-        if shown:
+                shown.append(clean(text, colours))
+        if self._live is not None:
+            self._live.log(rank, shown, label, self._shows(rank))
+        if shown and self._shows(rank):
             self._last[host, rank] = self._count + len(shown) - 1
-            self._write(target, "\n".join(shown), len(shown))
+            self._write(target, "\n".join(f"{label} {text}" for text in shown), len(shown))
 
     def _repeated(self, host: str, rank: int, text: str) -> bool:
         """Whether this belongs to an error of ours that another rank has told already."""
@@ -155,22 +168,41 @@ class Screen:
         last = self._last.get((host, rank))
         return last is not None and self._count - last <= RECENT
 
-    def say(self, text: str) -> None:
-        """A line of the job for the user, without label, on standard output."""
+    def say(self, text: str, rank: int | None = None) -> None:
+        """A line of the job for the user, without label, on standard output.
+
+        Args:
+            text: For the user.
+            rank: Who says it.
+        """
         text = clean(text, colours=self._colour)
+        self._tell_live(text, rank)
         if self._out.isatty():
             text = wrapped(text, max(40, columns()))
         self._write(self._out, text)
 
     def note(self, text: str) -> None:
         """A line of ours, on standard error."""
-        self._write(self._err, for_reader(text, cast(TextIO, self._err)))
+        text = for_reader(text, cast(TextIO, self._err))
+        self._tell_live(text)
+        self._write(self._err, text)
+
+    def _tell_live(self, text: str, rank: int | None = None) -> None:
+        if self._live is not None:
+            self._live.log(rank, text.split("\n"))
+
+    def pass_on(self, text: str, err: bool) -> None:
+        """Lines that a screen of a launcher elsewhere shows."""
+        target = self._err if err else self._out
+        self._write(target, for_reader(text.removesuffix("\n"), cast(TextIO, target)))
 
     def _write(self, target: Writer, text: str, lines: int = 1) -> None:
         self._count += lines
         if id(target) in self._unwiped:
             self._unwiped.discard(id(target))
             text = _WIPE + text
+        if self._live is not None and target.isatty() and self._live.hold(text, lines):
+            return
         if self._bar is not None and target.isatty():
             self._bar.print(text)
             return
@@ -236,6 +268,8 @@ class Screen:
 
     def progress(self, said: Mapping[str, Any]) -> None:
         """Draws where the job is, or now and then prints a line when there is no terminal."""
+        if self._live is not None and self._live.wanted:
+            return
         if self.terminal:
             if self._bar is None:
                 self._bar = Bar(cast(TextIO, self._err))
@@ -248,9 +282,40 @@ class Screen:
             self._plain_at = now
             self.note(describe(said))
 
+    def aside(self, text: str) -> None:
+        """Says beside the progress where ranks are that do not train; empty where all do."""
+        if self._bar is not None:
+            self._bar.aside(text)
+
+    # --- all at a glance ---------------------------------------------------------------------
+
+    def watch(self, board: Board, **about: Any) -> None:
+        """Shows all ranks at a glance from now on, where that was asked for and is possible.
+
+        Args:
+            board: What is known of the run.
+            about: See :class:`paceline.launch.live.Live`.
+        """
+        if self._look != "live" or not self.terminal or self._live is not None:
+            return
+        from paceline.launch.live import Live, possible
+
+        if possible(self._err):
+            self._live = Live(board, self._err, **about)
+            self._drawing = asyncio.ensure_future(self._live.run())
+
+    def unwatch(self) -> None:
+        """Shows lines again, with those that were not shown meanwhile."""
+        if self._drawing is not None:
+            self._drawing.cancel()
+        if self._live is not None:
+            self._live.end()
+        self._live = self._drawing = None
+
     def close(self) -> None:
         """Takes the bar away, shows what is unfinished and waits until it was taken."""
         self.started()
+        self.unwatch()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -16,6 +16,7 @@ from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
 from paceline.spec.events import Event, Home, at_home
 from paceline.spec.failure import Result, signal_name
+from paceline.spec.figures import lasting
 
 LAST_LINES = 20
 LAST_BYTES = 16384  # read of a log for them
@@ -36,6 +37,7 @@ class RunOutcome:
         ranks: How many were planned.
         homes: Where shipped copies of folders of this machine were.
         told: The last lines of the rank that failed first stand on the screen already.
+        command: The words that were typed for it, the program first; empty: those of this process.
     """
 
     path: Path
@@ -48,6 +50,7 @@ class RunOutcome:
     ranks: int = 0
     homes: Sequence[Home] = ()
     told: bool = False
+    command: tuple[str, ...] = ()
 
     @property
     def shown(self) -> Path:
@@ -58,8 +61,14 @@ class RunOutcome:
 def report_success(outcome: RunOutcome) -> str:
     """One line at the end of a run that went well."""
     ranks = f"{outcome.ranks} rank{'s' * (outcome.ranks != 1)}"
-    took = f"{outcome.seconds:.{0 if outcome.seconds >= 2 else 1}f} s"
-    return f"paceline: finished: {ranks}, {took}, logs {short(outcome.path / names.LOGS)}"
+    took = lasting(outcome.seconds)
+    recovered = ""
+    if recoveries := outcome.result.recoveries:
+        noun = "recovery" if len(recoveries) == 1 else "recoveries"
+        seconds = sum(one.seconds for one in recoveries)
+        recovered = f", {len(recoveries)} {noun} ({lasting(seconds)})"
+    logs = short(outcome.path / names.LOGS)
+    return f"paceline: finished: {ranks}, {took}{recovered}, logs {logs}"
 
 
 def report_failure(outcome: RunOutcome) -> str:
@@ -91,7 +100,7 @@ def _to_resume(outcome: RunOutcome) -> list[str]:
     """The command that was typed, as it goes on in the same run directory."""
     if not outcome.resumable:
         return []
-    argv = ["paceline", *sys.argv[1:]]
+    argv = [*outcome.command] or ["paceline", *sys.argv[1:]]
     if not any(word.split("=")[0] == "--run-dir" for word in argv):
         argv[2:2] = ["--run-dir", short(outcome.path)]
     return [f"to resume: {shell_text(argv)}"]

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.agent.warm import FOLDER
 from paceline.launch import decide
 from paceline.launch.decide import Supplies
 from paceline.launch.fleet import Fleet, Node, Trouble, together
@@ -18,19 +19,19 @@ from paceline.rundir.directory import RunDirectory
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
 from paceline.spec.job import Job
-from paceline.spec.plan import Copy, Plan
+from paceline.spec.plan import Copy
 from paceline.transfer import data
 from paceline.transfer.checkpoints import send_checkpoints
 from paceline.transfer.data import Folder
-from paceline.transfer.files import send_tree
+from paceline.transfer.files import send_blocks, send_tree
 from paceline.transfer.tree import Tree
 
 
 async def warm_up(fleet: Fleet, request: Request, supplies: Awaitable[Supplies],
                   directory: RunDirectory, token: str) -> None:  # fmt: skip
     """Has new nodes begin to import, beside all that is still to be found out for the plan."""
-    nodes = [node for node in fleet.nodes if not node.preparation]
-    package = (await asyncio.shield(supplies)).package
+    nodes = [node for node in fleet.everyone if not node.preparation]
+    package = (await asyncio.shield(supplies)).package if request.package else None
     await together([begin(node, request, package, directory, token) for node in nodes])
     if fleet.first in nodes and not fleet.first.shared_run_dir:
         await send_checkpoints(fleet.first.channel, fleet.first.run_folder, directory)
@@ -39,13 +40,30 @@ async def warm_up(fleet: Fleet, request: Request, supplies: Awaitable[Supplies],
 async def begin(node: Node, request: Request, package: Tree | None, directory: RunDirectory,
                 token: str) -> None:  # fmt: skip
     """Starts the node's fork server."""
-    job = request.job
     await find_run_folder(node, directory)
+    if request.job.entry.kind == "function" and not node.shared_run_dir:
+        path = directory.path / names.CALL
+        await send_blocks(node.channel, path, "put_file", key=directory.key, path=names.CALL)
+    root = ""
+    here = node.host.local and decide.python_of(request.job, node.host) == sys.executable
+    if package is not None and not here:
+        root = await _send_package(node, package, request)
+    await start_fork_server(node, request.job, token, root)
+
+
+async def start_fork_server(node: Node, job: Job, token: str, package: str = "") -> None:
+    """Has a fork server start that has what the job's ranks will need.
+
+    Args:
+        node: Where.
+        job: For its settings.
+        token: By which processes of the job are known.
+        package: Folder of this installation's ``paceline`` there, if that was sent.
+    """
     python = decide.python_of(job, node.host)
     env = {**job.environment.all(), **decide.early_env(job, node.host, node.facts)}
-    if package is not None and not (node.host.local and python == sys.executable):
-        root = await send_folder(node, package, "paceline", request.run_id)
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    if package:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [package, env.get("PYTHONPATH")]))
     node.preparation = {
         "python": python,
         "activate": list(job.activate.value),
@@ -61,6 +79,22 @@ async def begin(node: Node, request: Request, package: Tree | None, directory: R
         if not refusal.answer.get("activating"):
             raise
         raise _not_activated(node, refusal, job) from None
+
+
+async def _send_package(node: Node, package: Tree, request: Request) -> str:
+    """Where this installation's ``paceline`` is on a node: a fork server that waits has it."""
+    nest = node.channel.nest
+    waited = nest is not None and nest.waiting is not None
+    if nest is None or not (waited or request.keep_warm_s):
+        return await send_folder(node, package, "paceline", request.run_id)
+    name = f"{FOLDER}{nest.name}"
+    root = decide.copy_target(node.facts, name, "paceline")
+    if waited:
+        manifest = package.manifest
+        differs = await node.channel.request("compare_tree", root=root, manifest=manifest)
+        if differs["exists"] and not differs["missing"] and not differs["different"]:
+            return root
+    return await send_folder(node, package, "paceline", name)
 
 
 def _not_activated(node: Node, refusal: AgentRefusal, job: Job) -> NodeError:
@@ -87,28 +121,23 @@ async def find_run_folder(node: Node, directory: RunDirectory) -> None:
     node.run_folder, node.shared_run_dir = answer["folder"], answer["shared"]
 
 
-async def send_copies(plan: Plan, fleet: Fleet, supplies: Supplies, progress: Progress) -> None:
-    """Sends what the plan says is sent, unless a node has it from an attempt before."""
+async def send_copies(wanted: Sequence[tuple[Node, Sequence[Copy]]], supplies: Supplies,
+                      run_id: str, progress: Progress) -> None:  # fmt: skip
+    """Sends nodes what the plan says is sent to each."""
 
     async def send(node: Node, copy: Copy) -> None:
         tree = supplies.code if copy.name == "code" else supplies.inputs[copy.source]
         assert tree is not None
-        if node.copies.get(copy.name) == (copy.target, tree.manifest):
-            return
-        root = await send_folder(node, tree, copy.name, plan.run_id)
+        root = await send_folder(node, tree, copy.name, run_id)
         if root != copy.target:
             raise NodeError(f"{node.name} built {copy.source} in another place than it told",
                             found=f"{root} instead of {copy.target}")  # fmt: skip
 
-    copies = [
-        (node, copy)
-        for node, part in zip(fleet.nodes, plan.nodes, strict=True)
-        for copy in part.copies
-    ]
+    copies = [(node, copy) for node, parts in wanted for copy in parts]
     large = {path for path, tree in supplies.inputs.items() if tree.size > LARGE}
     small = [pair for pair in copies if pair[1].name != "data" and pair[1].source not in large]
     await together([send(*pair) for pair in small])
-    for pairs in await _once_a_disk([p for p in copies if p[1].source in large], plan.run_id):
+    for pairs in await _once_a_disk([p for p in copies if p[1].source in large], run_id):
         await together([send(*pair) for pair in pairs])
     if supplies.data is not None:
         wanting = [node for node, copy in copies if copy.name == "data"]
@@ -196,7 +225,7 @@ async def send_folder(node: Node, tree: Tree, name: str, run_id: str) -> str:
     NodeError when the node cannot take it.
     """
     try:
-        root = await send_tree(node.channel, tree.manifest, tree.root.joinpath, run_id, name)
+        root = await send_tree(node.channel, tree.manifest, tree.file, run_id, name)
     except AgentRefusal as refusal:
         if changed := await asyncio.to_thread(tree.changed):
             raise NodeError(
@@ -215,16 +244,16 @@ async def send_folder(node: Node, tree: Tree, name: str, run_id: str) -> str:
     return root
 
 
-async def fork_servers_up(fleet: Fleet, job: Job) -> None:
-    """Waits for the imports everywhere; refuses nodes on which they failed or lack the backend.
+async def fork_servers_up(fleet: Fleet, nodes: Sequence[Node], job: Job) -> None:
+    """Waits for the imports; refuses nodes on which they failed or lack the backend.
 
     A fork server that died in an earlier attempt is replaced by a new one.
     """
-    await together([node.prepare() for node in fleet.nodes if node.fork_server_died])
-    for node in fleet.nodes:
+    await together([node.prepare() for node in nodes if node.fork_server_died])
+    for node in nodes:
         if node.ready is not None and (trouble := await node.ready):
             raise _no_fork_server(fleet, node, trouble, job)
-    for node in fleet.nodes:
+    for node in nodes:
         backends = node.loaded.get("backends")
         if job.backend and backends is not None and job.backend not in backends:
             raise _no_backend(node, job.backend, backends)

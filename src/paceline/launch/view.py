@@ -39,6 +39,7 @@ def describe(plan: Plan) -> str:
         *(f"{name}: {_sourced(setting)}" for name, setting in _chosen(plan).items()),
         "",
         *_table(plan),
+        *([f"spares: {_few([node.host for node in plan.spares])}"] if plan.spares else []),
         "",
         *_commands(plan),
         *(f"  {name}={value}" for name, value in plan.environment.items()),
@@ -115,7 +116,7 @@ def _per_host(plan: Plan) -> list[str]:
 def _folder(node: NodePlan) -> str:
     """Where a node's ranks run; a copy by what it is a copy of."""
     code = next((copy for copy in node.copies if copy.name == "code"), None)
-    return f"(a copy of {code.source})" if code else node.workdir
+    return f"a copy of {code.source}" if code else node.workdir
 
 
 def _few(names: Sequence[str], most: int = 6) -> str:

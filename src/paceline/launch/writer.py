@@ -65,6 +65,16 @@ class Writer:
                 self._queue(text)
         return len(text)
 
+    @property
+    def behind(self) -> bool:
+        """Whether the reader has not taken all yet."""
+        return self._waiting > 0 and not self._broken
+
+    def settle(self, seconds: float) -> None:
+        """Waits at most so long until the reader has taken everything."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.behind, seconds)
+
     def close(self) -> None:
         """Waits until the reader has taken everything. Later writes start anew."""
         with self._changed:
@@ -100,6 +110,9 @@ class Writer:
                 self._target.flush()
             except (OSError, ValueError):
                 self._give_up()
+            with self._changed:
+                self._waiting = max(0, self._waiting - len(text))
+                self._changed.notify_all()
 
     def _next(self) -> str:
         """All that waits, once something does; empty at the end."""
@@ -107,8 +120,7 @@ class Writer:
             self._changed.wait_for(lambda: self._texts or self._closed)
             text = "".join(self._texts)
             self._texts.clear()
-            self._waiting = len(text)  # until it is written
-            return text
+            return text  # which waits until it is written
 
     def _encodable(self, text: str) -> str:
         return text.encode(self.encoding, "replace").decode(self.encoding)
@@ -116,7 +128,7 @@ class Writer:
     def _give_up(self) -> None:
         """Nobody reads any more. The interpreter's own flush at its end must not fail either."""
         with self._changed:
-            self._broken = True
+            self._broken, self._waiting = True, 0
             self._texts.clear()
         with contextlib.suppress(OSError, ValueError):
             nothing = os.open(os.devnull, os.O_WRONLY)

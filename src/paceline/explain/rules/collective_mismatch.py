@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Mapping
+
 from paceline.explain import stacks
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match
 from paceline.explain.stacks import Stand
 from paceline.spec.failure import PEER_GONE
 
+_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes")
+
 
 def match(evidence: Evidence) -> Match | None:
-    """Ranks that waited for each other in different calls."""
+    """Ranks that waited for each other in different calls, or in the same with other shapes."""
     stands = [*stacks.failed(evidence, PEER_GONE), *stacks.seen(evidence)]
-    inside = {stand.rank: stand for stand in reversed(stands) if stand.own and stand.collective}
-    if len(inside) < 2 or len({_call(stand) for stand in inside.values()}) < 2:
+    inside = {stand.rank: stand for stand in reversed(stands) if stand.own and stacks.waits(stand)}
+    places = {rank: stacks.where(stand) for rank, stand in inside.items()}
+    if len(set(places.values())) > 1:
+        return _odd_one("ranks called different collectives", inside, places, places)
+    if not evidence.says(_SIZES):
         return None
-    one, *others = (inside[rank] for rank in sorted(inside))
-    other = next(stand for stand in others if _call(stand) != _call(one))
-    cause = f"ranks called different collectives: {one.who} {_words(one)}, "
-    return Match(f"{cause}{other.who} {_words(other)}", (one.host, other.host), None, 0.9)
+    last = {rank: lines[-1].split(" ", 2)[-1] for rank, lines in stacks.calls(evidence).items()}
+    for end in evidence.ends:  # who had no time for a traceback has told its last call
+        if end.rank in last and end.rank not in inside:
+            inside[end.rank] = Stand(end.host, end.rank, "", ())
+    sizes = {rank: last.get(rank, "another shape") for rank in inside}
+    if len(set(sizes.values())) < 2:
+        return None
+    words = {rank: " with ".join(filter(None, (places.get(rank), sizes[rank]))) for rank in inside}
+    return _odd_one("ranks came to one collective with different tensors", inside, sizes, words)
 
 
-def _call(stand: Stand) -> tuple[str, str]:
-    assert stand.own is not None
-    return (stand.collective, stand.own.where)
-
-
-def _words(stand: Stand) -> str:
-    assert stand.own is not None
-    return f"{stand.collective} ({stand.own.where})"
+def _odd_one(what: str, inside: Mapping[int, Stand], values: Mapping[int, str],
+             words: Mapping[int, str]) -> Match:  # fmt: skip
+    """Names the one that is not like the most first, or two that differ where nobody has most."""
+    common = Counter(values[rank] for rank in sorted(inside)).most_common(1)[0][0]
+    odd = next(rank for rank in sorted(inside) if values[rank] != common)
+    other = next(rank for rank in sorted(inside) if values[rank] == common)
+    one, two = inside[odd], inside[other]
+    cause = f"{what}: {one.who} {words[odd]}, {two.who} {words[other]}"
+    return Match(cause, (one.host, two.host), None, 0.98)

@@ -7,11 +7,25 @@ import signal
 
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match
+from paceline.spec.events import Event
 
 _WORDS = re.compile(
     r"exitcode: -9|exit ?code:? (?:-9|137)\b|Signal 9 \(SIGKILL\)|died with <Signals.SIGKILL: 9>"
     r"|signal 9 \(Killed\)|: Killed$"
 )
+
+
+def _without_memory_killer(end: Event) -> tuple[str, str]:
+    """How to confirm and what to do where the kernel has told that it killed nothing."""
+    left = end["memory"] or {}
+    if left.get("kills") != 0 or left.get("kernel"):
+        return "", ""
+    return (
+        f"On {end.host}: journalctl around that time; the scheduler's accounting "
+        "(sacct). It was not the kernel's memory killer: that killed nothing there.",
+        f"Ask who ends processes on {end.host}: a person, a cron job, another user's "
+        "clean-up script, a scheduler or container runtime at its limit.",
+    )
 
 
 def match(evidence: Evidence) -> Match | None:
@@ -25,7 +39,9 @@ def match(evidence: Evidence) -> Match | None:
         if end["signal"] == signal.SIGKILL and known:
             where = end.where
             cause = f"{where} was killed from outside (SIGKILL)"
-            return Match(cause, (end.host,) if end.host else (), end.rank, 0.6)
+            hosts = (end.host,) if end.host else ()
+            confirm, remedy = _without_memory_killer(end)
+            return Match(cause, hosts, end.rank, 0.6, (), remedy, confirm)
     if not evidence.ends:
         for log, at, _ in evidence.search(_WORDS):
             hosts = (log.host,) if log.host else ()

@@ -1,0 +1,130 @@
+"""Whether what failed may go on once more: counts failures, knows one that repeats. Pure.
+
+One rule for both ways of going on: all ranks of a script start again, or a session recovers in
+place after an exception of its own. What the job cannot help, such as a lost node, is not counted
+where the job may shrink; a host that is lost again and again is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass
+
+from paceline.spec.failure import Failure
+from paceline.spec.helptext import counted
+
+LOSSES = 3  # of one host within the window, after which it is left out
+AS_LONG = 1.25  # a second failure after at most so many times the first one's time came no further
+AS_LONG_S = 2.0  # and a little more, for a start is never as long as another
+
+_PLACE = re.compile(r'^\s{0,40}File "([^"\n]{1,4096})", line (\d{1,9})', re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the job goes on.
+
+    Attributes:
+        again: It does.
+        why: Why not, for people; empty where nobody had allowed it in the first place.
+        number: Of the failures that count by now.
+    """
+
+    again: bool
+    why: str = ""
+    number: int = 0
+
+
+class Allowance:
+    """What ``--max-restarts`` and ``--restart-window`` allow, and what was used of it.
+
+    Args:
+        most: Failures that may be followed by another start, within the window.
+        window_s: Seconds after which a failure does not count any more; 0 for never.
+    """
+
+    def __init__(self, most: int, window_s: float) -> None:
+        self.counted = 0  # in all
+        self._most = most
+        self._window_s = window_s
+        self._times: deque[float] = deque()
+        self._losses: dict[str, deque[float]] = {}
+        self._last: tuple[tuple[str, ...], int | None, float] | None = None
+
+    def after(self, failure: Failure, now: float, *, step: int | None = None,
+              ran_s: float = 0.0) -> Verdict:  # fmt: skip
+        """Counts a failure and says whether the job goes on after it.
+
+        Args:
+            failure: The first of its attempt.
+            now: Seconds of any clock that only moves on.
+            step: Of the session in which it happened; ``None`` for a script, whose steps nobody
+                knows.
+            ran_s: How long the ranks had run; by this scripts are told that came further.
+        """
+        mark = signature(failure)
+        last, self._last = self._last, (mark, step, ran_s)
+        _forget(self._times, now, self._window_s)
+        if not self._most:
+            return Verdict(False)
+        if mark and last is not None and last[0] == mark:
+            if step is not None and step == last[1]:
+                return Verdict(
+                    False,
+                    f"the same failure as before, at the same step ({step}), on the same data:"
+                    " it is the program's own",
+                    len(self._times),
+                )
+            if step is None and ran_s <= last[2] * AS_LONG + AS_LONG_S:
+                where = f" at {mark[-1]}" if mark[-1] else ""
+                return Verdict(
+                    False,
+                    f"the same failure as before{where}, and after no longer a time:"
+                    " it is the program's own",
+                    len(self._times),
+                )
+        if len(self._times) >= self._most:
+            return Verdict(False, self._used_up(), len(self._times))
+        self._times.append(now)
+        self.counted += 1
+        return Verdict(True, number=len(self._times))
+
+    def _used_up(self) -> str:
+        times = counted(self._most, "restart")
+        if not self._window_s:
+            return f"{times} used up (--max-restarts {self._most})"
+        return f"{times} within {span(self._window_s)} (--max-restarts {self._most})"
+
+    def lost(self, host: str, now: float) -> bool:
+        """Counts the loss of a host; whether it is to be dialled again."""
+        times = self._losses.setdefault(host, deque())
+        _forget(times, now, self._window_s)
+        times.append(now)
+        return len(times) < LOSSES
+
+
+def _forget(times: deque[float], now: float, window_s: float) -> None:
+    while window_s and times and now - times[0] > window_s:
+        times.popleft()
+
+
+def signature(failure: Failure) -> tuple[str, ...]:
+    """What is the same when a program fails in the same way again; empty for what chance does.
+
+    Its exception, its words and its line. A signal, a lost node, or a wait for somebody who has
+    gone say nothing of the program.
+    """
+    if failure.kind != "exception" or failure.echo:
+        return ()
+    places = _PLACE.findall(failure.traceback)
+    place = f"{places[-1][0].rsplit('/', 1)[-1]}, line {places[-1][1]}" if places else ""
+    return failure.headline, place
+
+
+def span(seconds: float) -> str:
+    """``10 minutes``, ``1 hour``, ``90 s``: a length of time in the largest unit that fits."""
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length and seconds % length == 0:
+            return counted(int(seconds // length), unit)
+    return f"{seconds:g} s"

@@ -1,0 +1,520 @@
+"""Where a run stands, by rank and by host: what the live screen and ``status`` show. Pure.
+
+The launcher's own board hears what is told while it runs, and is written to ``ranks.json`` about
+once a second. Who looks on from elsewhere has a board, too, made of that file, of ``events.jsonl``
+and of ``metrics.jsonl``: it shows the same.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.spec.events import PARTS, Event
+from paceline.spec.failure import place, signal_name
+from paceline.spec.figures import lasting
+from paceline.spec.shapes import (
+    LONG_TEXT,
+    RANK,
+    SMALL,
+    each,
+    fits,
+    free,
+    maybe,
+    number,
+    record,
+    table,
+    text,
+    whole,
+)
+
+TRAINING = "train"
+RUNNING = "running"  # the phase of a rank that tells nothing of itself
+MOST_POINTS = 512  # of a curve
+MOST_CURVES = 8
+MOST_NEWS = 40
+QUIET_S = 5.0  # without a word: others say where they are each second
+BYTES_TO_BITS = 8
+
+_SHARES = table(number, SMALL, 20)
+_RANK = record(
+    {"step": maybe(whole()), "silent_s": maybe(number), "samples_per_s": maybe(number),
+     "parts": maybe(_SHARES), "state": SMALL, "trouble": text(LONG_TEXT)},
+    rank=RANK, host=text(255), phase=SMALL,
+)  # fmt: skip
+_HOST = record(
+    {"cpu": maybe(number), "memory": maybe(number), "gpus": maybe(each(number, 1000)),
+     "in_bps": maybe(number), "out_bps": maybe(number), "state": SMALL},
+    name=text(255),
+)  # fmt: skip
+SHAPE = record(
+    {"hosts": each(_HOST, 1 << 20), "progress": free,
+     "slow": maybe(record(rank=RANK, cause=SMALL, part=number))},
+    time=number, ranks=each(_RANK, 1 << 20), hang=text(LONG_TEXT),
+)  # fmt: skip
+"""Of ``ranks.json``: what it lacks is not known."""
+
+
+@dataclass(slots=True)
+class RankState:
+    """One rank.
+
+    Attributes:
+        rank: Its number in the plan.
+        host: Where it is.
+        phase: What it does: ``train``, ``evaluate``, …; ``running`` where it tells nothing.
+        step: Global steps done; ``None`` where it tells none.
+        heard: When it told that, in seconds of the board's clock; ``None``: never.
+        samples_per_s: Samples of its own.
+        parts: Of the time of its steps, by the names of ``events.PARTS``; they sum up to 1.
+        state: ``ok``, ``ended``, or what is wrong: ``failed``, ``lost``, ``frozen``.
+        trouble: The same in a few words.
+    """
+
+    rank: int
+    host: str
+    phase: str = RUNNING
+    step: int | None = None
+    heard: float | None = None
+    samples_per_s: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    state: str = "ok"
+    trouble: str = ""
+
+    def silent_s(self, now: float) -> float | None:
+        """Seconds since its last word; ``None`` where it tells nothing."""
+        return None if self.heard is None else max(0.0, now - self.heard)
+
+
+@dataclass(slots=True)
+class HostState:
+    """One host.
+
+    Attributes:
+        name: In the description of the hosts.
+        cpu, memory: Parts in use, from 0 to 1; ``None`` where not known.
+        gpus: The same of each GPU's time.
+        in_bps, out_bps: Bits a second over the job's interface.
+        state: ``ok`` or ``lost``.
+    """
+
+    name: str
+    cpu: float | None = None
+    memory: float | None = None
+    gpus: Sequence[float] = ()
+    in_bps: float | None = None
+    out_bps: float | None = None
+    state: str = "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """The rank that holds the others up.
+
+    Attributes:
+        rank: Which.
+        cause: Why: see ``train/straggler.py``.
+        part: Of the time of a step that the others lose.
+    """
+
+    rank: int
+    cause: str
+    part: float
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Something that a person wants to know of, in a line.
+
+    Attributes:
+        time: Seconds since 1970.
+        text: For people.
+        bad: It is no good news.
+    """
+
+    time: float
+    text: str
+    bad: bool = False
+
+
+class Curve:
+    """A figure over the steps, with fewer points the longer it is."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, float]] = []
+        self._every, self._skipped = 1, 0
+
+    def add(self, step: int, value: float) -> None:
+        """One more point; a step that comes again after a resume takes the old ones' place."""
+        while self.points and self.points[-1][0] >= step:
+            self.points.pop()
+        self._skipped += 1
+        if self._skipped >= self._every or not self.points:
+            self.points.append((step, value))
+            self._skipped = 0
+        if len(self.points) > MOST_POINTS:
+            self.points = self.points[::2]
+            self._every *= 2
+
+    @property
+    def values(self) -> list[float]:
+        return [value for _, value in self.points]
+
+
+class Board:
+    """What is known of a run at present.
+
+    Attributes:
+        ranks: By their numbers in the plan.
+        hosts: By name.
+        progress: The last event ``progress``: step, steps, epoch, epochs, loss, samples_per_s.
+        slow: The rank that holds the others up, while it does.
+        hang: Who keeps the others waiting, one line, while it does.
+        curves: By the name of what they show: ``train loss``, ``test accuracy``, …
+        last: The last values of the same.
+        news: What happened, the latest last.
+        saved: The step of the last checkpoint.
+        attempt: Number of the start, from 0.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, RankState] = {}
+        self.hosts: dict[str, HostState] = {}
+        self.progress: dict[str, Any] = {}
+        self.slow: Slow | None = None
+        self.hang = ""
+        self.curves: dict[str, Curve] = {}
+        self.last: dict[str, float] = {}
+        self.news: deque[News] = deque(maxlen=MOST_NEWS)
+        self.saved: int | None = None
+        self.attempt = 0
+        self._over = False  # the attempt: ranks that start now are those of the next
+        self._members: list[int] = []  # of the present group, in the order of their ranks in it
+        self._shares: list[int] = []  # of the global batch
+        self._counted: dict[str, Mapping[str, Any]] = {}  # what a host told last
+
+    # --- what is told ------------------------------------------------------------------------
+
+    def take(self, event: Event, now: float) -> None:
+        """Hears what happened.
+
+        Args:
+            event: As it was told, or as ``events.jsonl`` holds it.
+            now: Seconds of a clock that always goes forward.
+        """
+        if event.rank is not None:
+            self._of_rank(event, event.rank, now)
+        self._of_job(event)
+        if (news := _news(event)) is not None:
+            last = self.news[-1] if self.news else None
+            if last is not None and _says_again(news, last):
+                self.news.pop()
+            if event.kind == "straggler over":
+                news = self._held_up(event, news)
+            self.news.append(news)
+
+    def _held_up(self, event: Event, news: News) -> News:
+        """One line in place of two, of a rank that was slow for a while."""
+        who = place(str(event["its_host"] or ""), event["straggler"])
+        for told in reversed(self.news):
+            if told.text.startswith(f"{who} holds the others up"):
+                self.news.remove(told)
+                long = lasting(event.time - told.time)
+                return News(event.time, f"{who} held the others up for {long}; it keeps up again")
+        return news
+
+    def _of_rank(self, event: Event, which: int, now: float) -> None:
+        if event.kind == "rank started":
+            if self._over:
+                self._over, self.ranks, self.slow, self.hang = False, {}, None, ""
+            self.ranks[which] = RankState(which, event.host)
+            self._host(event.host).state = "ok"
+            return
+        rank = self.ranks.get(which)
+        if rank is None or (event.host and rank.host != event.host):
+            return
+        if event.kind == "heartbeat":
+            rank.step, rank.heard = event["step"] or 0, now
+            rank.phase = event["phase"] or TRAINING
+            if rank.state == "frozen":
+                rank.state, rank.trouble = "ok", ""
+        elif event.kind == "rank ended":
+            rank.state, rank.trouble = _end(event, rank)
+        elif event.kind == "exception":
+            rank.state, rank.trouble = "failed", str(event["type"] or "exception")
+        elif event.kind == "rank frozen":
+            rank.state, rank.trouble = "frozen", str(event["how"] or "")
+        elif event.kind == "rank thawed":
+            rank.state, rank.trouble = "ok", ""
+        elif event.kind == "interrupted":
+            rank.phase, rank.heard = "regrouping", now
+        elif event.kind == "newcomer ready":
+            rank.phase, rank.heard = "joining", now
+        elif event.kind == "regrouped":
+            rank.phase, rank.heard = TRAINING, now
+            rank.step = rank.step if event["step"] is None else event["step"]
+
+    def _of_job(self, event: Event) -> None:
+        if event.kind == "progress":
+            self.progress = {
+                name: value for name, value in event.fields.items() if fits(free, value)
+            }
+        elif event.kind == "pace":
+            self._pace(event)
+        elif event.kind == "started":
+            self.attempt = int(event["attempt"] or 0)
+            self._members, self._shares = [*range(int(event["world_size"] or 0))], []
+        elif event.kind == "ended":
+            self._over = True
+        elif event.kind == "regroup":
+            self._members, self._shares = [*(event["members"] or ())], []
+            self.slow = None
+            for rank in self.ranks.values():
+                rank.parts, rank.samples_per_s = {}, None
+        elif event.kind == "shares":
+            self._shares = [*(event["shares"] or ())]
+        elif event.kind == "lost":
+            self._lose(event.host, event.time)
+        elif event.kind == "straggler" and event["straggler"] is not None:
+            slowest = self._slot(event["straggler"])
+            self.slow = Slow(slowest, str(event["cause"] or ""), float(event["part"] or 0.0))
+        elif event.kind == "straggler over":
+            self.slow = None
+        elif event.kind == "hang":
+            self.hang = str(event["text"] or "")
+        elif event.kind == "hang over":
+            self.hang = ""
+        elif event.kind == "checkpoint" and event["step"] is not None:
+            self.saved = event["step"]
+
+    def _slot(self, rank: int) -> int:
+        """The number in the plan of a rank of the present group."""
+        return self._members[rank] if rank < len(self._members) else rank
+
+    def _host(self, name: str) -> HostState:
+        return self.hosts.setdefault(name, HostState(name))
+
+    def _lose(self, host: str, when: float) -> None:
+        if host not in self.hosts and not any(rank.host == host for rank in self.ranks.values()):
+            return  # a spare, of which nothing is shown
+        self.hosts[host] = HostState(host, state="lost")
+        self._counted.pop(host, None)
+        for rank in self.ranks.values():
+            if rank.host == host and rank.state != "ended":
+                rank.state = "lost"
+                rank.trouble = f"its host was lost at {time_of(when)}"
+
+    def _pace(self, event: Event) -> None:
+        """Where the time of each rank's steps went: in the order of their ranks in the group."""
+        seconds, rates = event["ranks_s"] or [], event["rates"] or []
+        if self._members and len(seconds) != len(self._members):
+            return  # of a former group
+        for place_in_group, row in enumerate(seconds):
+            rank, whole_s = self.ranks.get(self._slot(place_in_group)), sum(row)
+            if rank is None or len(row) != len(PARTS) or not whole_s > 0:
+                continue
+            rank.parts = {name: one / whole_s for name, one in zip(PARTS, row, strict=True)}
+            rank.samples_per_s = rates[place_in_group] if place_in_group < len(rates) else None
+
+    def record(self, fields: Mapping[str, Any]) -> None:
+        """A line of ``metrics.jsonl``: points of the curves."""
+        split, step = fields.get("split"), fields.get("step")
+        if not isinstance(split, str) or not isinstance(step, int) or split in _NO_CURVES:
+            return
+        for name in _figures(split, fields):
+            title, value = f"{split} {name}", float(fields[name])
+            if title not in self.curves and len(self.curves) >= MOST_CURVES:
+                continue
+            self.curves.setdefault(title, Curve()).add(step, value)
+            self.last[title] = value
+
+    def vitals(self, host: str, told: Mapping[str, Any], interface: str = "") -> None:
+        """Takes what an agent counted: see ``agent/vitals.py``. The first time shows no rates.
+
+        Args:
+            host: Whose agent.
+            told: Its answer.
+            interface: That the job's traffic goes over.
+        """
+        state, before = self._host(host), self._counted.get(host)
+        self._counted[host] = told
+        if state.state == "lost":
+            return
+        total, free_bytes = told["memory"]
+        state.memory = 1 - free_bytes / total if total else None
+        state.gpus = [*told.get("gpus", ())]
+        if before is None or told["time"] <= before["time"]:
+            return
+        passed = told["time"] - before["time"]
+        busy, ticks = (now - then for now, then in zip(told["cpu"], before["cpu"], strict=True))
+        state.cpu = min(1.0, max(0.0, busy / ticks)) if ticks > 0 else None
+        state.in_bps = state.out_bps = None
+        if interface in told["links"] and interface in before["links"]:
+            both = zip(told["links"][interface], before["links"][interface], strict=True)
+            rates = [max(0.0, now - then) * BYTES_TO_BITS / passed for now, then in both]
+            state.in_bps, state.out_bps = rates
+
+    # --- as a file ---------------------------------------------------------------------------
+
+    def to_json(self, now: float, clock: float) -> dict[str, Any]:
+        """As ``ranks.json`` holds it.
+
+        Args:
+            now: Of the clock that :meth:`take` was given.
+            clock: Seconds since 1970.
+        """
+        return {
+            "time": round(clock, 3),
+            "progress": self.progress,
+            "ranks": [_rank_json(self.ranks[rank], now) for rank in sorted(self.ranks)],
+            "hosts": [_host_json(host) for host in self.hosts.values()],
+            "hang": self.hang,
+            "slow": None if self.slow is None else {
+                "rank": self.slow.rank, "cause": self.slow.cause, "part": self.slow.part
+            },
+        }  # fmt: skip
+
+    def read(self, said: Any, now: float, clock: float) -> bool:
+        """Takes what ``ranks.json`` holds; False where that is nothing of the kind.
+
+        Args:
+            said: The file's content.
+            now, clock: As for :meth:`to_json`.
+        """
+        if not fits(SHAPE, said):
+            return False
+        since = now - max(0.0, clock - said["time"])
+        self.ranks = {one["rank"]: _rank_of(one, since) for one in said["ranks"]}
+        self.hosts = {one["name"]: _host_of(one) for one in said.get("hosts", ())}
+        self.progress = dict(said.get("progress") or {})
+        self.hang = said["hang"]
+        slow = said.get("slow")
+        self.slow = None if slow is None else Slow(slow["rank"], slow["cause"], slow["part"])
+        return True
+
+
+def _rank_json(rank: RankState, now: float) -> dict[str, Any]:
+    silent_s = rank.silent_s(now)
+    rate = {} if rank.samples_per_s is None else {"samples_per_s": round(rank.samples_per_s, 1)}
+    parts = {name: round(part, 4) for name, part in rank.parts.items()}
+    return {
+        "rank": rank.rank,
+        "host": rank.host,
+        "step": rank.step,
+        "phase": rank.phase,
+        "silent_s": None if silent_s is None else round(silent_s, 1),
+        "state": rank.state,
+        **({"trouble": rank.trouble} if rank.trouble else {}),
+        **rate,
+        **({"parts": parts} if parts else {}),
+    }
+
+
+def _rank_of(said: Mapping[str, Any], now: float) -> RankState:
+    silent_s = said.get("silent_s")
+    heard = None if silent_s is None else now - silent_s
+    return RankState(
+        said["rank"], said["host"], said["phase"], said.get("step"), heard,
+        said.get("samples_per_s"), said.get("parts") or {}, said.get("state", "ok"),
+        said.get("trouble", ""),
+    )  # fmt: skip
+
+
+def _host_json(host: HostState) -> dict[str, Any]:
+    shares = {"cpu": host.cpu, "memory": host.memory}
+    rates = {"in_bps": host.in_bps, "out_bps": host.out_bps}
+    return {
+        "name": host.name,
+        "state": host.state,
+        **{name: round(one, 3) for name, one in shares.items() if one is not None},
+        **{name: round(one) for name, one in rates.items() if one is not None},
+        **({"gpus": [round(one, 3) for one in host.gpus]} if host.gpus else {}),
+    }
+
+
+def _host_of(said: Mapping[str, Any]) -> HostState:
+    return HostState(
+        said["name"], said.get("cpu"), said.get("memory"), said.get("gpus") or (),
+        said.get("in_bps"), said.get("out_bps"), said.get("state", "ok"),
+    )  # fmt: skip
+
+
+# --- what is worth a curve, and a line --------------------------------------------------------
+
+_NO_CURVES = {"pace", "norms", "usage"}
+_NO_FIGURES = {"step", "epoch", "samples", "samples_per_s", "time"}
+
+
+def _figures(split: str, fields: Mapping[str, Any]) -> list[str]:
+    """Of a record: of the training its losses, of others all that was measured."""
+    names = [
+        name for name, value in fields.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        and math.isfinite(value) and name not in _NO_FIGURES
+    ]  # fmt: skip
+    return [name for name in names if split != "train" or "loss" in name]
+
+
+def _end(event: Event, rank: RankState) -> tuple[str, str]:
+    """State of a rank that has ended, and how."""
+    if event["signal"]:
+        return "failed", signal_name(event["signal"])
+    if event["code"]:
+        known = rank.trouble if rank.state == "failed" else ""
+        return "failed", known or f"exit status {event['code']}"
+    return "ended", ""
+
+
+def _news(event: Event) -> News | None:
+    """The line that tells of an event; ``None`` of what is usual."""
+    text, bad = _told(event)
+    return News(event.time, text.split("\n", 1)[0], bad) if text else None
+
+
+def _says_again(news: News, last: News) -> bool:
+    """Whether a line tells all of the one before: what was lost, and that the others go on."""
+    what = last.text.split(":", 1)[0]
+    return last.bad and not news.bad and what.endswith(" was lost") and news.text.startswith(what)
+
+
+def _told(event: Event) -> tuple[str, bool]:
+    said = str(event["text"] or event["warning"] or event["problem"] or "")
+    who = place(event.host, event.rank)
+    if event.kind in ("recovery", "straggler over"):
+        return said, False
+    if event.kind in ("straggler", "hang", "warning", "slow rank", "checkpoint failed"):
+        return said, True
+    if event.kind == "lost":
+        return f"{event.host} was lost: {event['why'] or ''}".rstrip(": "), True
+    if event.kind == "exception":
+        return f"{who}: {event['type']}: {event['message']}", True
+    if event.kind == "rank ended" and event["signal"]:
+        return f"{who} was ended by {signal_name(event['signal'])}", True
+    if event.kind == "rank ended" and event["code"]:
+        return f"{who} ended with exit status {event['code']}", True
+    if event.kind == "rank frozen":
+        return f"{who} is held up ({event['how']})", True
+    if event.kind == "started" and event["attempt"]:
+        return f"started again, for the {_ordinal(event['attempt'] + 1)} time", False
+    if event.kind == "connection restored":
+        return f"the connection to {event.host} is back", False
+    if event.kind == "resumed":
+        return f"resumed after step {event['step']}", False
+    if event.kind == "hang over":
+        return "the job continues", False
+    return "", False
+
+
+def time_of(seconds: float) -> str:
+    """The time of day of a moment since 1970."""
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+def _ordinal(number: int) -> str:
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    ending = "th" if 10 < number % 100 < 14 else endings.get(number % 10, "th")
+    return f"{number}{ending}"

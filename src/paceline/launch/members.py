@@ -1,0 +1,639 @@
+"""Which ranks train together, and what is to be done when some are lost or can come back. Pure.
+
+What becomes known is told to :class:`Members` by one method each; :meth:`Members.decide` then says
+what is to be done, each thing once. A *slot* is a rank's number in the plan, which never changes.
+Ranks train in *generations*: each is a group of slots in rank order, survivors first as they were,
+then newcomers. A group that lost a member is made anew without it at once; who is started in its
+place joins between two steps, when it is ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from paceline.launch.allowance import Verdict
+from paceline.spec.failure import Failure
+
+ANSWER_S = 3.0  # how long a rank that was interrupted waits until somebody is known to be lost
+TOGETHER_S = 1.0  # newcomers that are ready wait so long for others that are about to be
+OWN_S = 0.5  # a failure of the program's own waits so long for the same on other ranks
+LEAVING_S = 1.0  # a rank that has failed may take so long to end
+RETRIES_S = (0.0, 1.0, 5.0)  # before each try to start a newcomer; after the last it is left out
+MOST_STRIKES = 3  # signals that end the same rank without a step in between
+KILL_AGAIN_S = 5.0  # after which a rank that was to be ended and lives is ended once more
+LAST_S = 10.0  # all that have the training's state hang for so long: they are ended, too
+STOP_S = 10.0  # for the last regrouping, before ranks are asked to stop in any case
+
+Standing = Literal["in", "joining", "ready", "starting", "lost", "done", "left out"]
+Standstill = Literal["up", "no server", "lost", "gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """A new generation: all living ranks are told.
+
+    Attributes:
+        generation: Its number.
+        members: Slots in rank order.
+        planned: Somebody joins, between two steps; else somebody is gone, and it is done at once.
+        store_host: Where a fresh store is opened for it; empty when the former one serves.
+    """
+
+    generation: int
+    members: tuple[int, ...]
+    planned: bool
+    store_host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Newcomers are forked on a host, for these slots."""
+
+    host: str
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """These ranks of a host are ended."""
+
+    host: str
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """A host's fork server is started once more."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """A host is dialled, until it is back or the job is over."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Too few nodes are left: the ranks wait with their state in memory."""
+
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Nobody came back: the ranks save and stop."""
+
+    why: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """There is no recovery: who waits for word raises its error."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The attempt has failed."""
+
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The survivors train on.
+
+    Attributes:
+        losses: What was lost, in order.
+        slots: Who was.
+        others: How many train on.
+        seconds: From the first loss until all of them had the new group.
+    """
+
+    losses: tuple[Failure, ...]
+    slots: tuple[int, ...]
+    others: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Newcomers train with the others; ``seconds``: since the first of them was lost."""
+
+    slots: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Newcomers for this slot do not get as far as joining: the others go on without."""
+
+    slot: int
+    why: Failure | None
+
+
+After = Callable[[Failure, float, int | None], Verdict]
+Order = Regroup | Start | Kill | Prepare | Dial | Stop | End | Fail
+Action = Order | Wait | Recovered | Joined | LeftOut
+
+
+@dataclass(slots=True)
+class _Slot:
+    number: int
+    host: str
+    standing: Standing = "in"
+    alive: bool = True  # its process, as far as its agent has told
+    able: bool | None = None  # whether its training can go on without others
+    interrupted_at: float | None = None
+    lost_at: float = 0.0
+    kill_at: float | None = None
+    killed: bool = False  # by us
+    killed_at: float | None = None  # when that was looked at first
+    frozen: bool = False
+    hung: str = ""  # why it is ended
+    tries: int = 0  # newcomers in a row that did not join
+    next_try: float = 0.0
+    ready_at: float = 0.0
+    strikes: tuple[int, int] = (-1, 0)  # step, and how many signals ended it there
+    last: Failure | None = None
+
+
+@dataclass(slots=True)
+class _Node:
+    standing: Standstill = "up"
+    ordered: bool = False  # what brings it back
+    why: Failure | None = None  # it is away, and no other has taken its ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A rank that failed by itself, until it is known whether others are the cause."""
+
+    until: float
+    slot: int
+    failure: Failure
+
+
+@dataclass(slots=True)
+class _Generation:
+    number: int
+    members: tuple[int, ...]
+    begun: float = 0.0
+    planned: bool = False
+    unsettled: set[int] = field(default_factory=set)
+
+
+def _never(failure: Failure, now: float, step: int | None) -> Verdict:
+    return Verdict(False)
+
+
+class Members:
+    """The ranks of one attempt.
+
+    Args:
+        places: Host by slot.
+        least: So many nodes must be there for the ranks to train.
+        patience_s: How long they wait for that, with their state in memory.
+        after: Asked of a failure of the program's own, the time and the step: may it go on?
+    """
+
+    def __init__(self, places: Mapping[int, str], least: int = 1, patience_s: float = 600.0,
+                 after: After = _never) -> None:  # fmt: skip
+        self._slots = {slot: _Slot(slot, host) for slot, host in sorted(places.items())}
+        self._nodes = {host: _Node() for host in places.values()}
+        self._least, self._patience_s, self._after = least, patience_s, after
+        self._generation = _Generation(0, tuple(self._slots))
+        self._store_host = places[min(places)]
+        self._store_lost = False
+        self._step = -1  # the latest that was told
+        self._torn_at: float | None = None  # since when a member of the generation is gone
+        self._losses: list[Failure] = []  # since the last generation that was settled
+        self._gone: list[int] = []
+        self._held: list[_Held] = []
+        self._waiting_since: float | None = None
+        self._alone_at = -1  # step at which the same members had to regroup
+        self._gave_up: Failure | None = None
+        self._all_hang_since: float | None = None
+        self._over = False
+        self._news: list[Action] = []
+
+    # --- what is asked about them ------------------------------------------------------------
+
+    @property
+    def recovers(self) -> bool:
+        """Whether losses are recovered from: all ranks have said that they can."""
+        members = [self._slots[slot] for slot in self._generation.members]
+        return not self._over and all(one.able for one in members if one.standing == "in")
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Slots of the present generation in rank order."""
+        return self._generation.members
+
+    @property
+    def settled(self) -> bool:
+        """Whether all members train in the present generation."""
+        return not self._generation.unsettled and self._torn_at is None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the ranks wait for a node."""
+        return self._waiting_since is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the ranks have ended in order, the one that saves among them."""
+        first = self._slots[self._generation.members[0]]
+        return first.standing == "done" and not self._standing("in")
+
+    @property
+    def pending(self) -> bool:
+        """Whether ranks train, or are about to again."""
+        return not self._over and bool(self._standing("in"))
+
+    # --- what becomes known ------------------------------------------------------------------
+
+    def said_able(self, slot: int, able: bool) -> None:
+        """A rank has said whether its training goes on without ranks that are lost."""
+        self._slots[slot].able = able
+
+    def stepped(self, step: int | None) -> None:
+        """A rank has told its step."""
+        if step is not None:
+            self._step = max(self._step, step)
+
+    def interrupted(self, slot: int, now: float) -> None:
+        """A rank had an error in a collective, and waits for word."""
+        self._slots[slot].interrupted_at = now
+
+    def ready(self, slot: int, now: float) -> None:
+        """A newcomer can join."""
+        one = self._slots[slot]
+        if one.standing == "starting":
+            one.standing, one.ready_at = "ready", now
+
+    def regrouped(self, slot: int, generation: int, step: int | None, now: float) -> None:
+        """A rank trains in a new generation, from that step on."""
+        self.stepped(step)
+        if generation != self._generation.number:
+            return
+        one = self._slots[slot]
+        one.interrupted_at = None
+        if one.hung and not one.killed:  # it has come out after all
+            one.hung, one.frozen = "", False
+        if one.standing == "joining":
+            one.standing, one.able, one.tries = "in", True, 0
+        self._generation.unsettled.discard(slot)
+        if self.settled:
+            self._settle(now)
+
+    def done(self, slot: int, now: float) -> None:
+        """A rank has ended in order."""
+        one = self._slots[slot]
+        one.alive = False
+        if one.standing == "in":
+            one.standing = "done"
+            self._generation.unsettled.discard(slot)
+        elif one.standing in ("joining", "ready", "starting"):
+            self._drop(one, None, now)
+
+    def rank_lost(self, slot: int, failure: Failure, now: float) -> None:
+        """A rank was ended by a signal, or has failed by itself."""
+        one = self._slots[slot]
+        ended = failure.kind in ("signal", "exit")
+        one.alive = one.alive and not ended
+        held = any(held.slot == slot for held in self._held)
+        if held or one.standing in ("lost", "left out", "done"):
+            return
+        if not ended:
+            one.kill_at = now + LEAVING_S
+        if one.standing != "in":
+            self._drop(one, failure, now)
+        elif failure.kind == "signal":
+            self._ended_by_signal(one, failure, now)
+        else:
+            until = now + (ANSWER_S if failure.echo else OWN_S)
+            self._held.append(_Held(until, slot, failure))
+            one.interrupted_at = None
+
+    def server_died(self, host: str, failure: Failure, now: float) -> None:
+        """A host's fork server has died, and its ranks with it: their ends are told, too."""
+        if self._nodes[host].standing == "up":
+            self._nodes[host] = _Node("no server")
+        self._lose_host(host, failure, now)
+
+    def server_up(self, host: str) -> None:
+        """A host's fork server can start ranks."""
+        if self._nodes[host].standing != "up":
+            self._nodes[host] = _Node()
+            for one in self._standing("left out"):
+                if one.host == host:  # what stood in its way may be over
+                    self._put_off(one)
+
+    def node_lost(self, host: str, failure: Failure, now: float, *, redials: bool = True) -> None:
+        """A host has gone away, or its agent has; its ranks count as gone, whatever they do."""
+        if self._nodes[host].standing not in ("lost", "gone"):
+            self._nodes[host] = _Node("lost" if redials else "gone", why=failure)
+        for one in self._slots.values():
+            if one.host == host:
+                one.alive, one.kill_at = False, None
+        self._lose_host(host, failure, now)
+
+    def came(self, host: str, slots: Sequence[int], now: float) -> None:
+        """A host that had no part in the job can start ranks.
+
+        They are further ones, or lost ones of another host, which is not waited for any more.
+        """
+        self._nodes[host] = _Node()
+        for number in slots:
+            if (one := self._slots.get(number)) is not None:
+                self._nodes[one.host] = _Node("gone")
+                one.host = host
+                if one.standing != "done":
+                    one.standing, one.tries, one.next_try = "lost", 0, now
+            else:
+                new = _Slot(number, host, "lost", alive=False, lost_at=now, next_try=now)
+                self._slots[number] = new
+
+    def store_ended(self, host: str) -> None:
+        """The rendezvous store there is gone; newcomers find in it how the others began."""
+        if host == self._store_host and not self._store_lost:
+            self._store_lost = True
+            for one in self._standing("starting"):
+                self._kill(one)
+                self._put_off(one)
+
+    def start_failed(self, host: str, slots: Sequence[int], now: float) -> None:
+        """The agent could not start newcomers."""
+        for slot in slots:
+            one = self._slots[slot]
+            if one.host != host:  # a spare has taken its ranks over meanwhile
+                continue
+            one.alive = False
+            if one.standing == "starting":
+                self._drop(one, None, now)
+
+    def frozen(self, slot: int, stopped: bool) -> None:
+        """A signal has stopped a rank for too long, or no longer does."""
+        self._slots[slot].frozen = stopped
+
+    def hung(self, slot: int, headline: str) -> None:
+        """The others have waited for a rank for too long: it is ended, with these words."""
+        self._slots[slot].frozen, self._slots[slot].hung = True, headline
+
+    def stop(self, now: float) -> None:
+        """The job is ended: what is lost from now on is not recovered.
+
+        Ranks that wait for a node get a group of their own first, in which they can save.
+        """
+        if not self._over and self._waiting_since is not None and self._survivors:
+            self._group(self._survivors, now, planned=False)
+        self._waiting_since, self._over = None, True
+
+    # --- how it stands -----------------------------------------------------------------------
+
+    def _standing(self, *which: Standing) -> list[_Slot]:
+        return [one for one in self._slots.values() if one.standing in which]
+
+    def _drop(self, one: _Slot, failure: Failure | None, now: float) -> None:
+        """A slot's process is out of the job."""
+        if one.standing == "in":
+            one.lost_at, one.next_try, one.tries = failure.time if failure else now, now, 0
+            self._gone.append(one.number)
+            if failure is not None and failure not in self._losses:
+                self._losses.append(failure)
+        else:
+            one.tries += 1
+            one.next_try = now + RETRIES_S[min(one.tries, len(RETRIES_S) - 1)]
+        if one.number in self._generation.members and self._torn_at is None:
+            self._torn_at = now
+        one.standing, one.last = "lost", failure
+        one.interrupted_at, one.frozen, one.hung = None, False, ""
+
+    def _put_off(self, one: _Slot) -> None:
+        """A newcomer has to begin once more, by no fault of its own."""
+        one.standing, one.tries, one.next_try = "lost", 0, 0.0
+
+    def _lose_host(self, host: str, failure: Failure, now: float) -> None:
+        self.store_ended(host)
+        for one in self._slots.values():
+            if one.host == host and one.standing in ("in", "joining", "ready", "starting"):
+                self._drop(one, failure, now)
+                one.tries, one.next_try = 0, now
+
+    def _ended_by_signal(self, one: _Slot, failure: Failure, now: float) -> None:
+        if one.killed:
+            headline = one.hung or "stood still, stopped by a signal (SIGSTOP): it was ended"
+            failure = replace(failure, headline=headline)
+        step, count = one.strikes
+        one.strikes = (self._step, count + 1 if step == self._step else 1)
+        if one.strikes[1] >= MOST_STRIKES:
+            self._fail(failure)
+        else:
+            self._drop(one, failure, now)
+
+    def _fail(self, *failures: Failure) -> None:
+        self._news += [End("the job has failed"), Fail(failures)]
+        self._over = True
+
+    def _settle(self, now: float) -> None:
+        """All members train in the present generation."""
+        if self._generation.planned:
+            joined = tuple(s for s in self._generation.members if self._slots[s].lost_at)
+            if joined:
+                since = min(self._slots[slot].lost_at for slot in joined)
+                self._news.append(Joined(joined, now - since))
+        elif self._gone:
+            since = min((failure.time for failure in self._losses), default=now)
+            others = len(self._generation.members)
+            gone = tuple(sorted({*self._gone}))
+            self._news.append(Recovered(tuple(self._losses), gone, others, max(0.0, now - since)))
+        for slot in self._generation.members:
+            self._slots[slot].lost_at = 0.0
+        self._losses, self._gone = [], []
+
+    # --- what is to be done ------------------------------------------------------------------
+
+    def decide(self, now: float) -> list[Action]:
+        """What is to be done now; nothing is said twice."""
+        if not self._over:
+            self._judge_held(now)
+        if not self._over and not self._standing("in"):
+            self._all_gone()
+        if not self._over:
+            self._end_ranks(now)
+            self._bring_back()
+            self._mend(now)
+            self._answer(now)
+            self._start(now)
+            self._take_in(now)
+        news, self._news = self._news, []
+        return news
+
+    def _judge_held(self, now: float) -> None:
+        """Who failed because another was lost is lost, too; else it is the program's own doing."""
+        if self._losses:
+            self._release([held for held in self._held if held.failure.echo], now)
+        all_of_them = {held.slot for held in self._held} >= set(self._survivors)
+        due = [held for held in self._held if all_of_them or now >= held.until]
+        if not due:
+            return
+        first = min(due, key=lambda held: (held.failure.echo, held.failure.time)).failure
+        step = self._step if self._step >= 0 else None
+        if not all_of_them and self._after(first, now, step).again:
+            self._release(due, now)
+        else:
+            self._fail(*(held.failure for held in due))
+
+    def _release(self, held: Sequence[_Held], now: float) -> None:
+        self._held = [one for one in self._held if one not in held]
+        for one in held:
+            self._drop(self._slots[one.slot], one.failure, now)
+
+    def _all_gone(self) -> None:
+        """Nobody has the state any more: in order, or lost."""
+        if self.finished:
+            self._over = True
+            for host in self._nodes:
+                left = tuple(s.number for s in self._standing("joining", "ready", "starting")
+                             if s.host == host)  # fmt: skip
+                if left:
+                    self._news.append(Kill(host, left))
+        elif self._losses:
+            self._fail(*self._losses)
+
+    def _end_ranks(self, now: float) -> None:
+        """Kills who stands still, where the others go on without it, and who does not end.
+
+        Also once more, where the order has not come through: nobody starts in its place before.
+        """
+        trains = self._standing("in")
+        moving = [one for one in trains if not one.frozen]
+        # Their state is out of reach: better to go on from a checkpoint than to wait for them.
+        all_hang = bool(trains) and all(one.hung for one in trains)
+        self._all_hang_since = (self._all_hang_since or now) if all_hang else None
+        given_up = self._all_hang_since is not None and now >= self._all_hang_since + LAST_S
+        # Where others were lost, and wait for who stands still, no user has paused the job.
+        waited = bool(self._standing("ready"))
+        for one in self._slots.values():
+            late = one.kill_at is not None and now >= one.kill_at
+            over = bool(moving) or ((waited or given_up) and bool(one.hung))
+            frozen = one.frozen and over and not one.killed and self.recovers
+            if one.killed and one.killed_at is None:
+                one.killed_at = now
+            lives_on = one.killed_at is not None and now >= one.killed_at + KILL_AGAIN_S
+            if one.alive and (late or frozen or lives_on):
+                self._kill(one)
+            if late:
+                one.kill_at = None
+
+    def _kill(self, one: _Slot) -> None:
+        one.killed, one.killed_at = True, None
+        self._news.append(Kill(one.host, (one.number,)))
+
+    def _bring_back(self) -> None:
+        for host, node in self._nodes.items():
+            if not node.ordered and node.standing in ("no server", "lost"):
+                node.ordered = True
+                self._news.append(Prepare(host) if node.standing == "no server" else Dial(host))
+
+    def _mend(self, now: float) -> None:
+        """A generation that lost members is followed by one without them."""
+        if self._torn_at is None and not (self._store_lost and self._generation.unsettled):
+            return
+        for one in self._standing("joining"):  # whether it has the state is not known
+            self._kill(one)
+            self._put_off(one)
+        there = [host for host, node in self._nodes.items() if node.standing in ("up", "no server")]
+        if len(there) < self._least and self._gave_up is None:
+            self._wait(now, there)
+            if self._gave_up is None:
+                return
+        self._waiting_since = None
+        self._group(self._survivors, now, planned=False)
+
+    @property
+    def _survivors(self) -> tuple[int, ...]:
+        return tuple(s for s in self._generation.members if self._slots[s].standing == "in")
+
+    def _wait(self, now: float, there: Sequence[str]) -> None:
+        if self._waiting_since is None:
+            self._waiting_since = now
+            self._news.append(Wait(tuple(host for host in self._nodes if host not in there)))
+        nobody_comes = not any(node.standing == "lost" for node in self._nodes.values())
+        if nobody_comes or now - self._waiting_since >= self._patience_s:
+            away = [node.why for node in self._nodes.values() if node.why is not None]
+            self._gave_up = min(away or self._losses, key=lambda failure: failure.time)
+
+    def _group(self, members: tuple[int, ...], now: float, *, planned: bool) -> None:
+        host = self._new_store_host(members) if self._store_lost else ""
+        if host:
+            self._store_host, self._store_lost = host, False
+        number = self._generation.number + 1
+        self._generation = _Generation(number, members, now, planned, set(members))
+        self._torn_at = None
+        for slot in members:
+            self._slots[slot].interrupted_at = None
+        self._news.append(Regroup(number, members, planned, host))
+
+    def _new_store_host(self, members: Sequence[int]) -> str:
+        """A host that can hold it: its fork server is up."""
+        hosts = [self._slots[slot].host for slot in members]
+        return next((h for h in hosts if self._nodes[h].standing == "up"), hosts[0])
+
+    def _answer(self, now: float) -> None:
+        """Ranks that were interrupted although nobody is lost: once more together, or the end."""
+        if self._gave_up is not None and (self.settled or now - self._generation.begun > STOP_S):
+            self._news.append(Stop(self._gave_up))
+            self._over = True
+        if self._over or not self.settled:
+            return
+        asking = [one.interrupted_at for one in self._standing("in")
+                  if one.interrupted_at is not None]  # fmt: skip
+        if not asking or now - min(asking) < ANSWER_S or self._held:
+            return
+        if self._alone_at < self._step and not self._standing("done"):
+            self._alone_at = self._step
+            self._group(self._survivors, now, planned=False)
+        else:
+            self._news.append(End("no rank was lost"))
+            for one in self._standing("in"):
+                one.interrupted_at = None
+
+    def _start(self, now: float) -> None:
+        """Newcomers for what is lost, where their host can start them."""
+        if self._over or self._standing("done") or self._gave_up or self._torn_at is not None:
+            return
+        for host, node in self._nodes.items():
+            lost = [one for one in self._standing("lost") if one.host == host and not one.alive]
+            for one in lost:
+                if one.tries >= len(RETRIES_S):
+                    one.standing = "left out"
+                    self._news.append(LeftOut(one.number, one.last))
+            due = [one for one in lost if one.standing == "lost" and now >= one.next_try]
+            if due and node.standing == "up":
+                if self._store_lost and self.settled:
+                    self._group(self._survivors, now, planned=True)
+                for one in due:
+                    one.standing, one.alive, one.kill_at = "starting", True, None
+                    one.killed, one.killed_at = False, None
+                self._news.append(Start(host, tuple(one.number for one in due)))
+
+    def _take_in(self, now: float) -> None:
+        """Newcomers that are ready join; those that are nearly ready are waited for, a little."""
+        ready = self._standing("ready")
+        if self._over or not ready or not self.settled or self._standing("done"):
+            return
+        first = min(one.ready_at for one in ready)
+        if self._standing("starting") and now - first < TOGETHER_S:
+            return
+        for one in ready:
+            one.standing = "joining"
+        joining = tuple(one.number for one in ready)
+        self._group(self._survivors + joining, now, planned=True)

@@ -1,0 +1,339 @@
+"""Whether some looks at all ranks show a hang, whose it is, and what holds that rank up. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from paceline.explain.stacks import Frame, Stand, first_difference, line, parse, waits, where
+from paceline.spec.failure import place
+
+BUSY_S = 60.0  # until a rank that works alone, while others wait for it, is told of
+WORKS = 0.05  # of a CPU
+MOVES = 16 * 1024  # bytes a second that are read or written
+SWITCHES = 2.0  # a second: a rank that waits for one thing makes none, one that polls many
+_LOADER = "/torch/utils/data/"
+_FETCHES = f"{_LOADER}dataloader.py"
+_IDLE = ("/multiprocessing/queues.py", "/multiprocessing/connection.py")
+
+# "frozen": a signal or a disk holds it; "still": it waits for something else; "busy": it works;
+# "ended": it has left; "apart": ranks wait in different collectives; "deaf": in the same one
+Kind = Literal["frozen", "still", "busy", "ended", "apart", "deaf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What the main thread of a process waits in, by the kernel's tables; empty when not known.
+
+    Attributes:
+        call: The system call.
+        on: The file that it is about.
+        readers: Of a pipe that it writes to: the job's processes that could read.
+    """
+
+    call: str = ""
+    on: str = ""
+    readers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process that a rank has started.
+
+    Attributes:
+        pid, name: On its host.
+        waits: What it waits in.
+        frames: Innermost first; empty for what is no fork of the rank.
+    """
+
+    pid: int
+    name: str
+    waits: Waits
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one rank was doing at one moment.
+
+    Attributes:
+        stand: Where it stood.
+        cpu_s: CPU time that it and its children had used.
+        pid: On its host.
+        moved: Bytes that they had read from and written to files and pipes.
+        switches: How often they had waited for something new.
+        waits: What it waits in.
+        children: Looked at only where it is asked for.
+        calls: The collectives that it has begun last, as torch's flight recorder has them.
+    """
+
+    stand: Stand
+    cpu_s: float
+    pid: int = 0
+    moved: float = 0.0
+    switches: int = 0
+    waits: Waits = field(default_factory=Waits)
+    children: tuple[Child, ...] = ()
+    calls: tuple[str, ...] = ()
+
+    @classmethod
+    def told(cls, host: str, said: dict[str, Any]) -> Look:
+        """Of what an agent answers to ``seen``."""
+        stand = Stand(host, int(said["rank"]), str(said["state"]), parse(said["stack"]))
+        children = tuple(
+            Child(int(one["pid"]), str(one["name"]), _waits(one), parse(one["stack"]))
+            for one in said["children"]
+        )
+        return cls(stand, float(said["cpu_s"]), int(said["pid"]), float(said["moved"]),
+                   int(said["switches"]), _waits(said), children, tuple(said["calls"]))  # fmt: skip
+
+
+def _waits(said: dict[str, Any]) -> Waits:
+    return Waits(str(said["call"]), str(said["on"]), tuple(said["readers"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Who keeps the others waiting.
+
+    Attributes:
+        host, rank: The one; ``None`` when all wait for each other.
+        text: One line.
+        kind: How.
+        sure: Whether it waits for one single thing; else it looks up now and then.
+        at: Its line.
+    """
+
+    host: str
+    rank: int | None
+    text: str
+    kind: Kind = "still"
+    sure: bool = True
+    at: str = ""
+
+    def same(self, other: Hang) -> bool:
+        """Whether the other is this one, seen once more."""
+        one, two = ((h.host, h.rank, h.kind, h.at) for h in (self, other))
+        return one == two
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether another process in its place could go on: not where the program is at fault."""
+        return self.rank is not None and self.kind in ("frozen", "still", "busy")
+
+
+def judge(before: Sequence[Look], after: Sequence[Look], between_s: float, silent_s: float,
+          ended: Sequence[tuple[str, int]] = (),
+          closely: Sequence[Look] = ()) -> Hang | None:  # fmt: skip
+    """Whether this is a hang, and whose.
+
+    Args:
+        before, after: All living ranks at two moments.
+        between_s: Seconds between the two.
+        silent_s: For how long nothing was heard.
+        ended: Host and number of ranks that have ended with status 0.
+        closely: What more is known of some of them.
+    """
+    earlier = {look.stand.rank: look for look in before}
+    known = {look.stand.rank: look for look in closely}
+    waiting, still, busy, sure = list[Look](), list[Look](), list[Look](), True
+    for look in after:
+        was = earlier.get(look.stand.rank)
+        if was is None:
+            return None
+        if look.stand.state in ("T", "t"):
+            still.append(look)
+        elif not look.stand.frames:
+            return None  # it cannot be asked: nothing is known
+        elif waits(look.stand) and waits(was.stand):
+            if look.cpu_s - was.cpu_s > WORKS * between_s:
+                return None  # data moves
+            waiting.append(look)
+        elif waits(look.stand) or waits(was.stand):
+            return None  # it moves
+        elif _works(was, look, between_s):
+            busy.append(look)
+        elif was.stand.own == look.stand.own:
+            still.append(look)
+            sure = sure and look.switches - was.switches <= SWITCHES * between_s
+        else:
+            return None
+    waiting, still, busy = (
+        [_with(look, known.get(look.stand.rank)) for look in looks]
+        for looks in (waiting, still, busy)
+    )
+    return _verdict(waiting, still, busy, silent_s, ended, sure)
+
+
+def _with(look: Look, closely: Look | None) -> Look:
+    """The same look; a closer one disturbs the process, so that only what is new is taken of it."""
+    if closely is None:
+        return look
+    return replace(look, waits=closely.waits, children=closely.children, calls=closely.calls)
+
+
+def _verdict(waiting: Sequence[Look], still: Sequence[Look], busy: Sequence[Look], silent_s: float,
+             ended: Sequence[tuple[str, int]], sure: bool) -> Hang | None:  # fmt: skip
+    if not waiting:
+        return None
+    stands = [look.stand for look in waiting]
+    for_it = f"{_names(stands)} {_verb(stands)} for it in {where(stands[0])}"
+    if still:
+        look = min(still, key=lambda one: one.stand.state != "T")
+        one, frozen = look.stand, look.stand.state in ("T", "t")
+        text = f"{one.who} {_stands_still(look)} while {for_it}"
+        kind: Kind = "frozen" if frozen else "still"
+        return Hang(one.host, one.rank, text, kind, sure, "" if frozen else where(one))
+    if busy:
+        one = busy[0].stand
+        if silent_s < BUSY_S:
+            return None
+        return Hang(one.host, one.rank, f"{one.who} is busy {where(one)} while {for_it}", "busy")
+    if ended:
+        host, rank = ended[0]
+        text = f"rank {rank} on {host} ended with status 0 while {for_it}"
+        return Hang(host, rank, text, "ended")
+    return _all_wait(waiting) if len(waiting) > 1 else None
+
+
+def _all_wait(waiting: Sequence[Look]) -> Hang:
+    """Nobody is elsewhere: they came to different collectives, or do not hear each other."""
+    stands = [look.stand for look in waiting]
+    called = first_difference({look.stand.rank: look.calls for look in waiting})
+    what = dict(called.what) if called else {}
+    places = {one.rank: what.get(one.rank, "") if called else where(one) for one in stands}
+    if called is None and len(set(places.values())) == 1:
+        text = f"{_names(stands)} wait for each other in {where(stands[0])}: what one sends "
+        text += "does not reach the other (paceline check tries each direction)"
+        return Hang("", None, text, "deaf")
+    since = f": they differ from collective {called.number} on" if called else ""
+    since = since or ": they do not wait for the same"
+
+    def at(one: Stand) -> str:
+        call = what.get(one.rank)
+        return where(one) + (f", its call {called.number} was {call}" if called and call else "")
+
+    common, count = Counter(places.values()).most_common(1)[0]
+    many = [one for one in stands if places[one.rank] == common]
+    lone = next((one for one in stands if places[one.rank] != common), None)
+    if lone is None or 2 * count <= len(stands):  # nobody knows who is right
+        told = "; ".join(f"{one.who} waits in {at(one)}" for one in stands[:4])
+        return Hang("", None, told + since, "apart")
+    text = f"{lone.who} waits in {at(lone)} while {_names(many)} {_verb(many)} in {at(many[0])}"
+    return Hang(lone.host, lone.rank, text + since, "apart")
+
+
+def _works(was: Look, look: Look, between_s: float) -> bool:
+    """Whether it computes, reads or writes, or waits for a disk: compilers, checkpoints, data."""
+    computes = look.cpu_s - was.cpu_s > WORKS * between_s
+    moves = look.moved - was.moved > MOVES * between_s
+    return computes or moves or was.stand.state == look.stand.state == "D"
+
+
+# --- what holds it up ---------------------------------------------------------------------------
+
+
+def _stands_still(look: Look) -> str:
+    one = look.stand
+    if one.state == "T":
+        return "is stopped by a signal"
+    if one.state == "t":
+        return "is held by a debugger"
+    if any(_FETCHES in frame.file for frame in one.frames):
+        return f"waits for its data {where(one)}{_of_workers(look.children)}"
+    why = because(look)
+    return f"stands still {where(one)}{why and f' ({why})'}"
+
+
+def _of_workers(children: Sequence[Child]) -> str:
+    """What the processes do that make the data."""
+    workers = [one for one in children if any(_LOADER in frame.file for frame in one.frames)]
+    for one in workers:
+        own = Stand("", 0, "", one.frames).own
+        if own is not None and not any(one.frames[0].file.endswith(end) for end in _IDLE):
+            why = _call_words(one.waits, one.pid)
+            return (f": its data loader's worker, process {one.pid}, stands still at {line(own)}"
+                    f"{why and f' ({why})'}")  # fmt: skip
+    if stuck := next((one for one in children if one.waits.call), None):
+        return f": its process {stuck.pid} ({stuck.name}) {_call_words(stuck.waits, stuck.pid)}"
+    return ""
+
+
+def because(look: Look) -> str:
+    """What its main thread waits for, in words; empty when that says nothing new."""
+    if look.waits.call in ("wait4", "waitid", "read", "poll", "select"):
+        for child in look.children:
+            if child.waits.call == "write" and child.waits.on.startswith("pipe:"):
+                ends = _readers(child.waits.readers, child.pid, look.pid, look.stand.who)
+                return f"its child, process {child.pid} ({child.name}), writes to a full pipe{ends}"
+        if look.children and look.waits.call in ("wait4", "waitid"):
+            first = look.children[0]
+            return f"it waits for its child, process {first.pid} ({first.name}), to end"
+    return _call_words(look.waits, look.pid)
+
+
+def _readers(readers: Sequence[int], writer: int, rank_pid: int, who: str) -> str:
+    """Who should read, as the end of a sentence."""
+    others = [pid for pid in readers if pid != writer]
+    if not readers:
+        return ""
+    if not others:
+        return " that nobody else could read"
+    if others == [rank_pid]:
+        return f" that only {who} could read"
+    return f" that process {others[0]} could read"
+
+
+def _call_words(waits: Waits, pid: int) -> str:
+    call, on = waits.call, waits.on
+    if call in ("write", "writev") and on.startswith("pipe:"):
+        return f"it writes to a full pipe{_readers(waits.readers, pid, 0, '')}"
+    if on.startswith("/") and call in ("flock", "fcntl"):
+        return f"it waits for a lock on {on}"
+    if on.startswith("/"):
+        return f"in {call} of {on}"
+    if on.startswith("pipe:"):
+        return "it waits for what comes through a pipe"
+    if on.startswith("socket:"):
+        return "it waits for the network"
+    return {
+        "nanosleep": "it sleeps", "clock_nanosleep": "it sleeps",
+        "futex": "it waits for a lock or a thread",
+        "wait4": "it waits for a child", "waitid": "it waits for a child",
+    }.get(call, "")  # fmt: skip
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def _names(stands: Sequence[Stand]) -> str:
+    few = ", ".join(stand.who for stand in stands[:3])
+    return few if len(stands) <= 3 else f"{few} and {len(stands) - 3} more"
+
+
+def _verb(stands: Sequence[Stand]) -> str:
+    return "waits" if len(stands) == 1 else "wait"
+
+
+def frozen_text(host: str, rank: int, how: str, seconds: float, on: str, pid: int) -> str:
+    """What to say of a rank that stands still in a way in which no program does by itself.
+
+    Args:
+        host, rank, pid: Which.
+        how: See ``agent.held.Standstill``.
+        seconds: For how long.
+        on: What holds it up, as far as it is known.
+    """
+    who, long = place(host, rank), f"for {seconds:.0f} s"
+    by = f": {on}" if on else ""
+    if how == "traced":
+        return f"{who} is frozen: held by a debugger {long}{by}"
+    if how == "paused":
+        return f"{who} is frozen: its control group is paused {long} (a container that was paused)"
+    if how == "disk":
+        return f"{who} is frozen: it waits in the kernel for a disk that does not answer {long}{by}"
+    if how == "swapped":
+        return f"{who} is swapped out: it has waited for its memory {long}{by}"
+    return f"{who} is frozen: stopped by a signal {long} (SIGSTOP); on {host}: kill -CONT {pid}"

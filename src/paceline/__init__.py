@@ -7,11 +7,14 @@ first used: the command line stays light, and nothing here needs torch.
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.api import Prepared, execute, prepare
+    from paceline.api import Prepared, execute, launch, prepare
     from paceline.hosts import read_hosts
+    from paceline.launch.call import RankError, Results
     from paceline.launch.summary import RunOutcome
     from paceline.spec.errors import (
         ConnectError,
@@ -42,11 +45,14 @@ __all__ = [
     "PacelineError",
     "Plan",
     "Prepared",
+    "RankError",
     "Result",
+    "Results",
     "RunOutcome",
     "SettingError",
     "__version__",
     "execute",
+    "launch",
     "prepare",
     "read_hosts",
 ]
@@ -57,9 +63,12 @@ _HOMES = {
     "Host": "paceline.spec.hosts",
     "Plan": "paceline.spec.plan",
     "Prepared": "paceline.api",
+    "RankError": "paceline.launch.call",
+    "Results": "paceline.launch.call",
     "Result": "paceline.spec.failure",
     "RunOutcome": "paceline.launch.summary",
     "execute": "paceline.api",
+    "launch": "paceline.api",
     "prepare": "paceline.api",
     "read_hosts": "paceline.hosts",
 }
@@ -73,3 +82,26 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """This package: ``paceline.launch`` is the function, also once the folder of that name is in.
+
+    An import writes the folder's module over an attribute of its name. Inside, everything is
+    imported ``from paceline.launch``, which does not look at the attribute.
+    """
+
+    @property
+    def launch(self) -> Any:
+        return importlib.import_module("paceline.api").launch
+
+    @launch.setter
+    def launch(self, module: ModuleType) -> None:
+        """It is found in ``sys.modules``."""
+
+    def __reduce__(self) -> Any:
+        """By its name, as modules of the usual type are pickled in functions that use them."""
+        return importlib.import_module, (self.__name__,)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,20 +1,27 @@
 """The launcher from Python: :func:`prepare` says what would run where, :func:`execute` runs that.
 
+:func:`launch` runs a function of this process and gives what it returned on every rank.
+
 What the command line takes from ``paceline.toml`` and the environment is not looked at here: a
-call says all that it means. Both functions work in the main thread, outside of an event loop.
+call says all that it means. All work from any thread, and where an event loop is running. Signals
+come to the main thread only: a run that was begun in another one is not ended by Ctrl-C, but ends
+when this process does.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 from paceline.checks.preflight import inspector
 from paceline.hosts import read_hosts
 from paceline.hosts.lab import find_lab, lab_name
+from paceline.launch import call
+from paceline.launch.call import Results
 from paceline.launch.entry import entry_of, opens_store, preload_of
 from paceline.launch.launcher import plan_job, run_job
 from paceline.launch.screen import Screen
@@ -26,12 +33,18 @@ from paceline.remote.transport import Transport
 from paceline.schedulers import DEFAULT, load
 from paceline.schedulers.scheduler import Options
 from paceline.spec import jobenv
+from paceline.spec import rundir as names
+from paceline.spec.duration import seconds_in
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Environment, Job, Processes, Show
+from paceline.spec.nodes import NodeCount, nodes_of
 from paceline.spec.plan import Plan
 from paceline.spec.rundir import DEFAULT_PARENT
 from paceline.spec.settings import Setting, Source
+from paceline.transfer.tree import project_root
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +73,15 @@ def prepare(
     *,
     hosts: str | Cluster | None = None,
     nproc_per_node: Processes | None = None,
-    nnodes: int | None = None,
+    nnodes: int | str | None = None,
     module: bool = False,
     torch: bool = True,
     env: Mapping[str, str] | None = None,
     python: str | Path | None = None,
     interface: str | None = None,
+    wait_for_nodes: float | str | None = None,
     max_restarts: int = 0,
+    restart_window: float | str | None = None,
     ssh_config: Path | None = None,
 ) -> Prepared:
     """Finds out what would run where: logs in to the hosts, looks, decides, and lets them go.
@@ -79,48 +94,41 @@ def prepare(
         hosts: As ``-H`` takes them (``"n1,n2"``, a host file, ``"lab"``) or a :class:`Cluster`;
             this machine alone without.
         nproc_per_node: Processes a host; found out without (slots, GPUs, else 1).
-        nnodes: How many of the hosts, from the first on; all without.
+        nnodes: How many of the hosts, from the first on, or a range: ``"1:3"``; all without.
         module: ``script`` is a module.
         torch: The script uses torch: hosts without it are refused, and it is imported once a host.
         env: Variables for the ranks. Values of names that tell of a secret are recorded nowhere.
         python: The interpreter on the hosts; the one that runs this, without.
         interface: Network interface for the job's traffic; found out without.
+        wait_for_nodes: Seconds, or ``"10m"``, to wait for hosts while there are too few; 600
+            without.
         max_restarts: How often all nodes may start again after a failure.
+        restart_window: Seconds within which failures count for that; 3600 without, 0 for all.
         ssh_config: For the logins, instead of the user's.
 
     Raises:
         PacelineError: The job cannot run there; says what was found and what to do.
     """
-    if ours := [name for name in env or {} if jobenv.is_ours(name)]:
-        raise SettingError(
-            f"env holds {ours[0]}, which says a rank's place: that is decided here",
-            remedy="Leave it out; nnodes and nproc_per_node change the plan",
-        )
     entry = entry_of(str(script), tuple(map(str, args)), module=module)
     job = Job(
         name=Path(script).stem or "run",
         entry=entry,
-        workdir=str(Path.cwd()),
-        python=str(python or this_machine.default_python()),
-        environment=Environment(dict(env or {})),
-        nproc_per_node=_said(nproc_per_node),
-        nnodes=_said(nnodes),
-        hosts=_described(hosts),
-        interface=_said(interface),
-        max_restarts=Setting(max_restarts, Source.ARGUMENT) if max_restarts else Setting(0),
+        **_asked(
+            hosts,
+            python,
+            env,
+            nproc_per_node,
+            nnodes,
+            interface,
+            max_restarts,
+            wait_for_nodes_s=wait_for_nodes,
+            restart_window_s=restart_window,
+        ),
         preload=preload_of(entry) if torch else (),
         own_store=opens_store(entry),
         needs_torch=torch,
     )
-    ssh = SshOptions(ssh_config)
-    if isinstance(hosts, Cluster):
-        cluster = hosts
-    else:
-        cluster = read_hosts(hosts, environ=os.environ, cwd=Path.cwd())
-        lab = lab_name(hosts or "")
-        if lab is not None and ssh_config is None:
-            ssh = SshOptions(find_lab(lab, os.environ).ssh_config)
-    cluster = this_machine.mark_me(cluster)
+    cluster, ssh = _where(hosts, ssh_config)
     plan = plan_job(job, cluster, _transport(ssh), inspect=inspector(job))
     return Prepared(plan, job, cluster, ssh)
 
@@ -141,8 +149,187 @@ def execute(prepared: Prepared, *, run_dir: Path | None = None, show: Show = "al
         PacelineError: The job could not be started.
     """
     job, cluster, parent = prepared.job, prepared.cluster, Path(DEFAULT_PARENT)
-    return run_job(job, cluster, _transport(prepared.ssh), Screen(show), run_dir=run_dir,
+    return run_job(job, cluster, _transport(prepared.ssh), _screen(show), run_dir=run_dir,
                    parent=parent, inspect=inspector(job), plan=prepared.plan)  # fmt: skip
+
+
+def launch(
+    function: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    hosts: str | Cluster | None = None,
+    nproc_per_node: Processes | None = None,
+    nnodes: int | str | None = None,
+    torch: bool | None = None,
+    env: Mapping[str, str] | None = None,
+    python: str | Path | None = None,
+    interface: str | None = None,
+    wait_for_nodes: float | str | None = None,
+    max_restarts: int = 0,
+    restart_window: float | str | None = None,
+    ship: bool = True,
+    keep_warm: float | str = 0.0,
+    run_dir: Path | None = None,
+    show: Show = "all",
+    ssh_config: Path | None = None,
+) -> Results[T]:
+    """Calls a function as every rank of a job on all hosts; what it returned, by rank.
+
+    The function may stand in a script, a module, a notebook's cell or another function; nothing
+    has to be guarded by ``if __name__ == "__main__"``. In a rank it finds torchrun's variables, so
+    that ``torch.distributed.init_process_group()`` works, and need not make a group. A coroutine
+    function is run to its end. What it prints and logs is shown here, each line with its host and
+    rank.
+
+    Modules of the project (the git work tree, or folder, of the current folder) are sent to the
+    hosts and imported there; functions and classes of ``__main__`` and of modules that lie
+    elsewhere travel in the pickle. Returned tensors come from any device to the CPU, each in memory
+    of its own, and large ones as files: return a model from one rank only.
+
+    What a host sends is unpickled here, and whoever writes a pickle may run code where it is
+    loaded: a function runs on hosts that you trust with this machine. Its hash is compared first,
+    which says that it is what the rank wrote, no more.
+
+    Args:
+        function: Anything that can be called and, by cloudpickle, be pickled.
+        args, kwargs: What it is called with, the same on every rank.
+        hosts, nproc_per_node, nnodes, env, python, interface, wait_for_nodes, max_restarts,
+            restart_window, ssh_config: As for :func:`prepare`. The Python there must be of this
+            one's minor version.
+        torch: The function uses torch: hosts without it are refused, and it is imported once a
+            host. Found out without, from the names in the function and what is imported here.
+        ship: Send the project's files where they differ. Else all of its modules travel in the
+            pickle, and no file is sent.
+        keep_warm: How long the hosts stay ready for the next call, or command, in seconds or as
+            ``"10m"``: it needs no login and no import. See ``paceline warm``.
+        run_dir: The run directory; a fresh one below ``runs/`` without.
+        show: Whose output is shown.
+
+    Returns:
+        A sequence by rank, with ``by_host`` and the run's ``outcome``.
+
+    Raises:
+        Exception: What the function raised on the first rank that failed. Its ``__cause__`` is a
+            :class:`RankError` with host, rank and the traceback there.
+        RankError: The first rank that failed raised nothing (a signal, a lost host), or what came
+            back cannot be loaded here.
+        SettingError: The function cannot be pickled; names the part.
+        PacelineError: The job could not be started.
+        KeyboardInterrupt: Ctrl-C: all ranks have ended.
+    """
+    entry = call.entry_of_function(function)
+    _refuse_odd(args, kwargs)
+    job = Job(
+        name=call.name_of(function),
+        entry=entry,
+        **_asked(
+            hosts,
+            python,
+            env,
+            nproc_per_node,
+            nnodes,
+            interface,
+            max_restarts,
+            wait_for_nodes_s=wait_for_nodes,
+            restart_window_s=restart_window,
+        ),
+        ship=Setting("auto") if ship else Setting("never", Source.ARGUMENT),
+    )
+    cluster, ssh = _where(hosts, ssh_config)
+    remote = any(not host.local for host in cluster.hosts)
+    elsewhere = call.modules_elsewhere(project_root(job) if ship else None) if remote else []
+    with call.folder_for(run_dir, job.name) as path:
+        file = path / names.CALL
+        sha256, pickled = call.write_call(file, function, args, kwargs or {}, elsewhere)
+        preload = call.preload_of_call(function, pickled) if torch is not False else ()
+        if torch and not preload:
+            preload = ("torch",)
+        job = replace(job, entry=replace(entry, sha256=sha256), preload=preload,
+                      needs_torch=bool(preload))  # fmt: skip
+        outcome = run_job(job, cluster, _transport(ssh), _screen(show), run_dir=path,
+                          parent=path.parent, inspect=call.same_python(inspector(job)),
+                          keep_warm_s=_seconds("keep_warm", keep_warm))  # fmt: skip
+        if outcome.result.interrupted is None:
+            return call.results_of(outcome)
+    if outcome.result.interrupted != signal.SIGINT:
+        signal.raise_signal(outcome.result.interrupted)  # as if nobody had listened
+    raise KeyboardInterrupt
+
+
+def _asked(
+    hosts: str | Cluster | None,
+    python: str | Path | None,
+    env: Mapping[str, str] | None,
+    nproc_per_node: Processes | None,
+    nnodes: int | str | None,
+    interface: str | None,
+    max_restarts: int,
+    **durations: float | str | None,
+) -> dict[str, Any]:
+    """The fields of a job that every call says in the same words."""
+    return {
+        "workdir": str(Path.cwd()),
+        "python": str(python or this_machine.default_python()),
+        "environment": _environment(env),
+        "nproc_per_node": _processes(nproc_per_node),
+        "nnodes": _said(_nodes(nnodes)),
+        "hosts": _described(hosts),
+        "interface": _said(interface),
+        "max_restarts": Setting(max_restarts, Source.ARGUMENT) if max_restarts else Setting(0),
+        **_durations(**durations),
+    }
+
+
+def _refuse_odd(args: Any, kwargs: Any) -> None:
+    """SettingError for what a function cannot be called with."""
+    if isinstance(args, str | bytes | Mapping) or not isinstance(args, Iterable):
+        raise SettingError(
+            f"args of launch is a {type(args).__name__}, not the arguments one after the other",
+            remedy="A tuple, also of one: launch(train, args=(7,))",
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise SettingError(
+            f"kwargs of launch is a {type(kwargs).__name__}, not arguments by their names",
+            remedy='launch(train, kwargs={"epochs": 3})',
+        )
+
+
+def _screen(show: Show) -> Screen:
+    if show not in get_args(Show):
+        raise SettingError(f"show: {show!r} is not one of {', '.join(get_args(Show))}")
+    return Screen(show)
+
+
+def _processes(said: Processes | None) -> Setting[Any]:
+    words = get_args(get_args(Processes)[1])
+    if said is not None and not isinstance(said, int) and said not in words:
+        raise SettingError(
+            f"nproc_per_node: {said!r} is no number of processes",
+            remedy=f"A number, or one of {', '.join(words)}",
+        )
+    return _said(said)
+
+
+def _where(hosts: str | Cluster | None, ssh_config: Path | None) -> tuple[Cluster, SshOptions]:
+    """The hosts that are meant, and how they are logged in to."""
+    ssh = SshOptions(ssh_config)
+    if isinstance(hosts, Cluster):
+        return this_machine.mark_me(hosts), ssh
+    cluster = read_hosts(hosts, environ=os.environ, cwd=Path.cwd())
+    lab = lab_name(hosts or "")
+    if lab is not None and ssh_config is None:
+        ssh = SshOptions(find_lab(lab, os.environ).ssh_config)
+    return this_machine.mark_me(cluster), ssh
+
+
+def _environment(env: Mapping[str, str] | None) -> Environment:
+    if ours := [name for name in env or {} if jobenv.is_ours(name)]:
+        raise SettingError(
+            f"env holds {ours[0]}, which says a rank's place: that is decided here",
+            remedy="Leave it out; nnodes and nproc_per_node change the plan",
+        )
+    return Environment(dict(env or {}))
 
 
 def _transport(ssh: SshOptions) -> Transport:
@@ -155,6 +342,31 @@ def _described(hosts: str | Cluster | None) -> Setting[str | None]:
     if isinstance(hosts, Cluster):
         return Setting(None, Source.ARGUMENT, hosts.source)
     return Setting(hosts, Source.ARGUMENT)
+
+
+def _nodes(asked: int | str | None) -> NodeCount | None:
+    if not isinstance(asked, str):
+        return asked
+    try:
+        return nodes_of(asked)
+    except ValueError as error:
+        raise SettingError(f"nnodes: {error}", remedy='nnodes=2, or nnodes="1:3"') from None
+
+
+def _durations(**given: float | str | None) -> dict[str, Any]:
+    """Those that the call gave. SettingError for what is no length of time."""
+    return {name: Setting(_seconds(name, said), Source.ARGUMENT)
+            for name, said in given.items() if said is not None}  # fmt: skip
+
+
+def _seconds(name: str, said: float | str) -> float:
+    try:
+        return seconds_in(said)
+    except (ValueError, TypeError):
+        raise SettingError(
+            f"{name.removesuffix('_s')}: {said!r} is no length of time",
+            remedy='A number of seconds, or a text: "90", "10m", "1h30m"',
+        ) from None
 
 
 def _said(value: Any) -> Setting[Any]:

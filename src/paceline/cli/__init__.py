@@ -31,17 +31,22 @@ VERBS: Registry = {
     "quantize": ("paceline.cli.use:quantize", "Write a trained model in 8 bits, for CPUs."),
     "list": ("paceline.cli.recipe:listing", "Recipes, models and data sets by name."),
     "recipe": ("paceline.cli.recipe", "Show or copy a built-in recipe's script."),
+    "warm": ("paceline.cli.warm", "Keep hosts ready, so that commands start at once."),
     "check": ("paceline.cli.check", "Find what would go wrong on the hosts, before it does."),
     "forecast": ("paceline.cli.forecast", "Say how long a training takes on more hosts."),
     "explain": ("paceline.cli.explain", "Say what went wrong in a run, or in any log."),
+    "report": ("paceline.cli.report", "Draw what happened in a run, or compare runs: one page."),
     "bench": ("paceline.cli.bench", "Measure how a job speeds up, and other things."),
+    "runs": ("paceline.cli.overview", "List all runs, here and on hosts."),
     "status": ("paceline.cli.runs:status", "Say what has become of a run."),
     "logs": ("paceline.cli.logs", "Print or follow the logs of a run."),
+    "attach": ("paceline.cli.attach", "Look at a run that goes on, from any terminal."),
     "stop": ("paceline.cli.runs:stop", "End a run from any terminal."),
     "env": ("paceline.cli.env", "The place that mpirun, mpiexec or a scheduler gave this process."),
     "setup": ("paceline.cli.setup", "Prepare the hosts: keys, host keys, sshd, environment."),
     "trust": ("paceline.cli.trust", "Let paceline.toml of this folder name programs."),
     "hosts": ("paceline.cli.hosts", "Show the hosts that a host file or list names."),
+    "completion": ("paceline.cli.completion", "Have bash, zsh or fish complete commands at TAB."),
     "lab": ("paceline.cli.lab", "A virtual cluster on this machine, with faults on demand."),
 }
 
@@ -88,6 +93,11 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # started with it closed, as by some daemons
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
+    if "_PACELINE_COMPLETE" in os.environ:  # a shell asks what may stand at its cursor
+        from paceline.cli.completion import answer
+
+        answer(program)
+        return
     try:
         program.main(args=argv, prog_name="paceline")
     except PacelineError as error:

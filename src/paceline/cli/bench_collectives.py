@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -208,6 +207,8 @@ def measure_links(ctx: click.Context, cluster: Cluster, via: Via) -> Links:
 
     Nothing for other ways than ssh.
     """
+    import asyncio
+
     from paceline.checks.link import bits
     from paceline.checks.link import judge as judge_link
     from paceline.remote.openssh import SshOptions
@@ -227,6 +228,8 @@ def measure_links(ctx: click.Context, cluster: Cluster, via: Via) -> Links:
 async def _second_opinion(scene: Scene, ssh: Any,
                           rates: Mapping[tuple[str, str], float]) -> Any:  # fmt: skip
     """What iperf3 says of the slowest way; ``None`` where a host lacks it or it fails."""
+    import asyncio
+
     from paceline.bench import iperf3
     from paceline.remote.fanout import connect_all
 
@@ -342,25 +345,25 @@ def conclusion(found: Found, problems: Sequence[str]) -> str:
 
 def show(found: Found, problems: Sequence[str]) -> None:
     """Conclusion, table, matrix of links."""
-    from paceline.checks.check import rate
     from paceline.report import findings as report
+    from paceline.spec.figures import bit_rate
 
     say(conclusion(found, problems) + "\n")
     say("\n".join([*devices(found), *bandwidth.text(found.rows)]))
     names = hosts_of(found)
     if found.links:
-        cells = {pair: rate(bits) for pair, bits in found.links.items()}
+        cells = {pair: bit_rate(bits) for pair, bits in found.links.items()}
         say("TCP between hosts")
         say("\n".join(report.aligned(*report.matrix(names, cells, "from \\ to"))))
     if found.ways.rates:
-        cells = {pair: rate(8 * own) for pair, own in found.ways.rates.items()}
+        cells = {pair: bit_rate(8 * own) for pair, own in found.ways.rates.items()}
         say(f"{found.about['backend']} between hosts (of a host to itself: between two ranks)")
         say("\n".join(report.aligned(*report.matrix(names, cells, "from \\ to"))))
     for line in limits(found):
         say(line)
     if found.iperf3:
         source, target, bits = found.iperf3
-        say(f"iperf3 from {source} to {target}: {rate(bits)}")
+        say(f"iperf3 from {source} to {target}: {bit_rate(bits)}")
     for problem in problems[1:]:
         say(problem)
 
@@ -396,11 +399,11 @@ def limits(found: Found) -> list[str]:
 
 def draw(path: Path, found: Found) -> None:
     """Writes the heat map."""
-    from paceline.checks.check import rate
     from paceline.report.heatmap import svg
+    from paceline.spec.figures import bit_rate
 
     names = hosts_of(found)
-    labels = {pair: rate(bits) for pair, bits in found.links.items()}
+    labels = {pair: bit_rate(bits) for pair, bits in found.links.items()}
     path.write_text(svg(names, found.links, labels, "TCP between hosts"), encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -12,20 +13,18 @@ import click
 
 from paceline.bench import scaling
 from paceline.cli.launch import job_of, launch_options, prepare
-from paceline.cli.train import recipe_job
+from paceline.cli.train import options_of, training
 from paceline.cli.verb import Verb, say
 from paceline.cli.via import submit, via_of
 from paceline.launch.entry import entry_of, opens_store
-from paceline.launch.launcher import run_job
-from paceline.launch.screen import Screen
-from paceline.launch.summary import report_failure
-from paceline.recipes import RECIPES, parse_options
+from paceline.recipes import RECIPES
 from paceline.schedulers.scheduler import Scheduler
 from paceline.schedulers.script import SUBMITTED
 from paceline.schedulers.submission import Submitted
 from paceline.spec.errors import JobError, SettingError
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job
+from paceline.spec.nodes import bounds
 from paceline.spec.settings import Setting, Source
 from paceline.spec.terminal import wrapped
 
@@ -67,15 +66,18 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         )
     if recipe and module:
         raise SettingError("--recipe and --module exclude each other")
-    if recipe:
-        job = _recipe_job(ctx, script, args)
-    else:
-        entry = entry_of(script, args, module=module, no_python=False)
-        job = job_of(ctx, entry, name=Path(script).stem, own_store=opens_store(entry))
     folder = out or Path("runs") / f"scaling-{time.strftime('%Y%m%d-%H%M%S')}"
-    if via.kind == "submit":
-        ctx.exit(submit(ctx, job, folder, via.scheduler, "--out"))
-    found = scaling.rows(climb(ctx, job, cluster, folder, repeat, package=recipe), weak=weak)
+    with contextlib.ExitStack() as stack:
+        if recipe:
+            if script not in RECIPES:
+                raise SettingError(f"there is no recipe {script}", found=", ".join(RECIPES))
+            job = stack.enter_context(training(ctx, script, options_of(ctx, script, args)))
+        else:
+            entry = entry_of(script, args, module=module, no_python=False)
+            job = job_of(ctx, entry, name=Path(script).stem, own_store=opens_store(entry))
+        if via.kind == "submit":
+            ctx.exit(submit(ctx, job, folder, via.scheduler, "--out"))
+        found = scaling.rows(climb(ctx, job, cluster, folder, repeat, package=recipe), weak=weak)
     (folder / "scaling.json").write_text(json.dumps(scaling.to_json(found), indent=2) + "\n")
     (folder / "scaling.svg").write_text(scaling.picture(found), encoding="utf-8")
     if ctx.params["as_json"]:
@@ -101,16 +103,10 @@ def queued(scheduler: Scheduler) -> str:
     return f"{job.title} waited {state.queued_s:.0f} s in the queue; the table begins after that."
 
 
-def _recipe_job(ctx: click.Context, name: str, args: tuple[str, ...]) -> Job:
-    if name not in RECIPES:
-        raise SettingError(f"there is no recipe {name}", found=", ".join(RECIPES))
-    return recipe_job(ctx, name, parse_options(name, list(args)))
-
-
 def climb(ctx: click.Context, job: Job, cluster: Cluster, folder: Path, repeat: int,
           package: bool) -> list[tuple[scaling.Layout, list[scaling.Measured]]]:  # fmt: skip
     """All layouts, one after the other; says where it is."""
-    nodes = job.nnodes.value or len(cluster.hosts)
+    _, nodes = bounds(job.nnodes.value, len(cluster.hosts))
     first = cluster.hosts[0]
     processes = job.nproc_per_node.value or first.slots or first.gpus or 1
     if not isinstance(processes, int):
@@ -126,27 +122,6 @@ def climb(ctx: click.Context, job: Job, cluster: Cluster, folder: Path, repeat: 
     return measured
 
 
-class Listening(Screen):
-    """Shows nothing but the notes of a plan, each once.
-
-    Args:
-        told: Notes that were shown before.
-    """
-
-    def __init__(self, told: set[str]) -> None:
-        super().__init__("none")
-        self._told = told
-
-    def say(self, text: str) -> None:
-        """What the script has to say would only disturb the table."""
-
-    def note(self, text: str) -> None:
-        """The launcher's other lines would only disturb the table."""
-        if ": note: " in text and text not in self._told:
-            self._told.add(text)
-            say(text, err=True)
-
-
 def run_once(ctx: click.Context, job: Job, cluster: Cluster, layout: scaling.Layout, where: Path,
              package: bool, told: set[str]) -> scaling.Measured:  # fmt: skip
     """One run of one layout. JobError when it fails: a ladder with a broken step says nothing."""
@@ -155,6 +130,10 @@ def run_once(ctx: click.Context, job: Job, cluster: Cluster, layout: scaling.Lay
         nnodes=Setting(layout.nodes, Source.COMMAND_LINE),
         nproc_per_node=Setting(layout.processes, Source.COMMAND_LINE),
     )
+    from paceline.cli.quiet_screen import Listening
+    from paceline.launch.launcher import run_job
+    from paceline.launch.summary import report_failure
+
     screen, transport = Listening(told), via_of(ctx.params).transport
     if transport is None:
         raise SettingError(

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from paceline.checks.check import Level, Scene, rate
-from paceline.checks.examine import conclusion, examine, exit_status, judge
-from paceline.checks.link import bits
-from paceline.checks.preflight import wishes_of
 from paceline.cli.flags import (
     ACCEPT_NEW_HOST_KEYS,
     HOSTS,
@@ -32,14 +27,17 @@ from paceline.cli.flags import (
 from paceline.cli.launch import chosen_hosts
 from paceline.cli.sources import setting
 from paceline.cli.verb import Verb, say
-from paceline.launch import decide
 from paceline.remote import this_machine
 from paceline.remote.openssh import SshOptions
 from paceline.report import findings as report
+from paceline.spec.figures import bit_rate
 from paceline.spec.finding import Finding
 from paceline.spec.hosts import Host
 from paceline.spec.job import Entry, Job, recorded
 from paceline.spec.terminal import clean
+
+if TYPE_CHECKING:
+    from paceline.checks.check import Level, Scene
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,6 +76,11 @@ def command(ctx: click.Context, /, as_json: bool, plain: bool, bundle: Path | No
     Exit status: 0 all is well (there may be warnings), 1 something will fail, 2 something could
     not be checked.
     """
+    import asyncio
+
+    from paceline.checks.examine import examine, exit_status, judge
+    from paceline.checks.preflight import wishes_of
+
     level: Level = "quick" if ctx.params["quick"] else "full"
     hosts, job, ssh = subject(ctx)
     paths = {name: ctx.params[name] for name in ("data", "shared")}
@@ -109,6 +112,8 @@ def worth_a_trial(scene: Scene, findings: Sequence[Finding], level: Level) -> bo
 
 def subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions]:
     """The hosts, a job that stands for those to come, and how to log in."""
+    from paceline.launch.decide import choose_hosts
+
     given, cluster = ctx.params, chosen_hosts(ctx)
     job = Job(
         name="check",
@@ -122,11 +127,13 @@ def subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions]:
         needs_torch=not given["no_torch"],
     )
     ssh = SshOptions(given["ssh_config"], given["accept_new_host_keys"])
-    return decide.choose_hosts(job, cluster), job, ssh
+    return choose_hosts(job, cluster), job, ssh
 
 
 def environment_of(job: Job, scene: Scene) -> dict[str, dict[str, str]]:
     """By host, what ``run`` sets there: the same function makes the plan."""
+    from paceline.launch import decide
+
     if not scene.networks:
         return {}
     head = scene.networks[scene.names[0]].address
@@ -153,6 +160,8 @@ def to_json(findings: Sequence[Finding],
 def show(scene: Scene, findings: Sequence[Finding], environment: Mapping[str, Mapping[str, str]],
          plain: bool) -> None:  # fmt: skip
     """Conclusion, what to do, hosts × checks, the matrix of pairs, the environment."""
+    from paceline.checks.examine import conclusion
+
     text = report.lines(conclusion(findings), findings, everything=plain)
     names = [host.name for host in scene.hosts]
     tables = [report.grid(names, findings), *_rates(scene)]
@@ -165,9 +174,11 @@ def show(scene: Scene, findings: Sequence[Finding], environment: Mapping[str, Ma
 
 
 def _rates(scene: Scene) -> list[tuple[list[str], list[list[str]]]]:
+    from paceline.checks.link import bits
+
     pairs = (scene.evidence.get("link") or {}).get("pairs", [])
     rates = {
-        (pair["source"], pair["target"]): rate(bits(pair)) if "bytes" in pair else "nothing"
+        (pair["source"], pair["target"]): bit_rate(bits(pair)) if "bytes" in pair else "nothing"
         for pair in pairs
     }
     return [report.matrix(scene.names, rates, "from \\ to")] if rates else []

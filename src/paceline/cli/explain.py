@@ -11,8 +11,9 @@ from typing import Any
 
 import click
 
-from paceline.cli.flags import of_a_run
-from paceline.cli.runs import find_run, named_run
+from paceline.cli.flags import of_a_left_run
+from paceline.cli.runs import named_run
+from paceline.cli.sources import setting
 from paceline.cli.verb import Verb, say
 from paceline.explain.conclude import Conclusion, conclude, to_findings
 from paceline.explain.evidence import Evidence
@@ -24,6 +25,7 @@ from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 from paceline.spec.events import Event
 from paceline.spec.failure import Result
+from paceline.spec.settings import Source
 from paceline.spec.terminal import for_reader
 
 WHOLE = 2 << 20  # bytes of a file that go whole into the bundle; of a larger one both ends
@@ -31,7 +33,7 @@ SHOWN_ANYWAY = ("exception", "said-why")  # their words stand in the last lines 
 
 
 @click.command("explain", cls=Verb)
-@of_a_run
+@of_a_left_run
 @click.option(
     "--log",
     type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
@@ -50,7 +52,9 @@ def command(ctx: click.Context, /, log: Path | None, as_json: bool,
             bundle: Path | None, **_: object) -> None:  # fmt: skip
     """Say what went wrong in RUN.
 
-    Without RUN: the newest below runs/.
+    Without RUN: the one below runs/ that is running, else the newest there.
+
+    With -H also a run that was started from another machine.
 
     Exit status: 0 a cause was found (or nothing went wrong), 2 the cause is unknown.
     """
@@ -60,16 +64,28 @@ def command(ctx: click.Context, /, log: Path | None, as_json: bool,
             raise SettingError("RUN and --log exclude each other")
         evidence = from_log(read_given(log))
     else:
-        named = named_run(ctx)
-        run = Path(named) if named else find_run(None)
-        evidence = from_run(run)
+        from paceline.cli.elsewhere import as_far_as_possible
+
+        run = _meant(ctx)
+        evidence = from_run(run, asked=as_far_as_possible(run))
     found = conclude(evidence, load_all())
-    if run is not None and not well(evidence):
+    goes_on = evidence.launcher is not None and evidence.launcher.alive
+    if run is not None and not well(evidence) and not goes_on:
         keep(run, found)
     if bundle is not None:
         pack(bundle, run, evidence, found)
     show(found, evidence, as_json)
     ctx.exit(0 if found.known or well(evidence) else 2)
+
+
+def _meant(ctx: click.Context) -> Path:
+    """The run's folder; any folder that is named as one."""
+    named, elsewhere = named_run(ctx), setting(ctx, "hosts").source is Source.COMMAND_LINE
+    if named is not None and not elsewhere and Path(named).is_dir():
+        return Path(named)
+    from paceline.cli.elsewhere import meant
+
+    return meant(ctx, ended=True)
 
 
 def well(evidence: Evidence) -> bool:
@@ -115,7 +131,8 @@ def to_json(found: Conclusion) -> dict[str, Any]:
 def keep(run: Path, found: Conclusion) -> None:
     """Writes the conclusion into the run's findings.json, behind what the checks found."""
     file = run / names.FINDINGS
-    before = (read_object(file) or {}).get("findings")
+    said = read_object(file) or {}
+    before = said.get("findings")
     kept = [
         one
         for one in (before if isinstance(before, list) else [])
@@ -125,7 +142,7 @@ def keep(run: Path, found: Conclusion) -> None:
     new = file.with_name(f".{file.name}-{os.getpid()}")
     with contextlib.suppress(OSError):  # a run on a full or foreign disk can still be explained
         with new.open("x", encoding="utf-8") as out:
-            json.dump({"findings": both}, out, indent=2)
+            json.dump({**said, "findings": both}, out, indent=2)
             out.write("\n")
         new.replace(file)
     with contextlib.suppress(OSError):

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import click
 
 from paceline.cli.sources import as_settings
+from paceline.spec.duration import seconds_in
+from paceline.spec.nodes import NodeRange, nodes_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,6 +26,33 @@ class Seconds(click.FloatRange):
         if not math.isfinite(found):
             self.fail(f"{value} is no length of time", param, ctx)
         return found
+
+
+class Number(click.FloatRange):
+    """A number with a lower bound."""
+
+    name = "number"
+
+
+class Duration(Seconds):
+    """Seconds, or with units: ``90``, ``10m``, ``1h30m``."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(seconds_in(value), param, ctx)
+        except (ValueError, TypeError, click.BadParameter):
+            self.fail(f"{value!r} is no length of time: type 90, 10m or 1h30m", param, ctx)
+
+
+class SecondsOrAuto(Seconds):
+    """The same, or ``auto``."""
+
+    name = "number of seconds, or auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "auto" else super().convert(value, param, ctx)
 
 
 class Processes(click.ParamType):  # type: ignore[type-arg]
@@ -43,21 +72,24 @@ class Processes(click.ParamType):  # type: ignore[type-arg]
 
 
 class Nodes(click.ParamType):  # type: ignore[type-arg]
-    """A number of nodes; torchrun's range only where it leaves no choice."""
+    """A number of nodes, or torchrun's range."""
 
     name = "number of nodes"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        least, colon, most = str(value).partition(":")
-        if colon and least != most:
-            self.fail(
-                f"{value} is a range, for torchrun's elastic start; here the number is fixed:"
-                f" --nnodes {most or least}", param, ctx,
-            )  # fmt: skip
+        if isinstance(value, (int, NodeRange)):
+            return value
         try:
-            return int(least)
-        except ValueError:
-            self.fail(f"{value!r} is not a number", param, ctx)
+            return nodes_of(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Target(click.types.StringParamType):
+    """A command of a shell, or an address; in the variable there is one a line, with its blanks."""
+
+    name = "command or address"
+    envvar_list_splitter = "\n"
 
 
 HOSTS = click.option(
@@ -75,8 +107,21 @@ ACCEPT_NEW_HOST_KEYS = click.option(
     "--accept-new-host-keys", is_flag=True,
     help="Pin the keys of hosts met for the first time, and show them.",
 )  # fmt: skip
-NNODES = click.option("--nnodes", type=Nodes(), help="Use the first N hosts.", metavar="N",
-                      show_default="all")  # fmt: skip
+NNODES = click.option(
+    "--nnodes", type=Nodes(), metavar="N|MIN:MAX", show_default="all",
+    help="Use the first N hosts; or as many as there are from MIN to MAX, while nodes are lost and"
+    " come back (MIN: for all). Hosts beyond MAX are spares.",
+)  # fmt: skip
+FASTEST = click.option(
+    "--fastest", is_flag=True,
+    help="Of the hosts take those on which the newest `paceline forecast` of this command found the"
+    " whole training shortest.",
+)  # fmt: skip
+WAIT_FOR_NODES = click.option(
+    "--wait-for-nodes", type=Duration(0.0), default=600.0, metavar="DURATION",
+    help="How long to wait for hosts while there are fewer than the job needs: 90, 10m, 1h.",
+    show_default="10m",
+)  # fmt: skip
 NPROC_PER_NODE = click.option(
     "-p", "--nproc-per-node", type=Processes(), metavar="N", help="Processes a node: a number,"
     " gpu (one a GPU), cpu (one a CPU), or auto (gpu, else cpu).",
@@ -92,6 +137,19 @@ MASTER_PORT = click.option(
     "--master-port", type=click.IntRange(0, 65535), default=0, metavar="PORT",
     help="Port of the rendezvous store on the first host.", show_default="a free one",
 )  # fmt: skip
+ENV = click.option(
+    "--env", "env", multiple=True, metavar="NAME[=VALUE]",
+    help="Set a variable for every rank; NAME alone passes your current value without"
+    " recording it.",
+)  # fmt: skip
+ACTIVATE = click.option(
+    "--activate", multiple=True, metavar="FILE",
+    help="Script that a shell sources on each host before Python starts (setvars.sh,"
+    " activate); the ranks get its variables.",
+)  # fmt: skip
+UNSET = click.option(
+    "--unset", multiple=True, metavar="NAME", help="Hide a variable from the ranks."
+)
 NO_TORCH = click.option("--no-torch", is_flag=True, help="The script does not use torch.")
 
 
@@ -101,9 +159,16 @@ RUN_DIR_OF = click.option(
 )  # fmt: skip
 
 
-def of_a_run(command: F) -> F:
-    """Adds what says which run is meant."""
-    return click.argument("run", required=False)(with_settings(command, [RUN_DIR_OF]))
+HOSTS_OF_RUNS = click.option(
+    "-H", "--hosts", metavar="SOURCE",
+    help="Look for runs on these hosts, too: as `paceline hosts --help` says.",
+)  # fmt: skip
+
+
+def of_a_left_run(command: F) -> F:
+    """Adds what says which run is meant, that may have been started from another machine."""
+    options = [RUN_DIR_OF, HOSTS_OF_RUNS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS]
+    return click.argument("run", required=False)(with_settings(command, options))
 
 
 def together(command: F, options: Sequence[Callable[[F], F]]) -> F:
@@ -125,14 +190,12 @@ LAUNCH = [
     SSH_CONFIG,
     ACCEPT_NEW_HOST_KEYS,
     NNODES,
+    FASTEST,
+    WAIT_FOR_NODES,
     NPROC_PER_NODE,
-    click.option("--env", "env", multiple=True, metavar="NAME[=VALUE]",
-                 help="Set a variable for every rank; NAME alone passes your current value without"
-                 " recording it."),
-    click.option("--activate", multiple=True, metavar="FILE",
-                 help="Script that a shell sources on each host before Python starts (setvars.sh,"
-                 " activate); the ranks get its variables."),
-    click.option("--unset", multiple=True, metavar="NAME", help="Hide a variable from the ranks."),
+    ENV,
+    ACTIVATE,
+    UNSET,
     IFACE,
     PYTHON,
     click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path),
@@ -150,11 +213,18 @@ LAUNCH = [
                  " launcher."),
     click.option("--grace", type=Seconds(0.0), default=8.0, metavar="SECONDS",
                  help="Time between TERM and KILL when you stop the job."),
-    click.option("--hang-timeout", type=Seconds(0.0), default=0.0, metavar="SECONDS",
-                 help="End a job that hangs for this long, so that --max-restarts starts it"
-                 " again; 0 only says who hangs where."),
+    click.option("--hang-timeout", type=SecondsOrAuto(0.0), default="auto", metavar="SECONDS",
+                 help="End what hangs for this long; 0 only says who hangs where, and so does auto"
+                 " but for scripts on paceline.train: five times their slowest step, at least 30."),
     click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N",
-                 help="After a failure start all nodes again, in step, up to N times."),
+                 help="After a failure start all nodes again, in step, up to N times within"
+                 " --restart-window."),
+    click.option("--restart-window", type=Duration(0.0), default=3600.0, metavar="DURATION",
+                 help="Failures longer ago than this do not count for --max-restarts; 0 counts"
+                 " all.", show_default="1h"),
+    click.option("--keep-warm", type=Duration(0.0), default=0.0, metavar="DURATION",
+                 help="After the run the hosts stay ready for your next command for so long: 10m."
+                 " See `paceline warm`.", show_default="off"),
     click.option("--debug", is_flag=True, help="Have NCCL, torch, gloo, libfabric, UCX, oneCCL and"
                  " Intel MPI tell what they do, in files beside the logs, with a summary."),
     click.option("--check", "check_level", type=click.Choice(["full", "quick", "none"]),
@@ -162,6 +232,14 @@ LAUNCH = [
                  " login brought, full is `paceline check`."),
     click.option("--show", type=click.Choice(["all", "rank0", "none"]), default="all",
                  help="Whose output is shown live. The logs are complete in any case."),
+    click.option("--screen", type=click.Choice(["live", "lines"]), default="live",
+                 help="live: on a terminal, all ranks and hosts at a glance, with keys; lines:"
+                 " their output as it comes."),
+    click.option("--notify", type=Target(), multiple=True, metavar="COMMAND|URL",
+                 help="Run COMMAND when the run is over, with outcome and figures in its"
+                 " environment (PACELINE_OUTCOME, …), or post them as JSON to URL."),
+    click.option("--report/--no-report", default=True,
+                 help="Write report.html into the run's folder when the run is over."),
     click.option("--plan", "plan_only", is_flag=True,
                  help="Print what would run where, and stop."),
     click.option("-v", "--verbose", is_flag=True,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import itertools
 import json
+import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,28 +18,28 @@ import click
 
 from paceline.bench import forecast as model
 from paceline.bench.forecast import Probe
-from paceline.cli.bench_scaling import Listening
+from paceline.cli.flags import Number, Seconds
 from paceline.cli.launch import FORECASTS, forecasts_near, job_of, launch_options, prepare
-from paceline.cli.sources import toml_of
-from paceline.cli.train import data_folder, from_table, recipe_job
+from paceline.cli.runs import find_run
+from paceline.cli.train import options_of, training
 from paceline.cli.verb import Verb, say
 from paceline.cli.via import Via, submit
 from paceline.launch.entry import entry_of, opens_store, preload_of
-from paceline.launch.launcher import run_job
-from paceline.launch.summary import report_failure
-from paceline.recipes import RECIPES, options_to_argv, parse_options
+from paceline.recipes import RECIPES, options_to_argv
 from paceline.recipes.argv import parse
 from paceline.remote import this_machine
 from paceline.rundir.records import is_regular, number, read_object, read_records, whole, words
 from paceline.spec import jobenv, rundir
 from paceline.spec.errors import JobError, PacelineError, SettingError
+from paceline.spec.figures import lasting
 from paceline.spec.helptext import counted
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
+from paceline.spec.nodes import bounds
 from paceline.spec.settings import Setting, Source
 from paceline.spec.terminal import clean, wrapped
 
-MOST_FILES = 200  # of a project that are looked at for the training library
+MOST_FILES = 5000  # of a project that are looked at for the training library
 SECONDS = 10.0
 
 
@@ -67,29 +67,31 @@ class Forecast(Verb):
 )
 @click.option("--each-host", is_flag=True,
               help="Try every host alone, not one of each kind.")  # fmt: skip
-@click.option("--seconds", type=click.FloatRange(0.0), default=SECONDS, show_default=True,
-              help="Of steps in each probe; a round of them is always finished.")  # fmt: skip
-@click.option("--price", type=click.FloatRange(0.0), metavar="MONEY", help="Of a host and hour.")
+@click.option("--seconds", type=Seconds(0.0), default=SECONDS, show_default=True, metavar="N",
+              help="How long to do steps in each try; a round of them is finished.")  # fmt: skip
+@click.option("--price", type=Number(0.0), metavar="MONEY",
+              help="Of a host for an hour: also say what the training costs.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path),
               help="Folder for forecast.json and forecast.svg.")  # fmt: skip
-@click.option("--compare", type=click.Path(exists=True, file_okay=False, path_type=Path),
-              metavar="RUN", help="Put what a run took beside its forecast instead.")  # fmt: skip
+@click.option("--compare", metavar="RUN",
+              help="Put what a run took beside its forecast instead.")  # fmt: skip
 @click.argument("what", required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], module: bool,
-            up_to: int | None, weak: bool, out: Path | None, compare: Path | None,
+            up_to: int | None, weak: bool, out: Path | None, compare: str | None,
             **_: object) -> None:  # fmt: skip
     """Say how long WHAT, a recipe or a script, would train on 1, 2, 3, … hosts.
 
-    It does a few steps on one host and on two, in folders that are removed, times an all-reduce
-    between them and the links between all, and prints for each number of hosts what a step takes,
-    what limits it and what would lift that. A script has to train with paceline.train.
+    It does a few steps on one host and on two, in folders that are removed unless they fail, times
+    an all-reduce between them and the links between all, and prints for each number of hosts what
+    a step takes, what limits it and what would lift that. A script has to train with
+    paceline.train.
     """
     if compare is not None:
         if what is not None:
             raise SettingError("--compare takes a run, and nothing else")
-        show_comparison(ctx, compare)
+        show_comparison(ctx, find_run(compare))
         return
     if what is None:
         raise SettingError(
@@ -102,67 +104,120 @@ def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], modu
             found="it prints one run, or the script of a batch",
             remedy=f"paceline {'train' if what in RECIPES else 'run'} --plan",
         )
-    job, package = job_for(ctx, what, args, module)
-    folder = out or Path(rundir.DEFAULT_PARENT) / f"{FORECASTS}{time.strftime('%Y%m%d-%H%M%S')}"
-    if via.kind == "submit":
-        ctx.exit(submit(ctx, job, folder, via.scheduler, "--out"))
-    nodes = job.nnodes.value or len(cluster.hosts)
-    cluster, most = cluster.head(nodes), up_to or nodes
-    known = look(Probing(ctx, job, cluster, via, package), most)
-    found = model.forecast(known, range(1, most + 1), weak=weak, price=ctx.params["price"])
-    made = {"command": known_by(asdict(job.entry)), "made": time.time(), "ranks": known.ranks,
-            "weak": weak, "conclusion": model.conclusion(found),
-            **model.to_json(found, known)}  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / rundir.FORECAST).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
-    (folder / "forecast.svg").write_text(model.picture(found), encoding="utf-8")
-    if ctx.params["as_json"]:
-        click.echo(json.dumps(made, indent=2))
-        return
-    say(wrapped(model.conclusion(found), 80) + "\n")
-    say(model.table(found, known))
-    say(f"\nnumbers {folder / rundir.FORECAST}\npicture {folder / 'forecast.svg'}")
+    from paceline.launch.decide import choose_hosts
+    from paceline.rundir.directory import fresh_path
+
+    folder = out or fresh_path(Path(rundir.DEFAULT_PARENT), FORECASTS.rstrip("-"))
+    with job_for(ctx, what, args, module) as (job, package):
+        if via.kind == "submit":
+            ctx.exit(submit(ctx, job, folder, via.scheduler, "--out"))
+        hosts = choose_hosts(job, cluster)
+        cluster = replace(cluster, hosts=hosts[: bounds(job.nnodes.value, len(hosts))[1]])
+        with results_in(folder):
+            most = up_to or len(cluster.hosts)
+            known = look(Probing(ctx, job, cluster, via, package), most)
+            found = model.forecast(known, range(1, most + 1), weak=weak, price=ctx.params["price"])
+            made = {"command": known_by(asdict(job.entry)), "made": time.time(),
+                    "ranks": known.ranks, "weak": weak, "conclusion": model.conclusion(found),
+                    **model.to_json(found, known)}  # fmt: skip
+            if ctx.params["as_json"]:
+                click.echo(json.dumps(made, indent=2))
+            else:
+                say(wrapped(model.conclusion(found), 80) + "\n")
+                say(model.table(found, known))
+            with unwritable(folder):
+                text = json.dumps(made, indent=2) + "\n"
+                (folder / rundir.FORECAST).write_text(text, encoding="utf-8")
+                (folder / "forecast.svg").write_text(model.picture(found), encoding="utf-8")
+    if not ctx.params["as_json"]:
+        say(f"\nnumbers {folder / rundir.FORECAST}\npicture {folder / 'forecast.svg'}")
+
+
+@contextlib.contextmanager
+def results_in(folder: Path) -> Iterator[None]:
+    """A folder that is there before anything is measured, and goes again if nothing came.
+
+    SettingError when it cannot be made.
+    """
+    before = folder.exists()
+    with unwritable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        if not before:
+            with contextlib.suppress(OSError):  # it holds something
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def unwritable(folder: Path) -> Iterator[None]:
+    """An OSError in here as SettingError."""
+    try:
+        yield
+    except OSError as error:
+        raise SettingError(
+            f"{folder} cannot hold the forecast", found=str(error), remedy="--out FOLDER"
+        ) from None
 
 
 # -- what is tried -------------------------------------------------------------------------
 
 
-def job_for(ctx: click.Context, what: str, args: tuple[str, ...], module: bool) -> tuple[Job, bool]:
+@contextlib.contextmanager
+def job_for(ctx: click.Context, what: str, args: tuple[str, ...],
+            module: bool) -> Iterator[tuple[Job, bool]]:  # fmt: skip
     """The job that is tried, and whether our own package goes with it.
 
     Raises:
         SettingError: It does not train with paceline.train.
     """
     if what in RECIPES and not module and not Path(what).is_file():
-        filed = from_table(what, toml_of(ctx).get("train", {}).get(what, {}))
-        shared = ["--backend", ctx.params["backend"]] if ctx.params["backend"] else []
-        options = parse_options(what, [*filed, *shared, *args])
+        options = options_of(ctx, what, args)
         if options.find_lr or options.find_batch:
             raise SettingError("--find-lr and --find-batch train nothing that could be forecast")
-        job = recipe_job(ctx, what, options)
-        return replace(job, data=data_folder(options.data)), True
+        with training(ctx, what, options) as job:
+            yield job, True
+        return
     entry = entry_of(what, args, module=module)
     refuse_without_steps(entry)
-    job = job_of(ctx, entry, name=Path(what).stem, own_store=opens_store(entry),
-                 preload=preload_of(entry))  # fmt: skip
-    return job, False
+    yield job_of(ctx, entry, name=Path(what).stem, own_store=opens_store(entry),
+                 preload=preload_of(entry)), False  # fmt: skip
 
 
 def refuse_without_steps(entry: Entry) -> None:
     """SettingError for a program that cannot be told to end after a few steps."""
-    path = Path(entry.target)
-    if entry.kind == "module":
-        spec = importlib.util.find_spec(entry.target.partition(".")[0])
-        path = Path((spec and spec.origin) or "nowhere")
-    texts = [path, *list(path.absolute().parent.rglob("*.py"))[:MOST_FILES]]
-    if any(b"paceline" in one.read_bytes() for one in texts if one.is_file()):
+    looked = 0
+    for path in itertools.islice(code_of(entry), MOST_FILES):
+        looked += 1
+        with contextlib.suppress(OSError):
+            if path.is_file() and b"paceline" in path.read_bytes():
+                return
+    if looked == MOST_FILES:  # the rest may name it: the first steps will tell
         return
     raise SettingError(
         f"{entry.target} does not train with paceline.train, so nothing tells what a step is",
-        found="neither it nor a file beside it names paceline",
+        found="neither it nor another file of its project names paceline",
         remedy="paceline bench scaling measures any script with a fixed number of steps;"
         " or use train.join, session.loader and session.step in it (docs/train.md)",
     )
+
+
+def code_of(entry: Entry) -> Iterator[Path]:
+    """The program, and the Python files that belong to its code as it is sent to hosts."""
+    from paceline.transfer.tree import files_of, folder_root, script_path
+
+    here = Path.cwd()
+    root = folder_root(here)
+    if entry.kind == "module":
+        spec = importlib.util.find_spec(entry.target.partition(".")[0])
+        origin = Path((spec and spec.origin) or "nowhere")
+        yield from origin.parent.rglob("*.py") if origin.name == "__init__.py" else [origin]
+    else:
+        script = script_path(entry, str(here))
+        yield script
+        root = root if script.is_relative_to(root) else folder_root(script.parent)
+    yield from (root / name for name in files_of(root) if name.endswith(".py"))
 
 
 @dataclass(frozen=True)
@@ -182,11 +237,15 @@ class Probing:
 
     def on(self, hosts: Sequence[Host], *, batches: Sequence[int] = (),
            parts: Sequence[float] = ()) -> Probe:  # fmt: skip
-        """A few steps there, in a folder that is removed.
+        """A few steps there, in a folder that is removed unless they fail.
 
         Raises:
             JobError: They failed, or the program ended before them.
         """
+        from paceline.cli.quiet_screen import Listening
+        from paceline.launch.launcher import run_job
+        from paceline.launch.summary import report_failure
+
         names = ", ".join(host.name for host in hosts)
         say(f"paceline: a few steps on {names}", err=True)
         asked = {"batches": list(batches), "parts": list(parts),
@@ -203,25 +262,36 @@ class Probing:
                 "paceline forecast runs here, not in a batch",
                 remedy="In an allocation, type it again",
             )
-        with tempfile.TemporaryDirectory(prefix="paceline-forecast-") as folder:
-            where = Path(folder) / "run"
+        with contextlib.ExitStack() as leaving:
+            folder = Path(tempfile.mkdtemp(prefix="paceline-forecast-"))
+            leaving.callback(shutil.rmtree, folder, ignore_errors=True)
             outcome = run_job(shaped, Cluster(tuple(hosts)), self.via.transport,
-                              Listening(self.told), run_dir=where, parent=where.parent,
+                              Listening(self.told), run_dir=folder / "run", parent=folder,
                               package=self.package)  # fmt: skip
             if outcome.result.exit_code:
+                leaving.pop_all()  # it holds the logs that the report names
                 raise JobError(
                     f"the few steps on {names} failed",
                     found=report_failure(outcome), exit_code=outcome.result.exit_code,
                 )  # fmt: skip
-            said = read_object(where / rundir.MEASURED)
-        if said is None:
-            raise JobError(
-                "the program ended before its first steps were done",
-                found="it left no steps.json",
-                remedy="forecast a command that trains: session.epochs, the loader's batches and"
-                " session.step, at least 20 times",
-            )
-        return Probe.read(said)
+            return read_probe(folder / "run" / rundir.MEASURED)
+
+
+def read_probe(path: Path) -> Probe:
+    """What a few steps told. JobError where that is incomplete."""
+    said = read_object(path)
+    try:
+        if said is not None:
+            return Probe.read(said)
+        why = "it left no steps.json"
+    except ValueError as error:
+        why = f"its steps.json is incomplete: {error}"
+    raise JobError(
+        "the program ended before its first steps were done",
+        found=why,
+        remedy="forecast a command that trains: session.epochs, the loader's batches and"
+        " session.step, at least 20 times",
+    )
 
 
 def look(probing: Probing, most: int) -> model.Model:
@@ -252,6 +322,8 @@ def links(probing: Probing) -> tuple[dict[tuple[str, str], float], dict[str, str
     hosts, ctx = probing.cluster.hosts, probing.ctx
     if len(hosts) < 2 or not probing.via.scheduler.direct:
         return {}, {}
+    import asyncio
+
     from paceline.checks.check import Wishes
     from paceline.checks.examine import examine
     from paceline.checks.link import bits
@@ -278,6 +350,63 @@ def kind_of(facts: Mapping[str, Any]) -> str:
     cards = [one.get("name") or one.get("kind") for one in devices.get("gpus") or ()]
     cores = len(cpu.get("cores") or ())
     return json.dumps([cpu.get("model"), cores, cpu.get("quota"), cards])
+
+
+# -- the fastest of the hosts ---------------------------------------------------------------
+
+
+def fastest_of(job: Job, cluster: Cluster, run: Path) -> tuple[Cluster, str]:
+    """Those hosts on which the newest forecast of a job's command found the training shortest.
+
+    Args:
+        job: What is to run.
+        cluster: The hosts to choose from.
+        run: The run directory that it will have: forecasts are looked for beside it.
+
+    Returns:
+        The chosen hosts, in their order, and a line that says why these.
+
+    Raises:
+        SettingError: There is no such forecast, or it leaves no choice among these hosts.
+    """
+    if job.nnodes.value is not None:
+        raise SettingError(
+            "--fastest chooses how many hosts are taken, and so does --nnodes",
+            remedy="Leave out one of the two",
+        )
+    names = {host.name for host in cluster.hosts}
+    command, others = known_by(asdict(job.entry)), list[str]()
+    folders, files = forecasts_near(run)
+    for path in sorted(filter(is_regular, files), key=_changed, reverse=True):
+        try:
+            told = Told.read(path)
+        except SettingError as error:
+            others += [error.message]
+            continue
+        if told.command != command:
+            continue
+        asked = job.nproc_per_node.value
+        here = [
+            one for one in told.forecasts if not one["declined"] and names.issuperset(one["names"])
+        ]
+        if told.weak:
+            others += [f"{path}: it is of --weak: a larger batch on more hosts"]
+        elif isinstance(asked, int) and asked != told.ranks:
+            others += [f"{path}: it is of {counted(told.ranks, 'rank')} on each host"]
+        elif missing := sorted(names - told.hosts):
+            others += [f"{path}: nothing is known there of {', '.join(missing)}"]
+        elif here:
+            best = min(here, key=lambda one: number(one.get("total")) or one["seconds"])
+            hosts = tuple(host for host in cluster.hosts if host.name in best["names"])
+            many = f"{len(hosts)} of {counted(len(names), 'host')}"
+            why = f"fastest by {path}: {', '.join(host.name for host in hosts)} ({many}):"
+            return replace(cluster, hosts=hosts), f"{why} {lasting(best['seconds'])} a step"
+    looked = f"looked at {len(files)} in {', '.join(map(str, sorted(folders)))}"
+    raise SettingError(
+        "--fastest needs a forecast of this command on these hosts",
+        found="\n".join([looked, *others]),
+        remedy="paceline forecast, with the same words, hosts and -p, in the same folder",
+    )
 
 
 # -- what came -----------------------------------------------------------------------------
@@ -450,7 +579,7 @@ def known_by(entry: object) -> list[str]:
     return typed
 
 
-BESIDE_THE_STEPS = ("data_dir", "log_every", "checkpoint_every", "keep")
+BESIDE_THE_STEPS = ("data_dir", "log_every", "checkpoint_every", "keep", "checkpoint_copies")
 
 
 def seconds_of(records: Sequence[Mapping[str, Any]]) -> float | None:
@@ -473,8 +602,8 @@ def said_of(found: Mapping[str, Any]) -> str:
     longer = f"{abs(off):.0%} {'longer' if off > 0 else 'shorter'}"
     inside = told["low"] <= came <= told["high"]
     return (
-        f"a step was forecast to take {model.shown(told['seconds'])}"
-        f" ({model.shown(told['low'])} … {model.shown(told['high'])}, limited by"
-        f" {clean(told['limit'])}), and took {model.shown(came)}: {longer},"
+        f"a step was forecast to take {lasting(told['seconds'])}"
+        f" ({lasting(told['low'])} … {lasting(told['high'])}, limited by"
+        f" {clean(told['limit'])}), and took {lasting(came)}: {longer},"
         f" {'inside' if inside else 'outside'} the error bar"
     )

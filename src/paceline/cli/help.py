@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 
 import click
@@ -12,12 +11,14 @@ from paceline.spec.helptext import WIDTH, Row, Section, render
 # title → parameters, in the order of the help; what stands in none is the verb's own
 GROUPS: dict[str, tuple[str, ...]] = {
     "Hosts and processes": (
-        "hosts", "ssh_config", "nnodes", "nproc_per_node", "python", "iface", "via",
-        "accept_new_host_keys", "master_port", "backend", "bind",
+        "hosts", "ssh_config", "nnodes", "fastest", "nproc_per_node", "python", "iface", "via",
+        "wait_for_nodes", "accept_new_host_keys", "master_port", "backend", "bind",
     ),
     "The run": (
         "run_dir", "name", "plan_only", "verbose", "as_json", "env", "unset", "activate", "show",
-        "check_level", "max_restarts", "hang_timeout", "debug", "ship", "lease", "grace",
+        "screen", "check_level", "max_restarts", "restart_window", "hang_timeout", "debug",
+        "ship", "lease", "grace", "keep_warm", "notify", "report", "detach", "keep",
+        "supervisor",
     ),
     "The same command typed on each node": (
         "rdzv", "rdzv_id", "rdzv_key_file", "node_rank", "rdzv_timeout",
@@ -25,12 +26,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "MPI and containers": ("mpiexec", "image", "mount", "shm_size", "via_arg"),
     "Batch systems": (
         "time_limit", "partition", "account", "cpus_per_task", "mem", "gpus", "gpus_per_node",
-        "gres", "constraint", "array", "requeue", "detach", "setup_command", "sbatch_arg",
+        "gres", "constraint", "array", "requeue", "setup_command", "sbatch_arg",
     ),
 }  # fmt: skip
 AT_HAND = frozenset({
     "hosts", "ssh_config", "nnodes", "nproc_per_node", "via", "run_dir", "name", "plan_only",
-    "env", "show", "check_level", "max_restarts",
+    "env", "show", "check_level", "max_restarts", "detach",
 })  # fmt: skip
 _GROUPED = frozenset(name for names in GROUPS.values() for name in names)
 MANY = 20  # a verb with fewer options shows all of them at once
@@ -59,6 +60,8 @@ def help_of(ctx: click.Context, more: Sequence[Section] = (), everything: bool =
     if len(shown) < len(options):
         after.append(f"{len(options) - len(shown)} more options: {ctx.command_path} --help-all")
     usage = " ".join([ctx.command_path, *command.collect_usage_pieces(ctx)])
+    import shutil
+
     width = shutil.get_terminal_size((WIDTH, 24)).columns
     return render(usage, command.help or "", list(sections.items()), after, width)
 

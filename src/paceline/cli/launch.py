@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,27 +16,32 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from paceline.cli import trust
-from paceline.cli.applies import refuse_ignored
+from paceline.cli.applies import refuse_ignored, settle_nodes
 from paceline.cli.flags import LAUNCH, with_settings
 from paceline.cli.sources import TABLES_ARE_HOSTS, parse_env, refuse_ours, setting, toml_of
 from paceline.cli.torchrun import torchrun_options
 from paceline.cli.verb import say
 from paceline.cli.via import VIA_OPTIONS, Via, hosts_source, manner_of, ssh_of, submit, via_of
 from paceline.schedulers import inside
+from paceline.spec.command import shell_text
 from paceline.spec.errors import PacelineError, SettingError
 from paceline.spec.events import Event
-from paceline.spec.failure import Result
+from paceline.spec.failure import HERE, Failure, Result
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Job
-from paceline.spec.rundir import DEBUG, DEFAULT_PARENT, FORECAST
+from paceline.spec.rundir import DEBUG, DEFAULT_PARENT, FORECAST, REPORT
 from paceline.spec.settings import TOML_NAME, Setting, Source
-from paceline.spec.terminal import for_reader
+from paceline.spec.terminal import for_reader, wrapped
 
 if TYPE_CHECKING:
-    from paceline.launch.prepare import Inspect
+    from paceline.launch.launcher import Left
+    from paceline.launch.prepare import Inspect, Package
+    from paceline.launch.screen import Screen
+    from paceline.launch.summary import RunOutcome
     from paceline.remote.transport import Transport
 
 F = TypeVar("F", bound=Callable[..., Any])
+REPORT_S = 3.0  # for the page; usually it takes a tenth
 EXPLAIN_S = 4.0  # for the explanation after a failure; `paceline explain` takes its time
 
 
@@ -120,18 +126,24 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
     """
     from paceline.remote import this_machine
 
+    if ctx.params["notify"]:
+        from paceline.launch import notify
+
+        notify.check(ctx.params["notify"])
     public, forwarded = parse_env(ctx.params["env"])
     for hidden in ctx.params["unset"]:
         refuse_ours("--unset", hidden)
+    environment = Environment(public, forwarded, ctx.params["unset"], setting(ctx, "env").source)
     return Job(
         name=ctx.params["name"] or name,
         entry=entry,
         workdir=str(Path.cwd()),
         python=ctx.params["python"] or this_machine.default_python(image=ctx.params["image"]),
-        environment=Environment(public, forwarded, ctx.params["unset"], setting(ctx, "env").source),
+        environment=environment,
         activate=activation_of(ctx),
         nproc_per_node=setting(ctx, "nproc_per_node"),
         nnodes=setting(ctx, "nnodes"),
+        wait_for_nodes_s=setting(ctx, "wait_for_nodes"),
         hosts=described_by(ctx),
         interface=setting(ctx, "iface"),
         master_port=setting(ctx, "master_port"),
@@ -143,8 +155,19 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
         grace_s=setting(ctx, "grace"),
         hang_timeout_s=setting(ctx, "hang_timeout"),
         max_restarts=setting(ctx, "max_restarts"),
+        restart_window_s=setting(ctx, "restart_window"),
+        notify=ctx.params["notify"],
+        report=ctx.params["report"],
+        typed=typed(environment),
         **more,
     )
+
+
+def typed(environment: Environment) -> str:
+    """The command as it was typed, for who wants to repeat it; without secrets."""
+    from paceline.rundir.directory import Redactor
+
+    return Redactor(environment.secrets()).text(shell_text(["paceline", *sys.argv[1:]]))
 
 
 def activation_of(ctx: click.Context) -> Setting[tuple[str, ...]]:
@@ -159,7 +182,9 @@ def activation_of(ctx: click.Context) -> Setting[tuple[str, ...]]:
 
 def prepare(ctx: click.Context) -> tuple[Cluster, Via]:
     """Reads the hosts and how they are started."""
-    refuse_ignored(ctx, manner_of(ctx.params, os.environ), os.environ)
+    manner = manner_of(ctx.params, os.environ)
+    refuse_ignored(ctx, manner, os.environ)
+    settle_nodes(ctx, manner)
     via = via_of(ctx.params)
     if not via.scheduler.knows_hosts:
         return unknown_nodes(ctx.params["nnodes"]), via
@@ -205,6 +230,11 @@ def launch(
         assert via.endpoint is not None
         return serve(via.endpoint, entry_argv(job.entry, "python"), job.python)
     assert via.transport is not None
+    if ctx.params.get("fastest"):
+        from paceline.cli.forecast import fastest_of
+
+        cluster, why = fastest_of(job, cluster, ctx.params["run_dir"] or parent / job.name)
+        say(wrapped(f"paceline: {why}", 80), err=True)
     via.agree_on(job)
     plan_only = ctx.params["plan_only"]
     run_dir = None if plan_only else ctx.params["run_dir"] or fresh_path(parent, job.name)
@@ -213,13 +243,88 @@ def launch(
         as_json, verbose = ctx.params["as_json"], ctx.params["verbose"]
         return show_plan(job, cluster, via.transport, as_json=as_json, verbose=verbose,
                          package=package, inspect=inspect)  # fmt: skip
-    from paceline.launch.launcher import run_job, secrets_of
+    if ctx.params["detach"] or ctx.params["keep"]:
+        from paceline.cli.leave import leave_run
+
+        return leave_run(ctx, job, cluster, via.transport, package, run_dir)
     from paceline.launch.screen import Screen
+
+    screen = Screen(ctx.params["show"], look=ctx.params["screen"])
+    return carry_out(job, cluster, via.transport, screen, run_dir=run_dir, parent=parent,
+                     package=package, inspect=inspect, after=after,
+                     keep_warm_s=ctx.params["keep_warm"])  # fmt: skip
+
+
+def carry_out(
+    job: Job,
+    cluster: Cluster,
+    transport: Transport,
+    screen: Screen,
+    *,
+    run_dir: Path,
+    parent: Path,
+    package: Package,
+    inspect: Inspect | None,
+    after: Callable[[Path], None] | None = None,
+    keep_warm_s: float = 0.0,
+    left: Left | None = None,
+) -> int:
+    """Runs a job and says how it ended; its exit status.
+
+    Args:
+        job, cluster, transport, screen, run_dir, parent, package, inspect, keep_warm_s, left: As
+            ``run_job`` takes them.
+        after: Called with the run directory once the job has ended well.
+    """
+    from paceline.launch.launcher import run_job, secrets_of
+
+    secrets = secrets_of(job, cluster)
+    with told(job, run_dir.absolute(), secrets, screen) as end:
+        with reported(job, run_dir), explained(run_dir, secrets):
+            outcome = run_job(job, cluster, transport, screen, run_dir=run_dir, parent=parent,
+                              package=package, inspect=inspect, keep_warm_s=keep_warm_s,
+                              left=left)  # fmt: skip
+        end.append(outcome)
+        show_end(job, outcome, after)
+    return outcome.result.exit_code
+
+
+@contextlib.contextmanager
+def told(job: Job, run_dir: Path, secrets: Sequence[str],
+         screen: Screen) -> Iterator[list[RunOutcome]]:  # fmt: skip
+    """Tells those of a job who are to know how it ended, when all of its files are there.
+
+    Its outcome is put into the list; without one it was not started, for the error that comes.
+    """
+    from paceline.launch import notify
+
+    began = time.monotonic()
+    end: list[RunOutcome] = []
+    for warning in notify.doubts(job.notify):
+        screen.note(warning)
+    ended: notify.Ended | None = None
+    try:
+        yield end
+    except Exception as error:
+        headline = f"an error of ours: {error!r}"
+        result = Result(1, Failure("launcher", HERE, None, headline=headline))
+        if isinstance(error, PacelineError):
+            result = Result(error.exit_code, error=error.render())
+        ended = notify.Ended(run_dir, job.name, result, time.monotonic() - began, secrets=secrets)
+        raise
+    finally:
+        for one in end:
+            ended = notify.Ended(run_dir, job.name, one.result, one.seconds, one.metrics,
+                                 one.resumable, secrets)  # fmt: skip
+        if ended is not None:
+            notify.tell(job.notify, ended, screen.note)
+            screen.close()
+
+
+def show_end(job: Job, outcome: RunOutcome, after: Callable[[Path], None] | None) -> None:
+    """Says how a job ended, and why, and writes the page about it."""
     from paceline.launch.summary import report_failure, report_success
 
-    with explained(run_dir, secrets_of(job, cluster)):
-        outcome = run_job(job, cluster, via.transport, Screen(ctx.params["show"]), run_dir=run_dir,
-                          parent=parent, package=package, inspect=inspect)  # fmt: skip
     if job.debug.value:
         tell_libraries(outcome.path)
     if text := report_failure(outcome):
@@ -235,7 +340,7 @@ def launch(
 
         if beside := after_run(outcome.path):
             say(beside, err=True)
-    return outcome.result.exit_code
+    report_run(job, outcome.path)
 
 
 FORECASTS = "forecast-"  # begins the names of folders of forecasts
@@ -262,10 +367,12 @@ def inspection(ctx: click.Context, job: Job, cluster: Cluster, via: Via,
         return None
     from paceline.checks.preflight import inspector, preflight
 
+    links: Sequence[dict[str, Any]] = ()
     if level == "full" and run_dir is not None and via.scheduler.direct:
-        for warning in preflight(job, cluster, ssh_of(ctx.params)):
+        warnings, links = preflight(job, cluster, ssh_of(ctx.params))
+        for warning in warnings:
             say(for_reader(f"paceline: warning: {warning}", sys.stderr), err=True)
-    return inspector(job, run_dir)
+    return inspector(job, run_dir, links)
 
 
 def show_plan(job: Job, cluster: Cluster, transport: Transport, *, as_json: bool,
@@ -319,6 +426,34 @@ def explain_run(run_dir: Path, result: Result, events: tuple[Event, ...],
             text = f"paceline: to look for the cause: paceline explain {short(run_dir)}"
         if shown and text:
             say(for_reader(text, sys.stderr), err=True)
+
+
+@contextlib.contextmanager
+def reported(job: Job, run_dir: Path) -> Iterator[None]:
+    """Writes the page of a run also when it could not be started."""
+    try:
+        yield
+    except PacelineError:
+        report_run(job, run_dir)
+        raise
+
+
+def report_run(job: Job, run_dir: Path) -> None:
+    """Writes the page of a run that is over; a problem in here costs a warning."""
+    from paceline.rundir.directory import short
+    from paceline.rundir.ownership import read_owner
+
+    if not job.report or not run_dir.is_dir() or read_owner(run_dir) is not None:
+        return
+    try:
+        with at_most(REPORT_S):
+            from paceline.report.write import at_end
+
+            warning = at_end(run_dir)
+    except TimeoutError as error:
+        warning = f"the report was given up: {error}"
+    text = f"warning: {warning}" if warning else f"report {short(run_dir / REPORT)}"
+    say(for_reader(f"paceline: {text}", sys.stderr), err=True)
 
 
 def tell_libraries(run_dir: Path) -> None:

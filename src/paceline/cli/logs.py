@@ -11,8 +11,7 @@ from typing import IO
 
 import click
 
-from paceline.cli.flags import of_a_run
-from paceline.cli.runs import current_run, look_at
+from paceline.cli.flags import of_a_left_run
 from paceline.cli.verb import Verb
 from paceline.explain.gather import log_files
 from paceline.rundir.records import open_regular
@@ -26,7 +25,7 @@ PIECE = 1 << 20  # bytes read at once, and the longest line that is kept whole
 
 
 @click.command("logs", cls=Verb)
-@of_a_run
+@of_a_left_run
 @click.option("--rank", type=click.IntRange(0), help="Only this rank.")
 @click.option("--host", metavar="NAME", help="Only the ranks of this host.")
 @click.option("-n", "--tail", type=click.IntRange(0), help="Begin with the last N lines of each.")
@@ -37,18 +36,30 @@ def command(ctx: click.Context, /, rank: int | None, host: str | None, tail: int
     """Print the logs of RUN, each line labelled HOST/RANK.
 
     Without RUN: the one below runs/ that is running, else the newest there.
+
+    With -H also a run that was started from another machine.
     """
-    path = current_run(ctx)
+    from paceline.cli.elsewhere import as_far_as_possible, kept_up_to_date, meant
+
+    path = meant(ctx, ended=True)
     readers: dict[Path, Reader] = {}
-    while True:
-        over = not follow or look_at(path).over
+
+    def show() -> None:
         for file in logs_of(path, rank, host):
             if file not in readers:
                 readers[file] = Reader(file, tail)
             readers[file].show()
-        if over:
-            break
-        time.sleep(LOOK_EVERY_S)
+
+    if follow:
+        with kept_up_to_date(path) as is_over:
+            over = False
+            while not over:
+                over = is_over()
+                show()
+                time.sleep(0 if over else LOOK_EVERY_S)
+    else:
+        as_far_as_possible(path)
+        show()
     if not readers and (rank is not None or host is not None):
         which = [f"rank {rank}"] if rank is not None else []
         raise SettingError(

@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from paceline.cli.flags import of_a_run
+from paceline.cli.flags import of_a_left_run
 from paceline.cli.sources import setting
 from paceline.cli.verb import Verb, say
+from paceline.launch import board
 from paceline.remote import this_machine
 from paceline.rundir import records
-from paceline.rundir.ownership import owner_alive, owner_here, read_owner
+from paceline.rundir.directory import short
+from paceline.rundir.ownership import (
+    detached_of,
+    ended_since,
+    lost,
+    owner_alive,
+    owner_here,
+    read_owner,
+)
 from paceline.schedulers.submission import BATCH_FILE, Submitted, found_in
 from paceline.spec import rundir as names
-from paceline.spec.errors import NodeError, SettingError
+from paceline.spec.detached import DETACHED, Detached
+from paceline.spec.errors import NodeError, PacelineError, SettingError
 from paceline.spec.events import read_events
-from paceline.spec.failure import UNKNOWN, Result
+from paceline.spec.failure import UNKNOWN, Result, place
+from paceline.spec.figures import bit_rate, lasting
 from paceline.spec.settings import Source
+from paceline.spec.shapes import fits
 from paceline.spec.terminal import clean, for_reader
 
 LAST_BYTES = 64 << 10  # of metrics.jsonl, to find the last record
 LOOK_EVERY_S = 0.2  # while a run is being stopped
 PATIENCE_S = 30.0
-_SIGNS = (names.PLAN, names.EVENTS, names.OWNER, BATCH_FILE)
+SILENT_S = 5.0  # of a rank that is told of: others say where they are each second
+_NAMED = 4  # ranks in a line
+_SIGNS = (names.PLAN, names.EVENTS, names.OWNER, BATCH_FILE, DETACHED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +58,14 @@ class RunState:
             scheduler's own word for a batch.
         exit_code: Once it has ended.
         owner: Launcher's host, pid and start, while it runs.
+        away: Where it goes on without the command that started it; ``None`` when all is here.
         job: For a batch: what its scheduler knows it by.
         failure: The first failure, one line.
         last: The last recorded metrics.
         slow: The rank that holds the others up, one line, while it does.
+        ranks: Where each rank is: rank, host, step, phase and seconds of silence.
+        hang: Who keeps the others waiting, one line, while it does.
+        hosts: How busy each host is, as far as it is known: see ``launch/board.py``.
     """
 
     path: Path
@@ -57,6 +76,10 @@ class RunState:
     failure: str = ""
     last: dict[str, Any] | None = None
     slow: str = ""
+    ranks: Sequence[Mapping[str, Any]] = ()
+    hang: str = ""
+    hosts: Sequence[Mapping[str, Any]] = ()
+    away: Detached | None = None
 
     @property
     def over(self) -> bool:
@@ -68,12 +91,16 @@ class RunState:
             "state": self.word,
             "exit_code": self.exit_code,
             "owner": self.owner,
+            "supervisor": self.away.host if self.away else None,
             "scheduler": self.job.scheduler.name if self.job else None,
             "job": self.job.job if self.job else None,
             **({f"{self.job.scheduler.name}_job": self.job.job} if self.job else {}),
             "first_failure": self.failure or None,
             "last_metrics": self.last,
             "straggler": self.slow or None,
+            "ranks": list(self.ranks),
+            "hosts": list(self.hosts),
+            "hang": self.hang or None,
         }
 
 
@@ -97,6 +124,12 @@ def find_run(given: str | None) -> Path:
     return parent / found[0]
 
 
+def called(path: Path) -> str:
+    """A run as people name it to our verbs here: its name below runs/, else its path."""
+    away = Path(short(path.absolute()))
+    return away.name if away.parent == Path(names.DEFAULT_PARENT) else str(away)
+
+
 def current_run(ctx: click.Context) -> Path:
     """The run that a verb is about: as named, else the one that is running, else the newest.
 
@@ -107,8 +140,19 @@ def current_run(ctx: click.Context) -> Path:
         return find_run(named)
     found = still_running()
     if len(found) > 1:
+        found = [path for path in found if detached_of(path) is None or _goes_on(path)]
+    if len(found) > 1:
         raise several(found)
     return found[0] if found else find_run(None)
+
+
+def _goes_on(path: Path) -> bool:
+    """Whether a run goes on on another host, which is asked; one that cannot be asked may."""
+    from paceline.cli.elsewhere import up_to_date
+
+    with contextlib.suppress(PacelineError, ConnectionError):
+        up_to_date(path)
+    return not look_at(path).over
 
 
 def named_run(ctx: click.Context) -> str | None:
@@ -138,6 +182,8 @@ def _is_running(path: Path) -> bool:
     owner = read_owner(path)
     if owner is not None and owner_alive(owner):
         return True
+    if detached_of(path) is not None:
+        return not look_at(path).over
     if found_in(path) is None or records.is_regular(path / names.RESULT):
         return False
     state = look_at(path)  # asks the scheduler
@@ -160,18 +206,40 @@ def look_at(path: Path) -> RunState:
     said = records.read_object(path / names.RESULT)
     result = Result.from_json(said or {})
     text = result.failure.describe() if result.failure else ""
-    recorded = records.read_records(path / names.METRICS, LAST_BYTES)
-    last = next((one for one in reversed(recorded) if one.get("split") != "pace"), None)
+    metrics = path / names.METRICS
+    last = records.last_record(metrics, LAST_BYTES, lambda one: one.get("split") != "pace")
     job = found_in(path)
     if job is not None and (state := job.state()) is not None:
         code = state.exit_code if state.over else None
         return RunState(path, state.describe(), code, owner, job, text, last)
     if owner is not None and owner_alive(owner):
-        return RunState(path, "running", None, owner, job, "", last, _straggler(path))
+        where, slow = _where(path), _straggler(path)
+        return RunState(path, "running", None, owner, job, "", last, slow, where.get("ranks", ()),
+                        where.get("hang", ""), where.get("hosts", ()))  # fmt: skip
+    away = detached_of(path)
+    if away is not None and not ended_since(path, away):
+        where, slow = _where(path), _straggler(path)
+        return RunState(path, "running", None, None, job, "", last, slow, where.get("ranks", ()),
+                        where.get("hang", ""), where.get("hosts", ()), away)  # fmt: skip
     if said is not None:
         code = result.exit_code if result.exit_code != UNKNOWN else None
         return RunState(path, "ended", code, None, job, text, last)
-    return RunState(path, "lost" if owner else "not started", None, None, job, "", last)
+    word = "lost" if owner or lost(path) else "not started"
+    return RunState(path, word, None, None, job, "", last)
+
+
+def _where(path: Path) -> dict[str, Any]:
+    """Where everybody is, as the launcher has written it last; empty where that is not known."""
+    said = records.read_object(path / names.RANKS)
+    if said is None or not fits(board.SHAPE, said):
+        return {}
+    ago = max(0.0, time.time() - said["time"])
+    return {**said, "ranks": [_since(one, ago) for one in said["ranks"]]}
+
+
+def _since(rank: dict[str, Any], ago: float) -> dict[str, Any]:
+    silent_s = rank.get("silent_s")
+    return rank if silent_s is None else {**rank, "silent_s": round(silent_s + ago, 1)}
 
 
 def _straggler(path: Path) -> str:
@@ -182,7 +250,7 @@ def _straggler(path: Path) -> str:
 
 
 @click.command("status", cls=Verb)
-@of_a_run
+@of_a_left_run
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 @click.pass_context
 def status(ctx: click.Context, /, as_json: bool, **_: object) -> None:
@@ -190,13 +258,24 @@ def status(ctx: click.Context, /, as_json: bool, **_: object) -> None:
 
     Without RUN: the one below runs/ that is running, else the newest there.
 
+    With -H also a run that was started from another machine.
+
     A batch is described in its scheduler's own words.
     """
-    state = look_at(current_run(ctx))
+    from paceline.cli.elsewhere import meant, up_to_date
+
+    path, problem = meant(ctx, ended=True), None
+    try:
+        up_to_date(path)
+    except PacelineError as error:  # what came before is shown first
+        problem = error
+    state = look_at(path)
     if as_json:
         click.echo(json.dumps(state.to_json(), indent=2))
     else:
         say(for_reader(describe(state), sys.stdout))
+    if problem is not None:
+        raise problem
 
 
 def describe(state: RunState) -> str:
@@ -210,12 +289,18 @@ def describe(state: RunState) -> str:
         lines.append(
             f"  launcher: process {owner['pid']} on {owner['host']} since {owner['since']}"
         )
+    if state.away:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.away.since))
+        lines.append(f"  supervisor: on {state.away.host} since {since}")
     if state.last:
         shown = ", ".join(
             f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in list(state.last.items())[:6]
         )
         lines.append(f"  last record: {shown}")
+    lines += [f"  {line}" for line in [*whereabouts(state.ranks), *loads(state.hosts)]]
+    if state.hang:
+        lines.append(f"  hangs: {state.hang}")
     if state.slow:
         lines.append(f"  slow: {state.slow}")
     if state.failure:
@@ -223,22 +308,73 @@ def describe(state: RunState) -> str:
     return "\n".join(lines)
 
 
+def whereabouts(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines that say who is where; ranks that are at the same place share one."""
+    groups: dict[tuple[int, str, bool], list[Mapping[str, Any]]] = {}
+    for one in ranks:
+        step = -1 if one.get("step") is None else one["step"]
+        ended = "ended" if one.get("state") == "ended" else one.get("trouble")
+        key = (step, ended or one["phase"], not ended and silence(one) >= SILENT_S)
+        groups.setdefault(key, []).append(one)
+    lines = []
+    for (step, phase, silent), group in sorted(groups.items()):
+        who = [place(one["host"], one["rank"]) for one in group[:_NAMED]]
+        more = f" and {len(group) - len(who)} more" if len(group) > len(who) else ""
+        if len(group) == len(ranks) > 1:
+            who, more = [f"all {len(ranks)} ranks"], ""
+        since = f", no word for {lasting(min(map(silence, group)))}" if silent else ""
+        at = "" if step < 0 else f"step {step}, "
+        lines.append(f"{', '.join(who)}{more}: {at}{phase}{since}")
+    return lines
+
+
+def silence(rank: Mapping[str, Any]) -> float:
+    """Seconds since a rank's last word; 0 of one that tells nothing."""
+    return float(rank.get("silent_s") or 0.0)
+
+
+def loads(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each of some hosts that says how busy it is."""
+    lines = []
+    for one in hosts[:_NAMED]:
+        used = [("CPU", one.get("cpu")), ("memory", one.get("memory"))]
+        used += [(f"GPU {at}", load) for at, load in enumerate(one.get("gpus") or ())]
+        moved = [("receives", one.get("in_bps")), ("sends", one.get("out_bps"))]
+        parts = [f"{name} {part:.0%}" for name, part in used if part is not None]
+        parts += [f"{way} {bit_rate(rate)}" for way, rate in moved if rate is not None]
+        said = "lost" if one.get("state") == "lost" else ", ".join(parts)
+        if said:
+            lines.append(f"{one['name']}: {said}")
+    if lines and len(hosts) > _NAMED:
+        lines.append(f"and {len(hosts) - _NAMED} more hosts: --json")
+    return lines
+
+
 @click.command("stop", cls=Verb)
-@of_a_run
+@of_a_left_run
 @click.option("--now", is_flag=True, help="Do not give the ranks time to save anything.")
 @click.pass_context
 def stop(ctx: click.Context, /, now: bool, **_: object) -> None:
     """End RUN on all its nodes; return when it is over.
 
     Without RUN: the one below runs/ that is running.
+
+    With -H also a run that was started from another machine.
     """
-    if named_run(ctx) is None and not still_running():
+    from paceline.cli.elsewhere import meant, stop_there
+
+    asked = setting(ctx, "hosts").source is Source.COMMAND_LINE
+    if named_run(ctx) is None and not asked and not still_running():
         say("paceline: no run below runs/ is running", err=True)
         return
-    path = current_run(ctx)
+    path = meant(ctx)
     state = look_at(path)
     if state.over or state.word == "not started":
         say(clean(f"{path}: {state.word} already"), err=True)
+        return
+    if state.away is not None:
+        ran = stop_there(path, now, PATIENCE_S)
+        say(clean(f"{path}: {'stopped' if ran else f'{look_at(path).word} already'}"), err=True)
         return
     end(state, now)
     deadline = time.monotonic() + PATIENCE_S

@@ -16,7 +16,6 @@ import click
 from click.core import ParameterSource
 
 from paceline.cli.torchrun import STANDALONE
-from paceline.schedulers import inside, load
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.spec.settings import TOML_NAME, Setting, Source
@@ -88,7 +87,7 @@ def read_settings_file(cwd: Path) -> dict[str, Any]:
     toml = dict(load_toml(cwd / TOML_NAME))
     for table, content in toml.items():
         if table not in TABLES:
-            raise _unknown(f"{TOML_NAME} has an unknown table [{shown(table)}]", table, TABLES)
+            raise _misplaced(table, content)
         if not isinstance(content, Mapping):
             raise SettingError(
                 f"{table} in {TOML_NAME} must be a table",
@@ -100,6 +99,16 @@ def read_settings_file(cwd: Path) -> dict[str, Any]:
     if toml.get("train"):
         _check_recipes(toml["train"])
     return toml
+
+
+def _misplaced(name: str, content: object) -> SettingError:
+    """Of what stands at the top of the file, and is none of its tables."""
+    if isinstance(content, Mapping):
+        return _unknown(f"{TOML_NAME} has an unknown table [{shown(name)}]", name, TABLES)
+    message = f"{TOML_NAME} has a key {shown(name)!r} outside of any table"
+    if name.replace("_", "-") in all_settings():
+        return SettingError(message, remedy=f"[{RUN_TABLE}]\n{shown(name)} = …")
+    return _unknown(message, name.replace("_", "-"), [*all_settings()])
 
 
 def _check_recipes(tables: Mapping[str, Any]) -> None:
@@ -287,6 +296,8 @@ def settle_hosts(ctx: click.Context, from_file: FromFile) -> None:
     Without any other word they are those of the allocation that we are in, else of the
     ``[hosts.NAME]`` tables; nodes that meet at ``--rdzv`` need none.
     """
+    from paceline.schedulers import inside
+
     params = ctx.params
     if "hosts" not in params:
         return
@@ -324,6 +335,8 @@ def _takes_hosts(via: str | None) -> bool:
     """Whether what starts the nodes takes hosts from a description."""
     if via is None:
         return True
+    from paceline.schedulers import load
+
     return "ssh_config" in (load(via).starting or ())  # one that logs in to them
 
 

@@ -59,12 +59,33 @@ def command(ctx: click.Context, /, chosen: str | None, options: tuple[str, ...],
 
 def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
     """Checks the recipe's options here, then runs it on every host."""
+    options = options_of(ctx, name, argv)
+    cluster, via = prepare(ctx)
+    with training(ctx, name, options) as job:
+        return launch(ctx, job, cluster, via, package=True, after=_where)
+
+
+def options_of(ctx: click.Context, name: str, argv: Sequence[str]) -> Options:
+    """A recipe's options from what is typed and from paceline.toml; raises as parse_options.
+
+    A batch may run where no such file is, so what counts of it joins the words that are typed.
+    """
     shared = ["--backend", ctx.params["backend"]] if ctx.params["backend"] else []
     table = toml_of(ctx).get("train", {}).get(name, {})
-    filed = from_table(name, table)
-    ctx.params["options"] = (*filed, *argv)  # a batch may run where no such file is
-    options = parse_options(name, [*filed, *shared, *argv])
-    cluster, via = prepare(ctx)
+    options = parse_options(name, [*shared, *argv], from_table(name, table))
+    counts = {key: value for key, value in table.items()
+              if has_effect(key.replace("-", "_"), options)}  # fmt: skip
+    words = "options" if "options" in ctx.params else "args"
+    ctx.params[words] = (*from_table(name, counts), *argv)
+    return options
+
+
+@contextmanager
+def training(ctx: click.Context, name: str, options: Options) -> Iterator[Job]:
+    """The job that trains with a recipe, with all that hosts need of this machine for it.
+
+    It can be run as long as the context lasts: files of data lie in a folder that is removed then.
+    """
     files = {field: getattr(options, field, "") for field in DATA_FILES}
     everywhere = {field: folder_everywhere(path) for field, path in files.items() if path}
     weights, inputs = weights_input(getattr(options, "weights", ""))
@@ -77,12 +98,12 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
             options = dataclasses.replace(options, **found)
         job = with_data(recipe_job(ctx, name, options), folder)
         inputs = () if job.ship.value == "never" else inputs
-        job = dataclasses.replace(
+        yield dataclasses.replace(
             job, data=data_folder(options.data), inputs=(*job.inputs, *inputs)
         )
-        return launch(ctx, job, cluster, via, package=True, after=_where)
 
 
+GATHERED = "paceline-data-"  # begins the name of a folder that goes with this command
 DATA_FILES = ("data", "test_data", "target")
 """Options of recipes that may name a file."""
 
@@ -133,7 +154,7 @@ def gathered(names: Sequence[str]) -> Iterator[str]:
     if not found or not different:  # two files of one name cannot lie in one folder
         yield ""
         return
-    with tempfile.TemporaryDirectory(prefix="paceline-data-") as folder:
+    with tempfile.TemporaryDirectory(prefix=GATHERED) as folder:
         for path in found:
             (Path(folder) / path.name).symlink_to(path)
         yield folder
@@ -148,7 +169,7 @@ def with_data(job: Job, folder: str) -> Job:
 
 
 def from_table(name: str, table: Mapping[str, Any]) -> list[str]:
-    """The flags that ``[train.NAME]`` of paceline.toml stands for; those that are typed win.
+    """The flags that ``[train.NAME]`` of paceline.toml stands for.
 
     Raises:
         SettingError: A key is no option of the recipe.

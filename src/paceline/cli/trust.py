@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 from paceline.cli.verb import Verb, say
+from paceline.remote import this_machine
 from paceline.spec.errors import SettingError
 from paceline.spec.settings import TOML_NAME
 
@@ -35,6 +36,7 @@ GUARDED = {
     "activate": "is run",
     "env": "can make programs load other code, and hand out variables of yours",
     "data": "sends a folder of this machine to the hosts",
+    "notify": "is started, or told of your runs",
     "rdzv": "lets another machine start programs here",
     "accept-new-host-keys": "trusts hosts never met before",
 }
@@ -126,9 +128,7 @@ def _own_group(number: int) -> bool:
 
 def trust_file() -> Path:
     """Where it is written down what the user trusts."""
-    base = os.environ.get("XDG_CONFIG_HOME", "")
-    folder = Path(base) if base.startswith("/") else Path("~/.config").expanduser()
-    return folder / "paceline" / "trusted"
+    return this_machine.config_folder() / "trusted"
 
 
 def _record(path: Path, toml: Mapping[str, Any]) -> str:

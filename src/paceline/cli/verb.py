@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
@@ -12,6 +12,9 @@ from paceline.cli.help import has_more, help_of
 from paceline.cli.sources import WithSettings
 from paceline.spec.helptext import Row, Section
 from paceline.spec.terminal import clean
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 
 def say(text: str, err: bool = False, nl: bool = True) -> None:
@@ -33,8 +36,8 @@ class Verb(WithSettings):
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
-        self._options_of: str | None = more.pop("options_of", None)
-        passed_on = {"ignore_unknown_options": True} if self._options_of else {}
+        self.options_of: str | None = more.pop("options_of", None)
+        passed_on = {"ignore_unknown_options": True} if self.options_of else {}
         given = more.pop("context_settings", None) or {}
         more["context_settings"] = {**CONTEXT, **passed_on, **given}
         super().__init__(*args, **more)
@@ -52,11 +55,11 @@ class Verb(WithSettings):
 
     def sections(self, ctx: click.Context) -> list[Section]:
         """What stands before the options: those of a recipe or of what it trained."""
-        if self._options_of is None:
+        if self.options_of is None:
             return []
         from paceline.recipes.reference import sections_of
 
-        return sections_of(self._options_of, everything=True)
+        return sections_of(self.options_of, everything=True)
 
 
 def _show_all(ctx: click.Context, option: click.Parameter, value: bool) -> None:
@@ -87,6 +90,15 @@ class VerbGroup(Verb, click.Group):
             if command is not None and not command.hidden:
                 rows.append(Row(name, (command.help or "").strip().partition("\n\n")[0]))
         return [("Commands", rows)]
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        """The verbs at TAB, as in the help; a registry's without importing them."""
+        from click.shell_completion import CompletionItem
+
+        ((_, rows),) = self.sections(ctx)
+        found = [CompletionItem(row.left, help=row.text) for row in rows
+                 if row.left.startswith(incomplete)]  # fmt: skip
+        return found or click.Command.shell_complete(self, ctx, incomplete)
 
 
 Registry = Mapping[str, tuple[str, str]]  # name → (where its command is, one line for --help)

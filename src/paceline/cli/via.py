@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from paceline.cli.applies import SUBMISSION, VERBS, Manner, given
+from paceline.cli.applies import SUBMISSION, VERBS, Manner, given, spelling
 from paceline.cli.flags import Seconds
 from paceline.cli.torchrun import Aliased
 from paceline.cli.verb import say
@@ -71,7 +71,13 @@ VIA_OPTIONS = [
                  help="Batch: before the time limit, save a checkpoint and requeue the job, which"
                       " then resumes."),
     click.option("--array", metavar="RANGE", help="Batch: job array, one run for each index."),
-    click.option("--detach", is_flag=True, help="Batch: submit and leave; do not follow."),
+    click.option("--detach", is_flag=True,
+                 help="Start the run and leave it: it needs neither this command nor this machine"
+                 " any more. A batch is submitted and not followed."),
+    click.option("--keep", is_flag=True,
+                 help="The same, and attach at once: a closed terminal or Ctrl-Z ends nothing."),
+    click.option("--supervisor", metavar="HOST", show_default="the first",
+                 help="With --detach or --keep: the host that watches the run."),
 ]  # fmt: skip
 
 Kind = Literal["run", "submit", "join"]
@@ -100,6 +106,8 @@ class Via:
         passes its whole environment on in the clear: forwarded secrets must not be in it, for the
         agents get them through TLS.
         """
+        if self.scheduler.direct:
+            return
         from paceline.launch.entry import entry_argv
         from paceline.rendezvous.started import StartedTransport
         from paceline.rendezvous.typed import TypedTransport
@@ -306,7 +314,7 @@ def words_inside(ctx: click.Context) -> tuple[str, ...]:
         if isinstance(param, click.Argument):
             words += map(str, value if isinstance(value, tuple) else [value])
         elif isinstance(param, click.Option) and param.name in kept:
-            flag = max(param.opts, key=len)
+            flag = spelling(param, value)
             values = value if isinstance(value, tuple) else [value]
             words += [flag] if param.is_flag else [f"{flag}={one}" for one in values]
     return tuple(words)

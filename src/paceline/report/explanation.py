@@ -35,7 +35,9 @@ def lines(conclusion: Conclusion, evidence: Evidence, rules_page: str = "") -> l
         text += _first(*conclusion.found[0], rules_page)
         text += _others(conclusion.found[1 : OTHERS + 1])
     else:
-        text += ["", "No rule fits. --bundle FILE packs what support needs."]
+        goes_on = evidence.launcher is not None and evidence.launcher.alive
+        more = "`paceline status` says where its ranks are."
+        text += ["", more if goes_on else "No rule fits. --bundle FILE packs what support needs."]
         text += _last_words(evidence)
     return text + libraries(evidence)
 

@@ -1,0 +1,114 @@
+"""``paceline report``: one page of what happened in a run, or of how several differ."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paceline.cli.flags import RUN_DIR_OF, F, with_settings
+from paceline.cli.runs import current_run, find_run
+from paceline.cli.verb import Verb, say
+from paceline.spec import rundir as names
+from paceline.spec.errors import PacelineError, SettingError
+
+if TYPE_CHECKING:
+    from paceline.report.compare import Goal
+    from paceline.report.story import Run
+
+COMPARISON = "comparison.html"
+MOST = 20  # runs on one page
+
+
+class ToReach(click.ParamType):  # type: ignore[type-arg]
+    """``METRIC=VALUE``, or ``SPLIT.METRIC=VALUE``."""
+
+    name = "figure"
+
+    def convert(self, value: object, param: click.Parameter | None,
+                ctx: click.Context | None) -> Goal:  # fmt: skip
+        from paceline.report.compare import Goal
+
+        if isinstance(value, Goal):
+            return value
+        name, equals, figure = str(value).partition("=")
+        split, dot, metric = name.rpartition(".")
+        try:
+            number = float(figure)
+        except ValueError:
+            number = math.nan
+        if not equals or not metric or (dot and not split) or not math.isfinite(number):
+            self.fail(
+                f"{value!r} is no figure: type accuracy=0.9, or test.accuracy=0.9", param, ctx
+            )
+        return Goal(metric, number, split)
+
+
+def of_runs(command: F) -> F:
+    """Adds what says which runs are meant."""
+    return with_settings(command, [RUN_DIR_OF])
+
+
+@click.command("report", cls=Verb)
+@of_runs
+@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.option("--to", "goals", type=ToReach(), multiple=True, metavar="METRIC=VALUE",
+              help="With several runs: say when each first reached this figure. Default: the best"
+              " that all have reached.")  # fmt: skip
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Where to. Default: report.html in the run's folder; for several runs"
+              f" {COMPARISON} beside the first.")  # fmt: skip
+@click.pass_context
+def command(ctx: click.Context, /, runs: tuple[str, ...], goals: tuple[Goal, ...],
+            out: Path | None, **_: object) -> None:  # fmt: skip
+    """Write one HTML page that shows what happened in RUN.
+
+    With several: what differed between them, and their curves over each other.
+
+    Without RUN: the one below runs/ that is running, else the newest there.
+
+    The page needs no network, and may be passed on: it is one file, without secrets.
+    """
+    from paceline.cli.elsewhere import as_far_as_possible
+    from paceline.report import compare, story
+    from paceline.report.write import run_in, write
+    from paceline.rundir.directory import short
+
+    ctx.params["run"] = runs[0] if len(runs) == 1 else None
+    paths = [current_run(ctx)] if len(runs) < 2 else [find_run(one) for one in runs]
+    if len(paths) > MOST:
+        raise SettingError(f"{len(paths)} runs do not fit on one page", remedy=f"At most {MOST}")
+    if goals and len(paths) < 2:
+        raise SettingError("--to compares runs", found="one run", remedy="Name several runs")
+    for path in paths:
+        as_far_as_possible(path)  # it may go on, or have ended, on another host
+        explained(path)
+    found: list[Run] = [run_in(path) for path in paths]
+    if len(found) == 1:
+        page, target = story.page_of(found[0]), paths[0] / names.REPORT
+    else:
+        page, target = compare.page_of(found, goals), paths[0].parent / COMPARISON
+    write(page, out or target)
+    say(short((out or target).absolute()))
+
+
+def explained(path: Path) -> None:
+    """Looks for the cause of a failure that nobody has looked into yet; the report shows it."""
+    from paceline.cli.explain import keep, well
+    from paceline.explain.conclude import conclude
+    from paceline.explain.gather import from_run
+    from paceline.explain.rules import load_all
+    from paceline.rundir.records import read_object
+
+    findings = (read_object(path / names.FINDINGS) or {}).get("findings")
+    for one in findings if isinstance(findings, list) else []:
+        if isinstance(one, dict) and str(one.get("check", "")).startswith("explain/"):
+            return
+    try:
+        evidence = from_run(path)
+    except PacelineError:
+        return
+    if evidence.launcher is None and not well(evidence):
+        keep(path, conclude(evidence, load_all()))

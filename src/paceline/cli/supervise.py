@@ -1,0 +1,303 @@
+"""The process that watches a run which its user has left: the launcher, on one of the hosts.
+
+It is started by :mod:`paceline.agent.leave` with the streams of the login, takes what it has to do
+from standard input, and tells there what happens, one JSON object a line behind a mark, until it
+is told to ``stay``: from then on it has no streams, and nothing of the launching machine is needed.
+When its input ends before, the start was given up: the job is ended and nothing stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.launch import carry_out
+from paceline.launch import outcome
+from paceline.launch.decide import Supplies, choose_hosts
+from paceline.launch.launcher import Left, secrets_of
+from paceline.launch.screen import Screen
+from paceline.remote import this_machine
+from paceline.rendezvous.called import CalledTransport
+from paceline.rundir.directory import Redactor, call_it
+from paceline.spec import detached
+from paceline.spec.detached import About
+from paceline.spec.errors import PacelineError
+from paceline.spec.events import Event
+from paceline.spec.hosts import Cluster
+from paceline.spec.job import Job, Show
+from paceline.spec.plain import from_plain
+from paceline.transfer.tree import Tree
+
+MARK = b"\xf5PLleave "
+SETTLE_S = 2.0  # without a failure since the last rank began: what is wrong at once shows by then
+SHOWN = 4 << 20  # bytes of the ranks' output on the screen that is kept; the logs have all of it
+LOG = "supervisor.log"  # its own errors
+GOODBYE_S = 600.0  # for the launching machine to fetch what a start that failed has left
+
+
+class Line:
+    """The line to the launching machine: our standard streams, as long as somebody is there.
+
+    Args:
+        needed: Descriptor of a pipe on which is said that they are needed no more.
+        log: File that gets standard error from then on.
+
+    Attributes:
+        told: What there is to do.
+    """
+
+    def __init__(self, needed: int, log: Path) -> None:
+        os.set_inheritable(needed, False)
+        self._needed, self._log = needed, log
+        self._lock = threading.Lock()
+        self._there, self._over = True, False
+        self._done = threading.Event()
+        self.told: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+
+    def listen(self, heard: Callable[[Mapping[str, Any]], None]) -> None:
+        """Passes on what else is said there, from a thread."""
+        threading.Thread(target=self._listen, args=(heard,), name="line", daemon=True).start()
+
+    def tell(self, **words: Any) -> None:
+        """Says something, to whoever is still there."""
+        with self._lock:
+            if self._there:
+                with contextlib.suppress(OSError):
+                    _write(1, MARK + json.dumps(words).encode() + b"\n")
+
+    def _listen(self, heard: Callable[[Mapping[str, Any]], None]) -> None:
+        for line in iter(sys.stdin.buffer.readline, b""):
+            said = json.loads(line)
+            if said["do"] == "stay" and self._stays():
+                return
+            if said["do"] == "done":
+                break
+            heard(said)
+        with self._lock:
+            given_up = not self._over
+        self._done.set()
+        if given_up:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _stays(self) -> bool:
+        """Lets the streams go, unless it is over: then somebody still has to hear of it."""
+        with self._lock:
+            if self._over:
+                return False
+            self._there = False
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            log, nothing = os.open(self._log, flags, 0o600), os.open(os.devnull, os.O_RDWR)
+            with contextlib.suppress(OSError):
+                _write(1, MARK + b'{"left": true}\n')
+            for fd, instead in ((0, nothing), (1, nothing), (2, log)):
+                os.dup2(instead, fd)
+            os.close(nothing)
+            os.close(log)
+            with contextlib.suppress(OSError):
+                _write(self._needed, b"x")
+            os.close(self._needed)
+            return True
+
+    def over(self, **words: Any) -> bool:
+        """Says that it is over, and waits until it was heard; False where nobody was there."""
+        with self._lock:
+            self._over = self._there
+        if not self._over:
+            return False
+        self.tell(**words)
+        self._done.wait(GOODBYE_S)
+        return True
+
+
+def _write(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+class Kept(io.TextIOBase):
+    """A text stream that goes into a file, and to the launching machine while it is there.
+
+    Both get whole lines, without secrets: others may fetch the file.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, file: Path, line: Line, err: bool, secrets: Sequence[str]) -> None:
+        self._line, self._err, self.redactor = line, err, Redactor(secrets)
+        self._partial = ""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._fd = os.open(file, flags, 0o600)
+
+    def write(self, text: str) -> int:
+        whole, end, self._partial = (self._partial + text).rpartition("\n")
+        if end:
+            lines = self.redactor.text(whole) + end
+            _write(self._fd, lines.encode(errors="replace"))
+            self._line.tell(text=lines, err=self._err)
+        return len(text)
+
+    def fileno(self) -> int:
+        return self._fd
+
+
+class KeptScreen(Screen):
+    """What an attached launcher would show, plainly; of what ranks write, the beginning."""
+
+    def __init__(self, show: Show, out: Kept, err: Kept, line: Line) -> None:
+        super().__init__(show, out, err)  # type: ignore[arg-type]
+        self._line = line
+        self._shown = 0
+
+    def starting(self, part: str, done: int, of: int) -> None:
+        self._line.tell(starting=part, done=done, of=of)
+
+    def output(self, host: str, rank: int, stream: str, data: bytes) -> None:
+        before, self._shown = self._shown, self._shown + len(data)
+        if before <= SHOWN:
+            super().output(host, rank, stream, data)
+            if self._shown > SHOWN:
+                self.note("paceline: no more of the ranks' output is shown here; logs/ has all")
+
+
+class Begun:
+    """Notices that the ranks run: they joined their group, or nothing went wrong for a while.
+
+    Args:
+        lease_s: Of the job.
+        tell: Called when it is so.
+    """
+
+    def __init__(self, lease_s: float, tell: Callable[[], None]) -> None:
+        self._lease_s, self._tell = lease_s, tell
+        self._settling: asyncio.TimerHandle | None = None
+        self._over = False
+
+    def heard(self, event: Event) -> None:
+        """What an agent says."""
+        if self._over:
+            return
+        if event.kind in ("world joined", "begin", "progress", "metrics"):
+            self._runs()
+        elif event.kind == "rank started":
+            self._wait(SETTLE_S)
+        elif outcome.failure_of(event, self._lease_s) is not None:
+            self._wait(None)
+
+    def _wait(self, seconds: float | None) -> None:
+        if self._settling is not None:
+            self._settling.cancel()
+        loop = asyncio.get_running_loop()
+        self._settling = None if seconds is None else loop.call_later(seconds, self._runs)
+
+    def _runs(self) -> None:
+        self._wait(None)
+        self._over = True
+        self._tell()
+
+
+def main() -> int:
+    """The supervisor, from the words that it was started with: FOLDER and a descriptor."""
+    folder, needed = Path(sys.argv[1]), int(sys.argv[2])
+    line = Line(needed, folder / LOG)
+    told = line.told
+    job, cluster = from_plain(told["job"]), from_plain(told["cluster"])
+    sys.argv = list(told["command"])  # what a run tells its user to type again
+    here = told["run"] is not None  # on the launching machine
+    run = Path(told["run"]) if here else folder / detached.RUN
+    run.parent.mkdir(parents=True, exist_ok=True)
+    run.mkdir(mode=0o700, exist_ok=True)
+    if not here:
+        os.chdir(folder)
+        call_it(run, told["shown"])
+    about = About(
+        told["run_id"], job.name, tuple(told["command"]),
+        tuple(host.name for host in cluster.hosts), time.time(), told["launched_by"],
+        told["launched_in"], socket.gethostname(), os.getpid(),
+        float(this_machine.started(os.getpid()) or 0), str(run),
+    )  # fmt: skip
+    _keep(folder, about)
+    secrets = secrets_of(job, cluster)
+    out, err = (Kept(run / detached.SCREEN, line, err, secrets) for err in (False, True))
+    sys.stdout, sys.stderr = out, err
+    problem: dict[str, Any] = {}
+    try:
+        code = _supervise(folder, run, line, job, cluster, out, err)
+    except PacelineError as error:
+        text = err.redactor.text(error.render())
+        os.write(err.fileno(), f"{text}\n".encode())  # who is there shows it himself
+        parts = {"message": error.message, "found": error.found, "remedy": error.remedy}
+        code, problem = error.exit_code, {"error": parts}
+    for path in folder.iterdir():  # what was only needed while it ran
+        if path.name not in (detached.ABOUT, detached.RUN, LOG):
+            shutil.rmtree(path, ignore_errors=True)
+    _keep(folder, replace(about, ended=time.time(), exit_code=code))
+    if not line.over(over=code, **problem) and here:
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    return code
+
+
+def _supervise(folder: Path, run: Path, line: Line, job: Job, cluster: Cluster, out: Kept,
+               err: Kept) -> int:  # fmt: skip
+    """Runs the job with agents that call."""
+    told = line.told
+    hosts, loops = choose_hosts(job, cluster), list[asyncio.AbstractEventLoop]()
+
+    def listening(addresses: Sequence[tuple[str, int]]) -> None:
+        loops.append(asyncio.get_running_loop())
+        line.tell(listening=[list(one) for one in addresses], folder=str(folder), run=str(run))
+
+    transport = CalledTransport(
+        hosts, bytes.fromhex(told["key"]), told["supervisor"], job.interface.value, listening
+    )
+
+    def heard(said: Mapping[str, Any]) -> None:
+        loops[0].call_soon_threadsafe(transport.cannot_call, said["missing"])
+
+    line.listen(heard)
+    begun = Begun(job.lease_s.value, lambda: line.tell(running=True))
+    inspect = None
+    if told["check"] != "none":
+        from paceline.checks.preflight import inspector
+
+        inspect = inspector(job, run)
+    package = told["package"]
+    return carry_out(
+        job, cluster, transport, KeptScreen(told["show"], out, err, line), run_dir=run,
+        parent=run.parent, package=package if isinstance(package, bool) else tuple(package),
+        inspect=inspect, left=Left(told["run_id"], _supplies(folder, told), begun.heard),
+    )  # fmt: skip
+
+
+def _supplies(folder: Path, told: Mapping[str, Any]) -> Supplies | None:
+    """What was sent here for the hosts; ``None`` where it lies in its place."""
+    if told["trees"] is None:
+        return None
+    trees = {
+        name: Tree(Path(one["root"]), one["manifest"], folder / one["in"])
+        for name, one in told["trees"].items()
+    }
+    inputs = {str(tree.root): tree for name, tree in trees.items() if name.startswith("input")}
+    return Supplies(trees.get("code"), trees.get("package"), inputs)
+
+
+def _keep(folder: Path, about: About) -> None:
+    """Writes about.json at once."""
+    new = folder / f".{detached.ABOUT}"
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(about.to_json(), file, indent=2)
+        file.write("\n")
+    new.replace(folder / detached.ABOUT)

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,8 +22,18 @@ from paceline.lab import Lab, LabOptions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "PACELINE_TEST_SESSION"  # carried by every process that a test starts, and its children
-LONGEST = "test_documents_run.py"  # every command of every page
-PATIENCE_S = 3.0  # for what is on its way out when the test returns
+LONGEST = (  # files of labs, by the CPU seconds that they take, and those that wait long
+    "test_documents_run", "test_mpi", "test_slurm", "test_elastic", "test_attribution",
+    "test_coming_from", "test_explain", "test_losses", "test_hangs", "test_check", "test_by_hand",
+    "test_soak", "test_run_words", "test_run_places", "test_run_endings", "test_outlive",
+    "test_run_refusals", "test_warm", "test_attach", "test_detach", "test_come_back",
+    "test_launch_function", "test_connections", "test_run_network", "test_setup",
+    "test_checkpoint_copies", "test_run_masters", "test_recipes_on_hosts", "test_train_image",
+    "test_recovery", "test_joining", "test_forecast", "test_tutorial", "test_docker", "test_lab",
+    "test_full_disk", "test_collectives", "test_trackers_read_back", "test_resume", "test_copies",
+    "test_run_wire", "test_live",
+)  # fmt: skip
+PATIENCE_S = 60.0  # an ssh client notices after 15 s that its host is gone
 
 _OWN_FILES = {"__pycache__", "build", "dist", ".git"}
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000  # linux/sched.h
@@ -41,6 +51,10 @@ def pytest_configure(config: pytest.Config) -> None:
     Two labs at once then share neither ports nor the names of namespaces, and what one test
     leaves is not counted against its neighbour.
     """
+    # ssh has it run a lab's ProxyCommand. bash would read the start-up files of whoever runs the
+    # tests, as its input is a socket, and pyenv's leaves a lock behind when a test kills it.
+    os.environ["SHELL"] = "/bin/sh"
+    os.environ.setdefault("PACELINE_OPT_REPORT", "no")  # only its own tests are worth its time
     if not hasattr(config, "workerinput"):
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # more on busy CPUs wait for each other
@@ -52,12 +66,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the file that takes longest first, and then the one with most tests.
+    """Puts the files that take longest first, and then those with most tests.
 
-    Parallel workers take whole files in this order; the longest, begun last, would run alone.
+    Parallel workers take whole files in this order; a long one, begun last, would run alone.
     """
     tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.path.name != LONGEST, -tests[item.path]))
+    places = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (places.get(item.path.stem, len(places)), -tests[item.path]))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,7 +92,7 @@ class Belongings:
     environment: frozenset[tuple[str, str]]
     folder: str
     threads: frozenset[str]
-    processes: frozenset[str]
+    processes: frozenset[str]  # everybody's: whose a new one is, is looked up then
     descriptors: frozenset[str]
     files: frozenset[str]
     mounts: frozenset[str]
@@ -90,7 +105,7 @@ class Belongings:
             environment=frozenset(_variables()),
             folder=str(Path.cwd()),
             threads=frozenset(f"{t.name} ({t.ident})" for t in threading.enumerate()),
-            processes=frozenset(_processes()),
+            processes=frozenset(filter(str.isdigit, _names("/proc"))),
             descriptors=frozenset(_descriptors()),
             files=frozenset(_files()),
             mounts=frozenset(_lines("/proc/self/mountinfo")),
@@ -104,7 +119,8 @@ class Belongings:
         for field in fields(self):
             was, now = getattr(before, field.name), getattr(self, field.name)
             if isinstance(now, frozenset):
-                found += [f"{field.name}: {item}" for item in sorted(map(str, now - was))]
+                more = _ours(now - was) if field.name == "processes" else map(str, now - was)
+                found += [f"{field.name}: {item}" for item in sorted(more)]
             elif was != now:
                 found.append(f"{field.name}: {was} became {now}")
         return found
@@ -123,13 +139,13 @@ def _variables() -> Iterator[tuple[str, str]]:
     return ((k, v) for k, v in os.environ.items() if not k.startswith(ignored))
 
 
-def _processes() -> Iterator[str]:
-    """Processes that carry our mark, this one left out: orphans of a test too."""
+def _ours(processes: Iterable[str]) -> Iterator[str]:
+    """Those that carry our mark, orphans of a test too."""
     entry = f"{MARK}={os.getpid()}".encode()
-    for name in filter(str.isdigit, _names("/proc")):
+    for name in processes:
         with contextlib.suppress(OSError):
             folder = Path("/proc") / name
-            if int(name) != os.getpid() and entry in (folder / "environ").read_bytes().split(b"\0"):
+            if entry in (folder / "environ").read_bytes().split(b"\0"):
                 words = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
                 if words:  # a zombie has none
                     yield f"{name} {words.decode(errors='replace').strip()}"

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent import facts
-from paceline.agent.frames import Decoder, encode
+from paceline.agent.frames import MAX_JSON, Decoder, encode
+from paceline.agent.lanes import Joiner
 from paceline.launch.launcher import run_job
 from paceline.launch.screen import Screen
 from paceline.launch.summary import RunOutcome
@@ -58,7 +59,8 @@ class Simulated:
         self.built: list[str] = []  # folders of what it was sent
         self.started: list[Message] = []  # what it was asked to start
         self._python = host.python or "python3"
-        self._decoder = Decoder()
+        self._decoder, self._joiner = Decoder(), Joiner(MAX_JSON)
+        self._heard = 0  # frames
         self._lines, self._line = lines, b"x" * (width - 1) + b"\n"
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -75,9 +77,18 @@ class Simulated:
                    "chosen_python": self._python, "facts": self.facts})  # fmt: skip
 
     def write(self, data: bytes) -> None:
-        for message, _ in self._decoder.feed(data):
-            answer = ANSWERS.get(message["op"], lambda agent, request: {})
-            self._say({"re": message["id"], **answer(self, message)})
+        for message, blob in self._decoder.feed(data):
+            self._heard += 1
+            if "part" in message:
+                for frame in self._joiner.add(message, blob):
+                    self._answer(*(whole for whole, _ in Decoder().feed(frame)))
+                self._say({})  # that it was heard
+            elif "op" in message:
+                self._answer(message)
+
+    def _answer(self, message: Message) -> None:
+        answer = ANSWERS.get(message["op"], lambda agent, request: {})
+        self._say({"re": message["id"], **answer(self, message)})
 
     async def drain(self) -> None: ...
 
@@ -91,7 +102,7 @@ class Simulated:
         self.close()
 
     def _say(self, message: Message, blob: bytes = b"") -> None:
-        self.reader.feed_data(encode(message, blob))
+        self.reader.feed_data(encode({**message, "heard": self._heard}, blob))
 
     # --- what it does
 
@@ -137,6 +148,13 @@ def _connect(agent: Simulated, request: Message) -> Message:
 
 ANSWERS: dict[str, Callable[[Simulated, Message], Message]] = {
     "lease": lambda agent, request: {"monotonic": time.monotonic(), "time": time.time()},
+    "vitals": lambda agent, request: {
+        "time": time.monotonic(),
+        "cpu": [5, 10],
+        "memory": [4, 1],
+        "gpus": [],
+        "links": {name: [0, 0] for name in request["interfaces"]},
+    },
     "prepare": Simulated.prepare,
     "start": Simulated.start,
     "listen": lambda agent, request: {"ports": {agent.address: 4000}, "errors": {}},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.checks import examine
-from paceline.cli import applies, launch, program, sources, trust, use
+from paceline.cli import applies, attach, launch, leave, program, sources, trust, use
 from paceline.cli import bench_scaling as scaling_verb
 from paceline.cli import forecast as forecast_verb
 from paceline.launch import launcher
@@ -30,7 +31,7 @@ from paceline.schedulers import commands, flux, mpi, submission
 from paceline.schedulers.container import ContainerTransport, Probe, container_for
 from paceline.schedulers.ssh import SshTransport
 from paceline.spec.errors import SettingError
-from paceline.spec.hosts import Host
+from paceline.spec.hosts import Cluster, Host
 from paceline.spec.rundir import MODEL_CONFIG
 
 HOSTS = (Host("n1"), Host("n2", "10.0.0.2"))
@@ -67,20 +68,23 @@ VERBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 # option → one value that is not its default; "" for a switch
 VALUES = {
-    "hosts": "n1", "ssh_config": "config", "accept_new_host_keys": "", "nnodes": "1",
+    "hosts": "n1", "ssh_config": "config", "accept_new_host_keys": "", "nnodes": "1", "fastest": "",
     "nproc_per_node": "2", "env": "T_A=1", "unset": "T_B", "iface": "eth7", "python": "/other/py",
     "run_dir": "/r/7", "name": "other", "master_port": "5", "backend": "mpi", "ship": "never",
     "activate": "/opt/vars.sh",
     "bind": "none", "debug": "", "lease": "7", "grace": "3", "max_restarts": "2",
-    "hang_timeout": "9", "check_level": "full",
-    "show": "none", "plan_only": "", "as_json": "", "verbose": "", "via_arg": "-v",
+    "restart_window": "77", "wait_for_nodes": "33",
+    "hang_timeout": "9", "check_level": "full", "keep_warm": "70",
+    "show": "none", "screen": "lines", "notify": "true", "report": "", "plan_only": "",
+    "as_json": "", "verbose": "", "via_arg": "-v",
     "mpiexec": "/m/mpiexec",
     "image": "other:2", "mount": "/m:/m", "shm_size": "2g", "rdzv_id": "other",
     "rdzv_key_file": "key",
     "rdzv_timeout": "77", "time_limit": "1:00:00", "partition": "p", "account": "a",
     "cpus_per_task": "3", "mem": "5G", "gres": "gpu:4",
     "gpus": "6", "gpus_per_node": "4", "constraint": "a100", "sbatch_arg": "--x=y",
-    "setup_command": "module load x", "requeue": "", "array": "1-3", "detach": "",
+    "setup_command": "module load x", "requeue": "", "array": "1-3", "detach": "", "keep": "",
+    "supervisor": "n1",
 }  # fmt: skip
 # where that would be refused: a manifest has no directives, and Kubernetes knows labels only
 OTHERWISE = {
@@ -88,7 +92,7 @@ OTHERWISE = {
     ("kubernetes script", "constraint"): "zone=a",
 }
 LEADS = {"via", "rdzv", "node_rank"}  # the manners themselves are made of these
-COMPANIONS = {"as_json": ("--plan",), "verbose": ("--plan",)}
+COMPANIONS = {"as_json": ("--plan",), "verbose": ("--plan",), "supervisor": ("--detach",)}
 
 
 def manners() -> dict[str, applies.Manner]:
@@ -118,13 +122,16 @@ class Deed:
 def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     """Everything up to the first connection is real; what follows is written down."""
     done = Deed()
+    monkeypatch.delenv("PACELINE_OPT_REPORT", raising=False)
 
     def started(job: Any, cluster: Any, transport: Any, screen: Any, **more: Any) -> NoReturn:
         places = {name: more.get(name) for name in ("run_dir", "parent")}
         places = {k: v for k, v in places.items() if not more.get("run_dir") or k == "run_dir"}
         chosen = [host.name for host in cluster.hosts]
-        done.is_done("run", job, chosen, rendered(transport), vars(screen).get("_show"),
-                     sorted(places.items()), more.get("inspect") is None)  # fmt: skip
+        seen = [vars(screen).get(name) for name in ("_show", "_look")]
+        done.is_done("run", job, chosen, rendered(transport), seen,
+                     sorted(places.items()), more.get("inspect") is None,
+                     more.get("keep_warm_s"))  # fmt: skip
 
     def planned(job: Any, cluster: Any, transport: Any, **how: Any) -> NoReturn:
         done.is_done("plan", how["as_json"], how["verbose"])
@@ -142,10 +149,13 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
         return real_ladder(nodes, processes)
 
     monkeypatch.setattr(scaling_verb.scaling, "ladder", ladder)
-    for module in (launcher, scaling_verb, forecast_verb):
-        monkeypatch.setattr(module, "run_job", started)
+    monkeypatch.setattr(launcher, "run_job", started)
     monkeypatch.setattr(launch, "show_plan", planned)
+    monkeypatch.setattr(forecast_verb, "fastest_of",
+                        lambda job, cluster, run: (Cluster(cluster.hosts[:1]), "so"))  # fmt: skip
     monkeypatch.setattr(examine, "examine", examined)
+    monkeypatch.setattr(leave, "leave", lambda leaving, _: done.is_done(
+        "left", leaving.supervisor))  # fmt: skip
     monkeypatch.setattr(use, "run_here", lambda *words: done.is_done("here", words))
     monkeypatch.setattr(submission, "hand_in", written)
     monkeypatch.setattr(this_machine, "own_names", lambda: set[str]())
@@ -155,6 +165,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     monkeypatch.setattr("paceline.rundir.directory.fresh_path", lambda parent, name: parent / name)
     monkeypatch.setattr("time.strftime", lambda *_: "now")
     monkeypatch.setattr("secrets.token_hex", lambda size: "5a" * size)
+    monkeypatch.delenv("PACELINE_OPT_REPORT", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text("")
     (tmp_path / "config").write_text("")
@@ -235,7 +246,12 @@ def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -
         if name in LEADS:
             continue
         flag = max(option.opts, key=len)
+        if option.default is True and verb not in applies.MEASURING:  # on as it is
+            flag = option.secondary_opts[0]
         beside = () if verb in applies.MEASURING else COMPANIONS.get(name, ())
+        if name == "supervisor" and (verb not in applies.OPTIONS[name].verbs
+                                     or not manners()[manner].takes(name)):  # fmt: skip
+            beside = ()
         value = OTHERWISE.get((manner, name), VALUES[name])
         words = [*beside, flag, *([value] if value else [])]
         if name == "detach" and manner in ("slurm script", "flux script"):
@@ -246,18 +262,39 @@ def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -
             continue  # it has to do with how the figures are printed
         if manner == "local" and name == "hosts":
             words = [flag, "localhost"]
+        if manner == "local" and name == "supervisor":
+            words = [*beside, flag, socket.gethostname()]
         if manner == "local" and name == "nnodes":
             words = [flag, "2"]
         before = call(deed, verb, manner, beside) if beside else plain
         status, said, did = call(deed, verb, manner, words)
+        if (verb, manner, name) == ("forecast", "local", "nnodes"):
+            assert "2 nodes were asked for" in said  # its value is: there is one host
+            continue
         refused = status == 2 and flag in said
         where = applies.OPTIONS[name]
-        fits = verb in where.verbs and (not where.chosen or manners()[manner].takes(name))
+        how = manners()[manner]
+        fits = verb in where.verbs_of(how) and (not where.chosen or how.takes(name))
         assert refused or (status == 0 and did != before[2]), (verb, manner, words, said, did)
         assert refused is not fits, (verb, manner, words, said)
 
 
-@pytest.mark.parametrize("name", ["mem", "detach", "via_arg", "shm_size", "ssh_config"])
+@pytest.mark.parametrize("manner", LEADING)
+@pytest.mark.parametrize("verb", ["run", "scaling", "forecast", "collectives"])
+def test_a_range_of_nodes_where_their_number_can_change(deed: Deed, verb: str,
+                                                        manner: str) -> None:  # fmt: skip
+    status, said, _ = call(deed, verb, manner, ("--nnodes", "1:2"))
+    fits = verb == "run" and not manners()[manner].scheduler.fixed and "script" not in manner
+    assert (status == 0) is fits, said
+    if not fits and "range" in said:
+        assert "--nnodes 1:2 is a range, which does not go with" in said
+        assert "remedy: --nnodes 2" in said
+    # what leaves no choice means the same with torchrun's colon
+    assert call(deed, verb, manner, ("--nnodes", "2:2"))[0] == call(
+        deed, verb, manner, ("--nnodes", "2"))[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["mem", "array", "via_arg", "shm_size", "ssh_config"])
 def test_wherever_it_was_given(deed: Deed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                name: str) -> None:  # fmt: skip
     """In the environment and in paceline.toml, too; the error says where it stands."""
@@ -310,6 +347,10 @@ def test_detached(deed: Deed, monkeypatch: pytest.MonkeyPatch) -> None:
         (("setup", "-H", "n1", "--revoke", "--key", "k"), "--key does not go with --revoke"),
         (("bench", "collectives", "--no-links", "--min-share", "0.5"), "--min-share does not go"),
         (("bench", "collectives", "-i", "8", "-f", "2"), "--stepfactor does not go with"),
+        (("run", "--detach", "--keep", "job.py"), "--detach does not go with --keep"),
+        (("run", "--detach", "--screen", "live", "job.py"), "--screen does not go with --detach"),
+        (("run", "--keep", "--keep-warm", "9", "job.py"), "--keep-warm does not go with a run"),
+        (("run", "--supervisor", "n1", "job.py"), "--supervisor does not apply to a run"),
     ],
 )
 def test_options_that_make_each_other_void(deed: Deed, words: list[str], message: str) -> None:
@@ -317,6 +358,30 @@ def test_options_that_make_each_other_void(deed: Deed, words: list[str], message
     assert isinstance(done.exception, SettingError), done.output
     assert done.exception.exit_code == 2
     assert message in done.exception.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "kept"),
+    [
+        ("detach = true", ("--keep",), True),
+        ("keep = true", ("--detach",), False),
+        ('detach = true\nscreen = "lines"', (), False),
+        ('detach = true\nkeep-warm = "10m"', ("--keep-warm", "0"), False),
+    ],
+)
+def test_what_is_typed_goes_before_the_file_where_a_run_is_left(
+    settings: str, words: tuple[str, ...], kept: bool, deed: Deed, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / "paceline.toml").write_text(f"[run]\n{settings}\n")
+    shown: list[str] = []
+    outcome = leave.Outcome(None, Host("n1"), local=True, run_id="1")
+    monkeypatch.setattr(leave, "leave", lambda *_: outcome)
+    monkeypatch.setattr(attach, "attach_to", lambda run, **_: shown.append(str(run)) or 0)
+    done = CliRunner(env=dict.fromkeys(ALLOCATION)).invoke(program, ["run", *words, "job.py"])
+    assert done.exit_code == 0, done.output
+    assert bool(shown) is kept
+    assert ("come back:" in done.stderr) is not kept
 
 
 @pytest.mark.parametrize("hosts", ["lab", "lab:mine"])
@@ -381,3 +446,12 @@ def test_the_job_in_a_batch_is_told_all_that_is_its_own(
         "--via slurm --nproc-per-node=2 '--env=A=x y' --name=--mem --lease=7.0 --grace=3.0 "
         "--no-torch job.py --time 3 --detach"
     )
+
+
+@pytest.mark.parametrize("via", ["docker", "apptainer", "mpi", "pbs"])
+@pytest.mark.parametrize("flag", ["--detach", "--keep"])
+def test_who_cannot_be_left_is_told_why(via: str, flag: str) -> None:
+    refused = CliRunner().invoke(program, ["run", "--via", via, flag, "job.py"])
+    assert isinstance(refused.exception, SettingError)
+    assert refused.exception.exit_code == 2
+    assert "this command has to stay; a batch needs nobody" in refused.exception.remedy

@@ -70,7 +70,7 @@ def test_the_probe_is_good_shell(name: str, tmp_path: Path) -> None:
     import subprocess
 
     argv = probe_command(engine(name), "no such; image", [str(tmp_path), "/no/such"])
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=20)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
     probe = parse_probe(done.stdout + done.stderr)
     assert probe.folders == (str(tmp_path),)
     assert probe.digest == ""

@@ -29,7 +29,7 @@ def test_what_is_told_anywhere_is_defined() -> None:
     by_launcher = {name for name, kind in KINDS.items() if kind.by == "launcher"}
     assert told_in("train") <= by_rank
     assert told_in("launch") <= by_launcher
-    assert told_in("launch") | {"connection ended"} == by_launcher
+    assert told_in("launch") | {"connection ended", "connection restored"} == by_launcher
 
 
 def test_every_field_is_of_some_kind() -> None:

@@ -50,3 +50,16 @@ def test_a_host_that_is_no_linux_is_refused_as_such(tmp_path: Path) -> None:
         asyncio.run(connect_all([Host("n1", local=True)], [str(python)], SshOptions()))
     assert "not Linux: n1: this is darwin" in caught.value.found
     assert "-H n1,n2" in caught.value.remedy
+
+
+def test_a_host_without_room_for_the_agent_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nulimit -f 0\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(ConnectError) as caught:
+        asyncio.run(connect_all([Host("n1", local=True)], [str(python)], SshOptions()))
+    assert caught.value.found.startswith("no room for the agent: n1: ")
+    assert "df -h ~ /tmp" in caught.value.remedy

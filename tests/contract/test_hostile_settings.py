@@ -21,7 +21,7 @@ from paceline.cli import program, sources
 from paceline.hosts import apply_overrides, load_toml, read_hosts, write_hosts
 from paceline.spec.errors import PacelineError
 
-PATIENCE_S = 5.0
+LONGEST_S = 5.0  # of CPU time
 MOST_KIB = 500 << 10
 # pieces from which hostile words are made
 NASTY = [
@@ -53,10 +53,10 @@ class Limits:
     """Neither a hang nor a flood of memory."""
 
     def __enter__(self) -> None:
-        self._began, self._before = time.monotonic(), _peak_kib()
+        self._began, self._before = time.process_time(), _peak_kib()
 
     def __exit__(self, *_: object) -> None:
-        assert time.monotonic() - self._began < PATIENCE_S
+        assert time.process_time() - self._began < LONGEST_S
         assert _peak_kib() - self._before < MOST_KIB
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 from paceline.agent import caller
+from paceline.remote import reconnection
+from paceline.remote.channel import Channel
 from paceline.rendezvous import listener as listeners
 from paceline.rendezvous.listener import (
     Connection,
@@ -28,6 +31,7 @@ from paceline.rendezvous.peers import KnownHosts, Peers
 from paceline.spec.hosts import Host
 
 KEY = b"k" * 32
+PATIENCE_S = 60.0
 
 
 @contextlib.asynccontextmanager
@@ -101,7 +105,7 @@ def test_noise_is_hung_up_on(
                 writer.write_eof()
             heard = b""
             with contextlib.suppress(OSError):
-                heard = await asyncio.wait_for(reader.read(), 15)
+                heard = await asyncio.wait_for(reader.read(), PATIENCE_S)
             assert heard == b"" or not encrypted  # in the clear it may be an alert of TLS
             writer.close()
             assert not calls
@@ -120,7 +124,7 @@ def test_a_line_without_an_end_is_hung_up_on(caplog: pytest.LogCaptureFixture) -
                     writer.write(b"x" * 65536)
                     await writer.drain()
             with contextlib.suppress(OSError):
-                assert await asyncio.wait_for(reader.read(), 15) == b""
+                assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
             writer.close()
 
     asyncio.run(go())
@@ -138,7 +142,7 @@ def test_a_stranger_with_another_key_learns_nothing() -> None:
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(reader.read(1), 0.3)  # it does not speak first
             writer.write(f"{caller.MAGIC} {'0' * 32} {'0' * 64} {{}}\n".encode())
-            assert await asyncio.wait_for(reader.read(), 5) == b"wrong-key\n"
+            assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b"wrong-key\n"
             writer.close()
 
     asyncio.run(go())
@@ -166,7 +170,7 @@ def test_silent_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
             assert not listener._unproven
             for reader, writer in silent:
                 with contextlib.suppress(OSError):
-                    assert await asyncio.wait_for(reader.read(), 5) == b""
+                    assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
                 writer.close()
             connection.close()
             calls[0].writer.close()
@@ -227,14 +231,14 @@ def test_the_streams_of_an_agent_cross_encrypted(size: int) -> None:
                 *caller_command(config),
                 env={"PATH": os.environ["PATH"], caller.KEY: KEY.hex(), "T_PLACE": "0"},
             )
-            await asyncio.wait_for(peers.complete.wait(), 15)
+            await asyncio.wait_for(peers.complete.wait(), PATIENCE_S)
             link = peer_link(peers)
             sent = SECRET + b"x" * size
             link.writer.write(sent)
             link.writer.write_eof()
-            assert await asyncio.wait_for(link.reader.read(), 20) == sent
-            assert await asyncio.wait_for(link.errors.read(), 5) == b"said"
-            assert await asyncio.wait_for(child.wait(), 10) == 0
+            assert await asyncio.wait_for(link.reader.read(), PATIENCE_S) == sent
+            assert await asyncio.wait_for(link.errors.read(), PATIENCE_S) == b"said"
+            assert await asyncio.wait_for(child.wait(), PATIENCE_S) == 0
             await link.end(1.0)
             assert len(seen) > 2 * size
             for word in (SECRET, b"said", KEY.hex().encode(), b"session", b"paceline-call"):
@@ -253,10 +257,90 @@ def test_a_lost_launcher_ends_an_agents_input() -> None:
                 *caller_command(config),
                 env={"PATH": os.environ["PATH"], caller.KEY: KEY.hex(), "T_PLACE": "0"},
             )
-            await asyncio.wait_for(peers.complete.wait(), 15)
+            await asyncio.wait_for(peers.complete.wait(), PATIENCE_S)
             peers.by_place[0].frames.writer.transport.abort()
-            assert await asyncio.wait_for(child.wait(), 10) == 7
+            assert await asyncio.wait_for(child.wait(), PATIENCE_S) == 7
             peers.hang_up()
+
+    asyncio.run(go())
+
+
+async def joined(peers: Peers, listener: Listener) -> tuple[asyncio.subprocess.Process, Channel]:
+    """A node that has called, and the channel to its agent, which stays after a break."""
+    config = caller_config(listener.addresses, [sys.executable], ["T_PLACE"], "X", 5)
+    child = await asyncio.create_subprocess_exec(
+        *caller_command(config),
+        env={**os.environ, caller.KEY: KEY.hex(), "T_PLACE": "0"},
+    )
+    await asyncio.wait_for(peers.complete.wait(), PATIENCE_S)
+    (channel,) = await peers.channels()
+    assert channel._staying is not None
+    await channel._staying
+    return child, channel
+
+
+def test_a_node_that_was_cut_off_calls_again() -> None:
+    async def go() -> None:
+        peers = Peers(KnownHosts([Host("n1")]))
+        async with listening(peers.take) as listener:
+            child, channel = await joined(peers, listener)
+            told: list[str] = []
+            channel.on_event = lambda event: told.append(event.kind)
+            for times, wire in enumerate((0, 1, 0), 1):
+                link: Any = channel._link
+                writers = (link.writer, link._errors_writer)
+                writers[wire].transport.abort()
+                for _ in range(6000):
+                    if len(told) >= times:
+                        break
+                    await asyncio.sleep(0.01)
+                assert (await asyncio.wait_for(channel.request("clock"), PATIENCE_S))["time"] > 0
+            assert told == ["connection restored"] * 3
+
+            stranger = {"session": "ab", "stream": "frames", "again": True}
+            where = list(listener.addresses)
+            with pytest.raises(caller.Refused, match="nobody called like that"):
+                await asyncio.to_thread(caller.dial, where, KEY, stranger, time.monotonic())
+
+            await channel.request("bye")
+            await channel.close(5)
+            assert await asyncio.wait_for(child.wait(), PATIENCE_S) == 0
+            stranger["session"] = peers.by_place[0].session
+            with pytest.raises(caller.Refused, match="given up"):
+                await asyncio.to_thread(caller.dial, where, KEY, stranger, time.monotonic())
+
+    asyncio.run(go())
+
+
+def test_a_node_calls_again_when_a_meeting_came_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    true_line, lines = reconnection.again_line, [b"raise SystemExit(1)\n"] * 2
+    monkeypatch.setattr(
+        reconnection, "again_line", lambda *place: lines.pop() if lines else true_line(*place)
+    )
+
+    async def go() -> None:
+        peers = Peers(KnownHosts([Host("n1")]))
+        async with listening(peers.take) as listener:
+            child, channel = await joined(peers, listener)
+            peers.by_place[0].frames.writer.transport.abort()
+            assert (await asyncio.wait_for(channel.request("clock"), PATIENCE_S))["time"] > 0
+            assert not lines
+            await channel.request("bye")
+            await channel.close(5)
+            assert await asyncio.wait_for(child.wait(), PATIENCE_S) == 0
+
+    asyncio.run(go())
+
+
+def test_a_node_whose_launcher_has_ended_ends() -> None:
+    async def go() -> None:
+        peers = Peers(KnownHosts([Host("n1")]))
+        async with listening(peers.take) as listener:
+            child, channel = await joined(peers, listener)
+            channel._dial = None  # as if this process had been killed
+        peers.by_place[0].frames.writer.transport.abort()
+        await asyncio.wait_for(child.wait(), PATIENCE_S)
+        await channel.close()
 
     asyncio.run(go())
 
@@ -322,7 +406,7 @@ def test_something_else_that_listens_is_left_alone() -> None:
         with child, other.accept()[0] as connection:
             heard = connection.recv(4096)
             connection.sendall(b"220 mail.example.org ESMTP\n")
-            _, err = child.communicate(timeout=20)
+            _, err = child.communicate(timeout=PATIENCE_S)
     assert heard.startswith(b"\x16\x03")
     assert KEY.hex().encode() not in heard
     assert "something else answers there" in err

@@ -22,7 +22,7 @@ STARTS = {"run", "Popen", "popen", "check_call", "check_output", "call", "exec",
 
 # essential or required in Debian, or on any Linux that has a shell
 ANY_DEBIAN = {"bash", "cat", "find", "ldd", "mount", "rm", "sh", "sleep", "tar", "test",
-              "true", "unshare"}  # fmt: skip
+              "true", "umount", "unshare", "yes"}  # fmt: skip
 
 # what the README asks for before the two commands
 ASKED_FOR = {"git": "git", "make": "make", "python": "python3", "python3": "python3"}
@@ -35,7 +35,7 @@ FROM = {
     "openssl": "openssl", "mpiexec.hydra": "mpich", "mpiexec.openmpi": "openmpi-bin",
     "sbatch": "slurm-wlm", "scancel": "slurm-wlm", "salloc": "slurm-wlm", "srun": "slurm-wlm",
     "slurmd": "slurm-wlm", "slurmctld": "slurm-wlm", "munged": "munge", "docker": "docker.io",
-    "dockerd": "docker.io", "smbd": "samba",
+    "dockerd": "docker.io", "smbd": "samba", "fsfreeze": "util-linux", "mkfs.ext4": "e2fsprogs",
 }  # fmt: skip
 
 # looked for and done without, each with a sentence that says so; rpc.mountd is for a bench alone

@@ -22,6 +22,7 @@ import pytest
 from paceline.agent import facts, frames, server
 from paceline.agent.frames import MAGIC, MAX_ANSWER, Decoder, FrameError, encode
 from paceline.launch import decide
+from paceline.launch.allowance import Allowance
 from paceline.launch.attempt import Attempt
 from paceline.launch.fleet import Node
 from paceline.launch.recorder import Recorder
@@ -45,6 +46,9 @@ HEX = "ab" * 32
 KEY = "0123456789abcdef01234567"
 ENTRY = ["d/f", HEX, 0o644, 3]
 SEEN = {"state": "S", "stack": ['File "a.py", line 3 in f']}
+DOES = {"pid": 3, "call": "write", "on": "pipe:[4]", "readers": [3]}
+LOOKED = {"cpu_s": 0.5, "moved": 9, "switches": 4, "calls": ["0 1 barrier"], **DOES, **SEEN,
+          "children": [{"name": "yes", "stack": [], **DOES}]}  # fmt: skip
 MEMORY = {"kills": 1, "limit": {"bytes": 5, "peak": None, "group": "/a"}, "kernel": ["x"]}
 
 # by request: its fields, a right answer and the bytes that come with it
@@ -59,8 +63,12 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
                       "local_address": "10.0.0.1", "reached": "ab"}]}, b""),
     "reserve_port": ({"address": "10.0.0.1", "port": 0}, {"port": 29500}, b""),
     "start": ({"ranks": [{"rank": 0}]}, {}, b""),
+    "add_ranks": ({"ranks": [{"rank": 0}]}, {}, b""),
+    "tell_ranks": ({"line": {"control": "end", "why": "x"}}, {}, b""),
+    "kill_ranks": ({"ranks": [0]}, {"killed": 1}, b""),
+    "open_store": ({"address": "10.0.0.1"}, {"port": 29500}, b""),
     "dump_stacks": ({}, {}, b""),
-    "seen": ({}, {"ranks": [{"rank": 0, "pid": 3, "cpu_s": 0.5, "moved": 9, **SEEN}]}, b""),
+    "seen": ({}, {"ranks": [{"rank": 0, **LOOKED}]}, b""),
     "stop": ({"signal": 15}, {}, b""),
     "kill": ({}, {"killed": 2}, b""),
     "compare_tree": ({"manifest": [ENTRY]},
@@ -82,6 +90,21 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
              {"disks": [{"path": "/", "total": 5, "free": 3, "writable": True}]}, b""),
     "list_results": ({}, {"files": [{"path": "model/w", "size": 3}]}, b""),
     "read_block": ({"count": 3, "last": True}, {"sha256": HEX}, b"abc"),
+    "detached_runs": (
+        {}, {"runs": [{"run_id": "ab" * 6, "about": "{}", "alive": None, "result": "",
+                       "where": "", "metrics": "{}"}]}, b"",
+    ),
+    "run_changes": (
+        {"run_id": "ab" * 6, "afresh": True},
+        {"about": "{}", "alive": True, "root": "/h/run", "gone": ["ranks.json"],
+         "files": [{"path": "logs/n1/0.log", "mark": "1.2", "size": 3}]}, b"",
+    ),
+    "read_part": (
+        {"run_id": "ab" * 6, "path": "a/b", "offset": 4, "count": 3, "whole": False}, {}, b"xyz",
+    ),
+    "ask_run": ({"run_id": "ab" * 6, "wish": {"do": "state"}}, {"answer": "{}"}, b""),
+    "signal_run": ({"run_id": "ab" * 6, "times": 1}, {"sent": True}, b""),
+    "discard_run": ({"run_id": "ab" * 6, "fetched": True}, {"gone": True}, b""),
     "data_folder": ({"key": KEY, "name": "d"},
                     {"marks": ["1 2 3"], "folder": f"/c/paceline/data/{KEY}/files/d",
                      "sign": f"/c/paceline/data/{KEY}/seen-ab", "free": 5}, b""),
@@ -92,6 +115,8 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
     "have_data": ({}, {"size": 3, "sha256": HEX}, b""),
     "put_data": ({}, {}, b""),
     "job_processes": ({}, {"pids": [3]}, b""),
+    "stay": ({"key": "ab" * 32}, {"place": "paceline-" + "ab" * 16}, b""),
+    "rest": ({"place": "paceline-" + "ab" * 16, "key": "ab" * 32, "seconds": 60.0}, {}, b""),
     "bye": ({}, {}, b""),
     "clock": ({}, {"time": 1.0, "monotonic": 2.0}, b""),
     "resolve": ({"names": ["n1", "n2"]}, {"names": {"n1": ["10.0.0.1"], "n2": None}}, b""),
@@ -107,10 +132,13 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
     "take_token": ({}, {}, b""),
     "digest_tree": ({}, {"exists": True, "files": 1, "bytes": 2, "digest": HEX}, b""),
     "token_processes": ({}, {"processes": [
-        {"pid": 3, "run": "r", "owned": True, "age": 1.5, "command": "x"}]}, b""),
+        {"pid": 3, "run": "r", "owned": True, "age": 1.5, "command": "x",
+         "warm": False}]}, b""),
     "execute": ({}, {"code": 0, "output": "x"}, b""),
     "gpus": ({}, {"missing": True}, b""),
     "packages": ({}, {"packages": {"torch": "2.13.0"}}, b""),
+    "vitals": ({"interfaces": ["eth0"]}, {"time": 1.5, "cpu": [3, 9], "memory": [8, 2],
+                                          "links": {"eth0": [5, 6]}, "gpus": [0.5]}, b""),
 }  # fmt: skip
 
 TOLD: dict[str, list[dict[str, Any]]] = {
@@ -127,14 +155,22 @@ TOLD: dict[str, list[dict[str, Any]]] = {
         {"kind": "progress", "step": 1, "steps": 2, "epoch": 1, "epochs": 2, "loss": 0.5,
          "samples_per_s": 10.0},
         {"kind": "metrics", "step": 1, "split": "train", "loss": 0.5},
+        {"kind": "pace", "step": 1, "ranks_s": [[0.1] * 6], "rates": [12.5]},
         {"kind": "say", "text": "hello"},
         {"kind": "begin", "resumed": True},
         {"kind": "heartbeat", "step": 3, "phase": "forward"},
+        {"kind": "event", "event": "recoverable", "able": False, "why": "its model is sharded"},
+        {"kind": "event", "event": "interrupted", "step": 3, "error": "Connection reset"},
+        {"kind": "event", "event": "newcomer ready"},
+        {"kind": "event", "event": "regrouped", "generation": 1, "step": 3, "seconds": 0.1},
     )],
     "rank ended": [
         {"rank": 0, "code": 1, "signal": None, "time": 3.0, "peak_bytes": 5, "seen": SEEN},
         {"rank": 0, "code": None, "signal": 9, "time": 3.0, "peak_bytes": 5, "memory": MEMORY},
     ],
+    "store ended": [{"time": 5.0}],
+    "rank frozen": [{"rank": 0, "how": "disk", "seconds": 10.2, "on": "read /a (nfs4)", "pid": 9}],
+    "rank thawed": [{"rank": 0}],
     "leftovers killed": [{"count": 1}],
     "node ended": [{"time": 5.0}],
     "asked to end": [{"time": 5.0}],
@@ -194,11 +230,13 @@ class Said:
     async def drain(self) -> None:
         pass
 
-    def abort(self) -> None:
+    def close(self) -> None:
         self.reader.feed_eof()
 
+    abort = close
+
     async def end(self, patience_s: float) -> None:
-        self.abort()
+        self.close()
 
 
 def within_bounds(work: Callable[[], Any]) -> Any:
@@ -258,7 +296,7 @@ def test_a_right_greeting_after_any_noise(noise: bytes) -> None:
 
 
 def test_a_greeting_that_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.remote.channel.STALL_S", 0.2)
+    monkeypatch.setattr("paceline.remote.channel.STALL_S", 1.0)
     for said in (encode(hello())[:-1], MAGIC + struct.pack(">II", MAX_ANSWER, 5) + b"{"):
         refused = opened(HAVE + said, end=False)
         assert isinstance(refused, LoginRefused)
@@ -269,16 +307,16 @@ def test_a_greeting_that_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 def test_a_host_that_falls_silent_is_given_up(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no run's lease watches it, as in setup."""
     monkeypatch.setattr("paceline.remote.channel.BEAT_S", 0.05)
-    monkeypatch.setattr("paceline.remote.channel.SILENCE_S", 0.3)
+    monkeypatch.setattr("paceline.remote.channel.SILENCE_S", 1.0)
 
     async def go() -> None:
         channel = Channel(Host("n2"), Said(HAVE + encode(hello()) + said, end=False))  # type: ignore[arg-type]
         await channel.open()
         with pytest.raises(Silent, match="fell silent"):
-            await channel.request("execute", argv=["true"], input="", timeout_s=1)
+            await channel.request("execute", argv=["true"], input="", timeout_s=60)
         await channel.close()
 
-    asyncio.run(asyncio.wait_for(go(), 20))
+    asyncio.run(asyncio.wait_for(go(), 60))
 
 
 # --- frames
@@ -445,7 +483,11 @@ def test_hostile_answers(op: str) -> None:
         ("disk", {"disks": []}),
         ("read_block", {}),
         ("see_tokens", {"exists": True, "seen": {"b": "x"}, "type": "x"}),
-        ("seen", {"ranks": [{"rank": 7, "pid": 3, "cpu_s": 0.5, "moved": 9, **SEEN}]}),
+        ("seen", {"ranks": [{"rank": 7, **LOOKED}]}),
+        (
+            "vitals",
+            {"time": 1.5, "cpu": [3, 9], "memory": [8, 2], "links": {"eth1": [5, 6]}, "gpus": []},
+        ),
     ],
 )
 def test_answers_to_what_was_not_asked(op: str, lie: dict[str, Any]) -> None:
@@ -517,7 +559,9 @@ def test_hostile_events(tmp_path: Path) -> None:
     async def go() -> int:
         channel = Channel(Host("n2"), Said(b""))  # type: ignore[arg-type]
         node = Node(channel.host, channel)
-        fleet = SimpleNamespace(running=True, lease_s=10.0, nodes=[node], absence=None)
+        fleet = SimpleNamespace(
+            running=True, lease_s=10.0, nodes=[node], absence=None, has=lambda node: True
+        )
         refused = 0
         for kind, examples in TOLD.items():
             for example in examples:
@@ -536,7 +580,22 @@ def test_hostile_events(tmp_path: Path) -> None:
                 return 1
         except Untrue:
             return 1
-        attempt: Any = Attempt(None, job(), fleet, None, screen, recorder)  # type: ignore[arg-type]
+        ranks = [SimpleNamespace(rank=0)]
+        plan: Any = SimpleNamespace(master_addr="", master_port=0, nodes=[
+            SimpleNamespace(host="n2", ranks=ranks)
+        ])  # fmt: skip
+        interrupts: Any = None
+        attempt: Any = Attempt(
+            plan,
+            job(),
+            fleet,
+            interrupts,
+            screen,
+            recorder,
+            Allowance(0, 0),
+            lambda lost: None,
+            None,
+        )
         event = Event.heard("n2", message, blob)
         if kind in ("imported", "import failed", "fork server died"):
             node.take_fork_server(event)
@@ -615,7 +674,7 @@ def test_a_lie_ends_the_connection_and_is_told() -> None:
         await asyncio.sleep(0)
         link.reader.feed_data(lie)
         with pytest.raises(Untrusted, match="n2 sent what no agent") as caught:
-            await asyncio.wait_for(waiting, LONGEST_S)
+            await asyncio.wait_for(waiting, 60)
         assert isinstance(caught.value, NodeError)
         (lost,) = told
         assert lost.kind == "connection ended"
@@ -639,4 +698,9 @@ def test_a_right_conversation_goes_on() -> None:
         await channel.close()
 
     asyncio.run(go())
-    assert protocol.boot_words(b"old 3.8 /usr/bin/python3") == ["old", "3.8", "/usr/bin/python3"]
+    known = protocol.BOOT_WORDS
+    assert protocol.words_after_mark(b"old 3.8 /usr/bin/python3", known) == [
+        "old",
+        "3.8",
+        "/usr/bin/python3",
+    ]

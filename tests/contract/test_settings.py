@@ -33,6 +33,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "nnodes": (2, 3),
     "nproc-per-node": (2, 3),
     "requeue": (True, False),
+    "report": (False, True),
     "env": (["A=1", "B=2"], ["C=3"]),
 }
 
@@ -64,7 +65,8 @@ TAKE_HOSTS = [
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "PACELINE_LAB"):
+    for variable in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "PACELINE_LAB",
+                     "PACELINE_OPT_REPORT"):  # fmt: skip
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     folder = tmp_path / "project"
@@ -147,6 +149,23 @@ def test_a_setting_means_the_same_in_all_three_places(verb: str, option: click.O
     assert both.params[name] == typed.params[name]
 
 
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("nnodes = 2", "[run]\nnnodes = …"),
+        ("max_restarts = 2", "[run]\nmax_restarts = …"),
+        ("nnode = 2", "Did you mean nnodes?"),
+        ("[runs]\nnnodes = 2", "Did you mean run?"),
+    ],
+)
+def test_what_stands_outside_of_the_tables_is_called_by_its_name(line: str, remedy: str) -> None:
+    Path("paceline.toml").write_text(line)
+    with pytest.raises(SettingError) as caught:
+        taken("run")
+    assert caught.value.remedy == remedy
+    assert ("a key" in caught.value.message) == (not line.startswith("["))
+
+
 @pytest.mark.parametrize("verb", [verb for verb, options in WITH_SETTINGS.items() if options])
 def test_unknown_keys_and_variables_are_refused(verb: str) -> None:
     with pytest.raises(SettingError) as caught:
@@ -193,8 +212,8 @@ JOB_VERBS = {"run", "train", "evaluate", "bench scaling", "bench collectives",
 
 
 def test_the_verbs_that_take_hosts() -> None:
-    others = {"hosts", "check", "setup", "setup sshd", "setup env", "setup hosts",
-              "setup accelerate"}  # fmt: skip
+    others = {"hosts", "check", "runs", "attach", "status", "logs", "stop", "explain", "warm up",
+              "setup", "setup sshd", "setup env", "setup hosts", "setup accelerate"}  # fmt: skip
     assert set(TAKE_HOSTS) == JOB_VERBS | others
 
 

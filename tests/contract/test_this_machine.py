@@ -43,7 +43,7 @@ def test_a_process_is_known_by_its_start(system: str, sleeper: subprocess.Popen[
     assert not this_machine.send(sleeper.pid, start + 1, signal.SIGKILL)
     assert sleeper.poll() is None
     assert this_machine.send(sleeper.pid, start, signal.SIGTERM)
-    assert sleeper.wait(10) == -signal.SIGTERM
+    assert sleeper.wait(60) == -signal.SIGTERM
     assert this_machine.started(sleeper.pid) is None
     assert not this_machine.send(sleeper.pid, start, signal.SIGTERM)
 

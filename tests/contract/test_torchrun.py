@@ -12,6 +12,7 @@ import pytest
 from paceline.cli import torchrun
 from paceline.cli.run import command
 from paceline.spec.errors import SettingError
+from paceline.spec.nodes import NodeRange
 
 # what is typed for the options that take a value, where it is not free
 VALUES = {"--nnodes": "2", "--nproc-per-node": "auto", "--rdzv-backend": "c10d",
@@ -74,11 +75,17 @@ def test_standalone_is_this_machine() -> None:
 
 
 def test_a_range_of_nodes() -> None:
-    assert typed("--nnodes", "2:2")["nnodes"] == 2
-    with pytest.raises(click.BadParameter, match="--nnodes 4"):
-        typed("--nnodes=1:4")
-    with pytest.raises(click.BadParameter):
-        typed("--nnodes", "many")
+    assert typed("--nnodes=1:4")["nnodes"] == NodeRange(1, 4)
+    assert typed("--nnodes", "2:")["nnodes"] == NodeRange(2)
+    Path("paceline.toml").write_text('[run]\nnnodes = "2:2"\nwait-for-nodes = "1h30m"\n')
+    assert typed()["nnodes"] == NodeRange(2, 2)
+    assert typed()["wait_for_nodes"] == 5400
+    for wrong in ("many", "4:1", "0:2", ":3", "1:2:3", "-1:2"):
+        with pytest.raises(click.BadParameter):
+            typed("--nnodes", wrong)
+    for wrong in ("-1", "1x", "m", "inf", "1h30"):
+        with pytest.raises(click.BadParameter):
+            typed("--wait-for-nodes", wrong)
 
 
 def test_another_store_is_refused() -> None:

@@ -129,7 +129,7 @@ class Docker:
         self.folder.mkdir()
         write_image(self.folder / "root.tar")
         for name in self.lab.names:
-            self.lab.exec(name, ["sh", "-c", _GROUND], timeout=20)
+            self.lab.exec(name, ["sh", "-c", _GROUND], timeout=60)
             self.start(name)
         first, *others = self.lab.names
         self.tell(first, "import", str(self.folder / "root.tar"), IMAGE)
@@ -143,7 +143,7 @@ class Docker:
             name, _DOCKERD, stdin=nothing, stdout=nothing, stderr=nothing, cwd="/"
         )
         up = lambda: self.lab.exec(name, ["docker", "version"]).returncode == 0  # noqa: E731
-        assert eventually(up, 20), f"dockerd on {name}"
+        assert eventually(up), f"dockerd on {name}"
 
     def stop(self, name: str) -> None:
         daemon = self._daemons.pop(name)
@@ -155,7 +155,7 @@ class Docker:
             daemon.wait()
 
     def tell(self, name: str, *words: str) -> str:
-        done = self.lab.exec(name, ["docker", *words], timeout=60)
+        done = self.lab.exec(name, ["docker", *words], timeout=150)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from launches import Ended
+from launches import PATIENCE_S, Ended
 from transports import Transport, contents, largest_difference, reference, said_in_logs
 
 # what a batch system adds to a run directory
@@ -51,7 +51,7 @@ class EveryTransport:
         with transport.started(*words) as (child, directory):
             assert transport.waits(directory, 2)
             child.send_signal(signal.SIGINT)
-            _, err = child.communicate(timeout=20)
+            _, err = child.communicate(timeout=PATIENCE_S)
         assert child.returncode == 128 + signal.SIGINT, err
 
     def test_stopped_from_another_terminal(self, transport: Transport) -> None:
@@ -60,7 +60,7 @@ class EveryTransport:
             assert transport.waits(directory, 2)
             assert "running" in transport.verb("status", str(directory)).lower()
             transport.verb("stop", str(directory))
-            _, err = child.communicate(timeout=20)
+            _, err = child.communicate(timeout=PATIENCE_S)
         assert child.returncode == 128 + signal.SIGTERM, err
         assert said_in_logs(directory, "saved") == 2
 

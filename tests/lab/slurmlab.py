@@ -17,7 +17,7 @@ from transports import missing
 from paceline.lab import Lab
 
 SOCKET = "/run/munge/munge.socket.2"
-START_S = 20.0
+START_S = 60.0
 # what each host pretends to have: the nodes of a site whose guide asks for so much
 CPUS, MEMORY = 16, 32768  # MB
 GPUS = "gpu:v100:2"
@@ -104,7 +104,7 @@ class Slurm:
 
     def start(self, name: str) -> None:
         """The daemons of one host."""
-        self.lab.exec(name, ["sh", "-c", _GROUND], check=True, timeout=20)
+        self.lab.exec(name, ["sh", "-c", _GROUND], check=True, timeout=START_S)
         munge = ["/usr/sbin/munged", "--force", "--foreground", "--key-file",
                  str(self.folder / "munge.key"), "--socket", SOCKET,
                  "--pid-file", "/run/munge/munged.pid", "--log-file", "/var/tmp/munge/log",
@@ -112,7 +112,7 @@ class Slurm:
         daemons = self._daemons.setdefault(name, [])
         daemons.append(self._popen(name, munge))
         there = ["test", "-S", SOCKET]
-        assert eventually(lambda: self.lab.exec(name, there).returncode == 0, 10)
+        assert eventually(lambda: self.lab.exec(name, there).returncode == 0)
         config = self.env["SLURM_CONF"]
         if name == self.lab.names[0]:
             daemons.append(self._popen(name, ["/usr/sbin/slurmctld", "-D", "-c", "-f", config]))
@@ -136,7 +136,7 @@ class Slurm:
 
     def tell(self, *argv: str, host: str = "n1") -> str:
         """What one of Slurm's commands says on a host."""
-        return self.lab.exec(host, argv, env=self.env, timeout=30).stdout
+        return self.lab.exec(host, argv, env=self.env, timeout=START_S).stdout
 
     def job(self, number: str) -> str:
         return self.tell("scontrol", "show", "job", "-o", number)
@@ -145,7 +145,7 @@ class Slurm:
     def allocation(self, nodes: int = 2, names: str = "n[1-2]") -> Iterator[dict[str, str]]:
         """An allocation without a shell; the variables that its shell would have."""
         argv = ["salloc", "--no-shell", f"-N{nodes}", f"--nodelist={names}", "--mem=100"]
-        done = self.lab.exec("n1", argv, env=self.env, timeout=30)
+        done = self.lab.exec("n1", argv, env=self.env, timeout=START_S)
         number = done.stderr.rsplit(maxsplit=1)[-1]
         assert number.isdigit(), done.stderr
         try:

@@ -6,20 +6,19 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from launches import SOURCE, Ended, Launch, Site, eventually, project_at
+from launches import PATIENCE_S, Ended, Launch, Site, eventually, project_at
 
 pytestmark = pytest.mark.lab
 
-LEASE_S = 4.0
-ENV = {**os.environ, "PYTHONPATH": str(SOURCE)}
+LEASE_S = 6.0
 OPTIONS = ("--nnodes", "2", "--no-torch", "--lease", str(LEASE_S))
 TRAIN = ("--nnodes", "2", "--lease", str(LEASE_S))
+LONG_GRACE = ("--grace", str(2 * PATIENCE_S))  # nobody here waits to its end
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +32,7 @@ def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
 def site(shared: Site) -> Iterator[Site]:
     yield shared
     shared.lab.heal()
+    # nodes whose launcher was killed may look for it for as long as the lease lasts
     assert shared.leftovers() == ""
 
 
@@ -52,7 +52,7 @@ def training(site: Site, *words: str, **how: Any) -> Launch:
     try:
         pointer = launch.directory / "checkpoints" / "latest.json"
         ready = lambda: pointer.exists() or launch.process.poll() is not None  # noqa: E731
-        assert eventually(ready, 30), launch.err
+        assert eventually(ready), launch.err
         assert pointer.exists(), launch.err
     except BaseException:
         launch.__exit__()
@@ -75,7 +75,7 @@ def first(ended: Ended) -> Any:
 
 def test_a_launcher_that_was_stopped_blames_nobody(site: Site) -> None:
     with running(site, "end.py", "echo") as launch:
-        for seconds in (LEASE_S / 2, LEASE_S + 3):
+        for seconds in (LEASE_S / 3, LEASE_S + 3):
             launch.signal(signal.SIGSTOP)
             time.sleep(seconds)
             launch.signal(signal.SIGCONT)
@@ -85,23 +85,23 @@ def test_a_launcher_that_was_stopped_blames_nobody(site: Site) -> None:
         ended = launch.end()
     assert ended.code == 1
     assert re.search(
-        r"failed first: this launcher was stopped for [78] s, longer than the lease of 4 s; "
-        "the nodes ended their ranks", ended.err,
+        rf"failed first: this launcher was stopped for \d+ s, longer than the lease of "
+        rf"{LEASE_S:g} s; the nodes ended their ranks", ended.err,
     )  # fmt: skip
     assert not re.search(r"n[12] (went away|heard)|unplugged|failed first: n[12]", ended.err)
     assert first(ended)["kind"] == "launcher"
 
 
 def test_a_launcher_that_was_stopped_while_nodes_start_blames_nobody(site: Site) -> None:
-    with site.start("--lease", "4", "train.py") as launch:
+    with site.start("--lease", str(LEASE_S), "train.py") as launch:
         there = lambda: "forkserver" in str(site.processes().get("n2"))  # noqa: E731
-        assert eventually(there, 10)
+        assert eventually(there)
         launch.signal(signal.SIGSTOP)
         time.sleep(LEASE_S + 3)
         launch.signal(signal.SIGCONT)
         ended = launch.end()
     assert ended.code == 1
-    assert re.search(r"this launcher was stopped for [78] s, longer than the lease", ended.err)
+    assert re.search(r"this launcher was stopped for \d+ s, longer than the lease", ended.err)
     assert "went away" not in ended.err
 
 
@@ -127,14 +127,17 @@ def test_a_killed_guard(site: Site) -> None:
 def test_a_killed_ssh_server(site: Site) -> None:
     with running(site, "end.py", "echo") as launch:
         site.lab.fault("kill", "n2", "sshd: .*notty")
+        assert eventually(lambda: "dialled again" in launch.err), launch.err
+        launch.signal(signal.SIGINT)
         ended = launch.end()
-    assert re.search(r"failed first: n2: the SSH connection to n2 ended: .*closed", ended.err)
+    assert ended.code == 130, ended.err
+    assert "the connection to n2 was lost; dialled again after" in ended.err
 
 
 def test_a_host_goes_away_while_starting(site: Site) -> None:
-    with site.start("--lease", "4", "train.py") as launch:
+    with site.start("--lease", str(LEASE_S), "train.py") as launch:
         there = lambda: "forkserver" in str(site.processes().get("n2"))  # noqa: E731
-        assert eventually(there, 10)
+        assert eventually(there)
         site.lab.fault("power-off", "n2")
         ended = launch.end()
     assert ended.code == 1
@@ -148,10 +151,8 @@ def test_a_host_goes_away_while_starting(site: Site) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_fork_server_is_replaced(site: Site, signum: int) -> None:
     with running(site, "--max-restarts", "1", "end.py", "echo") as launch:
-        began = time.monotonic()
         os.kill(process(site, "n2", "forkserver"), signum)
         launch.wait_for("waiting", times=4)
-        assert time.monotonic() - began < 8
         launch.signal(signal.SIGINT)
         ended = launch.end()
     assert ended.code == 130
@@ -212,28 +213,29 @@ def test_nohup_outlives_the_terminal(site: Site) -> None:
 def test_interrupted_while_restarting(site: Site) -> None:
     """Once, at any moment between the failure and the next start."""
     for delay in (0.1, 0.9, 1.6):
-        with running(site, "--max-restarts", "3", "end.py", "ignore") as launch:
+        with running(site, "--max-restarts", "3", *LONG_GRACE, "end.py", "ignore") as launch:
             os.kill(process(site, "n2", r"rank 1 of 2"), signal.SIGKILL)
             time.sleep(delay)
-            began = time.monotonic()
             launch.signal(signal.SIGINT)
-            if delay > 1:  # the ranks run again, and ignore the first wish
-                time.sleep(0.2)
+            over = lambda: launch.process.poll() is not None  # noqa: E731
+            again = lambda: launch.out.count("waiting") > 2  # noqa: E731
+            assert eventually(lambda: over() or again()), (delay, launch.err)  # noqa: B023
+            if not over():  # the ranks run again, and ignore the first wish
                 launch.signal(signal.SIGINT)
             ended = launch.end()
-            assert time.monotonic() - began < 2.5, (delay, ended.err)
             assert ended.code == 130, ended.err  # also if the second came during the explanation
             assert "Traceback" not in ended.err
-        assert eventually(lambda: site.clean(), 4)
+        assert eventually(site.clean)
 
 
 # --- where rank 0's host is gone for good
 
 
 def test_goes_on_elsewhere_at_once(site: Site) -> None:
+    """The launcher goes, too: else the rank that is left would just train on."""
     with training(site, "steps.py") as launch:
         site.lab.fault("power-off", "n1")
-        assert launch.end().code == 1
+        launch.kill()
     home = launch.directory / "checkpoints"
     assert not (home / "writer.json").exists()
     words = ["--run-dir", str(launch.directory), *TRAIN, "steps.py", "300"]
@@ -245,11 +247,19 @@ def test_goes_on_elsewhere_at_once(site: Site) -> None:
         again.end()
     assert "another job writes" not in again.err
 
+    def clients() -> bool:
+        """ssh to the dead host, which nobody could end."""
+        listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+        return any(str(site.lab.ssh_config) in line for line in listed.stdout.splitlines()
+                   if line.startswith("ssh "))  # fmt: skip
+
+    assert eventually(lambda: not clients())  # it ends by itself, after 15 s without an answer
+
 
 def test_a_host_that_comes_back_is_joined_again(site: Site) -> None:
     with running(site, "--max-restarts", "1", "end.py", "echo") as launch:
         site.lab.fault("power-off", "n2")
-        eventually(lambda: "dialling n2 again" in launch.err, 10)
+        assert eventually(lambda: "dialling n2 again" in launch.err), launch.err
         site.lab.undo("power-off", "n2")
         launch.wait_for("waiting", times=4)
         launch.signal(signal.SIGINT)
@@ -258,51 +268,35 @@ def test_a_host_that_comes_back_is_joined_again(site: Site) -> None:
     assert "n2 is back; starting all nodes again, 1 of 1" in ended.err
 
 
-# --- hangs
+# --- ranks that stand still, and what is no hang (for hangs see test_hangs.py)
 
 
-def hung(launch: Launch, text: str, patience: float) -> float:
-    """Seconds until the hang was told."""
-    began = time.monotonic()
-    assert eventually(lambda: text in launch.err, patience), launch.err
-    return time.monotonic() - began
+def told(launch: Launch, text: str) -> None:
+    """Waits until it is."""
+    assert eventually(lambda: text in launch.err), launch.err
 
 
-def test_a_stopped_rank_is_told_of_and_goes_on(site: Site) -> None:
-    with training(site, "steps.py") as launch:
+def test_a_stopped_rank_is_told_of(site: Site) -> None:
+    with running(site, "end.py", "echo") as launch:
         rank = process(site, "n2", "rank 1 of 2")
         os.kill(rank, signal.SIGSTOP)
-        hung(launch, "rank 1 on n2 is frozen: stopped by a signal", 8.0)
+        told(launch, "rank 1 on n2 is frozen: stopped by a signal")
         os.kill(rank, signal.SIGCONT)
-        hung(launch, "paceline: the job continues, after", 6.0)
         launch.signal(signal.SIGINT)
         assert launch.end().code == 130
 
 
-def test_a_rank_that_stops_joining_is_told_of_with_its_line(site: Site) -> None:
-    with training(site, "steps.py", "1000", "sleep", "1", "60") as launch:
-        hung(launch, "rank 1 on n2 stands still at steps.py, line ", 25.0)
-        assert ", in misbehave while rank 0 on n1 waits for it in" in launch.err
+def test_a_stopped_rank_of_a_session_is_replaced(site: Site) -> None:
+    with training(site, "steps.py") as launch:
+        os.kill(process(site, "n2", "rank 1 of 2"), signal.SIGSTOP)
+        told(launch, "rank 1 on n2 stood still, stopped by a signal (SIGSTOP): it was ended")
+        told(launch, "rank 1 on n2 is back after")
         launch.signal(signal.SIGINT)
-        time.sleep(0.2)
-        launch.signal(signal.SIGINT)
-        ended = launch.end()
-    assert ended.seconds < 3
-    words = [sys.executable, "-m", "paceline", "explain", str(ended.directory)]
-    said = subprocess.run(words, capture_output=True, text=True, env=ENV, timeout=30).stdout
-    assert "the job hung: rank 1 on n2 stands still" in said
+        assert launch.end().code == 130
 
 
-def test_a_hang_is_ended_after_its_time(site: Site) -> None:
-    words = ("--hang-timeout", "7", "steps.py", "1000", "sleep", "1", "60")
-    with training(site, *words) as launch:
-        ended = launch.end(40)
-    assert ended.code == 1
-    assert "rank 1 on n2: hung for longer than --hang-timeout 7: stands still at" in ended.err
-
-
-@pytest.mark.parametrize("work", ["evaluate", "compile", "write"])
-def test_work_of_one_rank_alone_is_no_hang(site: Site, work: str) -> None:
-    ended = site.run(*TRAIN, "--hang-timeout", "3", "steps.py", "80", work, "0", "60")
+def test_work_of_one_rank_alone_is_no_hang(site: Site) -> None:
+    words = ("steps.py", "80", "evaluate,compile,write", "0", "40")
+    ended = site.run(*TRAIN, "--hang-timeout", "3", *words)
     assert ended.code == 0, ended.err
     assert "no step for" not in ended.err

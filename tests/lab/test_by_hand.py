@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from every_transport import EveryTransport
-from launches import Ended, Site, eventually
+from launches import PATIENCE_S, TEST_LIMIT_S, Ended, Site, eventually
 from transports import ByHand, Transport, site_in, sniffed
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
@@ -45,17 +45,24 @@ def typed(site: Site, host: str, *options: str, key: str = KEY) -> Transport:
     return Transport(site, (*MEETING, *options), host=host, env={"PACELINE_RDZV_KEY": key})
 
 
+def meets(site: Site) -> bool:
+    """Whether the first node listens for the others."""
+    return any(":29431" in address for address in site.lab.listeners("n1"))
+
+
 @contextlib.contextmanager
 def both(first: Transport, second: Transport, *words: str, pause: float = 0.0,
-         verb: str = "run") -> Iterator[list[tuple[subprocess.Popen[str], Path]]]:  # fmt: skip
-    """Typed on one node, a while later on the other."""
+         listens: bool = False) -> Iterator[list[tuple[subprocess.Popen[str], Path]]]:  # fmt: skip
+    """Typed on one node, a while later or when that one listens on the other."""
     with contextlib.ExitStack() as stack:
         started = []
         for transport in (first, second):
             directory = transport.site.fresh()
-            child = stack.enter_context(transport.popen(verb, directory, *words))
+            child = stack.enter_context(transport.popen("run", directory, *words))
             stack.callback(lambda c=child: c.poll() is None and c.kill())
             started.append((child, directory))
+            if listens:
+                assert eventually(lambda: meets(first.site))
             time.sleep(pause)
         yield started
 
@@ -63,8 +70,8 @@ def both(first: Transport, second: Transport, *words: str, pause: float = 0.0,
 def ended(started: list[tuple[subprocess.Popen[str], Path]]) -> list[Ended]:
     found = []
     for child, directory in started:
-        out, err = child.communicate(timeout=60)
-        found.append(Ended(child.returncode, out, err, 0.0, directory))
+        out, err = child.communicate(timeout=TEST_LIMIT_S)
+        found.append(Ended(child.returncode, out, err, directory))
     return found
 
 
@@ -104,10 +111,10 @@ def test_the_first_node_is_not_there(site: Site) -> None:
 
 def test_another_key(site: Site) -> None:
     transports = (
-        typed(site, "n1", "--rdzv-timeout", "4"),
+        typed(site, "n1", "--rdzv-timeout", "10"),
         typed(site, "n2", "--rdzv-timeout", "2", key="f" * 32),
     )
-    with both(*transports, "--no-torch", "tell.py") as started:
+    with both(*transports, "--no-torch", "tell.py", listens=True) as started:
         first, second = ended(started)
     assert (first.code, second.code) == (1, 1)
     assert "the launcher that answers there has another key" in second.err
@@ -117,12 +124,13 @@ def test_another_key(site: Site) -> None:
 
 def test_another_script(site: Site) -> None:
     with contextlib.ExitStack() as stack:
-        first = typed(site, "n1", "--rdzv-timeout", "4").popen(
+        first = typed(site, "n1", "--rdzv-timeout", "10").popen(
             "run", site.fresh(), "--no-torch", "tell.py"
         )
         stack.enter_context(first)
+        assert eventually(lambda: meets(site))
         second = typed(site, "n2").run("--no-torch", "tell.py", "other")
-        _, err = first.communicate(timeout=20)
+        _, err = first.communicate(timeout=PATIENCE_S)
     assert second.code == 1
     assert "this node was given another script or other arguments" in second.err
     assert "1 of 2 nodes did not come" in err
@@ -136,12 +144,12 @@ def test_a_key_is_made_up_and_told(site: Site) -> None:
         lines = [child.stderr.readline() for _ in range(2)]
         assert "type the same command there; it asks for this key" in lines[1]
         key = lines[1].split()[-1]
-        unnamed = typed(site, "n2", "--rdzv-timeout", "1", key=key)
+        unnamed = typed(site, "n2", "--rdzv-timeout", "5", key=key)
         assert "is called '456'" in unnamed.run("--no-torch", "tell.py").err
         other = typed(site, "n2", "--rdzv-id", "456", key=key).run("--no-torch", "tell.py")
-        child.communicate(timeout=20)
+        child.communicate(timeout=PATIENCE_S)
     assert (child.returncode, other.code) == (0, 0)
-    assert eventually(site.clean, 3)
+    assert eventually(site.clean)
 
 
 def test_a_forwarded_secret_cannot_be_read_off_the_wire(site: Site) -> None:
@@ -165,23 +173,43 @@ def test_one_of_the_two_machines_is_lost(site: Site, gone: str) -> None:
     """The other one ends by itself, and goes on alone from the checkpoint on the disk of both."""
     left = "n1" if gone == "n2" else "n2"
     run_dir = site.fresh()
-    words = ("-p", "2", "--lease", "3", "--run-dir", str(run_dir), "steps.py", "60")
+    words = ("-p", "2", "--lease", "6", "--run-dir", str(run_dir), "steps.py", "120")
     kept = run_dir / "checkpoints"
     with both(typed(site, "n1"), typed(site, "n2"), *words) as started:
-        assert eventually(lambda: any(kept.glob("*20*")), 60), list(kept.glob("*"))
+        assert eventually(lambda: any(kept.glob("*20*"))), list(kept.glob("*"))
         site.lab.fault("power-off", gone)
         survivor = started[0 if left == "n1" else 1][0]
-        _, err = survivor.communicate(timeout=60)
+        _, err = survivor.communicate(timeout=TEST_LIMIT_S)
     site.lab.heal()
     assert survivor.returncode == 1, err
     assert ("n2" in err) if gone == "n2" else ("the first node went away" in err), err
     alone = Transport(site, (), host=left)
     if gone == "n1":  # whose launcher may still be at work, for all that the other one knows
-        with alone.popen("run", run_dir, "-p", "2", "steps.py", "60") as child:
-            _, err = child.communicate(timeout=60)
+        with alone.popen("run", run_dir, "-p", "2", "steps.py", "120") as child:
+            _, err = child.communicate(timeout=TEST_LIMIT_S)
         assert f"if n1 is gone for good: rm {run_dir}/owner.json" in err
         (run_dir / "owner.json").unlink()
-    with alone.popen("run", run_dir, "-p", "2", "steps.py", "60") as child:
-        out, err = child.communicate(timeout=90)
+    with alone.popen("run", run_dir, "-p", "2", "steps.py", "120") as child:
+        out, err = child.communicate(timeout=TEST_LIMIT_S)
     assert child.returncode == 0, err
     assert "resumed after step" in out + err
+
+
+def test_a_connection_that_is_cut_is_made_again(site: Site) -> None:
+    lines = 800
+    words = ("--no-torch", "count.py", str(lines), "0.01")
+    with both(typed(site, "n1"), typed(site, "n2"), *words) as started:
+        logs = started[0][1] / "logs"
+        assert eventually(lambda: len(list(logs.glob("*/[01].log"))) == 2)
+        time.sleep(1)
+        site.lab.fault("reject", "n1", "29431")
+        time.sleep(1.5)
+        site.lab.heal()
+        first, second = ended(started)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert "was lost; dialled again after" in first.err
+    assert first.events("connection restored")
+    for rank in (0, 1):
+        (log,) = logs.glob(f"*/{rank}.log")
+        out = [line for line in log.read_text().splitlines() if f"{rank} out " in line]
+        assert [int(line.split()[-2]) for line in out] == list(range(lines))

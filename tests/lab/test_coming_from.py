@@ -152,12 +152,11 @@ def typed(cluster: tuple[Site, Slurm], text: str) -> subprocess.CompletedProcess
     site, slurm = cluster
     more = next((words for start, words in SHORTER.items() if text.startswith(start)), [])
     words = [sys.executable, "-m", *shlex.split(text), *more]
-    done = site.lab.exec("n1", words, env=variables(slurm), cwd=site.project, timeout=100)
+    done = site.lab.exec("n1", words, env=variables(slurm), cwd=site.project, timeout=200)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return done
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "script",
     [

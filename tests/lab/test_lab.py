@@ -24,7 +24,9 @@ from paceline.lab import Lab, LabOptions
 from paceline.lab import processes as looking
 from paceline.spec.errors import LabError
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.lab
+
+PATIENCE_S = 60.0
 
 CONNECT = """
 import socket, sys
@@ -93,16 +95,16 @@ def healed(pair: Lab) -> Iterator[Lab]:
 
 
 def output(lab: Lab, host: str, *argv: str) -> str:
-    return lab.exec(host, argv, timeout=20, check=True).stdout.strip()
+    return lab.exec(host, argv, timeout=2 * PATIENCE_S, check=True).stdout.strip()
 
 
-def ssh(lab: Lab, host: str, *words: str, patience: int = 10) -> subprocess.CompletedProcess[str]:
+def ssh(lab: Lab, host: str, *words: str, patience: int = 30) -> subprocess.CompletedProcess[str]:
     options = ["-o", f"ConnectTimeout={patience}"]
     argv = ["ssh", "-F", str(lab.ssh_config), *options, host, *words]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
 
 
-def connect(lab: Lab, host: str, to: str, port: int, patience: float = 1.0) -> str:
+def connect(lab: Lab, host: str, to: str, port: int, patience: float = PATIENCE_S) -> str:
     return output(lab, host, sys.executable, "-c", CONNECT, to, str(port), str(patience))
 
 
@@ -120,7 +122,7 @@ def seconds_to_send(lab: Lab, size: int) -> float:
     return float(output(lab, "n1", sys.executable, "-c", SEND, lab.address("n2"), str(size)))
 
 
-def eventually(true: Callable[[], bool], patience: float = 5.0) -> bool:
+def eventually(true: Callable[[], bool], patience: float = PATIENCE_S) -> bool:
     deadline = time.monotonic() + patience
     while not true():
         if time.monotonic() > deadline:
@@ -277,7 +279,7 @@ def test_power_off_and_on(healed: Lab) -> None:
     with healed.popen("n2", ["sleep", "100"]) as child:
         assert eventually(lambda: len(healed.processes("n2")) == 1)
         healed.fault("power-off", "n2")
-        assert child.wait(5) == -signal.SIGKILL
+        assert child.wait(PATIENCE_S) == -signal.SIGKILL
     refused = healed.exec("n2", ["true"])
     assert (refused.returncode, refused.stderr) == (255, "paceline lab: n2 is powered off\n")
     done = ssh(healed, "n2", "true", patience=1)
@@ -291,7 +293,7 @@ def test_power_off_says_nothing_to_peers(healed: Lab) -> None:
     with serving(healed, "n2", SERVE, "6000"):
         assert connect(healed, "n1", "n2", 6000) == "hello"
         healed.fault("power-off", "n2")
-    assert connect(healed, "n1", "n2", 6000) == "timeout"
+    assert connect(healed, "n1", "n2", 6000, 0.3) == "timeout"
 
 
 def test_freeze_and_thaw(healed: Lab) -> None:
@@ -357,11 +359,16 @@ def test_deaf_is_one_way(healed: Lab) -> None:
 
 def test_slow_link_is_slow(healed: Lab) -> None:
     with serving(healed, "n2", RECEIVE):
-        assert seconds_to_send(healed, 1_000_000) < 0.3
+
+        def within(seconds: float) -> bool:
+            return seconds_to_send(healed, 1_000_000) < seconds
+
+        assert eventually(lambda: within(0.3))  # once is enough: a busy machine holds some up
         healed.fault("slow", "n2", "20mbit")
-        assert 0.3 < seconds_to_send(healed, 1_000_000) < 0.8  # 8 Mbit at 20 Mbit/s
+        assert seconds_to_send(healed, 1_000_000) > 0.3  # 8 Mbit at 20 Mbit/s
+        assert eventually(lambda: within(0.8))
         healed.undo("slow", "n2")
-        assert seconds_to_send(healed, 1_000_000) < 0.3
+        assert eventually(lambda: within(0.3))
 
 
 def test_loss_of_everything_and_of_some(healed: Lab) -> None:
@@ -378,12 +385,12 @@ def test_kill_by_number_and_by_name(healed: Lab) -> None:
     with healed.popen("n2", ["sleep", "101"]) as child:
         assert eventually(lambda: len(healed.processes("n2")) == 1)
         healed.fault("kill", "n2", "sleep 10.")
-        assert child.wait(5) == -signal.SIGKILL
+        assert child.wait(PATIENCE_S) == -signal.SIGKILL
     argv = ["sh", "-c", "echo $$; exec sleep 102"]
     with healed.popen("n2", argv, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         healed.fault("kill", "n2", child.stdout.readline().strip())
-        assert child.wait(5) == -signal.SIGKILL
+        assert child.wait(PATIENCE_S) == -signal.SIGKILL
     with pytest.raises(LabError, match="no process"):
         healed.fault("kill", "n2", "sleep 10.")
 
@@ -571,7 +578,7 @@ def test_down_leaves_nothing_and_can_be_repeated() -> None:
     with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as client:
         assert eventually(lambda: any("sleep" in command for _, command in lab.processes("n1")))
         lab.down()
-        assert client.wait(5) == 255  # it sees its connection end
+        assert client.wait(PATIENCE_S) == 255  # it sees its connection end
     lab.down()
     assert not folder.exists()
     # one that was killed may not have been waited for yet
@@ -610,11 +617,11 @@ def test_filtering_beside_it_does_not_reach_in() -> None:
         f" {sys.executable} - <<'END'\n"
         "from paceline.lab import Lab, LabOptions\n"
         "with Lab(LabOptions(hosts=2)) as lab:\n"
-        "    print(lab.exec('n1', ['ssh', 'n2', 'hostname'], timeout=10).stdout)\n"
+        "    print(lab.exec('n1', ['ssh', 'n2', 'hostname'], timeout=60).stdout)\n"
         "END\n"
     )
     argv = ["unshare", "--net", "sh", "-c", script]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=40, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     assert (done.stdout.strip(), done.returncode) == ("n2", 0), done.stderr
 
 
@@ -627,15 +634,15 @@ def test_a_host_that_cannot_start_says_why() -> None:
 ROOTLESS = """
 from paceline.lab import Lab, LabOptions
 with Lab(LabOptions(hosts=2, rate="100mbit", private=("/srv",))) as lab:
-    print(lab.exec("n1", ["ssh", "n2", "hostname; id -u"], timeout=10, check=True).stdout)
+    print(lab.exec("n1", ["ssh", "n2", "hostname; id -u"], timeout=60, check=True).stdout)
     print(lab.exec("n1", ["touch", "/srv/x"]).stderr)
-    print(lab.exec("n1", ["ssh", "-tt", "n2", "tty"], timeout=10).stdout)
+    print(lab.exec("n1", ["ssh", "-tt", "n2", "tty"], timeout=60).stdout)
     lab.fault("drop", "n2", "all")
     lab.fault("loss", "n2", "5")
     lab.heal()
     lab.fault("power-off", "n2")
     lab.heal()
-    print(lab.exec("n1", ["ssh", "n2", "hostname"], timeout=10, check=True).stdout)
+    print(lab.exec("n1", ["ssh", "n2", "hostname"], timeout=60, check=True).stdout)
     print(lab.processes("n2"), lab.listeners("n2"))
 """
 
@@ -681,7 +688,7 @@ def _as_user(uid: int, argv: list[str], source: str) -> subprocess.CompletedProc
         argv,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=2 * PATIENCE_S,
         check=False,
         env=env,
         cwd="/",
@@ -698,7 +705,7 @@ CLI = "from paceline.cli.lab import command; command()"
 
 def paceline_lab(*words: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-c", CLI, *words]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
 
 
 def test_commands_from_up_to_down() -> None:
@@ -734,7 +741,7 @@ def test_foreground_ends_with_sigterm() -> None:
         assert up.stdout is not None
         assert "1 host up" in up.stdout.readline()
         up.terminate()
-        assert up.wait(10) == 0
+        assert up.wait(PATIENCE_S) == 0
     assert "fg" not in _labs()
 
 
@@ -747,7 +754,7 @@ def test_the_lab_stands_for_its_hosts(tmp_path: Path) -> None:
         def paceline(*words: str) -> subprocess.CompletedProcess[str]:
             return subprocess.run(
                 [sys.executable, "-m", "paceline", *words], cwd=tmp_path, capture_output=True,
-                text=True, env={**os.environ, "PYTHONPATH": source}, timeout=50,
+                text=True, env={**os.environ, "PYTHONPATH": source}, timeout=2 * PATIENCE_S,
             )  # fmt: skip
 
         shown = paceline("hosts", "--json", "-H", "lab:settings")

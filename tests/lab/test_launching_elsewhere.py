@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import SOURCE, Ended, Site, eventually, project_at
+from launches import PATIENCE_S, SOURCE, TEST_LIMIT_S, Ended, Site, eventually, project_at
 
 pytestmark = pytest.mark.lab
 
@@ -74,12 +74,12 @@ class Elsewhere:
     def paceline(self, verb: str, *words: str, hosts: bool = True) -> Ended:
         with self.start(verb, *words, hosts=hosts) as child:
             try:
-                out, err = child.communicate(timeout=60)
+                out, err = child.communicate(timeout=TEST_LIMIT_S)
             except BaseException:
                 child.kill()
                 raise
         assert "src/paceline/" not in err, err  # a traceback of our own
-        return Ended(child.returncode, out, err, 0.0, Path())
+        return Ended(child.returncode, out, err, Path())
 
 
 @pytest.fixture(scope="module")
@@ -131,14 +131,14 @@ def test_a_run_is_owned_seen_and_stopped_from_another_terminal(mac: Elsewhere) -
     with mac.start("run", *words) as run:
         try:
             result = mac.site.project / "long" / "logs" / "n2" / "1.log"
-            assert eventually(result.exists, 20), run.communicate(timeout=1)
+            assert eventually(result.exists), run.communicate(timeout=1)
             assert "long: running" in mac.paceline("status", "long", hosts=False).out
             second = mac.paceline("run", *words)
             assert second.code == 2
             assert "in use" in second.err
             stop = mac.paceline("stop", "long", hosts=False)
             assert (stop.code, stop.err) == (0, "long: stopped\n")
-            run.communicate(timeout=20)
+            run.communicate(timeout=PATIENCE_S)
         finally:
             run.kill()
     assert run.returncode == 143
@@ -147,7 +147,7 @@ def test_a_run_is_owned_seen_and_stopped_from_another_terminal(mac: Elsewhere) -
 def test_a_run_whose_launcher_was_killed_is_lost_and_its_folder_free(mac: Elsewhere) -> None:
     with mac.start("run", "--run-dir", "lost", "--no-torch", "end.py", "wait") as run:
         result = mac.site.project / "lost" / "logs" / "n2" / "1.log"
-        assert eventually(result.exists, 20)
+        assert eventually(result.exists)
         run.kill()
         run.communicate()
     assert "lost: lost" in mac.paceline("status", "lost", hosts=False).out

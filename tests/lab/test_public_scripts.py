@@ -35,7 +35,7 @@ def test_runs_over_two_hosts(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "paceline", "run", *where, "--run-dir", "run",
              "--env", "ACCELERATE_USE_CPU=true", "-m", MODULE],
-            cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+            cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
         )  # fmt: skip
         launched = launch_by_files(lab, tmp_path, where)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -57,7 +57,7 @@ def launch_by_files(lab: Lab, folder: Path, where: list[str]) -> list[str]:
     by_file, installed = (
         subprocess.run(
             [sys.executable, "-m", "paceline", "setup", "accelerate", *where, *words],
-            cwd=folder, capture_output=True, text=True, timeout=60, check=True,
+            cwd=folder, capture_output=True, text=True, timeout=200, check=True,
         ).stdout
         for words in (("--mixed-precision", "bf16"), ("--mixed-precision", "bf16", "--install"))
     )  # fmt: skip
@@ -76,7 +76,7 @@ def launch_by_files(lab: Lab, folder: Path, where: list[str]) -> list[str]:
         )
         for host, (before, options) in zip(("n1", "n2"), typed, strict=True)
     ]  # fmt: skip
-    said = [child.communicate(timeout=100)[0] for child in children]
+    said = [child.communicate(timeout=200)[0] for child in children]
     found = sorted(line for text in said for line in text.splitlines() if " saw " in line)
     assert found, said
     return found
@@ -110,7 +110,7 @@ def test_a_model_of_torchvision_is_trained_further(tmp_path: Path) -> None:
     libraries = [here / "cpu_torchvision", PARTS / "torchvision", SOURCE]
     env = {**os.environ, "PYTHONPATH": ":".join(map(str, libraries)), "XDG_CACHE_HOME": "cache"}
     done = subprocess.run([sys.executable, "-c", TORCHVISION], cwd=tmp_path, env=env,
-                          capture_output=True, text=True, timeout=100, check=False)  # fmt: skip
+                          capture_output=True, text=True, timeout=200, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "weights of torchvision/mobilenet_v3_small with a new head; the backbone" in done.stdout
     (file,) = (tmp_path / "cache").rglob("mobilenet*.pth")

@@ -41,7 +41,7 @@ def two_hosts() -> Iterator[Lab]:
 def paceline(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "paceline", *words],
-        cwd=cwd, capture_output=True, text=True, timeout=100, check=False,
+        cwd=cwd, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
 

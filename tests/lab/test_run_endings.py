@@ -12,13 +12,17 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
-from launches import SOURCE, Launch, Site, eventually, project_at
+from launches import PATIENCE_S, SOURCE, TEST_LIMIT_S, Launch, Site, eventually, project_at
 
 pytestmark = pytest.mark.lab
 
 LEASE_S = 4.0
-OPTIONS = ("--no-torch", "--lease", str(LEASE_S))
+LOSSES = ("--no-torch", "--lease", str(LEASE_S))  # where somebody is waited for in vain
+# all else ends without that: longer than any test here is patient
+OPTIONS = ("--no-torch", "--lease", str(2 * PATIENCE_S))
+LONG_GRACE = ("--grace", str(2 * PATIENCE_S))
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +44,11 @@ def site(shared: Site) -> Iterator[Site]:
     assert found == ""
 
 
-def waiting(site: Site, *words: str, ranks: int = 2) -> Launch:
+def waiting(site: Site, *words: str, options: tuple[str, ...] = OPTIONS) -> Launch:
     """A launch whose ranks have all begun to wait."""
-    launch = site.start(*OPTIONS, "end.py", *words)
+    launch = site.start(*options, "end.py", *words)
     try:
-        launch.wait_for("waiting", times=ranks)
+        launch.wait_for("waiting", times=2)
     except BaseException:
         launch.__exit__()
         raise
@@ -57,7 +61,7 @@ def waiting(site: Site, *words: str, ranks: int = 2) -> Launch:
 def test_a_normal_end(site: Site) -> None:
     ended = site.run(*OPTIONS, "end.py", "both")
     assert ended.code == 0
-    assert site.leftovers(0.5) == ""
+    assert site.leftovers() == ""
 
 
 @pytest.mark.parametrize("bound", [(), ("-p", "2")])
@@ -97,7 +101,7 @@ def test_the_first_failure_is_named_not_its_echoes(site: Site) -> None:
 def test_what_ranks_leave_behind_is_ended(site: Site) -> None:
     ended = site.run(*OPTIONS, "end.py", "leave")
     assert ended.code == 0
-    assert site.leftovers(1.0) == ""
+    assert site.leftovers() == ""
 
 
 # --- the user's wish
@@ -107,25 +111,22 @@ def test_what_ranks_leave_behind_is_ended(site: Site) -> None:
     ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_a_signal_lets_ranks_save(site: Site, signum: int, code: int) -> None:
-    with waiting(site, "save") as launch:
+    with waiting(site, "save", options=(*OPTIONS, *LONG_GRACE)) as launch:
         launch.signal(signum)
         ended = launch.end()
     assert ended.code == code
     assert ended.out.count("saved") == 2
-    assert ended.seconds < 5
 
 
 def test_twice_means_now(site: Site) -> None:
-    with waiting(site, "ignore") as launch:
+    with waiting(site, "ignore", options=(*OPTIONS, *LONG_GRACE)) as launch:
         launch.signal(signal.SIGINT)
-        time.sleep(0.3)
+        assert eventually(lambda: "once more to stop at once" in launch.err), launch.err
         assert launch.process.poll() is None
         launch.signal(signal.SIGINT)
-        began = time.monotonic()
         ended = launch.end()
-        assert site.leftovers(max(0.0, 2 - (time.monotonic() - began))) == ""
+        assert site.leftovers() == ""
     assert ended.code == 130
-    assert ended.seconds < 2
 
 
 def test_a_rank_that_ignores_the_wish_is_killed_after_the_grace(site: Site) -> None:
@@ -134,7 +135,6 @@ def test_a_rank_that_ignores_the_wish_is_killed_after_the_grace(site: Site) -> N
         launch.signal(signal.SIGINT)
         ended = launch.end()
     assert ended.code == 130
-    assert ended.seconds < 4
 
 
 def test_a_stopped_rank_is_ended_too(site: Site) -> None:
@@ -146,10 +146,10 @@ def test_a_stopped_rank_is_ended_too(site: Site) -> None:
 
 def test_grandchildren_are_ended(site: Site) -> None:
     with waiting(site, "children") as launch:
-        assert eventually(lambda: _count(site, "n1", "sleep 611") == 3, 3)
+        assert eventually(lambda: _count(site, "n1", "sleep 611") == 3)
         launch.signal(signal.SIGTERM)
         launch.end()
-    assert site.leftovers(1.0) == ""
+    assert site.leftovers() == ""
 
 
 def test_strangers_are_left_alone(site: Site) -> None:
@@ -175,11 +175,12 @@ def test_strangers_are_left_alone(site: Site) -> None:
 def test_interrupted_while_connecting(site: Site) -> None:
     site.lab.fault("unplug", "n2")
     with site.start(*OPTIONS, "end.py", "echo") as launch:
-        time.sleep(0.8)
+        launcher = psutil.Process(launch.process.pid)
+        assert eventually(lambda: any(one.name() == "ssh" for one in launcher.children()))
         launch.signal(signal.SIGINT)
         ended = launch.end()
     assert ended.code == 130
-    assert ended.seconds < 4
+    assert "cannot log in" not in ended.err  # nobody waited for that
     assert "Traceback" not in ended.err
 
 
@@ -192,16 +193,14 @@ def test_interrupted_at_once(site: Site, after_s: float) -> None:
         ended = launch.end()
     ours = "paceline" in ended.err  # not the interpreter's own start, which ends in its own way
     assert ended.code in (130, -signal.SIGINT) or not ours
-    assert ended.seconds < after_s + 4
 
 
 def test_interrupted_during_the_import(site: Site) -> None:
     with site.start("train.py") as launch:
-        assert eventually(lambda: _count(site, "n2", "forkserver") > 0, 10)
+        assert eventually(lambda: _count(site, "n2", "forkserver") > 0)
         launch.signal(signal.SIGINT)
         ended = launch.end()
     assert ended.code == 130
-    assert ended.seconds < 6
     assert "Traceback" not in ended.err
 
 
@@ -220,7 +219,7 @@ def test_the_terminal_is_closed(site: Site) -> None:
     os.close(terminal)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 129
-    assert site.leftovers(1.0) == ""
+    assert site.leftovers() == ""
 
 
 def test_nobody_reads_the_output(site: Site) -> None:
@@ -230,10 +229,10 @@ def test_nobody_reads_the_output(site: Site) -> None:
     with subprocess.Popen(argv, cwd=site.project, env=env, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE) as launch:  # fmt: skip
         result = site.project.parent / "runs" / str(site.runs) / "result.json"
-        assert eventually(result.exists, 40)
+        assert eventually(result.exists, TEST_LIMIT_S)
         assert launch.stdout is not None
         launch.stdout.read()
-        assert launch.wait(20) == 0
+        assert launch.wait(PATIENCE_S) == 0
         assert launch.stderr is not None
         launch.stderr.read()
 
@@ -245,7 +244,7 @@ def test_the_output_is_closed(site: Site) -> None:
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launch:  # fmt: skip
         assert launch.stdout is not None
         launch.stdout.close()
-        _, err = launch.communicate(timeout=20)
+        _, err = launch.communicate(timeout=PATIENCE_S)
     assert launch.returncode == 0, err
     assert b"Traceback" not in err
 
@@ -262,9 +261,9 @@ def _ours(site: Site, host: str) -> list[str]:
 
 
 def test_the_launcher_is_killed(site: Site) -> None:
-    with waiting(site, "children") as launch:
+    with waiting(site, "children", options=LOSSES) as launch:
         launch.kill()
-    assert site.leftovers(10.0) == ""
+    assert site.leftovers() == ""
 
 
 @pytest.mark.parametrize("what", [r"import sys;exec", "forkserver"])
@@ -274,9 +273,8 @@ def test_the_agent_or_its_fork_server_is_killed(site: Site, what: str) -> None:
         site.lab.fault("kill", "n2", what)
         ended = launch.end()
     assert ended.code != 0
-    assert ended.seconds < 10
     assert "n2" in ended.err
-    assert site.leftovers(1.0) == ""
+    assert site.leftovers() == ""
 
 
 def test_the_guard_is_killed(site: Site) -> None:
@@ -285,7 +283,7 @@ def test_the_guard_is_killed(site: Site) -> None:
         ended = launch.end()
     assert ended.code != 0
     assert "n2" in ended.err
-    assert site.leftovers(2.0) == ""
+    assert site.leftovers() == ""
 
 
 def test_a_stopped_agent_goes_on(site: Site) -> None:
@@ -302,47 +300,33 @@ def test_a_stopped_agent_goes_on(site: Site) -> None:
 
 def test_a_host_freezes_before_the_start(site: Site) -> None:
     with site.start("--lease", "4", "train.py") as launch:
-        assert eventually(lambda: _count(site, "n2", "forkserver") > 0, 10)
+        assert eventually(lambda: _count(site, "n2", "forkserver") > 0)
         site.lab.fault("freeze", "n2")
         ended = launch.end()
     assert ended.code == 1
-    assert ended.seconds < 10
     assert "n2" in ended.err
     assert "Traceback" not in ended.err
 
 
-def test_ssh_is_killed(site: Site) -> None:
-    with waiting(site, "echo") as launch:
-        site.lab.fault("kill", "n2", "sshd: .*notty")
-        ended = launch.end()
-    assert ended.code != 0
-    assert ended.seconds < 8
-    assert "connection to n2 ended" in ended.err
-    assert site.leftovers(4.0) == ""
-
-
 @pytest.mark.parametrize("fault", ["power-off", "unplug", "freeze"])
 def test_a_host_goes_away(site: Site, fault: str) -> None:
-    with waiting(site, "children") as launch:
+    with waiting(site, "children", options=LOSSES) as launch:
         site.lab.fault(fault, "n2")
-        began = time.monotonic()
         ended = launch.end()
-        assert time.monotonic() - began < 10
-        assert eventually(lambda: not site.processes()["n1"], 2)
+        assert eventually(lambda: not site.processes()["n1"])
         if fault == "unplug":  # it cannot be told, and ends the job by itself; sshd waits on
-            assert eventually(lambda: not _ours(site, "n2"), LEASE_S + 0.5 - ended.seconds)
+            assert eventually(lambda: not _ours(site, "n2"))
     assert ended.code != 0
     assert "n2" in ended.err
     site.lab.heal()
-    assert site.leftovers(2.0) == ""
+    assert site.leftovers() == ""
 
 
 def test_the_first_host_goes_away(site: Site) -> None:
-    with waiting(site, "echo") as launch:
+    with waiting(site, "echo", options=LOSSES) as launch:
         site.lab.fault("power-off", "n1")
         ended = launch.end()
     assert ended.code != 0
-    assert ended.seconds < 10
     assert "n1" in ended.err
 
 
@@ -351,7 +335,7 @@ def test_the_first_host_goes_away(site: Site) -> None:
 
 def test_two_jobs_at_once_on_the_same_hosts(site: Site) -> None:
     with site.start("train.py", "0.5") as one, site.start("train.py", "0.5") as two:
-        ends = [one.end(30), two.end(30)]
+        ends = [one.end(), two.end()]
     assert [ended.code for ended in ends] == [0, 0], ends
     assert all(ended.out.count("sum 3") == 2 for ended in ends)
     ports = {ended.json("plan.json")["master"]["port"] for ended in ends}
@@ -375,7 +359,7 @@ def test_a_rank_may_outlive_rank_zero(site: Site) -> None:
 
 def test_after_a_killed_launcher_the_same_job_starts_again(site: Site) -> None:
     """Same port, same run directory, while the first job's ranks may still be on their way out."""
-    words = [*OPTIONS, "--master-port", "29877"]
+    words = [*LOSSES, "--master-port", "29877"]
     with site.start(*words, "end.py", "ignore") as one:
         one.wait_for("waiting", times=2)
         one.kill()

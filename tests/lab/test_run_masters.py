@@ -68,7 +68,7 @@ def run(folder: Path, *options: str) -> int:
     """How many processes saw a world of two."""
     command = [sys.executable, "-m", "paceline", "run", *options, "script.py"]
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=folder, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.count("of 2")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from launches import Site, project_at
+from launches import PATIENCE_S, Site, project_at
 
 from paceline.lab import Lab, LabOptions
 from paceline.spec.errors import LabError
@@ -80,7 +80,7 @@ def test_plain_torchrun_does_not(nasty: Site) -> None:
             with contextlib.suppress(LabError):  # when they are gone already
                 nasty.lab.fault("kill", name, "torch.distributed|train.py")
         for one in started:
-            one.wait(10)
+            one.wait(PATIENCE_S)
 
 
 def test_a_name_that_leads_nowhere(nasty: Site) -> None:
@@ -140,7 +140,6 @@ def test_what_is_in_the_way_is_named(
     assert ended.code == 1, ended.out
     assert [word for word in words if word not in ended.err and word != "eth0"] == []
     assert "Traceback" not in ended.err
-    assert ended.seconds < 8
     assert healed.leftovers() == ""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from launches import SOURCE, Site, project_at
+from launches import PATIENCE_S, SOURCE, Site, project_at
 from safetensors.torch import save_file
 
 from paceline.recipes.networks import MODELS
@@ -57,9 +57,10 @@ def test_a_plan_names_the_place_to_which_code_is_shipped(apart: Site) -> None:
     planned = apart.run("--plan", "--json", *words)
     assert planned.code == 0, planned.err
     plan, ran = json.loads(planned.out), apart.run(*words).json("plan.json")
+    assert all("tell.py" in one.pop("typed")["command"] for one in (plan, ran))
     told, did = (json.dumps(one).replace(one["run_id"], "RUN") for one in (plan, ran))
     assert told == did
-    assert f"(a copy of {apart.project})" in apart.run("--plan", *words).out
+    assert f"runs, in a copy of {apart.project}:" in apart.run("--plan", *words).out
 
 
 def test_a_module_in_a_package_is_shipped(apart: Site) -> None:
@@ -320,5 +321,5 @@ def test_other_login_shells() -> None:
         found = subprocess.run(["sh", "-c", f"command -v {shell}"], capture_output=True)
         if found.returncode == 0:
             done = subprocess.run([shell, "-c", line], input=b"print('agent')\n",
-                                  capture_output=True, timeout=10)  # fmt: skip
+                                  capture_output=True, timeout=PATIENCE_S)  # fmt: skip
             assert done.stdout == b"agent\n", (shell, done.stderr)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import SOURCE, Ended, Site, project_at, trust_settings
+from launches import PATIENCE_S, SOURCE, Ended, Site, project_at, trust_settings
 
 pytestmark = pytest.mark.lab
 
@@ -122,7 +122,6 @@ def test_a_host_that_is_off(site: Site) -> None:
     ended = site.run("--no-torch", "tell.py")
     refused(ended, "1 of 2 hosts", "n2")
     assert "n1:" not in ended.err
-    assert ended.seconds < 25
 
 
 def test_the_wrong_key(site: Site, tmp_path: Path) -> None:
@@ -210,7 +209,6 @@ def test_dropped_logins_are_tried_again(strict: Site) -> None:
         assert holder.stdout.readline() == "ready\n"
         ended = strict.run("--no-torch", "tell.py")
     assert ended.code == 0, ended.err
-    assert ended.seconds > 1.0
 
 
 def test_logins_that_are_always_dropped(strict: Site) -> None:
@@ -317,7 +315,7 @@ def test_the_disk_of_the_run_directory_is_full(site: Site) -> None:
     small = site.project.parent / "small"
     words = ["--run-dir", f"{small}/run", "--no-torch", "--show", "none", "end.py", "flood"]
     argv = site.argv(*words, inside="n1")
-    done = site.lab.exec("n1", argv, cwd=site.project, timeout=40,
+    done = site.lab.exec("n1", argv, cwd=site.project, timeout=PATIENCE_S,
                          env={"PYTHONPATH": str(SOURCE)})  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "No space left" in done.stderr
@@ -330,7 +328,7 @@ def test_results_that_do_not_fit_here(site: Site) -> None:
     small = site.project.parent / "small"
     words = ["--run-dir", f"{small}/run", "--no-torch", "--ship", "always", "end.py", "large"]
     argv = site.argv(*words, inside="n1")
-    done = site.lab.exec("n1", argv, cwd=site.project, timeout=40,
+    done = site.lab.exec("n1", argv, cwd=site.project, timeout=PATIENCE_S,
                          env={"PYTHONPATH": str(SOURCE)})  # fmt: skip
     assert "No space left" in done.stderr
     assert "n2" in done.stderr

@@ -7,18 +7,17 @@ import os
 import re
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launches import SOURCE, TEST_LIMIT_S, eventually
 
 from paceline.lab import Lab, LabOptions
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.lab
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
 PASSWORD = "correct horse 'battery\" $taple"
 
 SSHD = """
@@ -54,10 +53,7 @@ def fresh() -> Iterator[Lab]:
             config = lab.layout.host(name) / "sshd_password"
             config.write_text(SSHD.format(key=lab.layout.host_key(name)))
             daemons.append(lab.popen(name, ["/usr/sbin/sshd", "-D", "-f", str(config)]))
-        deadline = time.monotonic() + 10
-        while any("0.0.0.0:22" not in all_listeners(lab, name) for name in lab.names):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        assert eventually(lambda: all("0.0.0.0:22" in all_listeners(lab, n) for n in lab.names))
         yield lab
         for daemon in daemons:
             daemon.kill()
@@ -80,7 +76,7 @@ def paceline(lab: Lab, host: str, *words: str,
              text: str | None = None) -> subprocess.CompletedProcess[str]:  # fmt: skip
     argv = [sys.executable, "-m", "paceline", *words]
     env = {"PYTHONPATH": str(SOURCE)}
-    return lab.exec(host, argv, env=env, timeout=80, cwd="/tmp", input=text)
+    return lab.exec(host, argv, env=env, timeout=TEST_LIMIT_S, cwd="/tmp", input=text)
 
 
 def snapshot(lab: Lab) -> dict[str, str]:
@@ -121,7 +117,7 @@ def test_from_nothing_to_nothing_again(fresh: Lab) -> None:
     assert (fresh.home("n3") / ".ssh" / "authorized_keys").read_text().count("\n") == 2
     assert f"{(fresh.home('n3') / '.ssh').stat().st_mode & 0o777:o}" == "700"
     assert not list(fresh.home("n2").rglob("id_*"))  # the private half stays here
-    login = fresh.exec("n1", ["ssh", "-o", "BatchMode=yes", "n3", "hostname"], timeout=20)
+    login = fresh.exec("n1", ["ssh", "-o", "BatchMode=yes", "n3", "hostname"], timeout=TEST_LIMIT_S)
     assert login.stdout == "n3\n", login.stderr
 
     # a key that its owner has restricted to commands is enough
@@ -241,7 +237,7 @@ def test_an_environment_from_wheels_shipped_to_hosts_without_an_index(tmp_path: 
 
         def make(*words: str) -> tuple[int, str]:
             done = subprocess.run([*argv, *words], capture_output=True, text=True, env=env,
-                                  cwd=tmp_path, timeout=80)  # fmt: skip
+                                  cwd=tmp_path, timeout=TEST_LIMIT_S)  # fmt: skip
             return done.returncode, done.stdout + done.stderr
 
         code, said = make()
@@ -251,7 +247,9 @@ def test_an_environment_from_wheels_shipped_to_hosts_without_an_index(tmp_path: 
         script = "import os, sys, tiny_part; print(tiny_part.WORD, os.environ['HOOK'], sys.prefix)"
         for name in lab.names:
             home = lab.home_inside()
-            told = lab.exec(name, [f"{home}/env/bin/python-activated", "-c", script], timeout=20)
+            told = lab.exec(
+                name, [f"{home}/env/bin/python-activated", "-c", script], timeout=TEST_LIMIT_S
+            )
             assert told.stdout.split() == ["shipped", "ran", f"{home}/env"], told.stderr
         code, said = make("--offline", "--activate", "export HOOK=ran")
         assert (code, said.count("is up to date")) == (0, 2), said

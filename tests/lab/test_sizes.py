@@ -21,7 +21,7 @@ def paceline(*words: str, cwd: Path, files: tuple[int, int]) -> subprocess.Compl
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files),
     )
 
@@ -55,7 +55,7 @@ def test_more_ranks_than_open_files_allow(tmp_path: Path) -> None:
     ended = paceline(*words, cwd=tmp_path, files=(FEW, FEW))
     assert ended.returncode == 2
     assert f"at most {FEW} files may be open" in ended.stderr
-    assert "--nproc-per-node 42" in ended.stderr
+    assert f"--nproc-per-node {(FEW - 128) // 4}" in ended.stderr  # four pipes a rank
 
 
 SIMULATED = Path(__file__).parents[1] / "simulated.py"
@@ -65,7 +65,7 @@ def memory(hosts: int, lines: int, width: int, run_dir: Path) -> float:
     """MiB of a launcher, at most, with so many agents that are simulated within it."""
     argv = [sys.executable, str(SIMULATED), *map(str, (hosts, lines, width)), str(run_dir)]
     limits = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, FEW))  # noqa: E731
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=110, preexec_fn=limits)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=200, preexec_fn=limits)
     assert done.returncode == 0, done.stderr
     return float(json.loads(done.stdout)["mib"])
 

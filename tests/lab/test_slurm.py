@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 from every_transport import EveryTransport
-from launches import SOURCE, Site, eventually
+from launches import PATIENCE_S, SOURCE, TEST_LIMIT_S, Site, eventually
 from slurmlab import Slurm, slurm_on
 from transports import (
     IMAGE_RECIPE,
-    PATIENCE_S,
     Transport,
     largest_difference,
     reference,
@@ -41,8 +40,7 @@ def site(cluster: tuple[Site, Slurm]) -> Iterator[Site]:
     """Slurm's state must be clean after a test: no job, no step, no process."""
     site, slurm = cluster
     yield site
-    eventually(lambda: not slurm.left(), 12)
-    assert slurm.left() == ""
+    assert eventually(lambda: not slurm.left()), slurm.left()
 
 
 @pytest.fixture
@@ -193,9 +191,11 @@ def test_the_documents_own_batch(site: Site, slurm: Slurm) -> None:
     python = f"env PYTHONPATH={SOURCE} {sys.executable}"
     script.write_text(DOCUMENTS_BATCH.format(project=site.project, python=python, runs=directory))
     line = "sbatch -N2 --cpus-per-task=16 --mem=32GB --gpus=v100:4 --output=output.txt train.sh"
-    site.lab.exec("n1", line.split(), env=slurm.env, cwd=site.project, timeout=30, check=True)
+    site.lab.exec(
+        "n1", line.split(), env=slurm.env, cwd=site.project, timeout=PATIENCE_S, check=True
+    )
     output = site.project / "output.txt"
-    assert eventually(lambda: "real\t" in text_of(output), 40), text_of(output)
+    assert eventually(lambda: "real\t" in text_of(output)), text_of(output)
     assert json.loads((directory / "result.json").read_text())["exit_code"] == 0
     plan = json.loads((directory / "plan.json").read_text())
     assert plan["world_size"] == 4
@@ -209,7 +209,7 @@ def test_the_four_rungs_in_one_batch(site: Site, slurm: Slurm) -> None:
     words = (*options, str(out), "--sbatch-arg=--nodelist=n[1-2]", "train.py")
     argv = [sys.executable, "-m", "paceline", "bench", "scaling", *words]
     done = site.lab.exec("n1", argv, env={**slurm.env, "PYTHONPATH": str(SOURCE)},
-                         cwd=site.project, timeout=PATIENCE_S)  # fmt: skip
+                         cwd=site.project, timeout=2 * TEST_LIMIT_S)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rungs = json.loads((out / "scaling.json").read_text())
     assert [(r["nodes"], r["processes"]) for r in rungs] == [(1, 1), (1, 2), (2, 1), (2, 2)]
@@ -246,7 +246,7 @@ def test_batch_interrupted(batch: Transport, slurm: Slurm) -> None:
     with batch.started("--no-torch", "--grace", "1", "end.py", "wait") as (child, directory):
         assert batch.waits(directory, 2)
         child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=30)
+        _, err = child.communicate(timeout=TEST_LIMIT_S)
     assert child.returncode == 128 + signal.SIGINT
     assert "JobState=CANCELLED" in slurm.job(number_of(err))
 
@@ -266,7 +266,6 @@ def test_script_arguments_stay_its_own(batch: Transport) -> None:
     assert words == ["--time", "a 'b' $c", "--mem=3"]
 
 
-@pytest.mark.timeout(200)  # half a minute of it is the clock's
 def test_over_the_time_limit_and_back(batch: Transport, slurm: Slurm) -> None:
     """In mid-epoch: a checkpoint, back into the queue, and the same bits as never interrupted."""
     options = (*batch.options, "--requeue", "--time", "10", "--sbatch-arg=--signal=B:USR1@57")
@@ -276,14 +275,14 @@ def test_over_the_time_limit_and_back(batch: Transport, slurm: Slurm) -> None:
         child,
         where,
     ):
-        assert eventually(lambda: bool(records(where)), 60)
+        assert eventually(lambda: bool(records(where)))
         number = json.loads(text_of(where / "batch.json"))["job"]
         # Slurm counts in minutes and looks every 30 s; on a narrow link an epoch lasts longer
         slurm.tell("scontrol", "update", f"jobid={number}", "timelimit=1")
-        assert eventually(lambda: "back into the queue" in output_of(where), 100)
+        assert eventually(lambda: "back into the queue" in output_of(where), 200)
         batch.site.lab.heal()
         slurm.tell("scontrol", "update", f"jobid={number}", "timelimit=10")  # once is enough
-        out, err = child.communicate(timeout=60)
+        out, err = child.communicate(timeout=TEST_LIMIT_S)
     assert child.returncode == 0, (out, err)
     assert "Restarts=1 " in slurm.job(number_of(err))
     found = re.search(r"resumed after step (\d+)", out)
@@ -304,11 +303,11 @@ def test_a_time_limit_before_the_first_step(batch: Transport, slurm: Slurm, when
         where,
     ):
         begun = where / ("events.jsonl" if when == "while starting" else "job.sbatch")
-        assert eventually(begun.exists, 20)
-        assert eventually(lambda: "in the set-up" in output_of(where), 20)
+        assert eventually(begun.exists)
+        assert eventually(lambda: "in the set-up" in output_of(where))
         number = json.loads(text_of(where / "batch.json"))["job"]
         slurm.tell("scancel", "--batch", "--signal=USR1", number)
-        out, err = child.communicate(timeout=90)
+        out, err = child.communicate(timeout=TEST_LIMIT_S)
     assert child.returncode == 0, (out, err)
     assert "back into the queue" in out
     assert "Restarts=1 " in slurm.job(number)
@@ -323,9 +322,12 @@ def records(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text_of(directory / "metrics.jsonl").splitlines()]
 
 
-@pytest.mark.timeout(200)  # Slurm takes its time to notice, and to queue again
 def test_a_node_lost_while_running(batch: Transport, slurm: Slurm) -> None:
-    """Slurm's own word for it is shown, and the job comes back on other nodes."""
+    """Slurm's own word for it is shown; the other node trains on until Slurm takes it back.
+
+    Then the job comes back on other nodes. With what is left of a short training the other node may
+    be through before.
+    """
     options = ("--via", "slurm", "--nnodes", "2", "--requeue", "--mem", "100")
     transport = Transport(batch.site, options, env=batch.env)
     set_state(slurm, "n2", "drain")
@@ -342,22 +344,24 @@ def test_a_node_lost_while_running(batch: Transport, slurm: Slurm) -> None:
         "2",
     )
     with transport.started(*words, verb="train") as (child, where):
-        assert eventually(lambda: len(records(where)) > 5, 40)
+        assert eventually(lambda: len(records(where)) > 5)
         set_state(slurm, "n2", "resume")
         set_state(slurm, "n3", "drain")
         assert "DRAIN" in slurm.tell("scontrol", "show", "node", "-o", "n3")
         batch.site.lab.fault("power-off", "n3")
-        out, err = child.communicate(timeout=90)
+        out, err = child.communicate(timeout=TEST_LIMIT_S)
     assert child.returncode == 0, (out, err)
     assert re.search(r"Slurm says that n3 is \S*DRAIN\S* \(disk\)", out), out
-    assert "PENDING (" in err
-    assert re.search(r"resumed after step [1-9]", out), out
-    assert (where / "logs" / "n2" / "1.log").exists()
+    if "PENDING (" in err:
+        assert re.search(r"resumed after step [1-9]", out), out
+        assert (where / "logs" / "n2" / "1.log").exists()
+    else:
+        assert re.search(r"n3 was lost .*the other rank trained on", out), out
     assert largest_difference(where, reference(batch.site)) < 1e-10
     batch.site.lab.heal()
     slurm.start("n3")
     set_state(slurm, "n3", "resume")
-    assert eventually(lambda: "State=IDLE" in slurm.tell("scontrol", "show", "node", "n3"), 20)
+    assert eventually(lambda: "State=IDLE" in slurm.tell("scontrol", "show", "node", "n3"))
 
 
 def set_state(slurm: Slurm, node: str, state: str) -> None:
@@ -384,8 +388,8 @@ def test_an_array_of_runs(batch: Transport, slurm: Slurm) -> None:
     ended = Transport(batch.site, options, env=batch.env).run("--no-torch", "-p", "1", "tell.py")
     assert ended.code == 0, ended.err
     results = [ended.directory / index / "result.json" for index in ("1", "2")]
-    assert eventually(lambda: all(result.exists() for result in results), 30)
-    assert eventually(lambda: slurm.tell("squeue", "-h").strip() == "", 10)
+    assert eventually(lambda: all(result.exists() for result in results))
+    assert eventually(lambda: slurm.tell("squeue", "-h").strip() == "")
 
 
 def test_looked_at_and_stopped_from_another_terminal(batch: Transport, slurm: Slurm) -> None:

@@ -30,7 +30,7 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 def paceline(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "paceline", *args]
     return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False
     )
 
 
@@ -133,7 +133,7 @@ def test_goes_on_without_a_shared_disk(two_hosts: Lab, tmp_path: Path) -> None:
     while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     first.send_signal(signal.SIGINT)
-    _, errors = first.communicate(timeout=60)
+    _, errors = first.communicate(timeout=200)
     assert first.returncode == 130, errors.decode()
     assert list((tmp_path / "run" / "checkpoints").glob("*/manifest.json"))
 

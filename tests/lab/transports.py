@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import SOURCE, Ended, Site, eventually, project_at
+from launches import PATIENCE_S, SOURCE, TEST_LIMIT_S, Ended, Site, eventually, project_at
 
 # where tools/system-parts.sh puts what is not a Debian package
 PARTS = Path(os.environ.get("PACELINE_TEST_PARTS", "/opt/paceline-test"))
 IMAGE_RECIPE = ["image", "--dtype", "float64", "--epochs", "1", "--global-batch", "64"]
-PATIENCE_S = 100.0  # for one run on a busy machine; a test has 120
 
 
 def intel_mpiexec() -> str | None:
@@ -84,11 +83,11 @@ class Transport:
         directory = self.site.fresh()
         with self.popen(verb, directory, *words) as child:
             try:
-                out, err = child.communicate(timeout=PATIENCE_S)
+                out, err = child.communicate(timeout=TEST_LIMIT_S)
             except BaseException:
                 child.kill()
                 raise
-        return Ended(child.returncode, out, err, 0.0, directory)
+        return Ended(child.returncode, out, err, directory)
 
     @contextlib.contextmanager
     def started(self, *words: str,
@@ -107,13 +106,13 @@ class Transport:
         env = {"PYTHONPATH": str(SOURCE), **(self.env or {})}
         argv = [sys.executable, "-m", "paceline", *words]
         done = self.site.lab.exec(
-            self.host, argv, env=env, timeout=40, check=True, cwd=self.site.project
+            self.host, argv, env=env, timeout=PATIENCE_S, check=True, cwd=self.site.project
         )
         return done.stdout
 
     def waits(self, directory: Path, ranks: int) -> bool:
         """Until so many ranks have written that they wait."""
-        return eventually(lambda: said_in_logs(directory, "waiting") >= ranks, 20)
+        return eventually(lambda: said_in_logs(directory, "waiting") >= ranks)
 
     def trains(self, *words: str) -> Ended:
         """The image recipe on 2 × 2."""
@@ -131,7 +130,7 @@ class ByHand(Transport):
     def run(self, *words: str, verb: str = "run") -> Ended:
         with self._second().started(*words, verb=verb) as (second, _):
             ended = super().run(*words, verb=verb)
-            assert (second.wait(20) == 0) == (ended.code == 0)
+            assert (second.wait(PATIENCE_S) == 0) == (ended.code == 0)
         return ended
 
     @contextlib.contextmanager
@@ -140,7 +139,7 @@ class ByHand(Transport):
         with self._second().started(*words, verb=verb) as (second, _):
             with super().started(*words, verb=verb) as first:
                 yield first
-            assert second.wait(20) != 0
+            assert second.wait(PATIENCE_S) != 0
 
 
 def said_in_logs(directory: Path, word: str) -> int:

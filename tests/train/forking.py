@@ -22,10 +22,11 @@ Body = Callable[[], object]
 def start(size: int, body: Body, extra: Mapping[str, str] | None = None) -> list[int]:
     """Forks a world of ``size`` ranks; each runs ``body`` and leaves. Returns process ids."""
     port = ranks.free_port()
-    return [_forked(ranks.environment(rank, size, port, extra), body) for rank in range(size)]
+    return [forked(ranks.environment(rank, size, port, extra), body) for rank in range(size)]
 
 
-def _forked(environ: Mapping[str, str], body: Body) -> int:
+def forked(environ: Mapping[str, str], body: Body) -> int:
+    """Forks a process that runs ``body`` with these variables and leaves. Returns its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -45,7 +46,7 @@ def _forked(environ: Mapping[str, str], body: Body) -> int:
         os._exit(status)
 
 
-def finish(pids: list[int], timeout: float = 60) -> list[int]:
+def finish(pids: list[int], timeout: float = 200) -> list[int]:
     """Exit statuses, negative for signals; what is late is killed."""
     deadline = time.monotonic() + timeout
     statuses = {}

@@ -67,14 +67,26 @@ def refused(act) -> str:
     return ""
 
 
+OF_DDP = {"as made": "by ddp", "unused, as made": "unused"}
+
+
+class Backwards(nn.Sequential):
+    """Its last layer comes first: gradients come in the order in which parameters are listed."""
+
+    def forward(self, inputs):
+        for layer in reversed(self):
+            inputs = layer(inputs)
+        return inputs
+
+
 def exchanged(session: train.Session) -> dict[str, list[float]]:
     """Weights after some steps, by the way in which gradients came together."""
-    found = {}
-    ways = ("by ddp", "hook", "laid out", "laid out, hook", "laid out, late")
-    for way in (*ways, "unused", "unused, hook"):
+    found, places = {}, {}
+    ways = ("by ddp", "hook", "as made", "laid out", "laid out, hook", "laid out, late")
+    for way in (*ways, "unused", "unused, hook", "unused, as made"):
         torch.manual_seed(7)
         layers = [layer for _ in range(4) for layer in (nn.Linear(9, 9), nn.Tanh())]
-        network = nn.Sequential(*layers).to(torch.float32)
+        network = Backwards(*layers).to(torch.float32)
         replica = parallel.replicated(
             network, session.device, session.comms, unused="unused" in way
         )
@@ -87,10 +99,16 @@ def exchanged(session: train.Session) -> dict[str, list[float]]:
         for step in range(8):
             if "laid out" in way and step in (1, 3):
                 exchange.buckets(600, 200)
+            if "as made" in way and step in (1, 3):
+                exchange.watched() if step == 1 else exchange.as_made()
             if "late" in way and step in (1, 3):
                 exchange.put_off(Late(network, optimizer, exchange.stood), [0, 2, 1])
             torch.manual_seed(10 * step + session.world.rank)
             updater.backward(replica(torch.randn(5, 9)).square().mean())
+            if step in (3, 7) and "late" not in way:
+                lying = [one.grad.storage_offset() for one in network.parameters()]
+                assert "as made" not in way or lying == places[OF_DDP[way]]
+                places[way] = lying
             updater.update(measured=step == 6)
             assert ("late" in way and step in (5, 7)) == bool(exchange.late and exchange.late._owed)
         exchange.close()
@@ -184,7 +202,7 @@ def held_up(session: train.Session, buffers: bool = False) -> list[str]:
     loader = session.loader(numbers(24), 4)
     for _ in session.epochs(loader, 3):
         for inputs, targets in loader:
-            time.sleep(0.04 * (session.world.rank == 1))
+            time.sleep(0.1 * (session.world.rank == 1))
             session.step(mse_loss(model(inputs), targets, reduction="none")[:, 0])
     del session.say
     return said[-1].splitlines()

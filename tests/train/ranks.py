@@ -91,7 +91,7 @@ def run(
     size: int,
     argv: Sequence[str],
     folder: Path,
-    timeout: float = 60,
+    timeout: float = 200,
     extra: Mapping[str, str] | None = None,
 ) -> list[Ended]:
     """Runs ``python ARGV`` on ``size`` ranks to its end."""
@@ -102,7 +102,7 @@ def run_ok(
     size: int,
     argv: Sequence[str],
     folder: Path,
-    timeout: float = 60,
+    timeout: float = 200,
     extra: Mapping[str, str] | None = None,
 ) -> list[Ended]:
     """Like :func:`run`; every rank must succeed."""

@@ -371,7 +371,7 @@ def shards_on_private_disks() -> dict[str, Any]:
         (root / str(rank)).mkdir()
     forking.run(2, lambda: own(killer(8, signal.SIGKILL)))
     shutil.copytree(made("shards2") / "checkpoints", root / "1/checkpoints")
-    shutil.rmtree(root / "1/checkpoints/15")
+    shutil.rmtree(Store(root / "1/checkpoints").found()[0][0].path)
     private = held(root / "0")
     shutil.rmtree(root / "0/checkpoints")
     forking.run_ok(2, own)
@@ -430,7 +430,7 @@ def other_choices() -> dict[str, Any]:
         "missing": forking.run(1, lambda: training(folder, resume="5")),
     }
     holder = forking.start(
-        1, lambda: training(made("held"), every="1", at_step=lambda step: time.sleep(0.4))
+        1, lambda: training(made("held"), every="1", at_step=lambda n: time.sleep(200 * (n > 2)))
     )
     while not list(made("held").glob("checkpoints/*/manifest.json")):
         time.sleep(0.01)
@@ -451,6 +451,8 @@ def killed_in_saves() -> dict[str, Any]:
     steps = []
     for number in range(50):
         pids = forking.start(1, lambda n=number: saving(where, 1000 * n + 1))
+        while not any(where.root.glob(f"*{1000 * number + 1}*")):
+            time.sleep(0.002)
         time.sleep(draw.uniform(0.01, 0.12))
         os.kill(pids[0], signal.SIGKILL)
         forking.finish(pids)

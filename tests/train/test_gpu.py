@@ -58,12 +58,12 @@ def test_killed_and_resumed_bit_equal(tmp_path: Path) -> None:
     how = ["--model=resnet18", "--deterministic", "--steps=120", "--checkpoint-every=20"]
     argv = [sys.executable, "-m", "paceline.recipes.image", *how, "--keep=0"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    subprocess.run([*argv, f"--run-dir={whole}"], check=True, timeout=100)
+    subprocess.run([*argv, f"--run-dir={whole}"], check=True, timeout=200)
     with subprocess.Popen([*argv, f"--run-dir={killed}"]) as process:
         while process.poll() is None and not (killed / "checkpoints/40/manifest.json").exists():
             time.sleep(0.001)
         process.kill()
-    subprocess.run([*argv, f"--run-dir={killed}"], check=True, timeout=100)
+    subprocess.run([*argv, f"--run-dir={killed}"], check=True, timeout=200)
     one, other = (load_file(run / "model/model.safetensors") for run in (whole, killed))
     assert all(one[name].equal(other[name]) for name in one)
 
@@ -73,7 +73,7 @@ def test_copies_ahead_change_nothing(tmp_path: Path) -> None:
     said = [
         subprocess.run(
             [sys.executable, "-c", AHEAD, str(tmp_path / way.replace(" ", "-")), way],
-            capture_output=True, text=True, check=True, timeout=100,
+            capture_output=True, text=True, check=True, timeout=200,
         ).stdout.splitlines()[-1]
         for way in ("ahead", "at once")
     ]  # fmt: skip

@@ -59,6 +59,8 @@ def test_an_exchange_of_ours_gives_the_bits_of_ddp(worlds: Any) -> None:
             assert found["laid out, hook"] == found["laid out"]
             assert found["laid out, late"] == found["laid out"]
             assert found["unused, hook"] == found["unused"]
+            assert found["as made"] == found["by ddp"]
+            assert found["unused, as made"] == found["unused"]
             # The order of additions matters from three ranks on.
             assert np.allclose(found["laid out"], found["by ddp"], rtol=0, atol=1e-7)
             assert size > 2 or found["laid out"] == found["unused"] == found["by ddp"]

@@ -71,7 +71,7 @@ def check_slow(tmp_path: Path) -> None:
         said = tracked(server.url, tmp_path / "run", 1, 5, patience=1)
     seconds = re.search(r"trained in ([\d.]+) s", said)
     assert seconds is not None
-    assert float(seconds[1]) < 5
+    assert float(seconds[1]) < 50  # where each step waits for it: minutes
     assert "wandb did not finish within 1 s: left behind" in said
 
 

@@ -19,7 +19,7 @@ SCRIPT = str(Path(__file__).with_name("uneven.py"))
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uneven")
-    ranks.run_ok(1, [SCRIPT, str(folder)], folder, timeout=120)
+    ranks.run_ok(1, [SCRIPT, str(folder)], folder, timeout=200)
     return folder
 
 

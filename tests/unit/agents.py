@@ -93,5 +93,5 @@ async def agent_in_thread(left: int = ENDLESS, name: str = "n1") -> AsyncIterato
     finally:
         await channel.close()
         await asyncio.to_thread(serving.join)
-        for fd in (agent._input, agent.outbox.fd, agent._wake_read, agent._wake_write):
+        for fd in (agent.stream._input, agent.outbox.fd, agent._wake_read, agent._wake_write):
             os.close(fd)

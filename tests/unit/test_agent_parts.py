@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.agent import (
+    bootstrap,
     facts,
     forkserver,
     frames,
@@ -27,6 +28,7 @@ from paceline.agent import (
     procs,
     snapshot,
     title,
+    vitals,
 )
 from paceline.agent.frames import HIGH_WATER, MAGIC, Decoder, Outbox, encode
 from paceline.agent.lease import Lease
@@ -95,7 +97,7 @@ def test_kept_noise_is_bounded() -> None:
 def test_a_process_may_be_called_anything(name: str) -> None:
     rest = "S 7 8 9 0 -1 4194560 1 0 0 0 1 2 3 4 20 0 1 0 123456 99 " + " ".join(["0"] * 30)
     found = procs.parse_stat(f"42 ({name}) {rest}\n")
-    assert found == procs.Stat(pid=42, parent=7, session=9, state="S", start=123456, cpu=10)
+    assert found == procs.Stat(42, 7, 9, "S", start=123456, cpu=10, faults=0, name=name)
 
 
 def stat(pid: int, parent: int) -> procs.Stat:
@@ -380,14 +382,14 @@ def test_a_folder_of_a_run_carries_our_mark(cache: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
     assert snapshot.changed_files(str(folder), None) == []
     (folder / "model").mkdir()
-    assert not snapshot.discard_run_folder(KEY, only_empty=True)
+    assert not snapshot.discard_run_folder(KEY, only=())
     assert snapshot.discard_run_folder(KEY)
     assert list((cache / "runs").iterdir()) == []
 
 
 def test_an_empty_folder_of_a_run_goes(cache: Path) -> None:
     snapshot.make_run_folder(KEY)
-    assert snapshot.discard_run_folder(KEY, only_empty=True)
+    assert snapshot.discard_run_folder(KEY, only=())
     assert list((cache / "runs").iterdir()) == []
 
 
@@ -478,15 +480,17 @@ def test_the_outbox_does_not_block() -> None:
         os.set_blocking(fd, False)
     try:
         outbox = Outbox(write, wake_write)
-        outbox.post({"n": 1}, bytes(HIGH_WATER + (1 << 17)))
+        outbox.post({"event": "output"}, bytes(HIGH_WATER + (1 << 17)))
         outbox.flush()
         assert outbox.full
         os.close(read)
         outbox.flush()
-        assert outbox.broken
-        assert outbox.pending == 0
         outbox.post({"n": 2})
-        assert outbox.pending == 0
+        outbox.flush()
+        assert outbox.broken
+        assert outbox.empty
+        outbox.post({"n": 3})
+        assert outbox.empty
     finally:
         for fd in (write, wake_read, wake_write):
             os.close(fd)
@@ -538,3 +542,89 @@ def test_a_rank_s_command_line() -> None:
     assert "".join(title.of_rank(entry, env)) == (
         "python -m pkg.train --lr 0.1 [rank 1 of 4, n2]"
     )  # fmt: skip
+
+
+# --- how busy a host is
+
+
+def kernel(root: Path) -> Path:
+    """Files as a kernel shows them."""
+    for name, text in {
+        "proc/stat": "cpu  100 5 20 700 50 1 2 3 40 0\ncpu0 1 2 3\n",
+        "proc/meminfo": "MemTotal:  1000 kB\nMemFree:  100 kB\nMemAvailable:  250 kB\n",
+        "proc/self/net/dev": "Inter-|   Receive\n face |bytes\n"
+        "    lo: 7 1 0 0 0 0 0 0 7 1 0 0 0 0 0 0\n"
+        "  eth0: 500 1 0 0 0 0 0 0 90 1 0 0 0 0 0 0\n",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_how_busy_a_host_is(tmp_path: Path) -> None:
+    found = vitals.counted(["eth0", "eth1"], kernel(tmp_path))
+    assert found["cpu"] == [131, 881]
+    assert found["memory"] == [1000 << 10, 250 << 10]
+    assert found["links"] == {"eth0": [500, 90]}
+    assert found["gpus"] == []
+    (tmp_path / "empty").mkdir()
+    nothing = vitals.counted(["eth0"], tmp_path / "empty")
+    assert (nothing["cpu"], nothing["memory"], nothing["links"]) == ([0, 0], [0, 0], {})
+
+
+class Nvml:
+    """Two GPUs, of which the second tells nothing, as NVML's functions say it."""
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = 2
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, number: int, handle: Any) -> int:
+        handle._obj.value = 1 + number
+        return 0
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Any, rates: Any) -> int:
+        rates._obj.gpu = 87
+        return 3 if handle.value == 2 else 0
+
+
+def test_load_of_gpus() -> None:
+    load = vitals.nvml(Nvml())
+    assert load is not None
+    assert load() == [0.87]
+    broken = Nvml()
+    broken.nvmlInit_v2 = lambda: 18  # type: ignore[method-assign]
+    assert vitals.nvml(broken) is None
+
+
+# --- who else could change what lies in a folder
+
+
+@pytest.mark.parametrize(
+    ("owners", "modes", "alone"),
+    [
+        ({}, {}, True),
+        ({"/": 65534}, {}, True),  # in a container of an ordinary user, where root has no number
+        ({"/home": 65534}, {}, False),
+        ({"/home/me": 1005}, {}, False),
+        ({}, {"/home": 0o777}, False),
+        ({}, {"/home": 0o1777}, True),
+        ({}, {"/home/me": 0o775}, False),
+        ({"/": 65534}, {"/": 0o777}, False),
+    ],
+)
+def test_a_folder_is_ours_alone(owners: dict[str, int], modes: dict[str, int], alone: bool,
+                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    me = os.getuid()
+    usual = {"/": 0, "/home": 0, "/home/me": me}
+
+    def about(path: str) -> os.stat_result:
+        return os.stat_result(
+            [modes.get(path, 0o755), 0, 0, 0, owners.get(path, usual[path]), 0, 0, 0, 0, 0]
+        )
+
+    monkeypatch.setattr(bootstrap.os, "lstat", about)
+    assert bootstrap.ours_alone("/home/me") is alone

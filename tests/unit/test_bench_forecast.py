@@ -194,3 +194,17 @@ def test_text_json_and_picture() -> None:
     assert said["forecasts"][1]["low"] < said["forecasts"][1]["seconds"]
     assert forecast.picture(found).count("<circle") == 3
     assert "fastest: " in forecast.conclusion(found)
+
+
+def test_what_other_ways_send_is_what_they_send() -> None:
+    from paceline.train import communication
+    from paceline.train.exchange import Line
+
+    for ranks in (2, 3, 4, 16):
+        sent = {
+            name: made(Line(None, 0, ranks)).sent(1 << 20, ranks)
+            for name, made in communication.METHODS.items()
+            if name in {*forecast.METHODS, "exact"}
+        }
+        for name, parts in forecast.METHODS.items():
+            assert sent[name] / sent["exact"] == pytest.approx(parts[ranks > 2], abs=0.01), name

@@ -11,10 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.bench.forecast import Probe, Timed, Wire
-from paceline.cli import forecast, program
-from paceline.spec.errors import SettingError
+from paceline.cli import bench_scaling, forecast, program
+from paceline.launch import launcher, summary
+from paceline.spec.errors import JobError, SettingError
 from paceline.spec.hosts import Cluster, Host
-from paceline.spec.job import Entry
+from paceline.spec.job import Entry, Job
+from paceline.spec.settings import Setting
 
 
 class Fake:
@@ -76,6 +78,156 @@ def test_a_script_that_tells_no_steps_is_refused(tmp_path: Path) -> None:
     forecast.refuse_without_steps(Entry("script", str(tmp_path / "job.py")))
 
 
+def test_all_code_that_is_sent_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = Entry("script", "job.py")
+    for name in ("job.py", "a.py", "b.py", "c/d.py", "venv/lib/e.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("import torch")
+    (tmp_path / "venv/pyvenv.cfg").write_text("")
+    (tmp_path / "venv/lib/e.py").write_text("import paceline")  # it is no code of the project
+    (tmp_path / "gone.py").symlink_to("nowhere")
+    with pytest.raises(SettingError, match="does not train with paceline"):
+        forecast.refuse_without_steps(job)
+    for module in ("nosuch", "json", "a"):
+        with pytest.raises(SettingError, match="does not train with paceline"):
+            forecast.refuse_without_steps(Entry("module", module))
+    monkeypatch.setattr(forecast, "MOST_FILES", 3)  # the others were not looked at
+    forecast.refuse_without_steps(job)
+    monkeypatch.undo()
+    (tmp_path / "c/d.py").write_text("from paceline import train")
+    monkeypatch.chdir(tmp_path / "c")
+    forecast.refuse_without_steps(Entry("script", "../job.py"))
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[str, Any, Any]:
+    """What a forecast says, how it ends, and what it would have tried."""
+    seen: list[Any] = []
+
+    def look(probing: Any, most: int) -> Any:
+        seen[:] = [probing, most, [Path(one.path) for one in probing.job.inputs]]
+        assert all(path.is_dir() for path in seen[2])
+        raise JobError("enough")
+
+    monkeypatch.setattr(forecast, "look", look)
+    done = CliRunner().invoke(program, ["forecast", *words])
+    return done.output, done.exception, seen
+
+
+def test_a_recipe_is_tried_with_all_that_its_training_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.csv").write_text("text,label\ngood,1\nbad,0\n")
+    Path("paceline.toml").write_text("[train.text]\nlr = 0.5\n")
+    words = ("--data=my.csv", "--label-column=label")
+    _, error, (probing, _, inputs) = typed(monkeypatch, "text", *words)
+    assert error.message == "enough"
+    args = probing.job.entry.args
+    assert {f"--data={tmp_path}/my.csv", "--lr=0.5", "--data-dir", str(inputs[0])} <= set(args)
+    assert not inputs[0].exists()
+    assert list(Path("runs").iterdir()) == []
+    tried: list[Any] = []
+
+    def climb(ctx: Any, job: Any, *_: Any, **__: Any) -> Any:
+        tried.append(job)
+        raise JobError("enough")
+
+    monkeypatch.setattr(bench_scaling, "climb", climb)
+    CliRunner().invoke(program, ["bench", "scaling", "--recipe", "text", *words])
+    same = [word for word in args if word not in (str(inputs[0]), "--data-dir")]
+    assert [word for word in tried[0].entry.args if word in same] == same
+    assert len(tried[0].inputs) == 1
+
+
+def test_a_batch_is_told_of_the_file_what_counts_beside_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = '[train.image]\nschedule = "step"\nmilestones = [0.3]\nema-start = 3\nlr = 0.5\n'
+    Path("paceline.toml").write_text(file)
+    _, error, (probing, _, _) = typed(monkeypatch, "image", "--schedule", "cosine", "--ema=0")
+    assert error.message == "enough"
+    again = ("--schedule=step", "--lr=0.5", "--schedule", "cosine", "--ema=0")
+    assert probing.ctx.params["args"] == again
+
+
+def test_no_more_hosts_than_there_are_but_by_up_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("-H", "n1,n2", "--nnodes")
+    _, error, seen = typed(monkeypatch, *words, "5", "image")
+    assert isinstance(error, SettingError)
+    assert "5 nodes were asked for" in error.message
+    assert not seen
+    _, _, (probing, most, _) = typed(monkeypatch, *words, "1", "--up-to", "5", "image")
+    assert ([host.name for host in probing.cluster.hosts], most) == (["n1"], 5)
+
+
+def test_the_folder_is_there_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    _, error, seen = typed(monkeypatch, "--out", "file/below", "image")
+    assert isinstance(error, SettingError)
+    assert "file/below cannot hold the forecast" in error.message
+    assert not seen
+
+
+def test_the_table_is_said_even_where_it_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    known = forecast.look(Fake(2), 2)  # type: ignore[arg-type]
+    monkeypatch.setattr(forecast, "look", lambda probing, most: known)
+    Path("out/forecast.json").mkdir(parents=True)
+    done = CliRunner().invoke(program, ["forecast", "--out", "out", "image"])
+    assert isinstance(done.exception, SettingError)
+    assert "speed-up" in done.stdout
+    done = CliRunner().invoke(program, ["forecast", "image"])
+    assert done.exit_code == 0
+    (folder,) = Path("runs").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["forecast.json", "forecast.svg"]
+
+
+def test_logs_of_a_try_that_failed_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast.tempfile, "tempdir", str(tmp_path))
+    code, kept = 1, []
+
+    def run_job(*_: Any, run_dir: Path, **__: Any) -> Any:
+        run_dir.mkdir()
+        (run_dir / "steps.json").write_text('{"steps_done": []}')
+        kept.append(run_dir)
+        return SimpleNamespace(result=SimpleNamespace(exit_code=code))
+
+    monkeypatch.setattr(launcher, "run_job", run_job)
+    monkeypatch.setattr(summary, "report_failure", lambda outcome: "logs are in …")
+    via = SimpleNamespace(transport=object())
+    ctx = SimpleNamespace(params={"seconds": 0.0})
+    job = Job("t", Entry("script", "job.py"), str(tmp_path), "python3")
+    probing = forecast.Probing(ctx, job, Cluster((Host("n1"),)), via, False)  # type: ignore[arg-type]
+    with pytest.raises(JobError, match="the few steps on n1 failed"):
+        probing.on((Host("n1"),))
+    assert kept[0].is_dir()
+    code = 0
+    with pytest.raises(JobError, match="ended before its first steps"):
+        probing.on((Host("n1"),))
+    assert not kept[1].parent.exists()
+
+
+@pytest.mark.parametrize(
+    "said", ["", "{}", '{"steps_done": [1]}', '{"steps_done": [], "exchange": null}']
+)
+def test_incomplete_steps_are_an_error_of_the_job(said: str, tmp_path: Path) -> None:
+    (tmp_path / "steps.json").write_text(said)
+    with pytest.raises(JobError, match="ended before its first steps"):
+        forecast.read_probe(tmp_path / "steps.json")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -83,12 +235,15 @@ def test_a_script_that_tells_no_steps_is_refused(tmp_path: Path) -> None:
         (("image", "--find-lr"), "train nothing"),
         (("image", "--plan"), "--plan does not apply"),
         (("--compare", ".", "image"), "--compare takes a run"),
-        (("--compare", "."), "does not tell what a step took"),
+        (("--compare", "."), ". is no run directory"),
+        (("--compare", "short"), "does not tell what a step took"),  # its name below runs/
     ],
 )
 def test_refusals(words: tuple[str, ...], message: str, tmp_path: Path,
                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/short").mkdir(parents=True)
+    (tmp_path / "runs/short/plan.json").write_text("{}")
     done = CliRunner().invoke(program, ["forecast", *words])
     assert isinstance(done.exception, SettingError)
     assert message in done.exception.render()
@@ -210,3 +365,48 @@ def test_a_recipe_is_known_again_by_what_changes_a_step(tmp_path: Path) -> None:
     assert "forecast to take" in forecast.after_run(run)
     made(tmp_path, told, entry={"kind": "module", "target": target, "args": [*args, "--lr=1"]})
     assert forecast.after_run(run) == ""
+
+
+def job_on(count: int, **more: Any) -> tuple[Job, Cluster]:
+    entry = Entry("script", "job.py", ("--lr", "1"))
+    hosts = tuple(Host(f"n{number + 1}") for number in range(count))
+    return Job("job", entry, "/", "python3", **more), Cluster(hosts)
+
+
+def test_the_fastest_hosts_of_a_forecast_are_taken(tmp_path: Path) -> None:
+    every = [
+        {**ONE, "hosts": 1, "names": ["n2"], "seconds": 0.2, "total": 20.0},
+        {**ONE, "hosts": 2, "names": ["n1", "n3"], "seconds": 0.1, "total": 10.0},
+        {**ONE, "hosts": 3, "names": ["n1", "n2", "n3"], "seconds": 0.15, "total": 15.0},
+        {**ONE, "hosts": 4, "names": ["n1", "n2", "n3", "n3+1"], "seconds": 0.01, "total": 1.0},
+        {**ONE, "hosts": 2, "names": ["n1", "n2"], "seconds": 0.01, "declined": "differs"},
+    ]
+    told = {**TOLD, "forecasts": every, "model": {"alone": {"n1": {}, "n2": {}, "n3": {}}}}
+    run = made(tmp_path, told)
+    job, cluster = job_on(3)
+    chosen, why = forecast.fastest_of(job, cluster, run)
+    assert [host.name for host in chosen.hosts] == ["n1", "n3"]
+    assert "n1, n3 (2 of 3 hosts): 0.1 s a step" in why
+    with pytest.raises(SettingError, match="needs a forecast") as raised:  # n4 was not looked at
+        forecast.fastest_of(job, job_on(4)[1], run)
+    assert "nothing is known there of n4" in raised.value.render()
+
+
+@pytest.mark.parametrize(
+    ("told", "more", "message"),
+    [
+        (None, {}, "looked at 0"),
+        ({**TOLD, "weak": True}, {}, "--weak"),
+        (TOLD, {"nproc_per_node": Setting(4)}, "1 rank on each host"),
+        ({**TOLD, "command": ["script", "other.py"]}, {}, "looked at 1"),
+        ("{", {}, "is no forecast"),
+        (TOLD, {"nnodes": Setting(2)}, "Leave out one of the two"),
+    ],
+)
+def test_no_hosts_are_taken_for_the_fastest_without_a_forecast_of_them(
+    told: Any, more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    job, cluster = job_on(2, **more)
+    with pytest.raises(SettingError) as raised:
+        forecast.fastest_of(job, cluster, made(tmp_path, told))
+    assert message in raised.value.render()

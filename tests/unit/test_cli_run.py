@@ -211,6 +211,25 @@ def test_help_imports_little(argv: list[str], most: int) -> None:
             "from paceline import train\nsession.prepare(net, compile=True)",
             ("torch", "paceline.train?", "torch._dynamo?"),
         ),
+        ("from paceline import train\nre.compile('x')", ("torch", "paceline.train?")),
+        ("from paceline import train\nif way == 'compile': ...", ("torch", "paceline.train?")),
+        ('"""Has ``compile``\nand one shard."""\nimport paceline', ("torch", "paceline.train?")),
+        ("from paceline import train\ncompile == 1", ("torch", "paceline.train?")),
+        *(
+            (f"from paceline import train\n{text}", ("torch", "paceline.train?", "torch._dynamo?"))
+            for text in (
+                "session.prepare(net, shard = True)",
+                "@torch.compile\ndef f(): ...",
+                "from torch import compile",
+                "net.compile()",
+                "fully_shard(net)",
+                "from torch.distributed.fsdp import (fully_shard, x)",
+            )
+        ),
+        (
+            "from paceline import train\nre.compile('x'), torch.compile(net)",
+            ("torch", "paceline.train?", "torch._dynamo?"),
+        ),
     ],
 )
 def test_what_the_script_will_import(tmp_path: Path, text: str, modules: tuple[str, ...]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import click
@@ -33,7 +36,9 @@ def test_command_and_its_options_exist(shown: Shown) -> None:
         return  # what it does not know goes to the program behind it, whose tests know
     known = {spelling for option in command.params for spelling in option.opts}
     known |= {spelling for option in command.params for spelling in option.secondary_opts}
-    known |= {"-h", "--help", *recipe_flags(shown)}
+    known |= {"-h", "--help"}
+    if shown.words[1:2] == ("train",):
+        known |= recipe_flags()
     for word in own_options(command, args):
         assert word in known, f"{shown}: unknown option {word}"
 
@@ -59,19 +64,14 @@ def own_options(command: click.Command, args: list[str]) -> list[str]:
     return found
 
 
-def recipe_flags(shown: Shown) -> set[str]:
-    """Flags of the recipe that ``paceline train`` is shown with, or of all of them."""
-    import contextlib
-    import io
-    import re
-
+@cache
+def recipe_flags() -> set[str]:
+    """Flags of all recipes."""
     text = io.StringIO()
-    if shown.words[1:2] == ("train",):
-        for name in RECIPES:
-            with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-                parse_options(name, ["--help-all"])
-        return set(re.findall(r"--[a-z][\w-]*", text.getvalue()))
-    return set()
+    for name in RECIPES:
+        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+            parse_options(name, ["--help-all"])
+    return set(re.findall(r"--[a-z][\w-]*", text.getvalue()))
 
 
 def test_every_row_of_the_guides_commands_names_what_shows_it() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import explain, launch
+from paceline.explain.evidence import Evidence
+from paceline.explain.rules import killed
 from paceline.spec.errors import SettingError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result
@@ -72,3 +74,21 @@ def test_the_explanation_needs_no_file_of_the_run(tmp_path: Path) -> None:
     assert explain.after_failure(tmp_path, Result(1, failed), ()) == ""  # the traceback is shown
     (found,) = json.loads((tmp_path / "findings.json").read_text())["findings"]
     assert found["message"] == "rank 1 on n2 raised ValueError: boom (t.py, line 3)"
+
+
+@pytest.mark.parametrize(
+    ("memory", "known"),
+    [
+        ({"kills": 0, "limit": None, "kernel": []}, True),
+        ({"kills": None, "limit": None, "kernel": []}, False),
+        ({}, False),
+    ],
+)
+def test_who_was_not_killed_for_memory_is_not_sent_to_look_for_that(
+    memory: dict[str, object], known: bool
+) -> None:
+    end = Event("rank ended", "n1", 1, fields={"code": None, "signal": 9, "memory": memory})
+    found = killed.match(Evidence(events=(end,)))
+    assert found is not None
+    assert bool(found.remedy) == bool(found.confirm) == known
+    assert "dmesg" not in found.remedy + found.confirm

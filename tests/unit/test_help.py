@@ -87,9 +87,10 @@ def test_every_option_has_its_default(verb: str) -> None:
 
 def test_the_short_help_is_short_and_says_where_the_rest_is() -> None:
     short, whole = help_of("run", "--help"), help_of("run", "--help-all")
-    assert len(short.splitlines()) < 50 < len(whole.splitlines())
+    assert len(short.splitlines()) < 54 < len(whole.splitlines())
     assert "more options: paceline run --help-all" in short
     assert "--sbatch-arg" not in short
+    assert "  --detach " in short
     assert "--sbatch-arg" in whole
 
 
@@ -135,3 +136,17 @@ def test_lines_wrap_between_words() -> None:
     assert text.count("a-long-word-with-dashes") == text.count("`as typed`") == 9
     assert max(map(len, text.splitlines())) <= 50
     assert " ".join(text.split()).endswith("One of: one, two. Default: one.")
+
+
+@pytest.mark.parametrize("option", ["--seconds", "--price"])
+def test_what_is_no_number_is_told_so_in_words_of_the_reader(option: str) -> None:
+    ended = CliRunner().invoke(program, ["forecast", option, "much", "image"])
+    assert ended.exit_code == 2
+    assert re.search(r"'much' is not a valid number( of seconds)?\.", ended.output)
+
+
+@pytest.mark.parametrize("typed", ["10x", "-1", "1h30", "nan"])
+def test_a_duration_that_cannot_be_read_is_told_how_one_is_written(typed: str) -> None:
+    ended = CliRunner().invoke(program, ["run", "--wait-for-nodes", typed, "train.py"])
+    assert ended.exit_code == 2
+    assert "type 90, 10m or 1h30m" in ended.output

@@ -81,7 +81,7 @@ def test_impossible_numbers_of_processes(count: int) -> None:
         decide.processes_on(job(nproc_per_node=asked(count)), Host("a"), facts())
 
 
-@pytest.mark.parametrize(("hard", "most"), [(1024, 298), (4096, 1322), (-1, None)])
+@pytest.mark.parametrize(("hard", "most"), [(1024, 224), (4096, 992), (-1, None)])
 def test_open_files_limit_the_processes_of_a_host(hard: int, most: int | None) -> None:
     there = {**facts(), "limits": {"nofile_hard": hard}}
     assert decide.most_processes(there) == most
@@ -489,7 +489,9 @@ def test_a_program_runs_at_home_where_its_folder_is_missing() -> None:
 
 def test_a_further_attempt_is_the_same_plan_with_a_port_of_its_own() -> None:
     first = plan(job())
-    second = decide.next_attempt(first, 1, Setting(29500, Source.FOUND, "free"))
+    second = decide.next_attempt(first, 1, Setting(29500, Source.FOUND, "free"), 0)
+    env = second.rank_env(second.nodes[0], second.nodes[0].ranks[0])
+    assert (env["PACELINE_ATTEMPT"], env["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0")
     assert (second.attempt, second.master_port) == (1, 29500)
     assert second.settings["master_port"].value == 29500
     assert second.nodes == first.nodes

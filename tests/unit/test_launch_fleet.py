@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
-from paceline.launch import restart
-from paceline.launch.fleet import Fleet, Node, Silence, together, why_ended
+from paceline.launch import muster as muster_module
+from paceline.launch import recovery, restart
+from paceline.launch.allowance import LOSSES
+from paceline.launch.attempt import Attempt
+from paceline.launch.decide import Found
+from paceline.launch.fleet import Fleet, Node, Silence, Trouble, together, why_ended
+from paceline.launch.members import End, Members, Regroup
+from paceline.launch.muster import Muster
+from paceline.launch.prepare import Request, find_networks
+from paceline.launch.recovery import Recoveries
+from paceline.launch.restart import Restarts
 from paceline.remote import fanout
+from paceline.remote.network import LOOPBACK
 from paceline.remote.openssh import SshOptions
 from paceline.spec.errors import ConnectError, NodeError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure
 from paceline.spec.hosts import Host
 from paceline.spec.job import Entry, Job
+from paceline.spec.nodes import nodes_of
 from paceline.spec.settings import Setting
+
+ENTRY = Entry("script", "a.py")
 
 
 class Agent:
@@ -30,6 +47,9 @@ class Agent:
         self.silent = False
         self.asked: list[str] = []
         self.abandoned = False
+        self.looked = 0
+        self.broken = False
+        self.nest = None
 
     async def request(self, op: str, **_: Any) -> dict[str, Any]:
         self.asked.append(op)
@@ -38,15 +58,18 @@ class Agent:
         if op == "refuse":
             raise NodeError("no")
         self.last_heard = asyncio.get_running_loop().time()
-        return {"monotonic": 0.0, "quiet_s": 3.5, "frozen": {"1": 2.0}}
+        return {"monotonic": 0.0, "quiet_s": 3.5}
 
     def leased(self) -> None:
         pass
 
+    def look_again(self) -> None:
+        self.looked += 1
+
     def abandon(self) -> None:
         self.abandoned = True
 
-    async def close(self, patience_s: float) -> None:
+    async def close(self, patience_s: float = 0.0) -> None:
         pass
 
 
@@ -73,7 +96,7 @@ def test_renews_leases_and_hears_of_the_ranks() -> None:
     node, agent, events = asyncio.run(scene())
     assert agent.asked.count("lease") >= 2
     assert agent.asked[-1] == "bye"
-    assert (node.quiet_s, node.frozen) == (3.5, {1: 2.0})
+    assert node.quiet_s == 3.5
     assert events == ["n1 rank started"]
 
 
@@ -187,31 +210,424 @@ class Dialling:
         return ""
 
 
+def request_for(job: Job, transport: Any, *names: str) -> Request:
+    return Request(job, tuple(Host(name) for name in names), transport)
+
+
 @pytest.mark.parametrize(
-    ("transport", "back", "told"),
+    ("transport", "told"),
     [
-        (Dialling(comes_back=True), ["n2"], "dialling n2 again, for up to"),
-        (Dialling(comes_back=False), [], "n2 did not come back within 3 s: no answer: n2"),
-        (Dialling(comes_back=True, redials=False), [], "n2 cannot be joined again"),
+        (Dialling(comes_back=True), "n2 is back; starting all nodes again, 1 of 1"),
+        (Dialling(comes_back=False), "n2 (no answer: n2: timed out) did not come back"),
+        (Dialling(comes_back=True, redials=False), "n2 cannot be joined again"),
     ],
 )
-def test_lost_hosts_are_dialled_again(transport: Dialling, back: list[str], told: str) -> None:
-    entry = Entry("script", "a.py")
-    job = Job("a", entry, "/", "python3", lease_s=Setting(0.5))
+def test_lost_hosts_are_dialled_again(transport: Dialling, told: str) -> None:
+    job = Job("a", ENTRY, "/", "python3", wait_for_nodes_s=Setting(1.2), max_restarts=Setting(1))
 
-    async def scene() -> tuple[Fleet, list[str], list[str]]:
+    async def scene() -> tuple[Fleet, bool, list[str]]:
         notes: list[str] = []
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
         fleet.lose(fleet.nodes[1], "unplugged")
-        found = await restart.dial_lost(fleet, job, transport, notes.append)
+        muster = mustered(transport, fleet, notes)
+        restarts = Restarts(request_for(job, transport, "n1", "n2"), fleet, notes.append)
+        lost = Failure("lost", "n2", None, headline="unplugged")
+        assert await restarts.allowed(lost, [], 1.0)
+        found = await restarts.line_up(muster)
+        await muster.close()
         await fleet.close()
         return fleet, found, notes
 
     fleet, found, notes = asyncio.run(scene())
-    assert found == back
     assert told in "\n".join(notes)
-    assert fleet.whole == bool(back)
+    assert found == fleet.whole == (told.startswith("n2 is back"))
     assert [node.name for node in fleet.nodes] == ["n1", "n2"]
+
+
+def test_a_host_that_is_left_out_is_not_waited_for() -> None:
+    notes: list[str] = []
+
+    async def scene() -> bool:
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
+        transport = Dialling(comes_back=True)
+        muster = mustered(transport, fleet, notes)
+        job = Job("a", ENTRY, "/", "python3", max_restarts=Setting(9))
+        restarts = Restarts(request_for(job, transport, "n1", "n2"), fleet, notes.append)
+        for _ in range(LOSSES):
+            fleet.lose(fleet.nodes[1], "unplugged")
+            assert await restarts.allowed(Failure("lost", "n2", None, headline="gone"), [], 1.0)
+            found = await restarts.line_up(muster)
+        await muster.close()
+        await fleet.close()
+        return found
+
+    assert not asyncio.run(asyncio.wait_for(scene(), 20))
+    assert sum("dialling n2 again" in note for note in notes) == LOSSES - 1
+    assert notes[-3:] == [
+        f"paceline: n2 was lost {LOSSES} times: it is left out",
+        "paceline: n2: gone",
+        "paceline: 1 node of at least 2, and no other is waited for: not started again",
+    ]
+
+
+def mustered(
+    transport: Any, fleet: Fleet, notes: list[str], came: Any = lambda node: None
+) -> Muster:
+    async def fit_out(node: Node) -> None:
+        node.found = Found(node.host, {}, LOOPBACK)
+        node.ready = asyncio.get_running_loop().create_future()
+        node.ready.set_result(None)
+
+    return Muster(transport, fleet, lambda host: "python3", fit_out, came, notes.append)
+
+
+def elastic(text: str, **more: Any) -> Job:
+    return Job("a", ENTRY, "/", "python3", nnodes=Setting(nodes_of(text)), **more)
+
+
+def test_a_job_that_can_do_with_fewer_goes_on() -> None:
+    """Without a restart that counts; the node that comes back is told of, and taken in."""
+    transport, notes = Dialling(comes_back=True), list[str]()
+
+    async def scene() -> None:
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
+        came: list[str] = []
+        muster = mustered(transport, fleet, notes, lambda node: came.append(node.name))
+        restarts = Restarts(request_for(elastic("1:2"), transport, "n1", "n2"), fleet, notes.append)
+        fleet.lose(fleet.nodes[0], "unplugged")
+        assert await restarts.allowed(Failure("lost", "n1", None, headline="gone"), [], 1.0)
+        assert await restarts.line_up(muster)
+        assert [node.name for node in fleet.nodes] == ["n2"]
+        assert restarts.counted == 0
+        while not came:
+            await asyncio.sleep(0.05)
+        assert await restarts.line_up(muster)
+        assert [node.name for node in fleet.nodes] == ["n2", "n1"]  # who has the files stays first
+        await muster.close()
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+    assert "n1: gone; going on with n2; starting all nodes again" in notes[0]
+    assert notes[-1] == "paceline: n1 is back; starting all nodes again"
+
+
+def test_a_node_that_is_brought_back_takes_its_own_place() -> None:
+    async def scene() -> None:
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
+        told: list[Node] = []
+        muster = mustered(Dialling(comes_back=True), fleet, [], told.append)
+        fleet.lose(fleet.nodes[0], "unplugged")
+        node = await muster.bring(fleet.nodes[0])
+        fleet.take_place(node, "n1")
+        assert (fleet.nodes[0], fleet.spares, told) == (node, [], [])
+        assert fleet.whole
+        await muster.close()
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+
+
+def test_a_node_that_cannot_be_fitted_out_is_told_of_and_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever stood in the way: a node that refuses, a file that is to be sent and has gone."""
+    monkeypatch.setattr(muster_module, "PAUSES_S", (0.01,))
+    troubles: list[Exception] = [
+        NodeError("n2 is full"), FileNotFoundError(2, "No such file", "/p/a.py"), TimeoutError(),
+    ]  # fmt: skip
+    notes: list[str] = []
+
+    async def fit_out(node: Node) -> None:
+        if troubles:
+            raise troubles.pop(0)
+
+    async def scene() -> list[str]:
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
+        transport: Any = Dialling(comes_back=True)
+        muster = Muster(transport, fleet, str, fit_out, lambda node: None, notes.append)
+        fleet.lose(fleet.nodes[1], "unplugged")
+        fleet.take_place(await muster.bring(fleet.nodes[1]), "n2")
+        await muster.close()
+        await fleet.close()
+        return [node.name for node in fleet.nodes if not node.lost]
+
+    assert asyncio.run(asyncio.wait_for(scene(), 10)) == ["n1", "n2"]
+    assert [note.removeprefix("paceline: n2 cannot take part yet: ") for note in notes] == [
+        "n2 is full", "[Errno 2] No such file: '/p/a.py'", "TimeoutError",
+    ]  # fmt: skip
+
+
+def test_a_spare_takes_the_place_of_a_lost_node() -> None:
+    transport, notes = Dialling(comes_back=False), list[str]()
+
+    async def scene() -> None:
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), Agent("n3"), lease_s=0.5)
+        muster = mustered(transport, fleet, notes)
+        for node in fleet.nodes:
+            node.found = Found(node.host, {}, LOOPBACK)
+            node.settle(None)
+            node.ready = asyncio.get_running_loop().create_future()
+            node.ready.set_result(None)
+        fleet.seat(fleet.nodes[:2])
+        request = request_for(elastic("2:2"), transport, "n1", "n2", "n3")
+        restarts = Restarts(request, fleet, notes.append)
+        fleet.lose(fleet.nodes[0], "unplugged")
+        assert await restarts.allowed(Failure("lost", "n1", None, headline="gone"), [], 1.0)
+        assert await restarts.line_up(muster)
+        assert [node.name for node in fleet.nodes] == ["n2", "n3"]
+        await muster.close()
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+    assert notes == ["paceline: n1: gone; going on with n2, n3; starting all nodes again"]
+
+
+def test_a_node_that_was_asked_to_end_is_let_go() -> None:
+    async def scene() -> Fleet:
+        notes: list[str] = []
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
+        transport = Dialling(comes_back=True)
+        muster = mustered(transport, fleet, notes)
+        restarts = Restarts(request_for(elastic("1:2"), transport, "n1", "n2"), fleet, notes.append)
+        asked = Failure("signal", "n2", None, signal=15, headline="asked to end")
+        assert await restarts.allowed(asked, [fleet.nodes[1]], 1.0)
+        assert await restarts.line_up(muster)
+        await asyncio.sleep(0.2)
+        assert not transport.tries  # it is about to go
+        await muster.close()
+        await fleet.close()
+        return fleet
+
+    fleet = asyncio.run(scene())
+    assert [node.name for node in fleet.nodes] == ["n1"]
+    assert "bye" in fleet.gone[0].channel.asked  # type: ignore[attr-defined]
+
+
+def test_a_store_on_a_host_whose_place_was_taken_is_opened_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While the news of it waited: who tells them to the nodes goes on."""
+    monkeypatch.setattr(recovery, "PAUSE_S", 0.01)
+    first = SimpleNamespace(host="n1", ranks=[SimpleNamespace(rank=0)])
+    plan: Any = SimpleNamespace(nodes=[first], master_addr="127.0.0.1", master_port=1)
+
+    async def scene() -> None:
+        fleet, _, _ = fleet_of(Agent("n1"), lease_s=0.5)
+        fleet.nodes[0].running = True
+        members = Members({0: "n1"})
+        recoveries = Recoveries(plan, members, fleet, Mock(), Mock(), None, Mock(), Mock(), Mock())
+        running = asyncio.ensure_future(recoveries.run())
+        recoveries._mail.put_nowait(Regroup(1, (0,), False, "n2"))
+        recoveries._mail.put_nowait(End("nothing more"))
+        channel: Any = fleet.nodes[0].channel
+        while "tell_ranks" not in channel.asked:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+
+
+@pytest.mark.parametrize(("in_all", "address"), [(1, "127.0.0.1"), (2, "10.0.0.5")])
+def test_one_host_that_no_other_can_join_keeps_to_itself(in_all: int, address: str) -> None:
+    """Also where fewer nodes would do: ``-H local --nnodes 1:2``."""
+    here = {"address": "10.0.0.5", "family": 4, "prefix": 24, "scope": "global", "usable": True}
+    card = {"name": "eth0", "kind": "hardware", "state": "up", "speed": 1000, "addresses": [here]}
+
+    async def scene() -> str:
+        agent = Agent("n1")
+        agent.facts = {"interfaces": [card]}
+        fleet, _, _ = fleet_of(agent, lease_s=5.0)
+        found, _ = await find_networks(fleet, elastic("1:2"), in_all)
+        await fleet.close()
+        return found["n1"].address
+
+    assert asyncio.run(scene()) == address
+
+
+def test_a_failure_long_after_a_recovered_loss_is_the_program_s_own() -> None:
+    """It counts, though the lost node is still missing."""
+
+    async def scene() -> list[bool]:
+        notes: list[str] = []
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
+        transport = Dialling(comes_back=True)
+        restarts = Restarts(request_for(elastic("1:2"), transport, "n1", "n2"), fleet, notes.append)
+        fleet.lose(fleet.nodes[1], "unplugged")
+        now = fleet.nodes[1].lost_at
+        boom = Failure("exception", "n1", 0, now + 60, headline="ValueError: boom")
+        echo = replace(boom, headline="RuntimeError: Connection reset by peer")
+        found = [
+            await restarts.allowed(one, [], 1.0)
+            for one in (boom, echo, replace(boom, time=now + 0.2), replace(boom, rank=None))
+        ]
+        gone = Node(Host("n3"), Agent("n3"))  # type: ignore[arg-type]
+        found.append(await restarts.allowed(boom, [gone], 1.0))
+        await fleet.close()
+        return found
+
+    assert asyncio.run(asyncio.wait_for(scene(), 20)) == [False, True, True, True, False]
+
+
+def test_a_fork_server_that_cannot_import_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "PAUSE_S", 0.01)
+    plan: Any = SimpleNamespace(nodes=[part_of("n1", 0)], master_addr="127.0.0.1", master_port=1)
+
+    async def scene() -> None:
+        fleet, _, _ = fleet_of(Agent("n1"), lease_s=5.0)
+        screen, node, tries = Mock(), fleet.nodes[0], 0
+
+        async def prepare() -> None:
+            nonlocal tries
+            tries += 1
+            node.ready = asyncio.get_running_loop().create_future()
+            node.ready.set_result(Trouble("import", "Traceback\nImportError: no torch"))
+
+        monkeypatch.setattr(Node, "prepare", lambda _: prepare())
+        recoveries = Recoveries(plan, Members({0: "n1"}), fleet, Mock(), Mock(), None, Mock(),
+                                screen, Mock())  # fmt: skip
+        preparing = asyncio.ensure_future(recoveries._prepare("n1"))
+        while tries < 4:
+            await asyncio.sleep(0.01)
+        fleet.take_place(fleet.add(Agent("n2")), "n1")  # type: ignore[arg-type]
+        await preparing  # another host has its part now
+        told = "paceline: n1 cannot start ranks yet: ImportError: no torch"
+        assert screen.note.call_args_list == [call(told)]
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
+
+
+def part_of(host: str, *slots: int) -> Any:
+    return SimpleNamespace(
+        host=host, address="127.0.0.1", ranks=[SimpleNamespace(rank=slot) for slot in slots]
+    )
+
+
+def test_what_breaks_in_a_recovery_ends_the_attempt_at_once() -> None:
+    """Instead of leaving the ranks to wait, and telling of it when they have ended."""
+    plan: Any = Mock(nodes=[part_of("n1", 0)], master_port=1, attempt=0)
+
+    async def scene() -> None:
+        fleet, _, _ = fleet_of(Agent("n1"), lease_s=5.0)
+        screen, interrupts = Mock(), Mock(received=[], wait=lambda *_: asyncio.sleep(60))
+        job = Job("a", ENTRY, "/", "python3")
+        attempt = Attempt(plan, job, fleet, interrupts, screen, Mock(), Mock(), Mock(), None)
+
+        async def started(*_: Any) -> None:
+            attempt._hangs.run = Mock(side_effect=ZeroDivisionError("of hangs"))  # type: ignore[method-assign]
+            asyncio.get_running_loop().call_later(0.3, attempt.recoveries._begin, broken())
+
+        async def broken() -> None:
+            raise ZeroDivisionError("of a recovery")
+
+        attempt._start = started  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError, match="of a recovery"):
+            await attempt.run()
+        (note,) = screen.note.call_args_list
+        assert "hangs are not noticed any more: ZeroDivisionError: of hangs" in note.args[0]
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
+
+
+def test_a_session_counts_a_node_that_is_asked_to_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is asked; and not any more when another has taken its place."""
+    monkeypatch.setattr(recovery, "ALL_ASKED_S", 0.01)
+    ranks = [SimpleNamespace(host=f"n{n}", ranks=[SimpleNamespace(rank=n - 1)]) for n in (1, 2)]
+    plan: Any = SimpleNamespace(nodes=ranks, master_addr="127.0.0.1", master_port=1)
+
+    async def scene() -> None:
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
+        members = Members({0: "n1", 1: "n2"})
+        for slot in (0, 1):
+            members.said_able(slot, True)
+        recoveries = Recoveries(plan, members, fleet, Mock(), Mock(), None, failed.append,
+                                Mock(), Mock())  # fmt: skip
+
+        async def asked(*nodes: Node) -> list[str]:
+            for node in [*nodes, *nodes]:
+                why = Failure("signal", node.name, None, signal=15, headline="asked to end")
+                assert recoveries.leaves(node, why)
+            await asyncio.sleep(0.2)
+            return [failure.kind for failure in failed]
+
+        assert await asked(fleet.nodes[1]) == []
+        assert fleet.nodes[1].lost
+        assert recoveries.leaving == [fleet.nodes[1]]
+        for host, lost in (("n3", "n2"), ("n4", "n3")):
+            fleet.take_place(fleet.add(Agent(host)), lost)  # type: ignore[arg-type]
+            assert recoveries.leaving == []
+            part: Any = SimpleNamespace(host=host, ranks=ranks[1].ranks)
+            recoveries.take_in(part)
+            if host == "n3":
+                assert await asked(fleet.nodes[1]) == []
+        assert await asked(*fleet.nodes) == ["signal", "signal"]
+        await fleet.close()
+
+    failed: list[Failure] = []
+    asyncio.run(asyncio.wait_for(scene(), 10))
+
+
+class Slow:
+    """A transport on which each host answers after its time, or refuses for ever."""
+
+    redials = True
+
+    def __init__(self, **seconds: float | None) -> None:
+        self._seconds = seconds
+
+    async def open(self, hosts: Any, pythons: Any) -> list[Any]:
+        seconds = self._seconds[hosts[0].name]
+        await asyncio.sleep(seconds or 0)
+        if seconds is None:
+            raise ConnectError("cannot log in", found=f"no route: {hosts[0].name}: off")
+        return [Agent(hosts[0].name)]
+
+
+class Flaky(Slow):
+    """One on which hosts refuse so many times."""
+
+    async def open(self, hosts: Any, pythons: Any) -> list[Any]:
+        name = hosts[0].name
+        if left := self._seconds.get(name):
+            self._seconds[name] = left - 1
+            raise ConnectError("cannot log in", found=f"no route: {name}: off")
+        return [Agent(name)]
+
+
+def gathered(transport: Any, least: int, patience_s: float, *names: str) -> Any:
+    notes: list[str] = []
+    hosts = [Host(name) for name in names]
+    found = asyncio.run(muster_module.gather(
+        transport, hosts, ["python3"] * len(hosts), least, patience_s, notes.append))  # fmt: skip
+    return [channel.host.name for channel in found[0]], found[1], notes
+
+
+def test_begins_with_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muster_module, "LAST_CALL_S", 0.4)
+    there, missing, notes = gathered(Slow(n1=0, n2=None, n3=0.2), 1, 9, "n1", "n2", "n3")
+    assert there == ["n1", "n3"]
+    assert missing == {"n2": "no route: n2: off"}
+    assert not notes
+    assert gathered(Slow(n1=0, n2=9), 1, 9, "n1", "n2")[:2] == (["n1"], {"n2": ""})
+
+
+def test_waits_for_as_many_as_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConnectError, match="1 host can be reached, at least 2 are needed: n2") as e:
+        gathered(Slow(n1=0, n2=None), 2, 0.5, "n1", "n2")
+    assert "n2: no route: n2: off" in e.value.found
+    monkeypatch.setattr(muster_module, "PAUSES_S", (0.2,))
+    there, _, notes = gathered(Flaky(n2=2), 2, 9, "n1", "n2")
+    assert there == ["n1", "n2"]
+    assert notes == ["paceline: 1 host of at least 2: waiting up to 9 s for n2 (no route: n2: off)"]
+    began = time.monotonic()
+    with pytest.raises(ConnectError) as none:
+        gathered(Slow(n1=None), 1, 0, "n1")
+    assert time.monotonic() - began < 5
+    assert "--nnodes" in e.value.remedy
+    assert "--nnodes" not in none.value.remedy  # there is no fewer than one
 
 
 def test_what_was_opened_is_closed_before_the_event_loop_is(

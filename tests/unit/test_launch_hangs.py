@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from paceline.cli.runs import whereabouts
 from paceline.explain.conclude import conclude
 from paceline.explain.evidence import Evidence
 from paceline.explain.rules import load_all
 from paceline.explain.stacks import Frame, Stand
-from paceline.launch.hangs import BUSY_S, Hang, Heartbeats, Look, judge
+from paceline.launch.beats import Beat, Heartbeats, aside, told
+from paceline.launch.fleet import Fleet
+from paceline.launch.hangs import LOOK_S, HangWatch
+from paceline.launch.verdict import (
+    BUSY_S,
+    Child,
+    Hang,
+    Look,
+    Waits,
+    first_difference,
+    frozen_text,
+    judge,
+)
 from paceline.spec.events import Event
 from paceline.spec.failure import Result
 
@@ -89,6 +103,120 @@ def test_what_only_looks_like_a_hang(before: list[Look], after: list[Look]) -> N
     assert judged(before, after, 1000.0) is None
 
 
+def test_a_hang_that_is_over_is_no_measure_of_what_is_usual() -> None:
+    beats = Heartbeats()
+    for second in range(5):
+        beats.take(0, second, "train", float(second))
+    beats.take(0, 5, "train", 300.0, hung=True)
+    assert beats.patience_s == pytest.approx(10.0)
+    assert beats.limit_s == 30.0
+
+
+def test_who_is_where() -> None:
+    """For the line of progress, and for ``paceline status``."""
+    beats = Heartbeats()
+    for rank in range(3):
+        beats.take(rank, 7, "train", 10.0)
+    hosts = {rank: f"n{rank + 1}" for rank in range(3)}
+    ranks = told(beats.beats, hosts, 11.0)
+    assert (aside(ranks), whereabouts(ranks)) == ("", ["all 3 ranks: step 7, train"])
+    beats.take(1, 6, "evaluate", 11.0)
+    ranks = told(beats.beats, hosts, 12.0)
+    assert aside(ranks) == "rank 1 on n2: evaluate"
+    ranks = told(beats.beats, hosts, 20.0)
+    assert aside(ranks) == "rank 1 on n2: evaluate  no word for 9 s"
+    assert whereabouts(ranks) == [
+        "rank 1 on n2: step 6, evaluate, no word for 9 s",
+        "rank 0 on n1, rank 2 on n3: step 7, train, no word for 10 s",
+    ]
+    for rank in range(3):
+        beats.take(rank, 0, "start", 30.0)
+    assert aside(told(beats.beats, hosts, 30.0)) == "start"
+    assert (aside([]), whereabouts([])) == ("", [])
+
+
+def at(line: int, function: str = "<module>", file: str = "/home/me/train.py") -> Frame:
+    return Frame(file, line, function)
+
+
+def test_what_it_waits_for_is_said() -> None:
+    """A lock, a full pipe, a child whose output it does not read, a process that makes its data."""
+    loop = Frame("/v/site-packages/torch/utils/data/dataloader.py", 1328, "_try_get_data")
+    work = Frame("/v/site-packages/torch/utils/data/_utils/worker.py", 349, "_worker_loop")
+    queue = Frame("/usr/lib/python3.11/multiprocessing/queues.py", 113, "get")
+    yes = Child(77, "yes", Waits("write", "pipe:[5]", (9,)), ())
+    idle = Child(78, "pt_data_worker", Waits("poll"), (queue, work))
+    stuck = Child(79, "pt_data_worker", Waits("futex"), (at(5, "__getitem__"), work))
+    cases = [
+        (ASLEEP, Waits("clock_nanosleep"), (), "line 21, in fetch (it sleeps) while"),
+        (ASLEEP, Waits("write", "pipe:[4]", (9,)), (),
+         "(it writes to a full pipe that nobody else could read) while"),
+        (ASLEEP, Waits("wait4"), (yes,), "(its child, process 77 (yes), writes to a full pipe that "
+         "only rank 1 on n2 could read) while"),
+        (ASLEEP, Waits("flock", "/nfs/a.lock"), (), "(it waits for a lock on /nfs/a.lock) while"),
+        ((loop, at(30)), Waits("poll"), (idle, stuck), "waits for its data at train.py, line 30: "
+         "its data loader's worker, process 79, stands still at train.py, line 5, in __getitem__ "
+         "(it waits for a lock or a thread) while"),
+    ]  # fmt: skip
+    for frames, waits, children, words in cases:
+        looks = [look(0, ALL_REDUCE), Look(look(1, frames).stand, 1.0, pid=9)]
+        closely = [Look(looks[1].stand, 1.0, pid=9, waits=waits, children=children)]
+        found = judged(looks, looks, closely=closely)
+        assert found is not None
+        assert words in found.text
+        assert found.replaceable
+
+
+def test_one_that_looks_up_now_and_then_is_not_sure_to_hang() -> None:
+    stand = look(1, ASLEEP).stand
+    before = [look(0, ALL_REDUCE), Look(stand, 1.0, switches=10)]
+    for switches, sure in ((12, True), (40, False)):
+        found = judged(before, [look(0, ALL_REDUCE), Look(stand, 1.0, switches=switches)])
+        assert found is not None
+        assert found.sure == sure
+
+
+def test_one_in_another_collective_than_the_others() -> None:
+    """The odd one is named where there are more than two; its calls, where they are recorded."""
+    extra = (ALL_REDUCE[0], at(50, "extra"))
+    three = [look(0, BACKWARD), look(1, extra), look(2, BACKWARD)]
+    found = judged(three, three)
+    assert found is not None
+    assert (found.rank, found.kind, found.replaceable) == (1, "apart", False)
+    assert found.text == (
+        "rank 1 on n2 waits in all_reduce (train.py, line 50, in extra) while rank 0 on n1, rank 2 "
+        "on n3 wait in the backward pass (train.py, line 39): they do not wait for the same"
+    )
+    same = [look(rank, ALL_REDUCE) for rank in range(3)]
+    calls = {0: ("0 7 all_reduce of [9]",), 1: ("0 7 all_reduce of [8]",)}
+    calls[2] = calls[0]
+    closely = [Look(one.stand, 1.0, calls=calls[one.stand.rank]) for one in same]
+    found = judged(same, same, closely=closely)
+    assert found is not None
+    assert found.text.startswith("rank 1 on n2 waits in all_reduce (train.py, line 40, in step), "
+                                 "its call 7 was all_reduce of [8] while")  # fmt: skip
+    assert found.text.endswith("they differ from collective 7 on")
+
+
+def test_a_rank_that_has_not_come_does_not_differ() -> None:
+    assert first_difference({0: ("0 1 barrier", "0 2 barrier"), 1: ("0 1 barrier",)}) is None
+    found = first_difference({0: ("0 1 a", "0 2 b", "0 3 c"), 1: ("0 2 x", "0 3 y"), 2: ()})
+    assert found is not None
+    assert (found.number, found.what) == (2, ((0, "b"), (1, "x")))
+    assert first_difference({0: ("nonsense", "")}) is None
+
+
+def test_what_stands_still_as_no_program_does_is_named() -> None:
+    said = {how: frozen_text("n2", 1, how, 3.2, "gdb" if how == "traced" else "", 77)
+            for how in ("stopped", "traced", "paused", "disk", "swapped")}  # fmt: skip
+    assert said["stopped"] == ("rank 1 on n2 is frozen: stopped by a signal for 3 s (SIGSTOP); "
+                               "on n2: kill -CONT 77")  # fmt: skip
+    assert said["traced"].endswith("held by a debugger for 3 s: gdb")
+    assert "control group is paused" in said["paused"]
+    assert "a disk that does not answer" in said["disk"]
+    assert "waited for its memory" in said["swapped"]
+
+
 def test_all_wait_for_each_other() -> None:
     looks = [look(0, ALL_REDUCE), look(1, ALL_REDUCE)]
     found = judged(looks, looks)
@@ -113,14 +241,59 @@ def test_patience_follows_what_is_usual() -> None:
     beats = Heartbeats()
     for second in range(4):
         assert not beats.known
-        beats.take(0, "train", float(second))
+        beats.take(0, second, "train", float(second))
     assert beats.known
-    assert beats.patience_s == pytest.approx(5.0)
+    assert beats.patience_s == pytest.approx(10.0)
     assert beats.silent_s(10.0) == pytest.approx(7.0)
-    beats.take(0, "train", 9.0)  # a step of six seconds
+    beats.take(0, 4, "train", 9.0)  # a step of six seconds
     assert beats.patience_s == pytest.approx(24.0)
-    beats.take(1, "evaluate", 10.0)
+    beats.take(1, 4, "evaluate", 10.0)
     assert beats.patience_s >= 60.0
+
+
+def test_a_hang_is_ended_after_five_times_the_slowest_that_was_seen() -> None:
+    beats = Heartbeats()
+    assert beats.limit_s is None  # a script that tells nothing
+    beats.take(0, 0, "train", 0.0)
+    assert beats.limit_s == 600.0  # the first steps may be a compilation
+    for second in range(1, 5):
+        beats.take(0, second, "train", float(second))
+    assert beats.limit_s == 30.0
+    beats.take(0, 5, "train", 24.0)  # a checkpoint of 20 s
+    assert beats.limit_s == pytest.approx(100.0)
+    beats.take(0, 5, "evaluate", 25.0)
+    assert beats.limit_s == 600.0  # nobody knows yet how long that takes
+    for second in range(26, 30):
+        beats.take(0, 5, "evaluate", float(second))
+    assert beats.limit_s == pytest.approx(100.0)
+
+
+def test_what_was_known_of_a_lost_node_s_ranks_is_forgotten() -> None:
+    """Else another process that has a rank's number would be ended for what held up the first."""
+
+    async def scene() -> tuple[list[str], dict[int, Beat]]:
+        told: list[Hang | None] = []
+        fleet = Fleet([], 10.0, lambda *_: None, lambda *_: None)
+        watch = HangWatch(
+            fleet, lambda hang, _: told.append(hang), lambda *_: True, lambda *_: None, 0.01
+        )
+        watch.heartbeat("n1", 0, 5, "train")
+        watch.heartbeat("n2", 1, 5, "evaluate")
+        frozen = {"how": "disk", "seconds": 5.0, "on": "/data", "pid": 7}
+        for rank in (1, 2):  # of which one has told nothing yet
+            watch.frozen(Event("rank frozen", "n2", rank, fields=frozen))
+        watch.lost("n2")
+        told.clear()
+        watching = asyncio.ensure_future(watch.run())
+        await asyncio.sleep(1.5 * LOOK_S)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await fleet.close()
+        return [hang.text for hang in told if hang is not None], watch.heartbeats.beats
+
+    hangs, beats = asyncio.run(scene())
+    assert hangs == []
+    assert list(beats) == [0]
 
 
 def test_a_stopped_job_that_had_gone_on_did_not_hang() -> None:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.launch import screen as screen_module
 from paceline.launch.screen import REDRAW_S, Lines, Screen
 from paceline.launch.writer import Writer
 from paceline.progress import describe
@@ -204,7 +205,7 @@ def test_the_start_is_one_line_that_goes_away() -> None:
 
 
 def test_without_a_terminal_only_a_long_part_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.launch.screen.PLAIN_START_S", 0.02)
+    monkeypatch.setattr(screen_module, "PLAIN_START_S", 0.02)
     err = io.StringIO()
 
     async def start() -> None:

@@ -75,7 +75,41 @@ def test_defaults_are_never_refused_and_nothing_is_switched_off() -> None:
 
 def test_the_file_counts_as_typed() -> None:
     with pytest.raises(SettingError, match="--skip-damaged has no effect with --data digits"):
-        parse_options("image", from_table("image", {"skip_damaged": True}))
+        parse_options("image", [], from_table("image", {"skip_damaged": True}))
+
+
+@pytest.mark.parametrize(
+    ("table", "line", "kept"),
+    [
+        (
+            {"schedule": "step", "milestones": [0.3]},
+            ["--schedule", "cosine"],
+            ("milestones", (0.5, 0.75)),
+        ),
+        ({"ema": 0.9, "ema_start": 7}, ["--ema", "0"], ("ema_start", 0)),
+        ({"mirror": "http://a"}, ["--data", "digits"], ("mirror", "")),
+        ({"data": "mnist", "mirror": "http://a"}, ["--data=digits"], ("mirror", "")),
+        ({"optimizer": "sgd", "nesterov": True}, ["--optimizer=adamw"], ("nesterov", True)),
+        ({"nesterov": True}, ["--preset=imagenet-example", "--data=dummy"], ("nesterov", True)),
+        ({"schedule": "step", "milestones": [0.3]}, ["--lr=1"], ("milestones", (0.3,))),
+        (
+            {"preset": "imagenet"},
+            ["--preset=imagenet-example", "--data=dummy"],
+            ("schedule", "step"),
+        ),
+    ],
+)
+def test_what_is_typed_beats_the_file(
+    table: dict[str, object], line: list[str], kept: tuple[str, object]
+) -> None:
+    options = parse_options("image", line, from_table("image", table))
+    assert getattr(options, kept[0]) == kept[1]
+
+
+def test_what_is_typed_beside_the_file_is_refused_without_an_effect() -> None:
+    filed = from_table("image", {"schedule": "cosine"})
+    with pytest.raises(SettingError, match="has no effect with --schedule cosine"):
+        parse_options("image", ["--milestones", "0.3"], filed)
 
 
 def test_what_a_preset_or_an_earlier_run_brings_falls_away(tmp_path: Path) -> None:

@@ -145,6 +145,10 @@ def test_a_name_that_nobody_knows_yet_is_asked_for_again(monkeypatch: pytest.Mon
     assert "Name or service not known" in caught.value.found
 
 
+def nobody() -> socket.socket:
+    raise ConnectionRefusedError
+
+
 def test_a_first_node_that_lost_its_power_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -155,7 +159,7 @@ def test_a_first_node_that_lost_its_power_is_not_waited_for(
     with ours, theirs, subprocess.Popen(argv, stderr=subprocess.PIPE) as agent:
         agent.wait(20)
         with pytest.raises(ConnectError, match="the first node went away"):
-            typed._wait(ours, agent)
+            typed._wait(ours, agent, nobody)
         ours.shutdown(socket.SHUT_RDWR)
 
 
@@ -163,5 +167,5 @@ def test_what_the_first_node_says_at_the_end() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, subprocess.Popen(["sleep", "60"], stderr=subprocess.PIPE) as agent:
         theirs.sendall(b'{"exit_code": 7}\n')
-        assert typed._wait(ours, agent) == 7
+        assert typed._wait(ours, agent, nobody) == 7
         agent.kill()

@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from paceline.cli import program, runs
+from paceline.cli import program, report, runs
 from paceline.cli.logs import seek_lines
 from paceline.cli.runs import describe
+from paceline.explain.conclude import conclude
+from paceline.explain.gather import from_run
+from paceline.explain.rules import load_all
+from paceline.report import explanation
+from paceline.rundir.ownership import HOME, STANDS
+from paceline.spec.detached import DETACHED, Detached
 from paceline.spec.errors import SettingError
 
 ALIVE = 4711  # a process id that stands for one that lives
@@ -128,3 +134,46 @@ def test_status_rounds_figures_for_people() -> None:
     last = {"step": 12, "loss": 0.2478179237433748}
     said = describe(runs.RunState(Path("runs/a"), "ended", 0, last=last))
     assert "last record: step 12, loss 0.247818" in said.splitlines()[-1]
+
+
+def left_elsewhere(name: str, **more: object) -> Path:
+    """The folder of a run whose supervisor is on another host."""
+    folder = Path("runs") / name
+    folder.mkdir(parents=True)
+    back = Detached("ab" * 6, "n2", "n2", "/x", 1000.0).to_json()
+    (folder / DETACHED).write_text(json.dumps({**back, **more}))
+    return folder
+
+
+def test_a_run_that_goes_on_elsewhere_has_no_cause_yet() -> None:
+    folder = left_elsewhere("one")
+    said = conclude(from_run(folder), load_all())
+    assert said.text.startswith("the run has not ended: its supervisor is on n2, since ")
+    assert not said.known
+    shown = explanation.lines(said, from_run(folder))
+    assert "`paceline status` says where its ranks are." in shown
+    report.explained(folder)
+    assert not (folder / "findings.json").exists()
+    said = conclude(from_run(folder, asked=False), load_all())
+    assert said.text.startswith("the supervisor on n2 still runs or was killed")
+    (folder / "result.json").write_text('{"exit_code": 0}')  # it has come since
+    assert conclude(from_run(folder), load_all()).text.startswith("nothing went wrong")
+
+
+def test_a_supervisor_that_died_without_a_word_is_the_cause() -> None:
+    folder = left_elsewhere("one", **{HOME: 2000.0, STANDS: "lost"})
+    said = conclude(from_run(folder), load_all())
+    assert said.text.startswith("the supervisor was killed or its host n2 restarted")
+    assert [rule.code for rule, _ in said.found] == ["launcher-killed"]
+
+
+def test_a_run_is_explained_by_its_name() -> None:
+    make("one", code=0)
+    (Path("runs/one/owner.json")).unlink()
+    assert "nothing went wrong" in call("explain", "one").output
+
+
+def test_of_several_the_running_one_is_explained() -> None:
+    make("old", alive=True, age=100)
+    make("new", code=1)
+    assert f"process {ALIVE} on x" in call("explain").output

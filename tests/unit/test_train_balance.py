@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -169,11 +170,6 @@ def test_a_gpu_whose_steps_cost_the_same_at_any_share() -> None:
     assert job.mean(20, 60) < 0.0125
 
 
-def test_the_largest_share_is_kept() -> None:
-    job = Job(2, 64, speeds([0.001, 0.003]), most=[40, 64]).run(60)
-    assert job.controller.shares == (40, 24)
-
-
 def test_a_speed_that_changes_with_the_shares_is_not_taken_for_an_overhead() -> None:
     """Just when its share halves another job takes half of a rank's time."""
 
@@ -286,7 +282,7 @@ def test_a_resumed_run_has_its_shares() -> None:
 def test_a_share_beyond_a_ranks_memory_comes_in_pieces(room: float, pieces: list[int]) -> None:
     data = TensorDataset(torch.zeros(1024, 1))
     fetch, progress = Fetch(data, torch.device("cpu")), Progress(steps=3)
-    loader = Loader(fetch, Order(1024, 0), (0, 2), 64, 0, progress)
+    loader = Loader(fetch, Order(1024, 0), lambda: (0, 2), 64, 0, progress)
     now: list[balance.Shares] = [(16, 48)]
     loader.shares, loader.alike, loader.room = lambda: now[0], lambda: False, lambda: room
     counts: list[int] = []
@@ -296,3 +292,19 @@ def test_a_share_beyond_a_ranks_memory_comes_in_pieces(room: float, pieces: list
             progress.step, progress.offset = progress.step + 1, batch.stop
             now[0] = (48, 16) if progress.step == 1 else now[0]
     assert counts == [16, *pieces, *pieces]
+
+
+@pytest.mark.parametrize(("room", "pieces"), [(9.0, [24, 24]), (math.inf, [48])])
+def test_a_resumed_share_is_no_larger_at_once_than_an_even_one(
+    room: float, pieces: list[int]
+) -> None:
+    """Of an accelerator, whose memory nothing is known of before a first batch."""
+    fetch = Fetch(TensorDataset(torch.zeros(1024, 1)), torch.device("cpu"))
+    loader = Loader(fetch, Order(1024, 0), lambda: (0, 2), 64, 0, Progress(steps=1))
+    loader.shares, loader.alike, loader.room = lambda: (48, 16), lambda: False, lambda: room
+    counts: list[int] = []
+    for batch in loader:
+        counts.append(batch.count)
+        if batch.last:
+            break
+    assert counts == pieces

@@ -21,9 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from paceline import train
 from paceline.spec.errors import DataError, SettingError
 from paceline.spec.records import last_steps
-from paceline.spec.rundir import CHECKPOINTS
+from paceline.spec.rundir import BEST, CHECKPOINTS, LATEST, pointed
 from paceline.train import files
 from paceline.train.checkpoints.capture import (
     Copier,
@@ -45,7 +46,7 @@ from paceline.train.checkpoints.format import (
 )
 from paceline.train.checkpoints.keeper import Policy, policy
 from paceline.train.checkpoints.resume import Loaded, load, restore
-from paceline.train.checkpoints.store import BEST, STALE_SECONDS, Lock, Store, surplus
+from paceline.train.checkpoints.store import STALE_SECONDS, Lock, Store, surplus
 from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
 from paceline.train.files import Records
@@ -105,8 +106,7 @@ def snapshot(step: int, best: bool = False) -> Snapshot:
         {"weights.safetensors": {"w": weights}, "optimizer.safetensors": {"m": weights[:3] * 2}},
         frozenset(),
         json.dumps(state).encode(),
-        {"ranks": 1},
-        best,
+        {"ranks": 1, "best": best},
     )
 
 
@@ -194,9 +194,9 @@ def test_choices(tmp_path: Path) -> None:
 def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     where = written(tmp_path, 1, 2, 3, 4, 5, keep=2, best=1)
     assert [one.step for one in where.found()[0]] == [5, 4, 1]
-    assert where.pointed(BEST) == 1
-    assert where.pointed("latest.json") == 5
-    assert surplus([1, 2, 3], 0, set()) == []
+    assert pointed(tmp_path / BEST) == "1"
+    assert pointed(tmp_path / LATEST) == "5"
+    assert surplus([(1, 1), (1, 2), (1, 3)], 0, set()) == []
 
 
 def test_a_step_is_replaced_whole(tmp_path: Path) -> None:
@@ -205,6 +205,37 @@ def test_a_step_is_replaced_whole(tmp_path: Path) -> None:
     written(tmp_path, 3)
     assert newest(where) == 3
     assert not list(tmp_path.glob(".*"))
+
+
+def test_what_killed_writers_left_is_cleared(tmp_path: Path) -> None:
+    """Of every file that was made aside; what another process is writing stays, and is renamed."""
+    left = [tmp_path / name for name in (".latest.json.77.tmp", ".best.json.78.tmp", ".look-1-79")]
+    for one in left:
+        one.write_bytes(b"{")
+    (tmp_path / ".1.1.77.tmp").mkdir()
+    with (tmp_path / ".best.json.80.tmp").open("wb") as busy:
+        assert files.lock(busy.fileno())
+        written(tmp_path, 3, keep=2)
+        assert [*tmp_path.glob(".*")] == [Path(busy.name)]
+    files.write_bytes(tmp_path / BEST, b"{}")
+    assert not [*tmp_path.glob(".*")]
+
+
+def test_a_file_that_was_taken_for_a_leftover_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, cleared = files.replace, []
+
+    def late(source: Path, target: Path) -> None:
+        if not cleared:
+            cleared.append(source)
+            files.clear(source)
+        replace(source, target)
+
+    monkeypatch.setattr(files, "replace", late)
+    files.write_bytes(tmp_path / "one", b"whole")
+    assert cleared
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("one", b"whole")]
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,6 +444,31 @@ def test_a_writer_whose_launcher_is_gone(tmp_path: Path, monkeypatch: pytest.Mon
     alive.join()
 
 
+def test_a_frozen_writer_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the kernel's lock; its token keeps it from publishing when it thaws."""
+    monkeypatch.setattr("paceline.train.checkpoints.store.WATCH_SECONDS", 0.2)
+    folder = tmp_path / "checkpoints"
+    frozen = Lock(folder, "r1")
+    frozen.take()
+    with pytest.raises(SettingError):
+        Lock(folder, "r2").take()  # somebody without a launcher: who knows?
+    again = Lock(folder, "r1")  # the next attempt of the same job
+    again.take()
+    monkeypatch.setenv("PACELINE_RUN_DIR", str(tmp_path))
+    other = Lock(folder, "r2")  # its launcher has the whole run directory
+    other.take()
+    assert json.loads((folder / "writer.json").read_text())["run"] == "r2"
+    third = Lock(folder, "")
+    third.take(over=True)  # a launcher has said so
+    assert third.held
+    frozen.release()
+    third.refresh()  # has the kernel's lock as soon as it can be had
+    with pytest.raises(SettingError):
+        Lock(folder, "").take()
+    for one in (again, other, third):
+        one.release()
+
+
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
@@ -424,6 +480,15 @@ def test_a_writer_whose_launcher_is_gone(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_policy(text: str, meant: Policy) -> None:
     assert policy(text) == meant
+
+
+def test_a_number_of_steps_may_be_one(tmp_path: Path) -> None:
+    with train.join(device="cpu", run_dir=tmp_path, quiet=True) as session:
+        model = torch.nn.Linear(1, 1)
+        session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        with pytest.raises(SettingError, match="checkpoint-every"):
+            session.checkpoints(every=0)
+        assert not session.checkpoints(every=200)
 
 
 @pytest.mark.parametrize("text", ["", "0", "often", "10x", "-5"])

@@ -14,7 +14,8 @@ from torch.futures import Future
 
 from paceline.spec.errors import SettingError
 from paceline.train.comms import Comms
-from paceline.train.exchange import last_first
+from paceline.train.communication.exact import Exact
+from paceline.train.exchange import Line, last_first
 from paceline.train.late import Late, as_they_are, possible
 from paceline.train.overlap import Overlap, Way, check_overlap, ways
 from paceline.train.pace import PARTS, Look
@@ -56,7 +57,7 @@ def test_an_unknown_way_is_refused() -> None:
 class Wire:
     """An exchange that notes what it is told."""
 
-    method = None
+    method: Any = None
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -64,18 +65,26 @@ class Wire:
 
     def buckets(self, size: int, first: int, *, plain: bool = False) -> None:
         self.said.append((size, first, "plain" if plain else "hook"))
+        self.method = None if plain else self.method
+
+    def as_made(self) -> None:
+        self.said.append("as made")
+        self.method = None
 
     def watched(self) -> None:
         self.said.append("watched")
+        self.method = self.method or Exact(Line(None, 0, 2))
 
     def put_off(self, late: Any, order: Any = ()) -> None:
         self.said.append(("late", *order) if late else "in time")
+        if late:
+            self.method = self.method or Exact(Line(None, 0, 2))
 
     def stood(self, began: float, ended: float) -> None: ...
 
 
 def trial(seconds: dict[tuple[int, bool], float], moving: float = 0.5, asked: str = "auto",
-          ranks: int = 2) -> tuple[Overlap, Wire, int]:  # fmt: skip
+          ranks: int = 2, fading: bool = False) -> tuple[Overlap, Wire, int]:  # fmt: skip
     """A whole trial of a model of 4 MB, with steps of so many seconds by size and lateness."""
     network = nn.Linear(1000, 1000, bias=False)
     updater = Updater(network, torch.optim.SGD(network.parameters(), lr=1.0), None, None, None)
@@ -87,6 +96,7 @@ def trial(seconds: dict[tuple[int, bool], float], moving: float = 0.5, asked: st
     looks = 0
     while not overlap.done:
         a_step = seconds.get((overlap.way.size, overlap.way.late), 1.0)
+        moving = 0.0 if fading and looks else moving
         parts = torch.zeros(ranks, 5, len(PARTS), dtype=torch.float64)
         parts[:, :, PARTS.index("moving")] = moving * a_step
         parts[:, :, PARTS.index("computing")] = (1 - moving) * a_step
@@ -119,7 +129,26 @@ def test_late_updates_are_kept_where_they_win() -> None:
 def test_without_a_clear_winner_all_is_as_before(seconds: Any) -> None:
     overlap, wire, _ = trial(seconds)
     assert overlap.way == Way()
-    assert wire.said[-1] == (25 << 20, 1 << 20, "plain")
+    assert wire.said[-1] == "as made"
+
+
+def test_no_hook_stays_after_a_trial_that_changes_nothing() -> None:
+    """With three ranks all ways have the same buckets."""
+    overlap, wire, _ = trial({}, ranks=3)
+    assert overlap.way == Way()
+    assert wire.said == ["watched", ("late", 0, 2, 1), "in time", "as made"]
+    assert wire.method is None
+    again, wire, looks = trial({}, ranks=3, fading=True)  # exposed, but not when it is watched
+    assert again.way == Way()
+    assert (wire.said, looks) == (["watched", "as made"], 2)
+    assert trial({(0, True): 0.7}, ranks=3)[1].method is not None
+
+
+def test_no_hook_stays_with_the_sizes_that_were_watched() -> None:
+    overlap, wire, _ = trial({(125_000, False): 0.5, (125_000, True): 0.6})
+    assert overlap.way == Way(125_000, 65_536)
+    assert wire.said[-1] == (125_000, 65_536, "plain")
+    assert wire.method is None
 
 
 def test_updates_are_not_late_unasked() -> None:

@@ -339,7 +339,7 @@ def test_summary_of_the_time() -> None:
     parts = {"data": 0.1, "waiting": 0.02, "moving": 0.25, "computing": 0.63}
     parts |= {"saving": 0.0, "other": 0.001}
     assert summary(100, 6400, 10.0, 1.0, parts) == (
-        "trained 100 steps, 6,400 samples in 10.0 s: 640 samples/s (waiting for data 10%,"
+        "trained 100 steps, 6,400 samples in 10 s: 640 samples/s (waiting for data 10%,"
         " waiting for slower ranks 2%, communication 25%, computing 63%)"
     )
     assert summary(1, 1, 0.0, 0.0, None).startswith("trained 1 step, 1 sample in")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch.utils.data import TensorDataset
 from paceline import train
 from paceline.spec.communication import refuse
 from paceline.spec.errors import SettingError
+from paceline.train.models import ALONE
+from paceline.train.recovery import Exchanged
 
 
 @pytest.fixture
@@ -71,6 +74,22 @@ def test_a_finished_training_says_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "and 4 steps (2 epochs) were asked for" in said
 
 
+def test_nothing_is_exchanged_in_a_group_in_which_not_all_have_begun_anew(
+    session: train.Session,
+) -> None:
+    """Also by a rank that has only taken the first of several updates from another."""
+    loader = prepared(session)
+    for _ in session.epochs(loader, 1):
+        for batch in loader:
+            session._recovery = Mock(void=False, stale=True)
+            losses = {ALONE: torch.ones(len(batch.ids), requires_grad=True)}
+            assert session._backward(batch, losses) is Exchanged.VOID
+            session._recovery.exchanged.assert_not_called()
+            session._recovery = None
+            break
+        break
+
+
 def test_checkpoints_come_after_prepare(session: train.Session) -> None:
     with pytest.raises(RuntimeError, match=r"session\.prepare comes before"):
         session.checkpoints()
@@ -88,13 +107,15 @@ def test_stand_ins_never_count() -> None:
     real = 0
     for rank in range(2):
         session = train.join(quiet=True)
-        session.world = replace(session.world, rank=rank, size=2)
-        meter = session.meter()
+        alone, meter = session.world, session.meter()
+        session.comms.world = replace(alone, rank=rank, size=2)
         for (values,) in session.shard(TensorDataset(torch.ones(3)), size=1):
             meter.add(len(values), hits=values)
+        session.comms.world = alone
         assert len(meter.result().sums) == 1
         meter.add(1, hits=torch.ones(1))  # outside of the loop nothing stands in
         assert meter.result().count == 1
+        session.comms.world = replace(alone, rank=rank, size=2)
         real += sum(batch.count for batch in session.shard(TensorDataset(torch.ones(3)), size=1))
     assert real == 3
 

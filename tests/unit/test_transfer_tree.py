@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.agent import inside
-from paceline.launch import decide
+from paceline.launch import decide, prepare
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry, Job
 from paceline.spec.plan import Copy
@@ -160,3 +161,33 @@ def test_inputs_are_renamed_in_the_arguments() -> None:
     entry = Entry("script", "t.py", ("--data", "/here/d", "x"))
     copies = [Copy("code", "x", "/there/code"), Copy("input0", "/here/d", "/there/0")]
     assert decide.with_inputs(entry, copies).args == ("--data", "/there/0", "x")
+
+
+def imports_of(path: Path) -> set[str]:
+    """What of the package a file of it imports when it runs, by the names at its top."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            return
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.update(name for name in [node.module] if not node.level)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return {name.split(".")[1] for name in found if name.startswith("paceline.")}
+
+
+def test_what_nodes_get_of_this_package_is_what_recipes_need() -> None:
+    """And no more: not the report's charts, nor anything else that only the launcher runs."""
+    tree = prepare.package_tree(prepare.OF_RECIPES)
+    sent = {Path(str(entry[0])).relative_to("paceline").as_posix() for entry in tree.manifest}
+    needed = {name for file in sent if file.endswith(".py")
+              for name in imports_of(tree.root / "paceline" / file)}  # fmt: skip
+    assert needed <= {Path(part).stem for part in prepare.OF_RECIPES}
+    assert {"__init__.py", "py.typed", "train/__init__.py", "recipes/image.py"} <= sent
+    assert not any(file.startswith(("report/", "lab/", "cli/", "launch/")) for file in sent)
+    assert tree.size < 2 << 20

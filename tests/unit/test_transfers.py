@@ -222,7 +222,7 @@ def test_what_is_not_what_was_read_there_does_not_come(
 
 
 def checkpoints_of(served: Served, home: RunDirectory, there: Path) -> CheckpointFetcher:
-    return CheckpointFetcher(served.node.channel, str(there), home, Fetcher(home.path))
+    return CheckpointFetcher(served.node.channel, str(there), home.path, Fetcher(home.path))
 
 
 def test_checkpoints_come_as_they_are_made(tmp_path: Path) -> None:
@@ -242,6 +242,28 @@ def test_checkpoints_come_as_they_are_made(tmp_path: Path) -> None:
         follow.wanted()
         await follow.finish()
         assert below(ours) == {**steps(20, 30), "latest.json": b"{30}"}
+
+    run(work)
+    home.close()
+
+
+def test_what_the_next_first_node_never_had_stays_here(tmp_path: Path) -> None:
+    """The best, say, which was copied to another node than the one that has rank 0 now."""
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    made, ours = there / "checkpoints", home.path / "checkpoints"
+    fill(ours, steps(10, 20))
+    fill(made, steps(20, 30))
+
+    async def work(served: Served) -> None:
+        channel = served.node.channel
+        fetcher = Fetcher(home.path)
+        follow = CheckpointFetcher(channel, str(there), home.path, fetcher, followed=True)
+        await follow.sync()
+        assert below(ours) == steps(10, 20, 30)
+        for file in (made / "20").iterdir():
+            file.unlink()
+        await follow.sync()
+        assert below(ours) == steps(10, 30)
 
     run(work)
     home.close()

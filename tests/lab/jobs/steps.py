@@ -1,5 +1,7 @@
 """Small steps of a session: ``steps.py [STEPS [WAY RANK AT]]``; a rank does WAY in step AT.
 
+Of several ways, with commas, each comes ten steps after the one before.
+
 ``exit`` ends with status 0, ``sleep`` and ``spin`` stop joining, ``evaluate`` works alone,
 ``compile`` has children work that come and go, ``write`` waits for a slow disk.
 """
@@ -36,7 +38,10 @@ def write_slowly(seconds: float) -> None:
             time.sleep(0.1)
 
 
-def misbehave() -> None:
+ways = {at + 10 * number: one for number, one in enumerate(way.split(",")) if one}
+
+
+def misbehave(way: str) -> None:
     if way == "exit":
         os._exit(0)
     if way == "sleep":
@@ -63,8 +68,8 @@ session.checkpoints(every="10")
 print("from", session.progress.step, flush=True)
 for _ in session.epochs(loader, steps=steps):
     for x, y in loader:
-        if way and session.world.rank == rank and session.progress.step == at:
-            misbehave()
+        if session.world.rank == rank and session.progress.step in ways:
+            misbehave(ways[session.progress.step])
         session.step(((model(x) - y) ** 2).mean(1))
         time.sleep(0.05)
 session.save_model({"network": "8-1"})

@@ -179,10 +179,11 @@ def what_arrives_is_whole_on_the_other_host() -> Any:
 
 @trial
 def checkpoints() -> Any:
-    """Published here, found there; a second writer is refused, on either host."""
+    """Published here, found there; a second writer is refused, or takes over, on either host."""
     from paceline.spec.errors import SettingError
+    from paceline.spec.rundir import LATEST, pointed
     from paceline.train.checkpoints.format import Manifest
-    from paceline.train.checkpoints.store import LATEST, Lock, Store
+    from paceline.train.checkpoints.store import Fenced, Lock, Store
 
     ours, theirs = Store(A / "run/checkpoints"), Store(B / "run/checkpoints")
     held, said = Lock(ours.root), []
@@ -201,7 +202,13 @@ def checkpoints() -> Any:
     seen = sorted(int(p.name) for p in theirs.root.iterdir() if p.name.isdecimal())
     held.release()
     Lock(theirs.root).take()
-    return [said, seen, theirs.pointed(LATEST), len((theirs.root / "30/weights").read_bytes())]
+    latest, size = int(pointed(theirs.root / LATEST)), (theirs.root / "30/weights").stat().st_size
+    made = ours.temporary(40)
+    theirs.claim(0, "")
+    with contextlib.suppress(Fenced):
+        ours.publish(made, Manifest(40, {}, {}))
+    taken_over = theirs.token == 2 and not (ours.root / "40").exists()
+    return [said, seen, latest, size, taken_over]
 
 
 @trial
@@ -285,7 +292,7 @@ def a_training_goes_on_at_the_other_host() -> Any:
     steps = [*B.glob("training/checkpoints/[0-9]*")]
     resumed = "resumed after step 10 from /mnt/b/training/checkpoints/10" in said[1]
     done_there = (A / "training/model/model.safetensors").is_file()
-    return [resumed, sorted(int(p.name) for p in steps), done_there, "" if resumed else said]
+    return [resumed, sorted(int(p.stem) for p in steps), done_there, "" if resumed else said]
 
 
 @trial
@@ -304,7 +311,7 @@ def a_launched_run_has_its_folder_there() -> Any:
                 time.sleep(0.05)
             assert child.stdout is not None
             said.append([child.returncode, child.stdout.read().decode()])
-    steps = sorted(int(p.name) for p in A.glob("run2/checkpoints/[0-9]*"))
+    steps = sorted(int(p.stem) for p in A.glob("run2/checkpoints/[0-9]*"))
     good = [code for code, _ in said] == [0, 0] and "resumed after step 6" in said[1][1]
     return [good, steps, json.loads((B / "run2/result.json").read_text())["exit_code"],
             "" if good else said]  # fmt: skip

@@ -1,0 +1,650 @@
+"""A conversation that outlives its links, and who may take it over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
+from paceline.agent import reconnection as agents_half
+from paceline.agent.frames import HIGH_WATER, Decoder, Outbox, Unheard
+from paceline.agent.lanes import TALK
+from paceline.agent.reconnection import MARK, Place, mac
+from paceline.agent.server import Agent
+from paceline.agent.stream import Stream
+from paceline.remote import reconnection
+from paceline.remote.agent_code import again_line
+from paceline.remote.channel import Channel
+from paceline.remote.link import ProcessLink
+from paceline.remote.openssh import agent_command
+from paceline.spec.events import Event
+from paceline.spec.hosts import Host
+from paceline.spec.shapes import Untrue
+
+KEY = b"k" * 32
+ENDLESS = 1 << 60
+
+# --- what is kept until it was heard
+
+
+def test_what_was_not_heard_is_kept_in_order() -> None:
+    unheard = Unheard()
+    for number in range(5):
+        unheard.add(b"%d" % number)
+    unheard.heard(2)
+    unheard.heard(1)  # is no news
+    assert (list(unheard), unheard.size, unheard.said) == ([b"2", b"3", b"4"], 3, 5)
+    for count in (6, -1, "3", None, 2.0):
+        with pytest.raises(ValueError, match="never sent"):
+            unheard.heard(count)
+    assert unheard.take_back() == [b"2", b"3", b"4"]
+    assert unheard.said == 2
+
+
+@dataclass
+class Pipe:
+    """An outbox and who reads it."""
+
+    ends: tuple[int, int] = field(default_factory=os.pipe)
+    wake: tuple[int, int] = field(default_factory=os.pipe)
+
+    def __post_init__(self) -> None:
+        for fd in (*self.ends, *self.wake):
+            os.set_blocking(fd, False)
+        self.outbox = Outbox(self.ends[1], self.wake[1])
+
+    def other(self) -> tuple[int, int]:
+        """Another pair of ends to go on by."""
+        ends = os.pipe()
+        for fd in ends:
+            os.set_blocking(fd, False)
+        return ends
+
+    def close(self, *more: int) -> None:
+        for fd in (*self.ends, *self.wake, *more):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def numbers(data: bytes) -> list[int]:
+    return [message["n"] for message, _ in Decoder().feed(data)]
+
+
+def test_an_outbox_goes_on_after_what_was_heard() -> None:
+    pipe = Pipe()
+    box = pipe.outbox
+    box.keeps = True
+    for number in range(100):
+        box.post({"n": number, "x": "x" * 3000})
+    box.flush()  # stops in the middle of a frame: a pipe holds 64 KiB
+    assert 0 < len(numbers(os.read(pipe.ends[0], 1 << 20))) < 100
+    box.cut()
+    box.post({"n": 100})
+    read, write = pipe.other()
+    box.go_on(write, 7)
+    said = b""
+    while box.pending:
+        box.flush()
+        said += os.read(read, 1 << 20)
+    assert numbers(said) == list(range(7, 101))
+    pipe.close(read, write)
+
+
+def test_an_outbox_that_keeps_nothing_drops_what_nobody_reads() -> None:
+    pipe = Pipe()
+    os.close(pipe.ends[0])
+    pipe.outbox.post({"n": 1})
+    pipe.outbox.flush()
+    pipe.outbox.post({"n": 2})
+    assert pipe.outbox.broken
+    assert pipe.outbox.pending == 0
+    pipe.close()
+
+
+def test_what_is_not_heard_stops_the_reading_of_output() -> None:
+    pipe = Pipe()
+    box = pipe.outbox
+    box.keeps = True
+    while not box.full:
+        box.post({"event": "output"}, bytes(1 << 16))
+        box.flush()
+        with contextlib.suppress(BlockingIOError):
+            os.read(pipe.ends[0], 1 << 20)
+    assert box._lanes.size(TALK) < HIGH_WATER // 2
+    while box.full:
+        box.heard_by_launcher(box._unheard.said)
+        box.flush()
+        with contextlib.suppress(BlockingIOError):
+            os.read(pipe.ends[0], 1 << 20)
+    pipe.close()
+
+
+# --- links that are cut
+
+
+class Line:
+    """A link that ends after so many bytes both ways; what is written first says whom to meet."""
+
+    def __init__(self, left: int, meets: Callable[[str, socket.socket], None] | None) -> None:
+        ours, self._theirs = socket.socketpair()
+        self._ours = ours
+        self.left = left
+        self._meets = meets
+        self.errors = asyncio.StreamReader()
+        self.errors.feed_eof()
+        self.status = None
+        self.reader = self.writer = self
+
+    async def opened(self) -> Line:
+        self._reader, self._writer = await asyncio.open_connection(sock=self._ours)
+        self.transport = self._writer.transport
+        return self
+
+    def handed_over(self) -> int:
+        """The other end, for somebody who closes it."""
+        fd = os.dup(self._theirs.fileno())
+        self._theirs.close()
+        return fd
+
+    def _pass(self, data: bytes) -> bytes:
+        data = data[: self.left]
+        self.left -= len(data)
+        return data
+
+    async def read(self, count: int) -> bytes:
+        data = self._pass(await self._reader.read(count)) if self.left else b""
+        if not self.left:
+            self.transport.abort()
+        return data
+
+    def write(self, data: bytes) -> None:
+        if self._meets is not None:
+            (name,) = re.findall(rb"meet\('([a-z0-9-]+)'\)", data)
+            meets, self._meets = self._meets, None
+            with contextlib.suppress(OSError):
+                meets(name.decode(), self._theirs)
+            self._theirs.close()
+        elif self.left:
+            self._writer.write(self._pass(data))
+
+    async def drain(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            await self._writer.drain()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def over(self) -> bool:
+        return False
+
+    async def cut(self) -> None:
+        self.transport.abort()
+
+    async def end(self, patience_s: float) -> None:
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+HOLDERS: list[socket.socket] = []
+
+
+def hands_over(name: str, theirs: socket.socket) -> None:
+    """As ``agent/again.py`` does."""
+    there = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    there.connect("\0" + name)
+    HOLDERS.append(there)
+    socket.send_fds(there, [b"m"], [theirs.fileno()] * 3)
+
+
+@dataclass
+class Talk:
+    """A channel, the agent at its other end, and what it told."""
+
+    channel: Channel
+    agent: Agent
+    told: list[Event]
+    lefts: list[int]  # bytes of the next links
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        for _ in range(2000):
+            if true():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("it never came true")
+
+
+@contextlib.asynccontextmanager
+async def talk(*lefts: int) -> AsyncIterator[Talk]:
+    """An agent in a thread that can be met again; each link lasts for so many bytes."""
+    left = list(lefts)
+
+    async def dial() -> Any:
+        return await Line(left.pop(0) if left else ENDLESS, hands_over).opened()
+
+    line = await Line(ENDLESS, None).opened()
+    theirs = line.handed_over()
+    agent = Agent(theirs, os.dup(theirs), "/nowhere/agent/package")
+    agent._hello = lambda: None  # type: ignore[method-assign]
+    channel = Channel(Host("n1"), line, dial)  # type: ignore[arg-type]
+    serving = threading.Thread(target=agent.run)
+    serving.start()
+    channel._conversation._greeted = True
+    told: list[Event] = []
+    channel.on_event = told.append
+    channel._tasks.append(asyncio.create_task(channel._read_stderr()))
+    channel.listen()
+    await channel._stay()
+    try:
+        yield Talk(channel, agent, told, left)
+    finally:
+        if not channel.lost.is_set():
+            with contextlib.suppress(ConnectionError, asyncio.TimeoutError):
+                await asyncio.wait_for(channel.request("bye"), 5)  # as the launcher does
+        agent.take_term()
+        await channel.close()
+        await asyncio.to_thread(serving.join)
+        agent.stream._let_go()
+        for fd in (agent._wake_read, agent._wake_write):
+            os.close(fd)
+        while HOLDERS:
+            HOLDERS.pop().close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_lost_and_nothing_comes_twice(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(seed)
+    monkeypatch.setattr(reconnection, "PAUSE_S", 0.0)
+    monkeypatch.setattr("paceline.remote.channel.LAST_WORDS_S", 0.0)
+    many = 400
+    lefts = [chance.randrange(1, 6000) for _ in range(25)]
+
+    async def go() -> None:
+        async with talk(*lefts) as one:
+
+            def tell() -> None:
+                for number in range(many):
+                    about = {"event": "leftovers killed", "count": number}
+                    one.agent.outbox.post(about)
+
+            telling = threading.Thread(target=tell)
+            one.channel._link.left = chance.randrange(1000)  # type: ignore[attr-defined]
+            telling.start()
+            questions = [
+                one.channel.request("look", paths=[f"/{number}" + "x" * chance.randrange(200)])
+                for number in range(60)
+            ]
+            answers = await asyncio.gather(*questions)
+            await one.until(lambda: sum(e.kind == "leftovers killed" for e in one.told) >= many)
+            telling.join()
+            counts = [e["count"] for e in one.told if e.kind == "leftovers killed"]
+            assert counts == list(range(many))
+            assert [a["paths"][0]["path"].rstrip("x") for a in answers] == [
+                f"/{number}" for number in range(60)
+            ]
+            assert sum(e.kind == "connection restored" for e in one.told) >= 3
+            assert "connection ended" not in {e.kind for e in one.told}
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_goes_in_pieces_goes_on_over_other_links(
+    seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chance = random.Random(seed)
+    monkeypatch.setattr(reconnection, "PAUSE_S", 0.0)
+    monkeypatch.setattr("paceline.remote.channel.LAST_WORDS_S", 0.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lefts = [chance.randrange(2000, 90_000) for _ in range(8)]
+    paths = [f"{number}/{'x' * 200}" for number in range(1500)]  # in a frame of 300 KB
+
+    async def go() -> None:
+        async with talk(*lefts) as one:
+            content = chance.randbytes(150_000)
+            about = {"key": "a" * 24, "path": "x", "offset": 0, "last": True}
+            put = one.channel.request(
+                "put_file", sha256=hashlib.sha256(content).hexdigest(), blob=content, **about
+            )
+            one.channel._link.left = chance.randrange(50_000)  # type: ignore[attr-defined]
+            _, answer = await asyncio.gather(put, one.channel.request("look", paths=paths))
+            assert [found["path"] for found in answer["paths"]] == paths
+            (file,) = tmp_path.rglob("x")
+            assert file.read_bytes() == content
+            assert sum(event.kind == "connection restored" for event in one.told) >= 3
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_the_launcher_hears_at_once_that_nobody_is_there() -> None:
+    async def go() -> None:
+        async with talk() as one:
+            one.channel._place = reconnection.Place("paceline-" + "0" * 32, KEY)
+
+            async def dial() -> Any:
+                argv = agent_command(sys.executable)
+                pipe = subprocess.PIPE
+                process = await asyncio.create_subprocess_exec(
+                    *argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+                )
+                return ProcessLink(process)
+
+            one.channel._dial = dial
+            one.channel._link.transport.abort()  # type: ignore[attr-defined]
+            with pytest.raises(ConnectionError):
+                await asyncio.wait_for(one.channel.request("clock"), 60)
+            assert one.channel.lost.is_set()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_an_input_that_ends_beside_an_output_that_is_read_is_the_launchers_end() -> None:
+    async def go() -> None:
+        async with talk() as one:
+            line: Any = one.channel._link
+            line.transport.get_extra_info("socket").shutdown(socket.SHUT_WR)
+            await one.until(lambda: any(event.kind == "leaving" for event in one.told))
+            (left,) = (event for event in one.told if event.kind == "leaving")
+            assert left["reason"] == "launcher"
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_a_launcher_that_heard_what_was_never_said_is_hung_up_on(tmp_path: Path) -> None:
+    """It is not ours, whatever key it has; ours may still come."""
+    with contextlib.ExitStack() as opened:
+        fds = [opened.enter_context((tmp_path / str(n)).open("wb+")).fileno() for n in range(3)]
+        stream = Stream(*fds)
+        new = [os.dup(fd) for fd in fds]
+        met = agents_half.Met(agents_half.Streams(*new), 7, socket.socket())
+        stream._place = Mock(readers=lambda: [99], readable=lambda *_: met)
+        assert stream.readable(99) == []
+        assert (stream._input, stream.outbox.fd) == (fds[0], fds[1])
+        for fd in new:
+            with pytest.raises(OSError, match="Bad file"):
+                os.fstat(fd)
+        assert met.holder.fileno() == -1
+
+
+def test_a_link_that_is_dropped_for_another_is_a_break() -> None:
+    """Somebody was there to be met again: a node is not lost for that silence."""
+
+    async def go() -> None:
+        channel = Channel(Host("n1"), Mock(cut=AsyncMock()))
+        channel.last_heard = 5.0
+        await channel._drop_link()
+        assert channel.broken
+        assert channel._broken_at == 5.0  # so long it took until it goes on
+
+    asyncio.run(go())
+
+
+def test_an_agent_that_cannot_greet_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+
+    def broken() -> None:
+        raise OSError("no facts")
+
+    monkeypatch.setattr("paceline.agent.facts.gather", broken)
+    agent = Agent(theirs.detach(), os.open(os.devnull, os.O_WRONLY), "/nowhere/agent/package")
+    serving = threading.Thread(target=agent.run)
+    serving.start()
+    serving.join(60)
+    assert not serving.is_alive()
+    ours.close()
+    agent.stream._let_go()
+    for fd in (agent._wake_read, agent._wake_write):
+        os.close(fd)
+
+
+def test_a_silent_link_that_speaks_again_is_kept() -> None:
+    async def go() -> None:
+        async with talk() as one:
+
+            async def nobody() -> Any:
+                await asyncio.sleep(60)
+
+            one.channel._dial = nobody
+            link = one.channel._link
+            one.channel.look_again()
+            await asyncio.sleep(0.05)
+            assert await one.channel.request("clock")
+            assert one.channel._link is link
+            assert one.channel._looking is None
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+# --- who is let in
+
+
+def connected(place: Place) -> socket.socket:
+    there = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    there.settimeout(60)
+    there.connect("\0" + place.name)
+    place.readable(place.readers()[0], 0)
+    return there
+
+
+@dataclass
+class Visit:
+    """Somebody at a place, with streams of its own."""
+
+    place: Place
+
+    def __post_init__(self) -> None:
+        self.holder = connected(self.place)
+        self.ours, theirs = socket.socketpair()
+        self.ours.settimeout(60)
+        fds = [theirs.fileno()] * 3
+        socket.send_fds(self.holder, [b"m"], fds)
+        theirs.close()
+        self.place.readable(self.place.readers()[-1], 0)
+        self.nonce = self.hear().split()[2].decode()
+
+    def hear(self) -> bytes:
+        return self.ours.recv(4096)
+
+    def say(self, line: bytes) -> Any:
+        self.ours.sendall(line)
+        return self.place.readable(self.place.readers()[-1], 4)
+
+    def line(self, key: bytes = KEY, count: str = "3") -> bytes:
+        return f"ab {count} {mac(key, 'launcher', self.nonce, 'ab', count)}\n".encode()
+
+    def close(self) -> None:
+        self.holder.close()
+        self.ours.close()
+
+
+@pytest.fixture
+def place() -> Any:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    place = Place(KEY)
+    yield place
+    place.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_who_proves_the_key_is_met(place: Place) -> None:
+    visit = Visit(place)
+    met = visit.say(visit.line())
+    assert met.heard == 3
+    assert visit.hear() == MARK + f"again 4 {mac(KEY, 'agent', 'ab', visit.nonce, '4')}\n".encode()
+    met.streams.close()
+    met.holder.close()
+    visit.close()
+
+
+LINES: dict[str, Callable[[Visit], bytes]] = {
+    "another key": lambda visit: visit.line(b"j" * 32),
+    "the proof of another reconnection": lambda visit: Visit.line(
+        type("Other", (), {"nonce": "00" * 16})()  # type: ignore[arg-type]
+    ),
+    "its own words": lambda visit: f"ab 3 {mac(KEY, 'agent', visit.nonce, 'ab', '3')}\n".encode(),
+    "another count": lambda visit: visit.line().replace(b" 3 ", b" 2 "),
+    "no count": lambda visit: visit.line(count="x"),
+    "an endless count": lambda visit: visit.line(count="9" * 100),
+    "two words": lambda visit: b"ab 3\n",
+    "bytes": lambda visit: bytes(range(128, 256)) + b"\n",
+    "an endless line": lambda visit: b"x" * 4096,
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_who_proves_nothing_is_hung_up_on(place: Place, line: str) -> None:
+    visit = Visit(place)
+    assert visit.say(LINES[line](visit)) is None
+    assert place.readers()[1:] == []
+    with contextlib.suppress(ConnectionResetError):
+        assert visit.hear() in (b"", MARK + b"stranger\n")
+    with contextlib.suppress(ConnectionResetError):
+        assert visit.holder.recv(1) == b""
+    visit.close()
+
+
+def test_another_user_is_hung_up_on_before_anything_else(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents_half, "uid_of", lambda connection: os.getuid() + 1)
+    there = connected(place)
+    assert place.readers()[1:] == []
+    assert there.recv(1) == b""
+    there.close()
+
+
+def test_who_brings_no_streams_is_hung_up_on(place: Place) -> None:
+    there = connected(place)
+    there.sendall(b"hello")
+    place.readable(place.readers()[-1], 0)
+    assert place.readers()[1:] == []
+    there.close()
+
+
+def test_many_who_say_nothing_keep_nobody_out(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = [connected(place) for _ in range(50)]
+    assert len(place.readers()) == 1 + agents_half.AT_ONCE
+    visit = Visit(place)
+    met = visit.say(visit.line())
+    assert met is not None
+    met.streams.close()
+    met.holder.close()
+    visit.close()
+    monkeypatch.setattr(agents_half, "PATIENCE_S", -1.0)
+    assert place.readers()[1:] == []
+    for one in silent:
+        one.close()
+
+
+def test_a_place_without_an_agent_is_said_to_be_gone() -> None:
+    place = Place(KEY)
+    place.close()
+    done = subprocess.run(
+        agent_command(sys.executable), input=again_line(place.name), capture_output=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (3, MARK + b"gone\n")
+
+
+def test_the_command_line_tells_nothing_of_the_reconnection() -> None:
+    """All of it is sent: the remote command is the one that starts an agent."""
+    assert "paceline-" not in " ".join(agent_command("python3")).replace("paceline-boot", "")
+    assert KEY not in again_line("paceline-ab")
+
+
+class Liar:
+    """A link on which a hostile node says what it likes."""
+
+    def __init__(self, said: bytes) -> None:
+        self.reader = asyncio.StreamReader()
+        self.reader.feed_data(said)
+        self.reader.feed_eof()
+        self.writer = self
+        self.written = b""
+        self.was_cut = False
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    async def drain(self) -> None: ...
+
+    async def cut(self) -> None:
+        self.was_cut = True
+
+
+@pytest.mark.parametrize("said", [
+    MARK + b"again 5 " + b"0" * 64 + b"\n", MARK + b"stranger\n", MARK + b"again x y\n",
+    MARK + b"again " + b"9" * 90 + b" x\n", MARK + b"again\n", b"", MARK + b"\xff\xff\n",
+    b"x" * (5 << 20),
+])  # fmt: skip
+def test_who_cannot_prove_to_be_the_agent_is_not_listened_to(said: bytes) -> None:
+    async def go() -> None:
+        found = reconnection.Found(Liar(said), "ab" * 16, b"")  # type: ignore[arg-type]
+        with pytest.raises((reconnection.Gone, EOFError, Untrue)):
+            await reconnection.prove(found, reconnection.Place("paceline-x", KEY), 3)
+
+    asyncio.run(go())
+
+
+def test_who_gives_the_search_up_leaves_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconnection, "EVERY_S", 0.01)
+    monkeypatch.setattr(reconnection, "PAUSE_S", 0.0)
+
+    class Slow(Liar):
+        """Says nothing, and takes its time to be cut."""
+
+        def __init__(self) -> None:
+            super().__init__(b"")
+            self.reader = asyncio.StreamReader()
+            self.cutting = asyncio.Event()
+
+        async def cut(self) -> None:
+            self.cutting.set()
+            await asyncio.sleep(0.2)
+            self.was_cut = True
+
+    async def go() -> None:
+        slow, agent = Slow(), Liar(MARK + b"meet " + b"ab" * 16 + b"\n")
+        links: list[Any] = [slow, agent]
+
+        async def dial() -> Any:
+            return links.pop(0) if links else await asyncio.Event().wait()
+
+        looking = asyncio.create_task(reconnection.look(dial, reconnection.Place("x", KEY)))
+        await asyncio.wait_for(slow.cutting.wait(), 60)
+        looking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+        assert agent.was_cut
+
+    asyncio.run(go())
+
+
+def test_an_agent_that_heard_more_than_was_said_is_not_believed() -> None:
+    async def go() -> None:
+        async with talk() as one:
+            one.agent.outbox.heard = 10**6
+            with pytest.raises(ConnectionError):
+                await one.channel.request("clock")
+            assert "never sent" in one.channel.trouble
+
+    with pytest.raises(Exception, match="never sent"):
+        asyncio.run(asyncio.wait_for(go(), 60))

@@ -1,0 +1,81 @@
+"""A rank that recovers in place, without a training: it says and hears what one does.
+
+``member.py SECONDS [WAY [SLOT]]``: to the end of them, or until a file ``over`` is there; of that
+slot something special: ``fails`` raises once, ``unable`` says that it cannot recover, ``late`` is a
+newcomer that takes its time, ``short`` one that fails.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+SLOT = int(os.environ["RANK"])
+NEWCOMER = os.environ.get("PACELINE_NEWCOMER") == "1"
+seconds, way, chosen = float(sys.argv[1]), *(*sys.argv[2:4], "", "-1")[:2]
+special = way if int(chosen) == SLOT else ""
+events = int(os.environ["PACELINE_EVENT_FD"])
+groups: list[dict] = []
+changed = threading.Condition()
+
+
+def say(kind: str, **more: object) -> None:
+    os.write(events, json.dumps({"kind": kind, **more}).encode() + b"\n")
+
+
+def tell(event: str, **more: object) -> None:
+    say("event", event=event, **more)
+
+
+def listen() -> None:
+    for line in os.fdopen(int(os.environ["PACELINE_CONTROL_FD"])):
+        with changed:
+            groups.append(json.loads(line))
+            changed.notify_all()
+
+
+def has_me(group: dict) -> bool:
+    return any(member["slot"] == SLOT for member in group.get("members", ()))
+
+
+def asked_to_stop(*_: object) -> None:
+    print(f"saved at {step}", flush=True)
+    tell("stopped", step=step, why="asked")
+    os._exit(143)
+
+
+step, seen = 0, 0
+signal.signal(signal.SIGTERM, asked_to_stop)
+threading.Thread(target=listen, daemon=True).start()
+if NEWCOMER:
+    time.sleep(3.0 if special == "late" else 0.2)
+    if special == "short":
+        raise ValueError("not again")
+    tell("newcomer ready")
+    with changed:
+        changed.wait_for(lambda: any(g.get("planned") and has_me(g) for g in groups))
+else:
+    tell("recoverable", able=special != "unable", why="")
+    print("began", flush=True)
+end = time.monotonic() + seconds
+while time.monotonic() < end and not Path("over").exists():
+    while seen < len(groups):
+        group, seen = groups[seen], seen + 1
+        if group["control"] == "end":
+            raise RuntimeError("Connection closed by peer: " + group["why"])
+        if has_me(group):
+            members = [member["slot"] for member in group["members"]]
+            tell("regrouped", generation=group["generation"], step=step, seconds=0.01)
+            print("group", group["generation"], members, group["store"]["port"], flush=True)
+            if NEWCOMER and not step:
+                print("joined", flush=True)
+                step = 1
+    if special == "fails" and not NEWCOMER and step == 10:
+        raise ValueError("boom")
+    step += 1
+    say("heartbeat", step=step, phase="train")
+    time.sleep(0.05)
+print("ended", flush=True)

@@ -1,0 +1,50 @@
+"""A training in float64 with Adam: ``outlive.py STEPS``. Every rank says when it made a step.
+
+While there is a file ``struck``, steps take long: what befalls it befalls it before its end.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from paceline import train
+
+SAMPLES, FEATURES = 2048, 16
+
+
+class Samples:
+    """With an augmentation that is a function of the sample, on whichever rank it is drawn."""
+
+    def __init__(self) -> None:
+        drawn = torch.Generator().manual_seed(5)
+        self.x = torch.randn(SAMPLES, FEATURES, generator=drawn, dtype=torch.float64)
+        self.y = self.x.sin().sum(1, keepdim=True)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.Generator().manual_seed(index)
+        moved = 0.01 * torch.randn(FEATURES, generator=noise, dtype=torch.float64)
+        return self.x[index] + moved, self.y[index]
+
+
+torch.set_num_threads(1)
+session = train.join("outlive", seed=3, device="cpu", dtype="float64", log_every=50)
+torch.manual_seed(3)
+network = nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+network = session.place(network)
+model = session.prepare(network, torch.optim.Adam(network.parameters(), lr=2e-3))
+loader = session.loader(Samples(), 48, workers=0)
+session.checkpoints(every="50", keep=2)
+print("began", flush=True)
+for _ in session.epochs(loader, steps=int(sys.argv[1])):
+    for x, y in loader:
+        time.sleep(0.25 if Path("struck").exists() else 0.02)
+        if session.step(((model(x) - y) ** 2).mean(1)):
+            print("step", session.progress.step, flush=True)
+session.save_model({"network": "16-32-1"})
+session.close()

@@ -1,0 +1,117 @@
+"""Checkpoints outlive rank 0's host, and a host that is cut off writes none beside the others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launches import Launch, Site, eventually, project_at
+
+from paceline.spec.rundir import version_of
+
+pytestmark = pytest.mark.lab
+
+LEASE_S = 4.0
+TRAIN = ("--nnodes", "2", "--lease", str(LEASE_S), "--check", "none")
+
+
+@pytest.fixture(scope="module")
+def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    folder = tmp_path_factory.mktemp("copies")
+    project = project_at(folder / "project")
+    disk = folder / "disk"  # of all hosts, and not over the network: a host that is cut off has it
+    disk.mkdir()
+    return Site(new_lab(hosts=3, share=(str(project), str(disk))), project)
+
+
+@pytest.fixture
+def site(shared: Site) -> Iterator[Site]:
+    yield shared
+    shared.lab.heal()
+    assert eventually(lambda: not ours(shared)), ours(shared)
+    assert shared.leftovers(but=["n1"]) == ""
+
+
+def events(directory: Path, kind: str) -> list[Any]:
+    path = directory / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [one for one in map(json.loads, lines) if one["event"] == kind]
+
+
+def until(launch: Launch, there: Callable[[], bool]) -> None:
+    assert eventually(lambda: there() or launch.process.poll() is not None), launch.err
+    assert there(), launch.err
+
+
+def again(site: Site, directory: Path, *words: str) -> Launch:
+    """The same job on the two hosts that are left."""
+    typed = ["--run-dir", str(directory), *TRAIN, *words]
+    return Launch(site, site.argv(*typed, hosts="n2,n3"), directory)
+
+
+def test_the_copy_is_there_when_nothing_else_is(site: Site) -> None:
+    """Rank 0's host, the launcher and what it had brought home are gone."""
+    with site.start(*TRAIN, "steps.py") as launch:
+        until(launch, lambda: bool(events(launch.directory, "checkpoint copied")))
+        copied = events(launch.directory, "checkpoint copied")[0]
+        assert copied["hosts"] == ["n2"]
+        launch.kill()
+        site.lab.fault("power-off", "n1")
+    shutil.rmtree(launch.directory / "checkpoints", ignore_errors=True)
+    assert eventually(lambda: site.clean(but=["n1"]))
+    with again(site, launch.directory, "steps.py", str(copied["step"] + 40)) as second:
+        ended = second.end()
+    assert ended.code == 0, ended.err
+    resumed = events(launch.directory, "resumed")[0]
+    assert resumed["step"] >= copied["step"]
+    assert "/runs/" in resumed["source"]
+    for host in ("n2", "n3"):  # all is at home: nothing stays, the copies neither
+        assert not [*site.lab.home(host).glob(".cache/paceline/runs/*")], host
+
+
+CUTS = {"nothing arrives": ("drop", "n1", "1-65535"), "nothing passes": ("unplug", "n1")}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_who_is_cut_off_writes_nothing_beside_the_others(site: Site, cut: str) -> None:
+    """One direction, and both; n1 sees the disk of all the while."""
+    directory = site.project.parent / "disk" / cut.split()[-1]
+    root, typed = directory / "checkpoints", ("--run-dir", str(directory), *TRAIN, "steps.py")
+    with Launch(site, site.argv(*typed, hosts="n1,n2"), directory) as launch:
+        until(launch, lambda: (root / "latest.json").exists())
+        site.lab.fault(*CUTS[cut])
+        launch.kill()
+    with again(site, directory, "steps.py") as second:
+        until(second, lambda: tokens(root) >= {2})
+        former = [one for one in names(root) if token(one) == 1]
+        assert eventually(lambda: not ours(site)), ours(site)
+        newest = max(names(root), key=version_of)
+        until(second, lambda: max(names(root), key=version_of) > newest)
+        second.signal(signal.SIGINT)
+        second.end()
+    left = [one for one in names(root) if token(one) == 1]
+    assert set(left) <= set(former)
+    assert tokens(root) >= {2}
+    assert not list(root.glob(".*.tmp"))
+
+
+def ours(site: Site) -> list[str]:
+    """What runs on n1, but for sshd, which knows nothing of the cut yet."""
+    return [line for _, line in site.lab.processes("n1") if not line.startswith("sshd")]
+
+
+def tokens(root: Path) -> set[int]:
+    return {*map(token, names(root))}
+
+
+def names(root: Path) -> list[str]:
+    return [one.name for one in root.iterdir() if version_of(one.name)] if root.exists() else []
+
+
+def token(name: str) -> int:
+    return (version_of(name) or (0, 0))[0]

@@ -1,0 +1,207 @@
+"""Scripts that know nothing of us, while nodes go and come: a range of nodes, spares, restarts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from launches import TEST_LIMIT_S, Ended, Launch, Site, eventually, project_at
+from transports import PARTS, missing
+
+pytestmark = pytest.mark.lab
+LEASE = ("--lease", "5")
+FRAMEWORKS = PARTS / "frameworks"
+
+
+@pytest.fixture(scope="module")
+def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    folder = tmp_path_factory.mktemp("elastic")
+    project = project_at(folder / "project")
+    return Site(new_lab(hosts=3, share=(str(project),)), project)
+
+
+@pytest.fixture
+def site(shared: Site) -> Iterator[Site]:
+    """Faults are healed; nothing may run or listen after a test."""
+    for name in ("own.pt", "over"):
+        (shared.project / name).unlink(missing_ok=True)
+    yield shared
+    shared.lab.heal()
+    assert shared.leftovers() == ""
+
+
+def launch(site: Site, hosts: str, *words: str) -> Launch:
+    directory = site.fresh()
+    argv = site.argv("--run-dir", str(directory), *LEASE, *words, hosts=hosts)
+    return Launch(site, argv, directory)
+
+
+def script(site: Site, steps: int | str = "over", pause: float = 0.02) -> list[str]:
+    return ["own_checkpoint.py", str(site.project), str(steps), str(pause)]
+
+
+def over(site: Site, job: Launch) -> Ended:
+    """The script ends in order, for what was to be seen has been."""
+    (site.project / "over").touch()
+    return job.end()
+
+
+def places(text: str) -> list[str]:
+    """What each start of a rank was told of its place."""
+    return re.findall(r"began \S+ (.*), run", text)
+
+
+def weights(text: str) -> list[str]:
+    return re.findall(r"weights (\S+) after", text)
+
+
+def test_a_node_is_lost_and_comes_back(site: Site) -> None:
+    """Rank 0's: the other goes on from the script's own checkpoint, and takes it in again."""
+    with launch(site, "n1,n2", "--nnodes", "1:2", *script(site)) as job:
+        job.wait_for("from step 0", times=2)
+        time.sleep(0.5)
+        site.lab.fault("power-off", "n1")
+        job.wait_for("rank 0 of 1, node 0 of 1, restart 0 of 0")
+        site.lab.undo("power-off", "n1")
+        job.wait_for("rank 1 of 2, node 1 of 2, restart 0 of 0", times=2)
+        ended = over(site, job)
+    assert ended.code == 0, ended.err
+    assert len(weights(ended.out)) == 1
+    assert re.search(r"n1: .*; going on with n2; starting all nodes again\n", ended.err)
+    assert "paceline: n1 is back; starting all nodes again\n" in ended.err
+    assert places(ended.out)[-2:].count("rank 0 of 2, node 0 of 2, restart 0 of 0") == 1
+    assert [part["host"] for part in ended.json("plan.json")["nodes"]] == ["n2", "n1"]
+
+
+def test_a_spare_takes_over(site: Site) -> None:
+    """At once: it has imported torch already."""
+    with launch(site, "n1,n2,n3", "--nnodes", "2:2", *script(site)) as job:
+        job.wait_for("from step 0", times=2)
+        assert eventually(lambda: "forkserver" in str(site.processes().get("n3")))
+        time.sleep(1)
+        site.lab.fault("power-off", "n2")
+        job.wait_for("[n3/1] from step")
+        ended = over(site, job)
+    assert ended.code == 0, ended.err
+    assert "going on with n1, n3; starting all nodes again" in ended.err
+
+
+def test_begins_with_the_least_and_takes_in_who_is_late(site: Site) -> None:
+    site.lab.fault("power-off", "n2")
+    with launch(site, "n1,n2", "--nnodes", "1:2", *script(site)) as job:
+        job.wait_for("rank 0 of 1")
+        assert "beginning with 1 of 2 hosts, without n2 (" in job.err
+        site.lab.undo("power-off", "n2")
+        job.wait_for("rank 1 of 2")
+        job.signal(signal.SIGINT)
+        ended = job.end()
+    assert ended.code == 130, ended.err
+    assert "n2 is here; starting all nodes again" in ended.err
+
+
+def test_too_few_are_waited_for_and_named(site: Site) -> None:
+    site.lab.fault("power-off", "n2")
+    words = [*LEASE, "--nnodes", "2:3", "--wait-for-nodes", "4", *script(site, 5)]
+    ended = site.run(*words, hosts="n1,n2")
+    assert ended.code == 1
+    assert "1 host can be reached, at least 2 are needed: n2 did not answer" in ended.err
+
+
+def test_a_node_that_is_asked_to_end_is_let_go(site: Site) -> None:
+    """As a machine that is about to be taken away: the script has time to save, and goes on."""
+    with launch(site, "n1,n2", "--nnodes", "1:2", *script(site)) as job:
+        job.wait_for("from step 0", times=2)
+        os.kill(process(site, "n2", "import sys;exec"), signal.SIGTERM)
+        job.wait_for("rank 0 of 1")
+        ended = over(site, job)
+    assert ended.code == 0, ended.err
+    assert "n2: asked to end by SIGTERM" in ended.err
+    assert "; going on with n1; starting all nodes again\n" in ended.err
+
+
+def process(site: Site, host: str, text: str) -> int:
+    """The one process of a host with that in its command line."""
+    (pid,) = (pid for pid, line in site.lab.processes(host) if text in line)
+    return pid
+
+
+def test_the_programs_own_error_ends_the_job(site: Site) -> None:
+    """It repeats, so further starts that are allowed would be for nothing."""
+    ended = site.run("--no-torch", "--max-restarts", "9", "end.py", "raise", "1", hosts="n1,n2")
+    assert ended.code == 1
+    assert ended.err.count("starting all nodes again") == 1
+    assert "not started again: the same failure as before at end.py, line " in ended.err
+
+
+def test_a_killed_rank_starts_again_without_another_import(site: Site, capsys: Any) -> None:
+    """All ranks do, and how long that takes is shown: from the kill to the first lines."""
+    kills, gaps = 5, []
+    words = ["--max-restarts", str(kills), *script(site)]
+    with launch(site, "n1,n2", *words) as job:
+        for number in range(kills + 1):
+            job.wait_for("from step", times=2 * (number + 1))
+            if number == kills:
+                break
+            time.sleep(0.3)
+            killed = time.time()
+            os.kill(process(site, "n2", "[rank 1 of 2"), signal.SIGKILL)
+            job.wait_for("began", times=2 * (number + 2))
+            gaps.append(max(map(float, re.findall(r"began (\S+)", job.out)[-2:])) - killed)
+        job.signal(signal.SIGINT)
+        ended = job.end()
+    assert ended.code == 130
+    told = [f"rank {rank} of 2, node {rank} of 2, restart {kills} of {kills}" for rank in (0, 1)]
+    assert sorted(places(ended.out)[-2:]) == told
+    with capsys.disabled():
+        shown = ", ".join(f"{gap:.2f}" for gap in sorted(gaps))
+        print(f"\nkill -9 to the first line of all ranks: {shown} s")
+    assert len(ended.events("imported")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trainer", "lightning"])
+def test_a_framework_with_checkpoints_of_its_own(site: Site, name: str) -> None:
+    """A rank is killed, a node is powered off: the rest ends the job."""
+    if not FRAMEWORKS.is_dir():
+        missing("lightning and transformers are not installed")
+    options = ["--lease", "8", "--nnodes", "1:2", "--max-restarts", "1"]
+    env = ["--env", "HF_HUB_OFFLINE=1", "--env", f"PYTHONPATH={FRAMEWORKS}"]
+    words = [f"own_{name}.py", str(site.project), "60"]
+    with launch(site, "n1,n2", *options, *env, *words) as job:
+        job.wait_for("from step 0", times=2)
+        kept = site.project / name
+        assert eventually(lambda: any(kept.glob("*"))), job.err
+        os.kill(process(site, "n2", "[rank 1 of 2"), signal.SIGKILL)
+        job.wait_for("from step", times=4)
+        site.lab.fault("power-off", "n2")
+        ended = job.end(TEST_LIMIT_S)
+    assert ended.code == 0, ended.out + ended.err
+    assert "killed by SIGKILL" in ended.err
+    assert "going on with n1; starting all nodes again\n" in ended.err
+    assert re.findall(r"done .*", ended.out) == ["done 0 of 1 steps 60"]
+    resumed = list(map(int, re.findall(r"from step (\d+)", ended.out)))
+    assert resumed[-1] >= resumed[2] >= 10
+
+
+def test_a_session_takes_a_late_host_in_and_a_spare_in_its_place(site: Site) -> None:
+    """Between two steps: nobody starts again. (The ranks only say and hear what one does.)"""
+    site.lab.fault("power-off", "n2")
+    words = ["--nnodes", "1:2", "--no-torch", "member.py", "300"]
+    with launch(site, "n1,n2,n3", *words) as job:
+        job.wait_for("[n3/1] began")
+        site.lab.undo("power-off", "n2")
+        assert eventually(lambda: "n2 is here, as a spare" in job.err), job.err
+        site.lab.fault("power-off", "n3")
+        assert eventually(lambda: "rank 1 on n2 is back" in job.err), job.err
+        site.lab.fault("power-off", "n1")
+        job.wait_for("[1]")
+        job.signal(signal.SIGINT)
+        ended = job.end()
+    assert ended.code == 130, ended.err
+    assert "n3 was lost" in ended.err
+    assert "starting all nodes again" not in ended.err

@@ -1,0 +1,114 @@
+"""A training that is struck while it runs: the others train on, and the weights are the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launches import Ended, Launch, Site, eventually, project_at
+from transports import largest_difference
+
+pytestmark = pytest.mark.lab
+
+STEPS = "240"
+SAME = 1e-10
+STRUCK = "struck"  # the file that makes steps long
+
+
+@pytest.fixture(scope="module")
+def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    folder = tmp_path_factory.mktemp("outlive")
+    project = project_at(folder / "project")
+    return Site(new_lab(hosts=3, share=(str(project),)), project)
+
+
+@pytest.fixture
+def site(shared: Site) -> Iterator[Site]:
+    yield shared
+    shared.lab.heal()
+    (shared.project / STRUCK).unlink(missing_ok=True)
+    assert shared.leftovers() == ""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared: Site) -> Path:
+    """The run directory of the training that nobody strikes."""
+    ended = shared.run("outlive.py", STEPS)
+    assert ended.code == 0, ended.err
+    return ended.directory
+
+
+def training(site: Site) -> Launch:
+    launch = site.start("outlive.py", STEPS)
+    try:
+        launch.wait_for("] step 10\n", times=3)
+    except BaseException:
+        launch.__exit__()
+        raise
+    return launch
+
+
+def send(site: Site, host: str, pattern: str, signum: int = signal.SIGKILL) -> None:
+    (pid,) = (pid for pid, line in site.lab.processes(host) if re.search(pattern, line))
+    os.kill(pid, signum)
+
+
+def strike(site: Site, launch: Launch, who: str, how: Callable[[], object]) -> None:
+    """Does it, and waits until who was lost is back; few steps are made meanwhile."""
+    before = launch.err.count(f"{who} is back")
+    (site.project / STRUCK).touch()
+    how()
+    there = lambda: launch.err.count(f"{who} is back") > before  # noqa: E731
+    assert eventually(lambda: there() or launch.process.poll() is not None), launch.err
+    assert there(), launch.err
+    (site.project / STRUCK).unlink()
+
+
+def judge(ended: Ended, undisturbed: Path, recoveries: int) -> None:
+    """All steps, in order, each of them once, and the same weights."""
+    assert ended.code == 0, ended.err
+    assert ended.json("result.json")["recoveries"]["count"] == recoveries, ended.err
+    for rank in range(3):
+        steps = [int(line.split()[1]) for line in ended.lines(rank) if line.startswith("step")]
+        assert steps == sorted(set(steps)), (rank, steps)
+    assert largest_difference(undisturbed, ended.directory) < SAME
+
+
+def test_processes_are_killed(site: Site, undisturbed: Path) -> None:
+    with training(site) as launch:
+        kill = lambda *how: lambda: send(site, *how)  # noqa: E731
+        strike(site, launch, "rank 1 on n2", kill("n2", "rank 1 of 3"))
+        strike(site, launch, "rank 0 on n1", kill("n1", "rank 0 of 3"))
+        strike(site, launch, "rank 2 on n3", kill("n3", "forkserver"))
+        ended = launch.end()
+    judge(ended, undisturbed, 3)
+
+
+def test_an_agent_is_killed_and_a_rank_frozen(site: Site, undisturbed: Path) -> None:
+    with training(site) as launch:
+        freeze = lambda: send(site, "n3", "rank 2 of 3", signal.SIGSTOP)  # noqa: E731
+        strike(site, launch, "rank 0 on n1", lambda: send(site, "n1", "import sys;exec"))
+        strike(site, launch, "rank 2 on n3", freeze)
+        ended = launch.end()
+    judge(ended, undisturbed, 2)
+
+
+def test_a_host_loses_power_and_comes_back(site: Site, undisturbed: Path) -> None:
+    """While it is away the others make steps."""
+
+    def power() -> None:
+        site.lab.fault("power-off", "n1")
+        assert eventually(lambda: "trained on after" in launch.err), launch.err
+        before = launch.out.count("[n2/1] step ")
+        assert eventually(lambda: launch.out.count("[n2/1] step ") > before + 3), launch.err
+        site.lab.heal()
+
+    with training(site) as launch:
+        strike(site, launch, "rank 0 on n1", power)
+        ended = launch.end()
+    judge(ended, undisturbed, 1)

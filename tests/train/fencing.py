@@ -1,0 +1,160 @@
+"""Run by the test in one process that forks: writers stopped and let go on at random moments."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from paceline.spec.rundir import BEST, LATEST, pointed, version_of
+from paceline.train.checkpoints.format import Damaged, Entry, Manifest, write_chunks
+from paceline.train.checkpoints.store import Fenced, Store
+
+FENCED, KEEP, STEPS = 3, 2, 6
+MOMENT = 0.012  # seconds: a checkpoint takes a few thousandths
+
+
+def make(store: Store, step: int) -> None:
+    made = store.temporary(step)
+    content = f"{store.token} {step}".encode() * 2000
+    entries = {
+        name: Entry(*write_chunks(made / name, iter([content]))) for name in ("weights", "state")
+    }
+    store.publish(made, Manifest(step, entries, {"best": step % 5 == 0}))
+    store.prune(KEEP)
+
+
+def newest_intact(root: Path) -> tuple[int, str]:
+    """How many of the newest are damaged, and the newest that is not."""
+    found, _ = Store(root).found()
+    for place, one in enumerate(found):
+        try:
+            one.manifest.verify(one.path)
+        except Damaged:
+            continue
+        return place, one.path.name
+    return len(found), ""
+
+
+class Hesitant(Store):
+    """Waits between its look and the renaming, so that it is often stopped there."""
+
+    def stand(self) -> None:
+        super().stand()
+        time.sleep(random.random() * MOMENT)
+
+
+def first(root: Path) -> int:
+    """Writes until somebody takes over."""
+    store = Hesitant(root) if random.random() < 0.7 else Store(root)
+    store.claim(0, "the first")
+    try:
+        for step in range(1, 2000):
+            make(store, step)
+            if store.newest_token() > store.token:  # the last that it does
+                (root.parent / "late").touch()
+    except (Fenced, OSError):
+        try:
+            store.stand()
+        except Fenced:
+            return FENCED
+    return 1
+
+
+def second(root: Path) -> int:
+    """Takes over, resumes from what there is, and writes a few."""
+    store = Store(root)
+    store.claim(0, "the second")
+    known = {one.path.name for one in store.found()[0]}
+    passed, name = newest_intact(root)
+    assert passed <= 1, (passed, name)
+    (root.parent / "known.json").write_text(json.dumps(sorted(known)))
+    version = version_of(name)
+    assert version is not None
+    for step in range(version[1] + 1, version[1] + 1 + STEPS):
+        make(store, step)
+        assert newest_intact(root) == (0, f"{step}.{store.token}")
+        time.sleep(random.random() * MOMENT / 4)
+    return 0
+
+
+def forked(body: object, root: Path, seed: int) -> int:
+    pid = os.fork()
+    if not pid:
+        status = 70
+        try:
+            random.seed(seed)
+            status = body(root)  # type: ignore[operator]
+        except BaseException as error:
+            print(f"{root}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(status)
+    return pid
+
+
+def status_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def one_case(root: Path, draw: random.Random, seen: Counter[str]) -> None:
+    old = forked(first, root, draw.randrange(1 << 30))
+    while not (root / LATEST).exists():
+        time.sleep(0.001)
+    time.sleep(draw.random() * MOMENT)
+    os.kill(old, signal.SIGSTOP)
+    new = forked(second, root, draw.randrange(1 << 30))
+    killed = draw.random() < 0.2
+    waits = draw.random() < 0.3  # until the second is done
+    if waits:
+        ended = status_of(new)
+    for _ in range(draw.randrange(3)):
+        time.sleep(draw.random() * MOMENT)
+        os.kill(old, signal.SIGCONT)
+        time.sleep(draw.random() * MOMENT / 10)
+        os.kill(old, signal.SIGSTOP)
+    time.sleep(draw.random() * MOMENT)
+    os.kill(old, signal.SIGKILL if killed else signal.SIGCONT)
+    left = status_of(old)
+    if not waits:
+        ended = status_of(new)
+    assert ended == 0, ended
+    assert left in (FENCED, -signal.SIGKILL), left
+    passed, name = newest_intact(root)
+    version = version_of(name)
+    assert passed == 0, name
+    assert version is not None
+    assert version[0] == 2
+    known = set(json.loads((root.parent / "known.json").read_text()))
+    late = {one.path.name for one in Store(root).found()[0] if one.version[0] == 1} - known
+    assert len(late) <= 1, late  # the one that it was renaming
+    third = Store(root)
+    third.claim(0, "the third")
+    make(third, version[1] + 5 - version[1] % 5)  # the next best: pointers are right again
+    assert pointed(root / LATEST) == pointed(root / BEST) == newest_intact(root)[1]
+    seen["late"] += (root.parent / "late").exists()
+    seen["fenced" if left == FENCED else "killed"] += 1
+
+
+def main() -> None:
+    folder, cases, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    draw, seen = random.Random(seed), Counter[str]()
+    for case in range(cases):
+        place = folder / str(case)
+        place.mkdir()
+        try:
+            one_case(place / "checkpoints", draw, seen)
+        except AssertionError as error:
+            raise AssertionError(f"case {case} of seed {seed}") from error
+        shutil.rmtree(place)
+        seen["cases"] += 1
+    (folder / "found.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Run by the test in one process that forks: a group that does not come about, then another."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import forking
+import torch
+import torch.distributed as dist
+
+from paceline.train import recovery
+from paceline.train.comms import Comms
+from paceline.train.recovery import Gloo, Overtaken, Recovery, Word
+from paceline.train.world import World, read
+
+
+class Said:
+    """A launcher's word, as :class:`paceline.train.recovery.Control` gives it."""
+
+    word: Word | None = None
+
+    def newer(self, generation: int) -> Word | None:
+        word = self.word
+        return word if word is not None and word.generation > generation else None
+
+
+def make(store: Any, place: World, longest: timedelta) -> None:
+    dist.init_process_group(
+        "gloo", store=store, rank=place.rank, world_size=place.size, timeout=longest
+    )
+
+
+def body(folder: Path) -> None:
+    torch.set_num_threads(1)
+    recovery._FORMING = timedelta(seconds=2)
+    dist.init_process_group("gloo")
+    place, control = read(os.environ), Said()
+    comms = Comms(place, torch.device("cpu"))
+    own: Any = control
+    one = Recovery(place.rank, comms, own, Gloo(), None, make)
+    port = int(os.environ["MASTER_PORT"])
+    members = tuple((slot, "n1", slot, 2) for slot in range(2))
+    words = [Word(number, members, "127.0.0.1", port, False) for number in (1, 2)]
+    if not place.rank:
+        control.word = words[1]  # known before this rank has seen that all are there
+    failed, first = "", folder / "first"
+    while place.rank and not first.exists():
+        time.sleep(0.01)
+    try:
+        one._form(words[0])
+    except RuntimeError as error:
+        failed = type(error).__name__ if isinstance(error, Overtaken) else "not made"
+    first.touch()
+    one._form(words[1])
+    rows = comms.rows(torch.tensor([place.rank])).tolist()
+    (folder / f"{place.rank}.json").write_text(json.dumps([failed, rows]))
+
+
+def main(folder: Path) -> None:
+    forking.run_ok(2, lambda: body(folder), {"TORCHELASTIC_USE_AGENT_STORE": "False"})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

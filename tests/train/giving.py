@@ -1,0 +1,95 @@
+"""Run by the tests: ranks wait for the rest of a message, from or to a rank that is frozen.
+
+gloo wakes nobody whose message was half on its way when the connection ended. Prints for each way
+of waiting how many seconds the other rank waited on after its connections were cut.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from paceline.train import waits
+from paceline.train.comms import Comms
+from paceline.train.recovery import Control, Gloo, Recovery
+from paceline.train.world import World
+
+RANKS, FLOATS, PATIENCE_S = 2, 16 << 20, 20.0
+WAYS = ("at once", "promised", "chain")
+
+
+def rank(number: int, way: str, control: int, folder: Path) -> None:
+    """Talks to the others until that fails."""
+    torch.set_num_threads(1)
+    links, place = Gloo(), World(number, RANKS, number, RANKS, "n1", True)
+    comms = Comms(place, torch.device("cpu"))
+    with links.watched(RANKS):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number,
+                                world_size=RANKS, timeout=timedelta(seconds=60))  # fmt: skip
+    cut, told = links.cut, []
+
+    def noted() -> None:
+        told.append(time.monotonic())
+        cut()
+
+    links.cut = noted  # type: ignore[method-assign]
+    Recovery(number, comms, Control(control, links), links, None, lambda *_: None)
+    much = torch.zeros(FLOATS)
+    comms.barrier()
+    (folder / f"{number}.here").touch()
+    try:
+        while True:
+            if way == "chain":
+                comms.spread([much])
+            elif way == "promised":
+                waits.promised(dist.broadcast(much, 0, async_op=True), much).wait()
+            elif way == "at once":
+                waits.wait(dist.broadcast(much, 0, async_op=True), much)
+            else:
+                dist.broadcast(much, 0)
+    except RuntimeError:
+        (folder / f"{number}.json").write_text(json.dumps(time.monotonic() - told[0]))
+    os._exit(0)
+
+
+def trial(way: str, lost: int, folder: Path) -> float | None:
+    """Seconds for which the other waited on; ``None``: it waits still."""
+    folder.mkdir()
+    pids, ends = [], []
+    for number in range(RANKS):
+        read, write = os.pipe()
+        if not (pid := os.fork()):
+            rank(number, way, read, folder)
+        pids.append(pid)
+        ends.append(write)
+    try:
+        while len([*folder.glob("*.here")]) < RANKS:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.kill(pids[lost], signal.SIGSTOP)
+        time.sleep(0.5)
+        word = {"generation": 1, "members": [], "store": {"address": "n1", "port": 1}}
+        os.write(ends[1 - lost], json.dumps({**word, "planned": False}).encode() + b"\n")
+        found, late = folder / f"{1 - lost}.json", time.monotonic() + PATIENCE_S
+        while not (found.exists() and found.read_text()) and time.monotonic() < late:
+            time.sleep(0.02)
+        return float(json.loads(found.read_text())) if found.exists() else None
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:] or WAYS:
+        for gone in range(RANKS):
+            seconds = trial(name, gone, Path(sys.argv[1]) / f"{name} {gone}")
+            print(json.dumps([name, gone, seconds]), flush=True)

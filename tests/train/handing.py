@@ -1,0 +1,166 @@
+"""Run by the tests in one process that forks: states that go from rank to rank."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import forking
+import torch
+import torch._dynamo
+from torch import nn
+
+from paceline import train
+from paceline.spec.errors import PacelineError
+from paceline.train.average import Average
+from paceline.train.checkpoints import handover
+from paceline.train.checkpoints.capture import Training
+from paceline.train.checkpoints.handover import give
+from paceline.train.loader import Progress
+from paceline.train.models import Models
+from paceline.train.update import Updater
+
+STEPS, KIND = 4, torch.float64
+
+
+class Net(nn.Module):
+    """With statistics, and weights whose memory is not in the order of their indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.norm, self.two = nn.BatchNorm2d(8), nn.Linear(8, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.two(self.norm(self.one(inputs)).mean((2, 3)))
+
+
+def made(session: train.Session, seed: int, steps: int, names: tuple[str, ...]) -> Training:
+    """A training that each rank has done alone, from its own seed."""
+    torch.manual_seed(seed)
+    models = Models()
+    for name in names:
+        module = Net().to(KIND)
+        adam = torch.optim.Adam(module.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(adam, 2)
+        updater = Updater(module, adam, schedule, None, None)
+        updater.average = Average(module, session.comms, 0.9)
+        models.add(name, updater)
+        for _ in range(steps):
+            updater.backward(module(torch.randn(4, 3, 6, 6, dtype=KIND)).square().mean())
+            updater.update()
+    best = train.Best(value=float(seed), step=steps)
+    progress = Progress(steps, 1, 10 * steps, 100)
+    extras = {"metrics": session._journal, "best": best}
+    return Training(models, progress, 7, extras, {"size": "3"})
+
+
+def content(training: Training) -> dict[str, Any]:
+    """Everything, as a text that can be compared."""
+    state = {"module": training.models.module.state_dict(), "models": training.models.state()}
+    done = training.progress
+    return {
+        "state": json.loads(json.dumps(state, default=torch.Tensor.tolist)),
+        "at": [done.step, done.epoch, done.offset, done.steps],
+        "best": training.extras["best"].state_dict(),
+    }
+
+
+def handed(
+    folder: Path,
+    *,
+    names: tuple[str, ...] = ("",),
+    afresh: bool = True,
+    harm: Callable[[train.Session], object] = lambda session: None,
+    identity: str = "3",
+) -> None:
+    """Rank 1 gives to rank 2; rank 0 keeps what it has. Leaves what each rank had and has."""
+    torch.set_num_threads(1)
+    with train.join(run_dir=folder, dtype="float64") as session:
+        rank = session.world.rank
+        training = made(session, 10 + rank, 0 if rank == 2 and afresh else STEPS + rank, names)
+        if rank != 2:
+            session._journal.measure(2, loss=torch.tensor([1.0, 3.0]))
+        elif identity != "3":
+            training.identity = {"size": identity}
+        before = content(training)
+        harm(session)
+        problem = ""
+        try:
+            give(training, session.comms, 1, {2}, afresh=afresh and rank == 2)
+        except PacelineError as error:
+            problem = f"{error.message}\n{error.found}"
+        (folder / f"{rank}.json").write_text(
+            json.dumps(
+                {
+                    "before": before,
+                    "after": content(training),
+                    "next": random.random(),
+                    "open": session._journal.state_dict(),
+                    "problem": problem,
+                }
+            )
+        )
+
+
+def flipped(session: train.Session) -> None:
+    """One bit of one piece is wrong on its way to rank 2."""
+    handover.PIECE = 512
+    spread, count = type(session.comms).spread, 0
+
+    def harmed(comms: Any, tensors: Any, source: int = 0) -> None:
+        nonlocal count
+        spread(comms, tensors, source)
+        count += 1
+        if session.world.rank == 2 and tensors[0].numel() == 512 and count > 6:
+            tensors[0][7] ^= 1
+            count = -1000
+
+    type(session.comms).spread = harmed
+
+
+def small(session: train.Session) -> None:
+    handover.PIECE = 1000  # no multiple of any tensor
+
+
+def grown(folder: Path, megabytes: int = 96) -> None:
+    """How much a rank's memory grows that takes a large state; its own is there already."""
+    torch.set_num_threads(1)
+    with train.join(run_dir=folder) as session:
+        module = nn.Linear(1 << 10, megabytes << 8, bias=False)
+        models = Models(
+            {"": Updater(module, torch.optim.SGD(module.parameters()), None, None, None)}
+        )
+        training = Training(models, Progress(), 0)
+        session.comms.barrier()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        give(training, session.comms, 0, {1}, afresh=session.world.rank == 1)
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        (folder / f"{session.world.rank}.json").write_text(json.dumps((after - before) / 1024))
+
+
+def main(folder: Path) -> None:
+    """Each world leaves what its ranks saw under its name."""
+    worlds: dict[str, dict[str, Any]] = {
+        "afresh": {},
+        "behind": {"afresh": False},
+        "in small pieces": {"harm": small},
+        "two models": {"names": ("one", "two")},
+        "wrong": {"harm": flipped, "afresh": False},
+        "another": {"identity": "4"},
+    }
+    for name, how in worlds.items():
+        (folder / name).mkdir()
+        forking.run_ok(3, lambda name=name, how=how: handed(folder / name, **how))
+    (folder / "grown").mkdir()
+    forking.run_ok(2, lambda: grown(folder / "grown"))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()))

@@ -1,0 +1,249 @@
+"""Run by the tests in one process that forks: ranks that come to others that are training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from launching import Job
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from paceline import train
+from paceline.recipes import image
+from paceline.recipes.optimization import Curve, optimizer, scheduled
+from paceline.train import Best
+
+SAMPLES, BATCH, EPOCHS = 64, 8, 5
+STEPS = EPOCHS * SAMPLES // BATCH
+SLOW = 0.03  # seconds of a step, so that somebody may come meanwhile
+
+
+class Shaken:
+    """Samples with noise that must depend on the sample's place in the order only."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.inputs = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=generator)
+        self.lengths = (1 + torch.arange(SAMPLES) % 7).tolist()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def batch(self, ids: Any, draws: train.Draws | None) -> tuple[torch.Tensor, ...]:
+        inputs = self.inputs[torch.from_numpy(ids)]
+        targets = (inputs[:, 0] > inputs[:, 1]).long()
+        noise = torch.from_numpy(draws.uniform(6)) if draws is not None else 0
+        return inputs + 0.1 * noise, targets
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 64), nn.Linear(64, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.tanh(self.one(inputs)))
+
+
+# -- moments -----------------------------------------------------------------------------
+
+At = Callable[[train.Session, str], object]
+SLOT, NEWCOMER = -1, False
+
+
+def nowhere(session: train.Session, where: str) -> None:
+    pass
+
+
+def dying(slot: int, step: int, where: str = "step", *, newcomer: bool = False) -> At:
+    """One process of a slot is killed, once: at that place, after so many steps."""
+
+    def die(session: train.Session, here: str) -> None:
+        this = (slot, where, newcomer) == (SLOT, here, NEWCOMER)
+        mark = session.folder / f"killed.{slot}.{newcomer}"
+        if this and (newcomer or session.progress.step == step) and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
+# -- trainings ---------------------------------------------------------------------------
+
+
+def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: str = "5") -> None:
+    """One whole training; its rank 0 leaves what came of it."""
+    global SLOT, NEWCOMER
+    SLOT, NEWCOMER = int(os.environ["RANK"]), "PACELINE_NEWCOMER" in os.environ
+    torch.set_num_threads(1)
+    with train.join(run_dir=folder, dtype="float64", seed=4, log_every=4, check_every=4) as session:
+        data = Shaken()
+        session.agree("the data", str(len(data)))
+        network = session.place(Net())
+        made = optimizer("adamw", network, 0.01)
+        model = session.prepare(network, made, scheduled(made, Curve("cosine", STEPS, 0.1)))
+        kept = session.average(0.9) if rich else None
+        lengths = data.lengths if rich else None
+        loader = session.loader(data, BATCH, limit=2 if rich else 0, lengths=lengths)
+        best, seen = Best(), Seen(folder)
+        if checkpoint:
+            session.checkpoints(every=checkpoint, best=best, identity={"size": 8}, keep=2)
+        shard = session.shard(data, 5)
+        evaluated(session, network, shard, nowhere)
+        at(session, "door")
+        for _ in session.epochs(loader, EPOCHS, every=3 if rich else 0):
+            for batch in loader:
+                time.sleep(SLOW)
+                at(session, "step")
+                inputs, targets = batch
+                step = session.progress.step
+                done = session.step(cross_entropy(model(inputs), targets, reduction="none"))
+                seen.note(step, session.progress.step, batch, done)
+            with session.averaged():
+                found = evaluated(session, network, shard, at)
+            session.log("val", accuracy=found[1], seen=found[0])
+            best.update(found[1], session.progress.step)
+        left(session, folder, {"model": network.state_dict(), "adam": made.state_dict()["state"],
+             "average": kept.state() if kept else {}})  # fmt: skip
+
+
+def left(session: train.Session, folder: Path, state: dict[str, Any]) -> None:
+    """Every rank's parameters are compared by the session; the first's are left."""
+    session.verify()
+    if session.world.rank == 0:
+        torch.save(state, folder / "params.pt")
+    (folder / f"last.{SLOT}").write_text(
+        json.dumps([session.world.rank, session.world.size, os.environ["RANK"]])
+    )
+
+
+class Seen:
+    """Which samples each rank trained on, by step: those of batches that counted."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"ids.{os.getpid()}"
+
+    def note(self, before: int, after: int, batch: train.Batch, done: bool) -> None:
+        if done and after > before:
+            ids = batch.ids[: batch.count].tolist()
+            with self._path.open("a") as file:
+                file.write(json.dumps([before, ids, time.monotonic()]) + "\n")
+
+
+def evaluated(
+    session: train.Session, network: nn.Module, shard: train.Shard, at: At
+) -> tuple[int, float]:
+    meter = session.meter()
+    with torch.no_grad():
+        for number, batch in enumerate(shard):
+            at(session, f"batch {number}")
+            inputs, targets = batch
+            right = network(inputs).argmax(1) == targets
+            meter.add(batch.count, accuracy=right.double())
+    means = meter.result()
+    return means.count, means["accuracy"]
+
+
+def duel(folder: Path, *, at: At = nowhere) -> None:
+    """A discriminator, updated within each step, and a generator."""
+    global SLOT, NEWCOMER
+    SLOT, NEWCOMER = int(os.environ["RANK"]), "PACELINE_NEWCOMER" in os.environ
+    torch.set_num_threads(1)
+    with train.join(run_dir=folder, dtype="float64", seed=5, log_every=4, check_every=4) as session:
+        judging = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
+        parts = {"drawer": nn.Linear(6, 6), "judge": judging}
+        modules = {name: session.place(one) for name, one in parts.items()}
+        adams = {name: torch.optim.Adam(one.parameters(), 0.01) for name, one in modules.items()}
+        draw, judge = (
+            session.prepare(one, adams[name], name=name) for name, one in modules.items()
+        )
+        loader = session.loader(Shaken(), BATCH)
+        session.checkpoints(every="epoch")
+        for _ in session.epochs(loader, EPOCHS):
+            for batch in loader:
+                time.sleep(SLOW)
+                at(session, "step")
+                (inputs, _), ones = batch, torch.ones(len(batch.ids), 1, dtype=torch.float64)
+                drawn = draw(inputs)
+                right = _each(judge(inputs), ones) + _each(judge(drawn.detach()), 0 * ones)
+                session.update("judge", right)
+                at(session, "between")
+                session.step({"drawer": _each(judge(drawn), ones)})
+        left(session, folder, {name: one.state_dict() for name, one in modules.items()})
+
+
+def _each(said: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return binary_cross_entropy_with_logits(said, right, reduction="none")[:, 0]
+
+
+def recipe(folder: Path) -> None:
+    """The image recipe, as it is."""
+    image.main([f"--run-dir={folder}", "--device=cpu", "--dtype=float64", "--steps=60"])
+
+
+# -- worlds ------------------------------------------------------------------------------
+
+
+def main(folder: Path, *only: str) -> None:
+    """Each world leaves what became of it under its name."""
+
+    def run(
+        name: str, size: int, body: Callable[..., None] = training, again: int = 1,
+        late: dict[int, float] | None = None, saw: Callable[..., object] | None = None, **how: Any,
+    ) -> None:  # fmt: skip
+        if only and name not in only:
+            return
+        there = folder / name
+        job = Job(lambda: body(there, **how), size, there, late or {}, again)
+        job.saw = saw or job.saw
+        done = job.run(60)
+        about = {"statuses": done.statuses, "said": done.said, "lost": done.lost}
+        (there / "job.json").write_text(json.dumps(about))
+
+    run("plain", 2)
+    run("rich", 2, rich=True)
+    run("duel", 2, duel)
+    run("recipe", 2, recipe)
+    run("plain: killed", 3, at=dying(1, 9))
+    run("rich: first killed", 3, at=dying(0, 10), rich=True)
+    run("rich: killed in an evaluation", 3, at=dying(2, 6, "batch 2"), rich=True)
+    run("rich: grown", 2, late={2: 0.2, 3: 0.3}, rich=True)
+    both = dying(1, 9), dying(1, 0, "door", newcomer=True)
+    run("plain: killed before it joins", 3, at=_each_of(*both), again=2)
+    run("plain: killed when it joins", 3, at=dying(1, 9), again=2, saw=joining_killed)
+    run("plain: without checkpoints", 2, at=dying(1, 9), checkpoint="")
+    run("duel: killed between two updates", 3, duel, at=dying(0, 9, "between"))
+    run("recipe: killed", 3, recipe, saw=killed_later)
+
+
+def _each_of(*some: At) -> At:
+    return lambda session, where: [one(session, where) for one in some]
+
+
+def joining_killed(job: Job, slot: int, message: dict[str, Any]) -> None:
+    """The first newcomer dies when the others begin to let it in."""
+    ready = message.get("event") == "newcomer ready"
+    if ready and len(job.events("newcomer ready")) == 1:
+        os.kill(job.running[slot].pid, signal.SIGKILL)
+
+
+def killed_later(job: Job, slot: int, message: dict[str, Any]) -> None:
+    """Rank 0 of the recipe dies when it has told of some steps."""
+    if message["kind"] == "progress" and message["step"] >= 12 and not job.lost:
+        with contextlib.suppress(KeyError):
+            job.kill(slot)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()), *sys.argv[2:])

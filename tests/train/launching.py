@@ -1,0 +1,265 @@
+"""A launcher and agents in one, for ranks that are lost and come back: as little as they need.
+
+Ranks are forked, each with its pipes. One that a signal ends is lost: the others are told to make
+a new group without it, and a newcomer is forked in its place, which joins when it is ready. A
+process of its own holds the rendezvous store. Only for scripts of the tests that have started no
+thread and no computation before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import forking
+import ranks
+
+from paceline.train import files
+
+Body = Callable[[], object]
+Message = dict[str, Any]
+
+
+@dataclass
+class Process:
+    """One rank, or a newcomer in its place."""
+
+    slot: int
+    pid: int
+    events: int
+    control: int
+    began: float
+    rest: bytes = b""
+    status: int | None = None
+    ready: bool = False
+    joining: bool = False
+
+
+@dataclass
+class Job:
+    """Runs ``body`` on some ranks to the end of all.
+
+    Args:
+        body: What each rank does.
+        size: Ranks that begin.
+        folder: The run directory; metrics are recorded in it as the launcher does.
+        late: Further slots, and seconds after which each comes.
+        again: A newcomer comes in the place of a lost rank, so many times for each.
+        saw: Told of each message of a rank.
+        extra: Further variables of all ranks.
+
+    Attributes:
+        said: All events: when, by which slot, what.
+        statuses: How the last process of each slot has ended; negative for signals.
+        running: The processes, by slot.
+        lost: Slots in the order in which they were lost, and when.
+    """
+
+    body: Body
+    size: int
+    folder: Path
+    late: Mapping[int, float] = field(default_factory=dict)
+    again: int = 1
+    saw: Callable[[Job, int, Message], object] = lambda job, slot, message: None
+    extra: Mapping[str, str] = field(default_factory=dict)
+    said: list[tuple[float, int, Message]] = field(default_factory=list)
+    statuses: dict[int, int] = field(default_factory=dict)
+    lost: list[tuple[float, int]] = field(default_factory=list)
+    running: dict[int, Process] = field(default_factory=dict)
+
+    def run(self, timeout: float = 200) -> Job:
+        """To the end of all ranks; those that are late are killed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = files.Records(self.folder / "metrics.jsonl")
+        self._members = list(range(self.size))
+        self._generation, self._tries = 0, dict.fromkeys([*self._members, *self.late], 0)
+        self._unsettled: set[int] = set()  # members that are not in the newest group yet
+        self._port, self._store = _store()
+        due = dict(self.late)
+        began = time.monotonic()
+        try:
+            for slot in self._members:
+                self._start(slot)
+            while self.running:
+                now = time.monotonic()
+                assert now < began + timeout, f"still running: {sorted(self.running)}"
+                for slot in [slot for slot, after in due.items() if now > began + after]:
+                    del due[slot]
+                    self._start(slot, newcomer=True)
+                self._listen()
+                self._reap()
+        finally:
+            for one in self.running.values():
+                with contextlib.suppress(OSError):
+                    os.kill(one.pid, signal.SIGKILL)
+                    os.waitpid(one.pid, 0)
+            os.kill(self._store, signal.SIGKILL)
+            os.waitpid(self._store, 0)
+        return self
+
+    # -- processes -----------------------------------------------------------------------
+
+    def _start(self, slot: int, *, newcomer: bool = False) -> None:
+        events, said = os.pipe()
+        told, control = os.pipe()
+        for fd in (events, control):  # no other rank holds them
+            fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+        size = max(self.size, slot + 1)
+        environ = ranks.environment(slot, size, self._port, self.extra) | {
+            "PACELINE_EVENT_FD": str(said),
+            "PACELINE_CONTROL_FD": str(told),
+            "PACELINE_RUN_ID": "run",
+            "PACELINE_RUN_DIR": str(self.folder),
+            "PACELINE_HOST": f"n{slot}",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        if newcomer:
+            environ["PACELINE_NEWCOMER"] = "1"
+        held = [fd for one in self.running.values() for fd in (one.events, one.control)]
+
+        def body() -> None:
+            for fd in (*held, events, control):
+                os.close(fd)
+            self.body()
+
+        pid = forking.forked(environ, body)
+        os.close(said)
+        os.close(told)
+        os.set_blocking(events, False)
+        self.running[slot] = Process(slot, pid, events, control, time.monotonic())
+
+    def kill(self, slot: int, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to the process of a slot."""
+        os.kill(self.running[slot].pid, number)
+
+    def _reap(self) -> None:
+        for one in list(self.running.values()):
+            ended, status = os.waitpid(one.pid, os.WNOHANG)
+            if not ended:
+                continue
+            self._read(one)
+            del self.running[one.slot]
+            os.close(one.events)
+            os.close(one.control)
+            self.statuses[one.slot] = os.waitstatus_to_exitcode(status)
+            if os.WIFSIGNALED(status):
+                self._lose(one)
+            if self.running and not any(slot in self._members for slot in self.running):
+                self._tell({"control": "end", "why": "the others have ended"})
+
+    def _lose(self, one: Process) -> None:
+        self.lost.append((time.monotonic(), one.slot))
+        if one.slot in self._members:
+            self._members.remove(one.slot)
+            for other in list(self.running.values()):  # whether it has the state is not known
+                if other.slot in self._unsettled and other.joining:
+                    self._members.remove(other.slot)
+                    self._tries[other.slot] -= 1
+                    os.kill(other.pid, signal.SIGKILL)
+            if self._members:
+                self._regroup(planned=False)
+        if self._tries[one.slot] < self.again:
+            self._tries[one.slot] += 1
+            self._start(one.slot, newcomer=True)
+
+    # -- words ---------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        open_ones = {one.events: one for one in self.running.values()}
+        for fd in select.select([*open_ones], [], [], 0.002)[0]:
+            self._read(open_ones[fd])
+
+    def _read(self, one: Process) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while came := os.read(one.events, 1 << 16):
+                *lines, one.rest = (one.rest + came).split(b"\n")
+                for line in lines:
+                    self._take(one, json.loads(line))
+
+    def _take(self, one: Process, message: Message) -> None:
+        kind = message.pop("kind")
+        if kind == "metrics":
+            self._metrics.append(message)
+        elif kind == "begin":
+            if message["resumed"]:
+                self._metrics.skip_known()
+            else:
+                self._metrics.set_aside()
+        elif kind == "event":
+            self.said.append((time.monotonic(), one.slot, message))
+            if message["event"] == "newcomer ready":
+                one.ready = True
+            elif message["event"] == "regrouped" and message["generation"] == self._generation:
+                self._unsettled.discard(one.slot)
+                one.ready = one.joining = False
+            self._take_in()
+        self.saw(self, one.slot, {"kind": kind, **message})
+
+    def _take_in(self) -> None:
+        """Who is ready joins the others, as soon as these have settled."""
+        ready = [one for one in self.running.values() if one.ready and not one.joining]
+        if ready and not self._unsettled and self._members:
+            for one in ready:
+                one.joining = True
+            self._members += [one.slot for one in ready]
+            self._regroup(planned=True)
+
+    def _regroup(self, *, planned: bool) -> None:
+        self._generation += 1
+        self._unsettled = set(self._members)
+        members = [
+            {"slot": slot, "host": f"n{slot}", "local_rank": slot, "local_size": 1}
+            for slot in self._members
+        ]
+        store = {"address": "127.0.0.1", "port": self._port}
+        word = {"generation": self._generation, "members": members, "store": store}
+        self._tell({"control": "regroup", **word, "planned": planned})
+
+    def _tell(self, word: Message) -> None:
+        for one in self.running.values():
+            with contextlib.suppress(OSError):
+                os.write(one.control, json.dumps(word).encode() + b"\n")
+
+    # -- what was seen -------------------------------------------------------------------
+
+    def events(self, name: str) -> list[tuple[float, int, Message]]:
+        """All events of this name: when, by which slot, what."""
+        return [one for one in self.said if one[2]["event"] == name]
+
+    def metrics(self) -> list[Message]:
+        """What was recorded."""
+        text = (self.folder / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def ended_well(self) -> Job:
+        """Every slot's last process has ended in order."""
+        assert not any(self.statuses.values()), self.statuses
+        return self
+
+
+def _store() -> tuple[int, int]:
+    """A rendezvous store in a process of its own: its port, and the process."""
+    port_end, said = os.pipe()
+    if not (pid := os.fork()):
+        try:
+            from torch.distributed import TCPStore
+
+            store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            os.write(said, f"{store.port}\n".encode())
+            signal.pause()
+        finally:
+            os._exit(0)
+    os.close(said)
+    with os.fdopen(port_end) as lines:
+        return int(lines.readline()), pid

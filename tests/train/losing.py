@@ -1,0 +1,272 @@
+"""Run by the tests: trainings whose ranks are lost, beside one that nothing befalls."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from branches import Branches
+from outliving import Launcher
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from paceline import train
+
+SAMPLES, BATCH, EPOCHS, HELD_BACK = 72, 12, 4, 25
+Kills = Callable[[str, int], bool]
+"""Whether this rank is to die at this moment of this step."""
+
+
+class Noisy:
+    """Samples with an augmentation: noise from torch's generator."""
+
+    def __init__(self, count: int, noise: float) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(count, 3, dtype=torch.float64, generator=generator)
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        one = self.inputs[number]
+        return one + self.noise * torch.randn(3, dtype=torch.float64), one.sum(0, keepdim=True) ** 2
+
+
+def flat(*modules: nn.Module) -> list[float]:
+    own = [one.detach().flatten() for module in modules for one in module.parameters()]
+    return torch.cat(own).tolist()
+
+
+def network(*extra: nn.Module) -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(3, 8), *extra, nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+class Counted(nn.Module):
+    """Has a buffer that each pass changes, and leaves what passes as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(3))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.passes += 1
+        return values
+
+
+def one_model(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any]:
+    """Adam, augmentation, an average, an evaluation in each epoch and checkpoints."""
+    net = session.place(Branches() if how.get("unused") else network(*how.get("extra", ())))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+    kept = {name: how[name] for name in ("unused", "communication") if name in how}
+    model = session.prepare(net, optimizer, schedule, clip_norm=1.0, **kept)
+    average = session.average(0.9) if "communication" not in how else None
+    loader = session.loader(
+        Noisy(SAMPLES, 0.1), BATCH, limit=how.get("limit", 0), balance=how.get("balance", "even")
+    )
+    held_back = Noisy(HELD_BACK, 0.0)
+    if how.get("checkpoints", True):
+        session.checkpoints(every="5")
+    done, ends, means = [], [], []
+    for _ in session.epochs(loader, EPOCHS):
+        for batch in loader:
+            inputs, targets = batch
+            step = session.progress.step
+            dies("given", step)
+            if how.get("grouped") and session.world.size > 1:
+                session.comms.new_group()
+            outputs = model(inputs, step) if how.get("unused") else model(inputs)
+            dies("forward", step)
+            losses = mse_loss(outputs, targets, reduction="none")[:, 0]
+            if session.step(losses, square=losses.detach() ** 2):
+                done.append(session.progress.step)
+                ends.append(time.monotonic())
+                dies("stepped", step)
+                if len(done) > 1:
+                    time.sleep(how.get("pause", 0.002))
+        meter = session.meter()
+        with average.applied() if average else contextlib.nullcontext():
+            for number, batch in enumerate(session.shard(held_back, 3)):
+                dies(f"evaluating {number}", session.progress.step)
+                value = batch.data[1][:, 0]
+                meter.add(batch.count, value=value)
+        found = meter.result()
+        dies("evaluated", session.progress.step)
+        means.append([found.count, found["value"]])
+    session.verify()
+    session.save_model({"kind": "none"})
+    return {"end": flat(net), "done": done, "ends": ends, "means": means}
+
+
+def two_models(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any]:
+    """One is updated within the step of the other, as a discriminator is."""
+    first, second = session.place(network()), session.place(network())
+    one = session.prepare(first, torch.optim.Adam(first.parameters(), lr=0.01), name="one")
+    two = session.prepare(second, torch.optim.Adam(second.parameters(), lr=0.01), name="two")
+    loader = session.loader(Noisy(SAMPLES, 0.1), BATCH)
+    done, ends = [], []
+    for _ in session.epochs(loader, EPOCHS):
+        for inputs, targets in loader:
+            step = session.progress.step
+            dies("given", step)
+            losses = mse_loss(one(inputs), targets, reduction="none")[:, 0]
+            session.update("one", losses)
+            dies("forward", step)
+            losses = mse_loss(two(inputs), one(inputs).detach(), reduction="none")[:, 0]
+            if session.step({"two": losses}):
+                done.append(session.progress.step)
+                ends.append(time.monotonic())
+                dies("stepped", step)
+    session.verify()
+    return {"end": flat(first, second), "done": done, "ends": ends}
+
+
+WAYS: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
+    "plain": (one_model, {}),
+    "accumulated": (one_model, {"limit": 2}),
+    "unused": (one_model, {"unused": True}),
+    "buffers": (one_model, {"extra": (Counted(),)}),
+    "two models": (two_models, {}),
+    "coded": (one_model, {"communication": "int8"}),
+    "grouped": (one_model, {"grouped": True}),
+    "shared": (one_model, {"balance": {"n1": 1.0}}),
+}
+
+
+def rank(way: str, folder: Path, kills: dict[int, tuple[str, int]]) -> Callable[[int], None]:
+    """What a rank does: it trains and leaves what it found."""
+    make, how = WAYS[way]
+
+    def body(slot: int) -> None:
+        faulthandler.register(signal.SIGUSR1)
+        torch.set_num_threads(1)
+        os.environ["PACELINE_HOST"] = "n1"
+
+        def dies(moment: str, step: int) -> bool:
+            if kills.get(slot) == (moment, step):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return False
+
+        session = train.join("losing", dtype="float64", run_dir=folder / "run", log_every=4,
+                             check_every=7)  # fmt: skip
+        with session:
+            found = make(session, dies, **how)
+        (folder / f"{slot}.json").write_text(json.dumps(found))
+
+    return body
+
+
+def alone(way: str, folder: Path) -> dict[str, Any]:
+    """The training of one process."""
+    pid = os.fork()
+    if not pid:
+        with contextlib.redirect_stdout(io.StringIO()):
+            rank(way, folder, {})(0)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return dict(json.loads((folder / "0.json").read_text()))
+
+
+def trial(
+    way: str,
+    size: int,
+    folder: Path,
+    kills: dict[int, tuple[str, int]] | None = None,
+    act: Callable[[Launcher], None] = lambda _: None,
+    timeout: float = 200,
+) -> dict[str, Any]:
+    """A training in which these ranks die at these moments, and what became of the others."""
+    folder.mkdir(parents=True)
+    launcher = Launcher(size, rank(way, folder, kills or {}), folder)
+    statuses = launcher.run(timeout, act)
+    found = {
+        slot: json.loads((folder / f"{slot}.json").read_text())
+        for slot in range(size)
+        if (folder / f"{slot}.json").exists()
+    }
+    ends = [end for one in found.values() for end in one["ends"] if end > launcher.last_loss]
+    said = [one for some in launcher.ranks for one in some.said if one["kind"] == "event"]
+    return {
+        "statuses": statuses,
+        "found": found,
+        "gap": min(ends) - launcher.last_loss if ends and launcher.last_loss else None,
+        "regrouped": [one for one in said if one["event"] == "regrouped"],
+        "interrupted": [one for one in said if one["event"] == "interrupted"],
+        "recoverable": [one for one in said if one["event"] == "recoverable"],
+        "logs": {slot: (folder / f"{slot}.log").read_text()[-3000:] for slot in range(size)},
+    }
+
+
+def at_random(seed: int, way: str, size: int, folder: Path) -> dict[str, Any]:
+    """Ranks that die at random moments: one, two at once, or one and then another."""
+    chance = random.Random(seed)
+    lost = chance.sample(range(size), chance.choice([1, 1, 2]) if size > 2 else 1)
+    first = chance.uniform(0.0, 0.6)
+    then = first + chance.choice([0.0, 0.0, 0.005, 0.02, 0.05, 0.2])
+    moments = [(first, lost[0]), *((then, one) for one in lost[1:])]
+    begun = 0.0
+
+    def act(launcher: Launcher) -> None:
+        nonlocal begun
+        trains = [one for one in launcher.ranks if any(
+            said.get("event") == "recoverable" for said in one.said)]  # fmt: skip
+        if not begun and len(trains) == size:
+            begun = time.monotonic()
+        while begun and moments and time.monotonic() - begun > moments[0][0]:
+            launcher.kill(moments.pop(0)[1])
+
+    return {"seed": seed, "way": way, "size": size, "lost": lost, "first": first, "then": then,
+            **trial(way, size, folder, act=act)}  # fmt: skip
+
+
+def frozen(way: str, size: int, folder: Path, slot: int, after: float) -> dict[str, Any]:
+    """A rank that stops so many seconds after the first step, and is never heard of again."""
+    begun = 0.0
+
+    def act(launcher: Launcher) -> None:
+        nonlocal begun
+        said = [one for some in launcher.ranks for one in some.said]
+        if not begun and any(one["kind"] == "progress" and one["step"] > 1 for one in said):
+            begun = time.monotonic()
+        if begun and time.monotonic() - begun > after and not launcher.ranks[slot].frozen:
+            launcher.freeze(slot)
+
+    return trial(way, size, folder, act=act)
+
+
+def main(folder: Path, what: str, *args: str) -> None:
+    torch.set_num_threads(1)
+    for name in filter(None, args):
+        result: dict[str, Any]
+        way, size, *rest = json.loads(name)
+        known = folder / f"alone-{way}.json"
+        if not known.exists():
+            (folder / f"alone {way}").mkdir()
+            known.write_text(json.dumps(alone(way, folder / f"alone {way}")))
+        here = folder / f"{what} {abs(hash(name))}"
+        if what == "random":
+            result = at_random(rest[0], way, size, here)
+        elif what == "frozen":
+            result = frozen(way, size, here, *rest)
+        else:
+            kills = {int(slot): (moment, step) for slot, moment, step in rest[0]}
+            result = trial(way, size, here, kills)
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

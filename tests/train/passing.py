@@ -1,0 +1,83 @@
+"""Run by the tests: does a rank get through an operation to which another has not come yet?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import forking
+import torch
+import torch._dynamo
+from torch import nn
+
+from paceline import train
+from paceline.train import parallel
+from paceline.train.comms import Comms
+from paceline.train.exchange import Exchange
+from paceline.train.pace import _Sent
+
+LATE_S = 0.4
+
+
+class Counting:
+    """Counts operations, as a recovery does."""
+
+    def __init__(self, stale: bool) -> None:
+        self.stale, self.count = stale, 0
+
+    def event(self, act: Callable[[], Any]) -> Any:
+        result = act()
+        self.count += 1
+        return result
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def begun(comms: Comms, model: parallel.Replica) -> dict[str, Callable[[], object]]:
+    """Operations; what they begin with before, every rank has begun."""
+    one = torch.ones(3)
+    sent = _Sent(comms, torch.ones(4), 0, 1)
+    exchange = Exchange(model, comms)
+    return {
+        "sum": lambda: comms.sum(one),
+        "most": lambda: comms.most(one),
+        "rows": lambda: comms.rows(one),
+        "texts": lambda: comms.texts("here"),
+        "spread": lambda: comms.spread([one]),
+        "barrier": comms.barrier,
+        "new_group": comms.new_group,
+        "notes": sent.rows,
+        "as made": exchange.as_made,
+    }
+
+
+def rank(folder: Path) -> None:
+    torch.set_num_threads(1)
+    with train.join(run_dir=folder / "run", quiet=True) as session:
+        plain = session.comms
+        model = parallel.replicated(nn.Linear(2, 2), session.device, plain)
+        found = {}
+        for stale in (False, True):
+            mender = Counting(stale)
+            comms = Comms(plain.world, plain.device, mender=mender)  # type: ignore[arg-type]
+            for name, operation in begun(comms, model).items():
+                before = mender.count
+                plain.barrier()
+                if session.world.rank == 1:
+                    time.sleep(LATE_S)
+                came = time.monotonic()
+                operation()
+                assert mender.count == before + 1, name
+                found[f"{name}, stale" if stale else name] = came, time.monotonic()
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    forking.run_ok(2, lambda: rank(Path(sys.argv[1])))

@@ -1,0 +1,302 @@
+"""Copies of checkpoints on other hosts: what is taken, what is not, and what they are good for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+
+from paceline.spec.errors import SettingError
+from paceline.train.checkpoints import copies, receiver
+from paceline.train.checkpoints.copies import PART, Copied, _Peer, _Sender, asked, leads, rest
+from paceline.train.checkpoints.format import Entry, Manifest, write_chunks
+from paceline.train.checkpoints.receiver import Receiver, Refused, Talk, send
+from paceline.train.checkpoints.store import Store
+from paceline.train.files import sha256
+
+KEY = b"k" * 32
+
+
+def make(store: Store, step: int, size: int = 700_000, *, best: bool = False) -> str:
+    """A checkpoint of several pieces, one empty file and one in a folder."""
+    made = store.temporary(step)
+    entries = {}
+    for name, length in (("weights.safetensors", size), ("a/b", 3), ("empty", 0)):
+        (made / name).parent.mkdir(exist_ok=True)
+        content = bytes([step % 256]) * length
+        entries[name] = Entry(*write_chunks(made / name, iter([content])))
+    return store.publish(made, Manifest(step, entries, {"best": best})).name
+
+
+def intact(root: Path) -> list[str]:
+    found, bad = Store(root).found()
+    assert not bad
+    for one in found:
+        one.manifest.verify(one.path)
+    assert not list(root.glob(".*.tmp"))
+    return [one.path.name for one in found]
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Store:
+    store = Store(tmp_path / "writer")
+    store.claim(0, "")
+    return store
+
+
+@pytest.fixture
+def taker(tmp_path: Path) -> Iterator[Receiver]:
+    one = Receiver(tmp_path / "taker", KEY, "127.0.0.1")
+    yield one
+    one.close()
+
+
+def offer(taker: Receiver, store: Store, name: str, *, key: bytes = KEY, keep: int = 2) -> int:
+    with socket.create_connection(taker.place, 5) as connection:
+        return send(Talk(connection, key, calls=True), store, name, keep, lambda _: None)
+
+
+def test_a_copy_is_whole_and_pruned_as_the_original(
+    tmp_path: Path, writer: Store, taker: Receiver
+) -> None:
+    root = tmp_path / "taker"
+    for step in (10, 20, 30, 40):
+        name = make(writer, step, best=step == 20)
+        assert offer(taker, writer, name) == 700_003
+    assert intact(root) == ["40", "30", "20"]
+    assert json.loads((root / "best.json").read_text())["checkpoint"] == "20"
+    assert sha256(root / "40/a/b") == sha256(writer.root / "40/a/b")
+    assert offer(taker, writer, "40") == 0  # it has that
+
+
+def test_strangers_are_told_nothing_and_change_nothing(
+    tmp_path: Path, writer: Store, taker: Receiver
+) -> None:
+    name = make(writer, 10)
+    with pytest.raises((OSError, Refused)):
+        offer(taker, writer, name, key=b"x" * 32)
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 3, b"\0" * 16 + b"\xff" * 4, os.urandom(4000)):
+        with socket.create_connection(taker.place, 5) as connection:
+            connection.settimeout(5)
+            answer = b""
+            with contextlib.suppress(OSError):
+                connection.sendall(said)
+                connection.shutdown(socket.SHUT_WR)
+                while part := connection.recv(100):
+                    answer += part
+            assert len(answer) <= 16  # a number that it drew
+    assert not (tmp_path / "taker").exists()
+    assert offer(taker, writer, name) > 0
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "10/../../x", "11", "10.3", ".10", ""])
+def test_no_other_name_is_taken(tmp_path: Path, writer: Store, taker: Receiver, name: str) -> None:
+    make(writer, 10)
+    raw = (writer.root / "10/manifest.json").read_text()
+    with socket.create_connection(taker.place, 5) as connection:
+        talk = Talk(connection, KEY, calls=True)
+        talk.say(name=name, manifest=raw, token=1, keep=2)
+        with pytest.raises(Refused, match="no name of this checkpoint"):
+            talk.hear()
+    assert not (tmp_path / "taker").exists()
+
+
+def test_files_stay_inside(tmp_path: Path, taker: Receiver) -> None:
+    for name in ("../x", "/tmp/x", "a/../../x"):
+        raw = Manifest(10, {name: Entry("0" * 64, 1)}, {}).encode().decode()
+        with socket.create_connection(taker.place, 5) as connection:
+            talk = Talk(connection, KEY, calls=True)
+            talk.say(name="10", manifest=raw, token=1, keep=2)
+            with pytest.raises(Refused, match="no file of a checkpoint"):
+                talk.hear()
+
+
+def test_what_does_not_arrive_as_it_was_is_not_taken(
+    tmp_path: Path, writer: Store, taker: Receiver
+) -> None:
+    name = make(writer, 10)
+    path = writer.root / name / "weights.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(Refused, match="its hash differs"):
+        offer(taker, writer, name)
+    assert intact(tmp_path / "taker") == []
+
+
+def test_a_line_that_is_cut_leaves_nothing(tmp_path: Path, writer: Store, taker: Receiver) -> None:
+    name = make(writer, 10)
+    with socket.create_connection(taker.place, 5) as connection:
+
+        def cut(_: float) -> None:
+            connection.shutdown(socket.SHUT_RDWR)
+
+        with pytest.raises(OSError):
+            send(Talk(connection, KEY, calls=True), writer, name, 2, cut)
+    assert offer(taker, writer, name) > 0  # one after the other: the former is over
+    assert intact(tmp_path / "taker") == ["10"]
+
+
+def test_an_older_writer_is_refused(tmp_path: Path, writer: Store, taker: Receiver) -> None:
+    name = make(writer, 10)
+    taker.token = 2  # this rank knows of a newer one, its disk does not
+    with pytest.raises(Refused, match="taken over"):
+        offer(taker, writer, name)
+    newer = Store(tmp_path / "newer", 2)
+    offer(taker, newer, make(newer, 5))
+    taker.token = 0
+    with pytest.raises(Refused, match="taken over"):
+        offer(taker, writer, name)
+    assert intact(tmp_path / "taker") == ["5.2"]
+    newer.token = 3  # what a former writer has made, brought by its successor
+    shutil.copytree(writer.root / "10", newer.root / "10")
+    assert offer(taker, newer, "10") > 0
+    assert intact(tmp_path / "taker") == ["5.2", "10"]
+
+
+def test_a_full_disk_is_said(
+    tmp_path: Path, writer: Store, taker: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = make(writer, 10)
+    monkeypatch.setattr(receiver, "SPARE", 1 << 60)
+    with pytest.raises(Refused, match=r"too full: 0\.7 MB needed"):
+        offer(taker, writer, name)
+    assert intact(tmp_path / "taker") == []
+
+
+# --- the sender
+
+
+def rounds(told: list[Copied], count: int) -> list[Copied]:
+    deadline = time.monotonic() + 60
+    while len(told) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return told
+
+
+def test_the_newest_and_the_best_on_so_many_hosts(tmp_path: Path, writer: Store) -> None:
+    takers = [Receiver(tmp_path / host, KEY, "127.0.0.1") for host in "bcd"]
+    takers[0].close()  # its host is gone
+    peers = [_Peer(host, one.place) for host, one in zip("bcd", takers, strict=True)]
+    told: list[Copied] = []
+    sender = _Sender(writer, 3, KEY, peers, 1, told.append)
+    make(writer, 10, best=True)
+    sender.wake()
+    (first,) = rounds(told, 1)
+    assert (first.step, first.hosts, first.problem) == (10, ("c",), "")
+    make(writer, 20)
+    make(writer, 30)
+    sender.wake()
+    assert [one.step for one in rounds(told, 2)] == [10, 30]
+    assert intact(tmp_path / "c") == ["30", "10"]
+    takers[1].close()
+    takers[2].close()
+    make(writer, 40)
+    sender.wake()
+    assert "b: Connection refused; c: Connection refused" in rounds(told, 3)[-1].problem
+    sender.close()
+    assert not (tmp_path / "d").exists()
+
+
+def test_copying_rests_and_hurries(
+    tmp_path: Path, writer: Store, taker: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rested: list[float] = []
+    monkeypatch.setattr(copies, "rest", lambda took: rested.append(took) or 30.0)
+    told: list[Copied] = []
+    sender = _Sender(writer, 2, KEY, [_Peer("b", taker.place)], 1, told.append)
+    make(writer, 10)
+    sender.wake()
+    deadline = time.monotonic() + 60
+    while not rested and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert len(rested) == 1  # it waits for half a minute before the second piece
+    begun = time.monotonic()
+    sender.hurry(10)
+    assert time.monotonic() - begun < 25
+    assert [one.hosts for one in told] == [("b",)]
+    make(writer, 20)
+    sender.wake()
+    deadline = time.monotonic() + 60
+    while len(rested) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    sender.close()  # in the middle of a rest
+    sender._thread.join(25)
+    assert not sender._thread.is_alive()
+
+
+def test_how_long_it_rests() -> None:
+    took = 0.02
+    assert took / (took + rest(took)) == pytest.approx(PART)
+    assert rest(-1.0) == 0
+    assert rest(1e6) == 5
+
+
+def test_who_takes_copies() -> None:
+    assert leads(["a", "a", "b", "b", "c"], [True, False, False, False, False]) == [2, 4]
+    assert leads(["a", "b", "c"], [True, True, False]) == [2]
+    assert leads(["b", "a", "b"], [False, True, False]) == []
+
+
+def test_how_many_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(None) is None
+    monkeypatch.setenv("PACELINE_CHECKPOINT_COPIES", "2")
+    assert (asked(None), asked(0)) == (2, 0)
+    for word in ("auto", " ", ""):
+        monkeypatch.setenv("PACELINE_CHECKPOINT_COPIES", word)
+        assert asked(None) is None
+    for word in ("x", "-1", "1.5", "9" * 40):
+        monkeypatch.setenv("PACELINE_CHECKPOINT_COPIES", word)
+        with pytest.raises(SettingError, match="no number of copies"):
+            asked(None)
+    with pytest.raises(SettingError):
+        asked(-1)
+
+
+# --- a training
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("copies")
+    script = Path(__file__).with_name("copying.py")
+    ranks.run_ok(1, [str(script), str(folder)], folder, timeout=200)
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_the_copy_resumes_to_the_bit_without_rank_0s_disk(found: Any) -> None:
+    lost = found["lost_disk"]
+    assert (lost["there"][0][0], lost["there"][1]) == ("8", [])
+    assert (lost["resumed"], lost["then"]) == (8, "15.2")
+    assert lost["difference"] < 1e-12  # from one rank to another number of them
+
+
+def test_another_host_stands_in_for_one_that_cannot(found: Any) -> None:
+    assert found["stood_in"] == ["c"]
+
+
+def test_a_new_beginning_leaves_no_old_copy_in_the_way(found: Any) -> None:
+    assert found["begun_anew"] == {"aside": [True, True], "resumed": 2}
+
+
+def test_no_copy_where_all_see_the_folder(found: Any) -> None:
+    assert found["one_disk"] == {"folders": ["whole"], "warned": True}
+
+
+def test_who_is_first_after_rank_0_was_lost_writes_and_has_copies(found: Any) -> None:
+    moved = found["moved"]
+    assert moved["statuses"] == [-9, 0, 0]
+    assert moved["there"][0] == ["15.2", "12.2"]
+    assert moved["there"][1]
+    assert {9, 10, 12, 15} <= set(moved["written"])
+    assert moved["difference"] < 1e-12

@@ -1,0 +1,70 @@
+"""A training's state from one rank's memory into another's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+
+SCRIPT = str(Path(__file__).with_name("handing.py"))
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("worlds")
+    ranks.run_ok(1, [SCRIPT, str(folder)], folder, 120)
+    return folder
+
+
+def read(folder: Path) -> list[Found]:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
+
+
+@pytest.mark.parametrize("name", ["afresh", "behind", "in small pieces", "two models"])
+def test_the_taker_has_the_givers_state_and_nobody_else(worlds: Path, name: str) -> None:
+    first, giver, taker = read(worlds / name)
+    assert taker["before"] != giver["before"]
+    assert taker["after"] == giver["after"] == giver["before"]
+    assert first["after"]["at"] == first["before"]["at"]
+    assert first["after"]["best"] == first["before"]["best"]
+    assert not taker["problem"]
+
+
+def test_generators_stay_a_ranks_own(worlds: Path) -> None:
+    """The same numbers on two ranks would be the same dropout."""
+    _, giver, taker = read(worlds / "afresh")
+    assert taker["next"] != giver["next"]
+    again = read(worlds / "in small pieces")[2]
+    assert again["next"] == taker["next"]  # given by seed, step and rank
+
+
+def test_what_ranks_measured_is_counted_once(worlds: Path) -> None:
+    """A new rank has measured nothing, and would wait for nobody at the next record."""
+    for one in read(worlds / "afresh"):
+        assert one["open"]["count"] == 4
+        assert one["open"]["sums"] == {"loss": 8.0}
+
+
+def test_a_wrong_bit_is_an_error_on_every_rank_and_taken_by_none(worlds: Path) -> None:
+    found = read(worlds / "wrong")
+    assert all("received another state than it was sent" in one["problem"] for one in found)
+    assert "rank 2 on" in found[0]["problem"]
+    taker = found[2]
+    assert taker["after"] == taker["before"]
+
+
+def test_another_training_is_refused(worlds: Path) -> None:
+    for one in read(worlds / "another"):
+        assert "runs another training\nsize: 3 there, 4 here" in one["problem"]
+
+
+def test_memory_grows_by_pieces_only(worlds: Path) -> None:
+    for rank in range(2):
+        assert json.loads((worlds / "grown" / f"{rank}.json").read_text()) < 72  # of 96 MB

@@ -1,0 +1,147 @@
+"""Ranks that are lost and come back, or come late, while the others train on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+
+SCRIPT = str(Path(__file__).with_name("joining.py"))
+LOST = [
+    "plain: killed",
+    "plain: killed before it joins",
+    "plain: killed when it joins",
+    "plain: without checkpoints",
+    "rich: first killed",
+    "rich: killed in an evaluation",
+    "duel: killed between two updates",
+    "recipe: killed",
+]
+CHANGED = [*LOST, "rich: grown"]
+COUNTED = [name for name in CHANGED if not name.startswith(("duel", "recipe"))]
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("worlds")
+    ranks.run_ok(1, [SCRIPT, str(folder)], folder, 300)
+    return folder
+
+
+def job(worlds: Path, name: str) -> Found:
+    found: Found = json.loads((worlds / name / "job.json").read_text())
+    return found
+
+
+def events(found: Found, name: str) -> list[tuple[float, int, Found]]:
+    return [one for one in found["said"] if one[2]["event"] == name]
+
+
+def numbers(value: Any) -> list[torch.Tensor]:
+    """All tensors of a nested state, in one order."""
+    if isinstance(value, torch.Tensor):
+        return [value.double().flatten()]
+    if isinstance(value, dict):
+        return [one for key in sorted(value, key=str) for one in numbers(value[key])]
+    return [torch.tensor([float(value)], dtype=torch.float64)]
+
+
+def left(folder: Path) -> torch.Tensor:
+    weights = folder / "model/model.safetensors"
+    state = load_file(weights) if weights.exists() else torch.load(folder / "params.pt")
+    return torch.cat(numbers(state))
+
+
+def records(folder: Path, split: str) -> list[Found]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [one for line in lines if (one := json.loads(line))["split"] == split]
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_nothing_changes_in_what_was_trained(worlds: Path, name: str) -> None:
+    """Parameters, moments and averages, from those of two ranks that nobody disturbed."""
+    ours, theirs = left(worlds / name), left(worlds / name.partition(":")[0])
+    assert float((ours - theirs).abs().max()) < 1e-10
+    assert not any(job(worlds, name)["statuses"].values())
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_newcomers_join_between_two_steps(worlds: Path, name: str) -> None:
+    found = job(worlds, name)
+    joined = {slot for _, slot, _ in events(found, "newcomer ready")}
+    settled = events(found, "regrouped")
+    assert joined == ({2, 3} if "grown" in name else {slot for _, slot in found["lost"]})
+    last = max(one[2]["generation"] for one in settled)
+    size = 4 if "grown" in name else 2 if "without" in name else 3
+    assert len([one for one in settled if one[2]["generation"] == last]) == size
+    stood = [one[2]["seconds"] for one in settled if one[1] not in joined]
+    print(f"{name}: a new group took at most {max(stood):.3f} s")
+    assert max(stood) < 10
+
+
+@pytest.mark.parametrize("name", [name for name in COUNTED if name != "rich: grown"])
+def test_the_others_hardly_stop_when_somebody_joins(worlds: Path, name: str) -> None:
+    """From the last finished step before to the first after; for machines that are busy."""
+    done: dict[int, float] = {}
+    for file in (worlds / name).glob("ids.*"):
+        for line in file.read_text().splitlines():
+            step, _, when = json.loads(line)
+            done[step] = max(done.get(step, 0.0), when)
+    at = max(one[2]["step"] for one in events(job(worlds, name), "regrouped"))
+    pause = done[at] - done[at - 1]
+    print(f"{name}: {pause:.3f} s between the steps where somebody joins")
+    assert pause < 10
+
+
+@pytest.mark.parametrize("name", [name for name in COUNTED if name.startswith("plain")])
+def test_no_sample_is_seen_twice_or_never(worlds: Path, name: str) -> None:
+    seen: dict[int, list[int]] = {}
+    for file in (worlds / name).glob("ids.*"):
+        for line in file.read_text().splitlines():
+            step, ids, _ = json.loads(line)
+            seen.setdefault(step, []).extend(ids)
+    assert sorted(seen) == list(range(40))
+    for epoch in range(5):
+        steps = [seen[step] for step in range(8 * epoch, 8 * epoch + 8)]
+        assert sorted(one for ids in steps for one in ids) == list(range(64))
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_every_step_is_recorded_once(worlds: Path, name: str) -> None:
+    """Also where the rank was lost that speaks for the job."""
+    folder, plain = worlds / name, worlds / name.partition(":")[0]
+    steps = [one["step"] for one in records(folder, "train")]
+    assert steps == [one["step"] for one in records(plain, "train")] == list(range(4, 41, 4))
+    for ours, theirs in zip(records(folder, "val"), records(plain, "val"), strict=True):
+        assert (ours["step"], ours["seen"]) == (theirs["step"], 64)
+        assert ours["accuracy"] == pytest.approx(theirs["accuracy"], abs=1e-12)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_what_was_measured_of_a_void_batch_does_not_count(worlds: Path, name: str) -> None:
+    """And what a lost rank had measured since the last record is lost with it."""
+    counts = [one["samples"] for one in records(worlds / name, "train")]
+    assert all(count <= 32 for count in counts)
+    assert sum(count < 32 for count in counts) <= len(job(worlds, name)["lost"])
+
+
+@pytest.mark.parametrize("name", ["plain: killed", "rich: first killed", "rich: grown"])
+def test_checkpoints_go_on(worlds: Path, name: str) -> None:
+    found = sorted((worlds / name / "checkpoints").iterdir())
+    manifests = [json.loads(one.read_text()) for one in (worlds / name).rglob("manifest.json")]
+    assert max(one["step"] for one in manifests) == 40, found
+    assert not [one for one in found if "tmp" in one.name]
+
+
+def test_each_rank_knows_its_new_place(worlds: Path) -> None:
+    last = [json.loads((worlds / "rich: grown" / f"last.{slot}").read_text()) for slot in range(4)]
+    assert sorted(last) == [[rank, 4, str(rank)] for rank in range(4)]

@@ -1,0 +1,247 @@
+"""Ranks are lost, and the others end with the parameters of a training that nothing befell."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+
+from paceline.train import recovery
+from paceline.train.comms import Comms
+from paceline.train.recovery import Gloo
+from paceline.train.world import World
+
+SCRIPT = str(Path(__file__).with_name("losing.py"))
+STEPS = 24
+# trainings by their way, ranks, and who dies when
+MOMENTS: list[list[Any]] = [
+    *(["plain", 3, [[1, moment, 7]]] for moment in ("given", "forward", "stepped")),
+    ["plain", 3, [[0, "forward", 12]]],
+    ["plain", 3, [[2, "evaluating 1", 12]]],
+]
+SEVERAL: list[list[Any]] = [
+    ["plain", 2, [[0, "forward", 9]]],
+    ["plain", 4, [[0, "forward", 7], [2, "forward", 7]]],
+    ["plain", 4, [[3, "forward", 7], [1, "given", 8]]],
+]
+STEPS_OF: dict[str, list[list[Any]]] = {
+    way: [
+        [way, 3, [[1, "forward", 7]]],
+        [way, 3, [[0, "given", 13]]],
+        [way, 2, [[0, "stepped", 9]]],
+    ]
+    for way in ("accumulated", "unused", "buffers", "two models", "coded", "shared", "grouped")
+}
+Trial = tuple[dict[str, Any], dict[str, Any], int]  # what became of it, of one alone, and its ranks
+
+
+@pytest.fixture(scope="module")
+def struck(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Trial]:
+    """All trainings of which ranks die at a certain moment: one process imports torch for them."""
+    every = [*MOMENTS, *SEVERAL, *itertools.chain(*STEPS_OF.values())]
+    found = trials(tmp_path_factory.mktemp("struck"), "at", every, timeout=500)
+    return {json.dumps(one): trial for one, trial in zip(every, found, strict=True)}
+
+
+def trials(folder: Path, what: str, every: list[list[Any]], timeout: float = 200) -> list[Trial]:
+    """What became of these trainings, each beside an undisturbed one of the same way."""
+    words = [json.dumps(one) for one in every]
+    path = os.pathsep.join([str(ranks.SRC), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, SCRIPT, str(folder), what, *words],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(results) == len(every), done.stderr[-3000:]
+    alone = {way: json.loads((folder / f"alone-{way}.json").read_text()) for way, *_ in every}
+    return [(one, alone[way], size) for one, (way, size, *_) in zip(results, every, strict=True)]
+
+
+def check(result: dict[str, Any], alone: dict[str, Any], *, at_any_moment: bool = False) -> None:
+    """Who was not lost has ended well, with the same numbers, and no step done twice."""
+    logs = "\n".join(f"-- {slot}\n{text}" for slot, text in result["logs"].items())
+    assert set(result["statuses"]) <= {0, -9}, logs
+    near = 1e-10
+    living = [str(slot) for slot, status in enumerate(result["statuses"]) if not status]
+    assert living == list(result["found"])
+    for found in result["found"].values():
+        assert found["done"] == list(range(1, STEPS + 1)), logs
+        off = max(abs(a - b) for a, b in zip(found["end"], alone["end"], strict=True))
+        assert off < near, logs
+        means = zip(found.get("means", []), alone.get("means", []), strict=True)
+        for (count, mean), (whole, expected) in means:
+            # what a rank had measured is gone when it dies between its last batch and the result
+            assert count == whole or (at_any_moment and count < whole)
+            assert count < whole or abs(mean - expected) < near
+
+
+def test_the_others_train_on_from_wherever_a_rank_dies(struck: Mapping[str, Trial]) -> None:
+    for one in MOMENTS:
+        result, alone, _ = struck[json.dumps(one)]
+        check(result, alone)
+        assert len(result["found"]) == 2
+        assert [one["generation"] for one in result["regrouped"]] == [1, 1]
+        assert all(one["able"] for one in result["recoverable"])
+        print(f"no step for {result['gap']:.3f} s")
+
+
+@pytest.mark.parametrize("one", SEVERAL)
+def test_several_may_die(struck: Mapping[str, Trial], one: list[Any]) -> None:
+    result, alone, size = struck[json.dumps(one)]
+    check(result, alone)
+    assert len(result["found"]) == size - len(one[2])
+
+
+@pytest.mark.parametrize("way", STEPS_OF)
+def test_whatever_a_step_consists_of(struck: Mapping[str, Trial], way: str) -> None:
+    for one in STEPS_OF[way]:
+        result, alone, size = struck[json.dumps(one)]
+        check(result, alone)
+        assert len(result["found"]) == size - 1
+
+
+def test_who_waits_for_a_frozen_rank_is_freed(tmp_path: Path) -> None:
+    """No connection of a stopped process ends by itself: the others' are cut from inside."""
+    ((result, alone, _),) = trials(tmp_path, "frozen", [["plain", 3, 2, 0.02]])
+    check(result, alone)
+    assert len(result["found"]) == 2
+    assert len(result["regrouped"]) == 2
+
+
+def test_who_waits_for_the_rest_of_a_message_is_freed(tmp_path: Path) -> None:
+    """gloo has forgotten it when its connection ends, whether a part had come or had been sent."""
+    script = str(Path(__file__).with_name("giving.py"))
+    (ended,) = ranks.run_ok(1, [script, str(tmp_path)], tmp_path, 240)
+    found = [json.loads(line) for line in ended.out.splitlines() if line.startswith("[")]
+    assert len(found) == 6
+    assert not [one for one in found if one[2] is None]
+
+
+def test_only_connections_of_the_group_are_cut() -> None:
+    """Not what has got the number of one that has ended."""
+    links, (here, there) = Gloo(), socket.socketpair()
+    with links.watched(2):
+        (one, other), (gone, end) = socket.socketpair(), socket.socketpair()
+    os.dup2(here.fileno(), gone.fileno())
+    numbers = Path("/proc/self/fd")
+    open_before = len([*numbers.iterdir()])
+    links.cut()
+    assert len([*numbers.iterdir()]) == open_before
+    here.send(b"x")
+    assert (there.recv(1), other.recv(1)) == (b"x", b"")
+    for each in (here, there, one, other, gone, end):
+        each.close()
+
+
+def test_a_socket_that_begins_to_listen_meanwhile_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gloo's thread ends the process when it cannot accept."""
+    links, early, real = Gloo(), [], socket.socket
+
+    class Slow(real):  # type: ignore[misc, valid-type]
+        def getsockopt(self, *what: int) -> Any:
+            found = super().getsockopt(*what)
+            while early:
+                early.pop().listen()
+            return found
+
+    with links.watched(2), real() as gloos:
+        gloos.bind(("127.0.0.1", 0))
+        early.append(gloos)
+        monkeypatch.setattr("paceline.train.recovery.socket.socket", Slow)
+        links.cut()
+        monkeypatch.undo()
+        assert not early
+        gloos.settimeout(60)
+        with socket.create_connection(gloos.getsockname()):
+            gloos.accept()[0].close()
+
+
+def test_who_makes_a_group_in_which_another_is_lost_is_freed(tmp_path: Path) -> None:
+    """Also where it waits for a connection that the other one was to make."""
+    script = str(Path(__file__).with_name("waiting.py"))
+    ranks.run_ok(1, [script, str(tmp_path)], tmp_path)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [len(one) for one in found] == [6, 6]
+    assert max(max(one) for one in found) < 20  # where it is not freed: 40
+
+
+def test_ranks_meet_after_some_of_them_had_begun_a_group_in_vain(tmp_path: Path) -> None:
+    """One leaves before it has begun to make it, the other waits there for the first."""
+    ranks.run_ok(1, [str(Path(__file__).with_name("forming.py")), str(tmp_path)], tmp_path)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert found == [["Overtaken", [[0], [1]]], ["not made", [[0], [1]]]]
+
+
+def test_nobody_is_through_with_an_operation_before_all_have_come_to_it(tmp_path: Path) -> None:
+    """Else two ranks could be two apart, and nobody would know any more what the third had."""
+    script = str(Path(__file__).with_name("passing.py"))
+    ranks.run_ok(1, [script, str(tmp_path)], tmp_path)
+    first, late = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert len(first) == 18
+    assert not [name for name, (_, through) in first.items() if through < late[name][0]]
+
+
+def test_ranks_die_at_any_moment(tmp_path: Path) -> None:
+    """Of a step, an evaluation or a recovery; where ranks end before, nobody is killed."""
+    ways = ["plain", "accumulated", "two models", "buffers"]
+    every = [[ways[seed % 4], 2 + seed % 3, seed] for seed in range(100, 104)]
+    lost = 0
+    for result, alone, _ in trials(tmp_path, "random", every, timeout=500):
+        check(result, alone, at_any_moment=True)
+        lost += result["statuses"].count(-9)
+    assert lost > 1
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_who_is_not_freed_says_so(monkeypatch: pytest.MonkeyPatch, idle: bool) -> None:
+    """It does nothing in a collective whose connections are cut; who computes is waited for."""
+    monkeypatch.setattr(recovery, "_STUCK_S", 0.6)
+    read, write = os.pipe()
+    control = recovery.Control(read, recovery.Nccl())
+    comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
+    one = recovery.Recovery(0, comms, control, recovery.Nccl(), None, lambda *_: None)
+    one.able, said, told = True, [], threading.Event()
+
+    def say(name: str, **details: Any) -> None:
+        said.append((name, details["step"]))
+        told.set()
+
+    one.say = say
+    members = [{"slot": 0, "host": "n1", "local_rank": 0, "local_size": 1}]
+    word = {"generation": 1, "members": members, "store": {"address": "n1", "port": 1}}
+    os.write(write, json.dumps({**word, "planned": False}).encode() + b"\n")
+
+    def act() -> int:
+        began = time.monotonic()
+        while time.monotonic() < began + (60 if idle else 2) and not (idle and told.wait(0.05)):
+            pass
+        return 7
+
+    assert one.event(act) == 7
+    assert said == ([("stuck", 0)] if idle else [])
+    time.sleep(0.8)  # it is in none any more
+    assert len(said) == idle
+    one.generation = 1
+    os.close(write)
+    time.sleep(0.2)
+    os.close(read)

@@ -1,0 +1,119 @@
+"""Run by the test in one process that forks: groups in which one rank stops before it connects."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import forking
+import torch
+import torch.distributed as dist
+from forming import Said, make
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from paceline.train import recovery
+from paceline.train.comms import Comms
+from paceline.train.recovery import Gloo, Recovery, Word
+from paceline.train.world import World
+
+ROUNDS = 6  # in some of them it is the others that wait for the connection
+FORMING = timedelta(seconds=40)
+KNOWN_S = 0.4
+
+
+class Stopping(dist.Store):
+    """A store in which this rank says where it is, and asks for nobody else."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def set(self, key: str, value: Any) -> None:
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        while True:
+            time.sleep(60)
+
+    def multi_get(self, keys: Any) -> Any:
+        return self.get(keys)
+
+    def wait(self, *_: Any) -> None:
+        self.get("")
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def word(number: int, size: int, port: int) -> Word:
+    return Word(number, tuple((slot, "n1", slot, size) for slot in range(size)), "127.0.0.1",
+                port, False)  # fmt: skip
+
+
+def stops(number: int, port: int) -> None:
+    """The third rank: it is there, and goes no further than to its address."""
+    client = TCPStore("127.0.0.1", port, None, False, FORMING, wait_for_workers=False)
+    store = PrefixStore(f"generation/{number}", client)
+    store.add("here", 1)
+    make(Stopping(PrefixStore("default_pg", store)), World(2, 3, 2, 3, "n1", True), FORMING)
+
+
+def stays(rank: int, port: int, folder: Path) -> None:
+    """The others: how long they are held up after it is known that the third is lost."""
+    control, links = Said(), Gloo()
+    place, own = World(rank, 2, rank, 2, "n1", True), control
+    comms = Comms(place, torch.device("cpu"))
+    one = Recovery(rank, comms, own, links, None, make)  # type: ignore[arg-type]
+    held: list[float] = []
+    for number in range(1, 2 * ROUNDS, 2):
+        known: list[float] = []
+
+        def told(number: int = number, known: list[float] = known) -> None:
+            control.word = word(number + 1, 2, port)
+            known.append(time.monotonic())
+            links.cut()
+
+        telling = threading.Timer(KNOWN_S, told)
+        telling.start()
+        with contextlib.suppress(RuntimeError):  # it is made where both call the third
+            one._form(word(number, 3, port))
+        over = time.monotonic()
+        telling.join()
+        held.append(over - known[0])
+        one._form(word(number + 1, 2, port))
+        assert comms.rows(torch.tensor([rank])).tolist() == [[0], [1]]
+    (folder / f"{rank}.json").write_text(json.dumps(held))
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    recovery._FORMING = FORMING
+    store = TCPStore("127.0.0.1", 0, None, True, FORMING, wait_for_workers=False)
+    port = store.port
+
+    def stayer(rank: int) -> int:
+        return forking.forked({}, lambda: stays(rank, port, folder))
+
+    def stopper(number: int) -> int:
+        return forking.forked({}, lambda: stops(number, port))
+
+    stoppers = [stopper(number) for number in range(1, 2 * ROUNDS, 2)]
+    try:
+        statuses = forking.finish([stayer(rank) for rank in range(2)], 200)
+    finally:
+        for pid in stoppers:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    sys.exit(any(statuses))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

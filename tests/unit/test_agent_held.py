@@ -1,0 +1,168 @@
+"""What holds a process up, as the kernel's tables say."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from paceline.agent import collectives, held, procs, stackdump
+
+
+def seen(pid: int, state: str = "S", faults: int = 0) -> procs.Stat:
+    return procs.Stat(pid, 1, 1, state, 5, faults=faults)
+
+
+@pytest.fixture
+def child() -> Iterator[Any]:
+    """Starts a shell's command; ends it."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(words: str, **how: Any) -> int:
+        argv = ["sh", "-c", words]
+        started.append(subprocess.Popen(argv, start_new_session=True, **how))
+        return started[-1].pid
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdout, process.stdin):
+            if stream:
+                stream.close()
+
+
+def wait_for(pid: int, call: str) -> dict[str, str]:
+    deadline = time.monotonic() + 10
+    while (found := held.waits_in(pid))["call"] != call:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+    return found
+
+
+def test_a_write_into_a_full_pipe_and_who_could_read_it(child: Any) -> None:
+    pid = child("exec cat /dev/zero", stdout=subprocess.PIPE)
+    found = wait_for(pid, "write")
+    assert found["on"].startswith("pipe:[")
+    assert held.readers(found["on"], [pid, os.getpid()]) == [os.getpid()]
+
+
+def test_a_wait_for_a_child_and_for_a_pipe(child: Any) -> None:
+    wait_for(child("sleep 600; true"), "wait4")
+    assert wait_for(child("read x", stdin=subprocess.PIPE), "read")["on"].startswith("pipe:[")
+
+
+def test_a_process_that_is_gone_is_not_known() -> None:
+    assert held.waits_in(2**22 + 1) == {"call": "", "on": "", "kernel": ""}
+    assert held.switches(2**22 + 1) == 0
+    assert held.on_what(2**22 + 1, "disk") == ""
+
+
+def test_a_file_lies_on_a_file_system() -> None:
+    assert " at /proc" in held.file_system(os.getpid(), "/proc/self/stat")
+
+
+def test_a_stopped_process_is_told_of_after_a_while(child: Any) -> None:
+    pid = child("exec sleep 600")
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 5
+    while (stat := procs.read_stat(pid)) is None or stat.state != "T":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    still = held.Standstill()
+    still.look(100.0, stat, worked=False)
+    assert not still.lasts(102.4)
+    assert still.lasts(102.6)
+    assert (still.how, still.seconds(103.0)) == ("stopped", 3.0)
+    still.look(103.0, seen(pid), worked=True)
+    assert not still.lasts(110.0)
+
+
+def test_a_slow_disk_is_no_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that answers now and then has the process wait anew."""
+    count = [1]
+    monkeypatch.setattr(held, "switches", lambda _: count[0])
+    slow, dead = held.Standstill(), held.Standstill()
+    for second in range(20):
+        dead.look(float(second), seen(77, "D"), worked=False)
+    assert dead.lasts(19.0)
+    for second in range(20):
+        count[0] += second % 5 == 0
+        slow.look(float(second), seen(77, "D"), worked=False)
+        assert not slow.lasts(float(second))
+
+
+@pytest.mark.parametrize(
+    ("state", "kernel", "call", "how"),
+    [
+        ("S", "get_signal", "clock_nanosleep", "paused"),  # version 2
+        ("D", "hrtimer_nanosleep", "clock_nanosleep", "paused"),  # version 1, while it slept
+        ("D", "__refrigerator", "", "paused"),
+        ("D", "percpu_rwsem_wait", "write", "disk"),
+        ("D", "rpc_wait_bit_killable", "", "disk"),
+        ("S", "hrtimer_nanosleep", "clock_nanosleep", ""),
+    ],
+)
+def test_a_paused_control_group_is_no_dead_disk(
+    monkeypatch: pytest.MonkeyPatch, state: str, kernel: str, call: str, how: str
+) -> None:
+    monkeypatch.setattr(held, "_read", lambda path: kernel if path.endswith("wchan") else "")
+    monkeypatch.setattr(held, "waits_in", lambda _: {"call": call, "on": "", "kernel": kernel})
+    still = held.Standstill()
+    still.look(0.0, seen(77, state), worked=False)
+    assert still.how == how
+
+
+def test_swapped_to_death_and_a_first_touch_of_much_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Page faults alone are no trouble: a file that is mapped is read by them, too."""
+    pressure = ["some avg10=0.00 avg60=0.00"]
+    monkeypatch.setattr(held, "_read", lambda path: pressure[0] if "pressure" in path else "")
+    still = held.Standstill()
+    for second in range(3):
+        still.look(float(second), seen(77, "D", faults=second * 500), worked=True)
+    assert still.how == ""
+    pressure[0] = "some avg10=93.10 avg60=20.00"
+    for second in range(3, 15):
+        still.look(float(second), seen(77, "D", faults=second * 500), worked=True)
+    assert still.how == "swapped"
+    assert still.lasts(14.0)
+    assert held.on_what(77, "swapped") == "memory pressure 93 %"
+
+
+def test_the_last_calls_of_a_flight_recorder() -> None:
+    """Of many the last; what goes between two ranks alone is no collective."""
+    one = {"process_group": ("0", "default_pg"), "profiling_name": "gloo:all_reduce"}
+    entries = [{**one, "collective_seq_id": n, "input_sizes": [[4, 2], [9]]} for n in range(100)]
+    entries.append({**one, "collective_seq_id": 5, "is_p2p": True, "input_sizes": []})
+    entries.append({**one, "collective_seq_id": 100, "input_sizes": []})
+    lines = collectives.called(entries)
+    assert lines[-2:] == ["0 99 all_reduce of [4,2],[9]", "0 100 all_reduce"]
+    assert len(lines) < collectives.MOST_CALLS
+    assert len(json.dumps(lines)) < collectives.MOST_BYTES
+
+
+def test_a_crash_leaves_the_lines_of_the_main_thread() -> None:
+    dump = b"""Fatal Python error: Aborted
+
+    Thread 0x1 (most recent call first):
+      File "/lib/python3.11/threading.py", line 5 in wait
+
+    Thread 0x2 (most recent call first):
+      File "/home/me/train.py", line 40 in step
+      File "/home/me/train.py", line 60 in <module>
+
+    Extension modules: numpy"""
+    seen = stackdump.StackDump()
+    for line in dump.split(b"\n"):
+        seen.take(line)
+    assert seen.asked
+    assert seen.stack == ['File "/home/me/train.py", line 40 in step',
+                          'File "/home/me/train.py", line 60 in <module>']  # fmt: skip

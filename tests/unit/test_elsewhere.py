@@ -1,0 +1,128 @@
+"""The way to a supervisor on another host, when the connection to it breaks in whatever manner."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli import elsewhere
+from paceline.cli.elsewhere import There
+from paceline.remote.channel import Silent
+from paceline.spec.detached import Detached
+from paceline.spec.errors import ConnectError, NodeError
+from paceline.spec.hosts import Host
+from paceline.transfer.follow import Forgotten, Standing
+
+BREAKS = [ConnectionError("n2 is gone"), Silent(Host("n2", "n2"), 4.0)]
+
+
+class Channel:
+    async def close(self) -> None:
+        """Nothing was opened."""
+
+
+class Following:
+    """A follower whose answers are given; an exception among them is raised."""
+
+    channel = Channel()
+
+    def __init__(self, *answers: Any) -> None:
+        self._answers = list(answers)
+
+    async def refresh(self) -> Standing:
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, Standing)
+        return answer
+
+    async def finish(self, _: str) -> None:
+        await self.refresh()
+
+    async def ask(self, _: Any) -> None:
+        await self.refresh()
+
+    async def signal(self, _: int) -> None:
+        await self.refresh()
+
+
+@pytest.fixture
+def way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A way whose connections have these followers, one after the other."""
+    monkeypatch.setattr(elsewhere, "AGAIN_S", 0.0)
+
+    def to(*followers: Following) -> There:
+        left = list(followers)
+
+        async def follow(*_: object) -> Following:
+            return left.pop(0)
+
+        monkeypatch.setattr(elsewhere, "follow", follow)
+        return There(tmp_path, Detached("ab" * 6, "n2", "n2", "/x", 1.0))
+
+    return to
+
+
+RUNNING, ENDED = Standing("running", None), Standing("ended", None)
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_a_run_goes_on_while_its_supervisor_cannot_be_heard(way: Any, broken: Exception) -> None:
+    there = way(Following(RUNNING, broken), Following(ENDED))
+
+    async def looks() -> None:
+        assert not (await there.look()).over
+        assert not (await there.look()).over
+        assert there.trouble
+        assert (await there.look()).over  # dialled again
+        assert not there.trouble
+
+    asyncio.run(looks())
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_a_connection_that_breaks_is_an_error_in_words(
+    way: Any, broken: Exception, tmp_path: Path
+) -> None:
+    async def ends(does: str, *answers: Any, **how: Any) -> None:
+        there = way(Following(*answers))
+        if does != "look":
+            await there.look()
+        await getattr(there, does)(**how)
+
+    (tmp_path / "detached.json").write_text(
+        '{"run_id": "abababababab", "host": "n2", "folder": "/x"}'
+    )
+    cases: list[tuple[Any, ...]] = [
+        ("look", broken), ("home", ENDED, broken), ("ask", RUNNING, broken)
+    ]  # fmt: skip
+    for does, *answers in cases:
+        how = {"wish": {}} if does == "ask" else {}
+        with pytest.raises(ConnectError, match="the connection to n2 is lost"):
+            asyncio.run(ends(does, *answers, **how))
+    with pytest.raises(ConnectError, match="the connection to n2 is lost"):
+        asyncio.run(ends("stop", RUNNING, NodeError("no answer"), broken, now=False))
+
+
+def test_a_run_that_somebody_else_has_brought_home_is_over(way: Any) -> None:
+    there = way(Following(RUNNING, Forgotten("gone")))
+
+    async def looks() -> None:
+        await there.look()
+        assert (await there.look()).over
+
+    asyncio.run(looks())
+
+
+def test_what_cannot_be_written_here_does_not_end_the_run(way: Any) -> None:
+    there = way(Following(RUNNING, NodeError("cannot write what n2 sends")))
+
+    async def looks() -> None:
+        await there.look()
+        with pytest.raises(NodeError, match="cannot write"):
+            await there.look()
+
+    asyncio.run(looks())

@@ -1,0 +1,243 @@
+"""A detached run's folder is kept like the one on the supervisor's host, and whole at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import Served, agent_in_thread
+
+from paceline.agent import procs
+from paceline.remote.channel import AgentRefusal
+from paceline.rundir.ownership import detached_of
+from paceline.spec.detached import DETACHED, Detached
+from paceline.spec.errors import NodeError
+from paceline.transfer import follow
+from paceline.transfer.follow import Follower, Standing, foreign, grows
+
+RUN_ID = "ab" * 6
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own for the agent; short files count as long."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(follow, "WHOLE", 1000)
+    monkeypatch.setattr(follow, "BLOCK", 64)
+    return tmp_path / "cache" / "paceline"
+
+
+def there(cache: Path, **more: Any) -> Path:
+    """A detached run on the supervisor's host, whose supervisor is this process; its directory."""
+    folder = cache / "detached" / RUN_ID
+    (folder / "run").mkdir(parents=True, exist_ok=True)
+    me = procs.identify(os.getpid())
+    assert me is not None
+    about = {"run_id": RUN_ID, "name": "job", "command": ["paceline", "run"], "hosts": ["n1"],
+             "started": 5.0, "launched_by": "me@here", "launched_in": "/x/runs/job",
+             "supervisor_host": socket.gethostname(), "pid": me.pid, "pid_start": me.start,
+             "run": str(folder / "run"), "ended": None, "exit_code": None, **more}  # fmt: skip
+    (folder / "about.json").write_text(json.dumps(about))
+    return folder / "run"
+
+
+def home(tmp_path: Path) -> Path:
+    path = tmp_path / "home"
+    path.mkdir(exist_ok=True)
+    left = Detached(RUN_ID, "n1", "n1", "/somewhere", 4.0)
+    (path / DETACHED).write_text(json.dumps(left.to_json()))
+    return path
+
+
+def fill(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+def run(path: Path, work: Callable[[Follower, Served], Coroutine[Any, Any, None]]) -> None:
+    async def go() -> None:
+        async with agent_in_thread() as served:
+            await work(Follower(served.node.channel, RUN_ID, path), served)
+
+    asyncio.run(go())
+
+
+def test_what_is_added_comes_and_no_more(cache: Path, tmp_path: Path) -> None:
+    remote, path = there(cache), home(tmp_path)
+    log = "line\n" * 200
+    fill(remote, {"events.jsonl": "{}\n", "logs/n1/0.log": log, "plan.json": '{"a": 1}',
+          "model/weights": "w" * 50, ".hidden": "x", "owner.json": "{}"})  # fmt: skip
+
+    async def work(follower: Follower, served: Served) -> None:
+        first = await follower.refresh()
+        assert (first.word, first.news, first.over) == ("running", True, False)
+        assert (path / "logs/n1/0.log").read_text() == log
+        assert (path / "plan.json").read_text() == '{"a": 1}'
+        assert not (path / ".hidden").exists()
+        assert not (path / "owner.json").exists()
+        assert not (path / "model").exists()  # at the end
+        before = served.line.passed
+        assert (await follower.refresh()).news is False
+        with (remote / "logs/n1/0.log").open("a") as file:
+            file.write("more\n")
+        fill(remote, {"plan.json": '{"a": 2}'})
+        assert (await follower.refresh()).news
+        assert served.line.passed - before < 3000  # not the 1000 bytes of the log again
+        assert (path / "logs/n1/0.log").read_text() == log + "more\n"
+        assert (path / "plan.json").read_text() == '{"a": 2}'
+
+    run(path, work)
+
+
+def test_a_folder_that_is_behind_goes_on_and_a_foreign_one_begins_anew(
+    cache: Path, tmp_path: Path
+) -> None:
+    remote, path = there(cache), home(tmp_path)
+    log = "".join(f"line {number}\n" for number in range(100))
+    fill(remote, {"logs/n1/0.log": log, "logs/n1/1.log": log, "events.jsonl": "short\n"})
+    fill(
+        path,
+        {
+            "logs/n1/0.log": log[:500],
+            "logs/n1/1.log": "other\n" * 20,
+            "events.jsonl": "much longer than there\n",
+            "result.json": "{}",
+            "ranks.json": "{}",
+        },
+    )
+
+    async def work(follower: Follower, _: Served) -> None:
+        assert (await follower.refresh()).word == "running"
+        for name in ("0", "1"):
+            assert (path / f"logs/n1/{name}.log").read_text() == log
+        assert (path / "events.jsonl").read_text() == "short\n"
+        (before,) = path.glob("events-before-*.jsonl")
+        assert before.read_text() == "much longer than there\n"
+        assert not (path / "result.json").exists()  # of an earlier start
+        fill(remote, {"ranks.json": "[]"})
+        await follower.refresh()
+        (remote / "ranks.json").unlink()
+        await follower.refresh()
+        assert not (path / "ranks.json").exists()
+
+    run(path, work)
+
+
+def test_several_followers_of_one_folder_do_no_harm(cache: Path, tmp_path: Path) -> None:
+    remote, path = there(cache), home(tmp_path)
+    fill(remote, {"metrics.jsonl": "1\n" * 300})
+
+    async def work(follower: Follower, served: Served) -> None:
+        other = Follower(served.node.channel, RUN_ID, path)
+        for number in range(5):
+            with (remote / "metrics.jsonl").open("a") as file:
+                file.write(f"{number}\n" * 50)
+            served.agent.told.clear()  # each has an agent of its own
+            await asyncio.gather(follower.refresh(), other.refresh())
+        assert (path / "metrics.jsonl").read_bytes() == (remote / "metrics.jsonl").read_bytes()
+
+    run(path, work)
+
+
+def test_everything_is_here_after_the_end_and_can_go_there(cache: Path, tmp_path: Path) -> None:
+    remote, path = there(cache, pid=1 << 22, ended=9.0, exit_code=0), home(tmp_path)
+    fill(remote, {"result.json": '{"exit_code": 0}', "model/config.json": "{}", "big": "b" * 5000,
+          "model/model.safetensors": "w" * 5000, "files/n1/out.txt": "o",
+          "checkpoints/10/weights": "c" * 300, "checkpoints/10/manifest.json": "{}",
+          "checkpoints/latest.json": "{}", "checkpoints/writer.json": "{}"})  # fmt: skip
+
+    async def work(follower: Follower, _: Served) -> None:
+        standing = await follower.refresh()
+        assert not await follower.discard(fetched=False)  # nobody has it all
+        assert (standing.word, standing.over) == ("ended", True)
+        assert detached_of(path) is not None
+        await follower.finish()
+        assert detached_of(path) is None  # from now on a run as any other
+        for name in ("model/model.safetensors", "big", "files/n1/out.txt", "checkpoints/10/weights",
+                     "checkpoints/latest.json", "result.json"):  # fmt: skip
+            assert (path / name).read_bytes() == (remote / name).read_bytes(), name
+        assert not (path / "checkpoints/writer.json").exists()
+        assert not (path / ".paceline-incoming").exists()
+        async with agent_in_thread() as another:  # of somebody who looks on from elsewhere
+            (path.parent / "copy").mkdir()
+            other = Follower(another.node.channel, RUN_ID, path.parent / "copy")
+            await other.refresh()
+            assert not await follower.discard(fetched=True)
+            await other.finish()
+            assert await other.discard(fetched=False)
+        assert not remote.parent.exists()
+        with pytest.raises(NodeError, match="has no run"):
+            await follower.refresh()
+
+    run(path, work)
+
+
+def test_a_supervisor_that_died_is_told_and_a_living_one_is_not_discarded(
+    cache: Path, tmp_path: Path
+) -> None:
+    path = home(tmp_path)
+    there(cache, pid=1 << 22)
+
+    async def work(follower: Follower, _: Served) -> None:
+        assert await follower.refresh() == Standing("lost", (await follower.refresh()).about)
+        assert await follower.ask({"do": "state"}) is None
+        assert not await follower.signal(1)
+        there(cache)
+        follower._afresh = True
+        assert (await follower.refresh()).word == "running"
+        assert not await follower.discard(fetched=True)
+        there(cache, supervisor_host="another", pid=1 << 22)  # which shares the folder
+        assert (await follower.refresh()).word == "running"
+
+    run(path, work)
+
+
+def test_links_here_are_not_followed(cache: Path, tmp_path: Path) -> None:
+    remote, path = there(cache), home(tmp_path)
+    fill(remote, {"logs/n1/0.log": "text\n"})
+    (tmp_path / "elsewhere").mkdir()
+    (path / "logs").symlink_to(tmp_path / "elsewhere")
+
+    async def work(follower: Follower, _: Served) -> None:
+        with pytest.raises(NodeError, match="symbolic link"):
+            await follower.refresh()
+
+    run(path, work)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_only_files_of_the_run_can_be_read(cache: Path, tmp_path: Path) -> None:
+    remote, path = there(cache), home(tmp_path)
+    (tmp_path / "secret").write_text("secret")
+    (remote / "link.txt").symlink_to(tmp_path / "secret")
+
+    async def work(follower: Follower, served: Served) -> None:
+        await follower.refresh()
+        assert not (path / "link.txt").exists()
+        for name in ("../about.json", "link.txt", "/etc/passwd"):
+            with pytest.raises(AgentRefusal):
+                await served.ask("read_part", run_id=RUN_ID, path=name, offset=0, count=1,
+                                 whole=False)  # fmt: skip
+        for run_id in ("../x", "", "ABC"):
+            with pytest.raises(AgentRefusal):
+                await served.ask("run_changes", run_id=run_id, afresh=True)
+
+    run(path, work)
+
+
+@pytest.mark.parametrize(
+    ("path", "added", "comes"),
+    [("events.jsonl", True, True), ("logs/n1/0.log", True, True), ("screen.txt", True, True),
+     ("plan.json", False, True), ("detached.json", False, False), ("owner.json", False, False),
+     (".paceline-key", False, False), ("model/config.json", False, True)],
+)  # fmt: skip
+def test_which_files_come_and_how(path: str, added: bool, comes: bool) -> None:
+    assert (grows(path), foreign(path)) == (added, comes)

@@ -1,0 +1,88 @@
+"""What may go on once more: restarts in a window, a failure that repeats, a host lost again."""
+
+from __future__ import annotations
+
+from paceline.launch.allowance import Allowance, span
+from paceline.spec.failure import Failure
+
+TRACEBACK = 'Traceback\n  File "/a/train.py", line {line}, in <module>\n    1 / 0\nValueError: x\n'
+
+
+def raised(line: int = 12, headline: str = "ValueError: x") -> Failure:
+    return Failure("exception", "n1", 0, headline=headline, traceback=TRACEBACK.format(line=line))
+
+
+def killed() -> Failure:
+    return Failure("signal", "n1", 0, signal=9, headline="killed by SIGKILL")
+
+
+def test_nothing_is_allowed_by_itself() -> None:
+    verdict = Allowance(0, 3600).after(killed(), 0.0)
+    assert not verdict.again
+    assert not verdict.why
+
+
+def test_only_the_window_counts() -> None:
+    """A job that runs for weeks does not use its restarts up."""
+    weeks = Allowance(2, 3600)
+    hours = [weeks.after(killed(), hour * 3601.0) for hour in range(500)]
+    assert all(verdict.again for verdict in hours)
+    assert {verdict.number for verdict in hours} == {1}
+    crashing = Allowance(2, 3600)
+    assert [crashing.after(killed(), now).again for now in (0.0, 1.0, 2.0)] == [True, True, False]
+    assert crashing.after(killed(), 3.0).why == "2 restarts within 1 hour (--max-restarts 2)"
+    assert crashing.after(killed(), 3602.0).again
+
+
+def test_all_count_without_a_window() -> None:
+    allowance = Allowance(1, 0)
+    assert allowance.after(killed(), 0.0).again
+    verdict = allowance.after(killed(), 1e7)
+    assert (verdict.again, verdict.why) == (False, "1 restart used up (--max-restarts 1)")
+
+
+def test_a_session_that_fails_at_the_same_step() -> None:
+    allowance = Allowance(9, 3600)
+    assert allowance.after(raised(), 0.0, step=7).again
+    assert allowance.after(raised(), 5.0, step=8).again
+    assert allowance.after(raised(13), 6.0, step=8).again  # another line
+    verdict = allowance.after(raised(13), 7.0, step=8)
+    assert not verdict.again
+    assert "at the same step (8), on the same data: it is the program's own" in verdict.why
+
+
+def test_a_script_that_fails_in_the_same_way() -> None:
+    allowance = Allowance(9, 3600)
+    assert allowance.after(raised(), 0.0, ran_s=60).again
+    verdict = allowance.after(raised(), 60.0, ran_s=58)
+    assert not verdict.again
+    assert (
+        "the same failure as before at train.py, line 12, and after no longer a time" in verdict.why
+    )
+
+
+def test_a_script_that_came_further_failed_by_chance() -> None:
+    allowance = Allowance(9, 3600)
+    assert allowance.after(raised(), 0.0, ran_s=60).again
+    assert allowance.after(raised(), 200.0, ran_s=140).again
+    assert allowance.after(raised(), 300.0, ran_s=400).again
+
+
+def test_what_chance_does_is_never_the_program() -> None:
+    reset = Failure("exception", "n1", 0, headline="RuntimeError: Connection reset by peer",
+                    traceback=TRACEBACK.format(line=3))  # fmt: skip
+    for failure in (killed(), reset, Failure("lost", "n1", None, headline="gone")):
+        allowance = Allowance(9, 3600)
+        assert all(allowance.after(failure, now, ran_s=1).again for now in (0.0, 1.0, 2.0))
+
+
+def test_a_host_that_is_lost_again_and_again() -> None:
+    allowance = Allowance(0, 3600)
+    assert [allowance.lost("n2", now) for now in (0.0, 10.0, 20.0)] == [True, True, False]
+    assert allowance.lost("n3", 20.0)
+    assert allowance.lost("n2", 4000.0)
+
+
+def test_spans() -> None:
+    assert [span(s) for s in (3600, 7200, 600, 90, 0.5, 86400)] == [
+        "1 hour", "2 hours", "10 minutes", "90 s", "0.5 s", "1 day"]  # fmt: skip

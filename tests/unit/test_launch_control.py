@@ -1,0 +1,196 @@
+"""What a person asks of a run on the way: a checkpoint now, stacks, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.explain.stacks import Frame, Stand
+from paceline.launch.control import Actions, stacks_text
+from paceline.launch.verdict import Look
+from paceline.spec.errors import NodeError, SettingError
+from paceline.spec.events import Event
+from paceline.train.comms import Comms
+from paceline.train.recovery import Save, understood
+from paceline.train.stop import Poll
+from paceline.train.world import World
+
+
+class Recorded:
+    """What the run directory would get."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.files: dict[str, str] = {}
+        self.shown_path = self.path = "runs/one"
+
+    def event(self, kind: str, **details: Any) -> None:
+        self.events.append((kind, details))
+
+    def write(self, name: str, text: str) -> None:
+        self.files[name] = text
+
+
+class Ranks:
+    """An attempt whose ranks are told something."""
+
+    def __init__(self, looks: list[Look] | None = None) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.plan = SimpleNamespace(attempt=0)
+        self._looks = looks or []
+
+    async def tell_ranks(self, line: dict[str, Any]) -> None:
+        self.told.append(line)
+
+    async def looks(self) -> list[Look]:
+        return self._looks
+
+
+def actions() -> tuple[Any, Recorded, list[str]]:
+    recorder, notes = Recorded(), list[str]()
+    return Actions("abc", recorder, notes.append), recorder, notes  # type: ignore[arg-type]
+
+
+def said(kind: str, **fields: Any) -> Event:
+    return Event(kind, "n1", 0, 0.0, fields)
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_a_checkpoint_is_asked_for_once_and_told_when_it_is_whole() -> None:
+    async def run() -> None:
+        asked, recorder, notes = actions()
+        ranks = Ranks()
+        asked.runs(ranks)
+        asked.heard(said("keeps checkpoints"))
+        saving = asyncio.ensure_future(asked.save())
+        await turns()
+        assert ranks.told == [{"control": "save", "number": 1}]
+        asked.heard(said("checkpoint", step=30))  # an earlier one
+        asked.heard(said("saving", step=40))
+        await turns()
+        assert not saving.done()
+        asked.heard(said("checkpoint", step=40, megabytes=1.5))
+        assert await saving == "checkpoint of step 40 is complete: 1.5 MB"
+        assert recorder.events == [("asked", {"do": "save"})]
+        assert notes == ["paceline: checkpoint of step 40 is complete: 1.5 MB"]
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_that_was_whole_already_is_not_waited_for() -> None:
+    async def run() -> None:
+        asked, _, _ = actions()
+        asked.runs(Ranks())
+        asked.heard(said("keeps checkpoints"))
+        asked.heard(said("resumed", step=40))
+        saving = asyncio.ensure_future(asked.save())
+        await turns()
+        asked.heard(said("saving", step=40))
+        assert "step 40" in await saving
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_is_refused_where_none_are_made() -> None:
+    async def run() -> None:
+        asked, recorder, _ = actions()
+        with pytest.raises(NodeError, match="no ranks run"):
+            await asked.save()
+        ranks = Ranks()
+        asked.runs(ranks)
+        with pytest.raises(SettingError, match=r"session\.checkpoints"):
+            await asked.save()
+        assert not ranks.told
+        assert not recorder.events
+        asked.heard(said("keeps checkpoints"))
+        asked.runs(Ranks())  # a further attempt has to say it again
+        with pytest.raises(SettingError):
+            await asked.save()
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_that_fails_and_ranks_that_end_are_told() -> None:
+    async def run() -> None:
+        asked, _, _ = actions()
+        asked.runs(Ranks())
+        asked.heard(said("keeps checkpoints"))
+        failing = asyncio.ensure_future(asked.save())
+        await turns()
+        asked.heard(said("saving", step=7))
+        asked.heard(said("checkpoint failed", step=7, problem="the disk is full"))
+        with pytest.raises(NodeError, match="the disk is full"):
+            await failing
+        ending = asyncio.ensure_future(asked.save())
+        await turns()
+        asked.runs(None)
+        with pytest.raises(NodeError, match="ended before"):
+            await ending
+
+    asyncio.run(run())
+
+
+def test_a_stop_is_a_signal_and_a_stop_at_once_two() -> None:
+    asked, recorder, _ = actions()
+    with pytest.raises(NodeError):
+        asked.stop()
+    taken: list[int] = []
+    asked.interrupts = SimpleNamespace(take=taken.append, received=taken)
+    asked.stop()
+    assert taken == [signal.SIGTERM]
+    assert asked.state()["state"] == "stopping"
+    asked.stop(now=True)
+    assert taken == [signal.SIGTERM] * 3
+    assert [kind for kind, _ in recorder.events] == ["asked", "asked"]
+
+
+def test_stacks_are_written_into_the_run_directory() -> None:
+    frames = (Frame("/lib/torch/x.py", 9, "wait"), Frame("train.py", 3, "main"))
+    looks = [
+        Look(Stand("n2", 1, "S", ()), 0.0, 12),
+        Look(Stand("n1", 0, "R", frames), 0.0, 11),
+    ]
+
+    async def run() -> None:
+        asked, recorder, notes = actions()
+        asked.runs(Ranks(looks))
+        text = await asked.stacks()
+        assert list(recorder.files.values()) == [text + "\n"]
+        assert recorder.events[0][1]["do"] == "stacks"
+        assert "stacks of 2 ranks" in notes[0]
+
+    asyncio.run(run())
+    first, second = stacks_text(looks).split("\n\n")
+    assert first.splitlines() == [
+        "rank 0 on n1 (process 11, running):",
+        '  File "train.py", line 3 in main',
+        '  File "/lib/torch/x.py", line 9 in wait',
+    ]
+    assert second.startswith("rank 1 on n2 (process 12, waiting):\n  no Python stack")
+    assert stacks_text([]) == "no rank answered"
+
+
+def test_a_rank_understands_the_wish_for_a_checkpoint() -> None:
+    assert understood('{"control": "save", "number": 3}') == Save(3)
+    for line in ('{"control": "save"}', '{"control": "save", "number": "x"}'):
+        with pytest.raises(ValueError, match=r"save|invalid"):
+            understood(line)
+
+
+def test_a_wish_is_answered_once_however_late_others_hear_of_it() -> None:
+    poll = Poll(Comms(World(), torch.device("cpu")))
+    first = poll.ask(asked=2, answered=0)
+    assert (first.save, first.fresh, first.asked) == (True, True, 2)
+    again = poll.ask(asked=2, answered=first.asked)
+    assert (again.save, again.fresh, again.asked) == (False, False, 2)
+    late = poll.ask(asked=1, answered=2)
+    assert (late.save, late.asked) == (False, 2)

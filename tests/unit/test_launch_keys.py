@@ -1,0 +1,46 @@
+"""Keys by what a terminal sends for them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.launch.keys import Keys, in_foreground, named
+
+
+@pytest.mark.parametrize(
+    ("sent", "keys"),
+    [
+        ("s", ["s"]),
+        ("12\r", ["1", "2", "enter"]),
+        ("\x1b[A\x1b[B\x1bOA", ["up", "down", "up"]),
+        ("\x1b", ["escape"]),
+        ("\x1b[5~\x1b[6~", ["page up", "page down"]),
+        ("\x1b[1;5Cx", ["x"]),  # Ctrl-Right, which means nothing here
+        ("\x01\x7f", ["backspace"]),
+        ("\x1b[", []),
+    ],
+)
+def test_names(sent: str, keys: list[str]) -> None:
+    assert list(named(sent)) == keys
+
+
+@given(st.text())
+def test_whatever_is_sent(sent: str) -> None:
+    assert all(key and key.isprintable() for key in named(sent))
+
+
+def test_nothing_is_read_of_what_is_no_terminal() -> None:
+    read, write = os.pipe()
+    try:
+        keys = Keys(lambda key: None, read)
+        assert not in_foreground(read)
+        assert not keys.begin()
+        assert not keys.open
+        keys.close()
+    finally:
+        os.close(read)
+        os.close(write)

@@ -1,0 +1,61 @@
+"""Newcomers that are ordered while the last of the other ranks ends."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from paceline.agent.job import NodeJob, Rank
+from paceline.agent.procs import Process
+from paceline.launch.members import Members, Start
+from paceline.launch.recovery import Recoveries
+
+
+def test_an_end_is_that_of_a_process_and_not_of_its_place() -> None:
+    job, rank = NodeJob(lambda *_: None, ""), Rank(0, 0)
+    rank.process = Process(200, 1)
+    job.ranks = [rank]
+    ended = {"local_rank": 0, "status": 0, "time": 1.0, "peak": 0}
+    job._from_server({**ended, "exited": 100})  # which had the place before
+    assert rank.status is None
+    job._from_server({**ended, "exited": 200})
+    assert rank.status == 0
+
+
+def test_the_end_waits_for_starts_that_are_under_way_and_orders_no_more() -> None:
+    asyncio.run(_late_starts())
+
+
+async def _late_starts() -> None:
+    asked: list[str] = []
+    answer = asyncio.Event()
+
+    async def request(op: str, **_: Any) -> None:
+        asked.append(op)
+        await answer.wait()
+
+    node: Any = SimpleNamespace(
+        name="n1", running=False, lost=False, channel=SimpleNamespace(request=request)
+    )
+    part = SimpleNamespace(host="n1", address="n1", ranks=[SimpleNamespace(rank=0)])
+    plan: Any = SimpleNamespace(nodes=[part], master_addr="n1", master_port=1)
+    fleet: Any = SimpleNamespace(nodes=[node], named=lambda _: node)
+    spec = {"ranks": [{"rank": 0, "env": {}}]}
+    nothing: Any = None
+    recoveries = Recoveries(plan, Members({0: "n1"}), fleet, lambda *_: spec, nothing, nothing,
+                            nothing, nothing, nothing)  # fmt: skip
+    posting = asyncio.ensure_future(recoveries._post())
+    recoveries._do(Start("n1", (0,)))
+    while not asked:
+        await asyncio.sleep(0)
+    closing = asyncio.ensure_future(recoveries.close(60.0))
+    recoveries._do(Start("n1", (0,)))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not closing.done()
+    answer.set()
+    await closing
+    assert node.running  # so the attempt sees that somebody is to be ended
+    assert asked == ["add_ranks"]
+    posting.cancel()

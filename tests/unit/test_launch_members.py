@@ -1,0 +1,893 @@
+"""What is decided when ranks and nodes are lost and come back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.launch import members as members_module
+from paceline.launch.allowance import Allowance, Verdict
+from paceline.launch.members import (
+    ANSWER_S,
+    KILL_AGAIN_S,
+    LAST_S,
+    LEAVING_S,
+    MOST_STRIKES,
+    OWN_S,
+    RETRIES_S,
+    STOP_S,
+    TOGETHER_S,
+    Action,
+    Dial,
+    End,
+    Fail,
+    Joined,
+    Kill,
+    LeftOut,
+    Members,
+    Prepare,
+    Recovered,
+    Regroup,
+    Start,
+    Stop,
+    Wait,
+)
+from paceline.spec.failure import Failure
+
+HOSTS = {0: "n1", 1: "n1", 2: "n2", 3: "n2", 4: "n3"}
+BOOM = "ValueError: boom"
+RESET = "RuntimeError: Connection closed by peer"
+
+
+class Job:
+    """The ranks of a job, and a clock."""
+
+    def __init__(self, places: dict[int, str] | None = None, able: bool = True,
+                 **how: object) -> None:  # fmt: skip
+        self.places = places or {0: "n1", 1: "n2", 2: "n3"}
+        self.members = Members(self.places, **how)  # type: ignore[arg-type]
+        self.now = 100.0
+        if able:
+            for slot in self.places:
+                self.members.said_able(slot, True)
+        assert self.decide() == []
+
+    def decide(self, after: float = 0.0) -> list[Action]:
+        self.now += after
+        return self.members.decide(self.now)
+
+    def failure(self, slot: int, kind: str = "signal", text: str = "killed by SIGKILL") -> Failure:
+        return Failure(kind, self.places[slot], slot, self.now, headline=text)  # type: ignore[arg-type]
+
+    def kill(self, slot: int) -> None:
+        self.members.rank_lost(slot, self.failure(slot), self.now)
+
+    def raises(self, slot: int, text: str = BOOM, ends: bool = True) -> None:
+        self.members.rank_lost(slot, self.failure(slot, "exception", text), self.now)
+        if ends:
+            self.members.rank_lost(slot, self.failure(slot, "exit", "exit status 1"), self.now)
+
+    def lose(self, host: str, **how: bool) -> None:
+        lost = Failure("lost", host, None, self.now, headline="no word")
+        self.members.node_lost(host, lost, self.now, **how)
+
+    def server_dies(self, host: str) -> None:
+        died = Failure("forkserver", host, None, self.now, headline="the fork server died")
+        self.members.server_died(host, died, self.now)
+        for slot in [slot for slot, where in self.places.items() if where == host]:
+            self.kill(slot)
+
+    def settle(self, slots: Sequence[int] | None = None, step: int | None = None) -> None:
+        """These members, or all, say that they train in the new group."""
+        number = self.members._generation.number
+        for slot in self.members.members if slots is None else slots:
+            self.members.regrouped(slot, number, step, self.now)
+
+    def join(self, *slots: int) -> None:
+        """Newcomers of these slots, already started, are ready and taken in."""
+        for slot in slots:
+            self.members.ready(slot, self.now)
+        assert [type(one) for one in self.decide(TOGETHER_S)] == [Regroup]
+        self.settle()
+        assert [type(one) for one in self.decide()] == [Joined]
+
+
+def test_a_host_that_was_late_gets_further_ranks() -> None:
+    job = Job({0: "n1", 1: "n2"})
+    job.members.came("n3", (2,), job.now)
+    assert job.decide() == [Start("n3", (2,))]
+    job.members.ready(2, job.now)
+    assert job.decide(TOGETHER_S) == [Regroup(1, (0, 1, 2), True)]
+    job.settle()
+    assert job.decide() == [Joined((2,), pytest.approx(TOGETHER_S))]
+    job.places[2] = "n3"
+    job.kill(2)
+    assert job.decide() == [Regroup(2, (0, 1), False), Start("n3", (2,))]
+
+
+def test_a_spare_takes_the_ranks_of_a_lost_host() -> None:
+    """Which is not waited for: it may come back as a spare."""
+    job = Job({0: "n1", 1: "n2"})
+    job.lose("n2")
+    done = job.decide()
+    assert Dial("n2") in done
+    assert Regroup(1, (0,), False) in done
+    job.settle()
+    assert [type(one) for one in job.decide()] == [Recovered]
+    job.members.came("n3", (1,), job.now)
+    assert job.decide() == [Start("n3", (1,))]
+    job.join(1)
+    assert job.members.members == (0, 1)
+    assert job.decide(99.0) == []
+
+
+def test_a_start_that_failed_on_a_lost_host_is_none_of_the_spare_s() -> None:
+    """Its answer may come late: else two processes would have the same rank."""
+    job = Job()
+    job.kill(1)
+    job.decide()
+    job.settle()
+    job.decide()
+    job.lose("n2")
+    job.decide()
+    job.members.came("n4", (1,), job.now)
+    assert job.decide() == [Start("n4", (1,))]
+    job.members.start_failed("n2", (1,), job.now)
+    assert job.decide(99.0) == []
+    job.join(1)
+
+
+def test_a_rank_that_had_ended_does_not_begin_again_on_a_spare() -> None:
+    job = Job()
+    job.members.done(1, job.now)
+    job.lose("n2")
+    assert job.decide() == [Dial("n2")]
+    job.members.came("n4", (1,), job.now)
+    assert job.decide(TOGETHER_S) == []
+
+
+def test_a_late_host_ends_the_wait_for_too_few() -> None:
+    job = Job({0: "n1", 1: "n2"}, least=2)
+    job.lose("n2")
+    assert Wait(("n2",)) in job.decide()
+    job.members.came("n3", (2,), job.now)
+    done = job.decide()
+    assert Regroup(1, (0,), False) in done
+    assert Start("n3", (2,)) in done
+
+
+def test_a_killed_rank_is_dropped_at_once_and_comes_back() -> None:
+    job = Job()
+    job.kill(1)
+    assert job.decide() == [Regroup(1, (0, 2), False), Start("n2", (1,))]
+    job.settle([0])
+    assert job.decide(0.1) == []
+    job.settle([2])
+    (told,) = job.decide(0.1)
+    assert isinstance(told, Recovered)
+    assert (told.slots, told.others, round(told.seconds, 3)) == ((1,), 2, 0.1)
+    job.members.ready(1, job.now)
+    assert job.decide(2.0) == [Regroup(2, (0, 2, 1), True)]
+    job.settle()
+    assert job.decide() == [Joined((1,), pytest.approx(2.2))]
+    assert job.members.members == (0, 2, 1)
+    assert job.members.settled
+    assert job.members.recovers
+
+
+def test_rank_zero_is_replaced_behind_the_others() -> None:
+    """Who writes changes only when it is lost."""
+    job = Job()
+    job.kill(0)
+    assert job.decide() == [Regroup(1, (1, 2), False), Start("n1", (0,))]
+    job.settle()
+    job.decide()
+    job.join(0)
+    assert job.members.members == (1, 2, 0)
+
+
+def test_nothing_is_recovered_before_all_said_that_they_can() -> None:
+    job = Job(able=False)
+    assert not job.members.recovers
+    for slot in (0, 1):
+        job.members.said_able(slot, True)
+    assert not job.members.recovers
+    job.members.said_able(2, True)
+    assert job.members.recovers
+    job.members.said_able(1, False)
+    assert not job.members.recovers
+
+
+def test_a_second_loss_while_the_group_is_made_anew() -> None:
+    job = Job(HOSTS)
+    job.kill(1)
+    assert job.decide() == [Regroup(1, (0, 2, 3, 4), False), Start("n1", (1,))]
+    job.settle([0, 2])
+    job.kill(3)
+    assert job.decide(0.1) == [Regroup(2, (0, 2, 4), False), Start("n2", (3,))]
+    job.members.regrouped(4, 1, None, job.now)  # a late word of the former group
+    assert job.decide() == []
+    job.settle()
+    (told,) = job.decide(0.1)
+    assert isinstance(told, Recovered)
+    assert (told.slots, told.others, len(told.losses)) == ((1, 3), 3, 2)
+    job.join(1, 3)
+    assert job.members.members == (0, 2, 4, 1, 3)
+
+
+def test_a_loss_while_newcomers_join() -> None:
+    """Whether they have the state is not known: they begin once more."""
+    job = Job()
+    job.kill(1)
+    job.decide()
+    job.settle()
+    job.decide()
+    job.members.ready(1, job.now)
+    assert job.decide() == [Regroup(2, (0, 2, 1), True)]
+    job.settle([0])
+    job.kill(2)
+    assert job.decide() == [Kill("n2", (1,)), Regroup(3, (0,), False), Start("n3", (2,))]
+    job.kill(1)
+    assert job.decide() == [Start("n2", (1,))]
+    job.settle()
+    assert [type(one) for one in job.decide()] == [Recovered]
+    job.join(1, 2)
+    assert job.members.members == (0, 1, 2)
+
+
+def test_a_newcomer_that_dies_while_it_joins() -> None:
+    job = Job()
+    job.kill(1)
+    job.decide()
+    job.settle()
+    job.decide()
+    job.members.ready(1, job.now)
+    job.decide()
+    job.kill(1)
+    assert job.decide() == [Regroup(3, (0, 2), False)]
+    assert job.decide(RETRIES_S[1]) == [Start("n2", (1,))]
+
+
+def test_a_newcomer_that_dies_is_tried_again_and_then_left_out() -> None:
+    job = Job()
+    job.kill(1)
+    job.decide()
+    job.settle()
+    job.decide()
+    for wait_s in RETRIES_S[1:]:
+        job.kill(1)
+        assert job.decide(wait_s / 2) == []
+        assert job.decide(wait_s) == [Start("n2", (1,))]
+    job.raises(1)
+    assert [type(one) for one in job.decide(60)] == [LeftOut]
+    assert job.decide(600) == []
+    assert job.members.recovers
+    job.kill(2)
+    assert job.decide()[0] == Regroup(2, (0,), False)
+    job.lose("n2")
+    job.members.server_up("n2")
+    assert Start("n2", (1,)) in job.decide()  # what stood in its way may be over
+
+
+def test_newcomers_that_are_nearly_ready_are_waited_for() -> None:
+    job = Job(HOSTS)
+    job.lose("n2")
+    assert job.decide() == [Dial("n2"), Regroup(1, (0, 1, 4), False)]
+    job.settle()
+    job.decide()
+    job.members.server_up("n2")
+    assert job.decide() == [Start("n2", (2, 3))]
+    job.members.ready(3, job.now)
+    assert job.decide(TOGETHER_S / 2) == []
+    job.members.ready(2, job.now)
+    assert job.decide() == [Regroup(2, (0, 1, 4, 2, 3), True)]
+
+
+def test_but_not_for_long() -> None:
+    job = Job(HOSTS)
+    job.kill(2)
+    job.kill(3)
+    assert job.decide()[1:] == [Start("n2", (2, 3))]
+    job.settle()
+    job.decide()
+    job.members.ready(3, job.now)
+    assert job.decide(TOGETHER_S / 2) == []
+    assert job.decide(TOGETHER_S / 2) == [Regroup(2, (0, 1, 4, 3), True)]
+
+
+def test_all_lost() -> None:
+    job = Job()
+    for slot in job.places:
+        job.kill(slot)
+    actions = job.decide()
+    assert [type(one) for one in actions] == [End, Fail]
+    assert isinstance(actions[1], Fail)
+    assert [failure.rank for failure in actions[1].failures] == [0, 1, 2]
+    assert job.decide(10) == []
+    assert not job.members.recovers
+
+
+def test_all_lost_while_a_newcomer_starts() -> None:
+    job = Job()
+    job.kill(1)
+    job.decide()
+    job.kill(0)
+    job.kill(2)
+    assert [type(one) for one in job.decide()] == [End, Fail]
+
+
+# --- fork servers, nodes, the store
+
+
+def test_a_dead_fork_server_is_prepared_and_its_ranks_come_back() -> None:
+    job = Job(HOSTS)
+    job.server_dies("n2")
+    assert job.decide() == [Prepare("n2"), Regroup(1, (0, 1, 4), False)]
+    job.settle()
+    (told,) = job.decide()
+    assert isinstance(told, Recovered)
+    assert [failure.kind for failure in told.losses] == ["forkserver"]
+    assert job.decide(1) == []
+    job.members.server_up("n2")
+    assert job.decide() == [Start("n2", (2, 3))]
+    job.join(2, 3)
+
+
+def test_nothing_starts_where_a_rank_has_not_ended() -> None:
+    job = Job(HOSTS)
+    died = Failure("forkserver", "n2", None, job.now)
+    job.members.server_died("n2", died, job.now)
+    job.decide()
+    job.members.server_up("n2")
+    job.kill(2)
+    assert job.decide() == [Start("n2", (2,))]
+    job.kill(3)
+    assert job.decide() == [Start("n2", (3,))]
+
+
+def test_the_store_moves_with_a_lost_fork_server() -> None:
+    job = Job(HOSTS)
+    job.server_dies("n1")
+    assert job.decide() == [Prepare("n1"), Regroup(1, (2, 3, 4), False, "n2")]
+    job.settle()
+    job.decide()
+    job.members.store_ended("n1")  # nobody's any more
+    job.kill(4)
+    assert job.decide() == [Regroup(2, (2, 3), False), Start("n3", (4,))]
+
+
+def test_a_lost_node_is_dialled_and_comes_back() -> None:
+    job = Job()
+    job.lose("n1")
+    assert job.decide() == [Dial("n1"), Regroup(1, (1, 2), False, "n2")]
+    job.settle()
+    assert [type(one) for one in job.decide()] == [Recovered]
+    assert job.decide(300) == []
+    job.members.server_up("n1")
+    assert job.decide() == [Start("n1", (0,))]
+    job.join(0)
+    job.lose("n1")
+    assert job.decide() == [Dial("n1"), Regroup(3, (1, 2), False)]
+
+
+def test_a_node_that_is_lost_while_its_newcomers_start() -> None:
+    job = Job()
+    job.kill(1)
+    job.decide()
+    job.settle()
+    job.decide()
+    job.lose("n2")
+    assert job.decide() == [Dial("n2")]
+    job.members.server_up("n2")
+    assert job.decide() == [Start("n2", (1,))]
+
+
+def test_a_node_that_cannot_be_dialled() -> None:
+    job = Job()
+    job.lose("n2", redials=False)
+    assert job.decide() == [Regroup(1, (0, 2), False)]
+
+
+def test_newcomers_of_a_store_that_is_gone_begin_once_more() -> None:
+    """They read in it how the others began."""
+    job = Job()
+    job.kill(1)
+    job.decide()
+    job.lose("n1")
+    assert job.decide() == [Kill("n2", (1,)), Dial("n1"), Regroup(2, (2,), False, "n3")]
+    job.kill(1)
+    assert job.decide() == [Start("n2", (1,))]
+
+
+def test_a_store_that_ended_is_replaced_before_it_is_needed() -> None:
+    job = Job()
+    job.members.store_ended("n1")
+    assert job.decide() == []
+    job.kill(1)
+    assert job.decide() == [Regroup(1, (0, 2), False, "n1"), Start("n2", (1,))]
+
+
+def test_a_store_that_ends_in_the_midst() -> None:
+    job = Job()
+    job.kill(1)
+    job.decide()
+    job.settle([0])
+    job.members.store_ended("n1")
+    assert job.decide() == [Kill("n2", (1,)), Regroup(2, (0, 2), False, "n1")]
+
+
+def test_a_store_that_ended_when_newcomers_are_to_start() -> None:
+    job = Job()
+    job.lose("n2")
+    job.decide()
+    job.settle()
+    job.decide()
+    job.members.store_ended("n1")
+    job.members.server_up("n2")
+    assert job.decide() == [Regroup(2, (0, 2), True, "n1"), Start("n2", (1,))]
+
+
+# --- too few nodes
+
+
+def test_too_few_nodes_wait_for_one() -> None:
+    job = Job(least=3, patience_s=60)
+    job.lose("n2")
+    assert job.decide() == [Dial("n2"), Wait(("n2",))]
+    job.members.interrupted(0, job.now)
+    assert job.decide(30) == []
+    assert job.members.waiting
+    job.members.server_up("n2")
+    assert job.decide() == [Regroup(1, (0, 2), False), Start("n2", (1,))]
+    assert not job.members.waiting
+    job.settle()
+    assert [type(one) for one in job.decide()] == [Recovered]
+    job.join(1)
+
+
+def test_in_vain_they_save_and_stop() -> None:
+    job = Job(least=3, patience_s=60)
+    job.lose("n2")
+    job.decide()
+    assert job.decide(60) == [Regroup(1, (0, 2), False)]
+    job.settle()
+    actions = job.decide()
+    assert [type(one) for one in actions] == [Recovered, Stop]
+    assert isinstance(actions[1], Stop)
+    assert actions[1].why.host == "n2"
+
+
+def test_in_vain_for_a_node_whose_rank_was_lost_before() -> None:
+    """The node that is missing is to blame, not the rank whose loss came last."""
+    job = Job(least=3, patience_s=60)
+    job.kill(1)
+    job.decide()
+    job.settle()
+    job.decide()
+    job.lose("n2")
+    assert job.decide(1) == [Dial("n2")]
+    job.kill(2)
+    assert job.decide(1) == [Wait(("n2",))]
+    assert job.decide(60) == [Regroup(2, (0,), False)]
+    job.settle()
+    stop = job.decide()[-1]
+    assert isinstance(stop, Stop)
+    assert (stop.why.host, stop.why.kind) == ("n2", "lost")
+
+
+def test_they_are_asked_to_stop_also_when_they_do_not_regroup() -> None:
+    job = Job(least=3, patience_s=60)
+    job.lose("n2")
+    job.decide()
+    job.decide(60)
+    assert job.decide(STOP_S / 2) == []
+    assert [type(one) for one in job.decide(STOP_S)] == [Stop]
+
+
+def test_nobody_waits_for_a_node_that_cannot_come_back() -> None:
+    job = Job(least=3, patience_s=60)
+    job.lose("n2", redials=False)
+    assert job.decide() == [Wait(("n2",)), Regroup(1, (0, 2), False)]
+
+
+def test_a_dead_fork_server_is_no_lost_node() -> None:
+    job = Job(least=3)
+    job.server_dies("n2")
+    assert job.decide() == [Prepare("n2"), Regroup(1, (0, 2), False)]
+
+
+def test_a_job_that_is_ended_while_they_wait_can_save() -> None:
+    job = Job(least=3, patience_s=60)
+    job.lose("n2")
+    job.decide()
+    job.members.stop(job.now)
+    assert job.decide() == [Regroup(1, (0, 2), False)]
+    assert not job.members.settled
+    job.settle()
+    assert job.members.settled
+
+
+def test_a_loss_while_they_wait() -> None:
+    job = Job(least=3, patience_s=60)
+    job.lose("n2")
+    job.decide()
+    job.kill(2)
+    assert job.decide(1) == []
+    job.members.server_up("n2")
+    assert job.decide() == [Regroup(1, (0,), False), Start("n2", (1,)), Start("n3", (2,))]
+
+
+# --- failures of the program's own
+
+
+def test_an_exception_without_an_allowance_ends_the_job() -> None:
+    job = Job()
+    job.raises(1)
+    assert job.decide(OWN_S / 2) == []
+    (end, fail) = job.decide(OWN_S)
+    assert isinstance(end, End)
+    assert isinstance(fail, Fail)
+    assert [failure.headline for failure in fail.failures] == [BOOM]
+
+
+def test_an_exception_with_an_allowance() -> None:
+    allowance = Allowance(1, 0)
+    job = Job(after=lambda failure, now, step: allowance.after(failure, now, step=step))
+    job.members.stepped(7)
+    job.raises(1)
+    assert job.decide(OWN_S) == [Regroup(1, (0, 2), False), Start("n2", (1,))]
+    job.settle(step=8)
+    job.decide()
+    job.join(1)
+    job.members.stepped(20)
+    job.raises(2, "ValueError: other")
+    assert [type(one) for one in job.decide(OWN_S)] == [End, Fail]
+
+
+def test_an_exception_at_the_same_step_again_is_the_program_s_own() -> None:
+    steps = []
+
+    def after(failure: Failure, now: float, step: int | None) -> Verdict:
+        steps.append(step)
+        return allowance.after(failure, now, step=step)
+
+    allowance = Allowance(9, 0)
+    job = Job(after=after)
+    job.members.stepped(8)
+    job.raises(1)
+    assert [type(one) for one in job.decide(OWN_S)] == [Regroup, Start]
+    job.settle(step=8)
+    job.raises(2)
+    assert [type(one) for one in job.decide(OWN_S)] == [Recovered, End, Fail]
+    assert steps == [8, 8]
+
+
+def test_an_exception_on_all_ranks_is_nothing_to_recover_from() -> None:
+    job = Job(after=lambda *_: Verdict(True))
+    for slot in job.places:
+        job.raises(slot)
+    actions = job.decide()
+    assert [type(one) for one in actions] == [End, Fail]
+
+
+def test_who_failed_because_another_was_lost_comes_back_too() -> None:
+    job = Job()
+    job.raises(2, RESET)
+    job.now += 0.2
+    assert job.decide() == []
+    job.kill(1)
+    assert job.decide() == [Regroup(1, (0,), False), Start("n2", (1,)), Start("n3", (2,))]
+
+
+def test_an_echo_of_nothing_is_a_failure() -> None:
+    job = Job()
+    job.raises(2, RESET)
+    assert job.decide(ANSWER_S / 2) == []
+    assert [type(one) for one in job.decide(ANSWER_S)] == [End, Fail]
+
+
+def test_a_rank_that_failed_and_does_not_end_is_ended() -> None:
+    job = Job(after=lambda *_: Verdict(True))
+    job.raises(1, ends=False)
+    assert job.decide(OWN_S) == [Regroup(1, (0, 2), False)]
+    assert job.decide(LEAVING_S) == [Kill("n2", (1,))]
+    job.kill(1)
+    assert job.decide() == [Start("n2", (1,))]
+
+
+def test_signals_without_a_step_in_between_are_the_program_s_own() -> None:
+    job = Job()
+    job.members.stepped(5)
+    for _ in range(MOST_STRIKES - 1):
+        job.kill(1)
+        assert [type(one) for one in job.decide()] == [Regroup, Start]
+        job.settle(step=5)
+        job.decide()
+        job.join(1)
+    job.kill(1)
+    assert [type(one) for one in job.decide()] == [End, Fail]
+
+
+def test_any_number_of_signals_with_steps_in_between() -> None:
+    job = Job()
+    for step in range(50):
+        job.members.stepped(step)
+        job.kill(1)
+        assert [type(one) for one in job.decide()] == [Regroup, Start]
+        job.settle(step=step)
+        job.decide()
+        job.join(1)
+
+
+# --- who waits for word
+
+
+def test_an_error_without_a_loss_is_tried_once_more_together() -> None:
+    job = Job()
+    job.members.stepped(3)
+    job.members.interrupted(0, job.now)
+    assert job.decide(ANSWER_S / 2) == []
+    assert job.decide(ANSWER_S) == [Regroup(1, (0, 1, 2), False)]
+    job.settle(step=3)
+    assert job.decide() == []
+    job.members.interrupted(1, job.now)
+    assert [type(one) for one in job.decide(ANSWER_S)] == [End]
+    assert job.decide(ANSWER_S) == []
+
+
+def test_an_error_before_the_loss_is_known() -> None:
+    job = Job()
+    job.members.interrupted(0, job.now)
+    assert job.decide(0.1) == []
+    job.kill(1)
+    assert job.decide()[0] == Regroup(1, (0, 2), False)
+    job.members.interrupted(2, job.now)  # of the former group, a little late
+    job.settle()
+    assert [type(one) for one in job.decide(ANSWER_S * 2)] == [Recovered]
+
+
+# --- frozen ranks
+
+
+def test_a_frozen_rank_is_ended_and_replaced() -> None:
+    job = Job()
+    job.members.frozen(1, stopped=True)
+    job.members.frozen(1, stopped=False)
+    assert job.decide() == []
+    job.members.frozen(1, stopped=True)
+    assert job.decide() == [Kill("n2", (1,))]
+    assert job.decide(1) == []
+    job.kill(1)
+    regroup, start = job.decide()
+    assert (regroup, start) == (Regroup(1, (0, 2), False), Start("n2", (1,)))
+    job.settle()
+    (told,) = job.decide()
+    assert isinstance(told, Recovered)
+    assert "SIGSTOP" in told.losses[0].headline
+
+
+def test_a_rank_that_lives_on_is_ended_again() -> None:
+    """The order may be lost on its way, and nobody starts in its place while it lives."""
+    job = Job()
+    job.raises(1, RESET, ends=False)
+    job.kill(2)
+    assert job.decide() == [Regroup(1, (0,), False), Start("n3", (2,))]
+    job.settle()
+    assert [type(one) for one in job.decide()] == [Recovered]
+    assert job.decide(LEAVING_S) == [Kill("n2", (1,))]
+    assert job.decide() == job.decide(KILL_AGAIN_S / 2) == []
+    assert job.decide(KILL_AGAIN_S / 2) == [Kill("n2", (1,))]
+    job.kill(1)
+    assert job.decide() == [Start("n2", (1,))]
+    assert job.decide(KILL_AGAIN_S) == []
+
+
+def test_a_rank_that_hangs_is_ended_and_replaced_with_the_reason() -> None:
+    job = Job()
+    job.members.hung(1, "hung for longer than 30 s: stands still")
+    assert job.decide() == [Kill("n2", (1,))]
+    job.kill(1)
+    job.decide()
+    job.settle()
+    (told,) = job.decide()
+    assert isinstance(told, Recovered)
+    assert told.losses[0].headline == "hung for longer than 30 s: stands still"
+
+
+def test_a_survivor_that_is_not_freed_is_ended_and_the_others_meet_without_it() -> None:
+    job = Job()
+    job.kill(2)
+    assert job.decide()[0] == Regroup(1, (0, 1), planned=False)
+    job.members.hung(0, "stuck")
+    assert job.decide() == [Kill("n1", (0,))]
+    job.kill(0)
+    assert job.decide()[0] == Regroup(2, (1,), planned=False)
+
+
+def test_when_all_survivors_hang_they_are_ended_after_a_while_and_the_attempt_with_them() -> None:
+    job = Job()
+    job.kill(2)
+    assert job.decide()[0] == Regroup(1, (0, 1), planned=False)
+    job.members.hung(0, "stuck")
+    job.members.hung(1, "stuck")
+    assert job.decide() == []
+    assert job.decide(LAST_S / 2) == []
+    job.members.regrouped(1, 1, None, job.now)  # one has come out after all
+    assert job.decide() == [Kill("n1", (0,))]
+    job = Job()
+    job.kill(2)
+    job.decide()
+    job.members.hung(0, "stuck")
+    job.members.hung(1, "stuck")
+    job.decide()
+    assert [type(one) for one in job.decide(LAST_S)] == [Kill, Kill]
+    job.kill(0)
+    job.kill(1)
+    ended = job.decide()
+    assert [type(one) for one in ended] == [End, Fail]
+    assert isinstance(ended[1], Fail)
+    assert {one.headline for one in ended[1].failures[-2:]} == {"stuck"}
+
+
+def test_a_frozen_rank_of_a_script_that_cannot_go_on_without_it_is_left_alone() -> None:
+    job = Job(able=False)
+    job.members.frozen(1, stopped=True)
+    assert job.decide() == []
+
+
+def test_the_last_rank_with_the_state_is_ended_when_it_hangs_for_too_long() -> None:
+    """Nobody else has the state: the attempt fails, instead of waiting for ever."""
+    job = Job()
+    job.members.frozen(0, True)
+    job.kill(1)
+    job.kill(2)
+    job.decide()
+    job.members.ready(1, job.now)
+    assert job.decide(60.0) == []  # it may be continued
+    job.members.hung(0, "hung for longer than 30 s")
+    assert Kill("n1", (0,)) in job.decide()
+    job.kill(0)
+    (failed,) = [one for one in job.decide() if isinstance(one, Fail)]
+    assert "hung for longer" in " ".join(one.headline for one in failed.failures)
+
+
+def test_a_job_that_is_stopped_as_a_whole_is_left_alone() -> None:
+    job = Job()
+    for slot in job.places:
+        job.members.frozen(slot, stopped=True)
+    assert job.decide() == []
+
+
+# --- the end
+
+
+def test_the_end_in_order() -> None:
+    job = Job()
+    for slot in job.places:
+        job.members.done(slot, job.now)
+    assert job.decide() == []
+    assert not job.members.pending
+
+
+def test_newcomers_that_come_too_late_are_ended() -> None:
+    job = Job()
+    job.kill(1)
+    job.decide()
+    job.settle()
+    job.decide()
+    job.members.done(0, job.now)
+    assert job.decide() == []
+    job.members.ready(1, job.now)
+    assert job.decide(TOGETHER_S) == []
+    job.members.done(2, job.now)
+    assert job.decide() == [Kill("n2", (1,))]
+
+
+def test_a_loss_after_rank_zero_has_ended_changes_nothing() -> None:
+    job = Job()
+    job.members.done(0, job.now)
+    job.members.done(2, job.now)
+    job.kill(1)
+    assert not any(isinstance(one, Fail) for one in job.decide())
+    assert not job.members.pending
+
+
+def test_the_loss_of_who_saves_is_a_failure() -> None:
+    job = Job()
+    job.members.done(1, job.now)
+    job.members.done(2, job.now)
+    job.kill(0)
+    assert [type(one) for one in job.decide()] == [End, Fail]
+
+
+def test_a_rank_that_ended_early_is_not_waited_for() -> None:
+    job = Job()
+    job.members.done(1, job.now)
+    job.members.interrupted(0, job.now)
+    assert [type(one) for one in job.decide(ANSWER_S)] == [End]
+
+
+def test_nothing_is_recovered_once_the_job_is_ended() -> None:
+    job = Job()
+    job.members.stop(job.now)
+    job.kill(1)
+    assert job.decide(10) == []
+    assert not job.members.recovers
+
+
+# --- whatever happens
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
+    """A generation has only living members with the state; who is lost comes back in the end."""
+    chance = random.Random(seed)
+    job = Job(dict(HOSTS))
+    alive = dict.fromkeys(HOSTS, True)
+    failed = False
+
+    def obey(actions: Sequence[Action]) -> None:
+        nonlocal failed
+        for action in actions:
+            if isinstance(action, Fail):
+                failed = True
+            elif isinstance(action, Regroup) and not action.planned:
+                assert all(alive[slot] for slot in action.members)
+            elif isinstance(action, Start):
+                assert not any(alive[slot] for slot in action.slots)
+                alive.update(dict.fromkeys(action.slots, True))
+            elif isinstance(action, Kill):
+                for slot in action.slots:
+                    alive[slot] = False
+                    job.kill(slot)
+
+    def anything(calm: bool) -> None:
+        slot = chance.choice(list(HOSTS))
+        host = HOSTS[slot]
+        there = job.members._nodes[host].standing
+        what = chance.randrange(4) if calm else chance.randrange(8)
+        if what == 0 and alive[slot]:
+            job.members.ready(slot, job.now)
+        elif what in (1, 2) and alive[slot]:
+            job.members.stepped(job.members._step + 1)
+            job.members.regrouped(slot, job.members._generation.number, None, job.now)
+        elif what == 3 and there != "up":
+            job.members.server_up(host)
+        elif what == 4 and alive[slot]:
+            alive[slot] = False
+            job.kill(slot)
+        elif what == 5 and alive[slot]:
+            job.members.interrupted(slot, job.now)
+        elif what == 6:
+            gone = [slot for slot in HOSTS if HOSTS[slot] == host]
+            alive.update(dict.fromkeys(gone, False))
+            if chance.random() < 0.5:
+                job.lose(host)
+            elif there == "up":
+                job.server_dies(host)
+        elif what == 7:
+            job.members.store_ended(host)
+
+    for _ in range(chance.randrange(5, 40)):
+        anything(calm=False)
+        obey(job.decide(chance.random() * 0.2))
+    for _ in range(3000):
+        under_way = job.members._standing("lost", "starting", "ready", "joining")
+        if failed or (job.members.settled and not under_way):
+            break
+        anything(calm=True)
+        obey(job.decide(0.1))
+    else:
+        raise AssertionError(f"no end: {job.members._slots} {job.members._nodes}")
+    if not failed:
+        there = {one.number for one in job.members._standing("in")}
+        assert set(job.members.members) == there
+        left_out = {one.number for one in job.members._standing("left out")}
+        assert there | left_out == set(HOSTS)
+
+
+def test_the_constants_fit_together() -> None:
+    """Silence is noticed before an interrupted rank is told that nobody is lost."""
+    assert members_module.ANSWER_S > 2.5

@@ -1,0 +1,430 @@
+"""A report's page: what it says of a run, whatever its files hold, and how a browser shows it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from chromium import PROGRAM, Chromium
+from paceline.cli import program
+from paceline.report import compare, story
+from paceline.report.compare import Goal
+from paceline.report.curves import Point, thinned
+from paceline.report.page import Page, Section, Table, html
+from paceline.report.timeline import INTERVALS, SPANS
+from paceline.report.write import at_end, run_in
+from paceline.rundir.records import sampled_records
+from paceline.spec import rundir as names
+
+BEGAN = 1_795_000_000.0
+OVERLAPS = """(() => {
+  const place = document.querySelector('[aria-label^=Links]'), wrong = [];
+  const all = place.getBoundingClientRect();
+  const boxes = [...place.querySelectorAll('text')].map(one => [one, one.getBoundingClientRect()]);
+  for (const [one, box] of boxes) {
+    if (box.left < all.left || box.right > all.right || box.top < all.top ||
+        box.bottom > all.bottom) wrong.push('outside: ' + one.textContent);
+    for (const [other, its] of boxes) if (one !== other && box.left < its.right - 1 &&
+        its.left < box.right - 1 && box.top < its.bottom - 3 && its.top < box.bottom - 3)
+      wrong.push(one.textContent + ' over ' + other.textContent);
+  }
+  return boxes.length < 3 ? ['nothing drawn'] : wrong;
+})()"""
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028\x1b[31m"
+
+
+def lines(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+
+
+def made(folder: Path, *, slow: bool = False, lost: bool = False, failed: bool = False,
+         name: str = "loss", lr: float = 0.1) -> Path:  # fmt: skip
+    """A run of two ranks on two hosts, forty seconds long."""
+    folder.mkdir(parents=True)
+
+    def event(at: float, kind: str, rank: int | None = None, **more: Any) -> dict[str, Any]:
+        where = {} if rank is None else {"rank": rank, "host": f"n{rank + 1}"}
+        return {"time": BEGAN + at, **where, "event": kind, **more}
+
+    ranks = range(2)
+    told = [event(1, "connected", hosts=["n1", "n2"])]
+    told += [event(4, "imported", rank, seconds=2.0, python="3.11.7", executable="/p",
+                   torch="2.13.0") for rank in ranks]  # fmt: skip
+    told += [event(5, "started", attempt=0, world_size=2)]
+    told += [event(5, "rank started", rank, pid=9) for rank in ranks]
+    told += [event(6, "prepared", rank, parameters=1000) for rank in ranks]
+    told += [event(20, "checkpoint", 0, step=50, megabytes=1.0, seconds=0.1)]
+    if slow:
+        text = "rank 1 on n2 holds the others up by 0.050 s a step, 40% of the time: its CPU"
+        told += [event(15, "straggler", 0, straggler=1, its_host="n2", cause="cpu", seconds=0.05,
+                       part=0.4, text=text),
+                 event(30, "straggler over", 0, straggler=1, its_host="n2",
+                       text="rank 1 on n2 keeps up again")]  # fmt: skip
+    if lost:
+        told += [
+            {**event(12, "lost"), "host": "n2", "why": "switched off"},
+            event(12, "regroup", generation=1, members=[0], planned=False),
+            event(12.2, "recovery", text="n2 was lost: the other rank trained on", seconds=0.2),
+            event(18, "rank started", 1, pid=10),
+            event(19, "regrouped", 1, generation=2, step=40, seconds=0.1),
+            event(19, "recovery", text="rank 1 on n2 is back after 7.0 s", seconds=7.0),
+        ]
+    if failed:
+        told += [event(38, "exception", 1, type="ValueError", message="boom"),
+                 event(38.2, "rank ended", 1, code=1, signal=None),
+                 event(38.5, "rank ended", 0, code=1, signal=None)]  # fmt: skip
+    else:
+        told += [event(39, "rank ended", rank, code=0, signal=None) for rank in ranks]
+    told += [event(40, "ended", attempt=0, exit_code=int(failed), seconds=35)]
+    lines(folder / names.EVENTS, sorted(told, key=lambda one: one["time"]))
+
+    waits = 0.05 if slow else 0.001
+    parts = [0.001, 0.04, waits, 0.01, 0.0, 0.001]
+    records = []
+    for at in range(1, 16):
+        step, when = 10 * at, BEGAN + 6 + 2 * at
+        records += [
+            {"step": step, "epoch": at, "split": "train", "samples": 640, name: 2.0 / at, "lr": lr,
+             "samples_per_s": 320.0, "time": when},
+            {"step": step, "epoch": at, "split": "pace", "noted": 10, "computing_s": 0.04,
+             "waiting_s": waits / 2, "moving_s": 0.01, "data_s": 0.001, "saving_s": 0.0,
+             "other_s": 0.001, "ranks_s": [parts, [0.001, 0.04 + waits, 0, 0.01, 0.0, 0.001]],
+             "time": when},
+            {"step": step, "epoch": at, "split": "test", "accuracy": 1 - lr * 5 / (at + 5),
+             "samples": 100, "time": when + 0.4},
+        ]  # fmt: skip
+    lines(folder / names.METRICS, records)
+    node = {"login": "x", "address": "10.0.0.1", "interface": "eth0", "devices": "2 CPUs",
+            "python": "/p", "workdir": "/w", "code": "verified equal"}  # fmt: skip
+    setting = {"value": 2, "source": "command line", "detail": "--nnodes"}
+    (folder / names.PLAN).write_text(json.dumps({
+        "world_size": 2, "entry": {"kind": "script", "target": "train.py", "args": [str(lr)]},
+        "nodes": [{"host": f"n{rank + 1}", "ranks": [{"rank": rank}], **node} for rank in ranks],
+        "settings": {"nnodes": setting}, "environment": {"A": "1"}, "notes": [],
+        "typed": {"command": "paceline run -H n1,n2 train.py", "folder": "/w", "paceline": "1"},
+    }))  # fmt: skip
+    interface = {"name": "eth0", "speed": 10000}
+    facts = {"cpu": {"model": "Xeon", "cores": [[0], [1]]}, "memory": {"total": 1 << 34},
+             "interfaces": [interface], "kernel": "6.1"}  # fmt: skip
+    (folder / names.HOSTS).write_text(json.dumps({"n1": facts, "n2": facts}))
+    first = {"kind": "exception", "host": "n2", "rank": 1, "code": 1, "signal": None,
+             "headline": "ValueError: boom",
+             "traceback": "Traceback:\n  ValueError: boom"}  # fmt: skip
+    (folder / names.RESULT).write_text(json.dumps({
+        "exit_code": int(failed), "seconds": 40.5, "metrics": {},
+        "first_failure": first if failed else None, "interrupted": None,
+        **({"recoveries": {"count": 1, "seconds": 0.2, "of": []}} if lost else {}),
+    }))  # fmt: skip
+    (folder / names.FINDINGS).write_text(json.dumps({
+        "findings": [{"check": "explain/exception", "outcome": "fail", "hosts": ["n2"],
+                      "message": "rank 1 raised", "remedy": "mend it"}] if failed else [],
+        "links": [{"from": "n1", "to": "n2", "bits_per_s": 9e8},
+                  {"from": "n2", "to": "n1", "bits_per_s": 2e8}],
+    }))  # fmt: skip
+    return folder
+
+
+def text_of(folder: Path) -> str:
+    return html(story.page_of(run_in(folder)))
+
+
+def visible(page: str) -> str:
+    """What somebody reads who has no JavaScript."""
+    body = re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.S)
+    return re.sub(r"<[^>]+>", " ", body).replace("&#x27;", "'")
+
+
+def test_a_healthy_run_says_so_without_javascript(tmp_path: Path) -> None:
+    said = visible(text_of(made(tmp_path / "run")))
+    for words in (
+        "Finished: 2 ranks on 2 hosts trained 150 steps in 40 s.", "Nothing was found wrong",
+        "train: from 2 at step 10 to 0.1333 at step 150", "900 Mbit/s", "200 Mbit/s",
+        "cd /w", "paceline run -H n1,n2 train.py", "command line: --nnodes", "2.13.0", "Xeon",
+    ):  # fmt: skip
+        assert words in said, words
+
+
+def test_who_was_slow_is_told(tmp_path: Path) -> None:
+    said = visible(text_of(made(tmp_path / "run", slow=True)))
+    assert "Rank 1 on n2 held the others up for 15 s" in said
+    assert "The others waited most for rank 1 on n2" in said
+    assert "its CPU, for 15 s" in said
+    assert "its CPU → End the other programs on its host" in said
+    assert "keeps up again" not in said.split("Every event", 1)[0]
+    (row,) = [row for row in run_in(tmp_path / "run").line.rows if row.slow]
+    assert (row.rank, row.slow[0].begin) == (1, pytest.approx(15, abs=1))
+
+
+def test_a_loss_is_told_where_it_was(tmp_path: Path) -> None:
+    run = run_in(made(tmp_path / "run", lost=True))
+    first, second = run.line.rows
+    gone = [span for span in second.spans if span.doing == "gone"]
+    assert [round(span.end - span.begin) for span in gone] == [6]
+    assert not [span for span in first.spans if span.doing == "gone"]
+    assert [mark.what for mark in second.marks] == ["lost", "back"]
+    assert [moment.kind for moment in run.line.moments] == ["bad", "good"]
+    assert all(not (cell.begin < gone[0].end and cell.end > gone[0].begin) for cell in second.cells)
+    said = visible(text_of(tmp_path / "run"))
+    assert "the others trained on after the loss of n2, which came back." in said
+    assert "Rank 1 on n2 was lost once, and came back (away for 6 s)" in said
+    events = tmp_path / "run" / names.EVENTS
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    lines(events, [one for one in told if one.get("rank") != 1 or one["time"] < BEGAN + 12])
+    said = visible(text_of(tmp_path / "run"))
+    assert "the others trained on after the loss of n2." in said
+    assert "Rank 1 on n2 was lost for good; 1 checkpoint was written." in said
+    # its host was there all the time
+    lines(events, [one for one in told if one["event"] != "lost"])
+    assert "the others trained on after a rank was lost." in visible(text_of(tmp_path / "run"))
+
+
+def test_steps_are_not_taken_for_evaluations(tmp_path: Path) -> None:
+    """Where several epochs pass between two records of the pace, as they do in quick trainings."""
+    folder = made(tmp_path / "run")
+    records = [json.loads(line) for line in (folder / names.METRICS).read_text().splitlines()]
+    kept = [one for one in records if one["split"] != "pace" or one["epoch"] % 3 == 0]
+    lines(folder / names.METRICS, kept)
+    for row in run_in(folder).line.rows:
+        evaluated = sum(span.end - span.begin for span in row.spans if span.doing == "evaluating")
+        assert evaluated == pytest.approx(15 * 0.4)
+        divided = sum(cell.end - cell.begin for cell in row.cells)
+        assert divided == pytest.approx(15 * 2 - 14 * 0.4, abs=0.1)
+
+
+def test_a_long_run_is_drawn_to_its_end(tmp_path: Path) -> None:
+    """Thousands of evaluations, and a loss in between, which nothing may cover."""
+    folder = made(tmp_path / "run", lost=True)
+    told = [json.loads(line) for line in (folder / names.EVENTS).read_text().splitlines()]
+    far = 10_000.0
+    lines(folder / names.EVENTS, [
+        {**one, "time": BEGAN + (one["time"] - BEGAN) * far / 40} for one in told
+    ])  # fmt: skip
+    records = []
+    for at in range(1, 1500):
+        when = BEGAN + 1500 + at * 5.5
+        pace = {"ranks_s": [[0.1] * 6, [0.1] * 6], "split": "pace"}
+        records += [{"step": at, "split": "train", "loss": 1.0, "time": when},
+                    {"step": at, **pace, "time": when},
+                    {"step": at, "split": "test", "loss": 1.0, "time": when + 2}]  # fmt: skip
+    lines(folder / names.METRICS, records)
+    rows = run_in(folder).line.rows
+    assert rows[0].cells[-1].end == pytest.approx(1250 + 1499 * 5.5, abs=30)
+    for row in rows:
+        assert len(row.spans) <= 2 * SPANS
+        assert len(row.cells) <= 3 * INTERVALS
+        gone = [span for span in row.spans if span.doing == "gone"]
+        assert len(gone) == (row.rank == 1)
+        for span in gone:
+            assert all(not (one.begin < span.end and one.end > span.begin) for one in row.cells)
+
+
+def test_a_straggler_is_drawn_in_its_own_row_after_a_loss(tmp_path: Path) -> None:
+    """It is told by its number in the group, which a loss has changed."""
+    folder = made(tmp_path / "run")
+    told = [json.loads(line) for line in (folder / names.EVENTS).read_text().splitlines()]
+    where = {"rank": 1, "host": "n2"}
+    about = {"straggler": 0, "its_host": "n2", "cause": "cpu", "text": "it is slow"}
+    told += [
+        {"time": BEGAN + 12, "host": "n1", "event": "lost", "why": "off"},
+        {"time": BEGAN + 12, "event": "regroup", "generation": 1, "members": [1], "planned": False},
+        {"time": BEGAN + 20, **where, "event": "straggler", **about},
+    ]
+    lines(folder / names.EVENTS, sorted(told, key=lambda one: one["time"]))
+    rows = run_in(folder).line.rows
+    assert [row.rank for row in rows if row.slow] == [1]
+    assert [row.label for row in rows] == ["rank 0 on n1", "rank 1 on n2"]
+
+
+def test_numbers_stand_under_their_titles() -> None:
+    """At the right edge, with the title there, too; a column of words and numbers at the left."""
+    rows = [["a", "1", "2:3"], ["b", "22", "3"], ["c", "", "4"]]
+    page = html(Page("x", "good", "y", (), [Section("z", [Table(["", "n", "m"], rows, "t")])]))
+    assert '<th scope="col" class="number">n</th><th scope="col">m</th>' in page
+    assert page.count('class="number"') == 1 + 3
+
+
+def test_who_failed_first_stands_above_all(tmp_path: Path) -> None:
+    said = visible(text_of(made(tmp_path / "run", failed=True)))
+    assert "Failed after 40 s: rank 1 on n2: ValueError: boom" in said
+    assert "Rank 1 on n2 failed" in said
+    assert "Rank 0 on n1" not in said  # it only ended after it
+    assert said.index("mend it") < said.index("All ranks over time")
+    assert "(away for" not in said  # it never came back
+    assert "<details open><summary>Traceback of rank 1 on n2" in text_of(tmp_path / "run")
+    resumes = "training resumes from the checkpoint of step"
+    assert f"With --run-dir {tmp_path / 'run'} {resumes}" in said
+
+
+def test_text_of_strangers_stays_text(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", name=HOSTILE)
+    for name in (names.PLAN, names.HOSTS, names.EVENTS):
+        said = (folder / name).read_text()
+        evil = json.dumps(HOSTILE)[1:-1]
+        (folder / name).write_text(said.replace("n2", evil).replace("2 CPUs", evil))
+    page = text_of(folder)
+    assert page.count("<script") == page.count("</script>") == 3
+    assert "<img" not in page
+    assert "\u2028" not in page
+    assert "\x1b" not in page
+    block = re.search(r'<script type="application/json" id="pictures">(.*?)</script>', page, re.S)
+    assert block
+    assert any("alert(1)" in str(one) for one in json.loads(block[1]))
+
+
+def test_no_secret_gets_in(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run")
+    plan = json.loads((folder / names.PLAN).read_text())
+    plan["typed"]["command"] += " --api-key hunter2hunter2"
+    plan["environment"]["HF"] = "hf_" + "a" * 30
+    (folder / names.PLAN).write_text(json.dumps(plan))
+    page = text_of(folder)
+    assert "hunter2" not in page
+    assert "hf_aaa" not in page
+
+
+@pytest.mark.parametrize(
+    "broken", [names.PLAN, names.HOSTS, names.EVENTS, names.METRICS, names.RESULT]
+)
+@pytest.mark.parametrize("how", ["missing", "cut", "list", "numbers"])
+def test_what_is_missing_is_named(tmp_path: Path, broken: str, how: str) -> None:
+    path = made(tmp_path / "run", lost=True) / broken
+    if how == "missing":
+        path.unlink()
+    else:
+        cut = path.read_text()[:30] if how == "cut" else ""
+        path.write_text({"list": "[1, 2]", "numbers": "1e999 nan"}.get(how, cut))
+    said = visible(text_of(path.parent))
+    assert f"{broken} {'is not there' if how == 'missing' else 'cannot be read'}" in said
+
+
+def test_odd_values_are_no_crash(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", slow=True, lost=True)
+    odd: list[Any] = [None, -1, 1e308, "x", [], {}, [[None]], True, 1 << 70]
+    for name in (names.PLAN, names.HOSTS, names.RESULT, names.FINDINGS):
+        whole = json.loads((folder / name).read_text())
+        for key in whole:
+            for value in odd:
+                (folder / name).write_text(json.dumps({**whole, key: value}))
+                assert "<main" in text_of(folder), (name, key, value)
+        (folder / name).write_text(json.dumps(whole))
+    for name in (names.EVENTS, names.METRICS):
+        told = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for value in odd:
+            kept = [{key: own if key == "event" else value for key, own in one.items()}
+                    for one in told]  # fmt: skip
+            lines(folder / name, kept)
+            assert "<main" in text_of(folder), (name, value)
+
+
+def test_a_training_of_many_steps_is_thinned(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run")
+    with (folder / names.METRICS).open("w") as file:
+        for step in range(40_000):
+            file.write(f'{{"step": {step}, "split": "train", "loss": {1 / (step + 1)}}}\n' * 2)
+    run = run_in(folder)
+    assert len(run.curves[0].points) <= 600
+    assert run.curves[0].last.step == 39_999
+    page = html(story.page_of(run))
+    assert len(page) < 1_200_000
+    assert "metrics.jsonl is very long" in visible(page)
+
+
+def test_highs_and_lows_survive_thinning() -> None:
+    points = [Point(step, None, 5.0 if step == 777 else math.sin(step)) for step in range(5000)]
+    kept = thinned(points, 100)
+    assert len(kept) <= 102
+    assert points[777] in kept
+    assert (kept[0], kept[-1]) == (points[0], points[-1])
+
+
+def test_a_long_file_is_read_at_places_all_over_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    lines(path, [{"n": number} for number in range(50_000)])
+    found, whole = sampled_records(path, 64 << 10)
+    numbers = [one["n"] for one in found]
+    assert not whole
+    assert numbers == sorted(numbers)
+    assert (numbers[0], numbers[-1]) == (0, 49_999)
+    assert max(b - a for a, b in itertools.pairwise(numbers)) < 1500
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    runs = [run_in(made(tmp_path / "a")), run_in(made(tmp_path / "b", lr=0.5, slow=True))]
+    said = visible(html(compare.page_of(runs, [Goal("accuracy", 0.8)])))
+    assert "First to reach it: a, after 8.9 s" in said
+    assert re.search(r"arguments\s+0\.1\s+0\.5", said)
+    assert "accuracy, test, over time" in said
+    assert "2 ranks" in said
+    assert "was the quickest" in said
+    records = (tmp_path / "b" / names.METRICS).read_text()
+    last = json.loads(records.splitlines()[-1])
+    (tmp_path / "b" / names.METRICS).write_text(records + json.dumps({**last, "step": 600}) + "\n")
+    longer = visible(html(compare.page_of([runs[0], run_in(tmp_path / "b")], [])))
+    assert "a trained 150 steps in 40 s; b trained 600 steps in 40 s" in longer
+    rows = compare.differences([compare.configuration(run) for run in runs])
+    assert [row[0] for row in rows] == ["arguments"]
+
+
+def test_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        made(tmp_path / "runs" / name)
+    typed = CliRunner().invoke
+    assert typed(program, ["report", "a"]).output == "runs/a/report.html\n"
+    assert typed(program, ["report", "a", "--out", "x.html"]).output == "x.html\n"
+    assert typed(program, ["report", "a", "b", "--to", "test.accuracy=0.95"]).exit_code == 0
+    assert (tmp_path / "runs/comparison.html").is_file()
+    assert typed(program, ["report", "a", "b", "--to", "accuracy"]).exit_code == 2
+    assert "several runs" in str(typed(program, ["report", "a", "--to", "loss=1"]).exception.remedy)  # type: ignore[union-attr]
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run")
+    (folder / names.REPORT).mkdir()
+    assert "cannot write the report" in at_end(folder)
+    assert not [*folder.glob(f".{names.REPORT}*")]
+
+
+@pytest.mark.skipif(shutil.which(PROGRAM) is None, reason="no Chromium here: make test installs it")
+def test_a_browser_shows_it(tmp_path: Path) -> None:
+    """On a phone and a desktop, light and dark: drawn, no error, no network, nothing cut off."""
+    page = made(tmp_path / "run", slow=True, lost=True) / names.REPORT
+    assert at_end(page.parent) == ""
+    hostile = made(tmp_path / "evil", name=HOSTILE, failed=True) / names.REPORT
+    assert at_end(hostile.parent) == ""
+    with Chromium(tmp_path) as browser:
+        for file, width, dark in ((page, 390, True), (page, 1280, False), (hostile, 390, False)):
+            browser.show(file, width, dark=dark)
+            pictures = browser.ask("document.querySelectorAll('.picture').length")
+            assert browser.ask("document.querySelectorAll('.picture svg').length") == pictures >= 5
+            assert browser.ask("document.documentElement.scrollWidth") <= width
+            assert (
+                browser.ask("document.querySelectorAll('.picture[aria-label]').length") == pictures
+            )
+        browser.show(page, 1280)
+        assert "slow: holds the others up" in browser.ask(
+            "document.querySelector('#p0').textContent"
+        )
+        browser.ask("document.querySelector('#p0').focus()")
+        browser.press("ArrowRight")
+        assert "n2 was lost" in browser.ask("document.querySelector('#r0').textContent")
+        assert "rank 1 on n2" in browser.ask("document.querySelector('#p0').textContent")
+        for width in (390, 1280):  # of the map of hosts: nothing outside, no words over others
+            browser.show(page, width)
+            assert browser.ask(OVERLAPS) == []
+        number = browser.ask("document.querySelector('[aria-label^=Links]').id.slice(1)")
+        browser.ask(f"document.querySelector('#p{number}').focus()")
+        browser.press("ArrowRight")
+        readout = browser.ask(f"document.querySelector('#r{number}').textContent")
+        assert readout == "n1 → n2: 900 Mbit/s"
+        browser.printed(tmp_path / "page.pdf")
+    assert browser.complaints == []
+    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")

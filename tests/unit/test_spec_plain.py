@@ -1,0 +1,33 @@
+"""A job and its hosts as JSON, and back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.spec.hosts import Cluster, Host
+from paceline.spec.job import Data, Entry, Environment, Input, Job
+from paceline.spec.nodes import NodeRange
+from paceline.spec.plain import from_plain, to_plain
+from paceline.spec.settings import Setting, Source
+
+JOB = Job(
+    "train", Entry("script", "train.py", ("--lr", "0.1")), "/home/ada/my project", "python3",
+    Environment({"A": "1", "is": "odd"}, {"TOKEN": "s3cret"}, ("B",), Source.FILE),
+    nproc_per_node=Setting("auto", Source.COMMAND_LINE, "-p"), nnodes=Setting(NodeRange(1, 3)),
+    activate=Setting(("/opt/vars.sh",)), preload=("torch",), inputs=(Input("/data", ("x", "y")),),
+    data=Data("/d", ("d/",)),
+)  # fmt: skip
+CLUSTER = Cluster((Host("n1", env={"X": "y"}), Host("n2", "10.0.0.2", 4, port=22)), "list", ("a",))
+
+
+@pytest.mark.parametrize("value", [JOB, CLUSTER])
+def test_it_comes_back_as_it_was(value: object) -> None:
+    assert from_plain(json.loads(json.dumps(to_plain(value)))) == value
+
+
+@pytest.mark.parametrize("said", [{"is": "Popen"}, {"name": "x"}, {"is": "Host", "shell": "x"}])
+def test_nothing_else_is_made_of_it(said: object) -> None:
+    with pytest.raises(ValueError):
+        from_plain(said)

@@ -1,0 +1,160 @@
+"""What ranks told each other at the start, given again to a process that comes later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import TypeVar
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from paceline.spec.errors import JobError
+from paceline.train import newcomer
+from paceline.train.comms import Comms
+from paceline.train.metrics import Meter
+from paceline.train.newcomer import Recording, Replay, waited_for
+from paceline.train.stop import Poll
+from paceline.train.world import World
+
+T = TypeVar("T")
+SOON = timedelta(seconds=0.2)
+
+
+class Direct:
+    """Carries operations out."""
+
+    stale = False
+
+    def event(self, act: Callable[[], T]) -> T:
+        return act()
+
+    def watched(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def recorded() -> tuple[Recording, HashStore]:
+    return Recording(Direct(), {"ranks": 3}), HashStore()
+
+
+def never() -> None:
+    raise AssertionError("a newcomer has nobody to ask")
+
+
+def replayed(recording: Recording, store: HashStore) -> Replay:
+    recording.leave(store)
+    return waited_for(store, SOON)
+
+
+def test_a_newcomer_gets_what_the_others_got() -> None:
+    recording, store = recorded()
+    given = [
+        torch.tensor([[1.5, float("nan")], [2.0, -0.0]], dtype=torch.float64),
+        torch.zeros(0, 3, dtype=torch.int64),
+        torch.tensor(7, dtype=torch.bfloat16),
+        ["n1\0a", "n2\0ü"],
+        [0.1, float("inf")],
+        None,
+    ]
+    for one in given:
+        recording.event(lambda one=one: one)
+    replay = replayed(recording, store)
+    assert replay.about == {"ranks": 3}
+    for one in given:
+        found = replay.event(never)
+        if isinstance(one, torch.Tensor):
+            assert found.dtype == one.dtype
+            assert torch.equal(found, one) or bool(one.isnan().any())
+            assert found.shape == one.shape
+        else:
+            assert found == one
+
+
+def test_marks_pass_over_what_a_newcomer_does_not_need() -> None:
+    recording, store = recorded()
+    for name in ("prepare", "checkpoints"):
+        recording.event(lambda name=name: [name, "more than a newcomer asks"])
+        recording.event(lambda: None)
+        recording.mark(name)
+    recording.event(lambda: ["epochs"])
+    with recording.paused():
+        recording.event(lambda: ["only for those who have somebody to compare with"])
+    replay = replayed(recording, store)
+    replay.mark("checkpoints")
+    assert replay.event(never) == ["epochs"]
+    with pytest.raises(JobError, match=r"(?s)another way.*after checkpoints"):
+        replay.event(never)
+
+
+def test_a_newcomer_that_does_more_than_the_others_is_refused() -> None:
+    recording, store = recorded()
+    recording.event(lambda: None)
+    recording.mark("prepare")
+    recording.event(lambda: None)
+    replay = replayed(recording, store)
+    replay.event(never)
+    with pytest.raises(JobError, match="another way"):
+        replay.event(never)
+
+
+def test_answers_are_left_in_parts_and_in_each_store_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newcomer, "_PART", 100)
+    recording, store = recorded()
+    recording.event(lambda: "x" * 1000)
+    assert replayed(recording, store).event(never) == "x" * 1000
+    other = HashStore()
+    recording.leave(other)
+    recording.leave(other)
+    assert waited_for(other, SOON).event(never) == "x" * 1000
+
+
+def test_too_much_to_keep_means_that_nobody_can_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newcomer, "MOST", 1 << 20)
+    recording, store = recorded()
+    for _ in range(12):
+        assert recording.event(lambda: "x" * 100_000)
+    assert "more than 1 MiB" in recording.why
+    recording.leave(store)
+    with pytest.raises(JobError, match="have not left"):
+        waited_for(store, SOON)
+
+
+def test_something_that_cannot_be_told_is_said() -> None:
+    recording, _ = recorded()
+    recording.event(lambda: {1, 2})
+    assert "set" in recording.why
+
+
+class Known:
+    """A door at which a rank may know of somebody."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.heard = number, (-1, -1)
+
+    def knocked(self) -> int:
+        return self.number
+
+    def agreed(self, least: int, most: int) -> None:
+        self.heard = least, most
+
+
+def test_a_poll_tells_which_groups_ranks_know_of() -> None:
+    door = Known(3)
+    poll = Poll(Comms(World(), torch.device("cpu")), door)
+    assert poll.ask(save=True).save
+    assert door.heard == (3, 3)
+
+
+def test_what_was_measured_since_a_mark_can_be_taken_back() -> None:
+    meter = Meter(lambda vector: vector, torch.device("cpu"))
+    meter.add(2, loss=torch.tensor([1.0, 2.0]))
+    meter.mark()
+    meter.add(2, loss=torch.tensor([5.0, 5.0]), other=torch.tensor([5.0, 5.0]))
+    meter.take_back()
+    means = meter.result()
+    assert (means.count, means.sums) == (2, {"loss": 3.0})
+    meter.add(1, loss=torch.tensor([1.0]))
+    meter.take_back()  # nothing was marked since
+    assert meter.empty

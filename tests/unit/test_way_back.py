@@ -1,0 +1,103 @@
+"""Whose word it is that a run goes on somewhere: nobody is logged in to by a stranger's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli import elsewhere, overview
+from paceline.remote import this_machine
+from paceline.remote.openssh import SshOptions
+from paceline.rundir import ownership, way_back
+from paceline.spec.detached import DETACHED, About, Detached
+from paceline.spec.errors import SettingError
+from paceline.transfer import follow
+
+BACK = Detached("ab" * 6, "n1", "10.0.0.1", "/x", 5.0, "ada", 22, "/k", "/opt/python", "/c")
+
+
+@pytest.fixture(autouse=True)
+def _config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+def written(tmp_path: Path) -> Path:
+    path = tmp_path / "runs" / "one"
+    path.mkdir(parents=True)
+    way_back.write(path, BACK)
+    return path
+
+
+def change(path: Path, **changed: Any) -> None:
+    said = json.loads((path / DETACHED).read_text())
+    (path / DETACHED).write_text(json.dumps({**said, **changed}))
+
+
+def test_what_was_written_here_is_believed_also_in_another_place_and_when_it_is_home(
+    tmp_path: Path,
+) -> None:
+    path = written(tmp_path)
+    assert ownership.detached_of(path) == BACK
+    moved = path.rename(tmp_path / "moved")
+    change(moved, home_since=7.0)
+    assert way_back.is_own(moved)
+    assert this_machine.config_folder().joinpath("seal").stat().st_mode & 0o777 == 0o600
+
+
+CHANGED: dict[str, Any] = {
+    "another ssh configuration": {"ssh": {"config": "/evil", "identity_file": "/k"}},
+    "another interpreter": {"python": "/evil"},
+    "another host": {"address": "10.0.0.66"},
+    "no seal": {way_back.SEAL: None},
+    "a seal of letters": {way_back.SEAL: "ü\ud800"},
+}
+
+
+@pytest.mark.parametrize("changed", CHANGED)
+def test_nobody_is_logged_in_to_by_what_somebody_else_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    path = written(tmp_path)
+    change(path, **CHANGED[changed])
+
+    async def dialled(*_: object) -> Any:
+        raise AssertionError("a host was logged in to")
+
+    monkeypatch.setattr(follow, "connect_all", dialled)
+    monkeypatch.setattr(elsewhere, "left_on", dialled)
+    with pytest.raises(SettingError, match="not written by you") as caught:
+        elsewhere.up_to_date(path)
+    assert caught.value.remedy.endswith(f"paceline attach -H HOST {BACK.run_id}")
+    found = asyncio.run(overview._ask([], SshOptions(), [path]))
+    assert [host for host, _ in found.refused] == ["n1"]
+
+
+def test_another_users_key_or_a_planted_one_seals_nothing(tmp_path: Path) -> None:
+    path, key = written(tmp_path), this_machine.config_folder() / "seal"
+    mine = key.read_bytes()
+    key.write_bytes(os.urandom(32))
+    assert not way_back.is_own(path)
+    key.write_bytes(mine)
+    key.chmod(0o644)  # others may have read it
+    assert not way_back.is_own(path)
+    with pytest.raises(SettingError, match="not yours alone"):
+        way_back.made_key()
+    key.rename(key.with_name("real"))
+    key.symlink_to("real")
+    assert not way_back.is_own(path)
+
+
+def test_a_host_that_the_user_names_makes_it_the_users_own(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    change(path, python="/evil")
+    about = About(BACK.run_id, "job", (), (), 5.0, "me@here", "/x", "n1", 2, 3.0, "/x/run")
+    named = replace(BACK, python="python3")
+    assert elsewhere.folder_here(about, named, path.parent) == path
+    assert way_back.is_own(path)
+    assert ownership.detached_of(path) == named

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,18 @@ def test_our_own_addresses() -> None:
 def test_torch_versions_are_read_from_files(text: str, version: str, cuda: str) -> None:
     found = facts.parse_torch_version(text)
     assert (found["version"], found["cuda"]) == (version, cuda)
+
+
+def test_a_torch_that_a_pth_file_leads_to_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.13.0'\n")
+    monkeypatch.setattr(facts, "library_folders", list)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path)])
+    found = facts.torch_facts()
+    assert found is not None
+    assert found["path"] == str(tmp_path / "torch")
 
 
 def test_lines_of_hosts_files() -> None:

@@ -43,6 +43,11 @@ def library_folders() -> List[str]:
     return [folder for at, folder in enumerate(folders) if folder not in folders[:at]]
 
 
+def searched_folders() -> List[str]:
+    """Where this interpreter finds packages: also where a ``.pth`` file sends it."""
+    return list(dict.fromkeys([*library_folders(), *filter(os.path.isabs, sys.path)]))
+
+
 def parse_torch_version(text: str) -> Facts:
     """Reads ``torch/version.py``: version, CUDA, HIP and XPU it was built for."""
     found: Facts = {}
@@ -54,7 +59,7 @@ def parse_torch_version(text: str) -> Facts:
 
 def torch_facts() -> Optional[Facts]:
     """The torch that ``import torch`` would find, from its files; ``None`` when there is none."""
-    for folder in library_folders():
+    for folder in searched_folders():
         path = Path(folder) / "torch" / "version.py"
         with contextlib.suppress(OSError):
             return dict(parse_torch_version(path.read_text()), path=str(path.parent))

@@ -343,7 +343,7 @@ def gpus(timeout_s: float = 10.0) -> Message:
 def packages() -> Dict[str, str]:
     """Installed distributions and versions, read from the folders' names."""
     found: Dict[str, str] = {}
-    for folder in facts.library_folders():
+    for folder in facts.searched_folders():
         with contextlib.suppress(OSError):
             for name in os.listdir(folder):
                 match = re.match(r"(.+)-([^-]+)\.dist-info$", name)

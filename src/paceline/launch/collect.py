@@ -10,6 +10,7 @@ from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
+from paceline.spec.failure import Failure
 from paceline.transfer.checkpoints import CheckpointFetcher
 from paceline.transfer.results import Fetcher
 
@@ -59,6 +60,20 @@ class Results:
                 await self._bring_from(node, rank_zero=node is self.first)
             except (PacelineError, ConnectionError, OSError) as error:
                 self._note(f"paceline: the results of {node.name} did not come: {error}")
+
+    def lacking(self, fleet: Fleet) -> Failure | None:
+        """Tells whose results stayed on hosts that went away, at the end of what went well.
+
+        Returns:
+            What that makes of the run where rank 0's are among them: the model.
+        """
+        away = [node for node in fleet.nodes if node.lost and not node.shared_run_dir]
+        for node in away:
+            self._note(f"paceline: the results of {node.name} did not come: {node.why}")
+        first = self.first
+        if first is None or first not in away or self._all_home:
+            return None
+        return Failure("lost", first.name, None, first.lost_at, headline=first.why)
 
     async def clear(self, fleet: Fleet) -> None:
         """The nodes' own run folders have served; they stay unless all of rank 0's is at home.

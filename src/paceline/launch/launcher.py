@@ -236,6 +236,9 @@ class Launcher:
         if interrupts.received and failure is not None:
             signum = interrupts.received[0]
             return replace(result, exit_code=128 + signum, interrupted=signum)
+        if result.exit_code == 0 and (lacking := self._results.lacking(fleet)):
+            self._failure = lacking
+            return replace(result, exit_code=1, failure=lacking)
         return result
 
     async def _supply(self, plan: Plan, fleet: Fleet, supplies: Supplies) -> None:

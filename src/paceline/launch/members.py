@@ -248,9 +248,9 @@ class Members:
 
     @property
     def finished(self) -> bool:
-        """Whether the ranks have ended in order, the one that saves among them."""
+        """Whether the ranks of a session have ended in order, the one that saves among them."""
         first = self._slots[self._generation.members[0]]
-        return first.standing == "done" and not self._standing("in")
+        return bool(first.able) and first.standing == "done" and not self._standing("in")
 
     @property
     def pending(self) -> bool:

@@ -217,6 +217,7 @@ def _limited(session: Session) -> Iterator[str]:
     import resource
 
     kind = resource.RLIMIT_DATA
+    gc.collect()  # what goes while batches are tried would make room above the limit
     used, share = _data_bytes(), _free_bytes() * _PART / session.world.local_size
     former = resource.getrlimit(kind)
     top = used + int(share)

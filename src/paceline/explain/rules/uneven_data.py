@@ -9,6 +9,7 @@ from paceline.explain.rule import Match
 from paceline.spec.events import Event
 from paceline.spec.failure import PEER_GONE
 
+APART_S = 0.5  # between two hosts' words of the same moment: their clocks, and busy agents
 _STEP = re.compile(r"(?i)\bstep\D{0,3}(\d+)")
 
 
@@ -27,7 +28,7 @@ def match(evidence: Evidence) -> Match | None:
 def _ended_well_before_others(evidence: Evidence) -> Event | None:
     bad = [end.time for end in evidence.ends if end["code"] != 0]
     good = [end for end in evidence.ends if end["code"] == 0]
-    return next((end for end in good if bad and end.time < max(bad)), None)
+    return next((end for end in good if bad and end.time < max(bad) + APART_S), None)
 
 
 def _last_step(evidence: Evidence, end: Event) -> str:

@@ -1,12 +1,14 @@
 """What it costs to show a run: a picture of many hosts, records of where they are, and a training.
 
-    python bench/screen/screen.py [--rounds 3] [--epochs 60] [--no-training]
+    python bench/screen/screen.py [--rounds 3] [--epochs 60] [--no-training] [--model NAME]
 
 First, without anything running: how long a picture of 64 hosts takes, what a second of their news
 costs the launcher, and what an agent's look at its host costs. Then trainings of the image recipe
 on this machine, with two ranks: on a terminal of 140 x 50 with the live screen, with lines, and
-without a terminal, in turn. A machine that is not quiet changes samples a second by more than what
-is looked for, so what counts is the CPU time of the launcher's process.
+without a terminal, in turn. The recipe's own small network ends several epochs a second, each with
+an evaluation and news of it; ``--model resnet18 --epochs 3`` is a training whose epochs last. A
+machine that is not quiet changes samples a second by more than what is looked for, so what counts
+is the CPU time of the launcher's process.
 """
 
 from __future__ import annotations
@@ -125,11 +127,11 @@ def at_rest() -> None:
 # --- a training ---------------------------------------------------------------------------------
 
 
-def trained(look: str, epochs: int, folder: Path) -> dict[str, float]:
+def trained(look: str, words: list[str], folder: Path) -> dict[str, float]:
     """One training on a terminal: the launcher's CPU seconds a second, and samples a second."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
-    words = ["train", "image", "-p", "2", "--epochs", str(epochs)]
+    words = ["train", "image", "-p", "2", *words]
     words += ["--screen", look] if look != NOTHING else []
     shown = theirs if look != NOTHING else subprocess.DEVNULL
     process = subprocess.Popen(
@@ -161,12 +163,12 @@ def trained(look: str, epochs: int, folder: Path) -> dict[str, float]:
     return {"cpu": (after - before) / (until - since), "rate": told["samples"] / told["seconds"]}
 
 
-def trainings(rounds: int, epochs: int) -> None:
+def trainings(rounds: int, words: list[str]) -> None:
     found: dict[str, list[dict[str, float]]] = {NOTHING: [], "lines": [], "live": []}
     with tempfile.TemporaryDirectory() as parent:
         for number in range(rounds):
             for look, kept in found.items():
-                kept.append(trained(look, epochs, Path(parent) / f"{look}-{number}"))
+                kept.append(trained(look, words, Path(parent) / f"{look}-{number}"))
     cpus = os.cpu_count() or 1
     print("\n| a training of two ranks | launcher's CPU, of one | of this machine | samples/s |")
     print("|---|---|---|---|")
@@ -184,11 +186,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--model", default="", help="one of the recipe's; its own small one")
     parser.add_argument("--no-training", action="store_true")
     given = parser.parse_args()
     at_rest()
     if not given.no_training:
-        trainings(given.rounds, given.epochs)
+        model = ["--model", given.model] if given.model else []
+        trainings(given.rounds, ["--epochs", str(given.epochs), *model])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 
 import pytest
@@ -158,3 +159,27 @@ def test_ranks_may_be_lost_while_they_help() -> None:
 
 def test_who_is_not_there_yet_computes_as_many_batches_of_nothing() -> None:
     assert evaluated(7, [(0, 1, 2), (0, 1, 2)]) == ([], 3)
+
+
+@pytest.mark.parametrize(
+    ("left", "ranks", "limit", "parts"),
+    [
+        (3, 2, 0, [([8, 9, 10], 3), ([8, 9], 0)]),
+        (2, 3, 0, [([8, 9], 2), ([8, 9], 0), ([8, 9], 0)]),
+        (1, 2, 0, [([8, 8], 1), ([8, 8], 0)]),  # twice: their mean is the one's
+        (3, 1, 2, [([8, 8], 1)]),  # the first piece
+        (2, 2, 1, [([8], 1), ([9], 1)]),  # single samples were asked for
+    ],
+)
+def test_a_model_with_batch_normalisation_never_gets_one_sample(
+    left: int, ranks: int, limit: int, parts: list[tuple[list[int], int]]
+) -> None:
+    for rank, wanted in enumerate(parts):
+        fetch = Fetch(TensorDataset(torch.arange(8 + left)), torch.device("cpu"))
+        order = Order(8 + left, 0, shuffle=False)
+        place = partial(tuple[int, int], (rank, ranks))
+        loader = Loader(fetch, order, place, 8, limit, Progress(step=1, offset=8, steps=2))
+        loader.least = 2
+        batch = next(iter(loader))
+        assert (batch.ids.tolist(), batch.count) == wanted
+        assert len(batch.data[0]) == len(wanted[0])

@@ -49,6 +49,30 @@ def test_shares_have_equal_numbers_of_pieces(start: int, count: int, size: int, 
     assert not limit or max(end - first for pieces in by_rank for first, end in pieces) <= limit
 
 
+@given(
+    st.integers(0, 200),
+    st.integers(1, 9).flatmap(
+        lambda ranks: st.one_of(
+            st.tuples(st.just(ranks), st.none()),
+            st.tuples(
+                st.just(ranks),
+                st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks).filter(any).map(tuple),
+            ),
+        )
+    ),
+)
+def test_no_rank_has_a_single_sample(count: int, ranks: tuple[int, tuple[int, ...] | None]) -> None:
+    """Where it needs two: batch normalisation computes nothing of one."""
+    size, by = ranks
+    parts = [shares(0, count, rank, size, by=by, least=2)[0] for rank in range(size)]
+    assert [p for first, end in parts for p in range(first, end)] == list(range(count))
+    lengths = [end - first for first, end in parts]
+    assert count == 1 or 1 not in lengths
+    assert by is None or not any(length for length, one in zip(lengths, by, strict=True) if not one)
+    usual = [shares(0, count, rank, size, by=by)[0] for rank in range(size)]
+    assert parts == usual or any(end - first == 1 for first, end in usual)
+
+
 def test_uniforms_belong_to_positions() -> None:
     whole = uniforms(1, 2, np.arange(100), 3)
     assert np.array_equal(whole[37:41], uniforms(1, 2, np.arange(37, 41), 3))

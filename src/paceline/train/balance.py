@@ -102,6 +102,33 @@ def apportioned(samples: int, weights: Sequence[float], least: int = 1) -> Share
     return tuple(shares)
 
 
+def gathered(samples: int, ranks: int, by: Shares | None, least: int) -> Shares | None:
+    """The shares of a small batch in which no rank has a few samples, but fewer than it needs.
+
+    Args:
+        samples: Of the batch, the last of an epoch.
+        ranks: How many there are.
+        by: Shares of a whole global batch; ``None``: all alike.
+        least: Samples that a rank needs, if it has any.
+
+    Returns:
+        ``by`` where nobody has too few; else shares of this batch, for as many ranks as have
+        enough of it. A single rank gets all, however few they are.
+    """
+    weights = by or (1,) * ranks
+    cuts = even(samples, ranks)
+    if by is not None:
+        ends = (bounds(samples, by, rank) for rank in range(ranks))
+        cuts = tuple(end - first for first, end in ends)
+    if all(not one or one >= least for one in cuts):
+        return by
+    fast = sorted((rank for rank in range(ranks) if weights[rank]), key=lambda r: -weights[r])
+    some = sorted(fast[: max(1, samples // least)])
+    counts = apportioned(samples, [weights[rank] for rank in some], least)
+    given = dict(zip(some, counts, strict=True))
+    return tuple(given.get(rank, 0) for rank in range(ranks))
+
+
 def fastest(
     samples: int, costs: Sequence[float], overheads: Sequence[float], most: Sequence[float],
     least: int = 1, out: frozenset[int] = frozenset(),

@@ -106,7 +106,9 @@ class Division:
             _refuse(models, wish, drop_slow)
         if not self._hosts:
             self._hosts = tuple(self._comms.texts(self._comms.world.host))
-        least = min(_least(models.module), max(1, global_batch // ranks))
+        least = min(
+            _OF_STATISTICS if needs_two(models.module) else 1, max(1, global_batch // ranks)
+        )
         shares: Shares | None = None
         if not isinstance(wish, str):
             shares = by_host(wish, self._hosts, global_batch)
@@ -256,7 +258,7 @@ def _refuse(models: Models, wish: Wish, drop_slow: bool) -> None:
         )
 
 
-def _least(module: nn.Module) -> int:
-    """Samples that each rank needs at least."""
+def needs_two(module: nn.Module) -> bool:
+    """Whether a model may be unable to train on one sample, as it takes statistics of a batch."""
     norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
-    return _OF_STATISTICS if any(isinstance(one, norms) for one in module.modules()) else 1
+    return any(isinstance(one, norms) for one in module.modules())

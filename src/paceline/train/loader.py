@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from paceline.spec.errors import DataError, SettingError
-from paceline.train.balance import Shares, bounds
+from paceline.train.balance import Shares, bounds, gathered
 from paceline.train.data import Draws, Fetch, Wanted
 from paceline.train.order import Ids, Order, part
 from paceline.train.pace import counted
@@ -29,9 +29,10 @@ class Batch:
     Attributes:
         data: What the data set made, on the session's device.
         count: How many of the leading samples count. It is 0 where a rank's share is empty and
-            the batch holds a single stand-in, so that every rank takes part in every step.
+            the batch holds stand-ins, so that every rank takes part in every step.
         total: Samples of the whole global batch, over all ranks.
-        ids: Sample ids, shape ``[max(count, 1)]``.
+        ids: Sample ids, shape ``[max(count, 1)]``, or of two samples where batch normalisation
+            has nothing to compute of one.
         stop: Position in the epoch after the global batch.
         last: True for the last part of the global batch on this rank: the optimizer steps.
         draws: Random numbers of these samples, the same on however many ranks (a generator's
@@ -71,6 +72,7 @@ def shares(
     by: Shares | None = None,
     *,
     alike: bool = True,
+    least: int = 1,
 ) -> Sequence[tuple[int, int]]:
     """The positions that one rank computes of the global batch ``[start, stop)``, in pieces.
 
@@ -80,8 +82,11 @@ def shares(
         limit: Most samples of a piece; 0: no limit.
         by: Shares of the ranks in a whole global batch; ``None``: all alike.
         alike: Every rank gets the same number of pieces.
+        least: Samples that a rank needs, if it has any.
     """
     total = stop - start
+    if least > 1:
+        by = gathered(total, size, by, least)
     if by is None:
         first, end = part(start, stop, rank, size)
         largest = -(-total // size)
@@ -157,6 +162,8 @@ class Loader:
         shares: Gives the shares of a global batch. Others from one step to the next are heeded at
             once, and what has been fetched under the former ones is dropped.
         alike: Says whether each rank must have as many pieces of a batch as the others.
+        least: Samples that the model needs at once, 1 or 2: batch normalisation can compute
+            nothing of one.
         room: Gives how many times the most samples so far fit into this rank's memory at once: a
             share that has grown beyond comes in pieces.
         idle: Does this rank's part of a step in which it has nothing to compute; without it such
@@ -188,6 +195,7 @@ class Loader:
         self.alike: Callable[[], bool] = lambda: True
         self.idle: Callable[[Batch], None] | None = None
         self.room: Callable[[], float] = lambda: math.inf
+        self.least = 1
         self._most = 0  # samples that were computed at once
         self.every, self.waited = 0, 0.0
         self.arrived: Callable[[], object] = lambda: None
@@ -280,7 +288,7 @@ class Loader:
             order: Of the samples, instead of the training's.
             global_batch: Instead of the training's, and not in pieces.
         """
-        return Loader(
+        made = Loader(
             self._fetch,
             order or self.order,
             self._place,
@@ -289,6 +297,8 @@ class Loader:
             Progress(steps=steps),
             self._unsynced,
         )
+        made.least = self.least
+        return made
 
     def given(self) -> Batch:
         """The batch that the script has now."""
@@ -327,10 +337,13 @@ class Loader:
             fits = int(min(by[rank], fits))
             limit = min(limit or fits, fits)
         for start, stop in self._spans(offset):
-            pieces = shares(start, stop, rank, ranks, limit, by, alike=alike)
+            least = self.least if limit != 1 else 1  # who asks for single samples gets them
+            pieces = shares(start, stop, rank, ranks, limit, by, alike=alike, least=least)
             for number, (first, end) in enumerate(pieces, 1):
-                # An empty share computes the batch's first sample with weight zero.
-                positions = np.arange(first, end) if end > first else np.array([start])
+                # An empty share computes the batch's first samples with weight zero.
+                positions = np.arange(first, end) if end > first else np.arange(start, stop)[:least]
+                if len(positions) < least:  # the sample twice: the mean loss is that of the one
+                    positions = np.repeat(positions, least)
                 ids = self.order.at(epoch, positions)
                 draws, last = Draws(self.order.seed, epoch, positions), number == len(pieces)
                 tag = Batch((), end - first, stop - start, ids, stop, last, draws)

@@ -33,7 +33,7 @@ from paceline.train.comms import Comms
 from paceline.train.communication import choice
 from paceline.train.communication.choice import Communication
 from paceline.train.data import Collate, Data, Fetch, allowed, loader_workers, order_of
-from paceline.train.division import LOOKS, Division, Wish
+from paceline.train.division import LOOKS, Division, Wish, needs_two
 from paceline.train.exchange import Exchange
 from paceline.train.insync import Proof
 from paceline.train.loader import Batch, Loader, Shard
@@ -612,6 +612,7 @@ class Session(Member):
         loader.alike = lambda: wish == "even" or parallel.is_sharded(self.models.module)
         loader.idle = self._idle if loader.drop_slow else None
         loader.room = lambda: devices.room(self.device)
+        loader.least = 2 if needs_two(self.models.module) else 1
         if division.follows:
             self._pace.most = LOOKS
 

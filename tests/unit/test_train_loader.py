@@ -183,3 +183,12 @@ def test_a_model_with_batch_normalisation_never_gets_one_sample(
         batch = next(iter(loader))
         assert (batch.ids.tolist(), batch.count) == wanted
         assert len(batch.data[0]) == len(wanted[0])
+
+
+def test_who_asks_for_batches_of_one_gets_them() -> None:
+    fetch, order = Fetch(TensorDataset(torch.arange(6)), torch.device("cpu")), Order(6, 0)
+    loader = Loader(fetch, order, lambda: (1, 2), 2, 0, Progress(steps=3))
+    loader.least = 2
+    for batch in loader:
+        assert len(batch.ids) == batch.count == 1
+        counted(loader, batch)

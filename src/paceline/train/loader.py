@@ -337,7 +337,8 @@ class Loader:
             fits = int(min(by[rank], fits))
             limit = min(limit or fits, fits)
         for start, stop in self._spans(offset):
-            least = self.least if limit != 1 else 1  # who asks for single samples gets them
+            small = stop - start < self.global_batch  # who asks for single samples gets them
+            least = self.least if small and limit != 1 else 1
             pieces = shares(start, stop, rank, ranks, limit, by, alike=alike, least=least)
             for number, (first, end) in enumerate(pieces, 1):
                 # An empty share computes the batch's first samples with weight zero.

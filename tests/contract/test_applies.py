@@ -448,7 +448,7 @@ def test_the_job_in_a_batch_is_told_all_that_is_its_own(
     )
 
 
-@pytest.mark.parametrize("via", ["docker", "apptainer", "mpi", "pbs"])
+@pytest.mark.parametrize("via", ["mpi", "pbs"])
 @pytest.mark.parametrize("flag", ["--detach", "--keep"])
 def test_who_cannot_be_left_is_told_why(via: str, flag: str) -> None:
     refused = CliRunner().invoke(program, ["run", "--via", via, flag, "job.py"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -90,6 +92,44 @@ def test_a_conda_environment_of_the_image(transport: Transport, docker: Docker) 
         told = ended.said(rank)["env"]
         assert bytes.fromhex(told["T_FROM"]).decode() == f"{CONDA}/envs/pytorch"
         assert bytes.fromhex(told["T_PYTHON"]).decode() == f"{CONDA}/envs/pytorch/bin/python"
+
+
+def test_left_it_goes_on_in_its_containers(transport: Transport, docker: Docker) -> None:
+    """Watched by a host, from outside of the containers; stopped from where it was started."""
+    words = ("--detach", "--supervisor", "n2", "--no-torch", "-p", "1", "count.py", "9999", "0.1")
+    left = transport.run(*words)
+    assert left.code == 0, left.err
+    assert "goes on without this command, supervised on n2\n" in left.err
+    back = left.json("detached.json")
+    there = transport.site.lab.home("n2") / ".cache/paceline/detached" / back["run_id"]
+    logs = [there / f"run/logs/n{rank + 1}/{rank}.log" for rank in (0, 1)]
+    assert all(eventually(lambda log=log: " out 9 " in log.read_text()) for log in logs)  # type: ignore[misc]
+    assert len(docker.containers()) == 2
+    assert transport.verb("status", str(left.directory)).startswith(f"{left.directory}: running")
+    transport.verb("stop", str(left.directory))
+    assert not there.exists()
+    assert left.json("result.json")["interrupted"] == signal.SIGTERM
+    assert " out 9 " in (left.directory / "logs/n1/0.log").read_text()
+    assert eventually(lambda: not ours(transport.site)), ours(transport.site)
+
+
+def test_left_it_ends_with_its_supervisor(transport: Transport, docker: Docker) -> None:
+    """Which here is a process of the host on which the command was typed."""
+    words = ("--detach", "--no-torch", "-p", "1", "--lease", "4", "count.py", "9999", "0.1")
+    left = transport.run(*words)
+    assert left.code == 0, left.err
+    assert "supervised on this machine\n" in left.err
+    assert len(docker.containers()) == 2
+    owner = left.json("owner.json")
+    transport.site.lab.exec("n1", ["kill", "-9", str(owner["pid"])])
+    assert eventually(lambda: not docker.containers())
+    assert eventually(lambda: not ours(transport.site)), ours(transport.site)
+
+
+def ours(site: Site) -> list[str]:
+    """What runs on the hosts besides the daemons."""
+    lines = [line for found in site.processes().values() for line in found]
+    return [line for line in lines if not re.search("^[^ ]*(dockerd|containerd)", line)]
 
 
 CONDA = "/opt/conda"

@@ -331,6 +331,9 @@ def become_agent(config: Dict[str, Any], key: bytes) -> int:
     )
     while Wires(own, frames, errors).run() or not ends(agent):
         hang_up(own, frames, errors)
+        if config.get("once"):
+            dismiss(agent)
+            break
         called = call_again(agent, addresses, key, about)
         if called is None:
             break

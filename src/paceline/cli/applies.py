@@ -92,7 +92,7 @@ class Applies:
 _JOBS = frozenset(VERBS) - MEASURING  # these end in one run whose start can be planned
 _SEVERAL = frozenset({"scaling", "forecast"})  # a ladder is many runs
 _LEFT = frozenset({"run", "train"})  # may go on by themselves
-_WATCHED = "In containers and under MPI this command has to stay; a batch needs nobody to watch it"
+_WATCHED = "Under MPI and --rdzv this command has to stay; a batch needs nobody to watch it"
 _ONE_RUN = frozenset(VERBS) - _SEVERAL
 _AT_THE_SITE = "--sbatch-arg takes any directive of the batch system"
 _CHOSEN = Applies(chosen=True)

@@ -15,6 +15,7 @@ from paceline.launch.leave import Leaving, Outcome, leave, supervisor_among
 from paceline.launch.prepare import Package
 from paceline.launch.screen import Screen
 from paceline.remote.transport import Transport
+from paceline.schedulers.container import ContainerTransport
 from paceline.spec.command import shell_text
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster, Host
@@ -32,6 +33,7 @@ def leave_run(ctx: click.Context, job: Job, cluster: Cluster, transport: Transpo
         job, cluster, transport, package, ctx.params["supervisor"], run_dir.absolute(),
         ("paceline", *sys.argv[1:]),
         {"show": ctx.params["show"], "check": ctx.params["check_level"]}, ssh_of(ctx.params),
+        transport.wrapping if isinstance(transport, ContainerTransport) else None,
     )  # fmt: skip
     if refuse(leaving).local:
         leaving = dataclasses.replace(leaving, job=lasting(job, run_dir.absolute()))

@@ -261,8 +261,9 @@ def _supervise(folder: Path, run: Path, line: Line, job: Job, cluster: Cluster, 
         line.tell(listening=[list(one) for one in addresses], folder=str(folder), run=str(run))
 
     transport = CalledTransport(
-        hosts, bytes.fromhex(told["key"]), told["supervisor"], job.interface.value, listening
-    )
+        hosts, bytes.fromhex(told["key"]), told["supervisor"], job.interface.value, listening,
+        told["contained"],
+    )  # fmt: skip
 
     def heard(said: Mapping[str, Any]) -> None:
         loops[0].call_soon_threadsafe(transport.cannot_call, said["missing"])

@@ -19,8 +19,9 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from paceline.launch.interrupts import Interrupts
 from paceline.launch.launcher import request_of, secrets_of, write_result
 from paceline.launch.prepare import Package, Request, package_tree, read_supplies
 from paceline.launch.screen import Screen
+from paceline.remote import this_machine
 from paceline.remote.agent_code import leave_line
-from paceline.remote.channel import LOGINS_AT_ONCE, TRIES, Channel, LoginRefused, connect
+from paceline.remote.channel import LOGINS_AT_ONCE, TRIES, Channel, LoginRefused, Wrap, connect
 from paceline.remote.fanout import refusals, wait_without_threads
 from paceline.remote.link import ProcessLink
 from paceline.remote.openssh import SshOptions, agent_command, classify, ssh_command
@@ -75,6 +77,8 @@ class Leaving:
         command: The words that were typed, the program's name first.
         options: What else the supervisor is told: ``show`` and ``check``.
         ssh: How to log in.
+        wrapping: Where agents run in containers: looks at the hosts, and gives what puts an agent's
+            command into the container of one.
     """
 
     job: Job
@@ -86,6 +90,7 @@ class Leaving:
     command: tuple[str, ...]
     options: Mapping[str, Any]
     ssh: SshOptions
+    wrapping: Callable[[Sequence[Host]], Awaitable[Wrap]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,7 @@ class _Start:
         )
         hosts = self._request.hosts
         self._host = supervisor_among(hosts, leaving.supervisor)
+        self._wrap: Wrap | None = None
         self._callers: dict[str, Login] = {}
         self._sent: Manifest = []
         self._watching: list[asyncio.Task[None]] = []
@@ -152,6 +158,7 @@ class _Start:
 
     async def _here(self) -> int | None:
         """The supervisor is to run on this machine, in the run's folder itself."""
+        await self._look_at_containers()
         return await self._supervised(None, None, {})
 
     async def _there(self) -> int | None:
@@ -164,6 +171,7 @@ class _Start:
             (directory.path / old).unlink(missing_ok=True)
         try:
             self._screen.starting("connecting", 0, 1)
+            await self._look_at_containers()
             supplies, channel = await asyncio.gather(
                 asyncio.to_thread(read_supplies, self._request), self._logged_in(host)
             )
@@ -185,9 +193,19 @@ class _Start:
             self._screen.started()
             directory.close()
 
+    async def _look_at_containers(self) -> None:
+        if self._leaving.wrapping is not None:
+            self._wrap = await self._leaving.wrapping(self._request.hosts)
+
+    def _python(self, host: Host) -> str:
+        """The interpreter on a host itself, for what is no rank; the job's may be in an image."""
+        if self._leaving.wrapping is not None:
+            return this_machine.default_python()
+        return decide.python_of(self._leaving.job, host)
+
     async def _logged_in(self, host: Host) -> Channel:
         try:
-            return await connect(host, decide.python_of(self._leaving.job, host), self._leaving.ssh)
+            return await connect(host, self._python(host), self._leaving.ssh)
         except LoginRefused as refused:
             raise await refusals([refused], 1, self._leaving.ssh) from None
 
@@ -225,7 +243,7 @@ class _Start:
                           trees: Mapping[str, Any] | None = None) -> int | None:  # fmt: skip
         """From the supervisor's first word to its last; its exit status where it is over."""
         leaving, host = self._leaving, self._host
-        python = decide.python_of(leaving.job, host)
+        python = self._python(host)
         start = {"run_id": self._request.run_id, "trees": dict(places), "python": ""}
         if channel is None:
             python = start["python"] = sys.executable
@@ -259,6 +277,7 @@ class _Start:
             "cluster": to_plain(cluster),
             "package": leaving.package,
             "supervisor": self._host.name,
+            "contained": leaving.wrapping is not None,
             "trees": None if here else dict(trees or {}),
             "run": str(leaving.run_dir.absolute()) if here else None,
             "shown": short(leaving.run_dir.absolute()),
@@ -338,23 +357,26 @@ class _Start:
         config = str(ssh.config.absolute()) if ssh.config else None
         back = Detached(
             self._request.run_id, host.name, host.address, folder, time.time(), host.user,
-            host.port, host.identity_file, decide.python_of(self._leaving.job, host), config,
+            host.port, host.identity_file, self._python(host), config,
         )  # fmt: skip
         way_back.write(directory.path, back)
 
     # --- who calls ------------------------------------------------------------------------------
 
     def _have_all_call(self, login: Login, addresses: Sequence[tuple[str, int]]) -> None:
-        local_agent = self._host.local  # of the supervisor's own host: a child of it
+        local_agent = self._host.local and self._wrap is None  # a child of its supervisor
         for place, host in enumerate(self._request.hosts):
             if not (host.local and local_agent):
                 self._watching.append(asyncio.create_task(self._call(place, host, addresses)))
 
     async def _call(self, place: int, host: Host, addresses: Sequence[tuple[str, int]]) -> None:
         """Starts a caller and watches it. ConnectError when it ends, LoginRefused when refused."""
-        python = decide.python_of(self._leaving.job, host)
+        wrap, python = self._wrap, self._python(host)
         about = {"index": place, "node": host.name}
-        config = caller_config(addresses, [python], [], PROCESS_VARIABLES, CALL_S, about)
+        config = caller_config(
+            addresses, [decide.python_of(self._leaving.job, host)], [], PROCESS_VARIABLES, CALL_S,
+            about, wrap=list if wrap is None else partial(wrap, host), once=wrap is not None,
+        )  # fmt: skip
         start = {"argv": caller_command(config), "env": {caller.KEY: self._key.hex()}}
         async with self._gate:
             login = await started(host, python, self._leaving.ssh, start)

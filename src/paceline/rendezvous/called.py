@@ -34,14 +34,18 @@ class CalledTransport:
         me: Name of the host that we are on; ``None`` when we are on none of them.
         interface: Interface on which agents connect; ``None`` for any address.
         listening: Told where, once agents may call.
+        contained: Each agent is in a container, which its caller starts: also here. None is dialled
+            when it is lost, and none calls a second time.
     """
 
-    redials = True
     dialects: tuple[str, ...] = ()
 
     def __init__(self, hosts: Sequence[Host], key: bytes, me: str | None, interface: str | None,
-                 listening: Callable[[Sequence[tuple[str, int]]], None]) -> None:  # fmt: skip
+                 listening: Callable[[Sequence[tuple[str, int]]], None],
+                 contained: bool = False) -> None:  # fmt: skip
+        self.redials = not contained  # the lost one's container may still be there
         self._hosts, self._me, self._interface = hosts, me, interface
+        self._contained = contained
         self._tell_where = listening
         self._peers = Peers(KnownHosts(hosts))
         self._listener = Listener(key, self._take)
@@ -80,7 +84,8 @@ class CalledTransport:
 
         async def one(host: Host, python: str) -> Channel:
             nonlocal there
-            first = not host.local and host.name not in self._taken
+            calls = self._contained or not host.local
+            first = calls and host.name not in self._taken
             channel = await (self._called(host) if first else self._dialled(host, python))
             there += 1
             reached(there)
@@ -90,7 +95,7 @@ class CalledTransport:
 
     async def _listen(self) -> None:
         wait_without_threads()
-        if not all(host.local for host in self._hosts):
+        if self._contained or not all(host.local for host in self._hosts):
             await self._listener.open(own_addresses(self._interface, self._hosts))
         self._tell_where(self._listener.addresses)
 
@@ -109,7 +114,9 @@ class CalledTransport:
             except asyncio.TimeoutError:
                 continue
         self._taken.add(host.name)
-        channel = self._peers.channel(place)
+        channel = self._peers.channel(place, again=not self._contained)
+        if self._contained:  # a container here has other files than this machine
+            channel.host = replace(channel.host, local=False)
         try:
             await channel.open()
         except LoginRefused as refused:

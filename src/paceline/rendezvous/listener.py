@@ -284,6 +284,8 @@ def caller_config(
     patience_s: float,
     about: Mapping[str, Any] | None = None,
     names: Sequence[str] = (),
+    wrap: Callable[[list[str]], list[str]] = list,
+    once: bool = False,
 ) -> dict[str, Any]:
     """What a node needs to know to call.
 
@@ -295,6 +297,8 @@ def caller_config(
         patience_s: How long to try.
         about: Further facts that the node shall tell of itself.
         names: Variables that hold the scheduler's name for the node, the first that is set wins.
+        wrap: Puts the agent's command into another, such as a container engine's.
+        once: The agent's streams cannot be met again: a call that breaks is its end.
     """
     same = len(set(pythons)) == 1
     return {
@@ -304,7 +308,8 @@ def caller_config(
         "names": list(names),
         "strip": strip,
         "patience": patience_s,
-        "agent": agent_command("@"),
+        "agent": wrap(agent_command("@")),
+        **({"once": True} if once else {}),
         **({"about": dict(about)} if about else {}),
     }
 

@@ -143,11 +143,15 @@ class Peers:
         peer = self.by_place.get(place)
         return peer is not None and peer.errors is not None
 
-    def channel(self, place: int) -> Channel:
-        """What is said over the connections of a place that came; it is still to be opened."""
+    def channel(self, place: int, *, again: bool = True) -> Channel:
+        """What is said over the connections of a place that came; it is still to be opened.
+
+        ``again``: when they break, that peer calls again.
+        """
         peer = self.by_place[place]
         assert peer.errors is not None
-        peer.channel = Channel(peer.host, PeerLink(peer.frames, peer.errors), peer.calls.get)
+        link = PeerLink(peer.frames, peer.errors)
+        peer.channel = Channel(peer.host, link, peer.calls.get if again else None)
         return peer.channel
 
     async def channels(self) -> list[Channel]:

@@ -11,12 +11,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.remote.channel import Channel
+from paceline.remote.channel import Channel, Wrap
 from paceline.remote.fanout import connect_all
 from paceline.remote.openssh import SSH_FAILED, classify, ssh_command
 from paceline.remote.transport import Reached, Transport, nobody
 from paceline.rendezvous.started import said_by
-from paceline.schedulers.scheduler import LOGIN, NOW, Options, Scheduler
+from paceline.schedulers.scheduler import LEAVE, LOGIN, NOW, Options, Scheduler
 from paceline.spec.errors import ConnectError, NodeError, SettingError
 from paceline.spec.hosts import Host
 
@@ -91,7 +91,7 @@ class Engine(Scheduler):
 
     probe: str
     fixed = "the container of a host that was lost may still run there"
-    starting = NOW | LOGIN | {"via_arg", "image", "mount", "shm_size"}
+    starting = NOW | LOGIN | LEAVE | {"via_arg", "image", "mount", "shm_size"}
 
     def wrap(self, command: Sequence[str], container: Container) -> list[str]:
         """The command that runs ``command`` in the container, its standard streams passed on."""
@@ -117,6 +117,19 @@ class ContainerTransport:
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
                    reached: Reached = nobody) -> list[Channel]:  # fmt: skip
         """Looks at the image everywhere first; NodeError where it is missing or another one."""
+        wrap = await self.wrapping(hosts)
+        channels = await connect_all(hosts, pythons, self._options.ssh, wrap, reached)
+        for channel in channels:  # a container here has other files than this machine
+            channel.host = replace(channel.host, local=False)
+        return channels
+
+    async def wrapping(self, hosts: Sequence[Host]) -> Wrap:
+        """What puts an agent's command into a host's container.
+
+        Raises:
+            ConnectError: A host cannot be logged in to.
+            NodeError: It cannot run the image, or has another one of that name.
+        """
         probes = await self._probe_all(hosts)
         check_images(self._engine.name, self._options.container.image, probes)
 
@@ -124,10 +137,7 @@ class ContainerTransport:
             container = container_for(host, probes[host.name], self._options, self._run)
             return self._engine.wrap(agent, container)
 
-        channels = await connect_all(hosts, pythons, self._options.ssh, wrap, reached)
-        for channel in channels:  # a container here has other files than this machine
-            channel.host = replace(channel.host, local=False)
-        return channels
+        return wrap
 
     async def _probe_all(self, hosts: Sequence[Host]) -> dict[str, Probe]:
         probes = await asyncio.gather(*(self._probe(host) for host in hosts))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,11 @@ def test_everything_is_here_after_the_end_and_can_go_there(cache: Path, tmp_path
             await other.refresh()
             assert not await follower.discard(fetched=True)
             await other.finish()
-            assert await other.discard(fetched=False)
+            async with agent_in_thread() as third:  # of somebody who looks no further
+                (path.parent / "part").mkdir()
+                await Follower(third.node.channel, RUN_ID, path.parent / "part").refresh()
+                assert not await other.discard(fetched=False)
+                assert remote.exists()
         assert not remote.parent.exists()
         with pytest.raises(NodeError, match="has no run"):
             await follower.refresh()
@@ -198,6 +203,27 @@ def test_a_supervisor_that_died_is_told_and_a_living_one_is_not_discarded(
         assert (await follower.refresh()).word == "running"
 
     run(path, work)
+
+
+def test_a_supervisor_that_is_about_to_go_is_waited_for(cache: Path, tmp_path: Path) -> None:
+    """It says how the run ended, and then it ends; meanwhile everything may have come home."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        me = procs.identify(process.pid)
+        assert me is not None
+        about = {"pid": process.pid, "pid_start": me.start}
+        remote, path = there(cache, **about, ended=9.0, exit_code=0), home(tmp_path)
+
+        async def work(follower: Follower, _: Served) -> None:
+            await follower.refresh()
+            discarding = asyncio.create_task(follower.discard(fetched=True))
+            await follower.channel.request("clock")  # asked later, and answered before
+            assert remote.exists()
+            process.kill()
+            process.wait()
+            assert await discarding
+            assert not remote.parent.exists()
+
+        run(path, work)
 
 
 def test_links_here_are_not_followed(cache: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
@@ -26,6 +27,7 @@ Message = Dict[str, Any]
 ABOUT = "about.json"
 RUN = "run"
 FETCHED = "fetched"  # the results are where the run was started
+ENDS_S = 10.0  # for a supervisor whose run is over
 MOST_RUNS = 200
 ABOUT_BYTES = 1 << 16
 OBJECT_BYTES = 1 << 18
@@ -224,7 +226,7 @@ def discard_run(agent: Agent, request: Message, _: bytes) -> None:
         if own is not None:
             os.close(own)
         gone = False
-        if alive(_about(folder)[1]) is False:
+        if _is_over(_about(folder)[1]):
             if request["fetched"]:
                 os.close(inside.open_file(str(folder), FETCHED, os.O_WRONLY | os.O_CREAT))
             if (folder / FETCHED).exists() and not _is_read(folder):
@@ -235,12 +237,31 @@ def discard_run(agent: Agent, request: Message, _: bytes) -> None:
     agent.in_thread(work, request)
 
 
+def _is_over(about: Message) -> bool:
+    """Whether the supervisor has gone. One that has told how the run ended is about to."""
+    until = time.monotonic() + ENDS_S
+    while alive(about) and about.get("ended") is not None and time.monotonic() < until:
+        time.sleep(ENDS_S / 200)
+    return alive(about) is False
+
+
 def _read_from_now(agent: Agent, folder: Path) -> None:
     """As long as this agent lives, and does not say otherwise, the folder stays."""
     if folder.name not in agent.reading:
         agent.reading[folder.name] = fd = os.open(str(folder), os.O_RDONLY | os.O_DIRECTORY)
         with contextlib.suppress(OSError):  # a disk without locks
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def let_go(reading: Dict[str, int]) -> None:
+    """The end of an agent. Who discarded a folder that it still read has left that to it."""
+    for run_id, fd in reading.items():
+        os.close(fd)
+        folder = folder_of(run_id)
+        with contextlib.suppress(OSError):  # it has gone meanwhile
+            # in this order: whoever writes that word while we look finds it read, and leaves it
+            if not _is_read(folder) and (folder / FETCHED).exists():
+                snapshot.remove_tree(folder)
 
 
 def _is_read(folder: Path) -> bool:

@@ -15,7 +15,7 @@ import json, os, select, shutil, signal, subprocess, sys, time
 LEAST = (3, 10)  # of a supervisor: it is paceline itself
 NAMES = ["python3"] + ["python3.%d" % minor for minor in range(20, 9, -1)]
 END_S = 3.0
-KEPT_S = 7 * 24 * 3600.0  # results that nobody fetches
+KEPT_S = 7 * 24 * 3600.0  # results that nobody fetches, where their run says nothing else
 RUN = ("import sys; sys.path.insert(0, sys.argv.pop(1)); "
        "from paceline.cli.supervise import main; sys.exit(main())")
 
@@ -52,14 +52,16 @@ def leave_caller():
             sys.exit(1)
 
 def end(child):
+    """Asks all of it to end. Killed is only the caller: its agent ends without it, and what the
+    job has left with the agent, which it could not if both it and its guard were killed."""
     try:
         os.killpg(child.pid, signal.SIGTERM)
         deadline = time.time() + END_S
         while child.poll() is None and time.time() < deadline:
             time.sleep(0.02)
-        os.killpg(child.pid, signal.SIGKILL)
     except OSError:
         pass
+    child.kill()
     child.wait()
 
 def new_enough():
@@ -97,7 +99,7 @@ def forget(parent):
         try:
             with open(os.path.join(parent, name, "about.json")) as file:
                 about = json.load(file)
-            if time.time() - about["ended"] > KEPT_S:
+            if time.time() - about["ended"] > about.get("keep_s", KEPT_S):
                 shutil.rmtree(os.path.join(parent, name), True)
         except (OSError, ValueError, KeyError, TypeError):
             pass

@@ -282,8 +282,6 @@ class Agent:
         self._wake_guard()
         for listener in [*self.listeners.values(), *self.sinks]:
             listener.close()
-        for folder in self.reading.values():
-            os.close(folder)
         if self.reserved is not None:
             self.reserved.close()
         cleaned = threading.Event()
@@ -301,6 +299,7 @@ class Agent:
         try:
             self.arrivals.drop()
             self.copies.drop()
+            detached.let_go(self.reading)
             for folder in [one for one in self.folders if not self._lasts(one)]:
                 snapshot.remove_tree(folder)
                 self.folders.remove(folder)

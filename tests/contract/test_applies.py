@@ -84,7 +84,7 @@ VALUES = {
     "cpus_per_task": "3", "mem": "5G", "gres": "gpu:4",
     "gpus": "6", "gpus_per_node": "4", "constraint": "a100", "sbatch_arg": "--x=y",
     "setup_command": "module load x", "requeue": "", "array": "1-3", "detach": "", "keep": "",
-    "supervisor": "n1",
+    "supervisor": "n1", "keep_results": "30d",
 }  # fmt: skip
 # where that would be refused: a manifest has no directives, and Kubernetes knows labels only
 OTHERWISE = {
@@ -92,7 +92,8 @@ OTHERWISE = {
     ("kubernetes script", "constraint"): "zone=a",
 }
 LEADS = {"via", "rdzv", "node_rank"}  # the manners themselves are made of these
-COMPANIONS = {"as_json": ("--plan",), "verbose": ("--plan",), "supervisor": ("--detach",)}
+COMPANIONS = {"as_json": ("--plan",), "verbose": ("--plan",), "supervisor": ("--detach",),
+              "keep_results": ("--detach",)}  # fmt: skip
 
 
 def manners() -> dict[str, applies.Manner]:
@@ -155,7 +156,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
                         lambda job, cluster, run: (Cluster(cluster.hosts[:1]), "so"))  # fmt: skip
     monkeypatch.setattr(examine, "examine", examined)
     monkeypatch.setattr(leave, "leave", lambda leaving, _: done.is_done(
-        "left", leaving.supervisor))  # fmt: skip
+        "left", leaving.supervisor, leaving.options["keep_results"]))  # fmt: skip
     monkeypatch.setattr(use, "run_here", lambda *words: done.is_done("here", words))
     monkeypatch.setattr(submission, "hand_in", written)
     monkeypatch.setattr(this_machine, "own_names", lambda: set[str]())
@@ -249,7 +250,7 @@ def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -
         if option.default is True and verb not in applies.MEASURING:  # on as it is
             flag = option.secondary_opts[0]
         beside = () if verb in applies.MEASURING else COMPANIONS.get(name, ())
-        if name == "supervisor" and (verb not in applies.OPTIONS[name].verbs
+        if name in ("supervisor", "keep_results") and (verb not in applies.OPTIONS[name].verbs
                                      or not manners()[manner].takes(name)):  # fmt: skip
             beside = ()
         value = OTHERWISE.get((manner, name), VALUES[name])
@@ -351,6 +352,14 @@ def test_detached(deed: Deed, monkeypatch: pytest.MonkeyPatch) -> None:
         (("run", "--detach", "--screen", "live", "job.py"), "--screen does not go with --detach"),
         (("run", "--keep", "--keep-warm", "9", "job.py"), "--keep-warm does not go with a run"),
         (("run", "--supervisor", "n1", "job.py"), "--supervisor does not apply to a run"),
+        (
+            ("run", "--keep-results", "9d", "-H", "n1", "x"),
+            "--keep-results does not apply to a",
+        ),
+        (
+            ("run", "--detach", "--keep-results", "9d", "-H", "localhost", "job.py"),
+            "--keep-results does not go with a supervisor on this machine",
+        ),
     ],
 )
 def test_options_that_make_each_other_void(deed: Deed, words: list[str], message: str) -> None:

@@ -90,6 +90,28 @@ def test_a_run_goes_on_without_the_machine_that_started_it(site: Site) -> None:
     assert site.leftovers() == ""
 
 
+def test_data_are_in_their_places_before_it_is_left(site: Site, tmp_path: Path) -> None:
+    """Sent once from here, to the supervisor's host, and from there to the others."""
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    (photos / "1.png").write_bytes(b"one")
+    (site.project / "see.py").write_text(
+        "import os, time, pathlib as p\nfile = p.Path(os.environ['PACELINE_DATA_DIR'], '1.png')\n"
+        "look = lambda: print(file.read_text(), flush=True)\nlook(); time.sleep(3); look()\n"
+    )
+    words = ("--detach", "--keep-results", "9d", "--no-torch", "--data", str(photos), "see.py")
+    left = site.run(*words)
+    assert left.code == 0, left.err
+    assert left.err.count("sending data: 0 of 1 MiB") == 2  # to n1, and by it
+    (photos / "1.png").unlink()
+    folder = folder_of(site, "n1", left.directory)
+    about = ended(folder)
+    assert (about["exit_code"], about["keep_s"]) == (0, 9 * 86400)
+    for rank in range(3):
+        assert (folder / f"run/logs/n{rank + 1}/{rank}.log").read_text() == "one\none\n"
+    assert site.leftovers() == ""
+
+
 def test_two_at_once_and_another_supervisor(site: Site) -> None:
     words = ("--detach", "--no-torch", "count.py", "60", "0.1")
     first = site.run(*words)
@@ -147,10 +169,14 @@ def test_hosts_that_do_not_reach_the_supervisor(site: Site) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_who_gives_the_start_up_leaves_nothing(site: Site, signum: int) -> None:
     before = folders(site, "n1")
-    words = ("--detach", "--no-torch", "--wait-for-nodes", "60", "--nnodes", "2:3", "member.py")
-    with site.start(*words, "40") as launch:
-        assert eventually(lambda: len(folders(site, "n1")) > len(before))
-        time.sleep(0.7)
+    for host in site.lab.names:  # no rank begins before this has ended
+        (site.lab.home(host) / "activate.sh").write_text("touch ~/activates; sleep 600\n")
+    words = ("--detach", "--no-torch", "--activate", "~/activate.sh", "member.py", "40")
+    began = site.lab.home("n3") / "activates"
+    with site.start(*words) as launch:
+        assert eventually(began.exists), launch.err
+        assert len(folders(site, "n1")) > len(before)
+        began.unlink()
         launch.signal(signum)
         launch.end()
     assert launch.process.returncode == (130 if signum == signal.SIGINT else -9), launch.err
@@ -236,8 +262,32 @@ def test_kept_it_outlives_ctrl_z_and_the_closed_window(site: Site) -> None:
     stopped = subprocess.run([*paceline, "stop", str(run)], env=env, cwd=site.project, check=False,
                              capture_output=True, text=True, timeout=PATIENCE_S)  # fmt: skip
     assert stopped.returncode == 0, stopped.stderr
-    assert not folder.exists()
+    assert eventually(lambda: not folder.exists())  # who looked on from that window may be leaving
     assert site.leftovers() == ""
+
+
+def test_a_supervisor_whose_disk_is_full_ends_the_run_and_says_so(site: Site) -> None:
+    """In its result, for which there is room."""
+    there = f"{site.lab.home_inside()}/.cache/paceline/detached"
+    fills = "import os, time\ntime.sleep(4)\nwhile True: os.write(1, b'x' * 9999 + b'\\n')\n"
+    (site.project / "fills.py").write_text(fills)
+    mount = f"mkdir -p {there} && mount -t tmpfs -o size=24m,mode=700 none {there}"
+    site.lab.exec("n1", ["sh", "-c", mount], check=True)
+    try:
+        left = site.run("--detach", "--no-torch", "fills.py")
+        assert left.code == 0, left.err
+        env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+        argv = [sys.executable, "-m", "paceline", "attach", "--lines", str(left.directory)]
+        watched = subprocess.run(argv, env=env, cwd=site.project, capture_output=True, text=True,
+                                 timeout=PATIENCE_S, check=False)  # fmt: skip
+        assert watched.returncode == 1
+        assert f"{there}/" in watched.stderr
+        assert "No space left on device" in watched.stderr
+        assert "Free some space there, or name another host: --supervisor HOST" in watched.stderr
+        assert left.json("result.json")["exit_code"] == 1
+        assert site.leftovers() == ""
+    finally:
+        site.lab.exec("n1", ["umount", "-l", there])
 
 
 # --- on this machine

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 
 import pytest
 
+from paceline.agent import leave as there
 from paceline.spec.detached import About, Detached
 from paceline.spec.hosts import Host
 
@@ -48,3 +51,18 @@ def test_odd_values_of_little_weight_count_as_absent() -> None:
     away = Detached.read({**DETACHED.to_json(), "ssh": None, "port": "22", "address": ""})
     assert away is not None
     assert (away.ssh_config, away.port, away.address) == (None, None, "n1")
+
+
+def test_results_wait_on_a_host_for_as_long_as_was_said(tmp_path: Path) -> None:
+    """And those of a run that still goes on for ever."""
+    day = 86400.0
+    ends = {"a1": (8, None), "b2": (6, None), "c3": (8, 30 * day), "d4": (2, day), "e5": (None, 0)}
+    for name, (days, keep_s) in ends.items():
+        ended = None if days is None else time.time() - days * day
+        about = {**ABOUT.to_json(), "ended": ended, "keep_s": keep_s}
+        if keep_s is None:
+            del about["keep_s"]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "about.json").write_text(json.dumps(about))
+    there.forget(str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"b2", "c3", "e5"}

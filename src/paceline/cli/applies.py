@@ -165,6 +165,7 @@ OPTIONS: dict[str, Applies] = {
     "detach": Applies(chosen=True, now=_LEFT, submission=True, hint=_WATCHED),
     "keep": Applies(chosen=True, verbs=_LEFT, hint=_WATCHED),
     "supervisor": Applies(chosen=True, verbs=_LEFT, hint=_WATCHED),
+    "keep_results": Applies(chosen=True, verbs=_LEFT, hint="Results wait only on another host"),
 }  # fmt: skip
 # These are for the submission (those of containers also for a start now); the job that was
 # submitted finds them in its environment and file.
@@ -212,12 +213,14 @@ def refuse_ignored(ctx: click.Context, manner: Manner, environ: Mapping[str, str
             continue
         if verb not in where.verbs_of(manner) or (where.chosen and not manner.takes(name)):
             raise _ignored(name, spelled, manner, verb)
-    if ctx.params.get("supervisor") and not (ctx.params.get("detach") or ctx.params.get("keep")):
-        raise SettingError(
-            f"{given(ctx)['supervisor']} does not apply to a run that is not left",
-            found="this command watches it itself",
-            remedy="--detach or --keep beside it, or leave it out",
-        )
+    for name in ("supervisor", "keep_results"):
+        typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if typed and not (ctx.params.get("detach") or ctx.params.get("keep")):
+            raise SettingError(
+                f"{given(ctx)[name]} does not apply to a run that is not left",
+                found="this command watches it itself",
+                remedy="--detach or --keep beside it, or leave it out",
+            )
     if ctx.params.get("detach") and ctx.params.get("keep"):
         settle_leaving(ctx)
     if (ctx.params.get("detach") or ctx.params.get("keep")) and ctx.params.get("keep_warm"):

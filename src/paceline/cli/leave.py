@@ -7,18 +7,20 @@ import sys
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
+from paceline.cli.applies import refuse_beside
 from paceline.cli.runs import called
 from paceline.cli.verb import say
 from paceline.cli.via import ssh_of
+from paceline.launch.decide import choose_hosts
 from paceline.launch.leave import Leaving, Outcome, leave, supervisor_among
 from paceline.launch.prepare import Package
 from paceline.launch.screen import Screen
 from paceline.remote.transport import Transport
 from paceline.schedulers.container import ContainerTransport
 from paceline.spec.command import shell_text
-from paceline.spec.errors import SettingError
-from paceline.spec.hosts import Cluster, Host
+from paceline.spec.hosts import Cluster
 from paceline.spec.job import Input, Job
 
 
@@ -32,10 +34,16 @@ def leave_run(ctx: click.Context, job: Job, cluster: Cluster, transport: Transpo
     leaving = Leaving(
         job, cluster, transport, package, ctx.params["supervisor"], run_dir.absolute(),
         ("paceline", *sys.argv[1:]),
-        {"show": ctx.params["show"], "check": ctx.params["check_level"]}, ssh_of(ctx.params),
+        {name: ctx.params[name] for name in ("show", "check_level", "keep_results")},
+        ssh_of(ctx.params),
         transport.wrapping if isinstance(transport, ContainerTransport) else None,
     )  # fmt: skip
-    if refuse(leaving).local:
+    hosts = choose_hosts(job, cluster)
+    if supervisor_among(hosts, leaving.supervisor).local:
+        typed = ctx.get_parameter_source("keep_results") is ParameterSource.COMMANDLINE
+        if typed:
+            refuse_beside(ctx, "a supervisor on this machine, whose results are in the run's"
+                          " folder at once", ["keep_results"])  # fmt: skip
         leaving = dataclasses.replace(leaving, job=lasting(job, run_dir.absolute()))
     screen = Screen(ctx.params["show"])
     try:
@@ -50,23 +58,6 @@ def leave_run(ctx: click.Context, job: Job, cluster: Cluster, transport: Transpo
         return attach_to(run_dir, lines=ctx.params["screen"] == "lines")
     say(goes_on(outcome, run_dir), err=True)
     return 0
-
-
-def refuse(leaving: Leaving) -> Host:
-    """What cannot be left: SettingError with the reason. Else the host that is to supervise."""
-    from paceline.launch.decide import choose_hosts
-
-    hosts = choose_hosts(leaving.job, leaving.cluster)
-    host = supervisor_among(hosts, leaving.supervisor)
-    if leaving.job.data is not None and not host.local:
-        raise SettingError(
-            f"--data {leaving.job.data.path} does not go with --detach",
-            found=f"the folder is on this machine, and {host.name} is to start the ranks, and to"
-            " send what is missing, without it",
-            remedy="Leave --detach out; or put the folder at a path that all hosts have, and name"
-            " that to the script without --data",
-        )
-    return host
 
 
 def lasting(job: Job, run_dir: Path) -> Job:

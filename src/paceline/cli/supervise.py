@@ -39,6 +39,7 @@ from paceline.spec.events import Event
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job, Show
 from paceline.spec.plain import from_plain
+from paceline.transfer.data import Folder
 from paceline.transfer.tree import Tree
 
 MARK = b"\xf5PLleave "
@@ -145,9 +146,14 @@ class Kept(io.TextIOBase):
         whole, end, self._partial = (self._partial + text).rpartition("\n")
         if end:
             lines = self.redactor.text(whole) + end
-            _write(self._fd, lines.encode(errors="replace"))
+            self.keep(lines)
             self._line.tell(text=lines, err=self._err)
         return len(text)
+
+    def keep(self, lines: str) -> None:
+        """For the file alone. What finds no room on a full disk is missing there."""
+        with contextlib.suppress(OSError):
+            _write(self._fd, lines.encode(errors="replace"))
 
     def fileno(self) -> int:
         return self._fd
@@ -226,7 +232,7 @@ def main() -> int:
         told["run_id"], job.name, tuple(told["command"]),
         tuple(host.name for host in cluster.hosts), time.time(), told["launched_by"],
         told["launched_in"], socket.gethostname(), os.getpid(),
-        float(this_machine.started(os.getpid()) or 0), str(run),
+        float(this_machine.started(os.getpid()) or 0), str(run), told["keep_results"],
     )  # fmt: skip
     _keep(folder, about)
     secrets = secrets_of(job, cluster)
@@ -236,8 +242,7 @@ def main() -> int:
     try:
         code = _supervise(folder, run, line, job, cluster, out, err)
     except PacelineError as error:
-        text = err.redactor.text(error.render())
-        os.write(err.fileno(), f"{text}\n".encode())  # who is there shows it himself
+        err.keep(f"{err.redactor.text(error.render())}\n")  # who is there shows it himself
         parts = {"message": error.message, "found": error.found, "remedy": error.remedy}
         code, problem = error.exit_code, {"error": parts}
     for path in folder.iterdir():  # what was only needed while it ran
@@ -271,7 +276,7 @@ def _supervise(folder: Path, run: Path, line: Line, job: Job, cluster: Cluster, 
     line.listen(heard)
     begun = Begun(job.lease_s.value, lambda: line.tell(running=True))
     inspect = None
-    if told["check"] != "none":
+    if told["check_level"] != "none":
         from paceline.checks.preflight import inspector
 
         inspect = inspector(job, run)
@@ -292,7 +297,11 @@ def _supplies(folder: Path, told: Mapping[str, Any]) -> Supplies | None:
         for name, one in told["trees"].items()
     }
     inputs = {str(tree.root): tree for name, tree in trees.items() if name.startswith("input")}
-    return Supplies(trees.get("code"), trees.get("package"), inputs)
+    data = None
+    if (sent := told["data"]) is not None:
+        root = Path(told["job"]["data"]["path"])
+        data = Folder(root, "", copy=(sent["key"], Path(sent["place"])))
+    return Supplies(trees.get("code"), trees.get("package"), inputs, data)
 
 
 def _keep(folder: Path, about: About) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from paceline.cli.applies import SUBMISSION, VERBS, Manner, given, spelling
-from paceline.cli.flags import Seconds
+from paceline.cli.flags import Duration, Seconds
 from paceline.cli.torchrun import Aliased
 from paceline.cli.verb import say
 from paceline.hosts.lab import lab_name
@@ -78,6 +78,9 @@ VIA_OPTIONS = [
                  help="The same, and attach at once: a closed terminal or Ctrl-Z ends nothing."),
     click.option("--supervisor", metavar="HOST", show_default="the first",
                  help="With --detach or --keep: the host that watches the run."),
+    click.option("--keep-results", type=Duration(1.0), default="7d", metavar="DURATION",
+                 help="With --detach or --keep: how long results wait on the supervisor's host for"
+                 " somebody who fetches them."),
 ]  # fmt: skip
 
 Kind = Literal["run", "submit", "join"]

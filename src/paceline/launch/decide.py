@@ -484,7 +484,7 @@ def place_on(job: Job, found: Found, supplies: Supplies, run_id: str) -> Place:
         entry = replace(entry, args=tuple(job.data.on_node(arg, data) for arg in entry.args))
     if job.data is not None and found.data is not None and not found.data.in_place:
         if job.ship.value == "never" and (found.data.missing or found.data.gone):
-            raise _other_data(job.data.path, host, found.data)
+            raise other_data(job.data.path, host, found.data)
         copies.append(Copy("data", job.data.path, data))
     return Place(how, workdir, entry, tuple(copies), data)
 
@@ -506,7 +506,8 @@ def inputs_env(place: Place) -> dict[str, Setting[str]]:
     return {jobenv.INPUTS: Setting(json.dumps(sent), Source.FOUND, "as sent")} if sent else {}
 
 
-def _other_data(path: str, host: Host, found: DataPlace) -> NodeError:
+def other_data(path: str, host: Host, found: DataPlace) -> NodeError:
+    """What to say where data may not be sent, and are not there."""
     return NodeError(
         f"the data on {host.name} are not those of this machine, and --ship never was given",
         found=f"{path} is missing or different there; its copy lacks"

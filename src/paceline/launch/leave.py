@@ -51,6 +51,8 @@ from paceline.spec.launched import PROCESS_VARIABLES
 from paceline.spec.nodes import NodeRange
 from paceline.spec.plain import to_plain
 from paceline.spec.settings import Source
+from paceline.transfer import data
+from paceline.transfer.data import Folder
 from paceline.transfer.files import send_tree
 from paceline.transfer.results import Fetcher
 from paceline.transfer.tree import Manifest, Tree, read_parts
@@ -75,7 +77,7 @@ class Leaving:
         supervisor: Name of the host that watches it; ``None`` for the first.
         run_dir: The run's folder here.
         command: The words that were typed, the program's name first.
-        options: What else the supervisor is told: ``show`` and ``check``.
+        options: What else the supervisor is told: ``show``, ``check_level`` and ``keep_results``.
         ssh: How to log in.
         wrapping: Where agents run in containers: looks at the hosts, and gives what puts an agent's
             command into the container of one.
@@ -134,6 +136,7 @@ class _Start:
         self._wrap: Wrap | None = None
         self._callers: dict[str, Login] = {}
         self._sent: Manifest = []
+        self._data: dict[str, str] | None = None  # how the supervisor finds the folder of --data
         self._watching: list[asyncio.Task[None]] = []
         self._gate = asyncio.Semaphore(LOGINS_AT_ONCE)
 
@@ -181,6 +184,8 @@ class _Start:
                 for number, tree in enumerate(supplies.inputs.values()):
                     trees[f"input{number}"] = tree
                 about, places = await self._send(channel, directory, trees)
+                if supplies.data is not None:
+                    self._data = await self._send_data(channel, supplies.data)
                 return await self._supervised(channel, directory, places, about)
             finally:
                 await channel.close(1.0)
@@ -236,6 +241,28 @@ class _Start:
         places[RUN] = await send_tree(channel, run.manifest, run.file, name, RUN)
         return about, places
 
+    async def _send_data(self, channel: Channel, folder: Folder) -> dict[str, str]:
+        """Has the supervisor's host get the data, for itself and for the other hosts."""
+        ship = self._leaving.job.ship.value
+        try:
+            place = await data.look(channel, folder, always=ship == "always")
+        except OSError as error:
+            raise data.unreadable(folder, error) from None
+        if ship == "never" and (place.missing or place.gone):
+            raise decide.other_data(str(folder.root), self._host, place)
+        if not place.in_place:
+            done = 0
+
+            def sent(count: int) -> None:
+                nonlocal done
+                done += count
+                self._screen.sending(done, place.size)
+
+            if place.size:
+                self._screen.sending(0, place.size)
+            await data.send(channel, folder, place, sent)
+        return {"key": folder.key, "place": place.folder}
+
     # --- the start ------------------------------------------------------------------------------
 
     async def _supervised(self, channel: Channel | None, directory: RunDirectory | None,
@@ -279,6 +306,7 @@ class _Start:
             "supervisor": self._host.name,
             "contained": leaving.wrapping is not None,
             "trees": None if here else dict(trees or {}),
+            "data": self._data,
             "run": str(leaving.run_dir.absolute()) if here else None,
             "shown": short(leaving.run_dir.absolute()),
             "command": [hidden.text(word) for word in leaving.command],

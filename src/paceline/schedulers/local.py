@@ -42,7 +42,7 @@ class Local(Scheduler):
     """For a job that stays at home."""
 
     name, title = "local", "This machine"
-    starting = (NOW - {"ship", "fastest"}) | LEAVE | {"check_level", "keep_warm"}
+    starting = (NOW | LEAVE | {"check_level", "keep_warm"}) - {"ship", "fastest", "keep_results"}
     direct = True
     fixed = "there is one node, this machine"
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Options of the command line that a scheduler understands, by their parameters' names.
 NOW = frozenset({"hosts", "fastest", "ship", "as_json", "verbose"})  # of those that start nodes now
 LOGIN = frozenset({"ssh_config", "accept_new_host_keys"})  # where SSH is used, by us or by it
-LEAVE = frozenset({"detach", "keep", "supervisor"})  # where a run can go on by itself
+LEAVE = frozenset({"detach", "keep", "supervisor", "keep_results"})  # for runs that are left
 SCRIPT = frozenset({  # of those that take a script
     "ship", "time_limit", "partition", "account", "mem", "gres", "gpus", "gpus_per_node", "array",
     "sbatch_arg", "setup_command",

@@ -28,7 +28,7 @@ ABOUT = "about.json"  # in the run's folder on the supervisor's host
 FOLDERS = "detached"  # of such folders, below the cache of paceline
 RUN = "run"  # in it: the run directory
 SCREEN = "screen.txt"  # in the run directory: what an attached launcher would have shown
-KEPT_S = 7 * 24 * 3600.0  # results that nobody fetches stay for so long, in seconds
+KEPT_S = 7 * 24 * 3600.0  # results that nobody fetches stay for so long by default, in seconds
 
 _RUN_ID = re.compile("[0-9a-f]{6,64}")
 
@@ -49,6 +49,7 @@ class About:
         pid: Process id of the supervisor.
         pid_start: When that process began, by this machine's own measure.
         run: Absolute path of the run directory on this machine.
+        keep_s: How long it stays there after the end when nobody fetches it, in seconds.
         ended: When it ended, in seconds since 1970; ``None`` while it runs.
         exit_code: How; ``None`` while it runs.
     """
@@ -64,6 +65,7 @@ class About:
     pid: int
     pid_start: float
     run: str
+    keep_s: float = KEPT_S
     ended: float | None = None
     exit_code: int | None = None
 
@@ -90,6 +92,7 @@ class About:
             pid=int(str(pid)),
             pid_start=_number(said.get("pid_start")),
             run=_text(said.get("run")),
+            keep_s=_number(said.get("keep_s", KEPT_S)),
             ended=None if ended is None else _number(ended),
             exit_code=code if _whole(code) else None,
         )

@@ -29,15 +29,23 @@ SPARE = 64 << 20  # bytes that stay free on a node's disk
 class Folder:
     """The folder on the launching machine; read when that is needed, and once.
 
-    Args:
+    Attributes:
         root: Its absolute path.
-        machine: Names this machine.
+        place: Where its files can be read: there, or in a copy on a supervisor's host.
+        key: What its copies are known by.
+        name: What they are called.
+
+    Args:
+        root: As above.
+        machine: Names the launching machine.
+        copy: Key and place of a copy, on another machine.
     """
 
-    def __init__(self, root: Path, machine: str) -> None:
+    def __init__(self, root: Path, machine: str, copy: tuple[str, Path] | None = None) -> None:
         self.root = root
         about = f"{machine}\0{os.path.realpath(root)}".encode(errors="surrogateescape")
-        self.key = hashlib.sha256(about).hexdigest()[:24]
+        own = hashlib.sha256(about).hexdigest()[:24]
+        self.key, self.place = copy or (own, root)
         self.name = root.name if root.name not in ("", ".", "..") else "data"
         self._lock = threading.Lock()
         self._items: list[Item] | None = None
@@ -45,13 +53,13 @@ class Folder:
 
     def marks(self) -> list[str]:
         """By which a node's folder is told to be this one."""
-        return there.marks(str(self.root))
+        return there.marks(str(self.place))
 
     def items(self) -> list[Item]:
         """Its files, in order. Blocking; OSError where one cannot be looked at."""
         with self._lock:
             if self._items is None:
-                self._items = [*there.walk(str(self.root))]
+                self._items = [*there.walk(str(self.place))]
             return self._items
 
     def hashes(self, paths: Iterable[str]) -> list[str]:
@@ -59,7 +67,7 @@ class Folder:
         for path in paths:
             with self._lock:
                 if path not in self._hashes:
-                    self._hashes[path] = hash_file(self.root / path)
+                    self._hashes[path] = hash_file(self.place / path)
         return [self._hashes[path] for path in paths]
 
 
@@ -251,7 +259,7 @@ def unreadable(folder: Folder, error: OSError) -> NodeError:
     """What to say where the data here cannot be read."""
     return NodeError(
         f"the data in {folder.root} cannot be read here",
-        found=f"{error.filename or folder.root}: {error.strerror or error}",
+        found=f"{error.filename or folder.place}: {error.strerror or error}",
         remedy="Make them readable, or take what cannot be read out of the folder",
     )
 
@@ -280,7 +288,7 @@ async def _send_small(
 ) -> None:
     async with Window() as window:
         for handful in _handfuls(items):
-            content = await asyncio.to_thread(_read, folder.root, handful)
+            content = await asyncio.to_thread(_read, folder.place, handful)
             if window.full:
                 await window.next()
             window.add(channel.request("put_data_files", items=handful, blob=content, **about))
@@ -324,7 +332,7 @@ async def _send_large(
 ) -> None:
     path, size, mtime = item
     digest, offset = hashlib.sha256(), 0
-    with await asyncio.to_thread((folder.root / path).open, "rb") as file:
+    with await asyncio.to_thread((folder.place / path).open, "rb") as file:
         if size >= RESUMED:
             had = await channel.request("have_data", path=path, **about)
             if 0 < had["size"] <= size:
@@ -340,7 +348,7 @@ async def _send_large(
                 await asyncio.to_thread(digest.update, data)
                 last = offset + len(data) == size
                 if not last and not data:
-                    raise _changed(folder.root, path)
+                    raise _changed(folder.place, path)
                 end = {"sha256": digest.hexdigest(), "mtime": mtime} if last else {}
                 if window.full:
                     await window.next()

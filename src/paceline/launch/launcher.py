@@ -577,4 +577,5 @@ def write_result(directory: RunDirectory, run_id: str, result: Result, began: fl
         "seconds": round(time.monotonic() - began, 3),
         "metrics": metrics,
     }
+    directory.make_room()
     directory.write_json(names.RESULT, {**about, **result.to_json()})

@@ -21,6 +21,7 @@ from paceline.spec.command import shell_text
 from paceline.spec.errors import NodeError, SettingError
 
 OPEN_FILES = 64  # at once: there is a log for every rank
+ROOM_BYTES = 1 << 18
 MASK = b"[secret]"
 
 
@@ -94,6 +95,8 @@ class RunDirectory:
             # that a machine is gone for good only its owner can say
             command = shell_text(["rm", str(self.path / names.OWNER)])
             gone = "" if owner_here(owner) else f"; if {owner['host']} is gone for good: {command}"
+            if owner_here(owner) and "start" not in owner:  # anybody's process may have that number
+                gone = f"; if that process is no paceline: {command}"
             raise SettingError(
                 f"the run directory {self.path} is in use",
                 found=f"by process {owner['pid']} on {owner['host']}, since {owner['since']}",
@@ -108,6 +111,14 @@ class RunDirectory:
         }
         self.write_json(names.OWNER, mark)
         inside.write_file(str(self.path), names.PROBE, self.token.encode())
+        with contextlib.suppress(OSError):  # a disk that is full by now is told of at once
+            room = os.urandom(ROOM_BYTES)  # which no file system makes smaller
+            inside.write_file(str(self.path), names.ROOM, room, durable=False)
+
+    def make_room(self) -> None:
+        """Gives away what was kept on the disk for the run's end: its result is written now."""
+        with contextlib.suppress(OSError):
+            (self.path / names.ROOM).unlink()
 
     def redacted(self, text: str) -> str:
         """A text as the run's files show it: without secrets."""
@@ -187,10 +198,17 @@ class RunDirectory:
         except OSError as error:
             free = error.errno in (errno.ENOSPC, errno.EDQUOT)
             linked = error.errno == errno.ELOOP
+            there = self.path in _called  # whoever reads it is on another machine
             raise NodeError(
-                f"cannot write to the run directory {self.path} on this machine",
+                f"cannot write to the run directory {self.path} on "
+                + (socket.gethostname() if there else "this machine"),
                 found=f"{error.strerror}" + (f" ({error.filename})" if error.filename else ""),
-                remedy="Free some space there, or give --run-dir on another disk"
+                remedy="Free some space there, or "
+                + (
+                    "name another host: --supervisor HOST"
+                    if there
+                    else "give --run-dir on another disk"
+                )
                 if free
                 else f"Look at what is there: {shell_text(['ls', '-l', str(error.filename)])}"
                 if linked
@@ -206,7 +224,7 @@ class RunDirectory:
             file.close()
         self._files.clear()
         shutil.rmtree(self.path / inside.INCOMING, ignore_errors=True)
-        for name in (names.OWNER, names.PROBE):
+        for name in (names.OWNER, names.PROBE, names.ROOM):
             with contextlib.suppress(OSError):
                 (self.path / name).unlink()
 

@@ -37,6 +37,7 @@ KEY = ".paceline-key"  # names the folder on nodes that do not see it
 RANKS = "ranks.json"  # while it runs: who is where, and who holds the others up
 STACKS = "stacks"  # stacks/TIME.txt: where all ranks stood when somebody asked
 OWNER = "owner.json"  # who runs in this folder: launcher's host, pid, start time
+ROOM = ".paceline-room"  # while it runs: bytes in which its end finds room on a full disk
 PROBE = ".paceline-probe"  # by which a node finds out whether it sees this very folder
 CALL = "call"  # of a function: it and its arguments, while it runs; pickled
 RETURNED = "returned"  # returned/RANK: what it returned or raised there; pickled

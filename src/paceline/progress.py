@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from paceline.spec.figures import which_epoch
+
 
 class Bar:
     """A live progress bar on a terminal.
@@ -65,8 +67,7 @@ def describe(told: Mapping[str, Any], short: bool = False) -> str:
     """``epoch 2/5  step 40/140  loss 0.3100  812 samples/s``, as far as it is known."""
     parts = []
     if "epoch" in told:
-        of = f"/{told['epochs']}" if told.get("epochs") else ""
-        parts.append(f"epoch {told['epoch']}{of}")
+        parts.append(which_epoch(told["epoch"], told.get("epochs")))
     if not short and "step" in told:
         of = f"/{told['steps']}" if told.get("steps") else ""
         parts.append(f"step {told['step']}{of}")

@@ -75,7 +75,7 @@ def test_a_healthy_run() -> None:
                    keys="? help")  # fmt: skip
     assert " runs/one · 2 ranks on 2 hosts" in screen
     assert "0:01:23" in screen
-    assert "epoch 2/8  step 100/400  812 samples/s  saved at 90" in screen
+    assert "epoch 3/8  step 100/400  812 samples/s  saved at 90" in screen
     assert "25%  0:01:03 left" in screen
     assert "     0 n1    train           100        406  ████" in screen
     assert "  n1       80%   40%   90%   800 Mbit/s   1.6 Gbit/s" in screen
@@ -107,7 +107,7 @@ def test_the_time_that_is_left_is_told_whole_where_there_is_little_room() -> Non
          loss=0.3, samples_per_s=3001.0)  # fmt: skip
     for columns in (60, 80, 100):
         row = drawn(board, columns, left_s=40_000.0).splitlines()[1]
-        assert row.startswith(" epoch 52/100  step 1,234,567/2,345,678")
+        assert row.startswith(" epoch 53/100  step 1,234,567/2,345,678")
         assert row.endswith("53%  11:06:40 left")
     assert "saved" in row
 

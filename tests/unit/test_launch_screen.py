@@ -100,7 +100,7 @@ def test_progress_in_plain_lines() -> None:
     for step in range(3):  # not one a step
         screen.progress({"step": step, "steps": 3, "epoch": 1, "epochs": 2, "loss": 0.5})
     screen.close()
-    assert err.getvalue() == "epoch 1/2  step 0/3  loss 0.5000\n"
+    assert err.getvalue() == "epoch 2/2  step 0/3  loss 0.5000\n"
     assert describe({"samples_per_s": 1234.5}) == "1,234 samples/s"
 
 

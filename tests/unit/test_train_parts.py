@@ -175,18 +175,18 @@ def test_folder_gets_records(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == [0.5, 0.25]
     assert "joined" in (tmp_path / "run/events.jsonl").read_text()
-    assert capsys.readouterr().out == "epoch 1  step 1  train: loss 0.5\naccuracy 1.0\n"
+    assert capsys.readouterr().out == "epoch 2  step 1  train: loss 0.5\naccuracy 1.0\n"
 
 
 def test_plain_line() -> None:
     line = plain({"step": 2, "epoch": 1, "split": "train", "loss": 0.123456, "samples": 9})
-    assert line == "epoch 1  step 2  train: loss 0.1235"
+    assert line == "epoch 2  step 2  train: loss 0.1235"
 
 
 def test_line_of_an_epoch() -> None:
     parts = [("train", {"loss": 2 / 3}), ("test", {"samples": 9, "accuracy": 0.9755555555555555})]
     assert figures(0, 3, 9, parts) == (
-        "epoch 0  step 3/9  train: loss 0.6667  test: accuracy 0.9756"
+        "epoch 1  step 3/9  train: loss 0.6667  test: accuracy 0.9756"
     )
 
 

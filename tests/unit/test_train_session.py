@@ -52,7 +52,7 @@ def test_the_screen_and_the_loop_count_epochs_alike(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
     whole = [line for line in lines if "lr" not in line]
     assert [line.split("  ")[:2] for line in whole] == [
-        [f"epoch {epoch}", f"step {2 * epoch + 2}/6"] for epoch in (0, 1, 2, 2)
+        [f"epoch {epoch}", f"step {2 * epoch}/6"] for epoch in (1, 2, 3, 3)
     ]
     assert "train: loss" in whole[1]
     assert whole[1].endswith("val: accuracy 0.1235")

@@ -35,7 +35,7 @@ from paceline.spec.detached import DETACHED, Detached
 from paceline.spec.errors import NodeError, PacelineError, SettingError
 from paceline.spec.events import read_events
 from paceline.spec.failure import UNKNOWN, Result, place
-from paceline.spec.figures import bit_rate, lasting
+from paceline.spec.figures import bit_rate, lasting, which_epoch
 from paceline.spec.settings import Source
 from paceline.spec.shapes import fits
 from paceline.spec.terminal import clean, for_reader
@@ -293,10 +293,7 @@ def describe(state: RunState) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.away.since))
         lines.append(f"  supervisor: on {state.away.host} since {since}")
     if state.last:
-        shown = ", ".join(
-            f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in list(state.last.items())[:6]
-        )
+        shown = ", ".join(_figure(name, value) for name, value in list(state.last.items())[:6])
         lines.append(f"  last record: {shown}")
     lines += [f"  {line}" for line in [*whereabouts(state.ranks), *loads(state.hosts)]]
     if state.hang:
@@ -306,6 +303,13 @@ def describe(state: RunState) -> str:
     if state.failure:
         lines.append(f"  failed first: {state.failure}")
     return "\n".join(lines)
+
+
+def _figure(name: str, value: Any) -> str:
+    """One of a record's, for people."""
+    if name == "epoch" and (epoch := records.whole(value)) is not None:
+        return which_epoch(epoch)
+    return f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def whereabouts(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -342,7 +346,9 @@ def loads(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
         moved = [("receives", one.get("in_bps")), ("sends", one.get("out_bps"))]
         parts = [f"{name} {part:.0%}" for name, part in used if part is not None]
         parts += [f"{way} {bit_rate(rate)}" for way, rate in moved if rate is not None]
-        said = "lost" if one.get("state") == "lost" else ", ".join(parts)
+        said = ", ".join(parts)
+        if one.get("state") == "lost":
+            said = f"lost, {one['trouble']}" if one.get("trouble") else "lost"
         if said:
             lines.append(f"{one['name']}: {said}")
     if lines and len(hosts) > _NAMED:

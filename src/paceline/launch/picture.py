@@ -18,7 +18,7 @@ from rich.text import Text
 
 from paceline.launch.board import TRAINING, Board, HostState, RankState, time_of
 from paceline.spec.events import PART_NAMES
-from paceline.spec.figures import bit_rate
+from paceline.spec.figures import bit_rate, which_epoch
 from paceline.spec.helptext import counted
 from paceline.spec.terminal import in_place, wrapped
 
@@ -157,8 +157,7 @@ class _Drawing:
             return None
         parts = []
         if (epoch := _whole(told.get("epoch"))) is not None:
-            epochs = _whole(told.get("epochs"))
-            parts.append(f"epoch {epoch}" + (f"/{epochs}" if epochs else ""))
+            parts.append(which_epoch(epoch, _whole(told.get("epochs"))))
         parts.append(f"step {step:,}" + (f"/{steps:,}" if steps else ""))
         # The sum of what the rows say, where they do; else that of the last record.
         each = [one.samples_per_s for one in self._board.ranks.values() if one.state == "ok"]
@@ -339,7 +338,7 @@ class _Drawing:
 
     def _load(self, host: HostState) -> Text:
         if host.state == "lost":
-            return Text("  lost", _BAD)
+            return Text("  lost" + (f", {host.trouble}" if host.trouble else ""), _BAD)
         line = Text()
         for used in (host.cpu, host.memory):
             style = "yellow" if used is not None and used > 0.95 else ""

@@ -33,3 +33,13 @@ def bit_rate(rate: float) -> str:
         if rate >= 0.9995 * size:
             return f"{rate / size:.3g} {name}"
     return f"{rate:.0f} bit/s"
+
+
+def which_epoch(epoch: int, epochs: int | None = None) -> str:
+    """``epoch 1/5`` of the first one: people count from 1, scripts and records from 0.
+
+    Args:
+        epoch: As scripts count them. Behind the last one it is that.
+        epochs: How many there are to be, if that is known.
+    """
+    return f"epoch {min(epoch + 1, epochs)}/{epochs}" if epochs else f"epoch {epoch + 1}"

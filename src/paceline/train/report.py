@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from paceline.progress import Bar
 from paceline.spec import jobenv, rundir
+from paceline.spec.figures import which_epoch
 from paceline.train import files
 
 HEARTBEAT_SECONDS = 1.0
@@ -300,12 +301,12 @@ def figures(
     """``epoch 1  step 46/345  train: loss 0.3121, accuracy 0.9  test: loss 0.2954``.
 
     Args:
-        epoch: As the loop over epochs counts them, from 0.
+        epoch: As the loop over epochs counts them, from 0; people are told it from 1.
         step: Global steps done.
         steps: Of the whole training; 0 leaves them out.
         parts: Values by the name of their split.
     """
-    words = [f"epoch {epoch}", f"step {step}/{steps}" if steps else f"step {step}"]
+    words = [which_epoch(epoch), f"step {step}/{steps}" if steps else f"step {step}"]
     for split, values in parts:
         shown = [f"{name} {_short(value)}" for name, value in values.items() if name != "samples"]
         words.append(f"{split}: {', '.join(shown)}")

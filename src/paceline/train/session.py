@@ -453,7 +453,8 @@ class Session(Member):
         begun = done.step
         if done.finished:
             self.say(
-                f"nothing is left to train: step {done.step:,}, in epoch {done.epoch}, is done"
+                f"nothing is left to train: step {done.step:,}, in epoch"
+                f" {done.epoch + (done.offset > 0)}, is done"
                 f" already, and {done.steps:,} steps ({counted(self._journal.epochs, 'epoch')})"
                 " were asked for\nmore epochs or steps train it further; --resume never, or a run"
                 " directory of its own, starts a new training"

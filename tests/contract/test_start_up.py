@@ -67,7 +67,7 @@ def test_a_run_is_light_until_it_talks_to_hosts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", [
     "run -", "run --hosts ", "train --", "evaluate --", "check --", "forecast --",
     "bench scaling --", "bench collectives --", "warm up --", "status ", "logs ", "explain ",
-    "report ", "runs --", "recipe show ",
+    "report ", "runs --", "recipe show ", "attach ", "setup --",
 ])  # fmt: skip
 def test_nothing_of_a_run_is_imported_at_tab(tmp_path: Path, line: str) -> None:
     asked = {VARIABLE: "bash_complete", "COMP_LINE": f"paceline {line}"}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -18,15 +17,16 @@ from paceline.cli.sources import setting
 from paceline.cli.verb import Verb, VerbGroup, say
 from paceline.remote import this_machine
 from paceline.remote.openssh import SshOptions
-from paceline.setup import access, keys, lines
+from paceline.setup import keys, lines
 from paceline.setup.accelerate import PRECISIONS
-from paceline.setup.access import Look
 from paceline.setup.journal import Journal, take_back, write_file
 from paceline.setup.keys import Identity
-from paceline.setup.login import Passwords, effective
 from paceline.spec.errors import ConnectError, NodeError, PacelineError, SettingError
 from paceline.spec.helptext import counted
 from paceline.spec.hosts import Host
+
+if TYPE_CHECKING:
+    from paceline.setup.access import Look
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,6 +73,10 @@ def command(ctx: click.Context, /, key: Path | None, key_type: str, password_std
         return
     if revoke:
         refuse_beside(ctx, "--revoke", own)
+    import asyncio
+
+    from paceline.setup import access
+
     chosen, ssh = cluster_hosts(ctx)
     journal = Journal.read()
     if revoke:
@@ -111,6 +115,10 @@ def take_from_parent(ctx: click.Context) -> None:
 
 def find_identity(key: Path | None, hosts: Sequence[Host], ssh: SshOptions) -> Identity:
     """The identity that ssh would offer the hosts, or the one to be made."""
+    import asyncio
+
+    from paceline.setup.login import effective
+
     other = next(host for host in hosts if not host.local)
     config = asyncio.run(effective(other, ssh))
     files = [Path(name).expanduser() for name in config.get("identityfile", [])]
@@ -183,6 +191,11 @@ def confirm(looks: Sequence[Look], yes: bool) -> None:
 def do(ctx: click.Context, looks: Sequence[Look], identity: Identity, kind: str,
        ssh: SshOptions, journal: Journal) -> None:  # fmt: skip
     """Does the steps in order, and looks again. ConnectError for hosts that still refuse."""
+    import asyncio
+
+    from paceline.setup import access
+    from paceline.setup.login import Passwords
+
     hosts = [one.host for one in looks]
     unpinned = [one for one in looks if one.state == "unpinned"]
     needed = any(one.state in ("no key", "unpinned") for one in looks)
@@ -210,6 +223,10 @@ def do(ctx: click.Context, looks: Sequence[Look], identity: Identity, kind: str,
 
 def verify(hosts: Sequence[Host], ssh: SshOptions, failed: dict[str, str]) -> None:
     """Looks whether the login works on every host now."""
+    import asyncio
+
+    from paceline.setup import access
+
     after = asyncio.run(access.look(hosts, ssh))
     out = [one for one in after if one.state != "works"]
     if out:
@@ -258,6 +275,8 @@ def ask_password(ctx: click.Context, looks: Sequence[Look]) -> str:
 async def take_all_back(hosts: Sequence[Host], ssh: SshOptions, journal: Journal,
                         dry_run: bool) -> int:  # fmt: skip
     """Undoes the journal, other hosts first: the login key goes last."""
+    from paceline.setup import access
+
     by_name = {host.name: host for host in hosts}
     remote = [change for change in reversed(journal.changes) if change.host]
     local = [change for change in reversed(journal.changes) if not change.host]
@@ -292,6 +311,8 @@ async def take_all_back(hosts: Sequence[Host], ssh: SshOptions, journal: Journal
 def sshd(ctx: click.Context, /, action: str, port: int, address: str, folder: Path | None,
          **_: object) -> None:  # fmt: skip
     """An sshd of your own, without root: on this machine, or on the hosts of `setup -H`."""
+    import asyncio
+
     from paceline.setup import worker_sshd
 
     words = [action, "--port", str(port), "--address", address]
@@ -305,6 +326,8 @@ def sshd(ctx: click.Context, /, action: str, port: int, address: str, folder: Pa
 
 async def _sshd_everywhere(hosts: Sequence[Host], ssh: SshOptions, words: list[str],
                            source: Path) -> int:  # fmt: skip
+    import asyncio
+
     from paceline.setup.login import run
 
     text = source.read_text(encoding="utf-8")
@@ -343,6 +366,8 @@ async def _sshd_everywhere(hosts: Sequence[Host], ssh: SshOptions, words: list[s
 def env(ctx: click.Context, /, requirements: Path, folder: str, python: str, offline: bool,
         activate: str, **_: object) -> None:  # fmt: skip
     """A Python environment on every host, from one requirements file."""
+    import asyncio
+
     from paceline.setup import environments
 
     hosts, ssh = cluster_hosts(ctx)
@@ -361,6 +386,8 @@ def env(ctx: click.Context, /, requirements: Path, folder: str, python: str, off
 
 async def _environments(hosts: Sequence[Host], ssh: SshOptions, wanted: Any,
                         wheels: Path | None) -> None:  # fmt: skip
+    import asyncio
+
     from paceline.remote.fanout import connect_all
     from paceline.setup import environments
 
@@ -376,6 +403,8 @@ async def _environments(hosts: Sequence[Host], ssh: SshOptions, wanted: Any,
 
 async def _environment(channel: Any, wanted: Any, wheels: Path | None) -> PacelineError | None:
     """Makes it on one node; its failure does not end the work on the others."""
+    import asyncio
+
     from paceline.setup import environments
 
     try:
@@ -411,6 +440,8 @@ def mounts(kind: Any, server: str, path: str, at: str, user: str) -> None:
 @click.pass_context
 def names(ctx: click.Context, /, **_: object) -> None:
     """Print lines for /etc/hosts, and what is wrong with those that are there. Changes nothing."""
+    import asyncio
+
     from paceline.checks.check import Wishes
     from paceline.checks.examine import examine
 

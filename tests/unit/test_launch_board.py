@@ -155,3 +155,20 @@ def test_a_long_curve_and_one_that_is_resumed() -> None:
     assert curve.points[0] == (0, 0.0)
     curve.add(100, -1.0)
     assert curve.points[-1][0] <= 100
+
+
+def test_a_lost_host_and_what_is_done_about_it_are_told_in_the_plans_order() -> None:
+    board = Board()
+    for rank in (2, 0, 1):  # as they happen to speak
+        told(board, "rank started", f"n{rank + 1}", rank, pid=5)
+    told(board, "lost", "n2", why="no route to host")
+    board.called({"n2": "dialled again: no route to host", "n9": "dialled again"})
+    said = board.to_json(1.0, 2000.0)
+    assert [one["name"] for one in said["hosts"]] == ["n1", "n2", "n3"]
+    assert loads(said["hosts"]) == ["n2: lost, dialled again: no route to host"]
+    again = Board()
+    assert again.read(json.loads(json.dumps(said)), 1.0, 2000.0)
+    assert again.to_json(1.0, 2000.0) == said
+    told(board, "rank started", "n2", 1, pid=6)
+    board.called({})
+    assert loads(board.to_json(2.0, 2001.0)["hosts"]) == []

@@ -107,7 +107,8 @@ def up(ctx: click.Context, /, script: str | None, no_torch: bool, seconds: float
             f"no agent can wait on {', '.join(missing)}",
             found="another command uses the one that waits there, or nothing can be kept: the cache"
             " folder here or there is full, or others can write to it",
-            remedy="paceline warm status; df -h ~/.cache",
+            remedy="paceline warm status\n"
+            "here and there: df -h ~/.cache; chmod go-w ~ ~/.cache ~/.cache/paceline",
         )
 
 

@@ -48,7 +48,8 @@ _RANK = record(
 )  # fmt: skip
 _HOST = record(
     {"cpu": maybe(number), "memory": maybe(number), "gpus": maybe(each(number, 1000)),
-     "in_bps": maybe(number), "out_bps": maybe(number), "state": SMALL},
+     "in_bps": maybe(number), "out_bps": maybe(number), "state": SMALL,
+     "trouble": text(LONG_TEXT)},
     name=text(255),
 )  # fmt: skip
 SHAPE = record(
@@ -100,6 +101,7 @@ class HostState:
         gpus: The same of each GPU's time.
         in_bps, out_bps: Bits a second over the job's interface.
         state: ``ok`` or ``lost``.
+        trouble: Of a lost one: what is done about it, in a few words.
     """
 
     name: str
@@ -109,6 +111,7 @@ class HostState:
     in_bps: float | None = None
     out_bps: float | None = None
     state: str = "ok"
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +311,11 @@ class Board:
                 rank.state = "lost"
                 rank.trouble = f"its host was lost at {time_of(when)}"
 
+    def called(self, hosts: Mapping[str, str]) -> None:
+        """What stands in the way of hosts that are called again, by name."""
+        for host in self.hosts.values():
+            host.trouble = hosts.get(host.name, "") if host.state == "lost" else ""
+
     def _pace(self, event: Event) -> None:
         """Where the time of each rank's steps went: in the order of their ranks in the group."""
         seconds, rates = event["ranks_s"] or [], event["rates"] or []
@@ -367,11 +375,13 @@ class Board:
             now: Of the clock that :meth:`take` was given.
             clock: Seconds since 1970.
         """
+        first = {one.host: rank for rank, one in sorted(self.ranks.items(), reverse=True)}
+        hosts = sorted(self.hosts.values(), key=lambda one: first.get(one.name, len(first)))
         return {
             "time": round(clock, 3),
             "progress": self.progress,
             "ranks": [_rank_json(self.ranks[rank], now) for rank in sorted(self.ranks)],
-            "hosts": [_host_json(host) for host in self.hosts.values()],
+            "hosts": [_host_json(host) for host in hosts],
             "hang": self.hang,
             "slow": None if self.slow is None else {
                 "rank": self.slow.rank, "cause": self.slow.cause, "part": self.slow.part
@@ -430,6 +440,7 @@ def _host_json(host: HostState) -> dict[str, Any]:
     return {
         "name": host.name,
         "state": host.state,
+        **({"trouble": host.trouble} if host.trouble else {}),
         **{name: round(one, 3) for name, one in shares.items() if one is not None},
         **{name: round(one) for name, one in rates.items() if one is not None},
         **({"gpus": [round(one, 3) for one in host.gpus]} if host.gpus else {}),
@@ -439,7 +450,7 @@ def _host_json(host: HostState) -> dict[str, Any]:
 def _host_of(said: Mapping[str, Any]) -> HostState:
     return HostState(
         said["name"], said.get("cpu"), said.get("memory"), said.get("gpus") or (),
-        said.get("in_bps"), said.get("out_bps"), said.get("state", "ok"),
+        said.get("in_bps"), said.get("out_bps"), said.get("state", "ok"), said.get("trouble", ""),
     )  # fmt: skip
 
 

@@ -199,6 +199,7 @@ class Launcher:
             self._request.transport, fleet, lambda host: decide.python_of(job, host),
             lambda node: self._fit_out(node, fleet, supplies), self._came, self._screen.note,
         )  # fmt: skip
+        self.recorder.called = muster.ways_back
         for host in self._request.hosts:
             if host.name in self._missing:
                 muster.call(host)

@@ -167,6 +167,14 @@ class Muster:
         """Hosts that are waited for, with what stands in their way."""
         return [call.describe() for call in self._calls.values()]
 
+    def ways_back(self) -> dict[str, str]:
+        """By host that is called: what stands in its way, in words that follow its name."""
+        return {
+            name: "it is back, and gets ready" if call.channel is not None
+            else "dialled again" + (f": {call.why}" if call.why else "")
+            for name, call in self._calls.items()
+        }  # fmt: skip
+
     def call(self, host: Host, after_s: float = 0.0) -> None:
         """Begins to call a host, unless that is so already."""
         if self._transport.redials and host.name not in self._coming:

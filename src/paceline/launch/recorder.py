@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.launch.board import Board
@@ -78,6 +78,7 @@ class Recorder:
         self._screen = screen
         self._begin: list[Mapping[str, Any]] = []
         self._end: deque[Mapping[str, Any]] = deque(maxlen=MOST_EVENTS)
+        self.called: Callable[[], Mapping[str, str]] = dict  # hosts on their way back, and how
         self.resumable = False  # the training was stopped, and its state is saved
 
     @property
@@ -110,6 +111,7 @@ class Recorder:
 
     def where(self) -> None:
         """Writes down who is where, for whoever asks for the state of the run."""
+        self.board.called(self.called())
         with contextlib.suppress(NodeError):  # a full disk is told of by what must be written
             about = self.board.to_json(time.monotonic(), time.time())
             self._directory.write_json(names.RANKS, about, durable=False)

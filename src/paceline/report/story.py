@@ -363,7 +363,9 @@ def _findings(run: Run) -> Iterator[Part]:
     wrong.sort(key=lambda one: ("fail", "unknown", "warn").index(str(one.get("outcome"))))
     for one in wrong[:20]:
         remedy = words(one.get("remedy")).strip()
-        text = f"{words(one.get('message'))} [{words(one.get('check'), 100)}]"
+        check = words(one.get("check"), 100)
+        by = "" if check.startswith("explain/") else f" (check: {check})"
+        text = f"{words(one.get('message'))}{by}"
         told.append(("bad" if one.get("outcome") == "fail" else "slow",
                      text + (f" → {remedy}" if remedy else "")))  # fmt: skip
     if (slow := slowest(run)) is not None and slow[1]:

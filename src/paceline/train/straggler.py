@@ -69,15 +69,15 @@ class Straggler:
         """For people, with the name of its host."""
         why = CAUSES[self.cause] + (f" ({self.detail})" if self.detail else "")
         return (
-            f"rank {self.rank} on {host} holds the others up by {self.seconds:.3f} s a step,"
-            f" {self.part:.0%} of the time: {why}"
+            f"rank {self.rank} on {host} holds the others up by {self.seconds:.3f} s a step"
+            f" ({self.part:.0%} of it): {why}"
         )
 
     def summed(self, host: str) -> str:
         """For people, at the end of a training."""
         return (
-            f"rank {self.rank} on {host}, for which the others waited {self.seconds:.3f} s a step,"
-            f" {self.part:.0%} of the time: {CAUSES[self.cause]}"
+            f"rank {self.rank} on {host}, for which the others waited {self.seconds:.3f} s a step"
+            f" ({self.part:.0%} of it): {CAUSES[self.cause]}"
         )
 
 

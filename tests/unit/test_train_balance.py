@@ -206,6 +206,19 @@ def test_a_dropped_rank_is_tried_again() -> None:
     assert job.run(300).controller.shares == (30, 30)
 
 
+def test_a_resumed_run_leaves_a_dropped_rank_its_rest() -> None:
+    work = speeds([0.001] * 2, [0.0, 0.2])
+    job = Job(2, 60, work, drops=True).run(100)
+    kept = job.controller
+    assert list(kept.resting) == [1]
+    assert kept.speeds()[1][0] > 0  # what it was before, for other worlds
+    again = Job(2, 60, work, drops=True, resting=kept.resting)
+    again.controller.shares = kept.shares
+    again.steps, again.notes = job.steps, job.notes  # at the same step
+    assert not again.run(60).changed
+    assert again.run(300).changed
+
+
 def test_batch_norm_keeps_a_least_share() -> None:
     assert min(Job(2, 64, speeds([0.001, 0.1]), least=4).run(60).controller.shares) == 4
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.train.comms import Comms
-from paceline.train.pace import PARTS, Look, Pace, Totals, divided, elements
+from paceline.train.pace import PARTS, Look, Pace, Rate, Totals, divided, elements
 from paceline.train.straggler import CAUSES, Judge, Straggler
 from paceline.train.vitals import VITALS, Vitals
 from paceline.train.world import World
@@ -92,6 +92,25 @@ def test_saving_and_data_are_no_computing() -> None:
     pace.restart(waited=500.0, saved=50.0)
     pace.step(1, waited=500.0, saved=50.0)
     assert pace.finish()[-1].seconds[0, -1, PARTS.index("data")] == 0.0
+
+
+def test_a_pause_costs_neither_its_own_time_nor_that_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four steps of a second, an evaluation of ten after the second."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    rate = Rate()
+    rate.restart()
+    for step in range(4):
+        now[0] += 1.0
+        rate.add(8)
+        if step == 1:
+            rate.pause()
+            now[0] += 10.0
+            rate.restart()
+    assert rate.measure() == 8.0
+    assert (rate.samples, rate.seconds) == (32, 4.0)
 
 
 def test_numbers_in_a_batch() -> None:

@@ -240,7 +240,12 @@ class _Speed:
         self.overhead, self._learned = many[0] * fixed / (1 - fixed), True
 
     def state(self) -> list[float]:
-        return [self.cost if self._costs else 0.0, self.overhead]
+        if self._costs:
+            return [self.cost, self.overhead]
+        if self._before is not None:  # what it was before its share changed
+            share, took = self._before
+            return [took / max(share + self.overhead, 1e-9), self.overhead]
+        return [0.0, self.overhead]
 
 
 class Controller:
@@ -250,12 +255,22 @@ class Controller:
         shares: To begin with.
         least: Smallest share.
         drops: A rank without which a step would be faster gets nothing to do; never rank 0.
+        resting: Of ranks that were dropped: until which step they rest, and how many steps that
+            are.
 
     Attributes:
         shares: The present ones.
+        resting: As above; for checkpoints.
     """
 
-    def __init__(self, shares: Shares, *, least: int = 1, drops: bool = False) -> None:
+    def __init__(
+        self,
+        shares: Shares,
+        *,
+        least: int = 1,
+        drops: bool = False,
+        resting: Mapping[int, tuple[int, int]] | None = None,
+    ) -> None:
         self.shares, self.least, self.drops = shares, least, drops
         self._speeds = [_Speed() for _ in shares]
         self._since = -1  # the first step with these shares; unknown before the first look
@@ -263,7 +278,7 @@ class Controller:
         self._small = 0
         self._before = False  # the look before saw something to win
         self._useless: int | None = None  # by the look before
-        self._resting: dict[int, tuple[int, int]] = {}  # rank: until which step, how long
+        self.resting = dict(resting or {})
 
     def look(self, look: Look) -> Advice | None:
         """What these measurements say; ``None`` while they say too little."""
@@ -327,11 +342,11 @@ class Controller:
         useless, without = self._look_for_useless(out, then, moving)
         confirmed, self._useless = useless is not None and useless == self._useless, useless
         if confirmed and useless is not None and self.drops:
-            rest = 2 * self._resting[useless][1] if useless in self._resting else _REST
-            self._resting[useless] = step + rest, rest
+            rest = 2 * self.resting[useless][1] if useless in self.resting else _REST
+            self.resting[useless] = step + rest, rest
             shares = self._best(out | {useless})
             return Advice(shares, now, then, moving, win, True, useless, without)
-        back = [r for r in out if self._resting.get(r, (0, 0))[0] <= step]
+        back = [r for r in out if self.resting.get(r, (0, 0))[0] <= step]
         if back:  # how fast it is now shows only when it computes
             weights = [max(self.least, one) if r in back else one for r, one in enumerate(best)]
             shares = apportioned(sum(best), weights, 0)

@@ -109,6 +109,7 @@ class Division:
         least = min(
             _OF_STATISTICS if needs_two(models.module) else 1, max(1, global_batch // ranks)
         )
+        resting = self._resting()
         shares: Shares | None = None
         if not isinstance(wish, str):
             shares = by_host(wish, self._hosts, global_batch)
@@ -126,7 +127,15 @@ class Division:
         offers = not self._offered and not _steps_alone(models)
         if wish == "auto" or (wish == "even" and offers and global_batch >= ranks):
             now = shares or even(global_batch, ranks)
-            self._controller = Controller(now, least=least, drops=drop_slow)
+            self._controller = Controller(now, least=least, drops=drop_slow, resting=resting)
+
+    def _resting(self) -> dict[int, tuple[int, int]]:
+        """Ranks that were dropped before, by a checkpoint or in this process, and rest still."""
+        if not self._kept:
+            return {} if self._controller is None else self._controller.resting
+        if tuple(self._kept.get("hosts", ())) != self._hosts:
+            return {}  # other ranks have their numbers
+        return {int(rank): (int(end), int(long)) for rank, end, long in self._kept.get("resting", ())}
 
     def renew(self, models: Models) -> None:
         """Begins anew in a new group of ranks, with what is known of the hosts; a collective."""
@@ -221,8 +230,13 @@ class Division:
         """Nothing while shares are even and stay so."""
         if self.shares is None or self._wish == "even":
             return {}
-        speeds = self._controller.speeds() if self._controller else []
-        return {"shares": list(self.shares), "hosts": list(self._hosts), "speeds": speeds}
+        one = self._controller
+        return {
+            "shares": list(self.shares),
+            "hosts": list(self._hosts),
+            "speeds": one.speeds() if one else [],
+            "resting": [[rank, *rest] for rank, rest in one.resting.items()] if one else [],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._kept = state

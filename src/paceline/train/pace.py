@@ -479,8 +479,8 @@ class Rate:
 
     def __init__(self) -> None:
         self.value, self.seconds, self.samples = 0.0, 0.0, 0
-        self._since = time.perf_counter()
-        self._new = 0
+        self._since: float | None = time.perf_counter()
+        self._new, self._passed = 0, 0.0  # since the last measurement; seconds before a pause
 
     def add(self, samples: int) -> None:
         """Counts the samples of a global step."""
@@ -488,15 +488,24 @@ class Rate:
 
     def measure(self) -> float:
         """Samples a second since the last measurement or restart."""
-        now = time.perf_counter()
-        passed = max(now - self._since, 1e-9)
+        runs = self._since is not None
+        self.pause()
+        if runs:
+            self.restart()
+        passed = max(self._passed, 1e-9)
         self.value = self._new / passed
         self.seconds, self.samples = self.seconds + passed, self.samples + self._new
-        self._since, self._new = now, 0
+        self._new, self._passed = 0, 0.0
         return self.value
 
+    def pause(self) -> None:
+        """The training is interrupted: until :meth:`restart` no time counts."""
+        if self._since is not None:
+            self._passed += time.perf_counter() - self._since
+            self._since = None
+
     def restart(self) -> None:
-        """Leaves time out that was not spent on training."""
+        """The training goes on; time that was not spent on it is left out."""
         self._since = time.perf_counter()
 
 

@@ -802,6 +802,7 @@ class Session(Member):
         self._pace.leave(self._saved)
         if ended or loader.pauses():  # the script may evaluate now, or change the model
             self.models.together()
+            self._pace.rate.pause()
             if self._proof is not None:
                 self._proof.align()
             if self._keeper is not None:

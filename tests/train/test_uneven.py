@@ -42,6 +42,22 @@ def test_weights_of_hosts_change_no_result(worlds: Any, way: str) -> None:
         assert apart(found[way], worlds[1][0][way]) < 1e-10
 
 
+def test_a_limit_of_one_host_changes_no_result(worlds: Any) -> None:
+    for found in worlds[2]:
+        assert apart(found["by host"], worlds[1][0]["trained"]) < 1e-10
+
+
+def test_each_rank_computes_at_once_what_fits(worlds: Any) -> None:
+    """Real memory: on rank 1 there is room for a few samples of its share of 12."""
+    roomy, tight = (found["fitted"] for found in worlds[2])
+    assert max(roomy["counts"]) == 12
+    most = max(tight["counts"])
+    assert most < 12
+    assert sum(tight["counts"] + roomy["counts"]) == 2 * 43
+    assert roomy["said"] == (f"samples of a share that fit at once: n1 all 12; n2 {most} of 12")
+    assert apart(roomy["end"], worlds[1][0]["fitted"]["end"]) < 1e-10
+
+
 @pytest.mark.parametrize("way", ["auto", "twenty", "dropped", "even"])
 def test_shares_by_speed_change_no_result(worlds: Any, way: str) -> None:
     for found in worlds[2]:
@@ -82,6 +98,9 @@ def test_what_cannot_be_is_refused(worlds: Any) -> None:
             "--drop-slow has nothing to go by",
             "balance='quick' cannot be understood",
             "--balance auto does not go with --shard",
+            "a limit for each host does not go with a sharded model",
+            "no host of this job is called n9",
+            "a host computes at least 1 sample at once",
         ]
 
 

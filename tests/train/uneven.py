@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 from paceline import train
 from paceline.spec.errors import JobError, SettingError
-from paceline.train import parallel, start
+from paceline.train import largest_batch, parallel, start
 
 STEPS, BATCH = 40, 32
 
@@ -105,6 +105,31 @@ def trained(session: train.Session, *, shard: bool = False, **options: Any) -> l
     return [*flat(network), *means]
 
 
+def fitted(session: train.Session, *, tight: bool) -> dict[str, Any]:
+    """A training in which on a tight rank only some samples of a share fit into the memory."""
+    again(session)
+    network = session.place(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
+    model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.01))
+    loader = session.loader(numbers(43), 24)
+
+    def compute(batch: train.Batch) -> torch.Tensor:
+        inputs, targets = batch
+        room = torch.zeros(len(inputs), 1 << 22)  # 16 MiB for each sample
+        return mse_loss(model(inputs), targets, reduction="none")[:, 0] + room.sum(1)
+
+    free, largest_batch._free_bytes = largest_batch._free_bytes, lambda: 125e6 if tight else 1e12
+    try:
+        said = train.fit_batch(session, loader, compute)
+    finally:
+        largest_batch._free_bytes = free
+    counts = []
+    for _ in session.epochs(loader, 2):
+        for batch in loader:
+            session.step(compute(batch))
+            counts.append(batch.count)
+    return {"end": flat(network), "counts": counts, "said": said}
+
+
 def partly_used(session: train.Session, **options: Any) -> list[float]:
     again(session)
     network = session.place(Branches())
@@ -168,6 +193,8 @@ def world(folder: Path) -> None:
             "auto": slowed(session, lambda: own, **auto),
             "trained": trained(session, **weights),
             "accumulated": trained(session, limit=2, **weights),
+            "by host": trained(session, limit=0 if alone else {"n2": 2}),
+            "fitted": fitted(session, tight=slow),
             "sharded": trained(session, limit=2, shard=True, **weights),
             "partly used": partly_used(session, limit=3, **weights),
             "two models": two_models(folder, limit=3, **weights),
@@ -186,6 +213,9 @@ def world(folder: Path) -> None:
                 refused(lambda: session.loader(numbers(9), 4, drop_slow=True)),
                 refused(lambda: trained(session, balance="quick")),
                 refused(lambda: trained(session, balance="auto", shard=True)),
+                refused(lambda: trained(session, limit={"n1": 2}, shard=True)),
+                refused(lambda: session.loader(numbers(9), 4, limit={"n9": 1})),
+                refused(lambda: session.loader(numbers(9), 4, limit={"n1": 0})),
             ]
     found["said"], found["seconds"] = said.getvalue(), time.monotonic() - begun
     (folder / f"{session.world.rank}.json").write_text(json.dumps(found))

@@ -80,7 +80,7 @@ def test_ranks_join_before_a_batch_and_never_in_its_pieces() -> None:
     group, asked = Group((0, 1), (1, 2)), count()
     progress = Progress(steps=4)
     loader = group.loader(progress)
-    loader._limit = 2
+    loader.limit = 2
 
     def join() -> None:
         next(asked)

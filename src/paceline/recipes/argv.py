@@ -177,16 +177,22 @@ def recorded(kind: type[O], path: Path) -> O:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))["options"]
         values.pop("run_dir", None)  # a repetition is a run of its own
+        hints = typing.get_type_hints(kind)
         known_names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
         if unknown := sorted(set(values) - known_names):
             raise ValueError(f"unknown options: {', '.join(unknown)}")
-        return kind(**{name: _frozen(value) for name, value in values.items()})
+        return kind(**{name: _as_now(value, hints[name]) for name, value in values.items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SettingError(
             f"--like {path}: no options of an earlier run",
             found=f"{type(error).__name__}: {error}",
             remedy="name the directory of a run of the same recipe",
         ) from None
+
+
+def _as_now(value: Any, hint: Any) -> Any:
+    """A recorded value; some options that take words now took only numbers once."""
+    return str(value) if hint is str and type(value) is int else _frozen(value)
 
 
 def _frozen(value: Any) -> Any:

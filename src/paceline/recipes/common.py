@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import train
 from paceline.recipes.optimization import Batching, batching, optimizer
-from paceline.recipes.options import Options, copies_of, weights_of
+from paceline.recipes.options import Options, copies_of, limits_of, weights_of
 from paceline.train import Best
 from paceline.train.device import choose_device, look
 
@@ -69,12 +69,13 @@ def agree_format(session: train.Session, options: Options, channels_last: bool =
 
 def batch_of(session: train.Session, options: Options) -> Batching:
     """Batch and learning rate at this world size; said once."""
+    limit = limits_of(options.micro_batch)
     batch = batching(
         session.world.size,
         global_batch=options.global_batch,
         lr=options.lr,
         per_rank=options.batch_per_process,
-        limit=options.micro_batch,
+        limit=limit if isinstance(limit, int) else 0,
         rule=options.scale_lr,
     )
     session.say(batch.describe())
@@ -84,13 +85,19 @@ def batch_of(session: train.Session, options: Options) -> Batching:
 class Division(TypedDict):
     """How the ranks share a batch, as :meth:`train.Session.loader` takes it."""
 
+    limit: int | dict[str, int]
     balance: Literal["auto", "even"] | dict[str, float]
     drop_slow: bool
 
 
 def division(options: Options) -> Division:
     """Who computes how much of each batch."""
-    return {"balance": weights_of(options.balance), "drop_slow": options.drop_slow}
+    limit = limits_of(options.micro_batch)
+    return {
+        "limit": 0 if limit == "auto" else limit,
+        "balance": weights_of(options.balance),
+        "drop_slow": options.drop_slow,
+    }
 
 
 def optimizer_of(options: Options, network: nn.Module, lr: float) -> Optimizer:
@@ -139,13 +146,18 @@ def tried(
     compute: Compute,
     lengths: Sequence[int] | None = None,
 ) -> bool:
-    """Tries learning rates or batches where that was asked for; True: then nothing is trained."""
+    """Tries learning rates or batches where that was asked for; True: then nothing is trained.
+
+    What fits into each process's memory is tried here, too.
+    """
 
     def losses(batch: train.Batch) -> torch.Tensor:
         return compute(batch)[0]
 
     if (options.find_batch or options.find_lr) and (idle := without_meaning(options)):
         session.say(f"nothing is trained or saved, so without meaning here: {', '.join(idle)}")
+    if limits_of(options.micro_batch) == "auto" and not options.find_batch:
+        session.say(train.fit_batch(session, loader, losses, lengths=lengths))
     if options.find_batch:
         session.say(str(train.find_batch(session, loader, losses, lengths=lengths)))
     if options.find_lr:

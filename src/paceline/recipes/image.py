@@ -55,7 +55,6 @@ def train_image(options: ImageOptions) -> None:
         loader = session.loader(
             training,
             batch.global_batch,
-            limit=batch.limit,
             workers=workers_of(options, training),
             **common.division(options),
         )

@@ -50,8 +50,9 @@ class Options:
     batch_per_process: int = 0
     """Samples of each process in a step: the global batch then grows with their number, and
     --global-batch is only the one that --lr is for (0: --global-batch is divided)."""
-    micro_batch: int = 0
-    """Most samples that one process computes at once; more are accumulated (0: no limit)."""
+    micro_batch: str = "0"
+    """Most samples that one process computes at once; more are accumulated: a number (0: no limit),
+    one for some hosts, as in n2=8, or auto (each process tries what fits into its memory)."""
     balance: str = "even"
     """Share of each process in a step: even, auto (in proportion to its speed, measured while
     training), or a weight for each host, as in n1=3,n2=1."""
@@ -177,7 +178,12 @@ class Options:
             communication=self.communication,
         )
         at_least("--batch-per-process", self.batch_per_process, 0)
-        at_least("--micro-batch", self.micro_batch, 0)
+        if limits_of(self.micro_batch) == "auto" and self.shard:
+            raise SettingError(
+                "--micro-batch auto does not go with --shard",
+                found="a process whose memory is full would leave the others waiting",
+                remedy="--micro-batch N, or leave --shard out",
+            )
         at_least("--weight-decay", self.weight_decay, 0)
         at_least("--clip-norm", self.clip_norm, 0)
         below_one("--ema", self.ema)
@@ -253,6 +259,30 @@ def weights_of(balance: str) -> Literal["auto", "even"] | dict[str, float]:
             )
         weights[name] = weight
     return weights
+
+
+def limits_of(micro_batch: str) -> Literal["auto"] | int | dict[str, int]:
+    """What ``--micro-batch`` says: ``auto``, a number, or numbers of hosts.
+
+    Raises:
+        SettingError: Anything else.
+    """
+    if micro_batch == "auto":
+        return "auto"
+    if micro_batch.isdecimal():
+        return int(micro_batch)
+    limits: dict[str, int] = {}
+    for word in micro_batch.split(","):
+        name, _, number = (one.strip() for one in word.partition("="))
+        if not name or not number.isdecimal() or not int(number) or name in limits:
+            twice = f"{name} has a limit already" if name in limits else ""
+            raise SettingError(
+                f"--micro-batch {micro_batch}: cannot be understood",
+                found=twice or f"{word!r} is no number of samples, and no host with one",
+                remedy="auto, a number (0: no limit), or one for some hosts: --micro-batch n2=8",
+            )
+        limits[name] = int(number)
+    return limits
 
 
 def check_accuracy(stop_at: float) -> None:

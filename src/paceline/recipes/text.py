@@ -53,7 +53,6 @@ def train_text(options: TextOptions) -> None:
         loader = session.loader(
             training,
             batch.global_batch,
-            limit=batch.limit,
             lengths=training.lengths(),
             **common.division(options),
         )

@@ -66,7 +66,6 @@ def train_translation(options: TranslationOptions) -> None:
         loader = session.loader(
             training,
             batch.global_batch,
-            limit=batch.limit,
             lengths=training.lengths(),
             **common.division(options),
         )

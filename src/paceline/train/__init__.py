@@ -20,7 +20,7 @@ from __future__ import annotations
 from paceline.train.average import Average
 from paceline.train.callbacks import Callback
 from paceline.train.data import Batched, Draws
-from paceline.train.largest_batch import LargestBatch, find_batch
+from paceline.train.largest_batch import LargestBatch, find_batch, fit_batch
 from paceline.train.loader import Batch, Loader
 from paceline.train.lr_range import LrRange, find_lr
 from paceline.train.metrics import Best, Means, Meter
@@ -50,6 +50,7 @@ __all__ = [
     "decoded",
     "find_batch",
     "find_lr",
+    "fit_batch",
     "join",
     "load_config",
     "load_weights",

@@ -135,7 +135,9 @@ class Division:
             return {} if self._controller is None else self._controller.resting
         if tuple(self._kept.get("hosts", ())) != self._hosts:
             return {}  # other ranks have their numbers
-        return {int(rank): (int(end), int(long)) for rank, end, long in self._kept.get("resting", ())}
+        return {
+            int(rank): (int(end), int(long)) for rank, end, long in self._kept.get("resting", ())
+        }
 
     def renew(self, models: Models) -> None:
         """Begins anew in a new group of ranks, with what is known of the hosts; a collective."""

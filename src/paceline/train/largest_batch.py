@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.spec.errors import SettingError
 from paceline.train import files, parallel
+from paceline.train.balance import by_host
 from paceline.train.loader import Loader
 from paceline.train.lr_range import Compute
 from paceline.train.order import stated
@@ -94,8 +96,7 @@ def find_batch(
         )
     seconds: dict[int, float] = {}
     with untouched(session.models, session.device, session.precision) as updater:
-        longest = np.argsort(-np.asarray(lengths), kind="stable") if lengths is not None else None
-        trials = _Trials(session, updater, loader, compute, longest)
+        trials = _Trials(session, updater, loader, compute, _longest(lengths))
 
         def fits(size: int) -> bool:
             took = session.comms.most(torch.tensor([trials.run(size)], dtype=torch.float64))[0]
@@ -111,6 +112,74 @@ def find_batch(
         lines = ["samples_of_a_process,seconds,samples_per_s", *rows]
         files.write_bytes(session.folder / TABLE, ("\n".join(lines) + "\n").encode())
     return found
+
+
+def fit_batch(
+    session: Session, loader: Loader, compute: Compute, *, lengths: Sequence[int] | None = None
+) -> str:
+    """Has each rank compute at once what fits into its memory, and the rest in further pieces.
+
+    Where a rank's whole share fits, that is all it tries; otherwise it looks for the largest part,
+    as :func:`find_batch` does. So a small GPU beside a large one gets what fits, and the gradient
+    stays what it was. To be called after ``session.prepare`` and before ``session.checkpoints``.
+
+    Args:
+        session: With a single model.
+        loader: Of the training; what was its ``limit`` is an upper bound.
+        compute: The forward pass.
+        lengths: Of each sample: the longest are tried.
+
+    Returns:
+        What to say: how many samples fit on each host.
+
+    Raises:
+        SettingError: The model is sharded over several ranks; on some rank not even one sample
+            fits.
+    """
+    if parallel.is_sharded(session.models.module) and not session.comms.alone:
+        raise SettingError(
+            "what fits on each rank cannot be tried with a sharded model",
+            found="a rank whose memory is full would leave the others waiting",
+            remedy="--micro-batch N, or leave --shard out",
+        )
+    share = _first_share(session, loader)
+    most = min(loader.limit or share, share)
+    with untouched(session.models, session.device, session.precision) as updater:
+        trials = _Trials(session, updater, loader, compute, _longest(lengths))
+
+        def fits(size: int) -> bool:
+            return trials.run(size) < float("inf")
+
+        with _limited(session) as memory, _silent(updater.model):
+            found = most if fits(most) else search(fits, most - 1)[0]
+    if found < share:
+        loader.limit = found
+    loader.same_limit = session.comms.alone
+    world = session.world
+    said = session.comms.texts(json.dumps([world.host, found, share, memory]))
+    ranks = [(number, *json.loads(one)) for number, one in enumerate(said)]
+    if none := next((one for one in ranks if not one[2]), None):
+        raise SettingError(
+            f"not even one sample can be computed by rank {none[0]} on {none[1]}",
+            found=none[4],
+            remedy="a smaller model or shorter samples, or leave this host out of the job",
+        )
+    hosts: dict[str, list[str]] = {}
+    for _, host, fit, whole, _ in ranks:
+        part = f"{fit} of {whole}" if fit < whole else f"all {whole}"
+        hosts.setdefault(host, []).append(part)
+    some = [f"{host} {', '.join(dict.fromkeys(parts))}" for host, parts in hosts.items()]
+    more = f" and {len(some) - 12} more hosts" if len(some) > 12 else ""
+    return f"samples of a share that fit at once: {'; '.join(some[:12])}{more}"
+
+
+def _first_share(session: Session, loader: Loader) -> int:
+    """Samples of a step that this rank begins with; a collective for weights of hosts."""
+    world = session.world
+    if isinstance(loader.balance, str):
+        return -(-loader.global_batch // world.size)
+    hosts = session.comms.texts(world.host)
+    return by_host(loader.balance, hosts, loader.global_batch)[world.rank]
 
 
 def search(fits: Callable[[int], bool], most: int) -> tuple[int, int]:
@@ -137,6 +206,11 @@ def search(fits: Callable[[int], bool], most: int) -> tuple[int, int]:
         else:
             bad = size
     return good, bad
+
+
+def _longest(lengths: Sequence[int] | None) -> np.typing.NDArray[np.int64] | None:
+    """The samples, the longest first; ``None`` where they are all alike."""
+    return None if lengths is None else np.argsort(-np.asarray(lengths), kind="stable")
 
 
 class _Trials:

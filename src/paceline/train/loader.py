@@ -155,6 +155,8 @@ class Loader:
             computed: only the last one exchanges gradients.
 
     Attributes:
+        limit: As above; may be another on each rank.
+        same_limit: It is the same on every rank.
         every: Global steps after which an iteration pauses, for an evaluation (0: at the end of
             the epoch only).
         waited: Seconds in which the script waited for data.
@@ -186,7 +188,7 @@ class Loader:
     ) -> None:
         check_batch(global_batch, order.size, place()[1])
         self._fetch, self.order, self._place = fetch, order, place
-        self.global_batch, self._limit = global_batch, limit
+        self.global_batch, self.limit, self.same_limit = global_batch, limit, True
         self._progress, self._unsynced = progress, unsynced
         self._given: Batch | None = None
         self.balance: Any = "even"
@@ -293,7 +295,7 @@ class Loader:
             order or self.order,
             self._place,
             global_batch or self.global_batch,
-            0 if global_batch else self._limit,
+            0 if global_batch else self.limit,
             Progress(steps=steps),
             self._unsynced,
         )
@@ -327,7 +329,7 @@ class Loader:
         return Batch((), 0, stop - start, np.zeros(0, dtype=np.int64), stop)
 
     def _wanted(self, epoch: int, offset: int, by: Shares | None) -> Iterator[Wanted[Batch]]:
-        alike, limit = self.alike(), self._limit
+        alike, limit = self.alike(), self.limit
         rank, ranks = self._place()
         if by is not None and not alike and self._most < by[rank]:
             # Before a first batch nothing is known of what one takes: an even share was asked for.

@@ -243,7 +243,7 @@ class Session(Member):
         shuffle: bool = True,
         order: Stated | None = None,
         lengths: Sequence[int] | None = None,
-        limit: int = 0,
+        limit: int | Mapping[str, int] = 0,
         workers: int | None = None,
         collate: Collate | None = None,
         balance: Wish = "even",
@@ -259,8 +259,9 @@ class Session(Member):
             order: Gives the sample ids of an epoch, by its number, instead; the same on every
                 rank. As many as there are samples; some may be repeated and others left out.
             lengths: Of each sample: batches are then made of samples of similar length.
-            limit: Most samples that one rank computes at once; gradients of more are
-                accumulated without communication.
+            limit: Most samples that one rank computes at once, or that by host (ranks of other
+                hosts have no limit); gradients of more are accumulated without communication.
+                :func:`paceline.train.fit_batch` finds for each rank what fits into its memory.
             workers: Processes that make samples of a map-style data set; found out from the CPUs
                 that are really free for it.
             collate: Makes a batch of a list of samples, as a ``DataLoader``'s ``collate_fn`` does.
@@ -272,7 +273,8 @@ class Session(Member):
         Raises:
             DataError: There are more ranks than samples.
             SettingError: This is no data set with numbered samples; ``order`` gives no such ids;
-                there is not one length for each sample; ``balance`` names no hosts of the job.
+                there is not one length for each sample; ``balance`` or ``limit`` name no hosts of
+                the job.
             JobError: ``order`` is not the same on every rank.
         """
         if workers is None:
@@ -292,12 +294,30 @@ class Session(Member):
             visited,
             self._place,
             global_batch,
-            limit,
+            limit if isinstance(limit, int) else self._own_limit(limit),
             self.progress,
             self.models.unsynced,
         )
+        loader.same_limit = isinstance(limit, int)
         loader.balance, loader.drop_slow = balance, drop_slow
         return loader
+
+    def _own_limit(self, limits: Mapping[str, int]) -> int:
+        """This rank's, of limits by host; a collective."""
+        hosts = [*dict.fromkeys(self.comms.texts(self.world.host))]
+        text = ",".join(f"{host}={limit}" for host, limit in limits.items())
+        if unknown := [name for name in limits if name not in hosts]:
+            raise SettingError(
+                f"--micro-batch {text}: no host of this job is called {', '.join(unknown)}",
+                found=f"its hosts are {', '.join(hosts)}",
+                remedy=f"--micro-batch {hosts[-1]}={next(iter(limits.values()))}",
+            )
+        if min(limits.values(), default=1) < 1:
+            raise SettingError(
+                f"--micro-batch {text}: a host computes at least 1 sample at once",
+                remedy="leave hosts out that are to have no limit",
+            )
+        return limits.get(self.world.host, 0)
 
     def shard(self, data: Data, size: int = 512, *, collate: Collate | None = None) -> Shard:
         """This rank's share of every sample exactly once, for evaluation.
@@ -610,7 +630,15 @@ class Session(Member):
         division, wish = self._division, loader.balance
         division.begin(wish, loader.drop_slow, loader.global_batch, self.models)
         loader.shares = lambda: division.shares
-        loader.alike = lambda: wish == "even" or parallel.is_sharded(self.models.module)
+        sharded = parallel.is_sharded(self.models.module)
+        if sharded and not loader.same_limit:
+            raise SettingError(
+                "a limit for each host does not go with a sharded model",
+                found="its ranks meet in every layer, so all have as many passes as the others",
+                remedy="--micro-batch N, the same on all hosts, or leave --shard out",
+            )
+        even = wish == "even" and loader.same_limit
+        loader.alike = lambda: even or sharded
         loader.idle = self._idle if loader.drop_slow else None
         loader.room = lambda: devices.room(self.device)
         loader.least = 2 if needs_two(self.models.module) else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.train.comms import Comms
-from paceline.train.communication import METHODS, auto
+from paceline.train.communication import METHODS, auto, forecast
 from paceline.train.communication.auto import Auto
 from paceline.train.communication.choice import Communication
 from paceline.train.communication.forecast import CANDIDATES, Measured, chosen
@@ -52,6 +52,18 @@ def test_a_forecast_is_never_above_plain_exact_averages() -> None:
         for computing in (0.001, 0.1, 10.0):
             one = chosen(measured(megabits, computing=computing))
             assert one.seconds[one.way] <= one.seconds["exact"] * 1.0001 or one.way == "exact"
+
+
+def test_late_updates_hide_more_so_less_is_left_out() -> None:
+    every = frozenset(CANDIDATES)
+    one = measured(670)
+    assert (chosen(one).way, chosen(replace(one, late=every)).way) == ("fp16", "exact")
+    for megabits in (1, 20, 100, 300, 1_000, 10_000):
+        one = measured(megabits)
+        late = replace(one, late=every)
+        for way in CANDIDATES:
+            bound = max(one.computing, one.sent[way] / one.rate)
+            assert bound < late.best(way)[1] <= one.best(way)[1]
 
 
 def test_slow_coding_is_not_taken() -> None:
@@ -179,6 +191,27 @@ def test_all_ranks_decide_alike_and_look_again(network: dict[str, float]) -> Non
     assert len(told) == 2
     assert told[0].startswith("communication: int8, by which a step takes about 0.")
     assert "at 200 Mbit/s" in told[0]
+
+
+def test_what_late_updates_did_not_win_is_not_counted_on(
+    network: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chosen with them in mind; they are tried, and no better: so it chooses once more, at once."""
+    monkeypatch.setattr(forecast, "_WON", 1.0)
+    network["rate"] = 600e6 / 8
+
+    def body(rank: int, told: Both) -> list[str]:
+        one, exchange = made(rank, told)
+        hoped = {*CANDIDATES}
+        one.late = lambda way: way in hoped
+        ways = []
+        for number in range(4):
+            one.looked(look(5 * number, 0.14, 0.02))
+            ways.append(exchange.method.name if exchange.method else "exact")
+            hoped.discard("exact")
+        return ways
+
+    assert both(body) == [["exact", "exact", "fp16", "fp16"]] * 2
 
 
 def test_a_resumed_run_measures_the_line_once_before_its_first_look(

@@ -130,6 +130,8 @@ def test_without_a_clear_winner_all_is_as_before(seconds: Any) -> None:
     overlap, wire, _ = trial(seconds)
     assert overlap.way == Way()
     assert wire.said[-1] == "as made"
+    overlap._comms = Comms(World(0, 2), torch.device("cpu"))
+    assert (overlap.may_be_late_by("exact"), overlap.may_be_late_by("int8")) == (False, True)
 
 
 def test_no_hook_stays_after_a_trial_that_changes_nothing() -> None:

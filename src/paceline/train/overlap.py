@@ -90,6 +90,7 @@ class Overlap:
 
     def __init__(self, updater: Updater, comms: Comms, asked: str) -> None:
         self._updater, self._comms, self._asked = updater, comms, asked
+        self._in_vain: set[str] = set()  # codes by which late updates were tried and are no better
         self.again(0)
 
     def again(self, step: int) -> None:
@@ -100,7 +101,7 @@ class Overlap:
         method, comms = self._exchange.method, self._comms
         plain = method is None
         fits = plain or (isinstance(method, Coded) and self.may_be_late())
-        self.done = not fits or comms.alone or comms.mixed or comms.device.type != "cpu"
+        self.done = not fits or not self._tries
         self.way, self.seconds = Way(), {}
         parameters = self._updater.module.parameters()
         elements = sum(one.numel() for one in parameters if one.requires_grad)
@@ -113,6 +114,16 @@ class Overlap:
     def _exchange(self) -> Exchange:
         assert self._updater.exchange is not None
         return self._updater.exchange
+
+    @property
+    def _tries(self) -> bool:
+        comms = self._comms
+        return not (comms.alone or comms.mixed or comms.device.type != "cpu")
+
+    def may_be_late_by(self, way: str) -> bool:
+        """Whether late updates may come to be used with a way to communicate, by its name."""
+        code = "" if way == "exact" else way
+        return self._tries and self.may_be_late() and code not in self._in_vain
 
     def may_be_late(self) -> bool:
         """Whether nothing needs all gradients or all new parameters at once."""
@@ -170,6 +181,8 @@ class Overlap:
         best = min(self.seconds, key=lambda one: self.seconds[one])
         if self.seconds[best] > _BETTER * self.seconds[Way()]:
             best = Way()
+        if tried and not best.late:
+            self._in_vain.add(self._code())
         self.done = True
         self.use(best)
 

@@ -180,6 +180,8 @@ class Session(Member):
             # Of a step that is half taken when a rank is lost there would be no way back.
             hidden = overlap if self._recovery is None else "backward"
             self._overlap = Overlap(updater, self.comms, hidden)
+            if updater.communication is not None:
+                updater.communication.late = self._overlap.may_be_late_by
         self.verify()
         self._pace = Pace(self.comms, self.models.first.model, self.device)
         self._lookout = Lookout(self)

@@ -44,6 +44,7 @@ class Auto:
         exchange: Whose method it sets.
         comms: Of all ranks.
         take: Sets a method by its name, with what the last one has not said.
+        late: Says whether updates may come late by a way; the same on every rank.
 
     Attributes:
         choice: The last; ``None`` before the first step.
@@ -51,8 +52,15 @@ class Auto:
         settled: By where the time of steps went; before that, for the time being.
     """
 
-    def __init__(self, exchange: Exchange, comms: Comms, take: Callable[[str], None]) -> None:
-        self._exchange, self._comms, self._take = exchange, comms, take
+    def __init__(
+        self,
+        exchange: Exchange,
+        comms: Comms,
+        take: Callable[[str], None],
+        late: Callable[[str], bool] = lambda way: False,
+    ) -> None:
+        self._exchange, self._comms, self._take, self._late = exchange, comms, take, late
+        self._counts_on_late = False  # the choice does
         self._wire = Wire(exchange.line())
         self.choice: Choice | None = None
         self.settled, self.since = False, 0
@@ -74,7 +82,7 @@ class Auto:
         self._early.append(slowest)
         if slowest > 0:
             least = min(one for one in self._early if one > 0)
-            choice = chosen(replace(self._line, computing=least))
+            choice = chosen(replace(self._line, computing=least, late=self._lates()))
             if choice.way != self._way:
                 self._use(choice)
                 self._since = len(self._early)
@@ -109,8 +117,9 @@ class Auto:
         self._fresh = False
         # while messages are made, a CPU computes less
         pure = max(computing - self._line.coding[self._way], 1e-6)
-        measured = replace(self._line, computing=pure)
+        measured = replace(self._line, computing=pure, late=self._lates())
         choice, self.settled = chosen(measured, "" if first else self._way), True
+        self._counts_on_late = choice.way in measured.late
         a_step = max(float(steps.sum(2).mean()), 1e-6)
         self._again = last + max(100, int(self._spent / _COST / a_step))
         self._usual, self._since, self.since = None, last, self._since
@@ -125,11 +134,16 @@ class Auto:
 
     def _due(self, steps: Tensor, last: int) -> bool:
         """Whether the network is to be measured again."""
+        if self._counts_on_late and not self._late(self._way):
+            return True  # it was tried, and is no quicker
         moving = float(steps[:, :, _MOVING].mean() / steps.sum(2).mean().clamp(min=1e-9))
         if self._usual is None:
             self._usual = moving
         self._changed = self._changed + 1 if abs(moving - self._usual) > _CHANGED else 0
         return self._changed >= 2 or last >= self._again
+
+    def _lates(self) -> frozenset[str]:
+        return frozenset(way for way in forecast.CANDIDATES if self._late(way))
 
     def _measured(self) -> Measured:
         """Line and coding, by the slowest; computing is not known here. A collective."""

@@ -47,6 +47,9 @@ class Communication:
         exchange: Of the model's gradients.
         comms: Of all ranks.
         optimizer: Of the model.
+
+    Attributes:
+        late: Says whether updates may come late by a way: then more bytes can be hidden.
     """
 
     def __init__(
@@ -54,15 +57,19 @@ class Communication:
     ) -> None:
         self.asked, self._exchange, self._comms = communication.asked(text), exchange, comms
         self._optimizer = optimizer
+        self.late: Callable[[str], bool] = lambda way: False
         self._auto: Auto | None = None
         self._seen: list[tuple[float, float]] = []  # of a step: communication, all of it
         self._told, self._steps = False, 0
         if self.asked.name == "auto":
-            self._auto = Auto(exchange, comms, self._take)
+            self._auto = self._automatic()
         else:
             self._as_asked()
         if self.asked.name == "local":
             exchange.send_buffers(False)
+
+    def _automatic(self) -> Auto:
+        return Auto(self._exchange, self._comms, self._take, lambda way: self.late(way))
 
     def _as_asked(self) -> None:
         if self.asked.name == "exact":
@@ -86,7 +93,7 @@ class Communication:
             self._as_asked()
         else:
             kept = self._auto.state()
-            self._auto = Auto(self._exchange, self._comms, self._take)
+            self._auto = self._automatic()
             self._auto.load_state(kept)
         if (method := self._exchange.method) is not None:
             self.begin(self._steps)

@@ -14,6 +14,7 @@ NEARLY = 1.05
 _FORWARD = 1 / 3  # part of computing in which no gradient is ready
 _BUCKETS = (1, 2, 4, 8, 16)
 _LEAST_BUCKET = 1 << 16  # bytes
+_WON = 0.5  # part of what late updates could save at best that is counted on (bench/overlap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Measured:
         rate: Bytes a second that a rank can send while it receives as many.
         sent: Bytes that a rank sends in a step, by way.
         coding: Seconds of a step for making and reading messages, by way.
+        late: Ways by which updates may come late: bytes pass beside the next forward pass, too.
     """
 
     computing: float
@@ -35,9 +37,28 @@ class Measured:
     rate: float
     sent: Mapping[str, int]
     coding: Mapping[str, float]
+    late: frozenset[str] = frozenset()
 
     def seconds(self, way: str, buckets: int) -> float:
-        """Of a step: a bucket is sent while the gradients of the next are computed.
+        """Of a step in so many buckets; by the better of two ways to hide them."""
+        in_time = self._in_time(way, buckets)
+        if way not in self.late:
+            return in_time
+        return in_time - _WON * max(0.0, in_time - self._late(way, buckets))
+
+    def _late(self, way: str, buckets: int) -> float:
+        """At best: the line has nearly the whole step for its bytes.
+
+        Either all is computed and one bucket is waited for, or the line is always busy but while
+        the first bucket of a step is computed.
+        """
+        line = self.sent[way] / self.rate
+        computed = self.computing + line / buckets + self.latency
+        sent = line + buckets * self.latency + self.computing / buckets
+        return self.coding[way] + max(computed, sent)
+
+    def _in_time(self, way: str, buckets: int) -> float:
+        """A bucket is sent while the gradients of the next are computed.
 
         Either the last gradient has to be waited for and then its bucket, or the line is always
         busy from the first bucket on.

@@ -185,6 +185,26 @@ def test_a_model_with_batch_normalisation_never_gets_one_sample(
         assert len(batch.data[0]) == len(wanted[0])
 
 
+def test_limits_of_single_ranks_neither_lose_nor_repeat_a_sample() -> None:
+    """Two ranks, of which the second computes one or two samples at once; the last batch is odd."""
+    for limit in (1, 2, 3):
+        seen: list[int] = []
+        for rank in range(2):
+            fetch = Fetch(TensorDataset(torch.arange(13)), torch.device("cpu"))
+            place = partial(tuple[int, int], (rank, 2))
+            order = Order(13, 0, shuffle=False)
+            loader = Loader(fetch, order, place, 10, limit * rank, Progress(steps=2))
+            loader.least, loader.same_limit, loader.alike = 2, False, lambda: False
+            for batch in loader:
+                seen += batch.ids[: batch.count].tolist()
+                assert len(batch.ids) >= (1 if rank and limit == 1 else 2)
+                if batch.last:
+                    counted(loader, batch)
+                else:
+                    loader.take()
+        assert sorted(seen) == [*range(13)]
+
+
 def test_who_asks_for_batches_of_one_gets_them() -> None:
     fetch, order = Fetch(TensorDataset(torch.arange(6)), torch.device("cpu")), Order(6, 0)
     loader = Loader(fetch, order, lambda: (1, 2), 2, 0, Progress(steps=3))

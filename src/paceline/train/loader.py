@@ -340,8 +340,10 @@ class Loader:
             limit = min(limit or fits, fits)
         for start, stop in self._spans(offset):
             small = stop - start < self.global_batch  # who asks for single samples gets them
-            least = self.least if small and limit != 1 else 1
-            pieces = shares(start, stop, rank, ranks, limit, by, alike=alike, least=least)
+            single = self.same_limit and self.limit == 1  # a batch is cut alike on every rank
+            cut = self.least if small and not single else 1
+            pieces = shares(start, stop, rank, ranks, limit, by, alike=alike, least=cut)
+            least = self.least if limit != 1 and (small or len(pieces) > 1) else 1
             for number, (first, end) in enumerate(pieces, 1):
                 # An empty share computes the batch's first samples with weight zero.
                 positions = np.arange(first, end) if end > first else np.arange(start, stop)[:least]

@@ -99,6 +99,20 @@ def test_uneven_hosts_the_best_choice_and_shares_by_speed() -> None:
     assert "--balance auto" in forecast.advice(three, known)
 
 
+@pytest.mark.parametrize(
+    ("balance", "seconds"),
+    [("auto", 0.2 / (1 + 1 + 1 / 3)), ({"n1": 1, "n2": 2, "n3": 2}, 0.6 / 5), ("even", 0.2)],
+)
+def test_shares_are_those_of_the_training(balance: Any, seconds: float) -> None:
+    quick, slow = Alone(((1, 0.2 / 64), (64, 0.2))), Alone(((1, 0.6 / 64), (64, 0.6)))
+    known = Model({"n1": slow, "n2": quick, "n3": quick}, 1, 64, 100, 6400, balance=balance,
+                  overlaps=(Overlap(32, 1.0, 0.0),), probed=("n2", "n3"))  # fmt: skip
+    (three,) = forecast.forecast(known, [3])
+    assert three.step.seconds == pytest.approx(seconds, rel=0.01)
+    assert (three.by_speed is None) == (balance == "auto")
+    assert three.step.limit == "computing"
+
+
 def test_a_slow_link_is_kept_out_as_long_as_there_are_others() -> None:
     rates = dict.fromkeys(itertools.permutations(("n1", "n2", "n3", "n4"), 2), 1000000000.0)
     rates |= {pair: 1e8 for pair in rates if "n3" in pair}

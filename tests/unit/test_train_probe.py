@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,12 @@ from paceline.train import probe
 from paceline.train.stop import Quietly
 
 
-def training(folder: Path, samples: int = 400) -> None:
+def training(folder: Path, samples: int = 400, **options: Any) -> None:
     """As a script has it; much longer than a probe."""
     with train.join(run_dir=folder, seed=0) as session:
         network = session.place(nn.Linear(2, 1))
         model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
-        loader = session.loader(TensorDataset(torch.zeros(samples, 2)), 8)
+        loader = session.loader(TensorDataset(torch.zeros(samples, 2)), 8, **options)
         assert not session.checkpoints(every="1")
         session.track(["tensorboard"])
         for _ in session.epochs(loader, 1000):
@@ -51,6 +52,25 @@ def test_it_ends_after_some_steps_at_each_batch(
     assert (len(set(found.hosts)), found.bytes, found.wire) == (1, 12, None)
     assert {8, 4, 2} >= {one.batch for one in found.timed} >= ({8, 4, 2} if samples > 8 else {8})
     assert all(0 <= one.data <= one.seconds for one in found.timed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"balance": "auto", "drop_slow": True},
+        {"balance": {"n1": 3.0, "n2": 1.0}, "limit": {"n2": 4}},  # and this host is neither
+    ],
+)
+def test_a_host_is_tried_alone_whatever_shares_it_will_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    asked = {"batches": [], "parts": [1], "seconds": 0}
+    monkeypatch.setenv(jobenv.PROBE, json.dumps(asked))
+    with pytest.raises(Quietly):
+        training(tmp_path, **options)
+    found = Probe.read(json.loads((tmp_path / "steps.json").read_text()))
+    assert found.balance == options["balance"]
+    assert [one.batch for one in found.timed] == [8]
 
 
 def test_which_batches() -> None:

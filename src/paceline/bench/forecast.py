@@ -37,6 +37,10 @@ SHARDED_BYTES = 1.5  # parameters are gathered twice and gradients scattered onc
 METHODS = {"fp16": (0.5, 0.5), "int8": (0.26, 0.26), "int4": (0.13, 0.2)}
 
 
+Balance = str | Mapping[str, float]
+"""Shares of a batch: ``even``, ``auto`` (by speed), or a weight for each host."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timed:
     """Steps of one global batch on some hosts.
@@ -85,6 +89,8 @@ class Probe:
         sharded: Parameters are spread over the ranks.
         device: cpu, cuda, …
         sent: Bytes that are sent as a part of the gradients', between two ranks and of more.
+        balance: How the training shares its batches: "even", "auto" or weights of hosts. The
+            probe's own are even.
     """
 
     hosts: tuple[str, ...]
@@ -98,6 +104,7 @@ class Probe:
     sharded: bool = False
     device: str = "cpu"
     sent: tuple[float, float] = (1.0, 1.0)
+    balance: Balance = "even"
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Probe:
@@ -127,7 +134,14 @@ class Probe:
             bool(said["sharded"]),
             str(said["device"]),
             (float(said["sent"][0]), float(said["sent"][1])),
+            _balance(said.get("balance", "even")),
         )
+
+
+def _balance(said: Any) -> Balance:
+    if isinstance(said, Mapping):
+        return {str(host): float(weight) for host, weight in said.items()}
+    return "auto" if said == "auto" else "even"
 
 
 def _timed(batch: int, steps: Sequence[Mapping[str, Any]]) -> Timed:
@@ -257,6 +271,7 @@ class Model:
         sent: Bytes that are sent as a part of the gradients', between two ranks and of more.
         spread: What the steps of two hosts may be wrong by, as a part of them.
         device: That computes: cpu, cuda, …
+        balance: How the training shares its batches.
     """
 
     alone: Mapping[str, Alone]
@@ -274,6 +289,7 @@ class Model:
     sent: tuple[float, float] = (1.0, 1.0)
     spread: float = LEAST_SPREAD
     device: str = "cpu"
+    balance: Balance = "even"
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -328,7 +344,8 @@ def model(alone: Mapping[str, Probe], pair: Probe | None,
     for name, other in (like or {}).items():
         own.setdefault(name, own[other])
     first = next(iter(alone.values()))
-    base = Model(own, len(first.hosts), first.global_batch, first.steps, first.samples)
+    base = Model(own, len(first.hosts), first.global_batch, first.steps, first.samples,
+                 balance=first.balance)  # fmt: skip
     if pair is None or pair.wire is None:
         return base
     wire, names = pair.wire, tuple(dict.fromkeys(pair.hosts))
@@ -397,12 +414,14 @@ def step(known: Model, hosts: Sequence[str], batch: float, *, by_speed: bool = F
         known: What the probes told.
         hosts: Those that take part.
         batch: Samples of it, over all hosts.
-        by_speed: Shares follow the hosts' speed; else all have the same.
+        by_speed: Shares follow the hosts' speed; else they are as the training asks for.
         bytes_part: Bytes that are sent, as a part of the gradients'.
     """
     every = [known.alone[name] for name in hosts]
     shares = [batch / len(every)] * len(every)
-    if by_speed:
+    if not isinstance(known.balance, str):
+        shares = shares_by_weight(known.balance, hosts, batch)
+    if by_speed or known.balance == "auto":
         shares = shares_by_speed(every, batch)
     computing = max(host.seconds(share) for host, share in zip(every, shares, strict=True))
     data = max(host.data * share for host, share in zip(every, shares, strict=True))
@@ -420,6 +439,14 @@ def step(known: Model, hosts: Sequence[str], batch: float, *, by_speed: bool = F
         noise += BEYOND * middle
     low, high = min(guesses) - noise, max(guesses) + noise
     return Step(middle, low, high, data, computing - small, small, middle - computing - data)
+
+
+def shares_by_weight(weights: Mapping[str, float], hosts: Sequence[str],
+                     batch: float) -> list[float]:  # fmt: skip
+    """Samples of each; a host without a weight has the mean of all weights."""
+    usual = statistics.fmean(weights.values()) if weights else 1.0
+    every = [weights.get(name, usual) for name in hosts]
+    return [batch * one / sum(every) for one in every]
 
 
 def shares_by_speed(every: Sequence[Alone], batch: float) -> list[float]:
@@ -599,7 +626,7 @@ def _unknown(known: Model, made: Forecast) -> str:
 
 
 def fastest(known: Model, hosts: int, batch: int) -> tuple[str, ...]:
-    """The hosts with the shortest step, with even shares."""
+    """The hosts with the shortest step, with the shares that the training asks for."""
     names = known.hosts
     if math.comb(len(names), hosts) <= MOST_CHOICES:
         choices = itertools.combinations(names, hosts)
@@ -723,6 +750,7 @@ def to_json(found: Sequence[Forecast], known: Model) -> dict[str, Any]:
             "moving": known.moving,
             "delay": known.delay,
             "buckets": known.buckets,
+            "balance": known.balance,
             "overlaps": [asdict(one) for one in known.overlaps],
             "alone": {name: asdict(one) for name, one in known.alone.items()},
         },

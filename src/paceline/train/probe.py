@@ -24,6 +24,7 @@ from paceline.spec import jobenv, rundir
 from paceline.spec.errors import SettingError
 from paceline.train import files, parallel
 from paceline.train.communication import METHODS
+from paceline.train.division import Wish
 from paceline.train.exchange import Exchange
 from paceline.train.loader import Loader
 from paceline.train.member import Member
@@ -117,6 +118,7 @@ class Probe:
         self._wanted, self._member, self._models = wanted, member, models
         self._about: dict[str, Any] = {}
         self._sizes: tuple[int, ...] = ()
+        self._balance: Wish = "even"
         self._notes: list[tuple[float, float, float, float]] = []
         self._began = self._since = time.perf_counter()
         self._waited, self._last, self._round, self._warm = 0.0, 0, 1, WARM
@@ -128,6 +130,14 @@ class Probe:
         loader.sizes = self._wanted.of(loader.global_batch, loader.order.size, ranks)
         return loader
 
+    def shared_by(self, wish: Wish) -> Wish:
+        """How batches are shared here, where the training would share them so: evenly.
+
+        Hosts are tried alone and in pairs; what other shares make of it is computed.
+        """
+        self._balance = wish if isinstance(wish, str) else dict(wish)
+        return "even"
+
     def begin(self, loader: Loader, epochs: int, steps: int) -> int:
         """Takes what was asked for of the training; the steps that there may be instead."""
         assert isinstance(loader, Tried)
@@ -136,6 +146,7 @@ class Probe:
             "samples": loader.order.size,
             "global_batch": own,
             "steps": steps or epochs * len(loader),
+            "balance": self._balance,
         }
         only = self._models.first.communication
         if only and only.asked.name == "local":

@@ -290,6 +290,8 @@ class Session(Member):
             self.agree("the order of the samples", digest)
         elif lengths is not None:
             visited = by_length(visited, lengths, global_batch)
+        if self._probe is not None:  # hosts are tried alone, too
+            balance, drop_slow = self._probe.shared_by(balance), False
         self._division.check(balance, drop_slow, global_batch)
         loader = (self._probe.loader if self._probe else Loader)(
             Fetch(data, self.device, workers, collate),
@@ -308,7 +310,8 @@ class Session(Member):
         """This rank's, of limits by host; a collective."""
         hosts = [*dict.fromkeys(self.comms.texts(self.world.host))]
         text = ",".join(f"{host}={limit}" for host, limit in limits.items())
-        if unknown := [name for name in limits if name not in hosts]:
+        unknown = [name for name in limits if name not in hosts]
+        if unknown and self._probe is None:
             raise SettingError(
                 f"--micro-batch {text}: no host of this job is called {', '.join(unknown)}",
                 found=f"its hosts are {', '.join(hosts)}",

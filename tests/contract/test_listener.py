@@ -274,8 +274,6 @@ async def joined(peers: Peers, listener: Listener) -> tuple[asyncio.subprocess.P
     )
     await asyncio.wait_for(peers.complete.wait(), PATIENCE_S)
     (channel,) = await peers.channels()
-    assert channel._staying is not None
-    await channel._staying
     return child, channel
 
 

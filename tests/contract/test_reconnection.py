@@ -28,7 +28,7 @@ from paceline.agent.server import Agent
 from paceline.agent.stream import Stream
 from paceline.remote import reconnection
 from paceline.remote.agent_code import again_line
-from paceline.remote.channel import Channel
+from paceline.remote.channel import Channel, LoginRefused
 from paceline.remote.link import ProcessLink
 from paceline.remote.openssh import agent_command
 from paceline.spec.events import Event
@@ -150,7 +150,12 @@ class Line:
         self.reader = self.writer = self
 
     async def opened(self) -> Line:
-        self._reader, self._writer = await asyncio.open_connection(sock=self._ours)
+        try:
+            self._reader, self._writer = await asyncio.open_connection(sock=self._ours)
+        except BaseException:  # whoever dialled does not want it any more
+            self._ours.close()
+            self._theirs.close()
+            raise
         self.transport = self._writer.transport
         return self
 
@@ -193,6 +198,7 @@ class Line:
 
     async def cut(self) -> None:
         self.transport.abort()
+        self._theirs.close()
 
     async def end(self, patience_s: float) -> None:
         self._writer.close()
@@ -244,6 +250,7 @@ async def talk(*lefts: int) -> AsyncIterator[Talk]:
     serving = threading.Thread(target=agent.run)
     serving.start()
     channel._conversation._greeted = True
+    channel._hello.set_result(None)
     told: list[Event] = []
     channel.on_event = told.append
     channel._tasks.append(asyncio.create_task(channel._read_stderr()))
@@ -411,6 +418,87 @@ def test_an_agent_that_cannot_greet_leaves_at_once(monkeypatch: pytest.MonkeyPat
     agent.stream._let_go()
     for fd in (agent._wake_read, agent._wake_write):
         os.close(fd)
+
+
+def test_a_connection_that_was_opened_is_never_too_young_to_break() -> None:
+    """It is refused, which is tried again, or it outlives its link from the first moment."""
+    hello = 120  # bytes from the agent, or so, until it has said where it is met
+
+    async def opened(left: int) -> bool:
+        line = await Line(left, None).opened()
+        theirs = line.handed_over()
+        agent = Agent(theirs, os.dup(theirs), "/nowhere/agent/package")
+        serving = threading.Thread(target=agent.run)
+        serving.start()
+
+        async def dial() -> Any:
+            return await Line(ENDLESS, hands_over).opened()
+
+        channel = Channel(Host("n1"), line, dial)  # type: ignore[arg-type]
+        try:
+            await channel.open(met=b"")
+        except LoginRefused:
+            return False
+        else:
+            line.left = 0
+            line.transport.abort()
+            await channel.request("clock")
+            return True
+        finally:
+            await channel.close(1.0)
+            agent.take_term()
+            await asyncio.to_thread(serving.join)
+            agent.stream._let_go()
+            for fd in (agent._wake_read, agent._wake_write):
+                os.close(fd)
+            while HOLDERS:
+                HOLDERS.pop().close()
+
+    async def go() -> None:
+        young = [await opened(left) for left in (0, 50, hello, hello * 4, hello * 8)]
+        assert young[0] is False
+        assert young[-1] is True
+        assert await opened(ENDLESS)
+
+    asyncio.run(asyncio.wait_for(go(), 120))
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_goodbye_that_is_not_answered_is_said_again(
+    said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent leaves for the goodbye, and not when it has waited in vain."""
+    reasons: list[str] = []
+    leave = Agent.leave
+
+    def noted(agent: Agent, reason: str, why: str) -> None:
+        reasons.append(reason)
+        leave(agent, reason, why)
+
+    monkeypatch.setattr(Agent, "leave", noted)
+
+    async def go() -> None:
+        async with talk() as one:
+            line: Any = one.channel._link
+            if said:  # on a link that breaks under it
+                line.left = 0
+            else:  # while another one is looked for
+                dial = one.channel._dial
+                assert dial is not None
+
+                async def later() -> Any:
+                    if not one.channel._left:
+                        raise OSError("no way yet")
+                    return await dial()
+
+                one.channel._dial = later
+                line.transport.abort()
+                await one.until(lambda: one.channel.broken)
+            await one.channel.close(60.0)
+            await one.until(lambda: bool(reasons))
+            assert reasons == ["bye"]
+
+    asyncio.run(asyncio.wait_for(go(), 60))
 
 
 def test_a_silent_link_that_speaks_again_is_kept() -> None:

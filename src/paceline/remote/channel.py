@@ -53,6 +53,7 @@ BEAT_S = 5.0  # between two looks at a host that no lease watches
 SILENCE_S = 60.0  # after which such a host is given up
 TRIES = 4
 LOGINS_AT_ONCE = 16
+FAREWELL_S = 2.0  # to say goodbye on another link, when the one it was said on broke
 
 
 class LoginRefused(Exception):
@@ -99,7 +100,8 @@ class Channel:
         self._broken_at: float | None = None
         self._dial = dial
         self._place: reconnection.Place | None = None  # where the agent can be met again
-        self._left = False  # it said that it leaves
+        self._left = False  # it said that it leaves, or was told to
+        self._bye: int | None = None  # number of our goodbye, until that is answered
         self._looking: asyncio.Task[None] | None = None  # for another link
         self._staying: asyncio.Task[None] | None = None
         self._unheard = Unheard()
@@ -138,7 +140,11 @@ class Channel:
             else:
                 self._early = met
             self.listen()
+            if self._dial is not None:  # said before the hello: no break is too early for it
+                self._staying = asyncio.create_task(self._stay())
             await asyncio.wait_for(self._greeting(), HELLO_TIMEOUT_S)
+            if self._staying is not None:
+                await asyncio.wait_for(self._staying, HELLO_TIMEOUT_S)
         except Untrue as lie:
             self.trouble = self.trouble or str(lie)
             await self.close()
@@ -150,13 +156,14 @@ class Channel:
         if newly_pinned(self.stderr):
             self.fingerprint = pinned_key(self.stderr)
         self._watching = asyncio.create_task(self._watch())
-        if self._dial is not None:
-            self._staying = asyncio.create_task(self._stay())
 
     async def _stay(self) -> None:
-        """Has the agent wait for us after a break, from now on."""
+        """Has the agent wait for us after a break, from now on.
+
+        ConnectionError when the connection ends before the answer.
+        """
         key = reconnection.fresh_key()
-        with contextlib.suppress(NodeError, ConnectionError):  # then a break is the end
+        with contextlib.suppress(NodeError):  # it cannot: then a break is the end
             answer = await self.request("stay", key=key.hex())
             self._place = reconnection.Place(str(answer["place"]), key)
 
@@ -429,6 +436,8 @@ class Channel:
         if not message:
             return
         if "re" in message:
+            if message["re"] == self._bye:
+                self._bye = None
             waiting = self._waiting.pop(self._conversation.answer(message, blob), None)
             if waiting is not None and not waiting.done():
                 waiting.set_result((message, blob))
@@ -440,7 +449,8 @@ class Channel:
             if not self._hello.done():
                 self._hello.set_result(None)
         else:
-            self._left = self._left or message["event"] == "leaving"
+            if message["event"] == "leaving":
+                self._left, self._bye = True, None
             self.on_event(Event.heard(self.host.name, message, blob))
 
     def abandon(self) -> None:
@@ -540,23 +550,50 @@ class Channel:
         else:
             if self.nest is not None:
                 self.nest.forget()
+            closing = asyncio.get_running_loop().time()
             await self._link.end(patience_s)
+            took_s = asyncio.get_running_loop().time() - closing
         for task in self._tasks if not self.rests else ():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(asyncio.shield(task), 0.5)
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._bye is not None and not self.rests and took_s < patience_s:
+            await self._say_goodbye_again(min(FAREWELL_S, patience_s))
         if not self.lost.is_set():
             self._end()
 
     def _dismiss(self) -> None:
         """The end of the link is no break from now on; an agent that was not told so would wait."""
         self._lanes.clear()  # it does not need the rest of a file
-        if self._linked and not self._left and not self.lost.is_set() and self._hello.done():
-            number = next(self._ids)
-            self._conversation.ask(number, "bye", {})
-            self._put({"op": "bye", "id": number})
+        if not self._left and not self.lost.is_set() and self._hello.done():
+            self._bye = next(self._ids)
+            self._conversation.ask(self._bye, "bye", {})
+            self._put({"op": "bye", "id": self._bye})
         self._left = True
+
+    async def _say_goodbye_again(self, seconds: float) -> None:
+        """The link broke before the goodbye was answered: said by another one, or by the lease."""
+        if self._dial is None or self._place is None or self.trouble:
+            return
+        with contextlib.suppress(reconnection.Gone, OSError, EOFError, ValueError, FrameError,
+                                 Untrue, asyncio.TimeoutError):  # fmt: skip
+            await asyncio.wait_for(self._meet_for_goodbye(self._dial, self._place), seconds)
+
+    async def _meet_for_goodbye(self, dial: reconnection.Dial, place: reconnection.Place) -> None:
+        found = await reconnection.look(dial, place)
+        try:
+            count, data = await reconnection.prove(found, place, self._heard)
+            self._unheard.heard(count)
+            for frame in self._unheard:
+                found.link.writer.write(frame)
+            await found.link.writer.drain()
+            said, answered = _decoder(), False
+            while not answered and (data := data or await found.link.reader.read(1 << 16)):
+                answered = any(about.get("re") == self._bye for about, _ in said.feed(data))
+                data = b""
+        finally:
+            await found.link.cut()
 
 
 def _decoder(noise: bytes = b"") -> Decoder:

@@ -171,6 +171,12 @@ CAUSES: tuple[_Cause, ...] = (
         passing=True,
     ),
     _Cause(
+        "the session ended",
+        r"Connection to .{1,300} closed by remote host|Broken pipe",
+        "Its sshd ended the session before an agent answered: journalctl -u ssh on {name}",
+        passing=True,
+    ),
+    _Cause(
         "private key is open to others",
         r"UNPROTECTED PRIVATE KEY FILE|bad permissions",
         "chmod 600 on the key file named above",

@@ -277,6 +277,22 @@ async def joined(peers: Peers, listener: Listener) -> tuple[asyncio.subprocess.P
     return child, channel
 
 
+def test_what_is_said_to_a_closed_connection_is_lost_and_no_error() -> None:
+    async def go() -> None:
+        peers = Peers(KnownHosts([Host("n1")]))
+        async with listening(peers.take) as listener:
+            child, channel = await joined(peers, listener)
+            link: Any = channel._link
+            for _ in range(2):
+                link.writer.close()
+            link.writer.write(b"anybody?")
+            link.writer.write_eof()
+            await channel.close()
+            await asyncio.wait_for(child.wait(), PATIENCE_S)
+
+    asyncio.run(go())
+
+
 def test_a_node_that_was_cut_off_calls_again() -> None:
     async def go() -> None:
         peers = Peers(KnownHosts([Host("n1")]))

@@ -59,11 +59,19 @@ class Records:
     def write(self, data: bytes) -> None:
         """Sends ``data``; nothing when it is empty, which would be the end."""
         if data:
-            self._writer.write(caller.RECORD.pack(len(data)) + data)
+            self._say(caller.RECORD.pack(len(data)) + data)
 
     def write_eof(self) -> None:
         """Nothing more comes."""
-        self._writer.write(caller.RECORD.pack(0))
+        self._say(caller.RECORD.pack(0))
+
+    def _say(self, record: bytes) -> None:
+        """What is said to a connection that is closed is lost, as on any other.
+
+        A closed TLS transport raises what nobody looks for: AttributeError.
+        """
+        if not self.transport.is_closing():
+            self._writer.write(record)
 
     async def drain(self) -> None:
         await self._writer.drain()

@@ -169,7 +169,9 @@ def _openmpi(hosts: Sequence[Host], options: Options, ssh_config: str,
              callback: str | None) -> list[str]:  # fmt: skip
     """Open MPI's daemons call back by address: they are told all that this machine has."""
     names = ",".join(f"{host.address}:1" for host in hosts)
-    mca = {"plm_rsh_agent": "ssh", "plm_rsh_args": f"-F {ssh_config}"}
+    # an agent that ends takes no other with it: what follows from that is for the launcher to say
+    mca = {"plm_rsh_agent": "ssh", "plm_rsh_args": f"-F {ssh_config}",
+           "orte_enable_recovery": "1", "orte_abort_on_non_zero_status": "0"}  # fmt: skip
     if options.interface:
         mca |= {"oob_tcp_if_include": options.interface, "btl_tcp_if_include": options.interface}
     settings = [word for name, value in mca.items() for word in ("--mca", name, value)]

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,7 +239,8 @@ def test_the_streams_of_an_agent_cross_encrypted(size: int) -> None:
             link.writer.write(sent)
             link.writer.write_eof()
             assert await asyncio.wait_for(link.reader.read(), PATIENCE_S) == sent
-            assert await asyncio.wait_for(link.errors.read(), PATIENCE_S) == b"said"
+            said = await asyncio.wait_for(link.errors.read(), PATIENCE_S)
+            assert said == b"said\n" + caller.ENDED + b"\n"
             assert await asyncio.wait_for(child.wait(), PATIENCE_S) == 0
             await link.end(1.0)
             assert len(seen) > 2 * size
@@ -275,6 +278,30 @@ async def joined(peers: Peers, listener: Listener) -> tuple[asyncio.subprocess.P
     await asyncio.wait_for(peers.complete.wait(), PATIENCE_S)
     (channel,) = await peers.channels()
     return child, channel
+
+
+def test_a_killed_agent_is_known_at_once_and_ends_nobody_elses_agent() -> None:
+    """Nobody waits until it calls again, and the scheduler's command sees no failure in it."""
+
+    async def go() -> None:
+        peers = Peers(KnownHosts([Host("n1")]))
+        async with listening(peers.take) as listener:
+            child, channel = await joined(peers, listener)
+            looked = []
+            channel.look_again = lambda: looked.append(1)  # type: ignore[method-assign]
+            os.kill(channel_agent(child.pid), signal.SIGKILL)
+            await asyncio.wait_for(channel.lost.wait(), PATIENCE_S)
+            assert not looked
+            assert await asyncio.wait_for(child.wait(), PATIENCE_S) == 0
+            await channel.close()
+
+    asyncio.run(go())
+
+
+def channel_agent(caller_pid: int) -> int:
+    """The agent: a child of its guard, which is one of who called."""
+    guard = Path(f"/proc/{caller_pid}/task/{caller_pid}/children").read_text().split()[0]
+    return int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
 
 
 def test_what_is_said_to_a_closed_connection_is_lost_and_no_error() -> None:

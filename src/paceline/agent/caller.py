@@ -23,6 +23,7 @@ A connection that ends without that record has broken. Then we call again and st
 command once more, to which the launcher says to meet the living agent (see ``reconnection.py``).
 """
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -41,6 +42,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 KEY = "PACELINE_CALL_KEY"
 MAGIC = "paceline-call"
 WRONG_KEY = "wrong-key"
+ENDED = b"paceline-call: the agent has ended"  # said on its standard error
 LINE_LIMIT = 1 << 16
 CONNECT_S = 3.0
 SILENT_MS = 4000  # after which what was sent and nobody acknowledged has broken the connection
@@ -339,10 +341,19 @@ def become_agent(config: Dict[str, Any], key: bytes) -> int:
             break
         frames, errors = called
         own = subprocess.Popen(argv, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe)
+    say_ended(errors)
     hang_up(own, frames, errors)
     own.wait()
     code = agent.wait()
-    return code if code >= 0 else 128 - code
+    # One that a signal ended is for the launcher to make good: some MPIs would end all the others.
+    return code if 0 <= code < 128 else 0
+
+
+def say_ended(errors: ssl.SSLSocket) -> None:
+    """The agent is gone: nobody is to wait until it calls again."""
+    with contextlib.suppress(OSError):
+        errors.settimeout(ANSWER_S)
+        errors.sendall(b"\n" + ENDED + b"\n")
 
 
 def ends(agent: "subprocess.Popen[bytes]") -> bool:

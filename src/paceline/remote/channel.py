@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from paceline.agent.caller import ENDED
 from paceline.agent.frames import (
     MAX_ANSWER,
     MAX_ANSWER_BLOB,
@@ -332,7 +333,8 @@ class Channel:
         self._linked, self._broken_at = False, asyncio.get_running_loop().time()
         if not self.trouble:
             await self._last_words()
-        if self._place is None or self._left or self.trouble or await self._link.over():
+        gone = ENDED in self._stderr[self._stderr_before :]
+        if self._place is None or self._left or self.trouble or gone or await self._link.over():
             self._end()
         else:
             self.look_again()

@@ -45,6 +45,14 @@ class EveryTransport:
         assert ended.code == 128 + signal.SIGKILL, ended.err
         assert "rank 1 on n2: killed by SIGKILL" in both(ended), both(ended)
 
+    def test_a_rank_that_others_go_on_without_comes_back(self, transport: Transport) -> None:
+        words = ("--no-torch", "-p", "1", "member.py", "4", "dies", "1")
+        ended = transport.run(*words)
+        assert ended.code == 0, both(ended)
+        (one,) = ended.json("result.json")["recoveries"]["of"]
+        assert one["who"] == ["rank 1 on n2"]
+        assert "rank 1 on n2 is back after" in both(ended), both(ended)
+
     def test_interrupted(self, transport: Transport) -> None:
         """Ranks that do not listen."""
         words = ("--no-torch", "-p", "1", "--grace", "1", "end.py", "ignore")

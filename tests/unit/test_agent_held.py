@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.agent import collectives, held, procs, stackdump
+from paceline.agent import collectives, held, job, procs, stackdump
 
 
 def seen(pid: int, state: str = "S", faults: int = 0) -> procs.Stat:
@@ -66,6 +66,25 @@ def test_a_process_that_is_gone_is_not_known() -> None:
 
 def test_a_file_lies_on_a_file_system() -> None:
     assert " at /proc" in held.file_system(os.getpid(), "/proc/self/stat")
+
+
+@pytest.mark.parametrize(
+    ("said", "soon"),
+    [
+        ({"kind": "event", "event": "recoverable", "able": True}, True),
+        ({"kind": "event", "event": "newcomer ready"}, True),
+        ({"kind": "event", "event": "recoverable", "able": False}, False),
+        ({"kind": "event", "event": "heartbeat", "able": True}, False),
+    ],
+)
+def test_a_stop_is_told_soon_of_a_rank_that_others_go_on_without(
+    said: dict[str, object], soon: bool
+) -> None:
+    rank = job.Rank(0, 0)
+    rank.note(said)
+    rank.held.look(100.0, seen(1, "T"), worked=False)
+    assert rank.held.lasts(101.0) is soon
+    assert rank.held.lasts(102.6)
 
 
 def test_a_stopped_process_is_told_of_after_a_while(child: Any) -> None:

@@ -40,6 +40,7 @@ _WAKES = {
     "recvfrom", "recvmsg", "sendto", "sendmsg", "connect", "accept", "sigtimedwait",
 }  # fmt: skip
 LASTS_S = {"stopped": 2.5, "traced": 2.5, "paused": 2.5, "disk": 10.0, "swapped": 10.0}
+REPLACED_S = 0.6  # "stopped" of a rank that others go on without: its end costs no step
 _SWAPS = 20.0  # page faults a second that had to wait for a disk
 _PRESSURE = 40.0  # percent of the time in which somebody waited for memory
 
@@ -125,11 +126,13 @@ class Standstill:
             ``disk``: it waits in the kernel, where no signal reaches it; ``swapped``: most of the
             time goes into fetching its memory from a disk. Empty while it is not held up.
         told: It was told of.
+        lasts_s: After how long that is, by ``how``.
     """
 
     def __init__(self) -> None:
         self.how = ""
         self.told = False
+        self.lasts_s = LASTS_S
         self._since = 0.0
         self._switches = -1
         self._faults: Optional[int] = None
@@ -170,7 +173,7 @@ class Standstill:
 
     def lasts(self, now: float) -> bool:
         """Whether it has been so for longer than a healthy process ever is."""
-        return bool(self.how) and self.seconds(now) >= LASTS_S[self.how]
+        return bool(self.how) and self.seconds(now) >= self.lasts_s[self.how]
 
 
 def memory_pressure() -> float:

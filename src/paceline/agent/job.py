@@ -35,6 +35,7 @@ STORE_END_S = 1.0
 UNDER_WAY = 16  # ranks that were ordered and have not begun
 ORDER_S = 2.0  # for an order to go out to the fork server
 LOOK_S = 0.5  # between two looks at the processes' states
+SOON_S = 0.2  # the same where a signal has stopped one
 FROZEN_SERVER_S = 1.0  # how long a fork server may stand still before it is given up
 CHILD_S = 0.03  # until the stack of a child of a rank has come
 MOST_CHILDREN = 16  # of a rank that are looked at
@@ -74,6 +75,12 @@ class Rank:
             self.active_at = now
         self.held.look(now, stat, worked)
         self._cpu, self._looked_at = stat.cpu, now
+
+    def note(self, said: Message) -> None:
+        """Hears whether others go on without it: then a signal that stopped it is soon told of."""
+        able = said.get("event") == "recoverable" and said.get("able") is True
+        if able or said.get("event") == "newcomer ready":
+            self.held.lasts_s = dict(held.LASTS_S, stopped=held.REPLACED_S)
 
     def tell(self, line: bytes) -> None:
         """Writes a line to the rank as soon as its pipe takes it; never waits."""
@@ -456,6 +463,7 @@ class NodeJob:
                 rank.seen.take_calls(said.get("calls"))
             elif isinstance(said, dict):
                 rank.active_at = time.monotonic()
+                rank.note(said)
                 self._post({"event": "said", "rank": rank.rank, "data": said})
 
     def dump_stacks(self, closely: bool = False) -> None:
@@ -563,7 +571,8 @@ class NodeJob:
     def tick(self) -> None:
         """Regular work: kills after the grace, reports ends, sees who stands still."""
         now = time.monotonic()
-        if now - self._looked_at >= LOOK_S:
+        soon = any(rank.held.how == "stopped" for rank in self._alive())
+        if now - self._looked_at >= (SOON_S if soon else LOOK_S):
             self._looked_at = now
             self._look(now)
         if self._kill_at is not None and now >= self._kill_at:

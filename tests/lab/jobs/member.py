@@ -1,8 +1,8 @@
 """A rank that recovers in place, without a training: it says and hears what one does.
 
 ``member.py SECONDS [WAY [SLOT]]``: to the end of them, or until a file ``over`` is there; of that
-slot something special: ``fails`` raises once, ``unable`` says that it cannot recover, ``late`` is a
-newcomer that takes its time, ``short`` one that fails.
+slot something special: ``fails`` raises once, ``dies`` is killed once, ``unable`` says that it
+cannot recover, ``late`` is a newcomer that takes its time, ``short`` one that fails.
 """
 
 import json
@@ -75,6 +75,8 @@ while time.monotonic() < end and not Path("over").exists():
                 step = 1
     if special == "fails" and not NEWCOMER and step == 10:
         raise ValueError("boom")
+    if special == "dies" and not NEWCOMER and step == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
     step += 1
     say("heartbeat", step=step, phase="train")
     time.sleep(0.05)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from paceline.remote.openssh import agent_command
+from paceline.rendezvous.listener import caller_config
 from paceline.schedulers import SCHEDULERS, load
 from paceline.schedulers.container import (
     Container,
@@ -51,6 +54,16 @@ def test_what_a_container_sees(name: str) -> None:
         assert part in text
     plain = engine(name).wrap(["true"], replace(CONTAINER, nvidia=False))
     assert len(plain) == len(engine(name).wrap(["true"], CONTAINER)) - 1
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_caller_starts_the_engines_command(name: str) -> None:
+    """With the job's interpreter in the place that the caller fills, which is in the image."""
+    wrap = partial(engine(name).wrap, container=CONTAINER)
+    config = caller_config([("10.0.0.1", 5)], ["py"], [], "X", 3.0, wrap=wrap, once=True)
+    command = ["py" if word == "@" else word for word in config["agent"]]
+    assert command == wrap(agent_command("py"))
+    assert config["once"]
 
 
 def test_docker_word_for_word() -> None:

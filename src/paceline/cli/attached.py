@@ -79,7 +79,6 @@ class _Attached:
     def __init__(self, way: Way, lines: bool) -> None:
         self._way, self._path = way, way.path
         self._screen = Screen("all", look="lines" if lines else "live")
-        self._lines = lines
         self._feed = Feed(way.path, self._screen)
         self._left = asyncio.Event()
         self._interrupts, self._command = 0, tuple[str, ...]()
@@ -130,13 +129,13 @@ class _Attached:
     def _begin(self, keys: Keys) -> None:
         where = short(self._path.absolute())
         self._screen.note(f"paceline: {where}: Ctrl-C stops the run, Ctrl-Z leaves it running")
-        if self._lines or not self._screen.terminal:
-            keys.begin()
         self._screen.watch(
             self._feed.board, title=self._path.name, seconds=seconds_of(self._path),
             logs=short(self._path.absolute() / names.LOGS), wishes=Wishes(self._way),
             leave=self._left.set, wait_s=0.0,
         )  # fmt: skip
+        if not self._screen.at_a_glance:  # also where the terminal is too small for it
+            keys.begin()
 
     def _interrupted(self) -> None:
         self._interrupts += 1

@@ -304,6 +304,11 @@ class Screen:
             self._live = Live(board, self._err, **about)
             self._drawing = asyncio.ensure_future(self._live.run())
 
+    @property
+    def at_a_glance(self) -> bool:
+        """Whether all ranks are shown at a glance, with keys of that screen's own."""
+        return self._live is not None
+
     def unwatch(self) -> None:
         """Shows lines again, with those that were not shown meanwhile."""
         if self._drawing is not None:

@@ -41,6 +41,7 @@ Networks = dict[str, network.NodeNetwork]
 
 # of the package, all that a recipe needs in a rank
 OF_RECIPES = ("__init__.py", "program.py", "progress.py", "py.typed", "recipes", "spec", "train")
+DYING_S = 2.0
 LEAVING_S = 5.0  # an agent without launcher and its ranks are gone by then
 
 
@@ -369,12 +370,12 @@ async def find_networks(fleet: Fleet, job: Job, hosts_in_all: int) -> tuple[Netw
 
 async def hold_port(first: Node, address: str, asked: Setting[int]) -> Setting[int]:
     """A port for the store on the first node, held by its agent until the store takes it."""
-    deadline = time.monotonic() + LEAVING_S
+    began = time.monotonic()
     while True:
         try:
             answer = await first.channel.request("reserve_port", address=address, port=asked.value)
         except AgentRefusal as refusal:
-            if time.monotonic() > deadline or not _held_by_us(refusal):
+            if time.monotonic() > began + _patience_with(refusal):
                 raise _port_taken(first.name, address, asked, refusal) from None
             await asyncio.sleep(0.2)
         else:
@@ -384,10 +385,13 @@ async def hold_port(first: Node, address: str, asked: Setting[int]) -> Setting[i
     return Setting(int(answer["port"]), Source.FOUND, f"free on {first.name}, held")
 
 
-def _held_by_us(refusal: AgentRefusal) -> bool:
-    """A job of ours has the port: perhaps one whose launcher was killed, and which is leaving."""
+def _patience_with(refusal: AgentRefusal) -> float:
+    """Seconds for which who holds a port may still be on the way out."""
     commands = [command for _, command in refusal.answer.get("holders") or []]
-    return any("/paceline/agent/" in command for command in commands)
+    if not commands:  # a stranger's, or of a process that is dying: its files are gone already
+        return DYING_S
+    # perhaps a job of ours whose launcher was killed, and which is leaving
+    return LEAVING_S if any("/paceline/agent/" in command for command in commands) else 0.0
 
 
 def _port_taken(

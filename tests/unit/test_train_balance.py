@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 import torch
@@ -16,10 +17,14 @@ from torch.utils.data import TensorDataset
 from paceline.spec.errors import SettingError
 from paceline.train import balance
 from paceline.train.balance import Controller, even
+from paceline.train.comms import Comms
 from paceline.train.data import Fetch
+from paceline.train.division import Division
+from paceline.train.journal import Journal
 from paceline.train.loader import Loader, Progress
 from paceline.train.order import Order
 from paceline.train.pace import Look
+from paceline.train.world import World
 
 Work = Callable[[int, int, int], float]
 """Seconds that a rank is busy with a step: from rank, step and samples."""
@@ -289,6 +294,17 @@ def test_a_resumed_run_has_its_shares() -> None:
     assert balance.resumed(state, ["n1", "n3"], 64) is None
     assert balance.resumed(state, ["n1", "n2", "n3"], 60) is None
     assert balance.resumed({}, ["n1", "n2"], 60) is None
+
+
+def test_a_resumed_run_has_its_pieces_unless_they_do_not_fit_any_more() -> None:
+    comms = Comms(World(), torch.device("cpu"))
+    division = Division(comms, cast(Journal, None), Progress())
+    division.load_state_dict({"fits": [["n1", 8], ["n2", 6], ["n2", 0]]})
+    assert division.fitted([("n1", 0), ("n2", 4), ("n2", 5)]) == [8, 4, 5]
+    assert division.state_dict() == {"fits": [["n1", 8], ["n2", 4], ["n2", 5]]}
+    assert division.fitted([("n3", 0), ("n2", 9)]) == [0, 9]  # other hosts
+    assert division.fitted([]) == []  # nothing was tried
+    assert division.state_dict() == {}
 
 
 @pytest.mark.parametrize(("room", "pieces"), [(1.0, [16, 16, 16]), (2.0, [24, 24]), (9.0, [48])])

@@ -63,6 +63,7 @@ class Division:
         self._offers = 0  # looks in a row that saw something to win
         self._offered = False
         self._named: set[int] = set()
+        self._fits: list[tuple[str, int]] = []  # host and limit of each rank, found by trying
         self.shares: Shares | None = None
 
     @property
@@ -152,6 +153,21 @@ class Division:
             wish = {host: wish.get(host, _mean(wish.values())) for host in there}
         self.begin(wish, self._drop_slow, self._global_batch, models)
 
+    def fitted(self, found: Sequence[tuple[str, int]]) -> list[int]:
+        """Limits of the ranks, from what fits now and what a checkpoint was trained with.
+
+        Pieces decide how gradients are rounded: on the same hosts they stay, unless they are too
+        large now.
+
+        Args:
+            found: Host and limit (0: none) of each rank.
+        """
+        before = self._fits if [h for h, _ in self._fits] == [h for h, _ in found] else found
+        pairs = zip((n for _, n in before), (n for _, n in found), strict=True)
+        limits = [min(filter(None, pair), default=0) for pair in pairs]
+        self._fits = [(host, limit) for (host, _), limit in zip(found, limits, strict=True)]
+        return limits
+
     def look(self, look: Look, step: int) -> None:
         """Decides from what the ranks measured; the step is the first with new shares."""
         controller = self._controller
@@ -229,11 +245,13 @@ class Division:
     # -- in checkpoints ------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing while shares are even and stay so."""
+        """Nothing of shares while they are even and stay so."""
+        fits = {"fits": [[*one] for one in self._fits]} if self._fits else {}
         if self.shares is None or self._wish == "even":
-            return {}
+            return fits
         one = self._controller
         return {
+            **fits,
             "shares": list(self.shares),
             "hosts": list(self._hosts),
             "speeds": one.speeds() if one else [],
@@ -242,6 +260,7 @@ class Division:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._kept = state
+        self._fits = [(str(host), int(limit)) for host, limit in state.get("fits", ())]
 
 
 def _mean(weights: Collection[float]) -> float:

@@ -164,6 +164,7 @@ def fit_batch(
             found=none[4],
             remedy="a smaller model or shorter samples, or leave this host out of the job",
         )
+    loader.fits = [(host, fit if fit < whole else 0) for _, host, fit, whole, _ in ranks]
     hosts: dict[str, list[str]] = {}
     for _, host, fit, whole, _ in ranks:
         part = f"{fit} of {whole}" if fit < whole else f"all {whole}"

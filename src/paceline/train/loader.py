@@ -157,6 +157,7 @@ class Loader:
     Attributes:
         limit: As above; may be another on each rank.
         same_limit: It is the same on every rank.
+        fits: Host and limit of each rank, where they were found by trying.
         every: Global steps after which an iteration pauses, for an evaluation (0: at the end of
             the epoch only).
         waited: Seconds in which the script waited for data.
@@ -189,6 +190,7 @@ class Loader:
         check_batch(global_batch, order.size, place()[1])
         self._fetch, self.order, self._place = fetch, order, place
         self.global_batch, self.limit, self.same_limit = global_batch, limit, True
+        self.fits: Sequence[tuple[str, int]] = ()
         self._progress, self._unsynced = progress, unsynced
         self._given: Batch | None = None
         self.balance: Any = "even"

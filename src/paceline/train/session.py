@@ -634,6 +634,9 @@ class Session(Member):
         """Has the loader's batches shared as it was asked to."""
         division, wish = self._division, loader.balance
         division.begin(wish, loader.drop_slow, loader.global_batch, self.models)
+        if not self.comms.joining:  # who joins goes by what fits there
+            limits = division.fitted(loader.fits)
+            loader.limit = limits[self.world.rank] if limits else loader.limit
         loader.shares = lambda: division.shares
         sharded = parallel.is_sharded(self.models.module)
         if sharded and not loader.same_limit:

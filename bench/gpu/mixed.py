@@ -141,7 +141,8 @@ def start(options: argparse.Namespace, folder: Path, size: int) -> None:
         port = probe.getsockname()[1]
     started = []
     for number in range(size):
-        threads = 8 if number and options.device != "cpu" else 1
+        spare = len(os.sched_getaffinity(0)) - 1
+        threads = max(1, min(8, spare)) if number and options.device != "cpu" else 1
         environ = {
             **os.environ,
             "RANK": str(number), "WORLD_SIZE": str(size), "LOCAL_RANK": "0",

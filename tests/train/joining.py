@@ -82,12 +82,16 @@ def dying(slot: int, step: int, where: str = "step", *, newcomer: bool = False) 
 # -- trainings ---------------------------------------------------------------------------
 
 
-def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: str = "5") -> None:
+def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: str = "5",
+             device: str = "auto") -> None:  # fmt: skip
     """One whole training; its rank 0 leaves what came of it."""
     global SLOT, NEWCOMER
     SLOT, NEWCOMER = int(os.environ["RANK"]), "PACELINE_NEWCOMER" in os.environ
     torch.set_num_threads(1)
-    with train.join(run_dir=folder, dtype="float64", seed=4, log_every=4, check_every=4) as session:
+    if device != "auto":  # all ranks share the first
+        os.environ["LOCAL_RANK"] = "0"
+    with train.join(run_dir=folder, dtype="float64", seed=4, log_every=4, check_every=4,
+                    device=device, backend="gloo") as session:  # fmt: skip
         data = Shaken()
         session.agree("the data", str(len(data)))
         network = session.place(Net())
@@ -202,7 +206,7 @@ def main(folder: Path, *only: str) -> None:
         name: str, size: int, body: Callable[..., None] = training, again: int = 1,
         late: dict[int, float] | None = None, saw: Callable[..., object] | None = None, **how: Any,
     ) -> None:  # fmt: skip
-        if only and name not in only:
+        if name not in only if only else "device" in how:
             return
         there = folder / name
         job = Job(lambda: body(there, **how), size, there, late or {}, again)
@@ -225,6 +229,9 @@ def main(folder: Path, *only: str) -> None:
     run("plain: without checkpoints", 2, at=dying(1, 9), checkpoint="")
     run("duel: killed between two updates", 3, duel, at=dying(0, 9, "between"))
     run("recipe: killed", 3, recipe, saw=killed_later)
+    run("on a GPU", 2, device="cuda")
+    run("on a GPU: killed", 3, at=dying(1, 9), device="cuda")
+    run("on a GPU: first killed", 3, at=dying(0, 10), device="cuda")
 
 
 def _each_of(*some: At) -> At:

@@ -144,6 +144,7 @@ WAYS: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
     "coded": (one_model, {"communication": "int8"}),
     "grouped": (one_model, {"grouped": True}),
     "shared": (one_model, {"balance": {"n1": 1.0}}),
+    "on a GPU": (one_model, {"device": "cuda"}),  # which all ranks share
 }
 
 
@@ -161,8 +162,11 @@ def rank(way: str, folder: Path, kills: dict[int, tuple[str, int]]) -> Callable[
                 os.kill(os.getpid(), signal.SIGKILL)
             return False
 
+        device = how.get("device", "auto")
+        if device != "auto":
+            os.environ["LOCAL_RANK"] = "0"
         session = train.join("losing", dtype="float64", run_dir=folder / "run", log_every=4,
-                             check_every=7)  # fmt: skip
+                             check_every=7, device=device, backend="gloo")  # fmt: skip
         with session:
             found = make(session, dies, **how)
         (folder / f"{slot}.json").write_text(json.dumps(found))

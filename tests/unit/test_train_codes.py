@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from paceline.train.communication import METHODS, codes
 from paceline.train.communication.codes import BLOCK, Code
 from paceline.train.communication.local import Local
-from paceline.train.communication.wire import Wire
+from paceline.train.communication.wire import Wire, parcel, unpack
 from paceline.train.exchange import Bucket, Line, _Mover
 
 CODES = {"fp16": codes.FP16, "bf16": codes.BF16, "int8": codes.INT8, "int4": codes.INT4}
@@ -88,11 +89,18 @@ class Threads(Wire):
     def sum(self, tensor: Tensor) -> None:
         tensor.copy_(torch.stack(self._meet(tensor.clone())).sum(0))
 
-    def swap(self, messages: Tensor) -> Tensor:
-        return torch.stack([rows[self.rank] for rows in self._meet(messages.clone())])
+    def swap(self, messages: Tensor, codes: int = 0) -> Tensor:
+        every = self._meet([parcel(one, codes) for one in messages])
+        return self._unpacked([rows[self.rank] for rows in every], codes, messages[0])
 
-    def share(self, message: Tensor) -> Tensor:
-        return torch.stack(self._meet(message.clone()))
+    def share(self, message: Tensor, codes: int = 0) -> Tensor:
+        return self._unpacked(self._meet(parcel(message, codes)), codes, message)
+
+    def _unpacked(self, came: list[Tensor], codes: int, like: Tensor) -> Tensor:
+        found = torch.stack([torch.empty_like(like) for _ in came])
+        for one, row in zip(came, found, strict=True):
+            unpack(one, codes, row)
+        return found
 
     def at_first(self, tensor: Tensor) -> None:
         every = self._meet(tensor.clone())
@@ -384,3 +392,35 @@ def test_the_mover_computes_alone() -> None:
         assert (seen, torch.get_num_threads()) == ([1, 2], 2)
     finally:
         torch.set_num_threads(before)
+
+
+def test_codes_are_packed_without_loss() -> None:
+    values = torch.randn(64 * 256, generator=torch.Generator().manual_seed(1)) ** 3
+    code = codes.INT4
+    message = torch.arange(code.size(len(values)) + 40).to(torch.uint8)  # and something behind it
+    code.encode(values, message[: code.size(len(values))], keep=False)
+    uneven = code.uneven(len(values))
+    for bytes_ in (uneven, 0):
+        made = parcel(message, bytes_)
+        room = torch.cat([made, torch.zeros(uneven, dtype=torch.uint8)])  # larger than needed
+        found = torch.empty_like(message)
+        unpack(room, uneven, found)
+        assert found.equal(message)
+        assert (len(made) < 0.8 * len(message)) == bool(bytes_)
+
+
+def test_what_packing_would_make_longer_goes_as_it_is() -> None:
+    message = torch.randint(0, 256, (4096,), dtype=torch.uint8)
+    made, found = parcel(message, 4000), torch.empty_like(message)
+    assert len(made) == len(message) + 8
+    unpack(made, 4000, found)
+    assert found.equal(message)
+
+
+@pytest.mark.parametrize("wrong", [b"\xff" * 64, zlib.compress(bytes(100))[2:-4]])
+def test_a_parcel_that_is_none_is_an_error(wrong: bytes) -> None:
+    made = torch.zeros(200, dtype=torch.uint8)
+    made[:8].view(torch.int64)[0] = len(wrong)
+    made[8 : 8 + len(wrong)] = torch.frombuffer(bytearray(wrong), dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="a rank's message"):
+        unpack(made, 96, torch.empty(120, dtype=torch.uint8))

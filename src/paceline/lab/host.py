@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn
 
 from paceline.hosts.lab import Layout
 from paceline.lab import files, kernel, network, processes
-from paceline.lab.available import missing
+from paceline.lab.available import find, missing
 from paceline.lab.files import home_inside
 from paceline.lab.plan import MARKER, HostPlan, LabPlan, PrivateFolder
 
@@ -345,7 +345,7 @@ def _bring_up_network(plan: LabPlan, host: HostPlan) -> None:
 def _start_sshd(layout: Layout, host: HostPlan) -> int:
     config, log = str(layout.sshd_config(host.name)), str(layout.sshd_log(host.name))
     sshd = subprocess.Popen(
-        ["/usr/sbin/sshd", "-D", "-f", config, "-E", log],
+        [find("sshd") or "sshd", "-D", "-f", config, "-E", log],  # it wants its whole path
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

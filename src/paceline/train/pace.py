@@ -398,10 +398,11 @@ def _sent(comms: Comms, vector: Tensor) -> tuple[Sequence[Tensor], Callable[[], 
     home = torch.empty(size, len(vector), dtype=vector.dtype, pin_memory=True)
     with library.stream(library.Stream(device)):
         mine = vector.pin_memory().to(device, non_blocking=True)
-        there = torch.empty(size, len(vector), dtype=vector.dtype, device=device)
+        # flat: so gloo, too, takes it
+        there = torch.empty(size * len(vector), dtype=vector.dtype, device=device)
         work = dist.all_gather_into_tensor(there, mine, group=comms.group, async_op=True)
         work.wait()
-        home.copy_(there, non_blocking=True)
+        home.view(-1).copy_(there, non_blocking=True)
         over = library.Event()
         over.record()
 

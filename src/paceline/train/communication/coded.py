@@ -113,7 +113,7 @@ class Coded:
         self.up.encode(work, message[:size], keep=self.feedback)
         self._keep(work, layout)
         message[size:].view(small.dtype)[: len(small)] = small
-        rows = self._wire.share(message)
+        rows = self._wire.share(message, self.up.uneven(len(work)))
         for number, row in enumerate(rows):
             self.up.decode(row[:size], work, weight=1 / len(rows), add=number > 0)
         return _mean(rows[:, size:], small)[: len(small)]
@@ -129,7 +129,8 @@ class Coded:
             if rank != wire.rank:
                 self.up.encode(piece, messages[rank, :size], keep=self.feedback)
         messages[:, size:].view(small.dtype).copy_(tail)
-        rows, own = wire.swap(messages.view(wire.ranks, -1)), pieces[wire.rank]
+        rows = wire.swap(messages.view(wire.ranks, -1), self.up.uneven(layout.length))
+        own = pieces[wire.rank]
         for rank, row in enumerate(rows):
             if rank != wire.rank:
                 self.up.decode(row[:size], own, add=True)
@@ -142,7 +143,7 @@ class Coded:
         own.mul_(wire.ranks)  # an owner's rest is one of the mean
         self._keep(work, layout)
         message[down:].view(small.dtype).copy_(small_mean)
-        rows = wire.share(message)
+        rows = wire.share(message, self.down.uneven(layout.length))
         for piece, row in zip(pieces, rows, strict=True):
             self.down.decode(row[:down], piece)
         return rows[:, down:].contiguous().view(small.dtype).reshape(-1)[: len(small)]

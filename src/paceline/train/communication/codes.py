@@ -28,6 +28,9 @@ class Code(Protocol):
     def size(self, elements: int) -> int:
         """Bytes of so many numbers, whole blocks; a multiple of 8."""
 
+    def uneven(self, elements: int) -> int:
+        """Bytes at a message's beginning of which some come much oftener than others."""
+
     def encode(self, values: Tensor, message: Tensor, *, keep: bool) -> None:
         """Writes a message.
 
@@ -73,6 +76,9 @@ class Scaled:
 
     def size(self, elements: int) -> int:
         return self._codes(elements) + -(-elements // (2 * BLOCK)) * 8
+
+    def uneven(self, elements: int) -> int:
+        return self._codes(elements) if self.halves else 0  # of 8 bits a tenth could be saved
 
     def _codes(self, elements: int) -> int:
         return elements * self.kind.itemsize // (2 if self.halves else 1)
@@ -155,6 +161,9 @@ class Plain:
 
     def size(self, elements: int) -> int:
         return elements * self.kind.itemsize
+
+    def uneven(self, elements: int) -> int:
+        return 0
 
     def encode(self, values: Tensor, message: Tensor, *, keep: bool) -> None:
         codes = message.view(self.kind)

@@ -173,7 +173,7 @@ class Plan:
 
 
 SENT = {"ddp": 1.0, "ours exact": 1.0, "alone": 0.0, "ours int8": 0.26}
-SENT |= {"ours int4": 0.2, "ours powersgd": 0.05, "ours auto": 0.25}
+SENT |= {"ours int4": 0.11, "ours powersgd": 0.15, "ours auto": 0.12}
 
 
 COST = {"lm": (0.13, 9.6), "cnn": (0.05, 4.6), "translation": (0.05, 4.3)}  # seconds, MB a step

@@ -177,7 +177,7 @@ def tasks(text: np.ndarray[Any, Any], pictures: Mapping[str, Any], tiny: bool) -
     return {
         "lm": Task(
             lambda: Language(48, 1, context) if tiny else Language(192, 5, context),
-            4 if tiny else 6,
+            4,
             windows(Bytes, context),
             fixed(Bytes, context, held),
             adamw,
@@ -185,7 +185,7 @@ def tasks(text: np.ndarray[Any, Any], pictures: Mapping[str, Any], tiny: bool) -
         ),
         "cnn": Task(
             lambda: convolutions(4, 16) if tiny else convolutions(32, 160),
-            8 if tiny else 48,
+            8 if tiny else 32,
             drawn,
             Pictures(pictures["held_pixels"], pictures["held_labels"], held_pictures),
             sgd,
@@ -193,7 +193,7 @@ def tasks(text: np.ndarray[Any, Any], pictures: Mapping[str, Any], tiny: bool) -
         ),
         "translation": Task(
             lambda: Transformer(shape),
-            4 if tiny else 10,
+            4 if tiny else 6,
             windows(Vowels, around),
             fixed(Vowels, around, 2 * held),
             adamw,

@@ -19,6 +19,7 @@ _SLOW = 2e-7
 """Seconds in which a byte passes, from which on codes are packed: that and the reverse take a tenth
 of it on a processor, and save a quarter of the bytes."""
 _MESSAGE = 1 << 16  # bytes; of shorter ones it cannot be seen how quick the line is
+_LATELY = 16  # messages: the kernel takes some at once, and others then wait for them
 _HEAD = 8  # bytes before a parcel: how long its packed codes are, 0 where they are as they were
 
 
@@ -27,7 +28,7 @@ class Wire:
 
     def __init__(self, line: Line) -> None:
         self.rank, self.ranks, self._group = line.rank, line.ranks, line.group
-        self._lately: deque[float] = deque(maxlen=8)  # seconds in which a byte passed
+        self._lately: deque[tuple[float, int]] = deque(maxlen=_LATELY)  # seconds, bytes
 
     def sum(self, tensor: Tensor) -> None:
         """The sum over all ranks, in place; the same bits on every rank."""
@@ -59,6 +60,10 @@ class Wire:
             wait(dist.all_gather(list(every), message, group=self._group, async_op=True), message)
         return every
 
+    def _slow(self) -> bool:
+        """Whether messages lately took long for their bytes: by the line, or by who is late."""
+        return sum(one[0] for one in self._lately) > _SLOW * sum(one[1] for one in self._lately)
+
     def _over_gloo(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and "gloo" in dist.get_backend(self._group)
 
@@ -67,14 +72,14 @@ class Wire:
         others = [(self.rank + number) % self.ranks for number in range(1, self.ranks)]
         length, parcels, rooms = came.shape[1], list(given), list(came)
         if codes:
-            slow = bool(self._lately) and min(self._lately) > _SLOW
-            made = {id(given[one]): parcel(given[one], codes if slow else 0) for one in others}
+            packed = codes if self._slow() else 0
+            made = {id(given[one]): parcel(given[one], packed) for one in others}
             parcels = [made.get(id(one), one) for one in given]
             rooms = [came.new_empty(_HEAD + length) for _ in given]
         began = time.perf_counter()
         apart(lambda: self._both_ways(others, parcels, rooms))
         sent = sum(len(parcels[one]) for one in others)
-        self._lately.append((time.perf_counter() - began) / max(sent, _MESSAGE))
+        self._lately.append((time.perf_counter() - began, max(sent, _MESSAGE)))
         if codes:
             for one in others:
                 unpack(rooms[one], codes, came[one])

@@ -1,8 +1,10 @@
 """Time to equal loss over slow links: this library's ways of averaging beside their peers.
 
-Two ranks a job, each in a network of its own, pinned to a core of its own; between them a cable
-whose speed is set by ``tbf``, and whose delay comes from the lab's delay line. With 2N cores N jobs
-run side by side. Needs Linux, root, and ``ip`` and ``tc`` on the PATH; nothing of the lab.
+Two ranks a job, each in a network of its own, pinned to cores of its own; between them a cable
+whose speed is set by ``tbf``, and whose delay comes from the lab's delay line. A rank computes with
+one thread. With ``--cores 2`` its gradients travel by another core, as on hosts that have more;
+with one all that sends takes time from computing. As many jobs run side by side as there are cores
+for. Needs Linux, root, and ``ip`` and ``tc`` on the PATH; nothing of the lab.
 
     python bench/slow_links/slow_links.py check                    # a minute, tiny models
     python bench/slow_links/slow_links.py run --stage rates  --out results.jsonl --minutes 9
@@ -197,7 +199,7 @@ def guess(job: work.Job) -> float:
 class Pair:
     """Two networks with two cables between them: one as it is, one with a delay."""
 
-    def __init__(self, number: int, cores: tuple[int, ...]) -> None:
+    def __init__(self, number: int, cores: tuple[set[int], ...]) -> None:
         self.number, self.cores = number, cores
         self._holders = [_holder() for _ in range(2)]
         self.networks = [os.open(f"/proc/{pid}/ns/net", os.O_RDONLY) for pid in self._holders]
@@ -412,7 +414,7 @@ def _rank(
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         kernel.setns(pair.networks[rank], kernel.CLONE_NEWNET)
-        os.sched_setaffinity(0, {pair.cores[rank]})
+        os.sched_setaffinity(0, pair.cores[rank])
         os.environ.update(
             RANK=str(rank),
             WORLD_SIZE="2",
@@ -545,6 +547,7 @@ def machine(options: argparse.Namespace, text: np.ndarray[Any, Any]) -> dict[str
         "text": hashlib.sha256(text.tobytes()).hexdigest()[:12],
         "text_bytes": len(text),
         "at_once": options.at_once,
+        "cores_of_a_rank": options.cores,
         "when": time.strftime("%Y-%m-%d %H:%M"),
         "load": os.getloadavg()[0],
     }
@@ -554,7 +557,7 @@ def main() -> None:
     options = parser().parse_args()
     tiny = options.command == "check" or options.tiny
     cores = sorted(os.sched_getaffinity(0))
-    options.at_once = options.at_once or max(1, len(cores) // 2)
+    options.at_once = options.at_once or max(1, len(cores) // (2 * options.cores))
     text, pictures = text_of(options.text), pictures_of(options.pictures, tiny)
     made = work.tasks(text, pictures, tiny)
     plan = Plan(
@@ -580,8 +583,9 @@ def main() -> None:
     pairs = []
     try:
         for number in range(options.at_once):
-            chosen = tuple(cores[(2 * number + side) % len(cores)] for side in (0, 1))
-            pairs.append(Pair(number, chosen))
+            chosen = [cores[at % len(cores)] for at in range(*_span(number, options.cores))]
+            sides = chosen[: options.cores], chosen[options.cores :]
+            pairs.append(Pair(number, tuple(set(one) for one in sides)))
         for stage in options.stage.split(","):
             if stage == "line":
                 jobs = [
@@ -602,6 +606,11 @@ def main() -> None:
             pair.end()
     if options.command == "check" and any("error" in line for line in record.have):
         raise SystemExit("check: something failed")
+
+
+def _span(number: int, each: int) -> tuple[int, int]:
+    """Places of the cores of a pair."""
+    return 2 * each * number, 2 * each * (number + 1)
 
 
 def preload() -> None:
@@ -626,7 +635,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", default="results.jsonl")
     made.add_argument("--have", nargs="*", default=[], help="earlier results")
     made.add_argument("--minutes", type=float, default=9.0)
-    made.add_argument("--at-once", type=int, default=0, help="jobs; half the cores")
+    made.add_argument("--at-once", type=int, default=0, help="jobs; as many as there are cores for")
+    made.add_argument("--cores", type=int, default=1, help="of each rank")
     made.add_argument("--models", default=",".join(work.MODELS))
     made.add_argument("--methods", default=",".join((*PEERS, *(f"ours {o}" for o in OURS))))
     made.add_argument("--auto", default="ours auto", help="methods of the stage auto")

@@ -144,7 +144,7 @@ WAYS: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
     "coded": (one_model, {"communication": "int8"}),
     "grouped": (one_model, {"grouped": True}),
     "shared": (one_model, {"balance": {"n1": 1.0}}),
-    "on a GPU": (one_model, {"device": "cuda"}),  # which all ranks share
+    "mixed": (one_model, {"device": "cuda"}),  # of rank 0; the others compute on CPUs
 }
 
 
@@ -162,11 +162,9 @@ def rank(way: str, folder: Path, kills: dict[int, tuple[str, int]]) -> Callable[
                 os.kill(os.getpid(), signal.SIGKILL)
             return False
 
-        device = how.get("device", "auto")
-        if device != "auto":
-            os.environ["LOCAL_RANK"] = "0"
+        device = how.get("device", "cpu") if slot == 0 else "cpu"
         session = train.join("losing", dtype="float64", run_dir=folder / "run", log_every=4,
-                             check_every=7, device=device, backend="gloo")  # fmt: skip
+                             check_every=7, device=device)  # fmt: skip
         with session:
             found = make(session, dies, **how)
         (folder / f"{slot}.json").write_text(json.dumps(found))

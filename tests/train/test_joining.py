@@ -57,8 +57,9 @@ def numbers(value: Any) -> list[torch.Tensor]:
 
 def left(folder: Path) -> torch.Tensor:
     weights = folder / "model/model.safetensors"
-    state = load_file(weights) if weights.exists() else torch.load(folder / "params.pt")
-    return torch.cat(numbers(state))
+    if weights.exists():
+        return torch.cat(numbers(load_file(weights)))
+    return torch.cat(numbers(torch.load(folder / "params.pt", map_location="cpu")))
 
 
 def records(folder: Path, split: str) -> list[Found]:

@@ -40,7 +40,7 @@ _WAKES = {
     "recvfrom", "recvmsg", "sendto", "sendmsg", "connect", "accept", "sigtimedwait",
 }  # fmt: skip
 LASTS_S = {"stopped": 2.5, "traced": 2.5, "paused": 2.5, "disk": 10.0, "swapped": 10.0}
-REPLACED_S = 0.6  # "stopped" of a rank that others go on without: its end costs no step
+REPLACED_S = 0.4  # "stopped" of a rank that others go on without: its end costs no step
 _SWAPS = 20.0  # page faults a second that had to wait for a disk
 _PRESSURE = 40.0  # percent of the time in which somebody waited for memory
 

@@ -35,7 +35,8 @@ STORE_END_S = 1.0
 UNDER_WAY = 16  # ranks that were ordered and have not begun
 ORDER_S = 2.0  # for an order to go out to the fork server
 LOOK_S = 0.5  # between two looks at the processes' states
-SOON_S = 0.2  # the same where a signal has stopped one
+OFTEN_S = 0.25  # the same where others go on without one that is lost
+SOON_S = 0.1  # where a signal has stopped one
 FROZEN_SERVER_S = 1.0  # how long a fork server may stand still before it is given up
 CHILD_S = 0.03  # until the stack of a child of a rank has come
 MOST_CHILDREN = 16  # of a rank that are looked at
@@ -61,6 +62,7 @@ class Rank:
         self.seen = stackdump.StackDump()
         self.active_at = time.monotonic()  # when it last used a CPU or said something
         self.held = held.Standstill()
+        self.replaced = False  # if it is lost: others go on without it
         self._looked_at = self.active_at
         self._cpu = 0
 
@@ -80,6 +82,7 @@ class Rank:
         """Hears whether others go on without it: then a signal that stopped it is soon told of."""
         able = said.get("event") == "recoverable" and said.get("able") is True
         if able or said.get("event") == "newcomer ready":
+            self.replaced = True
             self.held.lasts_s = dict(held.LASTS_S, stopped=held.REPLACED_S)
 
     def tell(self, line: bytes) -> None:
@@ -571,8 +574,7 @@ class NodeJob:
     def tick(self) -> None:
         """Regular work: kills after the grace, reports ends, sees who stands still."""
         now = time.monotonic()
-        soon = any(rank.held.how == "stopped" for rank in self._alive())
-        if now - self._looked_at >= (SOON_S if soon else LOOK_S):
+        if now - self._looked_at >= self._look_s:
             self._looked_at = now
             self._look(now)
         if self._kill_at is not None and now >= self._kill_at:
@@ -583,6 +585,13 @@ class NodeJob:
                 self._finish(rank)
         if self.running and all(rank.told for rank in self.ranks):
             self._end_attempt()
+
+    @property
+    def _look_s(self) -> float:
+        """Seconds between two looks."""
+        if any(rank.held.how == "stopped" for rank in self._alive()):
+            return SOON_S
+        return OFTEN_S if any(rank.replaced for rank in self.ranks) else LOOK_S
 
     def _look(self, now: float) -> None:
         for rank in self._alive():

@@ -326,7 +326,7 @@ def frozen_text(host: str, rank: int, how: str, seconds: float, on: str, pid: in
         seconds: For how long.
         on: What holds it up, as far as it is known.
     """
-    who, long = place(host, rank), f"for {seconds:.0f} s"
+    who, long = place(host, rank), f"for {seconds:.{0 if seconds >= 1 else 1}f} s"
     by = f": {on}" if on else ""
     if how == "traced":
         return f"{who} is frozen: held by a debugger {long}{by}"

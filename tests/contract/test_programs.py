@@ -31,7 +31,7 @@ ASKED_FOR = {"git": "git", "make": "make", "python": "python3", "python3": "pyth
 FROM = {
     "ssh": "openssh-client", "ssh-add": "openssh-client", "ssh-keygen": "openssh-client",
     "sshd": "openssh-server", "ip": "iproute2", "tc": "iproute2", "ss": "iproute2",
-    "iptables": "iptables", "nft": "nftables", "ps": "procps", "tmux": "tmux",
+    "iptables": "iptables", "nft": "nftables", "ps": "procps", "kill": "procps", "tmux": "tmux",
     "openssl": "openssl", "mpiexec.hydra": "mpich", "mpiexec.openmpi": "openmpi-bin",
     "sbatch": "slurm-wlm", "scancel": "slurm-wlm", "salloc": "slurm-wlm", "srun": "slurm-wlm",
     "slurmd": "slurm-wlm", "slurmctld": "slurm-wlm", "munged": "munge", "docker": "docker.io",

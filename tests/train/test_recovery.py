@@ -135,6 +135,19 @@ def test_who_waits_for_the_rest_of_a_message_is_freed(tmp_path: Path) -> None:
     assert not [one for one in found if one[2] is None]
 
 
+def test_what_a_short_break_swallowed_is_sent_again_soon() -> None:
+    """The kernel's pause does not double on connections of a group."""
+    links = Gloo()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with links.watched(2):
+            one = socket.create_connection(server.getsockname())
+        with one, server.accept()[0] as other:
+            assert one.getsockopt(socket.IPPROTO_TCP, 16) == 1  # TCP_THIN_LINEAR_TIMEOUTS
+            assert other.getsockopt(socket.IPPROTO_TCP, 16) == 0
+            one.sendall(b"x")
+            assert other.recv(1) == b"x"
+
+
 def test_only_connections_of_the_group_are_cut() -> None:
     """Not what has got the number of one that has ended."""
     links, (here, there) = Gloo(), socket.socketpair()

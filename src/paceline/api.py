@@ -15,7 +15,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeAlias, TypeVar, get_args
 
 from paceline.checks.preflight import inspector
 from paceline.hosts import read_hosts
@@ -45,6 +45,7 @@ from paceline.spec.settings import Setting, Source
 from paceline.transfer.tree import project_root
 
 T = TypeVar("T")
+Hosts: TypeAlias = str | Sequence[str] | Cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def prepare(
     script: str | Path,
     args: Sequence[str | Path | float] = (),
     *,
-    hosts: str | Cluster | None = None,
+    hosts: Hosts | None = None,
     nproc_per_node: Processes | None = None,
     nnodes: int | str | None = None,
     module: bool = False,
@@ -82,7 +83,7 @@ def prepare(
     wait_for_nodes: float | str | None = None,
     max_restarts: int = 0,
     restart_window: float | str | None = None,
-    ssh_config: Path | None = None,
+    ssh_config: str | Path | None = None,
 ) -> Prepared:
     """Finds out what would run where: logs in to the hosts, looks, decides, and lets them go.
 
@@ -91,8 +92,8 @@ def prepare(
     Args:
         script: A Python script, seen from the current folder; a module's name with ``module``.
         args: Its arguments.
-        hosts: As ``-H`` takes them (``"n1,n2"``, a host file, ``"lab"``) or a :class:`Cluster`;
-            this machine alone without.
+        hosts: As ``-H`` takes them (``"n1,n2"``, a host file, ``"lab"``), a list of names, or a
+            :class:`Cluster`; this machine alone without.
         nproc_per_node: Processes a host; found out without (slots, GPUs, else 1).
         nnodes: How many of the hosts, from the first on, or a range: ``"1:3"``; all without.
         module: ``script`` is a module.
@@ -133,7 +134,8 @@ def prepare(
     return Prepared(plan, job, cluster, ssh)
 
 
-def execute(prepared: Prepared, *, run_dir: Path | None = None, show: Show = "all") -> RunOutcome:
+def execute(prepared: Prepared, *, run_dir: str | Path | None = None,
+            show: Show = "all") -> RunOutcome:  # fmt: skip
     """Runs exactly what was prepared, to its end. A job that fails is an outcome, no exception.
 
     The hosts are looked at again first. The run has the plan's port, so that it can be executed
@@ -149,7 +151,7 @@ def execute(prepared: Prepared, *, run_dir: Path | None = None, show: Show = "al
         PacelineError: The job could not be started.
     """
     job, cluster, parent = prepared.job, prepared.cluster, Path(DEFAULT_PARENT)
-    return run_job(job, cluster, _transport(prepared.ssh), _screen(show), run_dir=run_dir,
+    return run_job(job, cluster, _transport(prepared.ssh), _screen(show), run_dir=_path(run_dir),
                    parent=parent, inspect=inspector(job), plan=prepared.plan)  # fmt: skip
 
 
@@ -158,7 +160,7 @@ def launch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    hosts: str | Cluster | None = None,
+    hosts: Hosts | None = None,
     nproc_per_node: Processes | None = None,
     nnodes: int | str | None = None,
     torch: bool | None = None,
@@ -170,9 +172,9 @@ def launch(
     restart_window: float | str | None = None,
     ship: bool = True,
     keep_warm: float | str = 0.0,
-    run_dir: Path | None = None,
+    run_dir: str | Path | None = None,
     show: Show = "all",
-    ssh_config: Path | None = None,
+    ssh_config: str | Path | None = None,
 ) -> Results[T]:
     """Calls a function as every rank of a job on all hosts; what it returned, by rank.
 
@@ -239,7 +241,7 @@ def launch(
     cluster, ssh = _where(hosts, ssh_config)
     remote = any(not host.local for host in cluster.hosts)
     elsewhere = call.modules_elsewhere(project_root(job) if ship else None) if remote else []
-    with call.folder_for(run_dir, job.name) as path:
+    with call.folder_for(_path(run_dir), job.name) as path:
         file = path / names.CALL
         sha256, pickled = call.write_call(file, function, args, kwargs or {}, elsewhere)
         preload = call.preload_of_call(function, pickled) if torch is not False else ()
@@ -258,7 +260,7 @@ def launch(
 
 
 def _asked(
-    hosts: str | Cluster | None,
+    hosts: Hosts | None,
     python: str | Path | None,
     env: Mapping[str, str] | None,
     nproc_per_node: Processes | None,
@@ -311,16 +313,27 @@ def _processes(said: Processes | None) -> Setting[Any]:
     return _said(said)
 
 
-def _where(hosts: str | Cluster | None, ssh_config: Path | None) -> tuple[Cluster, SshOptions]:
+def _where(hosts: Hosts | None,
+           ssh_config: str | Path | None) -> tuple[Cluster, SshOptions]:  # fmt: skip
     """The hosts that are meant, and how they are logged in to."""
-    ssh = SshOptions(ssh_config)
+    ssh = SshOptions(_path(ssh_config))
     if isinstance(hosts, Cluster):
         return this_machine.mark_me(hosts), ssh
-    cluster = read_hosts(hosts, environ=os.environ, cwd=Path.cwd())
-    lab = lab_name(hosts or "")
+    source = _typed(hosts)
+    cluster = read_hosts(source, environ=os.environ, cwd=Path.cwd())
+    lab = lab_name(source or "")
     if lab is not None and ssh_config is None:
         ssh = SshOptions(find_lab(lab, os.environ).ssh_config)
     return this_machine.mark_me(cluster), ssh
+
+
+def _typed(hosts: str | Sequence[str] | None) -> str | None:
+    """As it would be typed behind ``-H``."""
+    return hosts if hosts is None or isinstance(hosts, str) else ",".join(hosts)
+
+
+def _path(given: str | Path | None) -> Path | None:
+    return None if given is None else Path(given)
 
 
 def _environment(env: Mapping[str, str] | None) -> Environment:
@@ -336,12 +349,12 @@ def _transport(ssh: SshOptions) -> Transport:
     return load(DEFAULT).start(Options(ssh=ssh))
 
 
-def _described(hosts: str | Cluster | None) -> Setting[str | None]:
+def _described(hosts: Hosts | None) -> Setting[str | None]:
     if hosts is None:
         return Setting(None, Source.FOUND, "this machine")
     if isinstance(hosts, Cluster):
         return Setting(None, Source.ARGUMENT, hosts.source)
-    return Setting(hosts, Source.ARGUMENT)
+    return Setting(_typed(hosts), Source.ARGUMENT)
 
 
 def _nodes(asked: int | str | None) -> NodeCount | None:

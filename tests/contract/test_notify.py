@@ -21,6 +21,8 @@ import pytest
 
 from paceline.cli.run import command
 from paceline.launch import notify
+from paceline.report.record import Record
+from paceline.rundir import directory
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.spec.failure import Failure, Result
@@ -52,6 +54,17 @@ def test_what_is_told(ended: notify.Ended, outcome: str, sentence: str) -> None:
     assert ended.outcome == outcome
     assert ended.sentence() == sentence
     assert ended.variables()[jobenv.OUTCOME] == ended.to_json()["outcome"] == outcome
+
+
+def test_a_run_that_was_left_is_told_by_the_name_that_its_user_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its folder on the supervisor's host is one of many of that name; so is that of its page."""
+    there = Path("/home/me/.cache/paceline/detached/0a1b2c/run")
+    monkeypatch.setattr(directory, "_called", {})
+    directory.call_it(there, "runs/digits-1")
+    assert replace(WELL, path=there).sentence() == WELL.sentence()
+    assert Record(there).name == "digits-1"
 
 
 def test_nothing_that_is_told_says_a_rank_s_place() -> None:

@@ -17,6 +17,7 @@ import cloudpickle
 import pytest
 
 import paceline
+from paceline import api
 from paceline.agent import pickles
 from paceline.agent.call import Call
 from paceline.launch import call, interrupts
@@ -27,8 +28,8 @@ from paceline.spec.duration import seconds_in
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result
-from paceline.spec.hosts import Host
-from paceline.spec.job import Entry
+from paceline.spec.hosts import Cluster, Host
+from paceline.spec.job import Entry, Job
 from paceline.spec.plan import entry_json
 from paceline.transfer.tree import entry_at
 
@@ -158,6 +159,23 @@ def test_what_means_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(SettingError) as refused:
         paceline.launch(len, **asked)
     assert said in str(refused.value)
+
+
+def test_hosts_and_paths_as_people_pass_them(tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Lists of hosts as other launchers take them, and texts for paths."""
+    monkeypatch.chdir(tmp_path)
+    where: list[Any] = []
+
+    def run_job(job: Job, cluster: Cluster, transport: object, screen: object, *,
+                run_dir: Path, **_: object) -> None:  # fmt: skip
+        where[:] = job.hosts.value, [host.name for host in cluster.hosts], run_dir
+        raise SettingError("far enough")
+
+    monkeypatch.setattr(api, "run_job", run_job)
+    with pytest.raises(SettingError, match="far enough"):
+        paceline.launch(len, hosts=["n1", "n2"], ssh_config="ssh config", run_dir="a b")
+    assert where == ["n1,n2", ["n1", "n2"], tmp_path / "a b"]
 
 
 def test_lengths_of_time_as_people_type_them() -> None:

@@ -222,6 +222,7 @@ def test_it_is_named_within_twenty_steps_and_no_longer_than_it_lasts() -> None:
     assert worst is not None
     assert worst.rank == 1
     assert 0.005 < worst.seconds < 0.012
+    assert judge.worst(40_000) is None  # of so many steps it is nothing to be named for
 
 
 @pytest.mark.parametrize(

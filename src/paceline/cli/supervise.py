@@ -230,7 +230,7 @@ def main() -> int:
         call_it(run, told["shown"])
     about = About(
         told["run_id"], job.name, tuple(told["command"]),
-        tuple(host.name for host in cluster.hosts), time.time(), told["launched_by"],
+        tuple(host.name for host in choose_hosts(job, cluster)), time.time(), told["launched_by"],
         told["launched_in"], socket.gethostname(), os.getpid(),
         float(this_machine.started(os.getpid()) or 0), str(run), told["keep_results"],
     )  # fmt: skip

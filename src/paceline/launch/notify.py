@@ -26,7 +26,7 @@ from typing import Any, Literal
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import paceline
-from paceline.rundir.directory import Redactor
+from paceline.rundir.directory import Redactor, short
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.spec.failure import Result, signal_name
@@ -91,7 +91,8 @@ class Ended:
             "not started": "could not be started",
         }[self.outcome]
         more = self.why or figures
-        return clean_line(f"{self.path.name} {said}{': ' if more else ''}{more}")
+        name = Path(short(self.path)).name  # on a supervisor's host the folder is one of many
+        return clean_line(f"{name} {said}{': ' if more else ''}{more}")
 
     def to_json(self) -> dict[str, Any]:
         """What standard input of a command holds, and what is posted."""

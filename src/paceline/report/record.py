@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.rundir.directory import short
 from paceline.rundir.ownership import owner_alive, read_owner
 from paceline.rundir.records import is_regular, read_object, sampled_records
 from paceline.spec import rundir as names
@@ -70,8 +71,8 @@ class Record:
 
     @property
     def name(self) -> str:
-        """The run's, which is that of its folder."""
-        return self.path.absolute().name
+        """The run's, which is that of its folder where it was started."""
+        return Path(short(self.path.absolute())).name
 
 
 def read(path: Path) -> Record:

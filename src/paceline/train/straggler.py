@@ -29,6 +29,7 @@ SLOW_LINK = 0.6  # of the others' rate: a link below this is slow
 BURST = 10  # usual steps: a step that takes longer counts as one of so many
 SLOW_WAY = 0.88  # of the other way's, between two hosts
 TELLING = 10_000  # bytes of a step that say something of a link
+MENTIONED = 0.005  # of all steps, at the end of a training
 FIRST = 2  # steps of the process that say nothing
 _AT = {name: number for number, name in enumerate(PARTS)}
 
@@ -120,11 +121,15 @@ class Judge:
         return sum(one.samples.shape[1] for one in self._looks)
 
     def worst(self, steps: int) -> Straggler | None:
-        """The one that has cost most, over so many steps of the whole training."""
+        """The one that has cost most, over so many steps of the whole training.
+
+        ``None`` where that is less than half a percent of them: it would be named for nothing.
+        """
         if not self._cost:
             return None
         (rank, cause), (seconds, part) = max(self._cost.items(), key=lambda one: one[1][0])
-        return Straggler(rank, cause, seconds / max(steps, 1), part / max(steps, 1))
+        found = Straggler(rank, cause, seconds / max(steps, 1), part / max(steps, 1))
+        return found if found.part >= MENTIONED else None
 
 
 def without(look: Look, steps: int) -> Look:

@@ -33,7 +33,7 @@ test: PARTS = all
 test: env system
 	@status=0; \
 	$(BIN)/python tools/second_look.py -n auto --dist worksteal tests/unit tests/contract || status=1; \
-	$(BIN)/python tools/second_look.py -n 3 --dist loadfile --no-loadscope-reorder tests/package tests/train tests/lab || status=1; \
+	$(BIN)/python tools/second_look.py -n 3 --durations 20 --dist loadfile --no-loadscope-reorder tests/package tests/train tests/lab || status=1; \
 	exit $$status
 
 pythons: env

@@ -4,11 +4,11 @@
 
 First, without anything running: how long a picture of 64 hosts takes, what a second of their news
 costs the launcher, and what an agent's look at its host costs. Then trainings of the image recipe
-on this machine, with two ranks: on a terminal of 140 x 50 with the live screen, with lines, and
-without a terminal, in turn. The recipe's own small network ends several epochs a second, each with
-an evaluation and news of it; ``--model resnet18 --epochs 3`` is a training whose epochs last. A
-machine that is not quiet changes samples a second by more than what is looked for, so what counts
-is the CPU time of the launcher's process.
+on this machine, with two ranks: on a terminal of 140 x 50 with the live screen, with lines, without
+a terminal, and detached, in turn. The recipe's own small network ends several epochs a second, each
+with an evaluation and news of it; ``--model resnet18 --epochs 3`` is a training whose epochs last.
+A machine that is not quiet changes samples a second by more than what is looked for, so what counts
+is the CPU time of the launcher's process, or of the supervisor's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ from paceline.spec.events import PARTS, Event
 
 HOSTS, PICTURES = 64, 60
 COLUMNS, LINES = 140, 50
-NOTHING = "no terminal"
+NOTHING, DETACHED = "no terminal", "--detach"
+LOOKS = {
+    NOTHING: [],
+    "--screen lines": ["--screen", "lines"],
+    "--screen live": ["--screen", "live"],
+    DETACHED: ["--detach"],
+}
 TICK_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -131,8 +137,7 @@ def trained(look: str, words: list[str], folder: Path) -> dict[str, float]:
     """One training on a terminal: the launcher's CPU seconds a second, and samples a second."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
-    words = ["train", "image", "-p", "2", *words]
-    words += ["--screen", look] if look != NOTHING else []
+    words = ["train", "image", "-p", "2", *words, *LOOKS[look]]
     shown = theirs if look != NOTHING else subprocess.DEVNULL
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline", *words, "--run-dir", str(folder)],
@@ -142,16 +147,21 @@ def trained(look: str, words: list[str], folder: Path) -> dict[str, float]:
     )  # fmt: skip
     os.close(theirs)
     marks: list[tuple[float, float]] = []
-    while process.poll() is None:
-        if select.select([ours], [], [], 0.2)[0]:
-            with contextlib.suppress(OSError):
-                os.read(ours, 1 << 16)
+    while not (folder / "result.json").exists() and (look == DETACHED or process.poll() is None):
+        if not select.select([ours], [], [], 0.2)[0]:
+            pass
+        elif not _read(ours):
+            time.sleep(0.2)  # who wrote there has left
         if (folder / "ranks.json").exists():  # the ranks run
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                words = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+                pid = json.loads((folder / "owner.json").read_text())["pid"]
+                words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 marks.append((time.monotonic(), (int(words[11]) + int(words[12])) / TICK_S))
+    while look != DETACHED and process.poll() is None:
+        if select.select([ours], [], [], 0.2)[0]:
+            _read(ours)
     os.close(ours)
-    if process.returncode:
+    if process.wait():
         raise SystemExit(f"the training ended with status {process.returncode}: {folder}")
     # the last seconds bring things home
     cut = [one for one in marks if one[0] <= marks[-1][0] - 2.0]
@@ -163,21 +173,31 @@ def trained(look: str, words: list[str], folder: Path) -> dict[str, float]:
     return {"cpu": (after - before) / (until - since), "rate": told["samples"] / told["seconds"]}
 
 
+def _read(terminal: int) -> bool:
+    """Takes what was written to it; False when nobody can write there any more."""
+    with contextlib.suppress(OSError):
+        return bool(os.read(terminal, 1 << 16))
+    return False
+
+
 def trainings(rounds: int, words: list[str]) -> None:
-    found: dict[str, list[dict[str, float]]] = {NOTHING: [], "lines": [], "live": []}
+    found: dict[str, list[dict[str, float]]] = {look: [] for look in LOOKS}
     with tempfile.TemporaryDirectory() as parent:
         for number in range(rounds):
             for look, kept in found.items():
-                kept.append(trained(look, words, Path(parent) / f"{look}-{number}"))
+                kept.append(
+                    trained(
+                        look, words, Path(parent) / f"{look.strip('-').replace(' ', '-')}-{number}"
+                    )
+                )
     cpus = os.cpu_count() or 1
     print("\n| a training of two ranks | launcher's CPU, of one | of this machine | samples/s |")
     print("|---|---|---|---|")
     for look, kept in found.items():
         cpu = statistics.median(one["cpu"] for one in kept)
         rate = statistics.median(one["rate"] for one in kept)
-        name = look if look == NOTHING else f"--screen {look}"
-        print(f"| {name} | {cpu:.2%} | {cpu / cpus:.2%} | {rate:,.0f} |")
-    pairs = zip(found["live"], found[NOTHING], strict=True)
+        print(f"| {look} | {cpu:.2%} | {cpu / cpus:.2%} | {rate:,.0f} |")
+    pairs = zip(found["--screen live"], found[NOTHING], strict=True)
     more = statistics.median(live["cpu"] - none["cpu"] for live, none in pairs)
     print(f"\nThe live screen itself: {more:+.2%} of one CPU, {more / cpus:+.2%} of this machine.")
 

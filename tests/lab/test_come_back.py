@@ -203,7 +203,7 @@ def test_a_supervisors_host_that_dies_takes_the_run_with_it_and_says_so_once_it_
     assert "the supervisor was killed or its host n2 restarted" in mine.typed("explain")
     rows = json.loads(mine.typed("runs", "--json"))["runs"]
     assert {row["run"]: row["state"] for row in rows}["three"] == "lost"
-    assert " out " in mine.typed("logs", "-n", "1")
+    assert " out " in mine.typed("logs", "-n", "3")
     assert not left_on(site, "n2")
     assert site.leftovers() == ""
 

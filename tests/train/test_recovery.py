@@ -135,6 +135,22 @@ def test_who_waits_for_the_rest_of_a_message_is_freed(tmp_path: Path) -> None:
     assert not [one for one in found if one[2] is None]
 
 
+def test_the_connection_to_the_store_is_cut_but_nobody_closes_it() -> None:
+    """Who waits in vain gives up when gloo has closed all of its own."""
+    links = Gloo()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with links.watched(2):
+            store = socket.create_connection(server.getsockname())
+            links.store_met()
+            one = socket.create_connection(server.getsockname())
+        with store, server.accept()[0], server.accept()[0]:
+            links.cut()
+            assert store.recv(1) == b""
+            assert not links.ended()
+            one.close()
+            assert links.ended()
+
+
 def test_what_a_short_break_swallowed_is_sent_again_soon() -> None:
     """The kernel's pause does not double on connections of a group."""
     links = Gloo()

@@ -63,7 +63,7 @@ def test_with_evaluation_best_and_schedule(tmp_path: Path) -> None:
         shown = re.findall(
             r"epoch (\d)  step \d+/128  train: .*held out: accuracy (\S+)", ended[0].out
         )
-        assert [int(epoch) for epoch, _ in shown] == [*range(8)]
+        assert [int(epoch) for epoch, _ in shown] == [*range(1, 9)]
         lines[size] = [float(accuracy) for _, accuracy in shown]
         best = json.loads((folder / "run/checkpoints/best.json").read_text())["step"]
         assert lines[size][best // 16 - 1] == max(lines[size])

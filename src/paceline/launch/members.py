@@ -229,7 +229,8 @@ class Members:
     def recovers(self) -> bool:
         """Whether losses are recovered from: all ranks have said that they can."""
         members = [self._slots[slot] for slot in self._generation.members]
-        return not self._over and all(one.able for one in members if one.standing == "in")
+        able = any(one.able for one in members)  # not if none has ever said so and all have ended
+        return able and not self._over and all(one.able for one in members if one.standing == "in")
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -165,6 +165,9 @@ class Links(Protocol):
     def watched(self, ranks: int) -> contextlib.AbstractContextManager[None]:
         """Within it connections of a group of so many ranks are made."""
 
+    def store_met(self) -> None:
+        """What was made so far is the connection to the store of the group."""
+
     def cut(self) -> None:
         """Frees whoever waits in a collective, from another thread; may be called again."""
 
@@ -173,10 +176,11 @@ class Links(Protocol):
 
 
 class Gloo:
-    """gloo's connections: the sockets that appear while a group is made, but for the store's.
+    """gloo's connections: the sockets that appear while a group is made.
 
     They are gloo's own: ``shutdown`` on them gives its threads the end of the connection, and
-    every collective that waits, or begins, an error.
+    every collective that waits, or begins, an error; gloo closes them. The store's connection is
+    cut, too, for whoever waits there, but nobody closes that one.
 
     While a group is made, a rank may also wait for a connection that a lost rank was to make, or
     try to make one again and again. So sockets are cut to the end of that, and whoever waits gets
@@ -187,6 +191,7 @@ class Gloo:
         self._lock = threading.Lock()
         self._known: dict[int, str] = {}  # descriptors, with what they are
         self._ended: dict[int, str] = {}  # those that were cut
+        self._of_store: dict[int, str] = {}
         self._before: dict[int, str] | None = None  # while a group is made
         self._ranks = 0  # of that group
 
@@ -209,6 +214,10 @@ class Gloo:
             return {}
         return {fd: what for fd, what in _sockets().items() if self._before.get(fd) != what}
 
+    def store_met(self) -> None:
+        with self._lock:
+            self._of_store = self._new()
+
     def cut(self) -> None:
         with self._lock:
             for fd, what in {**self._known, **self._new()}.items():
@@ -222,7 +231,11 @@ class Gloo:
     def ended(self) -> bool:
         with self._lock:
             now = _sockets()
-            self._ended = {fd: what for fd, what in self._ended.items() if now.get(fd) == what}
+            self._ended = {
+                fd: what
+                for fd, what in self._ended.items()
+                if now.get(fd) == what != self._of_store.get(fd)
+            }
             return self._before is None and not self._ended
 
     def _cut_on(self, forming: dict[int, str]) -> None:
@@ -313,6 +326,9 @@ class Nccl:
     @contextlib.contextmanager
     def watched(self, ranks: int) -> Iterator[None]:
         yield
+
+    def store_met(self) -> None:
+        pass
 
     def cut(self) -> None:
         with contextlib.suppress(Exception):  # another thread may have ended them
@@ -766,6 +782,7 @@ class Recovery:
             client = TCPStore(
                 word.address, word.port, None, False, _FORMING, wait_for_workers=False
             )
+            self._links.store_met()
             store = PrefixStore(f"generation/{word.generation}", client)
             self._all_here(store, word)
             self._make(PrefixStore("default_pg", store), place, _FORMING)

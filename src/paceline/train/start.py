@@ -77,10 +77,10 @@ def join(
         if comes is not None:
             store, mixed = {"store": HashStore(), "rank": 0, "world_size": 1}, comes.mixed
         elif backend in ("auto", "gloo"):
-            with gloo.watched(
-                place.size
-            ):  # also who waits in the store for one that is lost is to be freed
+            # also who waits in the store for one that is lost is to be freed
+            with gloo.watched(place.size):
                 store, mixed = _meet(target.type, place.size, timeout)
+                gloo.store_met()
         if mixed:
             chosen = devices.choose_backend("gloo", target, found)
         bound = None if target.type == "cpu" or mixed else target

@@ -41,7 +41,7 @@ Networks = dict[str, network.NodeNetwork]
 
 # of the package, all that a recipe needs in a rank
 OF_RECIPES = ("__init__.py", "program.py", "progress.py", "py.typed", "recipes", "spec", "train")
-DYING_S = 2.0
+DYING_S = 2.0  # who holds a port and cannot be named: the kernel is ending it, or a stranger
 LEAVING_S = 5.0  # an agent without launcher and its ranks are gone by then
 
 
@@ -388,7 +388,7 @@ async def hold_port(first: Node, address: str, asked: Setting[int]) -> Setting[i
 def _patience_with(refusal: AgentRefusal) -> float:
     """Seconds for which who holds a port may still be on the way out."""
     commands = [command for _, command in refusal.answer.get("holders") or []]
-    if not commands:  # a stranger's, or of a process that is dying: its files are gone already
+    if not commands:
         return DYING_S
     # perhaps a job of ours whose launcher was killed, and which is leaving
     return LEAVING_S if any("/paceline/agent/" in command for command in commands) else 0.0

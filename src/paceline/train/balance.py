@@ -116,11 +116,8 @@ def gathered(samples: int, ranks: int, by: Shares | None, least: int) -> Shares 
         enough of it. A single rank gets all, however few they are.
     """
     weights = by or (1,) * ranks
-    cuts = even(samples, ranks)
-    if by is not None:
-        ends = (bounds(samples, by, rank) for rank in range(ranks))
-        cuts = tuple(end - first for first, end in ends)
-    if all(not one or one >= least for one in cuts):
+    cuts = [bounds(samples, weights, rank) for rank in range(ranks)]
+    if all(first == end or end - first >= least for first, end in cuts):
         return by
     fast = sorted((rank for rank in range(ranks) if weights[rank]), key=lambda r: -weights[r])
     some = sorted(fast[: max(1, samples // least)])

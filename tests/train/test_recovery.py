@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -149,6 +150,15 @@ def test_the_connection_to_the_store_is_cut_but_nobody_closes_it() -> None:
             assert not links.ended()
             one.close()
             assert links.ended()
+            with links.watched(2):  # the next group, while the first one's store is still held
+                after = socket.create_connection(server.getsockname())
+                links.store_met()
+                two = socket.create_connection(server.getsockname())
+            with after, server.accept()[0], server.accept()[0]:
+                links.cut()
+                assert not links.ended()
+                two.close()
+                assert links.ended()
 
 
 def test_what_a_short_break_swallowed_is_sent_again_soon() -> None:
@@ -274,3 +284,30 @@ def test_who_is_not_freed_says_so(monkeypatch: pytest.MonkeyPatch, idle: bool) -
     os.close(write)
     time.sleep(0.2)
     os.close(read)
+
+
+def test_a_store_that_is_gone_is_called_until_later_word_comes() -> None:
+    """The host that held it is lost, too, while the others call."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    said: list[recovery.Word] = []
+    control = cast(Any, SimpleNamespace(newer=lambda _: said[0] if said else None))
+    comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
+    one = recovery.Recovery(0, comms, control, recovery.Nccl(), None, lambda *_: None)
+    members = (0, "n1", 0, 1), (1, "n2", 0, 1)
+    first = recovery.Word(1, members, "127.0.0.1", port, planned=False)
+    caught: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            one._meet(first)
+        except BaseException as error:
+            caught.append(error)
+
+    calls = threading.Thread(target=call)
+    calls.start()
+    calls.join(0.2)
+    assert calls.is_alive()
+    said.append(recovery.Word(2, (), "127.0.0.1", port, planned=False))
+    calls.join(15)  # a single call that waits for the store would take 20 s and more
+    assert [type(error) for error in caught] == [recovery.Overtaken]

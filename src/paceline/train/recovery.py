@@ -65,12 +65,14 @@ from paceline.train.world import World
 T = TypeVar("T")
 
 _FORMING = timedelta(seconds=20)  # for connections of a new group among ranks that are all there
+_CALLING = timedelta(seconds=0.5)  # for one try to reach the store of a new group
 _RESTING = 60.0  # seconds after which no thread of a group that was left has anything to do
 _NO_CONNECTION = (7, 10)  # states of TCP: closed, which a new socket is, too, and listening
 # TCP_THIN_LINEAR_TIMEOUTS, and TCP_RTO_MAX_MS of Linux 6.15, which Python does not name
 _SOON_AGAIN = ((16, 1), (44, 1000))
-_OFTEN, _SELDOM = 0.001, 0.02  # seconds between two looks whether all are there
+_OFTEN, _SELDOM, _RARELY = 0.001, 0.02, 0.5  # seconds between two looks whether all are there
 _LOOKS = 3  # at gloo asleep, with all its connections closed: what waits now waits for nothing
+_MANY_LOOKS = 20  # in more than a second; a connection that is not closed even then is not gloo's
 _STUCK_S = 3.0  # idle in a collective whose connections are cut; cutting frees in milliseconds
 _IDLE = 0.03  # share of a CPU below which a process does not compute, on a busy machine neither
 
@@ -180,7 +182,7 @@ class Gloo:
 
     They are gloo's own: ``shutdown`` on them gives its threads the end of the connection, and
     every collective that waits, or begins, an error; gloo closes them. The store's connection is
-    cut, too, for whoever waits there, but nobody closes that one.
+    cut, too, for whoever waits there, but nobody closes that one: a group that was left keeps it.
 
     While a group is made, a rank may also wait for a connection that a lost rank was to make, or
     try to make one again and again. So sockets are cut to the end of that, and whoever waits gets
@@ -191,7 +193,7 @@ class Gloo:
         self._lock = threading.Lock()
         self._known: dict[int, str] = {}  # descriptors, with what they are
         self._ended: dict[int, str] = {}  # those that were cut
-        self._of_store: dict[int, str] = {}
+        self._of_stores: dict[int, str] = {}  # those to stores, also of groups that were left
         self._before: dict[int, str] | None = None  # while a group is made
         self._ranks = 0  # of that group
 
@@ -216,7 +218,7 @@ class Gloo:
 
     def store_met(self) -> None:
         with self._lock:
-            self._of_store = self._new()
+            self._of_stores |= self._new()
 
     def cut(self) -> None:
         with self._lock:
@@ -230,12 +232,9 @@ class Gloo:
 
     def ended(self) -> bool:
         with self._lock:
-            now = _sockets()
-            self._ended = {
-                fd: what
-                for fd, what in self._ended.items()
-                if now.get(fd) == what != self._of_store.get(fd)
-            }
+            now = _sockets().items()
+            self._of_stores = dict(self._of_stores.items() & now)
+            self._ended = dict((self._ended.items() & now) - self._of_stores.items())
             return self._before is None and not self._ended
 
     def _cut_on(self, forming: dict[int, str]) -> None:
@@ -733,11 +732,12 @@ class Recovery:
             return self.generation >= generation or self._control.newer(generation) is not None
 
         def give_up() -> None:
-            looks = 0
+            looks, pause = 0, _SELDOM
             while not over():
-                time.sleep(_SELDOM)
-                looks = looks + 1 if self._links.ended() and waits.asleep() else 0
-                if looks >= _LOOKS:
+                time.sleep(pause)
+                pause = min(_RARELY, 1.1 * pause)  # looking must not pass for computing
+                looks = looks + 1 if waits.asleep() else 0
+                if looks >= (_LOOKS if self._links.ended() else _MANY_LOOKS):
                     waits.give_up()
                     looks = 0
 
@@ -779,9 +779,7 @@ class Recovery:
         if jobenv.PLANNED_WORLD in os.environ:
             os.environ[jobenv.PLANNED_WORLD] = str(place.size)
         with self._links.watched(place.size):
-            client = TCPStore(
-                word.address, word.port, None, False, _FORMING, wait_for_workers=False
-            )
+            client = self._meet(word)
             self._links.store_met()
             store = PrefixStore(f"generation/{word.generation}", client)
             self._all_here(store, word)
@@ -792,6 +790,27 @@ class Recovery:
         client.set_timeout(self._timeout)
         self.store, self._comms.world = client, place
         self.generation = word.generation
+
+    def _meet(self, word: Word) -> TCPStore:
+        """The store of a word; its own host may be lost with it, which later word says.
+
+        Raises:
+            RuntimeError: It cannot be had.
+        """
+        until = time.monotonic() + _FORMING.total_seconds()
+        while True:
+            try:
+                client = TCPStore(
+                    word.address, word.port, None, False, _CALLING, wait_for_workers=False
+                )
+            except RuntimeError:
+                if self._control.newer(word.generation):
+                    raise Overtaken from None
+                if time.monotonic() > until:
+                    raise
+            else:
+                client.set_timeout(_FORMING)
+                return client
 
     def _leave_group(self) -> None:
         """Leaves the present group, and keeps what it is made of for a while.

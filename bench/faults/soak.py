@@ -1,7 +1,7 @@
 """Seeded random faults on a training in the lab: what was promised beside what came.
 
 ``python bench/faults/soak.py [--faults 40] [--seed 1] [--hosts 3] [--each 8] [--width 48]
-[--kinds a,b] [--minutes 10] [--keep FOLDER]``
+[--steps 1500] [--kinds a,b] [--minutes 10] [--keep FOLDER]``
 
 A job of ``steady.py`` is started over SSH on the lab's hosts, as a user does, and struck again and
 again; after ``--each`` faults it may end, and the next job begins. Printed as Markdown, for each
@@ -42,7 +42,7 @@ from paceline.lab import Lab, LabOptions
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parents[1] / "src"
 STEP_MS = 20.0
-STEPS = 1500
+LONGEST_S = 600.0  # that a job may take after its last fault
 SETTLE_S = 20.0  # at most, from a fault to further steps of all ranks
 SEEN_S = 0.5  # so long after a fault a rank that it ends has done its last step
 MOST_DIFFERENCE = 1e-10
@@ -315,6 +315,7 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=8, help="faults of a job")
     parser.add_argument("--width", type=int, default=48, help="of the network; by 1024 8 MB a step")
     parser.add_argument("--kinds", default="", help="numbers or words of kinds, with commas")
+    parser.add_argument("--steps", type=int, default=1500, help="of a job")
     parser.add_argument("--minutes", type=float, default=0.0, help="begin no job after so long")
     parser.add_argument("--keep", default="", help="folder for screens and runs of the jobs")
     asked = parser.parse_args()
@@ -340,12 +341,12 @@ def main() -> int:
                     break
                 number += 1
                 if number == 1:
-                    reference = undisturbed(lab, folder, STEPS, asked.width)
+                    reference = undisturbed(lab, folder, asked.steps, asked.width)
                     continue
                 count = min(asked.each, asked.faults - len(struck))
                 faults = [chance.choice(kinds) for _ in range(count)]
                 found, problems = one_job(
-                    lab, folder, number, STEPS, faults, chance, reference, asked.width
+                    lab, folder, number, asked.steps, faults, chance, reference, asked.width
                 )
                 struck += found
                 bad += problems
@@ -356,7 +357,7 @@ def main() -> int:
 def undisturbed(lab: Lab, folder: Path, steps: int, width: int = 48) -> np.ndarray:
     """The parameters of the same training without a fault."""
     with job(lab, folder, 1, steps, 0.0, width) as one:
-        if one.process.wait(180):
+        if one.process.wait(LONGEST_S):
             raise RuntimeError((folder / "screen-1.txt").read_text(errors="replace")[-1500:])
     found: np.ndarray = np.load(one.notes / "final.npy")
     return found
@@ -391,7 +392,7 @@ def one_job(lab: Lab, folder: Path, number: int, steps: int, faults: Sequence[st
             if one.over:
                 break
         with contextlib.suppress(subprocess.TimeoutExpired):
-            one.process.wait(180)
+            one.process.wait(LONGEST_S)
         if one.process.poll() != 0:
             screen = (folder / f"screen-{number}.txt").read_text(errors="replace")[-1500:]
             bad.append(f"job {number} ended with {one.process.poll()}:\n{screen}")

@@ -311,3 +311,26 @@ def test_a_store_that_is_gone_is_called_until_later_word_comes() -> None:
     said.append(recovery.Word(2, (), "127.0.0.1", port, planned=False))
     calls.join(15)  # a single call that waits for the store would take 20 s and more
     assert [type(error) for error in caught] == [recovery.Overtaken]
+
+
+def test_a_wait_in_the_next_group_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look that says so may have begun before that group was made."""
+    control = cast(Any, SimpleNamespace(newer=lambda _: None))
+    comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
+    one = recovery.Recovery(0, comms, control, recovery.Nccl(), None, lambda *_: None)
+    looked, given_up = threading.Event(), []
+
+    def asleep() -> bool:
+        looked.set()
+        return True
+
+    monkeypatch.setattr(recovery.waits, "asleep", asleep)
+    monkeypatch.setattr(recovery.waits, "give_up", lambda: given_up.append(one.generation))
+    monkeypatch.setattr(recovery, "_MANY_LOOKS", 1)
+    with one._forming:
+        control.freed(1)
+        assert looked.wait(20)
+        one.generation = 1
+    while any(thread.name == "paceline-give-up" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert given_up == []

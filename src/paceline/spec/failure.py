@@ -24,7 +24,9 @@ UNKNOWN = -1  # exit code of a run that left no result
 
 # What a healthy rank says when another one has gone: the other's failure is the cause. Each way of
 # saying it stands here once.
+GIVEN_UP = "its connections were cut"  # a wait of ours, see train/waits.py
 _GONE = r"Connection (?:closed|reset) by peer|Broken pipe|connectFullMesh|Socket Timeout"
+_GONE += f"|{GIVEN_UP}"
 _IN_VAIN = r"Timed out waiting \d+ms|Watchdog caught collective|Application timeout"
 _NETWORK = (
     r"Socket closed|recvValue failed|remote process exited|Connection refused|DistNetworkError"

@@ -511,6 +511,7 @@ class Recovery:
         self.hand_over: Hands | None = None
         self.let_in: Hands | None = None
         self._left: list[tuple[float, list[Any]]] = []  # groups, and when they were left
+        self._forming = threading.Lock()  # held while a group becomes the present one
         self._opened = 0  # generation in which others join before the next batch
         self.begin_anew: Callable[[], None] = lambda: None
         self.updates = 0
@@ -737,9 +738,12 @@ class Recovery:
                 time.sleep(pause)
                 pause = min(_RARELY, 1.1 * pause)  # looking must not pass for computing
                 looks = looks + 1 if waits.asleep() else 0
-                if looks >= (_LOOKS if self._links.ended() else _MANY_LOOKS):
-                    waits.give_up()
-                    looks = 0
+                if looks < (_LOOKS if self._links.ended() else _MANY_LOOKS):
+                    continue
+                with self._forming:  # what is waited for in the next group is not to be given up
+                    if not over():
+                        waits.give_up()
+                looks = 0
 
         def watch() -> None:
             if self.able and self.talk.idle_for(_STUCK_S, over):
@@ -789,7 +793,8 @@ class Recovery:
         dist.distributed_c10d._set_pg_timeout(self._timeout)
         client.set_timeout(self._timeout)
         self.store, self._comms.world = client, place
-        self.generation = word.generation
+        with self._forming:
+            self.generation = word.generation
 
     def _meet(self, word: Word) -> TCPStore:
         """The store of a word; its own host may be lost with it, which later word says.

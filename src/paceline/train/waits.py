@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from paceline.spec.failure import GIVEN_UP
+
 T = TypeVar("T")
 
 _LOOK_S = 0.05  # seconds between two looks whether a wait was given up
@@ -64,7 +66,7 @@ class _Promise:
             self._open(self._mean)
 
     def broken(self) -> None:
-        if self._open(GivenUp("its connections were cut")):
+        if self._open(GivenUp(GIVEN_UP)):
             leave(self._work)
 
     def _open(self, what: object) -> bool:
@@ -109,7 +111,7 @@ def wait(work: dist.Work | None, moved: Tensor) -> None:
         while not work.is_completed():
             if _waits.ends != ends:
                 leave(work)
-                raise GivenUp("its connections were cut")
+                raise GivenUp(GIVEN_UP)
             with contextlib.suppress(RuntimeError):  # it has to wait on, or its error comes below
                 work.wait(timedelta(seconds=_LOOK_S))
     work.wait()
@@ -142,7 +144,7 @@ def apart(act: Callable[[], T]) -> T:
     while not over.wait(_LOOK_S):
         if _waits.ends != ends:
             _waits.left_apart = True
-            raise GivenUp("its connections were cut")
+            raise GivenUp(GIVEN_UP)
     if failed:
         raise failed[0]
     return gave[0]

@@ -59,6 +59,7 @@ class Kind:
         lasts: Seconds until it is taken back.
         named: Whether the job has to say which host it was (a flap need not be noticed).
         first: It strikes the host of rank 0, which writes, wherever that is by now.
+        hosts: That it strikes.
     """
 
     promise: float
@@ -66,6 +67,7 @@ class Kind:
     lasts: float = 0.0
     named: bool = True
     first: bool = False
+    hosts: int = 1
 
 
 def processes(lab: Lab, host: str, what: str) -> list[int]:
@@ -150,9 +152,9 @@ KINDS = {
     "deaf in one direction for 4 s": Kind(10.0, deaf, 4.0, named=False),
     "cut off from the other hosts for 4 s": Kind(10.0, cut_off, 4.0, named=False),
     "a firewall drops everything for 6 s": Kind(10.0, fault("drop", "all"), 6.0),
-    "kill -9 of two ranks at once": Kind(1.0, one_after_the_other(0.0)),
-    "kill -9 of a rank and 0.15 s later of another": Kind(1.0, one_after_the_other(0.15)),
-    "kill -9 of a rank and 0.8 s later of another": Kind(1.0, one_after_the_other(0.8)),
+    "kill -9 of two ranks at once": Kind(1.0, one_after_the_other(0.0), hosts=2),
+    "kill -9 of a rank and 0.15 s later of another": Kind(1.0, one_after_the_other(0.15), hosts=2),
+    "kill -9 of a rank and 0.8 s later of another": Kind(1.0, one_after_the_other(0.8), hosts=2),
     "kill -9 of rank 0": Kind(1.0, send("rank", signal.SIGKILL), first=True),
     "kill -9 of the agent beside rank 0": Kind(2.0, send("agent", signal.SIGKILL), first=True),
     "power off beside rank 0, on after 4 s": Kind(3.0, fault("power-off"), 4.0, first=True),
@@ -321,6 +323,8 @@ def main() -> int:
     asked = parser.parse_args()
     words = [word for word in asked.kinds.split(",") if word]
     kinds = [name for name in KINDS if not words or any(word in name for word in words)]
+    if asked.hosts < 3:  # what strikes all replicas of two is no loss of ours
+        kinds = [name for name in kinds if KINDS[name].hosts < 2]
     chance, began = random.Random(asked.seed), time.monotonic()
     print(
         f"# Faults by chance\n\n{platform.platform()}, {os.cpu_count()} CPUs, "

@@ -44,7 +44,6 @@ SOURCE = HERE.parents[1] / "src"
 STEP_MS = 20.0
 LONGEST_S = 600.0  # that a job may take after its last fault
 SETTLE_S = 20.0  # at most, from a fault to further steps of all ranks
-SEEN_S = 0.5  # so long after a fault a rank that it ends has done its last step
 MOST_DIFFERENCE = 1e-10
 RANK = re.compile(r"\[rank (\d+) of \d+")
 
@@ -60,6 +59,7 @@ class Kind:
         named: Whether the job has to say which host it was (a flap need not be noticed).
         first: It strikes the host of rank 0, which writes, wherever that is by now.
         hosts: That it strikes.
+        seen: Seconds after which a rank that it ends has done its last step, at most.
     """
 
     promise: float
@@ -68,6 +68,7 @@ class Kind:
     named: bool = True
     first: bool = False
     hosts: int = 1
+    seen: float = 0.5
 
 
 def processes(lab: Lab, host: str, what: str) -> list[int]:
@@ -143,7 +144,9 @@ KINDS = {
     "kill -9 of the guard": Kind(2.0, send("guard", signal.SIGKILL)),
     "kill -9 of the SSH session": Kind(1.0, send("sshd", signal.SIGKILL), named=False),
     "SIGSTOP of a rank": Kind(5.0, send("rank", signal.SIGSTOP)),
-    "SIGSTOP of the fork server": Kind(2.0, send("forkserver", signal.SIGSTOP), named=False),
+    "SIGSTOP of the fork server": Kind(
+        2.0, send("forkserver", signal.SIGSTOP), named=False, seen=3.0
+    ),
     "SIGSTOP of the agent": Kind(5.0, send("agent", signal.SIGSTOP), named=False),
     "power off, on after 4 s": Kind(3.0, fault("power-off"), 4.0),
     "frozen host, thawed after 6 s": Kind(5.0, fault("freeze"), 6.0),
@@ -268,9 +271,9 @@ def strike(one: Job, kind: str, host: str) -> Struck:
         time.sleep(about.lasts)
         undo()
 
-    time.sleep(SEEN_S)
-    until(lambda: one.over or all_train(one, struck + SEEN_S), SETTLE_S)
-    found.back = not one.over and all_train(one, struck + SEEN_S)
+    time.sleep(about.seen)
+    until(lambda: one.over or all_train(one, struck + about.seen), SETTLE_S)
+    found.back = not one.over and all_train(one, struck + about.seen)
     found.lost = bool(one.process.poll())
     times = [moment for moment, _, _ in one.steps()]
     near = [struck, *(moment for moment in times if struck < moment), time.monotonic()]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import forking
+import owing
 import torch
 import torch._dynamo
 import torch.distributed as dist
@@ -132,6 +133,7 @@ def main() -> None:
         "loss": end(root / "late")[1],
     }
     (root / "found.json").write_text(json.dumps(found))
+    (root / "owing.json").write_text(json.dumps(owing.worlds(root)))
 
 
 if __name__ == "__main__":

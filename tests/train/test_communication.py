@@ -16,11 +16,21 @@ SCRIPT = str(Path(__file__).with_name("communicating.py"))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What all ways led to, in one process that forks."""
     folder = tmp_path_factory.mktemp("communicating")
     ranks.run_ok(1, [SCRIPT, str(folder)], folder, timeout=200)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "found.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def owing(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "owing.json").read_text()))
 
 
 def test_resumed_to_the_bit(found: Any) -> None:
@@ -32,3 +42,25 @@ def test_the_loss_is_that_of_exact_averages(found: Any) -> None:
     for name in ("fp16", "bf16", "int8", "int4", "powersgd"):
         assert found[name]["loss"] == pytest.approx(exact, abs=0.05), name
     assert found["local"]["loss"] == pytest.approx(exact, abs=0.5)  # and says so
+
+
+def test_only_what_a_lost_rank_had_not_said_is_lost(owing: Any) -> None:
+    """What the parameters got is what all computed, without what is left to say at the end."""
+    for name, one in owing.items():
+        assert set(one["statuses"].values()) <= {0, -9}, name
+        assert one["off"] < 0.1 * one["lost"], name  # half a percent of it is bfloat16's
+        alone = "alone" in name  # who is alone says all at once, and nothing in codes
+        assert (one["owed"] == 0) == alone, name
+        assert len(one["joined"]) == (len(one["statuses"]) == 3 and "behind" not in name)
+
+
+def test_ranks_go_on_with_the_same_factors(owing: Any) -> None:
+    """Those of the last step that counted, also where somebody died amid the next, or joins."""
+    for name in ("powersgd", "powersgd behind"):
+        every: dict[int, set[str]] = {}
+        for step, digest in (one for some in owing[name]["digests"] for one in some):
+            every.setdefault(step, set()).add(digest)
+        assert sorted(every) == list(range(36))
+        for step, digests in every.items():
+            (digest,) = digests
+            assert digest.startswith(f"{step} {3 if step > 3 else 0} ")

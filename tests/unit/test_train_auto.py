@@ -96,6 +96,7 @@ class Standing:
     rank: int
     elements: int = 2_000_000
     method: Any = None
+    left: Any = None
     layout: tuple[int, int] = (0, 0)
 
     def line(self) -> Line:

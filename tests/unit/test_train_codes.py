@@ -7,6 +7,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -121,10 +122,12 @@ SHAPES = [(60, 70), (60,), (2, 3, 40, 30), (7,), (5000,), (3, 3)]
 class Rank:
     """One rank's method and parameters."""
 
-    def __init__(self, name: str, rank: int, meeting: Meeting, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, rank: int, meeting: Meeting, dtype: torch.dtype, *, void: bool = False
+    ) -> None:
         self.parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
         names = {one: f"layer{number}" for number, one in enumerate(self.parameters)}
-        line = Line(None, rank, meeting.ranks, names)
+        line = Line(None, rank, meeting.ranks, names, void)
         self.method = METHODS[name](line, Threads(line, meeting))
         self.meeting = meeting
 
@@ -237,6 +240,115 @@ def test_another_number_of_ranks_says_what_was_left(name: str, ranks: int) -> No
     rest = torch.cat([left[f"layer{n}"].double().mean(0).reshape(-1) for n in range(len(SHAPES))])
     assert float((said - rest).abs().max()) < 0.02 * float(rest.abs().max())
     assert float(rest.abs().max()) > 0
+
+
+@pytest.mark.parametrize(("before", "ranks"), [(3, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "powersgd"])
+def test_those_that_are_left_go_on_with_what_each_had_to_say(
+    name: str, before: int, ranks: int
+) -> None:
+    """Who comes begins with nothing, and has the factors of the others."""
+
+    def train(rank: int, meeting: Meeting) -> Rank:
+        mine = Rank(name, rank, meeting, torch.float64, void=True)
+        for step in range(4):
+            mine.average(drawn(rank, step, torch.float64), TWO)
+            mine.method.counted()
+        return mine
+
+    formers = world(before, train)
+    owed = sum(rests(one) for one in formers[:ranks]) / before
+
+    def go_on(rank: int, meeting: Meeting) -> Any:
+        mine = Rank(name, rank, meeting, torch.float64, void=True)
+        if rank < before:
+            mine.method.follow(formers[rank].method)
+        else:
+            mine.method.take_alike(formers[0].method.alike())
+        left, alike = rests(mine), factors(mine)
+        means = mine.average([torch.zeros(one, dtype=torch.float64) for one in SHAPES], TWO)
+        mine.method.counted()
+        return left, alike, means, rests(mine)
+
+    found = world(ranks, go_on)
+    assert (
+        float((sum(one[0] for one in found) / ranks - owed).abs().max()) < 3e-3 * owed.abs().max()
+    )
+    assert all(one[1] == factors(formers[0]) for one in found)
+    assert equal([found[0][2]], [found[-1][2]])
+    still = sum(one[3] for one in found) / ranks
+    assert float((whole(found[0][2]) + still - owed).abs().max()) < 6e-3 * owed.abs().max()
+    assert ranks > 1 or not still.any()
+
+
+def rests(rank: Rank) -> Tensor:
+    """What a rank has to say, whole."""
+    kept = rank.method._kept
+    found = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    for number, one in enumerate(found):
+        if f"layer{number}" in kept._of:
+            one += kept._of[f"layer{number}"].own
+    return whole(found)
+
+
+def factors(rank: Rank) -> dict[str, list[float]]:
+    return {name: one.tolist() for name, one in rank.method.alike().get("factors", {}).items()}
+
+
+@pytest.mark.parametrize("name", [one for one in METHODS if one != "local"])  # never void there
+def test_a_void_pass_leaves_no_trace(name: str) -> None:
+    """It ends after the first of its buckets, and its gradients come again in other shares."""
+
+    def body(rank: int, meeting: Meeting, *, void: bool) -> list[list[Tensor]]:
+        mine = Rank(name, rank, meeting, torch.float32, void=True)
+        means = []
+        for step in range(5):
+            if void and step == 3:
+                mine.average(drawn(rank, 100, torch.float32), TWO[:1])
+                mine.method.void()
+            means.append(mine.average(drawn(rank, step, torch.float32), TWO))
+            mine.method.counted()
+        return means
+
+    struck, plain = (world(3, partial(body, void=void)) for void in (True, False))
+    assert equal(struck[0], plain[0])
+
+
+def test_the_outer_state_outlives_another_number_of_ranks() -> None:
+    """Its momentum is everybody's; what 8 bits have not said yet is the same in the mean."""
+
+    def apart(rank: int, meeting: Meeting) -> Any:
+        mine = Rank("local", rank, meeting, torch.float32)
+        method = mine.method
+        assert isinstance(method, Local)
+        method.number, _ = 2, method.begin(400)
+        method.first = 2
+        for step in range(6):
+            mine.average(drawn(rank, step, torch.float32), TWO)
+            with torch.no_grad():
+                for parameter, way in zip(
+                    mine.parameters, drawn(rank, 10 + step, torch.float32), strict=True
+                ):
+                    parameter -= way
+            if method.due:
+                method.synchronise()
+        return method.state()
+
+    state = world(3, apart)[0]
+
+    def resumed(rank: int, meeting: Meeting) -> Any:
+        mine = Rank("local", rank, meeting, torch.float32)
+        mine.method.load_state(state)
+        return mine.method.state(), mine.method._ways._kept._of
+
+    found = world(2, resumed)
+    for theirs, of in found:
+        assert theirs["steps"] == state["steps"] == 6
+        for name, momentum in state["momentum"].items():
+            assert momentum.any()
+            assert torch.equal(theirs["momentum"][name], momentum)
+        for name, rows in state["ways"].items():
+            assert torch.allclose(of[name].own.float(), rows.float().mean(0), rtol=0.01, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", METHODS)

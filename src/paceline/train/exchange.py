@@ -61,12 +61,14 @@ class Line:
         rank: Of this process in it.
         ranks: In it.
         names: Of each parameter, for residuals that a checkpoint holds.
+        void: A pass may turn out not to count: ranks may be lost in the middle of it.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     ranks: int
     names: Mapping[Tensor, str] = field(default_factory=dict)
+    void: bool = False
 
 
 class Method(Protocol):
@@ -80,6 +82,15 @@ class Method(Protocol):
         Called in bucket order, on every rank; on CPUs in the mover's thread, on an accelerator
         within a stream of its own.
         """
+
+    def counted(self) -> None:
+        """The last pass counts: the optimizer has stepped with its means."""
+
+    def void(self) -> None:
+        """The last pass does not count; where that may be, the line says so."""
+
+    def follow(self, other: Method) -> None:
+        """Goes on where another method stopped, also one of another number of ranks."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to hold, by parameter name."""
@@ -125,6 +136,7 @@ class Exchange:
         times: Of the last step's buckets in their order; empty where DDP works alone.
         late: The updates that come late; ``None``: DDP waits for all gradients.
         usual: Bytes of a bucket and of the first, as the replica was made with.
+        left: The method of a former group of ranks, until another one has followed it.
     """
 
     def __init__(self, model: Replica, comms: Comms) -> None:
@@ -137,6 +149,7 @@ class Exchange:
         self._hooked: object = None
         self.times: list[Times] = []
         self.late: Late | None = None
+        self.left: Method | None = None
         self._order: list[int] = []
         self._passes = self._count = 0  # since buckets were laid out; buckets of the last
         self._hook()
@@ -159,7 +172,8 @@ class Exchange:
         if self._group is None and self._stream is None:
             self._group = self._comms.new_group(timeout=_timeout(self._model.process_group))
         names = {one: name for name, one in self._model.module.named_parameters()}
-        return Line(self._group, self._comms.world.rank, self._comms.world.size, names)
+        world, void = self._comms.world, self._model.recovery is not None
+        return Line(self._group, world.rank, world.size, names, void)
 
     @property
     def method(self) -> Method | None:
@@ -210,7 +224,7 @@ class Exchange:
         self._group = self._hooked = None
         self._model.process_group = _get_default_group()
         self.usual = usual_buckets(self._model.module, over_gloo=self._comms.device.type == "cpu")
-        self._method = None
+        self.left, self._method = self.left or self._method, None
         lay_out(self._model, *self.usual, as_made=True, made=self._hook)
         self._passes, self.times = 0, []
 

@@ -114,19 +114,27 @@ class Models:
             if one.communication is not None:
                 one.communication.stepped()
 
-    def drop(self) -> None:
-        """Forgets all gradients."""
+    def drop(self, *, counted: bool = False) -> None:
+        """Forgets all gradients.
+
+        Args:
+            counted: They count all the same: the models are as another rank's optimizers have left
+                them. Otherwise what was exchanged of them is void.
+        """
         for one in self.module.parameters():
             one.grad = None
+        for updater in self:
+            if (communication := updater.communication) is not None:
+                communication.counted() if counted else communication.void()
 
-    def renew(self, step: int) -> None:
-        """Has gradients exchanged in a new group of ranks from this step on; a collective."""
+    def renew(self) -> None:
+        """Has gradients exchanged in a new group of ranks from now on; a collective."""
         self.drop()
         for one in self:
             if one.exchange is not None:
                 one.exchange.renew()
             if one.communication is not None:
-                one.communication.renew(step)
+                one.communication.renew()
 
     def together(self, *, moments: bool = False) -> None:
         """Sees to it that all ranks have the same models, and the same moments where asked."""

@@ -616,7 +616,7 @@ class Session(Member):
     def _begin_anew(self) -> None:
         """In a new group of ranks: whatever is made for as many as there were."""
         self._started()
-        self.models.renew(self.progress.step)
+        self.models.renew()
         if self._overlap is not None:
             self._overlap.again(self.progress.step)
         self._pace.renew()
@@ -691,7 +691,7 @@ class Session(Member):
         self._journal.measure(batch.count, **{**measured, **values})
         if batch.last:
             if exchanged is Exchanged.TAKEN:
-                self.models.drop()
+                self.models.drop(counted=True)
             else:
                 for name in named:
                     self._update(name)
@@ -732,7 +732,7 @@ class Session(Member):
         if exchanged is Exchanged.DONE:
             self._update(name)
         if exchanged is Exchanged.TAKEN:
-            self.models.drop()
+            self.models.drop(counted=True)
         if exchanged is not Exchanged.VOID:
             self._applied += 1
 
@@ -791,7 +791,7 @@ class Session(Member):
             self._drop()
             return
         if exchanged is Exchanged.TAKEN:
-            self.models.drop()
+            self.models.drop(counted=True)
         else:
             self._update(ALONE)
         self._advance(batch, self._loader)

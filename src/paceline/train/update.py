@@ -120,6 +120,8 @@ class Updater:
             self.scaler.update()
         else:
             self.optimizer.step()
+        if self.communication is not None:
+            self.communication.counted()
         self.optimizer.zero_grad()
         if self.schedule is not None:
             self.schedule.step()

@@ -12,7 +12,6 @@ from paceline.spec.figures import lasting
 from paceline.train.comms import Comms
 from paceline.train.communication import METHODS
 from paceline.train.communication.auto import Auto
-from paceline.train.communication.coded import Coded
 from paceline.train.communication.local import Local
 from paceline.train.communication.powersgd import PowerSgd
 from paceline.train.exchange import Exchange, Line
@@ -78,34 +77,41 @@ class Communication:
         self._exchange.buckets(size, size // 2)
         self._take(self.asked.name)
 
-    def renew(self, step: int) -> None:
+    def renew(self) -> None:
         """Begins anew in a new group of ranks, whose exchange has; a collective.
 
-        What ranks have not said yet of their gradients is dropped: some would have said it already.
-
-        Args:
-            step: Global steps done.
+        Each rank goes on with what it has not said yet of its gradients.
         """
         self._seen.clear()
-        if self._comms.alone:  # there is nothing to exchange
-            return
+        left = self._exchange.left
         if self._auto is None:
             self._as_asked()
-        else:
+        elif not self._comms.alone:
             kept = self._auto.state()
             self._auto = self._automatic()
             self._auto.load_state(kept)
-        if (method := self._exchange.method) is not None:
-            self.begin(self._steps)
-            method.take_alike({"steps": step})
+        elif left is not None:  # there is nobody to measure with
+            self._take(left.name)
+        self._exchange.left = None
+        self.begin(self._steps)
 
     def _take(self, name: str) -> None:
-        method, before = METHODS[name](self._exchange.line()), self._exchange.method
+        method = METHODS[name](self._exchange.line())
         if self.asked.number:
             method.number = self.asked.number  # type: ignore[attr-defined]
-        if isinstance(method, Coded) and isinstance(before, Coded):
+        if (before := self._exchange.left or self._exchange.method) is not None:
             method.follow(before)
         self._exchange.method = method
+
+    def counted(self) -> None:
+        """The optimizer has stepped with what was exchanged last."""
+        if (method := self._exchange.method) is not None:
+            method.counted()
+
+    def void(self) -> None:
+        """What was exchanged last does not count: a rank was lost meanwhile."""
+        if (method := self._exchange.method) is not None:
+            method.void()
 
     def begin(self, steps: int) -> str:
         """Says how many steps the training has; returns what is to be told."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.train.communication.codes import BLOCK, Code, parts
-from paceline.train.communication.kept import Kept, same
+from paceline.train.communication.kept import Kept, Rests, same
 from paceline.train.communication.wire import Wire
-from paceline.train.exchange import Bucket, Line
+from paceline.train.exchange import Bucket, Line, Method
 
 SMALL = 1024
 """Parameters with fewer elements (biases, norms) are sent as they are, in the same messages."""
@@ -33,14 +33,14 @@ class _Layout:
         length: Elements of a piece, whole blocks.
         small: Where the elements of small parameters are.
         share: How many of them belong to a piece.
-        kept: What is left to say, as long as all pieces.
+        rests: What is left to say, as long as all pieces.
     """
 
     parameters: list[nn.Parameter]
     length: int
     small: Tensor
     share: int
-    kept: Tensor | None
+    rests: Rests | None
 
 
 class Coded:
@@ -59,7 +59,7 @@ class Coded:
 
     def __init__(self, line: Line, wire: Wire | None = None) -> None:
         self._wire = wire or Wire(line)
-        self._kept = Kept(self._wire, line.names)
+        self._kept = Kept(self._wire, line)
         self._layouts: dict[int, _Layout] = {}
         self._spare: dict[str, Tensor] = {}
 
@@ -70,6 +70,9 @@ class Coded:
             wire.sum(flat)
             return
         layout = self._layout(bucket)
+        if wire.ranks == 1:  # the others were lost, who would be told in codes
+            self._all_at_once(flat, layout)
+            return
         small = flat[layout.small]
         work = self._work(flat, layout)
         if wire.ranks <= 2:
@@ -88,8 +91,8 @@ class Coded:
         length = -(-bucket.flat.numel() // (pieces * BLOCK)) * BLOCK
         small = _small(bucket)
         share = -(-len(small) // (pieces * 8)) * 8  # so that messages stay aligned
-        kept = self._kept.of(bucket, pieces * length) if self.feedback else None
-        layout = _Layout(list(bucket.parameters), length, small, share, kept)
+        rests = self._kept.of(bucket, pieces * length) if self.feedback else None
+        layout = _Layout(list(bucket.parameters), length, small, share, rests)
         self._layouts[bucket.number] = layout
         return layout
 
@@ -101,10 +104,17 @@ class Coded:
         for part in parts(flat):
             work[: flat.numel()][part].copy_(flat[part])
         work[layout.small] = 0
-        if layout.kept is not None:
+        if layout.rests is not None:
             for part in parts(work):
-                work[part].add_(layout.kept[part])
+                work[part].add_(layout.rests.now[part])
         return work
+
+    def _all_at_once(self, flat: Tensor, layout: _Layout) -> None:
+        """Says what is left as it is."""
+        if layout.rests is not None:
+            flat += layout.rests.now[: flat.numel()]
+            layout.rests.then.zero_()
+            self._kept.left(layout.rests)
 
     def _directly(self, work: Tensor, small: Tensor, layout: _Layout) -> Tensor:
         """Both say all they have, and compute the mean of what was said."""
@@ -149,9 +159,10 @@ class Coded:
         return rows[:, down:].contiguous().view(small.dtype).reshape(-1)[: len(small)]
 
     def _keep(self, work: Tensor, layout: _Layout) -> None:
-        if layout.kept is not None:
+        if layout.rests is not None:
             for part in parts(work):
-                layout.kept[part].copy_(work[part])
+                layout.rests.then[part].copy_(work[part])
+            self._kept.left(layout.rests)
 
     def _message(
         self, use: str, size: int, small: Tensor, layout: _Layout, rows: int = 0
@@ -168,10 +179,16 @@ class Coded:
             room = self._spare[use] = torch.zeros(length, dtype=kind, device=device)
         return room[:length]
 
-    def follow(self, other: Coded) -> None:
-        """Says what another method has left to say; without :attr:`feedback` that is dropped."""
-        if self.feedback:
-            self._kept = other._kept
+    def counted(self) -> None:
+        self._kept.counted()
+
+    def void(self) -> None:
+        self._kept.void()
+
+    def follow(self, other: Method) -> None:
+        """Says what another one has left to say; without :attr:`feedback` that is dropped."""
+        if self.feedback and isinstance(other, Coded):
+            self._kept.follow(other._kept)
 
     def state(self) -> dict[str, Any]:
         return self._kept.state()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from paceline.train.communication.wire import Wire
-from paceline.train.exchange import Bucket, Line
+from paceline.train.exchange import Bucket, Line, Method
 
 
 class Exact:
@@ -19,6 +19,15 @@ class Exact:
     def average(self, bucket: Bucket) -> None:
         bucket.flat.mul_(1.0 / self._wire.ranks)
         self._wire.sum(bucket.flat)
+
+    def counted(self) -> None:
+        pass
+
+    def void(self) -> None:
+        pass
+
+    def follow(self, other: Method) -> None:
+        pass
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -8,6 +8,7 @@ that costs in loss is told when the training begins: it is never taken without b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.train.communication.int8 import Int8
 from paceline.train.communication.wire import Wire
-from paceline.train.exchange import Bucket, Line
+from paceline.train.exchange import Bucket, Line, Method
 
 STEPS = 10
 """Steps apart, where nobody says another number."""
@@ -42,7 +43,9 @@ class Local:
         self.rate, self.momentum = 0.9, 0.5
         self._wire = wire or Wire(line)
         self._parameters = [(name, p) for p, name in line.names.items() if p.requires_grad]
-        self._gradients, self._ways = Int8(line, self._wire), Int8(line, self._wire)
+        # A lost rank takes a model with it, and all begin again: no pass is void.
+        counting = replace(line, void=False)
+        self._gradients, self._ways = Int8(counting, self._wire), Int8(counting, self._wire)
         self._steps = self._apart = 0
         self._before: dict[str, Tensor] = {}  # where all were when they last met
         self._moving: dict[str, Tensor] = {}  # the outer momentum
@@ -144,6 +147,18 @@ class Local:
                 for _, kept in sorted(optimizer.state.get(parameter, {}).items()):
                     if isinstance(kept, Tensor) and kept.shape == parameter.shape:
                         self._mean(kept)
+
+    def counted(self) -> None:
+        pass
+
+    def void(self) -> None:
+        pass
+
+    def follow(self, other: Method) -> None:
+        if isinstance(other, Local):
+            self.take_alike(other.alike())
+            self._gradients.follow(other._gradients)
+            self._ways.follow(other._ways)
 
     def state(self) -> dict[str, Any]:
         return {

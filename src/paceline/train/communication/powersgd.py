@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from paceline.train.communication.kept import Kept, same
+from paceline.train.communication.kept import Kept, Rests, same
 from paceline.train.communication.wire import Wire
-from paceline.train.exchange import Bucket, Line
+from paceline.train.exchange import Bucket, Line, Method
 
 RANK = 4
 """Columns, where nobody says another number."""
@@ -54,7 +54,7 @@ class _Layout:
     parameters: list[nn.Parameter]
     matrices: list[_Matrix]
     rest: Tensor
-    kept: Tensor
+    rests: Rests
 
 
 class PowerSgd:
@@ -70,10 +70,13 @@ class PowerSgd:
     def __init__(self, line: Line, wire: Wire | None = None) -> None:
         self.number, self.exact_steps = RANK, 0
         self._wire, self._names = wire or Wire(line), line.names
-        self._kept = Kept(self._wire, line.names, torch.float32)
+        self._kept = Kept(self._wire, line, torch.float32)
         self._factors: dict[str, Tensor] = {}  # Q of each matrix
         self._layouts: dict[int, _Layout] = {}
         self._steps = 0
+        # what the running pass adds when it counts
+        self._next: dict[str, Tensor] = {}
+        self._passed, self._may_be_void = 0, line.void
 
     def begin(self, steps: int) -> str:
         """Says how long the training is; returns what is to be told."""
@@ -81,17 +84,27 @@ class PowerSgd:
         return ""
 
     def average(self, bucket: Bucket) -> None:
+        self._average(bucket)
+        self._passed += bucket.last
+        if not self._may_be_void:
+            self.counted()
+
+    def _average(self, bucket: Bucket) -> None:
         exact, flat = self._steps < self.exact_steps, bucket.flat
-        self._steps += bucket.last
         layout = None if exact else self._layout(bucket)
         if layout is None or not layout.matrices:
             flat.mul_(1 / self._wire.ranks)
             self._wire.sum(flat)
             return
+        if self._wire.ranks == 1:  # the others were lost: what is left is said as it is
+            flat += layout.rests.now
+            layout.rests.then.zero_()
+            self._kept.left(layout.rests)
+            return
         wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
         work = flat.to(wide, copy=True)
         for one in layout.matrices:
-            work[one.span] += layout.kept[one.span]
+            work[one.span] += layout.rests.now[one.span]
         left, rest = self._columns(work, layout)
         self._rows(work, layout, left)
         self._product(work, layout, left)
@@ -126,17 +139,18 @@ class PowerSgd:
             matrix = work[one.span].view(one.rows, one.columns)
             right.append(matrix.T @ columns)
             matrix.addmm_(columns, right[-1].T, alpha=-1)
-            layout.kept[one.span].copy_(work[one.span].nan_to_num_(0.0, 0.0, 0.0))
+            layout.rests.then[one.span].copy_(work[one.span].nan_to_num_(0.0, 0.0, 0.0))
+        self._kept.left(layout.rests)
         message = torch.cat([one.reshape(-1) for one in right]) / self._wire.ranks
         self._wire.sum(message)
         parts = torch.split(message, [one.numel() for one in right])
         for one, part, own in zip(layout.matrices, parts, right, strict=True):
-            self._factors[one.name] = part.view_as(own)
+            self._next[one.name] = part.view_as(own)
 
     def _product(self, work: Tensor, layout: _Layout, left: list[Tensor]) -> None:
         """Writes P Qᵀ; each step of it is exact, or rounded alike everywhere."""
         for one, columns in zip(layout.matrices, left, strict=True):
-            right = self._factors[one.name].T.contiguous()
+            right = self._next[one.name].T.contiguous()
             matrix = work[one.span].view(one.rows, one.columns)
             step = max(1, _ROOM // one.columns) if work.device.type == "cpu" else one.rows
             spare = torch.empty_like(matrix[:step])
@@ -146,7 +160,7 @@ class PowerSgd:
                 for number in range(1, one.rank):
                     term = torch.mul(some[:, number, None], right[number], out=spare[: len(part)])
                     part.add_(term)
-            self._factors[one.name].nan_to_num_(0.0, 0.0, 0.0)  # the next P is then any
+            self._next[one.name].nan_to_num_(0.0, 0.0, 0.0)  # the next P is then any
 
     def _factor(self, one: _Matrix, like: Tensor) -> Tensor:
         known = self._factors.get(one.name)
@@ -181,10 +195,25 @@ class PowerSgd:
             matrices.append(one)
             rest[one.span] = False
         index = rest.nonzero()[:, 0].to(bucket.flat.device)
-        kept = self._kept.of(bucket, bucket.flat.numel())
-        layout = _Layout(list(bucket.parameters), matrices, index, kept)
+        rests = self._kept.of(bucket, bucket.flat.numel())
+        layout = _Layout(list(bucket.parameters), matrices, index, rests)
         self._layouts[bucket.number] = layout
         return layout
+
+    def counted(self) -> None:
+        self._kept.counted()
+        self._steps += self._passed
+        self._factors.update(self._next)
+        self._passed, self._next = 0, {}
+
+    def void(self) -> None:
+        self._kept.void()
+        self._passed, self._next = 0, {}
+
+    def follow(self, other: Method) -> None:
+        if isinstance(other, PowerSgd):
+            self.take_alike(other.alike())
+            self._kept.follow(other._kept)
 
     def state(self) -> dict[str, Any]:
         return {"steps": self._steps, "factors": dict(self._factors), "rests": self._kept.state()}
@@ -200,11 +229,12 @@ class PowerSgd:
 
     def take_alike(self, state: dict[str, Any]) -> None:
         self._steps, self._factors = state.get("steps", 0), dict(state.get("factors", {}))
+        self._passed, self._next = 0, {}  # that state has them
 
     def sent(self, elements: int, ranks: int) -> int:
         for layout in self._layouts.values():
             matrices = layout.matrices
-            if len(layout.kept) == elements and self._steps > self.exact_steps:
+            if len(layout.rests.now) == elements and self._steps > self.exact_steps:
                 thin = sum(one.rank * (one.rows + one.columns) for one in matrices)
                 return 2 * (ranks - 1) * 4 * (thin + len(layout.rest)) // ranks
         return 2 * (ranks - 1) * 4 * elements // ranks

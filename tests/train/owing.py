@@ -1,0 +1,213 @@
+"""Run by the tests: codes leave a rest, and ranks are lost and come while it is owed.
+
+With a step of plain SGD what a training got of its gradients can be read off the parameters. So
+each process leaves what it computed, and what it had left to say when it ended or died.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from launching import Job
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from paceline import train
+from paceline.train.communication import choice
+from paceline.train.communication.coded import Coded
+from paceline.train.communication.powersgd import PowerSgd
+from paceline.train.communication.wire import Wire
+from paceline.train.exchange import Bucket
+
+RATE, STEPS, SAMPLES, BATCH, DIES_AT = 0.05, 36, 144, 24, 6
+SLOW = 0.03  # seconds of a step: ranks look up together after some of them
+WAITS_AT = 9  # for a newcomer
+
+
+class Account:
+    """What one process has computed of the gradients that counted, and what it has not said."""
+
+    def __init__(self, session: train.Session, network: nn.Module) -> None:
+        self._session, self.parameters = session, [*network.parameters()]
+        self._path = session.folder / f"{os.environ['PACELINE_HOST']}.{os.getpid()}"
+        self._computed = [torch.zeros_like(one, requires_grad=False) for one in self.parameters]
+        self._gradients: dict[int, Tensor] = {}
+        self._digests: list[tuple[int, str]] = []
+        for number, one in enumerate(self.parameters):
+            one.register_hook(lambda gradient, number=number: self._take(number, gradient))
+
+    def _take(self, number: int, gradient: Tensor) -> None:
+        self._gradients[number] = gradient.detach().clone()
+
+    def given(self) -> None:
+        """The factors of this moment, by the step."""
+        method = self._method
+        if isinstance(method, PowerSgd):
+            every = [method._factors[name] for name in sorted(method._factors)]
+            raw = b"".join(one.numpy().tobytes() for one in every)
+            digest = f"{method._steps} {len(every)} {hashlib.sha256(raw).hexdigest()}"
+            self._digests.append((self._session.progress.step, digest))
+
+    def stepped(self, counts: bool, ranks: int) -> None:
+        if counts:
+            for number, gradient in self._gradients.items():
+                self._computed[number] += gradient / ranks
+        self._gradients.clear()
+
+    @property
+    def _method(self) -> Any:
+        exchange = self._session.models.first.exchange
+        return None if exchange is None else exchange.method
+
+    def leave(self, ranks: int, *, ended: bool = True) -> None:
+        method, updater = self._method, self._session.models.first
+        owed = [torch.zeros_like(one, requires_grad=False) for one in self.parameters]
+        if isinstance(method, Coded | PowerSgd):
+            names = [name for name, _ in updater.module.named_parameters()]
+            for name, one in zip(names, owed, strict=True):
+                if name in method._kept._of:
+                    one += method._kept._of[name].own.detach() / ranks
+        found = {"ended": ended, "digests": self._digests}
+        found |= {"computed": flat(self._computed), "owed": flat(owed)}
+        torch.save(found, f"{self._path}.pt")
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([one.detach().reshape(-1) for one in tensors])
+
+
+def owing(folder: Path, asked: str, dies: int, again: int, behind: int | None) -> None:
+    """A training that loses the rank of that slot.
+
+    Args:
+        again: Newcomers that come in its place.
+        behind: A rank to which the end of an exchange does not get through, and the lost one dies
+            after it. Otherwise that dies while some of its gradients are on their way.
+    """
+    slot, newcomer = int(os.environ["RANK"]), "PACELINE_NEWCOMER" in os.environ
+    torch.set_num_threads(1)
+    choice._SMALLEST = 1 << 14  # several buckets
+    source = torch.Generator().manual_seed(3)
+    inputs = torch.randn(SAMPLES, 16, generator=source, dtype=torch.float64)
+    data = TensorDataset(inputs, (inputs[:, :4] + inputs[:, 4:8]).argmax(1))
+    with train.join(run_dir=folder, dtype="float64", seed=4, check_every=3, quiet=True) as session:
+        torch.manual_seed(1)
+        network = session.place(
+            nn.Sequential(nn.Linear(16, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(),
+                          nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 4))
+        )  # fmt: skip
+        begin = flat([*network.parameters()])
+        made = torch.optim.SGD(network.parameters(), RATE)
+        model = session.prepare(network, made, communication=asked)
+        loader = session.loader(data, BATCH)
+        session.checkpoints(every="5")
+        account = Account(session, network)
+
+        def die() -> None:
+            account.leave(session.world.size, ended=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def die_amid(_: Tensor) -> None:
+            """When the others have the mean of the first bucket, which comes to nothing."""
+            exchange = session.models.first.exchange
+            if session.progress.step == DIES_AT and exchange is not None:
+                while not exchange.times or not exchange.times[0].done:
+                    time.sleep(0.001)
+                die()
+
+        updates = session.models.first.update
+
+        def die_after(*, measured: bool = False) -> dict[str, float]:
+            found = updates(measured=measured)
+            if session.progress.step == DIES_AT:
+                account.stepped(True, session.world.size)
+                die()
+            return found
+
+        if slot == dies and not newcomer:
+            if behind is None:
+                account.parameters[0].register_hook(die_amid)
+            else:
+                session.models.first.update = die_after
+        if slot == behind:
+            _cut_short(session)
+        for _ in session.epochs(loader, steps=STEPS):
+            for batch in loader:
+                time.sleep(SLOW)
+                while again and session.progress.step == WAITS_AT and not ready(folder).exists():
+                    time.sleep(0.01)
+                account.given()
+                ranks = session.world.size
+                losses = cross_entropy(model(batch.data[0]), batch.data[1], reduction="none")
+                account.stepped(session.step(losses), ranks)
+        session.verify()
+        account.leave(session.world.size)
+        if session.world.rank == 0:
+            torch.save((begin - flat([*network.parameters()])) / RATE, folder / "got.pt")
+
+
+def _cut_short(session: train.Session) -> None:
+    """The last sum of one exchange fails here, after its bytes have gone to all others."""
+    average, add, last = PowerSgd.average, Wire.sum, False
+
+    def averages(self: PowerSgd, bucket: Bucket) -> None:
+        nonlocal last
+        last = bucket.last and session.progress.step == DIES_AT
+        average(self, bucket)
+
+    def sums(self: Wire, tensor: Tensor) -> None:
+        add(self, tensor)
+        if last:
+            raise RuntimeError("Connection closed by peer")
+
+    PowerSgd.average, Wire.sum = averages, sums  # type: ignore[method-assign]
+
+
+def ready(folder: Path) -> Path:
+    return folder / "ready"
+
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "int4": {"size": 3, "asked": "int4", "dies": 1},
+    "powersgd": {"size": 3, "asked": "powersgd", "dies": 0},
+    "powersgd behind": {"size": 3, "asked": "powersgd", "dies": 1, "again": 0, "behind": 2},
+    "int8 alone": {"size": 2, "asked": "int8", "dies": 1, "again": 0},
+}
+
+
+def worlds(root: Path) -> dict[str, Any]:
+    """What became of each."""
+    return {name: world(root / f"owing {name}", **how) for name, how in WORLDS.items()}
+
+
+def world(
+    folder: Path, size: int, asked: str, dies: int, again: int = 1, behind: int | None = None
+) -> dict[str, Any]:
+    def saw(job: Job, slot: int, message: dict[str, Any]) -> None:
+        if message.get("event") == "newcomer ready":
+            ready(folder).touch()
+
+    def body() -> None:
+        owing(folder, asked, dies, again, behind)
+
+    job = Job(body, size, folder, again=again, saw=saw).run(60)
+    left = {path.stem: torch.load(path) for path in folder.glob("n*.pt")}
+    (lost,) = (one["owed"] for one in left.values() if not one["ended"])
+    computed = sum(one["computed"] for one in left.values())
+    owed = sum(one["owed"] for one in left.values() if one["ended"])
+    got = torch.load(folder / "got.pt")
+    return {
+        "statuses": job.statuses,
+        "joined": [slot for _, slot, _ in job.events("newcomer ready")],
+        "off": float((got - (computed - owed - lost)).norm()),
+        "lost": float(lost.norm()),
+        "owed": float(owed.norm()),
+        "digests": [one["digests"] for one in left.values()],
+    }

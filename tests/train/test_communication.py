@@ -19,7 +19,7 @@ SCRIPT = str(Path(__file__).with_name("communicating.py"))
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What all ways led to, in one process that forks."""
     folder = tmp_path_factory.mktemp("communicating")
-    ranks.run_ok(1, [SCRIPT, str(folder)], folder, timeout=200)
+    ranks.run_ok(1, [SCRIPT, str(folder)], folder, timeout=300)
     return folder
 
 
@@ -49,9 +49,8 @@ def test_only_what_a_lost_rank_had_not_said_is_lost(owing: Any) -> None:
     for name, one in owing.items():
         assert set(one["statuses"].values()) <= {0, -9}, name
         assert one["off"] < 0.1 * one["lost"], name  # half a percent of it is bfloat16's
-        alone = "alone" in name  # who is alone says all at once, and nothing in codes
-        assert (one["owed"] == 0) == alone, name
-        assert len(one["joined"]) == (len(one["statuses"]) == 3 and "behind" not in name)
+        assert one["owed"] > 0, name
+        assert len(one["joined"]) == ("behind" not in name), name
 
 
 def test_ranks_go_on_with_the_same_factors(owing: Any) -> None:

@@ -60,7 +60,7 @@ class Line:
         group: Of its own: nobody else's collectives come in between. ``None`` is the whole job's.
         rank: Of this process in it.
         ranks: In it.
-        names: Of each parameter, for residuals that a checkpoint holds.
+        names: Of each parameter, for rests that a checkpoint holds.
         void: A pass may turn out not to count: ranks may be lost in the middle of it.
     """
 

@@ -22,7 +22,7 @@ from paceline.schedulers import SCHEDULERS, flux, inside, load, mpi, slurm, subm
 from paceline.schedulers.scheduler import Options
 from paceline.schedulers.script import BatchRequest
 from paceline.schedulers.slurm import parse_job
-from paceline.spec.errors import PacelineError, SettingError
+from paceline.spec.errors import GoneError, PacelineError, SettingError
 from paceline.spec.hosts import Host
 from paceline.spec.launched import translated
 
@@ -702,6 +702,8 @@ def test_the_command_of_srun() -> None:
     assert words[:5] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1",
                          "--nodelist=n1,10.0.0.2"]  # fmt: skip
     assert words[-1] == "--mem=0"
+    # what becomes of one agent ends no other: a site's WaitTime would, and a node that fails
+    assert {"--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--overlap"} <= set(words)
     ours = [replace(host, gpus=2) for host in HOSTS]
     assert slurm.step("srun", ours, ())[-1] == "--gpus-per-node=2"
 
@@ -746,15 +748,36 @@ def test_a_submission_is_read(text: str) -> None:
         ("srun: error: Unable to create step for job 3: Memory required", "does not let us"),
         ("paceline-call: n2: 10.0.0.1 port 4: timed out", "could not call back"),
         ("something new", "srun did not start the agent"),
+        # Slurm 22.05, a node without power: until Slurm notices, and ever after
+        (
+            "srun: error: Task launch for StepId=1.1 failed on node n2: Communication connection"
+            " failure\nsrun: error: Application launch failed: Communication connection failure"
+            "\nsrun: Job step aborted",
+            "does not answer Slurm",
+        ),
+        (
+            "srun: error: Unable to create step for job 1: Requested node configuration is not"
+            " available",
+            "no longer, such a node",
+        ),
+        (
+            "srun: error: Slurm job 1 has expired\nsrun: Check SLURM_JOB_ID environment variable."
+            " Expired or invalid job 1",
+            "is over",
+        ),
     ],
 )
 def test_what_srun_says_is_explained(
     words: str, cause: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """In short, too; where it is no use to ask again, that is said by the error's kind."""
     monkeypatch.setenv("PATH", str(tmp_path))
     starter = slurm.SlurmStarter("srun", (), "8")
     error = asyncio.run(starter.explain(HOSTS, HOSTS[1:], 1, words))
     assert cause in error.message
+    assert error.brief.endswith(f": {words.splitlines()[0]}")
+    assert cause in error.brief
+    assert isinstance(error, GoneError) is ("is over" in cause or "no longer" in cause)
     assert "n2" in error.message
     assert words in error.found
     assert error.remedy

@@ -12,7 +12,13 @@ BATCH_FILES = {"batch.json", "job.sbatch"}
 
 
 class EveryTransport:
-    """Takes the fixture ``transport`` of the module, which sees to it that nothing is left."""
+    """Takes the fixture ``transport`` of the module, which sees to it that nothing is left.
+
+    Attributes:
+        redials: A host whose agent is lost comes back.
+    """
+
+    redials = True
 
     def test_ranks_know_their_place(self, transport: Transport) -> None:
         """Ranks in the order of the hosts, with what a script that each host sources exports."""
@@ -46,11 +52,13 @@ class EveryTransport:
         assert "rank 1 on n2: killed by SIGKILL" in both(ended), both(ended)
 
     def test_a_rank_that_others_go_on_without_comes_back(self, transport: Transport) -> None:
-        words = ("--no-torch", "-p", "1", "member.py", "4", "dies", "1")
-        ended = transport.run(*words)
+        """Where it can, with its agent."""
+        lost = "orphan" if self.redials else "dies"
+        ended = transport.run("--no-torch", "-p", "1", "member.py", "60", lost, "1")
         assert ended.code == 0, both(ended)
         (one,) = ended.json("result.json")["recoveries"]["of"]
         assert one["who"] == ["rank 1 on n2"]
+        assert ("the agent was killed" in one["why"]) is self.redials
         assert "rank 1 on n2 is back after" in both(ended), both(ended)
 
     def test_interrupted(self, transport: Transport) -> None:

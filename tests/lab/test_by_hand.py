@@ -36,6 +36,8 @@ def site(shared: Site) -> Iterator[Site]:
 class TestByHand(EveryTransport):
     """Typed on both nodes."""
 
+    redials = False
+
     @pytest.fixture
     def transport(self, site: Site) -> Transport:
         return ByHand(site, MEETING, env={"PACELINE_RDZV_KEY": KEY})

@@ -50,6 +50,8 @@ def transport(cluster: tuple[Site, Docker], docker: Docker) -> Transport:
 class TestDocker(EveryTransport):
     """A container a host."""
 
+    redials = False
+
 
 def test_an_image_that_one_host_lacks(transport: Transport, docker: Docker) -> None:
     docker.tell("n1", "tag", IMAGE, "only-here:1")

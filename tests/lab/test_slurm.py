@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -20,6 +21,7 @@ from transports import (
     Transport,
     largest_difference,
     reference,
+    said_in_logs,
     site_in,
     sniffed,
 )
@@ -77,6 +79,25 @@ class TestSrun(EveryTransport):
     @pytest.fixture
     def transport(self, inside: Transport) -> Transport:
         return inside
+
+
+def test_a_killed_agent_comes_back_into_the_training(inside: Transport) -> None:
+    """By an srun for its node alone; the weights are those of one rank that nobody struck."""
+    alone = inside.run("-p", "1", "--nnodes", "1", "outlive.py", "40")
+    assert alone.code == 0, alone.err
+    struck = inside.site.project / "struck"  # steps take long meanwhile
+    with inside.started("-p", "1", "outlive.py", "40") as (child, where):
+        assert eventually(lambda: said_in_logs(where, "step 10\n") == 2)
+        struck.touch()
+        (agent,) = [pid for pid, line in inside.site.lab.processes("n2")
+                    if "import sys;exec" in line and "addresses" not in line]  # fmt: skip
+        os.kill(agent, signal.SIGKILL)
+        assert eventually(lambda: "rank 1 on n2 is back" in text_of(where / "events.jsonl"))
+        struck.unlink()
+        _, err = child.communicate(timeout=TEST_LIMIT_S)
+    assert child.returncode == 0, err
+    assert "n2 was lost (the connection to n2 ended: the agent was killed by SIGKILL)" in err
+    assert largest_difference(where, alone.directory) < 1e-10
 
 
 def test_a_forwarded_secret_cannot_be_read_off_the_wire(inside: Transport) -> None:

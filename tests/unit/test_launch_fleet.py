@@ -25,7 +25,7 @@ from paceline.launch.restart import Restarts
 from paceline.remote import fanout
 from paceline.remote.network import LOOPBACK
 from paceline.remote.openssh import SshOptions
-from paceline.spec.errors import ConnectError, NodeError
+from paceline.spec.errors import ConnectError, GoneError, NodeError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure
 from paceline.spec.hosts import Host
@@ -191,15 +191,17 @@ def test_only_known_lines_are_a_reason(stderr: str, why: str) -> None:
 
 
 class Dialling:
-    """A transport whose hosts come back at the second try, or never."""
+    """A transport whose hosts come back at the second try, or never; that may be certain."""
 
-    def __init__(self, comes_back: bool, redials: bool = True) -> None:
-        self.redials = redials
+    def __init__(self, comes_back: bool, redials: bool = True, gone: bool = False) -> None:
+        self.redials, self.gone = redials, gone
         self.tries = 0
         self._comes_back = comes_back
 
     async def open(self, hosts: Any, pythons: Any) -> list[Any]:
         self.tries += 1
+        if self.gone:
+            raise GoneError("no agent", found="words", brief="the allocation is over")
         if self.tries < 2 or not self._comes_back:
             raise ConnectError("cannot log in", found="no answer: n2: timed out")
         return [Agent(host.name) for host in hosts]
@@ -220,6 +222,11 @@ def request_for(job: Job, transport: Any, *names: str) -> Request:
         (Dialling(comes_back=True), "n2 is back; starting all nodes again, 1 of 1"),
         (Dialling(comes_back=False), "n2 (no answer: n2: timed out) did not come back"),
         (Dialling(comes_back=True, redials=False), "n2 cannot be joined again"),
+        (
+            Dialling(comes_back=True, gone=True),
+            "n2 cannot come back: the allocation is over\n"
+            "paceline: 1 node of at least 2, and no other is waited for: not started again",
+        ),
     ],
 )
 def test_lost_hosts_are_dialled_again(transport: Dialling, told: str) -> None:
@@ -325,6 +332,37 @@ def test_a_node_that_is_brought_back_takes_its_own_place() -> None:
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(scene(), 10))
+
+
+def test_who_waits_for_a_node_hears_that_it_cannot_come_back() -> None:
+    """A session's ranks then go on without it, or save and stop; at a start nobody is waited for"""
+    transport, notes = Dialling(comes_back=False, gone=True), list[str]()
+
+    async def scene() -> None:
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
+        muster = mustered(transport, fleet, notes)
+        fleet.lose(fleet.nodes[1], "unplugged")
+        lost: list[str] = []
+
+        async def rejoin(host: str) -> None:
+            await muster.bring(fleet.named(host))
+
+        first = SimpleNamespace(host="n2", ranks=[SimpleNamespace(rank=0)])
+        plan: Any = SimpleNamespace(nodes=[first], master_addr="127.0.0.1", master_port=1)
+        members = Mock(decide=lambda now: [], node_gone=lost.append)
+        recoveries = Recoveries(plan, members, fleet, Mock(), lambda part: None, rejoin, Mock(),
+                                Mock(), Mock())  # fmt: skip
+        await recoveries._dial("n2")
+        assert lost == ["n2"]
+        assert muster.called == []
+        await muster.close()
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+    assert notes == ["paceline: n2 cannot come back: the allocation is over"]
+    with pytest.raises(ConnectError, match="0 hosts can be reached") as caught:
+        gathered(transport, 1, 9999, "n1")
+    assert caught.value.found == "n1: the allocation is over"
 
 
 def test_a_node_that_cannot_be_fitted_out_is_told_of_and_called_again(

@@ -492,6 +492,16 @@ def test_nobody_waits_for_a_node_that_cannot_come_back() -> None:
     assert job.decide() == [Wait(("n2",)), Regroup(1, (0, 2), False)]
 
 
+def test_the_wait_is_over_once_it_is_known_that_a_node_cannot_come_back() -> None:
+    job = Job(least=3, patience_s=60)
+    job.lose("n2")
+    assert job.decide() == [Dial("n2"), Wait(("n2",))]
+    job.members.node_gone("n2")
+    assert job.decide() == [Regroup(1, (0, 2), False)]
+    job.settle()
+    assert [type(one) for one in job.decide()] == [Recovered, Stop]
+
+
 def test_a_dead_fork_server_is_no_lost_node() -> None:
     job = Job(least=3)
     job.server_dies("n2")

@@ -346,6 +346,10 @@ class Members:
                 one.alive, one.kill_at = False, None
         self._lose_host(host, failure, now)
 
+    def node_gone(self, host: str) -> None:
+        """A host that was lost will not come back."""
+        self._nodes[host].standing = "gone"
+
     def came(self, host: str, slots: Sequence[int], now: float) -> None:
         """A host that had no part in the job can start ranks.
 

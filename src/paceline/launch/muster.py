@@ -11,7 +11,7 @@ from paceline.launch.allowance import span
 from paceline.launch.fleet import Fleet, Node
 from paceline.remote.channel import LOGINS_AT_ONCE, Channel
 from paceline.remote.transport import Reached, Transport, nobody
-from paceline.spec.errors import ConnectError, PacelineError
+from paceline.spec.errors import ConnectError, GoneError, PacelineError
 from paceline.spec.helptext import counted
 from paceline.spec.hosts import Host
 
@@ -27,6 +27,7 @@ class Dialling:
         host: Whom.
         why: What stood in the way last; empty before the first answer.
         channel: The connection, once there is one.
+        gone: There will be none: no further call of this run can reach it.
     """
 
     def __init__(self, transport: Transport, host: Host, python: str,
@@ -35,6 +36,7 @@ class Dialling:
         self.host = host
         self.why = ""
         self.channel: Channel | None = None
+        self.gone = False
         self._transport, self._python = transport, python
         self._gate, self._changed = gate, changed
         self.task = asyncio.create_task(self._call(after_s))
@@ -46,9 +48,9 @@ class Dialling:
                 async with self._gate:
                     (self.channel,) = await self._transport.open([self.host], [self._python])
             except PacelineError as error:
-                self.why = (error.found or error.message).splitlines()[0]
+                self.why, self.gone = error.brief, isinstance(error, GoneError)
             self._changed.set()
-            if self.channel is not None:
+            if self.channel is not None or self.gone:
                 return
             await asyncio.sleep(PAUSES_S[min(number, len(PAUSES_S) - 1)])
 
@@ -98,7 +100,8 @@ async def gather(transport: Transport, hosts: Sequence[Host], pythons: Sequence[
             if not missing or (enough_at is not None and (
                     not undecided or now - enough_at >= LAST_CALL_S)):  # fmt: skip
                 break
-            if here < least and not undecided and now - began >= patience_s:
+            late = now - began >= patience_s or all(call.gone for call in missing)
+            if here < least and not undecided and late:
                 raise _too_few(missing, here, least, now - began)
             if not told and not undecided and enough_at is None:
                 told = True
@@ -193,7 +196,8 @@ class Muster:
         try:
             while True:
                 await call.task
-                assert call.channel is not None
+                if call.channel is None:
+                    raise GoneError(f"{name} cannot come back", found=call.why)
                 node = self._fleet.add(call.channel)
                 try:
                     await self._fit_out(node)
@@ -211,9 +215,15 @@ class Muster:
                     call.why = why
                 else:
                     break
+        except GoneError as gone:
+            self._note(f"paceline: {gone.message}: {gone.brief}")
+            if (wanted := self._wanted.pop(name, None)) is not None and not wanted.done():
+                wanted.set_exception(gone)
+            return
         finally:
             self._calls.pop(name, None)
             self._coming.pop(name, None)
+            self._changed.set()
         wanted = self._wanted.pop(name, None)
         if wanted is None or wanted.done():
             self._ready(node)
@@ -225,6 +235,9 @@ class Muster:
         """Calls the host of a lost node until it could start ranks, however long it takes.
 
         Whoever asks for it so takes it into the running job: nobody else is told that it came.
+
+        Raises:
+            GoneError: It never will.
         """
         wanted = self._wanted.setdefault(lost.name, asyncio.get_running_loop().create_future())
         self.call_again(lost)

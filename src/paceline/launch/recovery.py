@@ -30,7 +30,7 @@ from paceline.launch.members import (
 from paceline.launch.recorder import Recorder
 from paceline.launch.screen import Screen
 from paceline.spec import jobenv
-from paceline.spec.errors import PacelineError
+from paceline.spec.errors import GoneError, PacelineError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Recovery
 from paceline.spec.plan import NodePlan, Plan
@@ -59,7 +59,8 @@ class Recoveries:
         stand_in: Has a spare take the place of a lost host's part in the fleet, with its own part;
             ``None`` when there is none.
         rejoin: Has a lost host take its place in the fleet again, with a warm fork server, however
-            long it takes. ``None`` where nodes are started in a way that cannot be repeated.
+            long it takes; GoneError when it cannot. ``None`` where nodes are started in a way that
+            cannot be repeated.
         fail: Told of each failure that ends the attempt.
         screen, recorder: Where things are shown and written down.
     """
@@ -396,8 +397,12 @@ class Recoveries:
             del self._parts[host]
             self.take_in(spare)
         elif self._rejoin is not None:
-            await self._rejoin(host)
-            self._members.server_up(host)
+            try:
+                await self._rejoin(host)
+            except GoneError:  # as was said
+                self._members.node_gone(host)
+            else:
+                self._members.server_up(host)
             self.act()
 
     def _node(self, host: str) -> Node | None:

@@ -128,18 +128,18 @@ class Restarts:
             self._note(f"paceline: {names} cannot be joined again in this way of starting nodes:"
                        " run again")  # fmt: skip
             return False
-        if not (names := ", ".join(muster.called)):
-            self._note(f"paceline: {counted(len(self._there()), 'node')} of at least {least}, and"
-                       " no other is waited for: not started again")  # fmt: skip
-            return False
         patience = span(self._request.job.wait_for_nodes_s.value)
-        self._note(f"paceline: dialling {names} again, for up to {patience}")
-        if await muster.until(lambda: len(self._there()) >= least,
-                              self._request.job.wait_for_nodes_s.value):  # fmt: skip
-            return True
-        here = counted(len(self._there()), "node")
-        self._note(f"paceline: {here} of at least {least} after {patience}:"
-                   f" {', '.join(muster.missing) or names} did not come back")  # fmt: skip
+        if names := ", ".join(muster.called):
+            self._note(f"paceline: dialling {names} again, for up to {patience}")
+            if await muster.until(lambda: len(self._there()) >= least,
+                                  self._request.job.wait_for_nodes_s.value):  # fmt: skip
+                return True
+        here = f"{counted(len(self._there()), 'node')} of at least {least}"
+        if muster.called:
+            names = ", ".join(muster.missing)
+            self._note(f"paceline: {here} after {patience}: {names} did not come back")
+        else:
+            self._note(f"paceline: {here}, and no other is waited for: not started again")
         return False
 
 

@@ -93,6 +93,24 @@ def started(pid: int) -> float | None:
         return None
 
 
+def of_session(leader: int) -> list[tuple[int, float]]:
+    """The processes of a session, each with when it began."""
+    if Path("/proc/self/stat").exists():
+        pids = [stat.pid for stat in procs.all_stats().values() if stat.session == leader]
+    else:
+        import psutil
+
+        pids = [pid for pid in psutil.pids() if _session(pid) == leader]
+    return [(pid, began) for pid in pids if (began := started(pid)) is not None]
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
+
+
 def send(pid: int, start: float, signum: int) -> bool:
     """Signals exactly the process that began at ``start``; False when it is gone."""
     if started(pid) != start:

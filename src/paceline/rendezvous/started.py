@@ -1,9 +1,10 @@
-"""Agents that a scheduler starts on all nodes at once, and that connect back to the launcher."""
+"""Agents that a scheduler's commands start, and that connect back to the launcher."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import secrets
 import signal
@@ -12,10 +13,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.agent import caller
+from paceline.remote import this_machine
 from paceline.remote.channel import Channel
 from paceline.remote.transport import Reached, nobody
 from paceline.rendezvous.endpoint import own_addresses
-from paceline.rendezvous.listener import Listener, caller_command, caller_config
+from paceline.rendezvous.listener import Connection, Listener, caller_command, caller_config
 from paceline.rendezvous.peers import KnownHosts, Peers
 from paceline.spec.errors import PacelineError
 from paceline.spec.hosts import Host
@@ -50,10 +52,19 @@ class Start:
 
 
 class Starter(Protocol):
-    """What differs between the schedulers; :class:`StartedTransport` does the rest."""
+    """What differs between the schedulers; :class:`StartedTransport` does the rest.
+
+    Attributes:
+        again: A further command for a host whose agent was lost can be had beside those that run.
+    """
+
+    again: bool
 
     async def start(self, hosts: Sequence[Host]) -> Start:
-        """How to start one process on each host. PacelineError when that cannot be."""
+        """How to start one process on each host, at the beginning or later, several at once.
+
+        PacelineError when that cannot be.
+        """
 
     def hopeless(self, words: str) -> bool:
         """Whether the scheduler's words so far mean that it will not start all hosts."""
@@ -67,6 +78,9 @@ class Starter(Protocol):
             missing: Those that did not connect.
             status: Exit status of the scheduler's command, ``None`` while it runs.
             words: What it wrote, the end of it.
+
+        Returns:
+            A GoneError where it is no use to try once more in this run.
         """
 
     def end(self) -> None:
@@ -76,6 +90,10 @@ class Starter(Protocol):
 class StartedTransport:
     """Has a scheduler start the agents, and takes their connections.
 
+    Each :meth:`open` is a command of its own: one for all hosts at the beginning, later one for
+    each host that was lost. Its agents say its number, so that nobody takes an agent of an earlier
+    command, which was only cut off, for the one that was started in its place.
+
     Args:
         starter: The scheduler.
         interface: Interface on which agents connect; ``None`` for any address.
@@ -83,48 +101,110 @@ class StartedTransport:
         dialects: Whose names for a rank's place its ranks find, too.
     """
 
-    redials = False  # the scheduler starts all agents at once
-
     def __init__(self, starter: Starter, interface: str | None = None,
                  why: Callable[[Host], Awaitable[str]] | None = None,
                  dialects: tuple[str, ...] = ()) -> None:  # fmt: skip
         self._starter = starter
+        self.redials = starter.again
         self._interface = interface
         self._why = why
         self.dialects = dialects
-        self._process: asyncio.subprocess.Process | None = None
-        self._words = bytearray()
-        self._readers: list[asyncio.Task[None]] = []
-        self._listener: Listener | None = None  # to the end: who was cut off calls again
-        self._peers: Peers | None = None
+        # to the end: who was cut off calls again, and who was lost is started again
+        self._listener = Listener(secrets.token_bytes(32), self._take)
+        self._opening = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._commands: dict[int, _Command] = {}
+        self._ends: set[asyncio.Task[None]] = set()  # of commands of which nobody is left
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
                    reached: Reached = nobody) -> list[Channel]:  # fmt: skip
         """ConnectError names the hosts that did not connect, and what the scheduler said."""
-        peers = self._peers = Peers(KnownHosts(hosts), reached)
-        listener = self._listener = Listener(secrets.token_bytes(32), peers.take)
+        self._end_deserted()
+        command = _Command(next(self._numbers), Peers(KnownHosts(hosts), reached))
+        self._commands[command.number] = command
         try:
             start = await self._starter.start(hosts)
-            await listener.open(own_addresses(self._interface, hosts))
-            await self._start(start, listener, pythons)
-            await self._wait(peers)
-            if missing := [hosts[place] for place in peers.missing()]:
-                assert self._process is not None
-                status = self._process.returncode
-                await self._end(0.0)
-                raise await self._starter.explain(hosts, missing, status, self.words)
-            return await peers.channels()
+            addresses = await self._listen(hosts)
+            await command.begin(start, addresses, self._listener.key, pythons)
+            await command.wait(self._starter.hopeless)
+            if missing := [hosts[place] for place in command.peers.missing()]:
+                status = command.status
+                await command.end(0.0)
+                raise await self._starter.explain(hosts, missing, status, command.words)
+            command.channels = await command.peers.channels()
+            return command.channels
         except BaseException:
-            peers.hang_up()
-            await listener.close()
-            await self._end(0.0)
+            del self._commands[command.number]
+            command.peers.hang_up()
+            await command.end(0.0)
             raise
 
-    async def _start(self, start: Start, listener: Listener, pythons: Sequence[str]) -> None:
+    async def _listen(self, hosts: Sequence[Host]) -> list[tuple[str, int]]:
+        """Where agents on these hosts can call; more of our addresses than for earlier ones."""
+        async with self._opening:
+            wanted = own_addresses(self._interface, hosts)
+            there = [address for address, _ in self._listener.addresses]
+            if new := [address for address in wanted if address not in there]:
+                await self._listener.open(new)
+        return [one for one in self._listener.addresses if one[0] in wanted]
+
+    def _take(self, connection: Connection) -> None:
+        number = connection.about.get("start")
+        command = self._commands.get(number) if isinstance(number, int) else None
+        if command is None:
+            connection.refuse("what has started this node was given up")
+        else:
+            command.peers.take(connection)
+
+    def _end_deserted(self) -> None:
+        """Ends commands all of whose agents were lost: an agent there is one that was cut off."""
+        for command in [one for one in self._commands.values() if one.deserted]:
+            del self._commands[command.number]
+            command.peers.hang_up()
+            ending = asyncio.create_task(command.end(0.0))
+            self._ends.add(ending)
+            ending.add_done_callback(self._ends.discard)
+
+    async def close(self, exit_code: int) -> None:
+        """The agents have gone, so the scheduler's commands end by themselves, or are ended."""
+        await self._listener.close()
+        for command in self._commands.values():
+            command.peers.hang_up()
+        ends = (command.end(END_PATIENCE_S) for command in self._commands.values())
+        await asyncio.gather(*ends, *self._ends)
+        self._starter.end()
+
+    async def why(self, host: Host) -> str:
+        """The scheduler's own word on a lost host."""
+        return await self._why(host) if self._why else ""
+
+
+class _Command:
+    """One command of the scheduler, and the agents that it has started.
+
+    Args:
+        number: Its own among those of the run; its agents say it.
+        peers: Who called.
+
+    Attributes:
+        channels: To its agents, once all are there.
+    """
+
+    def __init__(self, number: int, peers: Peers) -> None:
+        self.number, self.peers = number, peers
+        self.channels: Sequence[Channel] = ()
+        self._process: asyncio.subprocess.Process | None = None
+        self._words = bytearray()
+        self._reading: asyncio.Task[None] | None = None
+
+    async def begin(self, start: Start, addresses: Sequence[tuple[str, int]], key: bytes,
+                    pythons: Sequence[str]) -> None:  # fmt: skip
+        """Starts it; ``addresses`` and ``key``: of the launcher, which its agents call."""
         config = caller_config(
-            listener.addresses, pythons, start.places, start.strip, CONNECT_S, names=start.names
-        )
-        env = {**os.environ, **start.env, caller.KEY: listener.key.hex()}
+            addresses, pythons, start.places, start.strip, CONNECT_S, {"start": self.number},
+            start.names,
+        )  # fmt: skip
+        env = {**os.environ, **start.env, caller.KEY: key.hex()}
         self._process = await asyncio.create_subprocess_exec(
             *start.argv,
             *caller_command(config),
@@ -135,47 +215,43 @@ class StartedTransport:
             start_new_session=True,  # Ctrl-C is for the launcher, which ends the job in order
         )
         assert self._process.stdout is not None
-        self._readers = [asyncio.create_task(_read(self._process.stdout, self._words))]
+        self._reading = asyncio.create_task(_read(self._process.stdout, self._words))
 
-    async def _wait(self, peers: Peers) -> None:
+    async def wait(self, hopeless: Callable[[str], bool]) -> None:
         """Until all have connected, or nobody else will."""
-        assert self._process is not None
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CONNECT_S
-        while not peers.complete.is_set() and loop.time() < deadline:
-            if self._process.returncode is not None or self._starter.hopeless(self.words):
+        while not self.peers.complete.is_set() and loop.time() < deadline:
+            if self.status is not None or hopeless(self.words):
                 deadline = min(deadline, loop.time() + STRAGGLERS_S)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(peers.complete.wait(), LOOK_EVERY_S)
+                await asyncio.wait_for(self.peers.complete.wait(), LOOK_EVERY_S)
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status; ``None`` while it runs."""
+        return self._process.returncode if self._process is not None else None
 
     @property
     def words(self) -> str:
-        """What the scheduler's command wrote, the end of it."""
+        """What it wrote, the end of it."""
         return self._words.decode(errors="replace").strip()
 
-    async def close(self, exit_code: int) -> None:
-        """The agents have gone, so the scheduler's command ends by itself, or is ended."""
-        if self._listener is not None:
-            await self._listener.close()
-        if self._peers is not None:
-            self._peers.hang_up()
-        await self._end(END_PATIENCE_S)
-        self._starter.end()
+    @property
+    def deserted(self) -> bool:
+        """Whether all its agents were there, and were lost."""
+        return bool(self.channels) and all(one.lost.is_set() for one in self.channels)
 
-    async def why(self, host: Host) -> str:
-        """The scheduler's own word on a lost host."""
-        return await self._why(host) if self._why else ""
-
-    async def _end(self, patience_s: float) -> None:
-        if self._process is None:
+    async def end(self, patience_s: float) -> None:
+        """Ends it, unless it does so by itself within so many seconds."""
+        if self._process is None or self._reading is None:
             return
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._process.wait(), patience_s or 0.01)
         await end_group(self._process)
-        await asyncio.wait(self._readers, timeout=0.5)
-        for reader in self._readers:
-            reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
+        await asyncio.wait([self._reading], timeout=0.5)
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
 
 
 async def said_by(argv: Sequence[str], env: Mapping[str, str | None]) -> tuple[int | None, str]:
@@ -208,8 +284,10 @@ async def _read(stream: asyncio.StreamReader, words: bytearray) -> None:
 
 
 async def end_group(process: asyncio.subprocess.Process) -> None:
-    """Ends a command that leads a process group: politely, then with all that it has started."""
+    """Ends a command that leads a session: politely, then with all that it has started."""
+    left: list[tuple[int, float]] = []
     if process.returncode is None:
+        left = await asyncio.to_thread(this_machine.of_session, process.pid)
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         with contextlib.suppress(asyncio.TimeoutError):
@@ -219,6 +297,8 @@ async def end_group(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
+    for pid, began in left:  # as an ssh to a host without power, which would wait there for ever
+        this_machine.send(pid, began, signal.SIGKILL)
     transport = getattr(process, "_transport", None)  # asyncio offers no other access
     if transport is not None:
         transport.close()  # what it has started may hold the pipes open

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from paceline.rendezvous.started import Starter
 from paceline.schedulers.scheduler import Scheduler
-from paceline.spec.errors import ConnectError, PacelineError, SettingError
+from paceline.spec.errors import ConnectError, GoneError, PacelineError, SettingError
 from paceline.spec.hosts import Host
 
 ASK_PATIENCE_S = 10.0
+ALLOCATION_OVER = "the allocation is over"  # no step can be had in it any more
 
 
 async def ask(*argv: str, patience_s: float = ASK_PATIENCE_S) -> str:
@@ -89,7 +90,9 @@ class StepStarter(Starter):
     scheduler: str
     causes: Sequence[tuple[str, str, str]]
     """Pattern of the words, cause, and remedy, in which ``{count}`` and ``{job}`` are filled in."""
+    final: Sequence[str] = (ALLOCATION_OVER,)  # causes that no further try can remove
     otherwise: str  # remedy when no pattern is found
+    again = True
 
     def __init__(self, path: str, arguments: Sequence[str], job: str) -> None:
         self._path, self._arguments, self._job = path, arguments, job
@@ -120,9 +123,17 @@ class StepStarter(Starter):
                 break
         names = ", ".join(host.name for host in missing)
         ended = "is still waiting" if status is None else f"ended with status {status}"
-        return ConnectError(
+        kind = GoneError if cause in self.final else ConnectError
+        return kind(
             f"no agent on {len(missing)} of {len(hosts)} nodes of {self.scheduler}'s job "
             f"{self._job} ({names}): {cause}",
             found=f"{self.command} {ended}\n{tail(said)}".strip(),
             remedy=remedy.format(count=len(hosts), job=self._job),
+            brief=f"{cause}: {_first_error(words) or f'{self.command} {ended}'}",
         )
+
+
+def _first_error(words: str) -> str:
+    """The first line of a program's words that says so; the last for none."""
+    lines = tail(words).splitlines() or [""]
+    return next((line for line in lines if "error" in line.lower()), lines[-1])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.remote.transport import Transport
 from paceline.rendezvous.started import Start, StartedTransport
-from paceline.schedulers.commands import StepStarter, ask, program, submitted
+from paceline.schedulers.commands import ALLOCATION_OVER, StepStarter, ask, program, submitted
 from paceline.schedulers.scheduler import NOW, SCRIPT, JobState, Options, Scheduler
 from paceline.schedulers.script import (
     BatchRequest,
@@ -45,6 +45,7 @@ class Flux(Scheduler):
     name, title = "flux", "Flux"
     starting = NOW | {"via_arg"}
     calls_back = True
+    fixed = "its first job has the nodes alone, so that none of them can be started again"
     submitting = (SCRIPT - {"mem", "array"}) | {"via_arg", "constraint", "cpus_per_task", "detach"}
     script = "job.flux"
     output = "flux.out"
@@ -193,7 +194,7 @@ _CAUSES = (
     ),
     (
         r"Unable to connect to Flux|broker: .*(No such file|Connection refused)|lost connection",
-        "the allocation is over",
+        ALLOCATION_OVER,
         "Ask for a new one: flux alloc -N {count}",
     ),
     (
@@ -221,6 +222,7 @@ class FluxStarter(StepStarter):
 
     command, scheduler = "flux run", "Flux"
     causes, otherwise = _CAUSES, "Try: flux run -N {count} hostname"
+    again = False  # the first job has its nodes alone (--exclusive) until all its agents have ended
 
     async def start(self, hosts: Sequence[Host]) -> Start:
         """The call of flux run."""

@@ -329,21 +329,37 @@ def failed_alone(host: Host, words: str) -> Refusal:
 
 
 class MpiStarter:
-    """One mpiexec for all hosts. Its ssh config lives in a folder of its own until the end."""
+    """An mpiexec for all hosts, and one for each that is lost.
+
+    Their ssh config lives in a folder of its own until the end.
+    """
+
+    again = True
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._mpi = find(options.mpiexec)
-        self._callback: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-mpi-")
         self._config = str(Path(self._folder.name) / "ssh_config")
+        self._logins: dict[str, Host] = {}  # all that it is for
 
     async def start(self, hosts: Sequence[Host]) -> Start:
         """The mpiexec call."""
-        Path(self._config).write_text(ssh_config(hosts, self._options.ssh), encoding="utf-8")
-        self._callback = await interface_towards(hosts, self._options.ssh)
-        argv = command(self._mpi, hosts, self._options, self._config, self._callback)
+        self._write_config(hosts)
+        argv = await self._command(hosts)
         return Start(tuple(argv), self._environment(), PLACES, PROCESS_VARIABLES)
+
+    async def _command(self, hosts: Sequence[Host]) -> list[str]:
+        callback = await interface_towards(hosts, self._options.ssh)
+        return command(self._mpi, hosts, self._options, self._config, callback)
+
+    def _write_config(self, hosts: Sequence[Host]) -> None:
+        """For these as well; whole at any time, for an ssh of another mpiexec may read it."""
+        self._logins |= {host.name: host for host in hosts}
+        new = Path(f"{self._config}.new")
+        text = ssh_config(list(self._logins.values()), self._options.ssh)
+        new.write_text(text, encoding="utf-8")
+        new.replace(self._config)
 
     def _environment(self) -> Mapping[str, str | None]:
         return environment(self._mpi, self._config, root=os.geteuid() == 0)
@@ -387,7 +403,7 @@ class MpiStarter:
                 return classify(words, status, host)
             if status:
                 return lacks_mpi(self._mpi, host)
-        head = command(self._mpi, [host], self._options, self._config, self._callback)
+        head = await self._command([host])
         status, words = await said_by([*head, "hostname"], {KEY: "", **self._environment()})
         return failed_alone(host, words) if status != 0 else None
 
@@ -402,6 +418,7 @@ def dead_hosts(mpi: Mpi, hosts: Sequence[Host], dead: Mapping[str, Refusal]) -> 
         + ", ".join(dead),
         found="\n".join([*found, f"answered: {', '.join(alive) or 'nobody'}"]),
         remedy="\n".join(f"{name}: {refusal.remedy}" for name, refusal in dead.items()),
+        brief=", ".join(dict.fromkeys(refusal.cause for refusal in dead.values())),
     )
 
 
@@ -415,6 +432,7 @@ def no_call(mpi: Mpi, missing: Sequence[Host], status: int | None, words: str) -
             + (f": {cause}" if cause else ""),
             found=f"mpiexec ended with status {status}\n{tail(words)}".strip(),
             remedy=remedy,
+            brief=cause or f"mpiexec ended with status {status}: {tail(words, 1) or 'no word'}",
         )
     return ConnectError(
         f"{mpi.title} runs programs on all hosts, but no agent called from {names}",
@@ -427,8 +445,9 @@ class MpiExec(Scheduler):
     """For hosts that have an MPI; its own logins are over SSH."""
 
     name, title = "mpi", "MPI"
-    starting = NOW | LOGIN | {"via_arg", "mpiexec"}
+    starting = NOW | LOGIN | {"via_arg", "mpiexec", "wait_for_nodes"}
     calls_back = True
+    fixed = ""
 
     def start(self, options: Options) -> Transport:
         return StartedTransport(MpiStarter(options), options.interface, dialects=MPI_DIALECTS)

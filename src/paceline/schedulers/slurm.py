@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.remote.transport import Transport
 from paceline.rendezvous.started import Start, StartedTransport
-from paceline.schedulers.commands import StepStarter, ask, program, submitted
+from paceline.schedulers.commands import ALLOCATION_OVER, StepStarter, ask, program, submitted
 from paceline.schedulers.scheduler import NOW, SCRIPT, JobState, Options, Scheduler
 from paceline.schedulers.script import (
     OWNER_FILE,
@@ -63,9 +63,11 @@ class Slurm(Scheduler):
     """Batches from outside; one step of one task a node inside an allocation."""
 
     name, title = "slurm", "Slurm"
-    starting = NOW | {"via_arg"}
+    starting = NOW | {"via_arg", "wait_for_nodes"}
     calls_back = True
-    submitting = SCRIPT | {"via_arg", "constraint", "cpus_per_task", "requeue", "detach"}
+    fixed = ""
+    submitting = SCRIPT | {"via_arg", "constraint", "cpus_per_task", "requeue", "detach",
+                           "wait_for_nodes"}  # fmt: skip
     script = "job.sbatch"
     output = "slurm-{job}.out"
     history = "sacct -j {job}"
@@ -75,7 +77,7 @@ class Slurm(Scheduler):
         return environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") if inside else None
 
     def start(self, options: Options) -> Transport:
-        """Of one srun for all nodes."""
+        """Of an srun for all nodes, and one for each that is lost."""
         job = self.allocation(os.environ)
         if job is None:
             raise SettingError(
@@ -240,26 +242,41 @@ def step(srun: str, hosts: Sequence[Host], arguments: Sequence[str]) -> list[str
         "--cpu-bind=none",
         "--input=none",
         "--export=ALL",
+        # what becomes of one agent is for the launcher to make good: the others go on
         "--kill-on-bad-exit=0",
+        "--no-kill",
+        "--wait=0",
         "--mpi=none",
         *gpus,
         *arguments,
     ]
 
 
+# Slurm takes a node that it has declared down out of the allocations that live on.
+NOT_THERE = "the allocation has not, or no longer, such a node"
 _CAUSES = (
     (
         r"Invalid job id|[Ee]xpired or invalid job|Job/step already completing|"
         r"Job has (already )?(expired|finished)|Unable to confirm allocation",
-        "the allocation is over",
+        ALLOCATION_OVER,
         "Ask for a new one: salloc -N {count}",
+    ),
+    (
+        r"Requested node configuration is not available",
+        NOT_THERE,
+        "See which nodes it has: squeue --job={job}; salloc and sbatch keep the others when one"
+        " fails with --no-kill",
     ),
     (
         r"nodes are busy|Requested nodes are busy|Unable to create step|step creation",
         "Slurm does not let us start a step in this allocation",
         "See what holds it: squeue --steps --job={job}",
     ),
-    (r"Node failure|DOWN|not responding", "a node does not answer Slurm", "sinfo -R"),
+    (
+        r"Node failure|DOWN|not responding|Task launch .* failed",
+        "a node does not answer Slurm",
+        "sinfo -R",
+    ),
     (
         r"Unable to contact slurm controller|Connection refused",
         "Slurm's controller does not answer",
@@ -292,6 +309,7 @@ class SlurmStarter(StepStarter):
 
     command, scheduler = "srun", "Slurm"
     causes, otherwise = _CAUSES, "Try: srun --jobid={job} hostname"
+    final = (ALLOCATION_OVER, NOT_THERE)
 
     async def start(self, hosts: Sequence[Host]) -> Start:
         """The srun call."""

@@ -6,6 +6,7 @@
     ├── SettingError           an option, a file or a variable says something that cannot be
     ├── HostsError             a host file or host list cannot be understood (line and number)
     ├── ConnectError           hosts cannot be reached or refuse the login
+    │   └── GoneError          … nor can they be had by a further try of this run
     ├── NodeError              a node cannot do what the plan needs (Python, torch, disk, port …)
     ├── DataError              a data set is missing, unreadable or unfit
     ├── LabError               the virtual cluster cannot do what was asked
@@ -26,18 +27,22 @@ class PacelineError(Exception):
         message: What was asked for and why it cannot be (what you set).
         found: What was met instead (what we found). May be empty.
         remedy: What to type or change (what to do). May be empty.
+        brief: What was met, in a few words that can stand behind a host's name; the first line of
+            ``found`` unless it is given.
     """
 
     exit_code: int = 1
     origin_rank: int | None = None  # who met it, where every rank of a job raises the same
 
     def __init__(
-        self, message: str, *, found: str = "", remedy: str = "", exit_code: int | None = None
-    ) -> None:
+        self, message: str, *, found: str = "", remedy: str = "", exit_code: int | None = None,
+        brief: str = "",
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.message = message
         self.found = found
         self.remedy = remedy
+        self.brief = brief or (found or message).split("\n", 1)[0]
         if exit_code is not None:
             self.exit_code = exit_code
 
@@ -73,6 +78,10 @@ class HostsError(PacelineError):
 
 class ConnectError(PacelineError):
     """Hosts cannot be reached or do not let us in."""
+
+
+class GoneError(ConnectError):
+    """Hosts cannot be reached, and no further try of this run will reach them."""
 
 
 class NodeError(PacelineError):

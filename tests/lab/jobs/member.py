@@ -1,8 +1,9 @@
 """A rank that recovers in place, without a training: it says and hears what one does.
 
 ``member.py SECONDS [WAY [SLOT]]``: to the end of them, or until a file ``over`` is there; of that
-slot something special: ``fails`` raises once, ``dies`` is killed once, ``unable`` says that it
-cannot recover, ``late`` is a newcomer that takes its time, ``short`` one that fails.
+slot something special: ``fails`` raises once, ``dies`` is killed once, ``orphan`` kills its agent,
+``unable`` says that it cannot recover, ``late`` is a newcomer that takes its time, ``short`` one
+that fails. After ``dies`` and ``orphan`` it is over when all are together again.
 """
 
 import json
@@ -70,6 +71,9 @@ while time.monotonic() < end and not Path("over").exists():
             members = [member["slot"] for member in group["members"]]
             tell("regrouped", generation=group["generation"], step=step, seconds=0.01)
             print("group", group["generation"], members, group["store"]["port"], flush=True)
+            together = group.get("planned") and len(members) == int(os.environ["WORLD_SIZE"])
+            if together and way in ("dies", "orphan"):
+                end = min(end, time.monotonic() + 0.5)
             if NEWCOMER and not step:
                 print("joined", flush=True)
                 step = 1
@@ -77,6 +81,9 @@ while time.monotonic() < end and not Path("over").exists():
         raise ValueError("boom")
     if special == "dies" and not NEWCOMER and step == 10:
         os.kill(os.getpid(), signal.SIGKILL)
+    if special == "orphan" and not NEWCOMER and step == 10:
+        fork_server = Path(f"/proc/{os.getppid()}/stat").read_text()
+        os.kill(int(fork_server.rsplit(")", 1)[1].split()[1]), signal.SIGKILL)
     step += 1
     say("heartbeat", step=step, phase="train")
     time.sleep(0.05)

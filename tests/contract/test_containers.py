@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.remote.openssh import agent_command
+from paceline.rendezvous.called import CalledTransport
 from paceline.rendezvous.listener import caller_config
 from paceline.schedulers import SCHEDULERS, load
+from paceline.schedulers import container as containers
 from paceline.schedulers.container import (
     Container,
+    ContainerTransport,
     Engine,
     Probe,
     check_images,
     container_for,
     parse_probe,
     probe_command,
+    removed,
 )
 from paceline.schedulers.scheduler import ContainerOptions, Options
-from paceline.spec.errors import NodeError
+from paceline.spec.errors import ConnectError, NodeError
 from paceline.spec.hosts import Host
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "schedulers" / "containers"
@@ -37,6 +48,13 @@ def engine(name: str) -> Engine:
     found = load(name)
     assert isinstance(found, Engine)
     return found
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_is_left_is_removed_by_name(name: str) -> None:
+    """An engine without a daemon that keeps them has nothing to remove."""
+    argv = engine(name).remove(["a", "b"])
+    assert argv == [] if name == "apptainer" else (argv[0], argv[-2:]) == (name, ["a", "b"])
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -123,6 +141,131 @@ def test_another_image_of_the_same_name_is_refused() -> None:
     other = replace(read("there"), digest="sha256:ffff")
     with pytest.raises(NodeError, match="not the same image"):
         check_images("docker", "pace:1", {"n1": read("there"), "n2": other})
+
+
+def test_a_host_that_comes_back_with_another_image_is_refused() -> None:
+    with pytest.raises(NodeError, match="not the image that the other hosts have") as caught:
+        check_images("docker", "pace:1", {"n2": read("there")}, "sha256:ffff")
+    assert caught.value.brief.startswith("another image of that name: sha256:0415d637")
+    digest = read("there").digest
+    assert check_images("docker", "pace:1", {"n2": read("there")}, digest) == digest
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "gone"),
+    [
+        (0, "paceline-1-n1", True),
+        (1, "Error: No such container: paceline-1-n1", True),
+        (1, "Error response from daemon: removal of container 1 is already in progress", True),
+        (1, 'Welcome!\nError: no container with name or ID "x" found: no such container', True),
+        (1, "Error: No such container: a\nError response from daemon: cannot remove b", False),
+        (1, "Error response from daemon: could not kill: tried to kill container", False),
+        (1, "Got permission denied while trying to connect to the Docker daemon socket", False),
+        (1, "", False),
+        (None, "Operation timed out: no end within 8 s", False),
+    ],
+)
+def test_a_container_is_gone_or_not(status: int | None, words: str, gone: bool) -> None:
+    assert removed(status, words) is gone
+
+
+# As the engine, without containers: what is in one runs beside it.
+STAND_IN = """#!/bin/sh
+echo "$*" >> {said}
+case "$1" in
+image) echo sha256:abc ;;
+rm) echo "Error: No such container" >&2; exit {status} ;;
+run) while [ "$1" != image:1 ]; do shift; done; shift; exec "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
+    """Puts a stand-in on the path; gives what it was asked before."""
+    said, program = tmp_path / "said", tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def put(status: int) -> list[str]:
+        lines = said.read_text().splitlines() if said.exists() else []
+        said.unlink(missing_ok=True)
+        program.write_text(STAND_IN.format(said=said, status=status))
+        program.chmod(0o755)
+        return [re.sub(r"-[0-9a-f]{8}", "", line).split(" --label")[0] for line in lines]
+
+    return put
+
+
+def test_a_lost_container_is_removed_and_another_takes_its_place(
+    docker: Callable[[int], list[str]],
+) -> None:
+    """Under another name; also when the one before came to nothing, and by another launcher."""
+    hosts = (Host("n1", local=True), Host("n2", local=True))
+    begun = "run --rm --interactive --init --name=paceline"
+
+    async def go() -> None:
+        docker(1)
+        options = Options(container=ContainerOptions("image:1", folders=("/",)))
+        transport = ContainerTransport(engine("docker"), options)
+        first, second = await transport.open(hosts, [sys.executable] * 2)
+        assert second.host == Host("n2")  # it has other files than this machine
+        asked = docker(1)
+        assert sorted(asked[2:]) == [f"{begun}-n1", f"{begun}-n2"]
+        await second.close()
+        (again,) = await transport.open([second.host], [sys.executable])
+        await again.close()
+        assert docker(2)[1:] == ["rm --force paceline-n2", f"{begun}.2-n2"]
+        supervisor = ContainerTransport.taken_over(json.loads(json.dumps(transport.tell())), hosts)
+        (third,) = await supervisor.open([hosts[1]], [sys.executable])
+        await third.close()
+        assert docker(0)[1:] == ["rm --force paceline-n2", f"{begun}.2-n2"]
+        await first.close()
+
+    asyncio.run(go())
+
+
+def test_where_it_cannot_be_removed_no_other_is_started(
+    docker: Callable[[int], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "removed", lambda status, words: False)
+
+    async def go() -> None:
+        docker(1)
+        options = Options(container=ContainerOptions("image:1"))
+        transport = ContainerTransport.taken_over(
+            ContainerTransport(engine("docker"), options).tell(), [Host("n1")]
+        )
+        with pytest.raises(NodeError, match="n1 has lost cannot be removed") as caught:
+            await transport.open([Host("n1", local=True)], [sys.executable])
+        assert "docker rm --force paceline-" in caught.value.remedy
+        assert not [line for line in docker(0) if line.startswith("run")]
+
+    asyncio.run(go())
+
+
+def test_a_supervisor_has_lost_containers_started_again() -> None:
+    """Also on its own host, whichever way that was called by then."""
+    asked: list[Host] = []
+
+    async def start(host: Host, python: str) -> Any:
+        asked.append(host)
+        raise NodeError("there is none")
+
+    async def go() -> None:
+        hosts = (Host("n1"), Host("n2"))
+        transport = CalledTransport(hosts, b"k" * 32, "n2", None, lambda where: None, start)
+        assert transport.redials
+        transport.cannot_call({"n1": "no caller", "n2": "no caller"})
+        for kind in (ConnectError, NodeError):  # the first time it has to call
+            for host in hosts:
+                with pytest.raises(kind):
+                    await transport.open([host], ["python3"])
+        await transport.close(0)
+
+    asyncio.run(go())
+    assert asked == [Host("n1"), Host("n2", local=True)]
 
 
 def test_what_gpus_of_amd_and_intel_need() -> None:

@@ -50,8 +50,6 @@ def transport(cluster: tuple[Site, Docker], docker: Docker) -> Transport:
 class TestDocker(EveryTransport):
     """A container a host."""
 
-    redials = False
-
 
 def test_an_image_that_one_host_lacks(transport: Transport, docker: Docker) -> None:
     docker.tell("n1", "tag", IMAGE, "only-here:1")
@@ -97,21 +95,26 @@ def test_a_conda_environment_of_the_image(transport: Transport, docker: Docker) 
 
 
 def test_left_it_goes_on_in_its_containers(transport: Transport, docker: Docker) -> None:
-    """Watched by a host, from outside of the containers; stopped from where it was started."""
-    words = ("--detach", "--supervisor", "n2", "--no-torch", "-p", "1", "count.py", "9999", "0.1")
+    """Watched by a host, from outside of the containers; stopped from where it was started.
+
+    The supervisor's host gets another container when its own is lost.
+    """
+    words = ("--detach", "--supervisor", "n2", "--no-torch", "-p", "1", "member.py", "9999")
     left = transport.run(*words)
     assert left.code == 0, left.err
     assert "goes on without this command, supervised on n2\n" in left.err
     back = left.json("detached.json")
     there = transport.site.lab.home("n2") / ".cache/paceline/detached" / back["run_id"]
     logs = [there / f"run/logs/n{rank + 1}/{rank}.log" for rank in (0, 1)]
-    assert all(eventually(lambda log=log: " out 9 " in log.read_text()) for log in logs)  # type: ignore[misc]
+    assert all(eventually(lambda log=log: "began" in log.read_text()) for log in logs)  # type: ignore[misc]
+    docker.tell("n2", "kill", *docker.tell("n2", "ps", "--quiet").split())
+    assert eventually(lambda: "joined" in logs[1].read_text())
     assert len(docker.containers()) == 2
     assert transport.verb("status", str(left.directory)).startswith(f"{left.directory}: running")
     transport.verb("stop", str(left.directory))
     assert not there.exists()
     assert left.json("result.json")["interrupted"] == signal.SIGTERM
-    assert " out 9 " in (left.directory / "logs/n1/0.log").read_text()
+    assert "saved at" in (left.directory / "logs/n1/0.log").read_text()
     assert eventually(lambda: not ours(transport.site)), ours(transport.site)
 
 

@@ -36,7 +36,7 @@ def leave_run(ctx: click.Context, job: Job, cluster: Cluster, transport: Transpo
         ("paceline", *sys.argv[1:]),
         {name: ctx.params[name] for name in ("show", "check_level", "keep_results")},
         ssh_of(ctx.params),
-        transport.wrapping if isinstance(transport, ContainerTransport) else None,
+        transport if isinstance(transport, ContainerTransport) else None,
     )  # fmt: skip
     hosts = choose_hosts(job, cluster)
     if supervisor_among(hosts, leaving.supervisor).local:

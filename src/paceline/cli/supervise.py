@@ -30,13 +30,14 @@ from paceline.launch.decide import Supplies, choose_hosts
 from paceline.launch.launcher import Left, secrets_of
 from paceline.launch.screen import Screen
 from paceline.remote import this_machine
-from paceline.rendezvous.called import CalledTransport
+from paceline.remote.channel import Channel
+from paceline.rendezvous.called import CalledTransport, StartsAgain
 from paceline.rundir.directory import Redactor, call_it
 from paceline.spec import detached
 from paceline.spec.detached import About
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
-from paceline.spec.hosts import Cluster
+from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Job, Show
 from paceline.spec.plain import from_plain
 from paceline.transfer.data import Folder
@@ -267,7 +268,7 @@ def _supervise(folder: Path, run: Path, line: Line, job: Job, cluster: Cluster, 
 
     transport = CalledTransport(
         hosts, bytes.fromhex(told["key"]), told["supervisor"], job.interface.value, listening,
-        told["contained"],
+        None if told["containers"] is None else _containers(told["containers"], hosts),
     )  # fmt: skip
 
     def heard(said: Mapping[str, Any]) -> None:
@@ -286,6 +287,19 @@ def _supervise(folder: Path, run: Path, line: Line, job: Job, cluster: Cluster, 
         parent=run.parent, package=package if isinstance(package, bool) else tuple(package),
         inspect=inspect, left=Left(told["run_id"], _supplies(folder, told), begun.heard),
     )  # fmt: skip
+
+
+def _containers(told: Mapping[str, Any], hosts: Sequence[Host]) -> StartsAgain:
+    """Starts containers anew on hosts of which the first one was lost."""
+    from paceline.schedulers.container import ContainerTransport
+
+    transport = ContainerTransport.taken_over(told, hosts)
+
+    async def start(host: Host, python: str) -> Channel:
+        (channel,) = await transport.open([host], [python])
+        return channel
+
+    return start
 
 
 def _supplies(folder: Path, told: Mapping[str, Any]) -> Supplies | None:

@@ -19,11 +19,11 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.agent import caller
 from paceline.launch import decide
@@ -67,6 +67,16 @@ END_S = 20.0  # for a supervisor to end a job that was given up
 NOT_A_FILE = ("__pycache__",)
 
 
+class Containers(Protocol):
+    """What starts containers with agents in them."""
+
+    async def wrapping(self, hosts: Sequence[Host]) -> Wrap:
+        """Looks at the hosts, and gives what puts an agent's command into the container of one."""
+
+    def tell(self) -> dict[str, Any]:
+        """What the supervisor must know to start lost ones again, in terms of JSON."""
+
+
 @dataclass(frozen=True)
 class Leaving:
     """A run that is to go on by itself.
@@ -79,8 +89,7 @@ class Leaving:
         command: The words that were typed, the program's name first.
         options: What else the supervisor is told: ``show``, ``check_level`` and ``keep_results``.
         ssh: How to log in.
-        wrapping: Where agents run in containers: looks at the hosts, and gives what puts an agent's
-            command into the container of one.
+        containers: What they run in, where agents run in containers.
     """
 
     job: Job
@@ -92,7 +101,7 @@ class Leaving:
     command: tuple[str, ...]
     options: Mapping[str, Any]
     ssh: SshOptions
-    wrapping: Callable[[Sequence[Host]], Awaitable[Wrap]] | None = None
+    containers: Containers | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +143,7 @@ class _Start:
         hosts = self._request.hosts
         self._host = supervisor_among(hosts, leaving.supervisor)
         self._wrap: Wrap | None = None
+        self._lacking: dict[str, str] = {}  # hosts that can start no container, and why
         self._callers: dict[str, Login] = {}
         self._sent: Manifest = []
         self._data: dict[str, str] | None = None  # how the supervisor finds the folder of --data
@@ -199,12 +209,28 @@ class _Start:
             directory.close()
 
     async def _look_at_containers(self) -> None:
-        if self._leaving.wrapping is not None:
-            self._wrap = await self._leaving.wrapping(self._request.hosts)
+        """Where it may do with fewer hosts, each by itself: the others begin without it."""
+        containers, hosts = self._leaving.containers, self._request.hosts
+        if containers is None:
+            return
+        if not self._may_miss:
+            self._wrap = await containers.wrapping(hosts)
+            return
+        looks = (containers.wrapping([host]) for host in hosts)
+        found = await asyncio.gather(*looks, return_exceptions=True)
+        wraps: dict[str, Wrap] = {}
+        for host, one in zip(hosts, found, strict=True):
+            if isinstance(one, PacelineError) and len(hosts) > 1:
+                self._lacking[host.name] = one.brief
+            elif isinstance(one, BaseException):
+                raise one
+            else:
+                wraps[host.name] = one
+        self._wrap = lambda host, agent: wraps[host.name](host, agent)
 
     def _python(self, host: Host) -> str:
         """The interpreter on a host itself, for what is no rank; the job's may be in an image."""
-        if self._leaving.wrapping is not None:
+        if self._leaving.containers is not None:
             return this_machine.default_python()
         return decide.python_of(self._leaving.job, host)
 
@@ -304,7 +330,7 @@ class _Start:
             "cluster": to_plain(cluster),
             "package": leaving.package,
             "supervisor": self._host.name,
-            "contained": leaving.wrapping is not None,
+            "containers": None if leaving.containers is None else leaving.containers.tell(),
             "trees": None if here else dict(trees or {}),
             "data": self._data,
             "run": str(leaving.run_dir.absolute()) if here else None,
@@ -399,6 +425,8 @@ class _Start:
 
     async def _call(self, place: int, host: Host, addresses: Sequence[tuple[str, int]]) -> None:
         """Starts a caller and watches it. ConnectError when it ends, LoginRefused when refused."""
+        if why := self._lacking.get(host.name):
+            raise _Unheard(host, why)
         wrap, python = self._wrap, self._python(host)
         about = {"index": place, "node": host.name}
         config = caller_config(

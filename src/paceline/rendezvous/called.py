@@ -1,13 +1,14 @@
 """Agents of a run that was left: somebody else starts them, and they call its supervisor.
 
 Each host was given a caller before the supervisor was left alone. A host that is lost later has
-none: then the supervisor dials it itself, over SSH from where it is, if it is let in.
+none: then the supervisor dials it itself, over SSH from where it is, if it is let in. Where agents
+are in containers it has a new one started there.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from paceline.remote.channel import Channel, LoginRefused
@@ -22,6 +23,7 @@ from paceline.spec.hosts import Host
 
 PATIENCE_S = 60.0  # for callers that were started; whoever starts them knows sooner that one fails
 SHUT_OUT_S = 60.0  # between two tries with a host that does not let us in
+StartsAgain = Callable[[Host, str], Awaitable[Channel]]  # on a host, with an interpreter
 _SHUT = ("login refused", "host key not known", "host key changed", "name not found")
 
 
@@ -34,18 +36,18 @@ class CalledTransport:
         me: Name of the host that we are on; ``None`` when we are on none of them.
         interface: Interface on which agents connect; ``None`` for any address.
         listening: Told where, once agents may call.
-        contained: Each agent is in a container, which its caller starts: also here. None is dialled
-            when it is lost, and none calls a second time.
+        containers: Where each agent is in a container, which its caller starts, also here, and
+            whose agent never calls a second time: starts another on a host that was lost.
     """
 
+    redials = True
     dialects: tuple[str, ...] = ()
 
     def __init__(self, hosts: Sequence[Host], key: bytes, me: str | None, interface: str | None,
                  listening: Callable[[Sequence[tuple[str, int]]], None],
-                 contained: bool = False) -> None:  # fmt: skip
-        self.redials = not contained  # the lost one's container may still be there
+                 containers: StartsAgain | None = None) -> None:  # fmt: skip
         self._hosts, self._me, self._interface = hosts, me, interface
-        self._contained = contained
+        self._containers = containers
         self._tell_where = listening
         self._peers = Peers(KnownHosts(hosts))
         self._listener = Listener(key, self._take)
@@ -84,7 +86,7 @@ class CalledTransport:
 
         async def one(host: Host, python: str) -> Channel:
             nonlocal there
-            calls = self._contained or not host.local
+            calls = self._containers is not None or not host.local
             first = calls and host.name not in self._taken
             channel = await (self._called(host) if first else self._dialled(host, python))
             there += 1
@@ -95,7 +97,7 @@ class CalledTransport:
 
     async def _listen(self) -> None:
         wait_without_threads()
-        if self._contained or not all(host.local for host in self._hosts):
+        if self._containers is not None or not all(host.local for host in self._hosts):
             await self._listener.open(own_addresses(self._interface, self._hosts))
         self._tell_where(self._listener.addresses)
 
@@ -114,8 +116,8 @@ class CalledTransport:
             except asyncio.TimeoutError:
                 continue
         self._taken.add(host.name)
-        channel = self._peers.channel(place, again=not self._contained)
-        if self._contained:  # a container here has other files than this machine
+        channel = self._peers.channel(place, again=self._containers is None)
+        if self._containers is not None:  # a container here has other files than this machine
             channel.host = replace(channel.host, local=False)
         try:
             await channel.open()
@@ -141,11 +143,14 @@ class CalledTransport:
         """By a login from here; a host that does not let us in is not asked again at once."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self._not_before.get(host.name, 0.0) - loop.time())
-        mine = host.local or host.name == self._me
+        own = self._hosts[self._places[host.name]]  # a container here counts as another machine
+        own = replace(own, local=own.local or own.name == self._me)
         try:
-            (channel,) = await connect_all([replace(host, local=mine)], [python], SshOptions())
+            if self._containers is not None:
+                return await self._containers(own, python)
+            (channel,) = await connect_all([own], [python], SshOptions())
         except ConnectError as error:
-            if any(cause in error.found for cause in _SHUT):
+            if any(cause in f"{error.brief} {error.found}" for cause in _SHUT):
                 self._not_before[host.name] = loop.time() + SHUT_OUT_S
             raise
         return channel

@@ -8,15 +8,26 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from paceline.remote.channel import Channel, Wrap
 from paceline.remote.fanout import connect_all
 from paceline.remote.openssh import SSH_FAILED, classify, ssh_command
 from paceline.remote.transport import Reached, Transport, nobody
 from paceline.rendezvous.started import said_by
-from paceline.schedulers.scheduler import LEAVE, LOGIN, NOW, Options, Scheduler
+from paceline.schedulers import load
+from paceline.schedulers.scheduler import (
+    LEAVE,
+    LOGIN,
+    NOW,
+    ContainerOptions,
+    Options,
+    Scheduler,
+)
+from paceline.spec.command import shell_text
 from paceline.spec.errors import ConnectError, NodeError, SettingError
 from paceline.spec.hosts import Host
 
@@ -90,12 +101,16 @@ class Engine(Scheduler):
     """
 
     probe: str
-    fixed = "the container of a host that was lost may still run there"
-    starting = NOW | LOGIN | LEAVE | {"via_arg", "image", "mount", "shm_size"}
+    fixed = ""
+    starting = NOW | LOGIN | LEAVE | {"via_arg", "image", "mount", "shm_size", "wait_for_nodes"}
 
     def wrap(self, command: Sequence[str], container: Container) -> list[str]:
         """The command that runs ``command`` in the container, its standard streams passed on."""
         raise NotImplementedError
+
+    def remove(self, names: Sequence[str]) -> list[str]:
+        """The command that ends containers and removes them; empty where nothing can be left."""
+        return []
 
     def start(self, options: Options) -> Transport:
         if not options.container.image:
@@ -104,20 +119,54 @@ class Engine(Scheduler):
 
 
 class ContainerTransport:
-    """One container a host, with the same image, in which the agent and its ranks run."""
+    """One container a host, with the same image, in which the agent and its ranks run.
 
-    redials = False  # the lost one's container may still be there
+    A host that was lost gets another one, under another name, once what may be left of those
+    before has been removed.
+    """
+
+    redials = True
     dialects: tuple[str, ...] = ()
 
     def __init__(self, engine: Engine, options: Options) -> None:
         self._engine = engine
         self._options = options
         self._run = secrets.token_hex(4)
+        self._digest = ""  # of the image, once all had the same
+        self._here: set[str] = set()  # hosts that are this machine
+        self._begun: Counter[str] = Counter()  # containers, by host
+        self._left: dict[str, list[str]] = {}  # names of those that may still be there, by host
+
+    def tell(self) -> dict[str, Any]:
+        """What another machine must know that starts lost containers again, in terms of JSON."""
+        return {"engine": self._engine.name, "run": self._run, "digest": self._digest,
+                "container": asdict(self._options.container)}  # fmt: skip
+
+    @classmethod
+    def taken_over(cls, told: Mapping[str, Any], hosts: Sequence[Host]) -> ContainerTransport:
+        """What starts again what another machine has started, and told of (:meth:`tell`)."""
+        lists: dict[str, Any] = {
+            name: tuple(one) if isinstance(one, list) else one
+            for name, one in told["container"].items()
+        }
+        engine = load(told["engine"])
+        assert isinstance(engine, Engine)
+        transport = cls(engine, Options(container=ContainerOptions(**lists)))
+        transport._run, transport._digest = told["run"], told["digest"]
+        transport._begun.update(host.name for host in hosts)
+        transport._left = {host.name: [name_of(host.name, transport._run)] for host in hosts}
+        return transport
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
                    reached: Reached = nobody) -> list[Channel]:  # fmt: skip
-        """Looks at the image everywhere first; NodeError where it is missing or another one."""
+        """Looks at the image everywhere first; NodeError where it is missing or another one.
+
+        NodeError, too, where a container that was lost cannot be removed.
+        """
+        self._here |= {host.name for host in hosts if host.local}
+        hosts = [replace(host, local=host.name in self._here) for host in hosts]
         wrap = await self.wrapping(hosts)
+        await asyncio.gather(*(self._remove_left(host) for host in hosts))
         channels = await connect_all(hosts, pythons, self._options.ssh, wrap, reached)
         for channel in channels:  # a container here has other files than this machine
             channel.host = replace(channel.host, local=False)
@@ -131,10 +180,14 @@ class ContainerTransport:
             NodeError: It cannot run the image, or has another one of that name.
         """
         probes = await self._probe_all(hosts)
-        check_images(self._engine.name, self._options.container.image, probes)
+        image = self._options.container.image
+        self._digest = check_images(self._engine.name, image, probes, self._digest)
 
         def wrap(host: Host, agent: list[str]) -> list[str]:
-            container = container_for(host, probes[host.name], self._options, self._run)
+            number = self._begun[host.name]
+            container = container_for(host, probes[host.name], self._options, self._run, number)
+            self._begun[host.name] += 1
+            self._left.setdefault(host.name, []).append(container.name)
             return self._engine.wrap(agent, container)
 
         return wrap
@@ -146,15 +199,34 @@ class ContainerTransport:
     async def _probe(self, host: Host) -> Probe:
         container = self._options.container
         look = probe_command(self._engine, container.image, container.folders)
-        argv = look if host.local else ssh_command(host, self._options.ssh, look)
+        _, words = await self._said_on(host, look, "paceline-uid")
+        return parse_probe(words)
+
+    async def _said_on(self, host: Host, command: list[str],
+                       mark: str = "\0") -> tuple[int | None, str]:  # fmt: skip
+        """Exit status and words of a command on a host; ``mark`` in them shows that it ran."""
+        argv = command if host.local else ssh_command(host, self._options.ssh, command)
         status, words = await said_by(argv, {})
-        if status == SSH_FAILED and "paceline-uid" not in words:
+        if not host.local and status == SSH_FAILED and mark not in words:
             refusal = classify(words, status, host)
             raise ConnectError(
                 f"cannot log in to {host.name}: {refusal.cause}", found=refusal.found,
-                remedy=refusal.remedy,
+                remedy=refusal.remedy, brief=refusal.cause,
             )  # fmt: skip
-        return parse_probe(words)
+        return status, words
+
+    async def _remove_left(self, host: Host) -> None:
+        """A container that was lost may hold the GPUs, and would not let its ranks go."""
+        names = list(self._left.get(host.name, ()))
+        command = self._engine.remove(names) if names else []
+        if command:
+            status, words = await self._said_on(host, command)
+            if not removed(status, words):
+                raise NodeError(
+                    f"the container that {host.name} has lost cannot be removed",
+                    found=words or "no word", remedy=f"On {host.name}: {shell_text(command)}",
+                )  # fmt: skip
+        self._left[host.name] = [one for one in self._left.get(host.name, ()) if one not in names]
 
     async def close(self, exit_code: int) -> None:
         """Containers end with their agents."""
@@ -163,8 +235,31 @@ class ContainerTransport:
         return ""
 
 
-def container_for(host: Host, probe: Probe, options: Options, run: str) -> Container:
-    """The container for one host's agent. Pure."""
+def name_of(host: str, run: str, number: int = 0) -> str:
+    """Name of a host's container in a run; ``number``: how many it had before."""
+    again = f".{number + 1}" if number else ""
+    return f"paceline-{run}{again}-{re.sub(r'[^a-zA-Z0-9_.-]', '-', host)}"
+
+
+def removed(status: int | None, words: str) -> bool:
+    """Whether nothing is left of containers, from what their removal said. Pure.
+
+    Docker calls it an error that there was nothing, or that it is about to be gone by itself.
+    """
+    lines = words.splitlines()
+    nothing = [line for line in lines if _NOTHING_LEFT.search(line)]
+    errors = [line for line in lines if re.search("error|denied|cannot", line, re.IGNORECASE)]
+    return status == 0 or (bool(nothing) and set(errors) <= set(nothing))
+
+
+_NOTHING_LEFT = re.compile(
+    r"no such container|no container with|already in progress", re.IGNORECASE
+)
+
+
+def container_for(host: Host, probe: Probe, options: Options, run: str,
+                  number: int = 0) -> Container:  # fmt: skip
+    """The container for one host's agent; ``number``: how many it had before. Pure."""
     wanted = options.container
     folders = tuple(f"{folder}:{folder}" for folder in probe.folders)
     known = {mount.split(":")[0] for mount in wanted.mounts}
@@ -174,7 +269,7 @@ def container_for(host: Host, probe: Probe, options: Options, run: str) -> Conta
     if probe.uid:
         env["HOME"] = "/tmp"  # noqa: S108 - the image may not know this user
     return Container(
-        name=f"paceline-{run}-{re.sub(r'[^a-zA-Z0-9_.-]', '-', host.name)}",
+        name=name_of(host.name, run, number),
         image=wanted.image,
         workdir=workdir,
         mounts=(*wanted.mounts, *own, *([f"{BY_PATH}:{BY_PATH}:ro"] if probe.by_path else ())),
@@ -209,8 +304,18 @@ _CAUSES = (
 )
 
 
-def check_images(name: str, image: str, probes: Mapping[str, Probe]) -> None:
-    """NodeError when a host lacks the image or has another one of the same name. Pure."""
+def check_images(name: str, image: str, probes: Mapping[str, Probe], wanted: str = "") -> str:
+    """The image's digest, the same everywhere. Pure.
+
+    Args:
+        name: The engine's.
+        image: The image's.
+        probes: What hosts say.
+        wanted: The digest on other hosts, where it is known.
+
+    Raises:
+        NodeError: A host lacks the image, or has another one of the same name.
+    """
     without = {host: probe.words for host, probe in probes.items() if not probe.digest}
     if without:
         raise _missing(name, image, without)
@@ -222,6 +327,14 @@ def check_images(name: str, image: str, probes: Mapping[str, Probe]) -> None:
             found="\n".join(f"{host}: {probe.digest[:19]}…" for host, probe in probes.items()),
             remedy=f"Copy it from {first}: {name} save {image} | ssh HOST {name} load",
         )
+    (digest,) = digests
+    if wanted and digest != wanted:
+        raise NodeError(
+            f"{image} on {', '.join(probes)} is not the image that the other hosts have",
+            found=f"another image of that name: {digest[:19]}…, the others have {wanted[:19]}…",
+            remedy=f"Copy it there from another host: {name} save {image} | ssh HOST {name} load",
+        )
+    return digest
 
 
 def _missing(name: str, image: str, without: Mapping[str, str]) -> NodeError:

@@ -18,6 +18,10 @@ class Docker(Engine):
         return ["docker", *run(container), f"--user={container.uid}:{container.gid}",
                 *gpus(container), *container.arguments, container.image, *command]  # fmt: skip
 
+    def remove(self, names: Sequence[str]) -> list[str]:
+        """Also those that run: a frozen one, or one that looks for its launcher."""
+        return ["docker", "rm", "--force", *names]
+
 
 def run(container: Container) -> list[str]:
     """What Docker and Podman understand alike."""

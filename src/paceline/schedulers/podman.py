@@ -22,5 +22,9 @@ class Podman(Engine):
         return ["podman", *run(container), *keep, *nvidia, *container.arguments, container.image,
                 *command]  # fmt: skip
 
+    def remove(self, names: Sequence[str]) -> list[str]:
+        """As Docker's; those that are gone already are passed over."""
+        return ["podman", "rm", "--force", "--ignore", *names]
+
 
 SCHEDULER = Podman()

@@ -83,10 +83,10 @@ class TestSrun(EveryTransport):
 
 def test_a_killed_agent_comes_back_into_the_training(inside: Transport) -> None:
     """By an srun for its node alone; the weights are those of one rank that nobody struck."""
-    alone = inside.run("-p", "1", "--nnodes", "1", "outlive.py", "40")
+    alone = inside.run("-p", "1", "--nnodes", "1", "outlive.py", "80")
     assert alone.code == 0, alone.err
     struck = inside.site.project / "struck"  # steps take long meanwhile
-    with inside.started("-p", "1", "outlive.py", "40") as (child, where):
+    with inside.started("-p", "1", "outlive.py", "80", "1") as (child, where):
         assert eventually(lambda: said_in_logs(where, "step 10\n") == 2)
         struck.touch()
         (agent,) = [pid for pid, line in inside.site.lab.processes("n2")

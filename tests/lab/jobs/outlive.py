@@ -1,6 +1,7 @@
-"""A training in float64 with Adam: ``outlive.py STEPS``. Every rank says when it made a step.
+"""A training in float64 with Adam: ``outlive.py STEPS [PAUSE]``. Every rank tells its steps.
 
-While there is a file ``struck``, steps take long: what befalls it befalls it before its end.
+While there is a file ``struck``, steps take long (PAUSE, a quarter of a second): what befalls it
+befalls it before its end.
 """
 
 import sys
@@ -40,10 +41,11 @@ network = session.place(network)
 model = session.prepare(network, torch.optim.Adam(network.parameters(), lr=2e-3))
 loader = session.loader(Samples(), 48, workers=0)
 session.checkpoints(every="50", keep=2)
+pause_s = float(sys.argv[2]) if len(sys.argv) > 2 else 0.25
 print("began", flush=True)
 for _ in session.epochs(loader, steps=int(sys.argv[1])):
     for x, y in loader:
-        time.sleep(0.25 if Path("struck").exists() else 0.02)
+        time.sleep(pause_s if Path("struck").exists() else 0.02)
         if session.step(((model(x) - y) ** 2).mean(1)):
             print("step", session.progress.step, flush=True)
 session.save_model({"network": "16-32-1"})

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -44,6 +45,29 @@ def forked(environ: Mapping[str, str], body: Body) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def store(patience: timedelta = timedelta(minutes=1)) -> tuple[int, int]:
+    """A process that is a rendezvous store, and its port.
+
+    Apart, for with a store's threads a process must not fork: they may hold a lock at that moment.
+    """
+    from torch.distributed import TCPStore
+
+    reads, writes = os.pipe()
+
+    def serve() -> None:
+        os.close(reads)
+        held = TCPStore("127.0.0.1", 0, None, True, patience, wait_for_workers=False)
+        os.write(writes, str(held.port).encode())
+        while os.getppid() != 1:
+            time.sleep(0.5)
+
+    pid = forked({}, serve)
+    os.close(writes)
+    port = int(os.read(reads, 16))
+    os.close(reads)
+    return pid, port
 
 
 def finish(pids: list[int], timeout: float = 200) -> list[int]:

@@ -85,7 +85,7 @@ class Job:
         self._members = list(range(self.size))
         self._generation, self._tries = 0, dict.fromkeys([*self._members, *self.late], 0)
         self._unsettled: set[int] = set()  # members that are not in the newest group yet
-        self._port, self._store = _store()
+        self._store, self._port = forking.store()
         due = dict(self.late)
         began = time.monotonic()
         try:
@@ -246,20 +246,3 @@ class Job:
         """Every slot's last process has ended in order."""
         assert not any(self.statuses.values()), self.statuses
         return self
-
-
-def _store() -> tuple[int, int]:
-    """A rendezvous store in a process of its own: its port, and the process."""
-    port_end, said = os.pipe()
-    if not (pid := os.fork()):
-        try:
-            from torch.distributed import TCPStore
-
-            store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-            os.write(said, f"{store.port}\n".encode())
-            signal.pause()
-        finally:
-            os._exit(0)
-    os.close(said)
-    with os.fdopen(port_end) as lines:
-        return int(lines.readline()), pid

@@ -22,8 +22,7 @@ from torch.utils.data import TensorDataset
 
 from paceline import train
 from paceline.spec.errors import DataError, JobError
-from paceline.train import parallel
-from paceline.train.communication import Exact
+from paceline.train import little, parallel
 from paceline.train.exchange import Exchange
 from paceline.train.late import Late
 from paceline.train.update import Updater
@@ -52,7 +51,8 @@ def world(folder: Path) -> None:
             "in step": in_step(session) if session.world.size > 1 else {},
             "held up": held_up(session) if session.world.size > 1 else [],
             "held up before": held_up(session, buffers=True) if session.world.size > 1 else [],
-            "exchanged": exchanged(session) if session.world.size > 1 else {},
+            "exchanged": exchanged(session, 0) if session.world.size > 1 else {},
+            "exchanged directly": exchanged(session, 1 << 18) if session.world.size > 1 else {},
             "clipped": trained(session, limit=0, clip_norm=0.5),
             "diverged": refused(lambda: diverge(session)) if session.world.size > 1 else "",
         }
@@ -79,9 +79,15 @@ class Backwards(nn.Sequential):
         return inputs
 
 
-def exchanged(session: train.Session) -> dict[str, list[float]]:
-    """Weights after some steps, by the way in which gradients came together."""
-    found, places = {}, {}
+def exchanged(session: train.Session, most: int) -> dict[str, list[float]]:
+    """Weights after some steps, by the way in which gradients came together.
+
+    Args:
+        most: Bytes of a model whose gradients three ranks average directly.
+    """
+    found, places, usual = {}, {}, little.MOST
+    little.MOST = most
+    directly = most and session.world.size > 2
     ways = ("by ddp", "hook", "as made", "laid out", "laid out, hook", "laid out, late")
     for way in (*ways, "unused", "unused, hook", "unused, as made"):
         torch.manual_seed(7)
@@ -92,7 +98,7 @@ def exchanged(session: train.Session) -> dict[str, list[float]]:
         )
         exchange = Exchange(replica, session.comms)
         if "hook" in way:
-            exchange.method = Exact(exchange.line())
+            exchange.watched()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
         updater = Updater(network, optimizer, LambdaLR(optimizer, lambda n: 0.9**n), None, None)
         updater.exchange = exchange
@@ -120,11 +126,12 @@ def exchanged(session: train.Session) -> dict[str, list[float]]:
             "unused, hook": 1,
             "laid out, hook": 3,
             "laid out, late": 3,
-        }.get(way, 0)
+        }.get(way, (3 if "laid out" in way else 1) if directly else 0)
         former = weakref.ref(replica.reducer)
         exchange.buckets(600, 200, plain=True)
         assert former() is None  # and its buckets with it
         found[way] = torch.cat([one.detach().flatten() for one in network.parameters()]).tolist()
+    little.MOST = usual
     return found
 
 

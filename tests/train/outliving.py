@@ -12,12 +12,11 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forking
 import ranks
-import torch.distributed as dist
 
 PATIENCE = 2.5
 """Seconds after which a rank that waits for word while nobody is lost is told to end."""
@@ -54,7 +53,7 @@ class Launcher:
     """
 
     def __init__(self, size: int, body: Callable[[int], object], out: Path) -> None:
-        self.store, self.port = _store()
+        self.store, self.port = forking.store()
         self.generation, self.last_loss = 0, 0.0
         self.told: list[list[int]] = []  # members of each generation
         self.ranks = [self._start(slot, size, body, out) for slot in range(size)]
@@ -185,24 +184,3 @@ class Launcher:
         for one in self.ranks:
             if one.waits and time.monotonic() - one.waits > PATIENCE and one.status is None:
                 self._tell([one.slot], {"control": "end", "why": "no rank is lost"})
-
-
-def _store() -> tuple[int, int]:
-    """A process that is the rendezvous store, and its port."""
-    reads, writes = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writes)
-        port = int(os.read(reads, 16))
-        os.close(reads)
-        return pid, port
-    try:
-        store = dist.TCPStore(
-            "127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False
-        )
-        os.write(writes, str(store.port).encode())
-        os.close(reads)
-        while os.getppid() != 1:
-            time.sleep(0.5)
-    finally:
-        os._exit(0)

@@ -66,6 +66,15 @@ def test_an_exchange_of_ours_gives_the_bits_of_ddp(worlds: Any) -> None:
             assert size > 2 or found["laid out"] == found["unused"] == found["by ddp"]
 
 
+def test_a_little_models_gradients_are_averaged_wherever_they_lie(worlds: Any) -> None:
+    """Three ranks average them directly, in rank order."""
+    for one in worlds[3]:
+        found = one["exchanged directly"]
+        assert found == worlds[3][0]["exchanged directly"]
+        assert all(weights == found["by ddp"] for weights in found.values())
+        assert np.allclose(found["by ddp"], one["exchanged"]["by ddp"], rtol=0, atol=1e-7)
+
+
 def test_metrics_count_every_sample_once(worlds: Any) -> None:
     expected = worlds[1][0]["odd"]
     assert [count for count, _ in expected] == [1, 2, 3, 7, 11]

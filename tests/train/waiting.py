@@ -96,8 +96,7 @@ def stays(rank: int, port: int, folder: Path) -> None:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     recovery._FORMING = FORMING
-    store = TCPStore("127.0.0.1", 0, None, True, FORMING, wait_for_workers=False)
-    port = store.port
+    server, port = forking.store(FORMING)
 
     def stayer(rank: int) -> int:
         return forking.forked({}, lambda: stays(rank, port, folder))
@@ -109,7 +108,7 @@ def main(folder: Path) -> None:
     try:
         statuses = forking.finish([stayer(rank) for rank in range(2)], 200)
     finally:
-        for pid in stoppers:
+        for pid in (server, *stoppers):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     sys.exit(any(statuses))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.spec import errors
 from paceline.spec.errors import JobError, PacelineError
-from paceline.train import waits
+from paceline.train import little, waits
 from paceline.train.world import World
 
 T = TypeVar("T")
@@ -131,6 +131,9 @@ class Comms:
         if self.alone:
             return vector
         summed = vector.to(self.device) if self.mixed else vector
+        if little.fits(summed, self.world.size, self.group):
+            little.add_up(summed, self.world.size, self.group)
+            return vector if summed is vector else vector.copy_(summed)
         waits.wait(dist.all_reduce(summed, group=self.group, async_op=True), summed)
         return vector if summed is vector else vector.copy_(summed)
 
@@ -142,6 +145,8 @@ class Comms:
         if self.alone:
             return [float(one) for one in vector]
         mine = vector.to(self.device, copy=True)
+        if little.fits(mine, self.world.size, self.group):
+            return [float(one) for one in little.rows(mine, self.world.size, self.group).amax(0)]
         most = dist.ReduceOp.MAX
         waits.wait(dist.all_reduce(mine, most, group=self.group, async_op=True), mine)
         return [float(one) for one in mine.cpu()]
@@ -154,6 +159,8 @@ class Comms:
         if self.alone:
             return vector.cpu()[None]
         mine = vector.to(self.device)
+        if little.fits(mine, self.world.size, self.group):
+            return little.rows(mine, self.world.size, self.group)
         all_rows = [torch.empty_like(mine) for _ in range(self.world.size)]
         waits.wait(dist.all_gather(all_rows, mine, group=self.group, async_op=True), mine)
         return torch.stack(all_rows).cpu()

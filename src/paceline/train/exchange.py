@@ -6,8 +6,9 @@ one after the other, in the same order on every rank, while the backward pass go
 accelerator no thread is needed: there a stream of its own does the work.
 
 Plain exact averages need no hook where DDP's own path does as well, so by default there is none.
-Where a lost rank is made good there is one all the same: what DDP waits for can then be given up
-(:mod:`paceline.train.waits`).
+There is one all the same where a lost rank is made good: what DDP waits for can then be given up
+(:mod:`paceline.train.waits`). And three and more ranks average a little model's gradients directly
+(:mod:`paceline.train.little`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.futures import Future
 
-from paceline.train import waits
+from paceline.train import little, waits
 from paceline.train.comms import Comms
 from paceline.train.late import Late
 from paceline.train.parallel import Replica, bucket_megabytes, moving_buffers, settle_buckets
@@ -152,6 +153,7 @@ class Exchange:
         self.left: Method | None = None
         self._order: list[int] = []
         self._passes = self._count = 0  # since buckets were laid out; buckets of the last
+        self._directly = self._exact() if self._is_little else None
         self._hook()
 
     @property
@@ -183,7 +185,8 @@ class Exchange:
     @method.setter
     def method(self, method: Method | None) -> None:
         """To be set between two steps."""
-        if method is None and self._hooked is self._model.reducer and not self._may_end:
+        plain = not (self._may_end or self._directly)
+        if method is None and self._hooked is self._model.reducer and plain:
             method = self._exact()  # a hook can only be added
         self._method = method
         self._hook()
@@ -225,6 +228,7 @@ class Exchange:
         self._model.process_group = _get_default_group()
         self.usual = usual_buckets(self._model.module, over_gloo=self._comms.device.type == "cpu")
         self.left, self._method = self.left or self._method, None
+        self._directly = self._exact() if self._is_little else None
         lay_out(self._model, *self.usual, as_made=True, made=self._hook)
         self._passes, self.times = 0, []
 
@@ -236,7 +240,16 @@ class Exchange:
     def _exact(self) -> Method:
         from paceline.train.communication.exact import Exact  # which is made for what is here
 
-        return Exact(self.line())
+        return Exact(self.line(), little=self._is_little)
+
+    @property
+    def _is_little(self) -> bool:
+        """Whether ranks average this model's gradients directly, whatever their buckets."""
+        group, comms = self._model.process_group, self._comms
+        own = [one for one in self._model.parameters() if one.requires_grad]
+        size = sum(one.numel() * one.element_size() for one in own)
+        on_cpus = self._stream is None and not comms.mixed and "gloo" in dist.get_backend(group)
+        return on_cpus and comms.world.size > 2 and size <= little.MOST
 
     def stood(self, began: float, ended: float) -> None:
         """The computing thread stood still for gradients."""
@@ -263,16 +276,18 @@ class Exchange:
         return self._model.recovery is not None and self._stream is None
 
     def _hook(self) -> None:
-        if self._method is not None and self._stream is None and self._mover is None:
+        ours = self._method or self._directly
+        if ours is not None and self._stream is None and self._mover is None:
             self._mover = _Mover()
-        if self._hooked is self._model.reducer or not (self._method or self._may_end):
+        if self._hooked is self._model.reducer or not (ours or self._may_end):
             return
         self._model.register_comm_hook(self, _on_bucket)
         self._hooked = self._model.reducer
 
     def take(self, given: GradBucket) -> Future[Tensor]:
         """Begins the exchange of a bucket of DDP's; the future holds the mean."""
-        if self._method is None:
+        method = self._method or self._directly
+        if method is None:
             return self._as_ddp(given.buffer())
         owners = cast(list[nn.Parameter], given.parameters())
         flat, parts = given.buffer(), given.gradients()
@@ -290,7 +305,7 @@ class Exchange:
         future: Future[Tensor] = Future()
         ordered = late is not None and len(self._order) == self._count
         order = self._order if ordered else []
-        self._mover.give(_Job(self._method, bucket, now, future, order))
+        self._mover.give(_Job(method, bucket, now, future, order))
         if late is None:
             return future
         late.sent(bucket.number, owners, future)

@@ -1,4 +1,4 @@
-"""The mean of float32 gradients as it is: DDP's own arithmetic, to the bit."""
+"""The mean of gradients as it is: DDP's own arithmetic, to the bit, but for little models."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from paceline.train.exchange import Bucket, Line, Method
 
 
 class Exact:
-    """An all-reduce of each bucket, divided first as DDP divides."""
+    """An all-reduce of each bucket, divided first as DDP divides.
+
+    Args:
+        line: What is sent over.
+        wire: On that line.
+        little: The whole model's gradients are little (:mod:`paceline.train.little`). Not a single
+            bucket's, for the sum must not depend on how gradients are divided.
+    """
 
     name: ClassVar[str] = "exact"
 
-    def __init__(self, line: Line, wire: Wire | None = None) -> None:
-        self._wire = wire or Wire(line)
+    def __init__(self, line: Line, wire: Wire | None = None, *, little: bool = False) -> None:
+        self._wire, self._little = wire or Wire(line), little
 
     def average(self, bucket: Bucket) -> None:
         bucket.flat.mul_(1.0 / self._wire.ranks)
-        self._wire.sum(bucket.flat)
+        (self._wire.sum if self._little else self._wire.around)(bucket.flat)
 
     def counted(self) -> None:
         pass

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.train import little
 from paceline.train.exchange import Line
 from paceline.train.waits import apart, wait
 
@@ -32,6 +33,13 @@ class Wire:
 
     def sum(self, tensor: Tensor) -> None:
         """The sum over all ranks, in place; the same bits on every rank."""
+        if little.fits(tensor, self.ranks, self._group):
+            little.add_up(tensor, self.ranks, self._group)
+            return
+        self.around(tensor)
+
+    def around(self, tensor: Tensor) -> None:
+        """The same by the backend's own all-reduce, however little it is."""
         wait(dist.all_reduce(tensor, group=self._group, async_op=True), tensor)
 
     def swap(self, messages: Tensor, codes: int = 0) -> Tensor:

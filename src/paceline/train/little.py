@@ -1,0 +1,60 @@
+"""Little messages among three and more ranks over gloo: everybody sends to everybody at once.
+
+gloo's all-reduce passes parts around a ring, each in several messages: of 40 kB among four ranks
+every rank sends 72 segments, one after the other, and what counts is how often a thread has to be
+woken. Where all send what they have directly, or a part to the rank that adds it up and the sum
+to all, there are one or two such rounds (``bench/broadcast/small.py``). Sums are made in rank
+order, so that the place of an element does not matter.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.train import waits
+
+MOST = 1 << 18
+"""Bytes of a vector up to which it is worth it, over all lines."""
+_AT_ONCE = 1 << 12  # bytes up to which each rank gets all, and adds up by itself
+
+
+def fits(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> bool:
+    """Whether a vector on this many ranks is better sent so."""
+    size = vector.numel() * vector.element_size()
+    plain = ranks > 2 and vector.device.type == "cpu" and 0 < size <= MOST
+    return plain and "gloo" in dist.get_backend(group)
+
+
+def rows(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Every rank's vector of shape ``[n]``, in rank order: ``[ranks, n]``; a collective."""
+    return _swapped(vector.expand(ranks, -1).contiguous(), group)
+
+
+def add_up(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> None:
+    """The sum over all ranks, shape ``[n]``, in place; the same bits everywhere; a collective."""
+    count = len(vector)
+    if count * vector.element_size() <= _AT_ONCE:
+        vector.copy_(_total(rows(vector, ranks, group)))
+        return
+    length = -(-count // ranks)
+    parts = vector.new_zeros(ranks * length)
+    parts[:count] = vector
+    own = _total(_swapped(parts.view(ranks, length), group))
+    vector.copy_(rows(own, ranks, group).view(-1)[:count])
+
+
+def _swapped(sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Row r goes to rank r; what came, in rank order."""
+    came = torch.empty_like(sent)
+    waits.wait(dist.all_to_all_single(came, sent, group=group, async_op=True), came)
+    return came
+
+
+def _total(came: Tensor) -> Tensor:
+    """Row by row: with a reduction of torch's own the order would be up to the processor."""
+    total = came[0].clone()
+    for row in came[1:]:
+        total += row
+    return total

@@ -313,6 +313,20 @@ def test_a_store_that_is_gone_is_called_until_later_word_comes() -> None:
     assert [type(error) for error in caught] == [recovery.Overtaken]
 
 
+def test_no_group_is_made_of_which_a_member_is_known_to_be_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later word may come before there are connections that it could cut."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+    words = [recovery.Word(one, ((0, "n1", 0, 1),), "127.0.0.1", 1, False) for one in (1, 2)]
+    control = cast(Any, SimpleNamespace(newer=lambda than: words[1] if than < 2 else None))
+    comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
+    one = recovery.Recovery(0, comms, control, recovery.Nccl(), None, lambda *_: None)
+    with pytest.raises(recovery.Overtaken):
+        one._form(words[0])
+
+
 def test_a_wait_in_the_next_group_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The look that says so may have begun before that group was made."""
     control = cast(Any, SimpleNamespace(newer=lambda _: None))

@@ -783,6 +783,8 @@ class Recovery:
         if jobenv.PLANNED_WORLD in os.environ:
             os.environ[jobenv.PLANNED_WORLD] = str(place.size)
         with self._links.watched(place.size):
+            if self._control.newer(word.generation):
+                raise Overtaken  # that came before there was anything to be cut
             client = self._meet(word)
             self._links.store_met()
             store = PrefixStore(f"generation/{word.generation}", client)

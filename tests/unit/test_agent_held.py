@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -166,6 +168,130 @@ def test_the_last_calls_of_a_flight_recorder() -> None:
     assert lines[-2:] == ["0 99 all_reduce of [4,2],[9]", "0 100 all_reduce"]
     assert len(lines) < collectives.MOST_CALLS
     assert len(json.dumps(lines)) < collectives.MOST_BYTES
+
+
+def test_calls_of_a_group_that_is_no_more_are_not_told() -> None:
+    """torch gives the groups that are made in their place the same names, and counts anew."""
+    one = {"process_group": ("0", "default_pg"), "profiling_name": "gloo:barrier",
+           "input_sizes": []}  # fmt: skip
+    entries = [{**one, "collective_seq_id": 9, "time_created_ns": 100},
+               {**one, "collective_seq_id": 1, "time_created_ns": 200}]  # fmt: skip
+    assert collectives.called(entries, 150) == ["0 1 barrier"]
+    assert collectives.called([{**one, "collective_seq_id": 9}], 150) == ["0 9 barrier"]
+
+
+STACK = [
+    "Stack (most recent call first):",
+    '  File "/home/me/train.py", line 40 in step',
+    '  File "/home/me/train.py", line 60 in <module>',
+    '  File "<frozen runpy>", line 88 in _run_code',
+    '  File "<frozen runpy>", line 198 in _run_module_as_main',
+]
+WHOLE = [line.strip() for line in STACK[1:3]]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> stackdump.StackDump:
+    """Of a process that can answer."""
+    monkeypatch.setattr(stackdump, "ask", lambda _: ("S", True))
+    monkeypatch.setattr(collectives, "ask", lambda _: True)
+    return stackdump.StackDump()
+
+
+ONE = procs.Process(77, 5)
+
+
+def test_a_stack_is_whole_when_its_last_line_has_come(asked: stackdump.StackDump) -> None:
+    asked.ask(ONE)
+    for line in STACK:
+        assert not asked.whole(time.monotonic())
+        asked.take(line.encode())
+    assert asked.whole(time.monotonic())
+    assert asked.stack == WHOLE
+
+
+def test_a_stack_that_comes_too_late_is_not_taken_for_the_next(asked: stackdump.StackDump) -> None:
+    asked.ask(ONE)
+    asked.ask(ONE)
+    for line in [STACK[0], '  File "/home/me/train.py", line 39 in <module>', STACK[-1], *STACK]:
+        assert not asked.whole(time.monotonic())
+        asked.take(line.encode())
+    assert asked.whole(time.monotonic())
+    assert asked.stack == WHOLE
+
+
+def test_a_deep_stack_and_one_with_another_end_are_whole(asked: stackdump.StackDump) -> None:
+    asked.ask(ONE)
+    for line in [*STACK[:2], "  ..."]:
+        asked.take(line.encode())
+    assert asked.whole(time.monotonic())
+    asked.ask(ONE)
+    asked.take(STACK[1].encode())
+    now = time.monotonic()
+    assert not asked.whole(now)
+    assert asked.whole(now + stackdump.QUIET_S + 0.1)
+
+
+def test_who_has_told_its_last_call_is_not_asked_again(asked: stackdump.StackDump) -> None:
+    asked.take_calls(["0 7 barrier"])
+    asked.ask(ONE, closely=True)
+    assert asked.calls == ["0 7 barrier"]
+
+
+def test_who_never_tells_its_calls_is_not_waited_for_again(asked: stackdump.StackDump) -> None:
+    """It has joined no group, or its torch has no recorder."""
+    for complete in (False, True):
+        asked.ask(ONE, closely=True)
+        for line in STACK:
+            asked.take(line.encode())
+        assert asked.complete(time.monotonic()) == complete
+    asked.take_calls(["0 7 barrier"])
+    asked.ask(ONE, closely=True)
+    assert not asked.complete(time.monotonic())
+    assert asked.calls == []
+    for _ in range(2):
+        asked.take_calls(["0 8 barrier"])
+    asked.ask(ONE)
+    assert asked.calls == ["0 8 barrier"]
+
+
+@pytest.mark.parametrize(("ticks", "works"), [(4, False), (200, True)])
+def test_what_answers_cost_is_no_work_but_what_is_done_meanwhile_is(
+    monkeypatch: pytest.MonkeyPatch, asked: stackdump.StackDump, ticks: int, works: bool
+) -> None:
+    monkeypatch.setattr(procs, "read_stat", lambda _: seen(77)._replace(cpu=ticks))
+    rank = job.Rank(0, 0)
+    rank.process, rank.seen = ONE, asked
+    begun = rank.active_at
+    asked.ask(ONE, closely=True)
+    now = time.monotonic()
+    rank.look(now)
+    for line in STACK:
+        asked.take(line.encode())
+    asked.take_calls([], 0.02)
+    rank.look(now + 1.0)
+    assert rank.active_at == begun  # nobody knows yet
+    rank.look(now + 1.0 + stackdump.DISTURBED_S)
+    assert (rank.active_at > begun) == works
+
+
+def test_what_has_not_arrived_is_not_sent() -> None:
+    """As over a network that takes nothing any more."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        one = stack.enter_context(socket.create_connection(server.getsockname()))
+        other = stack.enter_context(server.accept()[0])
+        before, sent = procs.bytes_sent(os.getpid()), 0
+        one.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sent += os.write(one.fileno(), bytes(1 << 16))
+        assert procs.bytes_sent(os.getpid()) - before < sent
+        left = sent
+        while left:
+            left -= len(other.recv(1 << 20))
+        while procs.bytes_sent(os.getpid()) - before < sent:
+            time.sleep(0.01)
 
 
 def test_a_crash_leaves_the_lines_of_the_main_thread() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from paceline.explain.conclude import conclude
 from paceline.explain.evidence import Evidence
 from paceline.explain.rules import load_all
 from paceline.explain.stacks import Frame, Stand
+from paceline.launch import hangs
 from paceline.launch.beats import Beat, Heartbeats, aside, told
 from paceline.launch.fleet import Fleet
 from paceline.launch.hangs import LOOK_S, HangWatch
@@ -24,6 +29,8 @@ from paceline.launch.verdict import (
     first_difference,
     frozen_text,
     judge,
+    waits,
+    where,
 )
 from paceline.spec.events import Event
 from paceline.spec.failure import Result
@@ -97,10 +104,42 @@ def test_one_that_writes_or_waits_for_its_disk_works() -> None:
         ([], []),
         ([look(0, ALL_REDUCE)], [look(0, ALL_REDUCE), look(1, ASLEEP)]),
         ([look(0, ALL_REDUCE)], [look(0, ALL_REDUCE)]),
+        # one has come, or has gone: whoever it is, the others may wait for it
+        (
+            [look(0, ALL_REDUCE), look(1, ALL_REDUCE), look(2, ASLEEP)],
+            [look(0, ALL_REDUCE), look(1, ALL_REDUCE)],
+        ),
+        # stopped for a moment, as by a debugger that looks
+        ([look(0, ALL_REDUCE), look(1, ALL_REDUCE)], [look(0, ALL_REDUCE), look(1, (), state="t")]),
+        # a slow network: what is sent arrives
+        (
+            [look(0, BACKWARD), look(1, BACKWARD)],
+            [look(0, BACKWARD), replace(look(1, BACKWARD), sent=50_000)],
+        ),
     ],
 )
 def test_what_only_looks_like_a_hang(before: list[Look], after: list[Look]) -> None:
     assert judged(before, after, 1000.0) is None
+
+
+@pytest.mark.parametrize("later", [
+    [look(0, ALL_REDUCE), look(1, ALL_REDUCE)],
+    [look(0, ALL_REDUCE), look(1, (Frame("/home/me/train.py", 22, "fetch"),))],
+    [look(0, ALL_REDUCE), look(1, ())],
+    [look(0, ALL_REDUCE)],
+])  # fmt: skip
+def test_what_has_gone_on_at_the_third_look_is_no_hang(later: list[Look]) -> None:
+    """Else the reason of one moment is told of the line of another."""
+    looks = [look(0, ALL_REDUCE), look(1, ASLEEP)]
+    assert judged(looks, looks) is not None
+    assert judged(looks, looks, closely=later) is None
+
+
+def test_where_several_stand_still_all_are_named() -> None:
+    looks = [look(0, ALL_REDUCE), look(1, ASLEEP), look(2, (at(30, "load"),))]
+    found = judged(looks, looks)
+    assert found is not None
+    assert found.text.endswith("; rank 2 on n3 stands still, too, at train.py, line 30, in load")
 
 
 def test_a_hang_that_is_over_is_no_measure_of_what_is_usual() -> None:
@@ -158,9 +197,9 @@ def test_what_it_waits_for_is_said() -> None:
          "its data loader's worker, process 79, stands still at train.py, line 5, in __getitem__ "
          "(it waits for a lock or a thread) while"),
     ]  # fmt: skip
-    for frames, waits, children, words in cases:
+    for frames, call, children, words in cases:
         looks = [look(0, ALL_REDUCE), Look(look(1, frames).stand, 1.0, pid=9)]
-        closely = [Look(looks[1].stand, 1.0, pid=9, waits=waits, children=children)]
+        closely = [looks[0], replace(looks[1], waits=call, children=children)]
         found = judged(looks, looks, closely=closely)
         assert found is not None
         assert words in found.text
@@ -217,6 +256,79 @@ def test_what_stands_still_as_no_program_does_is_named() -> None:
     assert "waited for its memory" in said["swapped"]
 
 
+def test_who_comes_from_different_lines_to_one_collective_does_not_differ() -> None:
+    """As where rank 0 alone has the data: ``if rank == 0: broadcast(...) else: broadcast(...)``."""
+    three = [look(0, ALL_REDUCE), *(look(n, (ALL_REDUCE[0], at(50))) for n in (1, 2))]
+    called = [replace(one, calls=("0 7 broadcast of [9]",)) for one in three]
+    found = judged(three, three, closely=called)
+    assert found is not None
+    assert (found.kind, found.rank) == ("deaf", None)
+    assert "wait for each other in broadcast of [9], call 7 of each: what one" in found.text
+
+
+def test_who_has_not_come_to_the_call_that_differs_is_not_the_odd_one() -> None:
+    looks = [look(rank, ALL_REDUCE) for rank in range(5)]
+    calls = dict.fromkeys((0, 2, 3), ("0 6 barrier", "0 7 all_reduce of [9]"))
+    calls.update({1: ("0 6 barrier",), 4: ("0 6 barrier", "0 7 broadcast of [9]")})
+    found = judged(
+        looks, looks, closely=[replace(one, calls=calls[one.stand.rank]) for one in looks]
+    )
+    assert found is not None
+    assert found.rank == 4
+
+
+def test_what_differs_by_its_nature_is_no_difference() -> None:
+    """A scatter has inputs on one rank only; sizes of a sum are compared by what travels."""
+    calls = {0: ("0 2 scatter of [2,3]", "0 3 all_reduce of [2,3]"),
+             1: ("0 2 scatter", "0 3 all_reduce of [6]")}  # fmt: skip
+    assert first_difference(calls) is None
+    found = first_difference({0: ("0 2 scatter of [2,3]",), 1: ("0 2 gather of [3]",)})
+    assert found is not None
+    assert first_difference({0: ("0 2 all_reduce of [2],[3]",), 1: ("0 2 all_reduce of [2]",)})
+
+
+TORCH = "/v/site-packages/torch"
+C10D = Frame(f"{TORCH}/distributed/distributed_c10d.py", 2800, "all_reduce")
+WRAPPER = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
+AROUND = (Frame(f"{TORCH}/nn/modules/module.py", 1751, "_call_impl"),
+          Frame(f"{TORCH}/nn/parallel/distributed.py", 1600, "_run_ddp_forward"),
+          Frame(f"{TORCH}/nn/parallel/distributed.py", 1640, "forward"))  # fmt: skip
+OURS = "/v/site-packages/paceline"
+
+
+@pytest.mark.parametrize(
+    ("frames", "said"),
+    [
+        ((C10D, WRAPPER, at(40)), "all_reduce (train.py, line 40)"),
+        (BACKWARD, "the backward pass (train.py, line 39)"),
+        # a model's own code, or a library's, inside of what distributes it
+        ((at(7, "forward", "/home/me/net.py"), *AROUND, at(40)), ""),
+        ((Frame(f"{TORCH}/nn/modules/linear.py", 125, "forward"), *AROUND, at(40)), ""),
+        ((Frame(f"{OURS}/recipes/transformer.py", 80, "forward"), *AROUND), ""),
+        ((Frame(f"{TORCH}/nn/parallel/distributed.py", 2000, "_sync_buffers"), *AROUND, at(40)),
+         "forward (train.py, line 40)"),
+        ((C10D, WRAPPER, at(9, "forward", "/home/me/net.py"), *AROUND, at(40)),
+         "all_reduce (net.py, line 9, in forward)"),
+        # a checkpoint: its files, and what ranks tell each other of it
+        ((Frame(f"{TORCH}/distributed/checkpoint/filesystem.py", 300, "_write_item"), at(40)), ""),
+        ((C10D, WRAPPER, Frame(f"{TORCH}/distributed/checkpoint/utils.py", 9, "all_gather"),
+          Frame(f"{TORCH}/distributed/checkpoint/state_dict_saver.py", 9, "save"), at(40)),
+         "save (train.py, line 40)"),
+        # a session waits in a way that can be given up
+        ((Frame(f"{OURS}/train/waits.py", 106, "wait"), Frame(f"{OURS}/train/comms.py", 9, "sum"),
+          Frame(f"{OURS}/train/meter.py", 80, "result"), at(40)), "result (train.py, line 40)"),
+        ((Frame(f"{OURS}/train/waits.py", 106, "wait"), *BACKWARD),
+         "the backward pass (train.py, line 39)"),
+        ((Frame(f"{OURS}/train/meter.py", 80, "add"), at(40)), ""),
+    ],
+)  # fmt: skip
+def test_who_waits_for_others(frames: tuple[Frame, ...], said: str) -> None:
+    stand = look(0, frames).stand
+    assert waits(stand) == bool(said)
+    if said:
+        assert where(stand) == said
+
+
 def test_all_wait_for_each_other() -> None:
     looks = [look(0, ALL_REDUCE), look(1, ALL_REDUCE)]
     found = judged(looks, looks)
@@ -244,7 +356,7 @@ def test_patience_follows_what_is_usual() -> None:
         beats.take(0, second, "train", float(second))
     assert beats.known
     assert beats.patience_s == pytest.approx(10.0)
-    assert beats.silent_s(10.0) == pytest.approx(7.0)
+    assert beats.last_at == 3.0
     beats.take(0, 4, "train", 9.0)  # a step of six seconds
     assert beats.patience_s == pytest.approx(24.0)
     beats.take(1, 4, "evaluate", 10.0)
@@ -294,6 +406,152 @@ def test_what_was_known_of_a_lost_node_s_ranks_is_forgotten() -> None:
     hangs, beats = asyncio.run(scene())
     assert hangs == []
     assert list(beats) == [0]
+
+
+@dataclass
+class Scene:
+    """Two ranks of a script that tells no steps: one waits for the other.
+
+    Attributes:
+        line: Where the other stands still.
+        call: The collective that both have begun last; 0 where they do not tell.
+        active_at: When a rank used a CPU.
+        answers: Whether the node does.
+        steps: At so many looks there was one more collective than at the last.
+        told: By the watch.
+    """
+
+    line: int = 21
+    call: int = 7
+    active_at: float = field(default_factory=lambda: time.monotonic() - 0.1)
+    answers: bool = True
+    told: list[Hang | None] = field(default_factory=list)
+    looks: int = 0
+    steps: int = 0
+
+    async def request(self, op: str, closely: bool = False, **_: Any) -> dict[str, Any]:
+        self.looks += op == "seen"
+        self.call += self.looks <= self.steps
+        if not self.answers:
+            raise ConnectionError
+        stacks = ((C10D, at(40)), (at(self.line),))
+        calls = [f"0 {self.call} all_reduce of [9]"] if self.call else []
+        return {"ranks": [
+            {"rank": rank, "state": "S", "cpu_s": 1.0, "pid": rank + 5, "moved": 0, "sent": 0,
+             "switches": 0, "call": "", "on": "", "readers": [], "children": [], "calls": calls,
+             "stack": [f'File "{f.file}", line {f.line} in {f.function}' for f in stack]}
+            for rank, stack in enumerate(stacks)
+        ]}  # fmt: skip
+
+    async def play(self, act: Callable[[HangWatch], Any]) -> None:
+        node = SimpleNamespace(name="n1", lost=False, running=True, channel=self)
+
+        async def tell(*_: Any, **__: Any) -> None:
+            node.active_at = self.active_at
+
+        await tell()
+        fleet = SimpleNamespace(nodes=[node], tell=tell)
+        watch = HangWatch(fleet, lambda hang, _: self.told.append(hang),  # type: ignore[arg-type]
+                          lambda *_: False, lambda *_: None)  # fmt: skip
+        watching = asyncio.ensure_future(watch.run())
+        try:
+            await self.until(lambda: len(self.told) == 1)
+            node.active_at = self.active_at
+            await act(watch)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def until(self, so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not so():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.005)
+
+    def lines(self) -> list[str]:
+        return ["" if hang is None else hang.at for hang in self.told]
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    for name in ("AGAIN_S", "BETWEEN_S", "CALLS_S", "SURE_S"):
+        monkeypatch.setattr(hangs, name, 0.0)
+    monkeypatch.setattr(hangs, "LOOK_S", 0.005)
+    monkeypatch.setattr(hangs, "LEAST_S", 0.05)
+    return Scene()
+
+
+def test_a_job_that_went_on_unseen_has_hung_twice(scene: Scene) -> None:
+    """Between two looks: a few steps, and it hangs again, at another line or at the same."""
+
+    async def act(_: HangWatch) -> None:
+        scene.call, scene.line = 9, 30
+        await scene.until(lambda: len(scene.told) == 3)
+        scene.call = 10
+        await scene.until(lambda: len(scene.told) == 5)
+
+    asyncio.run(scene.play(act))
+    assert scene.lines() == ["at train.py, line 21", "", "at train.py, line 30", "",
+                             "at train.py, line 30"]  # fmt: skip
+
+
+def test_steps_that_need_no_cpu_are_no_hang(scene: Scene) -> None:
+    """Each a few seconds of sleep: whoever looks at the stacks alone sees the same each time."""
+    scene.steps = 12
+
+    async def act(_: HangWatch) -> None:
+        assert scene.looks > scene.steps
+
+    asyncio.run(scene.play(act))
+    assert scene.lines() == ["at train.py, line 21"]
+
+
+def test_a_hang_of_which_more_becomes_known_is_one(scene: Scene) -> None:
+    async def act(_: HangWatch) -> None:
+        scene.line = 22
+        await scene.until(lambda: len(scene.told) == 2)
+
+    asyncio.run(scene.play(act))
+    assert scene.lines() == ["at train.py, line 21", "at train.py, line 22"]
+
+
+def test_who_only_uses_a_cpu_does_not_go_on(scene: Scene) -> None:
+    """A thread beside writes a log now and then; ranks show it by their collectives."""
+
+    async def act(watch: HangWatch) -> None:
+        for _ in range(3):
+            looks, scene.active_at = scene.looks, time.monotonic() + 2
+            watch._fleet.nodes[0].active_at = scene.active_at
+            await scene.until(lambda: scene.looks > looks)  # noqa: B023
+        assert scene.lines() == ["at train.py, line 21"]
+        scene.call = 8
+        watch._fleet.nodes[0].active_at = scene.active_at = time.monotonic() + 60
+        await scene.until(lambda: len(scene.told) == 2)
+
+    asyncio.run(scene.play(act))
+    assert scene.told[1] is None
+
+
+def test_without_a_recorder_a_cpu_is_all_that_is_known(scene: Scene) -> None:
+    scene.call = 0
+
+    async def act(watch: HangWatch) -> None:
+        watch._fleet.nodes[0].active_at = scene.active_at = time.monotonic() + 60
+        await scene.until(lambda: len(scene.told) == 2)
+
+    asyncio.run(scene.play(act))
+    assert scene.told[1] is None
+
+
+def test_nobody_is_accused_while_a_node_does_not_answer(scene: Scene) -> None:
+    async def act(watch: HangWatch) -> None:
+        scene.answers, scene.line, looks = False, 30, scene.looks
+        await scene.until(lambda: scene.looks > looks + 3)
+        scene.answers = True
+        await scene.until(lambda: len(scene.told) == 2)
+
+    asyncio.run(scene.play(act))
+    assert scene.lines() == ["at train.py, line 21", "at train.py, line 30"]
 
 
 def test_a_stopped_job_that_had_gone_on_did_not_hang() -> None:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any, Dict, List
 
 from . import procs
@@ -22,6 +23,7 @@ KIND = "collectives"  # of the line that answers
 MOST_CALLS = 40
 MOST_BYTES = 4000  # so much goes into a pipe in one piece
 _started = False
+_since_ns = 0  # what was begun before belongs to groups that are no more
 
 
 def hold() -> None:
@@ -29,13 +31,21 @@ def hold() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
 
 
-def ask(process: procs.Process) -> None:
-    """Asks a process that holds the signal: another would die of it."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
+def ask(process: procs.Process) -> bool:
+    """Asks a process that holds the signal: another would die of it. Whether it was asked."""
+    with contextlib.suppress(OSError, IndexError, KeyError, ValueError):
         with open("/proc/%d/status" % process.pid) as file:
-            masks = [line.split()[1] for line in file if line.startswith("SigBlk:")]
-        if int(masks[0], 16) >> (SIGNAL - 1) & 1:
-            procs.send(process, SIGNAL)
+            said = dict(line.split(":", 1) for line in file)
+        stopped = said["State"].split()[0] == "T"  # it would answer when it goes on
+        if not stopped and int(said["SigBlk"], 16) >> (SIGNAL - 1) & 1:
+            return procs.send(process, SIGNAL)
+    return False
+
+
+def begin() -> None:
+    """The rank joins a group, perhaps once more: torch gives its groups the same names again."""
+    global _since_ns
+    _since_ns = time.time_ns()
 
 
 def answer_on(fd: int) -> None:
@@ -63,16 +73,18 @@ def _answer(fd: int, module: Any) -> None:
 
 def _say(fd: int, module: Any) -> None:
     with contextlib.suppress(Exception):  # the recorder's form is torch's to change
+        begun_s = time.thread_time()
         entries = json.loads(module._dump_fr_trace_json(True, False))["entries"]
-        said = json.dumps({"kind": KIND, "calls": called(entries)})
-        os.write(fd, b"\n" + said.encode() + b"\n")
+        said: Dict[str, Any] = {"kind": KIND, "calls": called(entries, _since_ns)}
+        said["cpu_s"] = time.thread_time() - begun_s
+        os.write(fd, b"\n" + json.dumps(said).encode() + b"\n")
 
 
-def called(entries: List[Dict[str, Any]]) -> List[str]:
-    """The last of them, as ``GROUP NUMBER OPERATION [SIZES]``."""
+def called(entries: List[Dict[str, Any]], since_ns: int = 0) -> List[str]:
+    """The last of them, as ``GROUP NUMBER OPERATION of SIZES``, from a moment on."""
     lines = []
     for entry in entries[-MOST_CALLS:]:
-        if entry.get("is_p2p"):
+        if entry.get("is_p2p") or entry.get("time_created_ns", since_ns) < since_ns:
             continue
         group = str(entry["process_group"][0]).replace(" ", "_")[:40]
         operation = str(entry["profiling_name"]).split(":")[-1]

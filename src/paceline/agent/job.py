@@ -38,7 +38,10 @@ LOOK_S = 0.5  # between two looks at the processes' states
 OFTEN_S = 0.25  # the same where others go on without one that is lost
 SOON_S = 0.1  # where a signal has stopped one
 FROZEN_SERVER_S = 1.0  # how long a fork server may stand still before it is given up
-CHILD_S = 0.03  # until the stack of a child of a rank has come
+STACKS_S = 1.5  # until asked stacks have come, at most
+CLOSELY_S = 2.5  # the same where the ranks' recorders are to answer, too
+CHILD_S = 0.3  # the same of the stack of a child of a rank
+WHILE_S = 0.01  # between two looks whether they have
 MOST_CHILDREN = 16  # of a rank that are looked at
 BUSY = 0.02  # of a CPU: who uses less does nothing
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -58,6 +61,8 @@ class Rank:
         self.control: Optional[int] = None  # write end of the pipe by which it is told
         self.unsaid = bytearray()  # what did not fit into that pipe yet
         self.partial = b""  # an unfinished line of the events pipe
+        self.heard = 0  # bytes that have come through it
+        self.of_children = 0  # those of them that other processes wrote
         self.peak = 0  # bytes of memory, at most
         self.seen = stackdump.StackDump()
         self.active_at = time.monotonic()  # when it last used a CPU or said something
@@ -71,8 +76,11 @@ class Rank:
         stat = None if self.process is None else procs.read_stat(self.process.pid)
         if stat is None or self.process is None or stat.start != self.process.start:
             return
-        worked = stat.cpu - self._cpu > BUSY * TICKS * (now - self._looked_at)
-        worked = worked and now > self.seen.disturbed_until
+        if self.seen.disturbed(now):  # afterwards it is known what it worked for our sake
+            self.held.look(now, stat, False)
+            return
+        own = stat.cpu - self._cpu - self.seen.take_cpu() * TICKS
+        worked = own > BUSY * TICKS * (now - self._looked_at)
         if worked:
             self.active_at = now
         self.held.look(now, stat, worked)
@@ -453,6 +461,7 @@ class NodeJob:
                 self._read_rank(rank, fd)
 
     def _rank_says(self, rank: Rank, data: bytes) -> None:
+        rank.heard += len(data)
         *lines, rank.partial = (rank.partial + data).split(b"\n")
         if len(rank.partial) > MAX_LINE:
             rank.partial = b""
@@ -463,36 +472,43 @@ class NodeJob:
                 rank.seen.take(line)
                 continue
             if isinstance(said, dict) and said.get("kind") == collectives.KIND:
-                rank.seen.take_calls(said.get("calls"))
+                rank.seen.take_calls(said.get("calls"), said.get("cpu_s"))
             elif isinstance(said, dict):
                 rank.active_at = time.monotonic()
                 rank.note(said)
                 self._post({"event": "said", "rank": rank.rank, "data": said})
 
-    def dump_stacks(self, closely: bool = False) -> None:
+    def dump_stacks(self, closely: bool = False, stacks: bool = True) -> None:
         """Looks at what every rank is doing; it is told with the rank's end.
 
         Args:
             closely: At its collectives, too.
+            stacks: At its stack, for which it is interrupted.
         """
         for rank in self._alive():
-            if rank.process is not None:
+            if rank.process is not None and stacks:
                 rank.seen.ask(rank.process, closely)
+            elif rank.process is not None and closely:
+                rank.seen.ask_calls(rank.process)
 
     def seen(self, closely: bool = False) -> List[Message]:
         """What every living rank was doing when :meth:`dump_stacks` looked.
 
-        ``stack`` (innermost line first), ``state`` as ``ps`` shows it, ``cpu_s`` that it and its
-        children have used so far, ``moved``: bytes that they have read and written, ``switches``:
-        how often they have waited for something new; ``call``, ``on`` and ``readers``: what it
-        waits in. Not to be called in the loop.
+        ``stack`` (innermost line first; empty if it has not come whole), ``state`` as ``ps`` shows
+        it, ``cpu_s`` that it and its children have used so far, ``moved``: bytes that they have
+        read and written, ``sent``: those that it has written to others than us and that have
+        arrived, ``switches``: how often they have waited for something new; ``call``, ``on`` and
+        ``readers``: what it waits in. Not to be called in the loop.
 
         Args:
             closely: Also what the ``children`` of each rank do.
         """
+        ranks = self._alive()
+        deadline = time.monotonic() + (CLOSELY_S if closely else STACKS_S)
+        _until(deadline, lambda now: all(rank.seen.complete(now) for rank in ranks))
         stats = procs.all_stats()
         found = []
-        for rank in self._alive():
+        for rank in ranks:
             if rank.process is None:
                 continue
             below = sorted(procs.descendants([rank.process.pid], stats))
@@ -500,19 +516,30 @@ class NodeJob:
             ticks = sum(stats[pid].cpu for pid in pids if pid in stats)
             about: Message = {"rank": rank.rank, "pid": rank.process.pid, "cpu_s": ticks / TICKS}
             about["moved"] = sum(procs.bytes_moved(pid) for pid in pids)
+            told = rank.heard - rank.of_children
+            about["sent"] = max(procs.bytes_sent(rank.process.pid) - told, 0)
             about["switches"] = sum(held.switches(pid) for pid in pids)
             about.update(self._waits(rank.process.pid, pids), calls=list(rank.seen.calls))
-            children = below[:MOST_CHILDREN] if closely else []
-            about["children"] = [self._child(rank, stats[pid], pids) for pid in children]
-            found.append(dict(about, state=rank.seen.state, stack=list(rank.seen.stack)))
+            whole = rank.seen.whole(time.monotonic())
+            about.update(state=rank.seen.state, stack=list(rank.seen.stack) if whole else [])
+            about["children"] = self._children(rank, below, stats, pids) if closely else []
+            found.append(about)
         return found
 
-    def _child(self, rank: Rank, stat: procs.Stat, pids: List[int]) -> Message:
-        """What a process does that a rank has started; forks of the rank tell their stack."""
-        stack = rank.seen.ask_child(procs.Process(stat.pid, stat.start))
-        time.sleep(CHILD_S)
-        about = {"pid": stat.pid, "name": stat.name, **self._waits(stat.pid, pids)}
-        return dict(about, stack=list(stack))
+    def _children(self, rank: Rank, below: Sequence[int], stats: Dict[int, procs.Stat],
+                  pids: List[int]) -> List[Message]:  # fmt: skip
+        """What the processes do that a rank has started; forks of the rank tell their stack."""
+        found, heard = [], rank.heard
+        for pid in below[:MOST_CHILDREN]:
+            stack: List[str] = []
+            if rank.seen.whole(time.monotonic()):  # else it could be another's that comes
+                lines = rank.seen.ask_child(procs.Process(pid, stats[pid].start))
+                whole = _until(time.monotonic() + CHILD_S, rank.seen.whole)
+                stack = list(lines) if whole else []
+            found.append({"pid": pid, "name": stats[pid].name, **self._waits(pid, pids),
+                          "stack": stack})  # fmt: skip
+        rank.of_children += rank.heard - heard
+        return found
 
     def _waits(self, pid: int, pids: List[int]) -> Message:
         waits = held.waits_in(pid)
@@ -698,6 +725,15 @@ class NodeJob:
             self._server.wait()
             procs.kill_job(self.token, [os.getpid()], [])
             self._server = None
+
+
+def _until(deadline: float, so: Callable[[float], bool]) -> bool:
+    """Waits until it is so at a moment, or the deadline has passed; whether it is so."""
+    while not so(time.monotonic()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(WHILE_S)
+    return True
 
 
 def environment(base: Dict[str, str], request: Message) -> Dict[str, str]:

@@ -15,7 +15,7 @@ import resource
 import signal
 import time
 from pathlib import Path
-from typing import Dict, Iterable, List, NamedTuple, Optional, Set
+from typing import Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
@@ -67,13 +67,44 @@ def read_stat(pid: int) -> Optional[Stat]:
 
 
 def bytes_moved(pid: int) -> int:
-    """Bytes that a process has read and written so far, sockets left out; 0 when not known."""
+    """Bytes that a process has read and written so far; 0 when not known.
+
+    Of a socket only those that it has written, and not with ``send``.
+    """
+    return sum(_bytes(pid))
+
+
+def bytes_sent(pid: int) -> int:
+    """Bytes that a process has written so far, without those that wait in its TCP connections."""
+    return max(_bytes(pid)[1] - _queued(pid), 0)
+
+
+def _bytes(pid: int) -> Tuple[int, int]:
+    """Read and written."""
     try:
         text = Path("/proc/%d/io" % pid).read_text()
         counts = dict(line.split(": ") for line in text.splitlines())
-        return int(counts["rchar"]) + int(counts["wchar"])
+        return int(counts["rchar"]), int(counts["wchar"])
     except (OSError, ValueError, KeyError):
-        return 0
+        return 0, 0
+
+
+def _queued(pid: int) -> int:
+    """Bytes that nobody has acknowledged yet."""
+    sockets, total = set(), 0
+    with contextlib.suppress(OSError):
+        for fd in os.listdir("/proc/%d/fd" % pid):
+            with contextlib.suppress(OSError):
+                name = os.readlink("/proc/%d/fd/%s" % (pid, fd))
+                if name.startswith("socket:["):
+                    sockets.add(name[8:-1])
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for line in Path("/proc/%d/net/%s" % (pid, table)).read_text().splitlines()[1:]:
+                words = line.split()
+                if words[9] in sockets:
+                    total += int(words[4].split(":")[0], 16)
+    return total
 
 
 def identify(pid: int) -> Optional[Process]:

@@ -208,6 +208,7 @@ def watch_world(events: int) -> None:
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        collectives.begin()
         result = original(*args, **kwargs)
         collectives.answer_on(events)
         _assert_world(distributed, events)

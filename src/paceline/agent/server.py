@@ -496,8 +496,8 @@ def open_store(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def dump_stacks(agent: Agent, request: Message, _: bytes) -> None:
-    """Looks at what every rank is doing; ``closely``: at its collectives, too."""
-    agent.job.dump_stacks(bool(request.get("closely")))
+    """Looks at what every rank is doing; ``closely``: at its collectives, too, or at them alone."""
+    agent.job.dump_stacks(bool(request.get("closely")), bool(request.get("stacks", True)))
     agent.reply(request)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,16 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/paceline(_
 _COLLECTIVES = re.compile(r"/torch/(distributed|nn/parallel)/")
 _WAITS = ("_engine_run_backward", "run_backward")  # gradients are exchanged inside
 _WRAPPERS = {"wrapper", "inner", "_call_impl", "_wrapped_call_impl"}
+_OUR_WAITS, _OURS = "/paceline/train/waits.py", "/paceline/train/"
+# what stands around a model's own code, or around files, waits for nobody by itself
+_AROUND = {"forward", "_run_ddp_forward", "inner_forward"}
+_WORK = re.compile(
+    r"/torch/distributed/checkpoint/|/torch/nn/modules/(?!module\.)|/paceline/recipes/"
+)
+# operations for which each rank brings as many numbers; of others ranks have different parts
+_ALIKE = {"all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base",
+          "_reduce_scatter_base"}  # fmt: skip
+_SIZES = re.compile(r"\[([\d,]*)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +67,39 @@ class Stand:
         return next((frame for frame in self.frames if not _LIBRARY.search(frame.file)), None)
 
     @property
+    def inner(self) -> tuple[Frame, ...]:
+        """The frames inside of that line: what libraries do for it."""
+        own = self.own
+        return self.frames if own is None else self.frames[: self.frames.index(own)]
+
+    @property
     def collective(self) -> str:
-        """The operation of torch.distributed that it stood in; empty when in none."""
-        inside = [frame for frame in self.frames if _COLLECTIVES.search(frame.file)]
+        """The operation that it waited in, as its script calls it; empty when in none.
+
+        Empty, too, in a backward pass.
+        """
+        if not waits(self):
+            return ""
+        inside = [frame for frame in self.inner if _COLLECTIVES.search(frame.file)]
+        if not inside and not any(frame.function in _WAITS for frame in self.inner):
+            inside = [frame for frame in self.inner if _OURS in frame.file]
         named = [frame.function for frame in inside if frame.function not in _WRAPPERS]
         return named[-1] if named else ""
 
 
 def waits(stand: Stand) -> bool:
-    """Whether it stood in a collective, or in a backward pass, in which gradients are exchanged."""
-    return bool(stand.collective) or any(frame.function in _WAITS for frame in stand.frames)
+    """Whether it stood in a collective, or in a backward pass, in which gradients are exchanged.
+
+    Not where one of them is only around what it stood in: a model's own code, or a file.
+    """
+    for frame in stand.inner:
+        if _WORK.search(frame.file):
+            return False
+        if _COLLECTIVES.search(frame.file) and frame.function not in _WRAPPERS:
+            return frame.function not in _AROUND
+        if frame.function in _WAITS or _OUR_WAITS in frame.file:
+            return True
+    return False
 
 
 def where(stand: Stand) -> str:
@@ -103,8 +137,9 @@ def first_difference(calls: dict[int, tuple[str, ...]]) -> Difference | None:
     """The first of the recorded collectives that is not the same on all ranks, if there is one.
 
     Args:
-        calls: By rank, lines ``GROUP NUMBER OPERATION SIZES`` in their order. A rank that has not
-            come to a collective yet is not one that differs.
+        calls: By rank, lines ``GROUP NUMBER OPERATION of SIZES`` in their order. A rank that has
+            not come to a collective yet is not one that differs, so they may be of different
+            moments.
     """
     by_place: dict[tuple[str, int], dict[int, str]] = {}
     for rank, lines in calls.items():
@@ -114,9 +149,20 @@ def first_difference(calls: dict[int, tuple[str, ...]]) -> Difference | None:
             if number.isdigit():
                 by_place.setdefault((group, int(number)), {})[rank] = what
     for (_, at), called in sorted(by_place.items(), key=lambda item: item[0][1]):
-        if len(set(called.values())) > 1:
+        if len({agreed(what) for what in called.values()}) > 1:
             return Difference(at, tuple(sorted(called.items())))
     return None
+
+
+def agreed(what: str) -> tuple[str, int | str]:
+    """The part of a call that is the same on all ranks: a scatter has an input on one of them."""
+    operation, _, sizes = what.partition(" of ")
+    if operation not in _ALIKE:
+        return operation, 0
+    shapes = _SIZES.findall(sizes)
+    if ",".join(f"[{shape}]" for shape in shapes) != sizes:
+        return operation, sizes  # it was cut, or nothing is known
+    return operation, sum(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
 
 
 def parse(lines: Iterable[str]) -> tuple[Frame, ...]:

@@ -81,7 +81,7 @@ class Attempt:
         """From the start of the ranks to the end of the last."""
         parts = list(zip(self._fleet.nodes, self.plan.nodes, strict=True))
         for node, _ in parts:
-            node.running, node.quiet_s = True, None
+            node.running, node.active_at = True, None
         begun = time.monotonic()
         await together([self._start(node, part) for node, part in parts])
         self.watching = True
@@ -158,7 +158,8 @@ class Attempt:
     async def _stop_after_failure(self) -> Result:
         """Waits for an earlier failure that is still on its way, then ends the others."""
         if all(failure.echo for failure in self._failures):
-            await self._fleet.tell("dump_stacks")  # whoever waits in vain: what do the others do?
+            # whoever waits in vain: what do the others do?
+            await self._fleet.tell("dump_stacks", closely=True)
         patience = asyncio.sleep(outcome.settle_time(self._failures))
         await first_of(self._ended.wait(), self._interrupts.wait(), patience)
         away = self._fleet.absence
@@ -188,7 +189,9 @@ class Attempt:
         signum = self._interrupts.received[0]
         name = signal_name(signum)
         self._screen.note(f"paceline: {name}: stopping (once more to stop at once)")
-        if hang := await self._hangs.at_the_end():
+        look = asyncio.ensure_future(self._hangs.at_the_end())
+        await first_of(look, self._interrupts.wait(2))
+        if hang := None if look.cancelled() else look.result():
             self._screen.note(f"paceline: it hung: {hang.text}")
             self._recorder.event("hang", hang.host or None, hang.rank, text=hang.text)
         await first_of(self.recoveries.stop(), self._interrupts.wait(2))

@@ -66,15 +66,22 @@ class Heartbeats:
         """Whether enough was told to know what is usual."""
         return len(self._gaps) >= ENOUGH
 
-    def silent_s(self, now: float) -> float:
-        return 0.0 if self._last is None else now - self._last[0]
+    @property
+    def last_at(self) -> float:
+        """When something was told last; 0 when nothing was."""
+        return 0.0 if self._last is None else self._last[0]
 
     @property
     def patience_s(self) -> float:
         """Seconds of silence that are nothing to look at."""
-        least = max(LEAST_S, USUAL_GAPS * max(self._gaps, default=0.0))
+        return max(LEAST_S, self.usual_s)
+
+    @property
+    def usual_s(self) -> float:
+        """Seconds of silence that are nothing new."""
+        usual = USUAL_GAPS * max(self._gaps, default=0.0)
         training = all(beat.phase == TRAINING for beat in self.beats.values())
-        return least if training else max(least, OTHER_PHASE_S)
+        return usual if training else max(usual, OTHER_PHASE_S)
 
     @property
     def limit_s(self) -> float | None:

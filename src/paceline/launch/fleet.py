@@ -72,8 +72,8 @@ class Node:
         lost: True after the connection has ended or fallen silent.
         why: Why it is lost; empty while it is not.
         lost_at: When that became known, on the monotonic clock.
-        quiet_s: For how many seconds none of its ranks worked or said a word, when it was asked
-            last; ``None`` while none runs.
+        active_at: When one of its ranks worked or said a word last, as far as it was asked, on our
+            monotonic clock; ``None`` while none runs.
         copies: Trees that were built there for this job: name → (folder there, manifest).
         data: Where it has the data, and what it lacks; ``None`` without data, or here.
         found: What a plan needs to know of it, once that was found out.
@@ -92,7 +92,7 @@ class Node:
     lost: bool = False
     why: str = ""
     lost_at: float = 0.0
-    quiet_s: float | None = None
+    active_at: float | None = None
     copies: dict[str, tuple[str, list[list[object]]]] = field(default_factory=dict)
     data: DataPlace | None = None
     found: Found | None = None
@@ -119,7 +119,9 @@ class Node:
         if now - sent < self.best_rtt:
             self.best_rtt = now - sent
             self.offset = (sent + now) / 2 - float(answer["monotonic"])
-        self.quiet_s = answer.get("quiet_s")
+        quiet_s = answer.get("quiet_s")
+        told_at = float(answer["monotonic"]) + self.offset
+        self.active_at = None if quiet_s is None else told_at - quiet_s
 
     def to_launcher_time(self, node_monotonic: float) -> float:
         """A moment of the node's monotonic clock on the launcher's; now, when none was told."""

@@ -2,8 +2,10 @@
 
 :mod:`.verdict` decides from two looks at all ranks; :class:`HangWatch` takes them. It ends nothing
 itself. A long evaluation, a compilation or a slow download look quiet, too: so a silence only makes
-us look at the ranks' stacks, twice, and only where some wait in a collective for others that do not
-move is it called a hang.
+us look at the ranks' stacks, and only where some wait in a collective for others that do not move
+is it called a hang. Looks at ranks are of different moments, and a job may go on between any two:
+so nothing is told of ranks that are not where they were at each of three looks, or that have begun
+another collective. By its number two hangs at one line are told apart, too.
 """
 
 from __future__ import annotations
@@ -11,24 +13,25 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paceline.launch.beats import LEAST_S, Heartbeats, told
 from paceline.launch.fleet import Fleet, Node
-from paceline.launch.verdict import Hang, Look, frozen_text, judge
+from paceline.launch.verdict import Hang, Look, begun, frozen_text, judge, went_on
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 
 UNTOLD_S = 15.0  # without CPU time, of ranks that tell nothing and look up now and then
 LOOK_S = 1.0
+CALLS_S = 2.0  # without CPU time, until ranks that tell no steps are asked for their collectives
 AGAIN_S = 8.0  # at ranks that are known to hang
 WHERE_S = 2.0  # between two tellings of where the ranks are
-STACKS_S = 0.3  # until asked stacks have come
-CLOSELY_S = 0.6  # until the ranks' recorders have answered, too
 BETWEEN_S = 1.2  # between two looks at the same ranks
-PATIENCE_S = 3.0  # for a node's answer
-QUIET_S = 2.0  # without CPU time: then one look is enough
+PATIENCE_S = 5.0  # for a node's answer, with what it waits for itself
+QUIET_S = 5.0  # without CPU time or a step, that a job is looked at for when somebody stops it
+SURE_S = 1.0  # by which what is heard of two nodes may be apart
 
 
 class HangWatch:
@@ -56,7 +59,12 @@ class HangWatch:
         self._frozen: dict[tuple[str, int], tuple[Event, float]] = {}
         self._hang: Hang | None = None
         self._since = 0.0  # of the hang that was told
+        self._seen_at = 0.0  # the same hang, the last time
+        self._still_until = 0.0  # what ranks did up to then does not speak against it
         self._next_look = 0.0
+        self._begun: dict[int, str] = {}  # the collective that each rank has begun last
+        self._begun_at = -math.inf  # when that was first seen
+        self._asked_at = -math.inf  # for it
 
     def heartbeat(self, host: str, rank: int, step: int, phase: str) -> None:
         """A rank has told what it does."""
@@ -73,6 +81,8 @@ class HangWatch:
         assert event.rank is not None
         if event.kind == "rank thawed":
             self._frozen.pop((event.host, event.rank), None)
+            self._still_until = time.monotonic()  # others may have worked while it was held up
+            self._next_look = 0.0
             return
         since = time.monotonic() - float(event["seconds"])
         self._frozen[event.host, event.rank] = (event, since)
@@ -93,16 +103,15 @@ class HangWatch:
         """Until it is cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            silent_s = self._silent_s()
             held = next((self._held(*one) for one in self._frozen.values()), None)
-            if self._hang is not None and held is None and silent_s < LOOK_S * 2:
-                self._told(None, time.monotonic() - self._since)
-                self._hang = None
+            if self._hang is not None and held is None and await self._goes_on(self._hang):
+                self._tell_end(time.monotonic())
+            await self._ask_calls()
             hang = held
-            if hang is None and self._suspicious(silent_s):
-                hang = await self._inspect(silent_s)
+            if hang is None and self._suspicious(self._silent_s()):
+                hang = await self._inspect(self._silent_s())
             if hang is not None:
-                self._tell(hang, silent_s)
+                self._tell(hang, self._silent_s())
             self._judge_limit()
             self._tell_where()
 
@@ -114,11 +123,41 @@ class HangWatch:
             self._where(told(self.heartbeats.beats, self._hosts, now), hang)
 
     def _tell(self, hang: Hang, silent_s: float) -> None:
+        now = time.monotonic()
+        if self._hang is not None and went_on(self._hang.begun, hang.begun):
+            silent_s = min(silent_s, now - self._seen_at)  # nobody looked when it went on
+            self._tell_end(self._seen_at)
         if self._hang is None:
-            self._since = time.monotonic() - silent_s
+            self._since = now - silent_s
+            self._still_until = self._since
         if self._hang is None or not self._hang.same(hang):
             self._told(hang, silent_s)
             self._hang = hang
+        elif not self._hang.begun:
+            self._hang = replace(self._hang, begun=hang.begun)
+        self._seen_at = now
+
+    def _tell_end(self, now: float) -> None:
+        """The job goes on, or has done so since."""
+        self._hang = None
+        self._told(None, now - self._since)
+
+    async def _goes_on(self, hang: Hang, *, surely: bool = False) -> bool:
+        """Whether the job goes on again: a hang may be over before we look, and another begin.
+
+        Args:
+            surely: Asks the ranks even if none has used a CPU.
+        """
+        active = self._active_since(self._still_until)
+        if self.heartbeats.known or not hang.begun or not (active or surely):
+            return active
+        # a CPU may have been used by a thread that has nothing to do with it
+        looks = await self._looks(closely=True)
+        if looks is not None and went_on(hang.begun, begun(looks)) is not False:
+            self._note(begun(looks))
+            return True
+        self._still_until = time.monotonic() + AGAIN_S
+        return False
 
     def _judge_limit(self) -> None:
         if self._hang is None or self._limit_s == 0:
@@ -132,12 +171,41 @@ class HangWatch:
             else:
                 self._limit_s = 0.0
 
-    def _silent_s(self) -> float:
-        """How long no rank has made a step, as far as that is told; else used no CPU."""
+    def _active_at(self) -> float | None:
+        """When a rank made a step last, as far as that is told; else used a CPU."""
         if self.heartbeats.known:
-            return self.heartbeats.silent_s(time.monotonic())
-        quiet = [node.quiet_s for node in self._fleet.nodes if node.quiet_s is not None]
-        return min(quiet, default=0.0)
+            return self.heartbeats.last_at
+        used_at = self._used_at()
+        return None if used_at is None else max(used_at, self._begun_at)
+
+    def _used_at(self) -> float | None:
+        """When a rank used a CPU last."""
+        told = [node.active_at for node in self._fleet.nodes if node.active_at is not None]
+        return max(told, default=None)
+
+    async def _ask_calls(self) -> None:
+        """Steps of ranks that tell none may need next to no CPU: their collectives show them."""
+        used_at, now = self._used_at(), time.monotonic()
+        if self.heartbeats.known or used_at is None or now - used_at < CALLS_S:
+            return
+        if used_at > self._asked_at:
+            self._asked_at = now
+            looks = await _look(self._fleet, closely=True, stacks=False)
+            self._note(begun([look for some in looks if some for look in some]))
+
+    def _note(self, calls: Sequence[tuple[int, str]]) -> None:
+        """Which collectives ranks have begun by now."""
+        if calls and went_on(tuple(self._begun.items()), calls) is not False:
+            self._begun_at = time.monotonic()
+        self._begun.update(calls)
+
+    def _active_since(self, when: float) -> bool:
+        active_at = self._active_at()
+        return active_at is not None and active_at > when + SURE_S
+
+    def _silent_s(self) -> float:
+        active_at = self._active_at()
+        return 0.0 if active_at is None else max(time.monotonic() - active_at, 0.0)
 
     @property
     def _hurry_s(self) -> float:
@@ -160,42 +228,59 @@ class HangWatch:
 
     async def _inspect(self, silent_s: float) -> Hang | None:
         """Looks at all ranks twice, and once more closely when they hang."""
+        since = time.monotonic() - silent_s
         before = await self._looks()
+        looked_at = time.monotonic()
         await asyncio.sleep(BETWEEN_S)
         after = await self._looks()
-        hang = judge(before, after, BETWEEN_S + STACKS_S, silent_s, self._ended)
+        if before is None or after is None:
+            return None
+        between_s = time.monotonic() - looked_at
+        hang = judge(before, after, between_s, silent_s, self._ended)
         if hang is None or not (hang.sure or silent_s > min(UNTOLD_S, self._hurry_s)):
             return None
         closely = await self._looks(closely=True)
-        return judge(before, after, BETWEEN_S + STACKS_S, silent_s, self._ended, closely)
+        if closely is None:
+            return None
+        self._note(begun(closely))
+        if self._active_since(since):
+            return None
+        return judge(before, after, between_s, silent_s, self._ended, closely)
 
     async def at_the_end(self) -> Hang | None:
-        """One quick look, when somebody stops a job that may hang."""
-        if self._hang is not None or self._silent_s() < QUIET_S:
-            return self._hang
-        quiet = [node.quiet_s or 0.0 for node in self._fleet.nodes]
-        if min(quiet, default=0.0) < QUIET_S:
+        """What holds the job up, when somebody stops it."""
+        if self._frozen:
+            return self._held(*next(iter(self._frozen.values())))
+        if self._hang is not None and await self._goes_on(self._hang, surely=True):
             return None
-        looks = await self._looks(closely=True)  # nobody has used a CPU for a while: nobody moves
-        return judge(looks, looks, 1.0, self._silent_s(), self._ended)
+        if self._hang is not None and self._hang.kind != "frozen":
+            return self._hang
+        silent_s = self._silent_s()
+        usual_s = self.heartbeats.usual_s if self.heartbeats.known else 0.0
+        return None if silent_s < max(QUIET_S, usual_s) else await self._inspect(silent_s)
 
-    async def _looks(self, closely: bool = False) -> list[Look]:
-        return await look_at_all(self._fleet, closely)
+    async def _looks(self, closely: bool = False) -> list[Look] | None:
+        """At all ranks; ``None`` when a node that has some does not answer."""
+        looks = await _look(self._fleet, closely)
+        return None if None in looks else [look for some in looks if some for look in some]
 
 
-async def look_at_all(fleet: Fleet, closely: bool = False) -> list[Look]:
+async def look_at_all(fleet: Fleet) -> list[Look]:
     """What every rank does at this moment, of the nodes that answer."""
-    await fleet.tell("dump_stacks", patience_s=PATIENCE_S, closely=closely)
-    await asyncio.sleep(CLOSELY_S if closely else STACKS_S)
+    return [look for looks in await _look(fleet, False) if looks for look in looks]
+
+
+async def _look(fleet: Fleet, closely: bool, stacks: bool = True) -> list[list[Look] | None]:
+    """By node; ``None`` of one that has ranks and does not answer."""
+    await fleet.tell("dump_stacks", patience_s=PATIENCE_S, closely=closely, stacks=stacks)
     nodes = [node for node in fleet.nodes if not node.lost]
-    found = await asyncio.gather(*(_looks_at(node, closely) for node in nodes))
-    return [look for looks in found for look in looks]
+    return await asyncio.gather(*(_looks_at(node, closely and stacks) for node in nodes))
 
 
-async def _looks_at(node: Node, closely: bool) -> list[Look]:
+async def _looks_at(node: Node, closely: bool) -> list[Look] | None:
     request: Any = node.channel.request("seen", closely=closely)
     try:
         answer = await asyncio.wait_for(request, PATIENCE_S)
     except (PacelineError, ConnectionError, asyncio.TimeoutError):
-        return []
+        return None if node.running else []
     return [Look.told(node.name, said) for said in answer["ranks"]]

@@ -7,12 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from paceline.explain.stacks import Frame, Stand, first_difference, line, parse, waits, where
+from paceline.explain.stacks import (
+    Frame,
+    Stand,
+    agreed,
+    first_difference,
+    line,
+    parse,
+    waits,
+    where,
+)
 from paceline.spec.failure import place
 
 BUSY_S = 60.0  # until a rank that works alone, while others wait for it, is told of
 WORKS = 0.05  # of a CPU
 MOVES = 16 * 1024  # bytes a second that are read or written
+SENDS = 2 * 1024  # the same of one that waits for others: a slow network is no hang
 SWITCHES = 2.0  # a second: a rank that waits for one thing makes none, one that polls many
 _LOADER = "/torch/utils/data/"
 _FETCHES = f"{_LOADER}dataloader.py"
@@ -63,6 +73,7 @@ class Look:
         cpu_s: CPU time that it and its children had used.
         pid: On its host.
         moved: Bytes that they had read from and written to files and pipes.
+        sent: Bytes that it had written, without those that a network has not taken yet.
         switches: How often they had waited for something new.
         waits: What it waits in.
         children: Looked at only where it is asked for.
@@ -73,6 +84,7 @@ class Look:
     cpu_s: float
     pid: int = 0
     moved: float = 0.0
+    sent: float = 0.0
     switches: int = 0
     waits: Waits = field(default_factory=Waits)
     children: tuple[Child, ...] = ()
@@ -87,7 +99,8 @@ class Look:
             for one in said["children"]
         )
         return cls(stand, float(said["cpu_s"]), int(said["pid"]), float(said["moved"]),
-                   int(said["switches"]), _waits(said), children, tuple(said["calls"]))  # fmt: skip
+                   float(said["sent"]), int(said["switches"]), _waits(said), children,
+                   tuple(said["calls"]))  # fmt: skip
 
 
 def _waits(said: dict[str, Any]) -> Waits:
@@ -104,6 +117,7 @@ class Hang:
         kind: How.
         sure: Whether it waits for one single thing; else it looks up now and then.
         at: Its line.
+        begun: See :func:`begun`.
     """
 
     host: str
@@ -112,6 +126,7 @@ class Hang:
     kind: Kind = "still"
     sure: bool = True
     at: str = ""
+    begun: tuple[tuple[int, str], ...] = ()
 
     def same(self, other: Hang) -> bool:
         """Whether the other is this one, seen once more."""
@@ -124,6 +139,18 @@ class Hang:
         return self.rank is not None and self.kind in ("frozen", "still", "busy")
 
 
+def begun(looks: Sequence[Look]) -> tuple[tuple[int, str], ...]:
+    """By rank, the collective that it has begun last, of those that tell it."""
+    return tuple((look.stand.rank, look.calls[-1]) for look in looks if look.calls)
+
+
+def went_on(before: Sequence[tuple[int, str]], after: Sequence[tuple[int, str]]) -> bool | None:
+    """Whether a rank has begun another collective in between; ``None`` when nobody tells."""
+    earlier = dict(before)
+    both = [(earlier[rank], call) for rank, call in after if rank in earlier]
+    return any(was != call for was, call in both) if both else None
+
+
 def judge(before: Sequence[Look], after: Sequence[Look], between_s: float, silent_s: float,
           ended: Sequence[tuple[str, int]] = (),
           closely: Sequence[Look] = ()) -> Hang | None:  # fmt: skip
@@ -134,37 +161,57 @@ def judge(before: Sequence[Look], after: Sequence[Look], between_s: float, silen
         between_s: Seconds between the two.
         silent_s: For how long nothing was heard.
         ended: Host and number of ranks that have ended with status 0.
-        closely: What more is known of some of them.
+        closely: They once more, a moment later, and what more is known then.
     """
     earlier = {look.stand.rank: look for look in before}
     known = {look.stand.rank: look for look in closely}
-    waiting, still, busy, sure = list[Look](), list[Look](), list[Look](), True
+    if len(after) != len(before) or (closely and len(closely) != len(after)):
+        return None  # one has come or ended, or cannot be asked: it may be whom the others wait for
+    found: dict[str, list[Look]] = {"waits": [], "still": [], "busy": []}
+    sure = True
     for look in after:
-        was = earlier.get(look.stand.rank)
-        if was is None:
+        was, later = earlier.get(look.stand.rank), known.get(look.stand.rank)
+        if was is None or (closely and later is None):
             return None
-        if look.stand.state in ("T", "t"):
-            still.append(look)
-        elif not look.stand.frames:
-            return None  # it cannot be asked: nothing is known
-        elif waits(look.stand) and waits(was.stand):
-            if look.cpu_s - was.cpu_s > WORKS * between_s:
-                return None  # data moves
-            waiting.append(look)
-        elif waits(look.stand) or waits(was.stand):
-            return None  # it moves
-        elif _works(was, look, between_s):
-            busy.append(look)
-        elif was.stand.own == look.stand.own:
-            still.append(look)
+        how = _how(was, look, between_s)
+        if not how or (later is not None and how != "busy" and not _stays(look, later)):
+            return None
+        if how == "still" and not _held(look):
             sure = sure and look.switches - was.switches <= SWITCHES * between_s
-        else:
-            return None
-    waiting, still, busy = (
-        [_with(look, known.get(look.stand.rank)) for look in looks]
-        for looks in (waiting, still, busy)
-    )
-    return _verdict(waiting, still, busy, silent_s, ended, sure)
+        found[how].append(_with(look, later))
+    hang = _verdict(found["waits"], found["still"], found["busy"], silent_s, ended, sure)
+    return hang and replace(hang, begun=begun(closely))
+
+
+def _how(was: Look, look: Look, between_s: float) -> str:
+    """What a rank does, by two looks: ``waits``, ``still``, ``busy``; empty when it moves.
+
+    Empty, too, when it cannot be asked: then nothing is known.
+    """
+    if _held(was) or _held(look):
+        return "still" if _held(was) and _held(look) else ""
+    if not look.stand.frames or waits(look.stand) != waits(was.stand):
+        return ""
+    if waits(look.stand):
+        moves = (
+            look.cpu_s - was.cpu_s > WORKS * between_s or look.sent - was.sent > SENDS * between_s
+        )
+        return "" if moves else "waits"
+    if _works(was, look, between_s):
+        return "busy"
+    return "still" if was.stand.own == look.stand.own else ""
+
+
+def _held(look: Look) -> bool:
+    """By a signal or a debugger."""
+    return look.stand.state in ("T", "t")
+
+
+def _stays(look: Look, later: Look) -> bool:
+    """Whether it is still where it was: else what is known of it now is of another moment."""
+    if _held(look) or _held(later):
+        return _held(look) and _held(later)
+    return waits(look.stand) == waits(later.stand) and where(look.stand) == where(later.stand)
 
 
 def _with(look: Look, closely: Look | None) -> Look:
@@ -182,8 +229,12 @@ def _verdict(waiting: Sequence[Look], still: Sequence[Look], busy: Sequence[Look
     for_it = f"{_names(stands)} {_verb(stands)} for it in {where(stands[0])}"
     if still:
         look = min(still, key=lambda one: one.stand.state != "T")
-        one, frozen = look.stand, look.stand.state in ("T", "t")
-        text = f"{one.who} {_stands_still(look)} while {for_it}"
+        one, frozen = look.stand, _held(look)
+        others = [other for other in still if other is not look][:3]
+        also = "".join(
+            f"; {other.stand.who} stands still, too, {_place(other)}" for other in others
+        )
+        text = f"{one.who} {_stands_still(look)} while {for_it}{also}"
         kind: Kind = "frozen" if frozen else "still"
         return Hang(one.host, one.rank, text, kind, sure, "" if frozen else where(one))
     if busy:
@@ -203,9 +254,8 @@ def _all_wait(waiting: Sequence[Look]) -> Hang:
     stands = [look.stand for look in waiting]
     called = first_difference({look.stand.rank: look.calls for look in waiting})
     what = dict(called.what) if called else {}
-    places = {one.rank: what.get(one.rank, "") if called else where(one) for one in stands}
-    if called is None and len(set(places.values())) == 1:
-        text = f"{_names(stands)} wait for each other in {where(stands[0])}: what one sends "
+    if called is None and (inside := _together(waiting)):
+        text = f"{_names(stands)} wait for each other in {inside}: what one sends "
         text += "does not reach the other (paceline check tries each direction)"
         return Hang("", None, text, "deaf")
     since = f": they differ from collective {called.number} on" if called else ""
@@ -215,14 +265,30 @@ def _all_wait(waiting: Sequence[Look]) -> Hang:
         call = what.get(one.rank)
         return where(one) + (f", its call {called.number} was {call}" if called and call else "")
 
+    # who has not come to that call may be right or wrong
+    came = [one for one in stands if not called or one.rank in what]
+    places = {one.rank: agreed(what[one.rank]) if called else where(one) for one in came}
     common, count = Counter(places.values()).most_common(1)[0]
-    many = [one for one in stands if places[one.rank] == common]
-    lone = next((one for one in stands if places[one.rank] != common), None)
+    many = [one for one in came if places[one.rank] == common]
+    lone = next((one for one in came if places[one.rank] != common), None)
     if lone is None or 2 * count <= len(stands):  # nobody knows who is right
-        told = "; ".join(f"{one.who} waits in {at(one)}" for one in stands[:4])
+        told = "; ".join(f"{one.who} waits in {at(one)}" for one in came[:4])
         return Hang("", None, told + since, "apart")
     text = f"{lone.who} waits in {at(lone)} while {_names(many)} {_verb(many)} in {at(many[0])}"
     return Hang(lone.host, lone.rank, text + since, "apart")
+
+
+def _together(waiting: Sequence[Look]) -> str:
+    """The collective that all wait in; empty where it is not the same, or is not known."""
+    last = {look.calls[-1] if look.calls else "" for look in waiting}
+    same = len(last) == 1 and "" not in last
+    places = {where(look.stand) for look in waiting}
+    if len(places) == 1:
+        return places.pop()
+    if not same:
+        return ""
+    _, number, what = last.pop().split(" ", 2)
+    return f"{what}, call {number} of each"
 
 
 def _works(was: Look, look: Look, between_s: float) -> bool:
@@ -245,6 +311,10 @@ def _stands_still(look: Look) -> str:
         return f"waits for its data {where(one)}{_of_workers(look.children)}"
     why = because(look)
     return f"stands still {where(one)}{why and f' ({why})'}"
+
+
+def _place(look: Look) -> str:
+    return "held up from outside" if _held(look) else where(look.stand)
 
 
 def _of_workers(children: Sequence[Child]) -> str:

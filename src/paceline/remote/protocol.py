@@ -148,9 +148,9 @@ ANSWERS: dict[str, Shape] = {
     "open_store": record(port=PORT),
     "dump_stacks": _DONE,
     "seen": record(ranks=each(
-        record(_NONE, rank=RANK, cpu_s=number, moved=number, switches=SIZE, state=SMALL,
-               calls=each(text(), 100), children=each(record(_NONE, name=SMALL, **_DOES), 100),
-               **_DOES)
+        record(_NONE, rank=RANK, cpu_s=number, moved=number, sent=number, switches=SIZE,
+               state=SMALL, calls=each(text(), 100),
+               children=each(record(_NONE, name=SMALL, **_DOES), 100), **_DOES)
     )),
     "stop": _DONE,
     "kill": record(killed=SIZE),

@@ -20,19 +20,40 @@ def match(evidence: Evidence) -> Match | None:
     stands = [*stacks.failed(evidence, PEER_GONE), *stacks.seen(evidence)]
     inside = {stand.rank: stand for stand in reversed(stands) if stand.own and stacks.waits(stand)}
     places = {rank: stacks.where(stand) for rank, stand in inside.items()}
-    if len(set(places.values())) > 1:
+    told = stacks.calls(evidence)
+    called = stacks.first_difference(told)
+    # ranks that fail one after the other may be a collective apart, and yet have called the same
+    same = called is None and all(rank in told for rank in inside)
+    if len(set(places.values())) > 1 and not same:
         return _odd_one("ranks called different collectives", inside, places, places)
     if not evidence.says(_SIZES):
         return None
-    last = {rank: lines[-1].split(" ", 2)[-1] for rank, lines in stacks.calls(evidence).items()}
     for end in evidence.ends:  # who had no time for a traceback has told its last call
-        if end.rank in last and end.rank not in inside:
+        if end.rank in told and end.rank not in inside:
             inside[end.rank] = Stand(end.host, end.rank, "", ())
-    sizes = {rank: last.get(rank, "another shape") for rank in inside}
-    if len(set(sizes.values())) < 2:
+    sizes = _sizes(evidence, told, called)
+    inside = {rank: stand for rank, stand in inside.items() if rank in sizes}
+    values = {rank: str(stacks.agreed(sizes[rank])) for rank in inside}
+    if len(set(values.values())) < 2:
         return None
     words = {rank: " with ".join(filter(None, (places.get(rank), sizes[rank]))) for rank in inside}
-    return _odd_one("ranks came to one collective with different tensors", inside, sizes, words)
+    what = "ranks came to one collective with different tensors"
+    return _odd_one(what, inside, values, words)
+
+
+def _sizes(evidence: Evidence, told: Mapping[int, tuple[str, ...]],
+           called: stacks.Difference | None) -> dict[int, str]:  # fmt: skip
+    """By rank, what it called where they differ.
+
+    Who tells nothing is the odd one only where nobody else can be.
+    """
+    if called is not None:
+        return dict(called.what)
+    silent = {end.rank for end in evidence.ends if end.rank is not None} - set(told)
+    if len(silent) != 1:
+        return {}
+    last = {rank: lines[-1].split(" ", 2)[-1] for rank, lines in told.items()}
+    return {**last, silent.pop(): "another shape"}
 
 
 def _odd_one(what: str, inside: Mapping[int, Stand], values: Mapping[int, str],

@@ -27,10 +27,10 @@ def match(evidence: Evidence) -> Match | None:
 
 
 def doing(stand: Stand) -> str:
-    """What it did instead of the collective; empty when it stood in one, or nothing is known."""
+    """What it did instead of the collective; empty when it waited, too, or nothing is known."""
     if stand.state in _STATES:
         return _STATES[stand.state]
-    if stand.collective or stand.own is None:
+    if stacks.waits(stand) or stand.own is None:
         return ""
     function = "" if stand.own.function == "<module>" else f"in {stand.own.function}, "
     return f"was {function or 'at '}{stand.own.where}"

@@ -14,7 +14,7 @@ ALL_REDUCE = (
     'File "/v/site-packages/torch/distributed/distributed_c10d.py", line 2800, in all_reduce'
 )
 GONE = "RuntimeError: [/gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:5"
-SIZES = "RuntimeError: op.preamble.length <= op.nbytes. 12 vs 400000"
+SIZES = "RuntimeError: op.preamble.length <= op.nbytes. 66668 vs 4"
 
 
 def log(rank: int, said: str, line: int = 40) -> Log:
@@ -62,6 +62,16 @@ def test_who_tells_nothing_is_the_odd_one_only_if_nobody_else_can_be(silent: int
     if found is not None:
         assert "rank 1 on n2" in found.cause
         assert "another shape" in found.cause
+
+
+@pytest.mark.parametrize(("told", "odd"), [(MANY, True), ("0 7 all_reduce of [3]", False)])
+def test_who_had_too_little_room_for_what_another_has_is_the_odd_one(told: str, odd: bool) -> None:
+    """It died of that, and a third one tells nothing: that could be who sent too much."""
+    ends = (end(0, BEGAN, told), end(1, line=40), end(2))
+    found = concluded("collective_mismatch", log(0, GONE), Log("n2", 1, (SIZES,)), ends=ends)
+    assert (found is not None) == odd
+    if found is not None:
+        assert "rank 1 on n2 all_reduce (train.py, line 40, in step) with another" in found.cause
 
 
 def test_ranks_of_different_moments_have_not_called_different_collectives() -> None:

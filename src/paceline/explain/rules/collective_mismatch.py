@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from paceline.explain import stacks
 from paceline.explain.evidence import Evidence
@@ -12,7 +12,9 @@ from paceline.explain.rule import Match
 from paceline.explain.stacks import Stand
 from paceline.spec.failure import PEER_GONE
 
-_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes")
+# who says this has got a part of a tensor into room for a part of its own
+_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes(?:\. \d+ vs (?P<room>\d+))?")
+_PARTS = 4  # in so many parts a rank sends its share of a tensor, at most
 
 
 def match(evidence: Evidence) -> Match | None:
@@ -45,15 +47,27 @@ def _sizes(evidence: Evidence, told: Mapping[int, tuple[str, ...]],
            called: stacks.Difference | None) -> dict[int, str]:  # fmt: skip
     """By rank, what it called where they differ.
 
-    Who tells nothing is the odd one only where nobody else can be.
+    Who tells nothing is named only where nobody else can be the odd one, or where its room was
+    smaller than a part of what another has.
     """
     if called is not None:
         return dict(called.what)
-    silent = {end.rank for end in evidence.ends if end.rank is not None} - set(told)
-    if len(silent) != 1:
-        return {}
     last = {rank: lines[-1].split(" ", 2)[-1] for rank, lines in told.items()}
-    return {**last, silent.pop(): "another shape"}
+    ranks = {end.rank for end in evidence.ends if end.rank is not None}
+    silent = ranks - set(told)
+    if len(silent) > 1:
+        rooms = {log.rank: found["room"] for log, _, found in evidence.search(_SIZES)}
+        silent = {rank for rank in silent if rank in rooms and last
+                  and _smaller(int(rooms[rank] or 0), last.values(), len(ranks))}  # fmt: skip
+    return {**last, silent.pop(): "another shape"} if len(silent) == 1 else {}
+
+
+def _smaller(room: int, calls: Iterable[str], ranks: int) -> bool:
+    """Whether room of so many bytes is for a smaller tensor than those of all these calls."""
+    numbers = [stacks.agreed(call)[1] for call in calls]
+    return room > 0 and all(
+        isinstance(number, int) and number > _PARTS * ranks * room for number in numbers
+    )
 
 
 def _odd_one(what: str, inside: Mapping[int, Stand], values: Mapping[int, str],

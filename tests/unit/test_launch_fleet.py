@@ -96,7 +96,7 @@ def test_renews_leases_and_hears_of_the_ranks() -> None:
     node, agent, events = asyncio.run(scene())
     assert agent.asked.count("lease") >= 2
     assert agent.asked[-1] == "bye"
-    assert node.quiet_s == 3.5
+    assert node.active_at == node.offset - 3.5
     assert events == ["n1 rank started"]
 
 

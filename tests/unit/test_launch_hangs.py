@@ -532,6 +532,18 @@ def test_who_only_uses_a_cpu_does_not_go_on(scene: Scene) -> None:
     assert scene.told[1] is None
 
 
+def test_who_works_at_another_line_goes_on(scene: Scene) -> None:
+    """What two ranks send each other, as in a pipeline, is no collective."""
+
+    async def act(watch: HangWatch) -> None:
+        scene.line = 25
+        watch._fleet.nodes[0].active_at = scene.active_at = time.monotonic() + 60
+        await scene.until(lambda: len(scene.told) == 2)
+
+    asyncio.run(scene.play(act))
+    assert scene.told[1] is None
+
+
 def test_without_a_recorder_a_cpu_is_all_that_is_known(scene: Scene) -> None:
     scene.call = 0
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from paceline.launch.beats import LEAST_S, Heartbeats, told
 from paceline.launch.fleet import Fleet, Node
-from paceline.launch.verdict import Hang, Look, begun, frozen_text, judge, went_on
+from paceline.launch.verdict import Hang, Look, begun, frozen_text, judge, stays, went_on
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 
@@ -151,12 +151,14 @@ class HangWatch:
         active = self._active_since(self._still_until)
         if self.heartbeats.known or not hang.begun or not (active or surely):
             return active
-        # a CPU may have been used by a thread that has nothing to do with it
+        # a CPU may have been used by a thread that has nothing to do with it; and what two ranks
+        # send each other is no collective
         looks = await self._looks(closely=True)
-        if looks is not None and went_on(hang.begun, begun(looks)) is not False:
+        if looks is not None:
             self._note(begun(looks))
-            return True
-        self._still_until = time.monotonic() + AGAIN_S
+            if went_on(hang.begun, begun(looks)) is not False or not stays(hang, looks):
+                return True
+        self._still_until = time.monotonic()
         return False
 
     def _judge_limit(self) -> None:

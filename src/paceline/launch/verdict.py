@@ -151,6 +151,17 @@ def went_on(before: Sequence[tuple[int, str]], after: Sequence[tuple[int, str]])
     return any(was != call for was, call in both) if both else None
 
 
+def stays(hang: Hang, looks: Sequence[Look]) -> bool:
+    """Whether ranks stand as they did when this hang was told, as far as they can be asked."""
+    known = [look for look in looks if look.stand.frames or _held(look)]
+    theirs = [look for look in known if hang.rank in (None, look.stand.rank)]
+    if hang.kind == "still":
+        return all(where(look.stand) == hang.at for look in theirs)
+    if hang.kind == "frozen":
+        return all(_held(look) for look in theirs)
+    return hang.kind != "busy" and all(waits(look.stand) for look in known)
+
+
 def judge(before: Sequence[Look], after: Sequence[Look], between_s: float, silent_s: float,
           ended: Sequence[tuple[str, int]] = (),
           closely: Sequence[Look] = ()) -> Hang | None:  # fmt: skip

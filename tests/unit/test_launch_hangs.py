@@ -342,6 +342,16 @@ def test_all_wait_for_each_other() -> None:
     assert "they do not wait for the same" in found.text
 
 
+def test_one_that_stays_in_the_former_group_keeps_the_others() -> None:
+    """Not those that wait for it in the new one, after another rank was lost."""
+    anew = (Frame("/v/site-packages/paceline/train/recovery.py", 825, "_all_here"), BACKWARD[1])
+    looks = [look(0, BACKWARD), look(1, anew), look(2, anew)]
+    found = judged(looks, looks)
+    assert found is not None
+    assert (found.rank, found.kind, found.replaceable) == (0, "still", True)
+    assert "rank 1 on n2, rank 2 on n3 wait for it" in found.text
+
+
 def test_one_that_ended_while_others_wait() -> None:
     looks = [look(0, ALL_REDUCE)]
     found = judged(looks, looks, ended=[("n2", 1)])

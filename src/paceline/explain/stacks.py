@@ -97,9 +97,18 @@ def waits(stand: Stand) -> bool:
             return False
         if _COLLECTIVES.search(frame.file) and frame.function not in _WRAPPERS:
             return frame.function not in _AROUND
-        if frame.function in _WAITS or _OUR_WAITS in frame.file:
+        if frame.function in _WAITS or _OUR_WAITS in frame.file or _begins_anew(frame):
             return True
     return False
+
+
+def begins_anew(stand: Stand) -> bool:
+    """Whether it waits for all others to come to a new group, after another rank was lost."""
+    return any(map(_begins_anew, stand.inner))
+
+
+def _begins_anew(frame: Frame) -> bool:
+    return frame.function == "_all_here" and frame.file.endswith(f"{_OURS}recovery.py")
 
 
 def where(stand: Stand) -> str:

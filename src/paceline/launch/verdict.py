@@ -11,6 +11,7 @@ from paceline.explain.stacks import (
     Frame,
     Stand,
     agreed,
+    begins_anew,
     first_difference,
     line,
     parse,
@@ -236,6 +237,10 @@ def _verdict(waiting: Sequence[Look], still: Sequence[Look], busy: Sequence[Look
              ended: Sequence[tuple[str, int]], sure: bool) -> Hang | None:  # fmt: skip
     if not waiting:
         return None
+    # Connections of the former group were cut: who waits on there waits for nobody.
+    if anew := [look for look in waiting if begins_anew(look.stand)]:
+        still = [*still, *(look for look in waiting if not begins_anew(look.stand))]
+        waiting = anew
     stands = [look.stand for look in waiting]
     for_it = f"{_names(stands)} {_verb(stands)} for it in {where(stands[0])}"
     if still:

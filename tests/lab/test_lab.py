@@ -569,14 +569,17 @@ def test_kill_9_leaves_nothing(victim: str) -> None:
         assert name not in _labs()
 
 
-def test_down_leaves_nothing_and_can_be_repeated() -> None:
+@pytest.mark.parametrize(("latency", "fault"), [("", ""), ("100ms", ""), ("1ms", "unplug")])
+def test_down_leaves_nothing_and_can_be_repeated(latency: str, fault: str) -> None:
     before = (_mounts(), _interfaces())
-    lab = Lab(LabOptions(hosts=2)).up()
+    lab = Lab(LabOptions(hosts=2, latency=latency)).up()
     namespaces = _namespaces_of_lab(lab)
     folder = lab.layout.root
     argv = ["ssh", "-F", str(lab.ssh_config), "n1", "sleep 100"]
     with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as client:
         assert eventually(lambda: any("sleep" in command for _, command in lab.processes("n1")))
+        if fault:
+            lab.fault(fault, "n1")
         lab.down()
         assert client.wait(PATIENCE_S) == 255  # it sees its connection end
     lab.down()

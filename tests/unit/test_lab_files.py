@@ -9,7 +9,7 @@ from lab_plans import plan
 
 from paceline.hosts.lab import Layout
 from paceline.lab import engine, files, host, network
-from paceline.lab.processes import Process, of_host, parse_listeners
+from paceline.lab.processes import Process, of_host, parse_connected, parse_listeners
 
 LAYOUT = Layout(Path("/tmp/paceline-lab-0/test"))
 
@@ -116,6 +116,8 @@ def test_listeners_are_read_from_the_kernels_table() -> None:
     assert parse_listeners(four) == ["127.0.0.1:8080"]
     six = head + "   0: 00000000000000000000000001000000:0016 0:0 0A 0\n"
     assert parse_listeners(six) == ["[::1]:22"]
+    assert parse_connected(four) == four.count(" 01 ")
+    assert parse_connected(six.replace(" 0A ", " 01 ")) == 1
 
 
 def test_processes_of_inner_namespaces_belong_to_the_host() -> None:

@@ -55,6 +55,11 @@ class Engine:
         self._delay = network.delay(plan)
         self._netem = self._delay > 0 and _kernel_has_netem()
 
+    @property
+    def delay(self) -> float:
+        """Seconds for which a frame is on its way, one way."""
+        return self._delay
+
     # --- hosts
 
     def boot(self, names: Sequence[str]) -> None:
@@ -98,8 +103,11 @@ class Engine:
         """Takes note of hosts and other children that have ended."""
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
-                for name in [name for name, up in self._running.items() if up.pid == pid]:
-                    self._forget(name)
+                for name, up in list(self._running.items()):
+                    if up.pid == pid:
+                        self._forget(name)
+                    elif up.forwarder == pid:  # its number may be another's soon
+                        up.forwarder = None
 
     def _forget(self, name: str) -> None:
         up = self._running.pop(name)
@@ -109,10 +117,15 @@ class Engine:
             os.kill(up.forwarder, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(up.forwarder, 0)  # then its interfaces are gone, too
-
         for port in (name, network.dead_port(self._plan.host(name))):
             with contextlib.suppress(OSError):  # the kernel removes it too, but in its own time
                 host.run(["ip", "link", "del", port])
+
+    def end_hosts(self) -> None:
+        """SIGKILL to every process of every host. Their networks and cables stay."""
+        for up in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(up.pid, signal.SIGKILL)
 
     def namespaces(self, name: str) -> list[int]:
         """Descriptors of a host's namespaces; raises LabError when it is off."""

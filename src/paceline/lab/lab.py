@@ -376,7 +376,12 @@ def _end(owner: Owner, layout: Layout) -> None:
             control.ask(str(layout.control), {"do": "down"}, timeout=_END_DEADLINE)
         if not select.select([handle], [], [], _END_DEADLINE)[0] and owner.alive():
             os.kill(owner.pid, 9)
-            select.select([handle], [], [], _END_DEADLINE)
+            if not select.select([handle], [], [], _END_DEADLINE)[0]:
+                raise LabError(
+                    f"the lab {layout.root.name!r} does not end",
+                    found=f"process {owner.pid} is there {_END_DEADLINE:.0f} s after kill -9",
+                    remedy=f"paceline lab down --name {layout.root.name}",
+                )
     finally:
         os.close(handle)
 

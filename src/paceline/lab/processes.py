@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_LISTEN = "0A"
+_ESTABLISHED, _LISTEN = "01", "0A"
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,18 @@ def listeners(pid: int) -> list[str]:
         if file.exists():
             found += parse_listeners(file.read_text())
     return sorted(found)
+
+
+def connected() -> int:
+    """How many TCP connections the calling process's network has that no end has closed yet."""
+    tables = (Path(f"/proc/self/net/{table}") for table in ("tcp", "tcp6"))
+    return sum(parse_connected(table.read_text()) for table in tables if table.exists())
+
+
+def parse_connected(table: str) -> int:
+    """Established connections in the text of /proc/net/tcp or tcp6."""
+    rows = (line.split() for line in table.splitlines()[1:])
+    return sum(len(row) > 3 and row[3] == _ESTABLISHED for row in rows)
 
 
 def parse_listeners(table: str) -> list[str]:

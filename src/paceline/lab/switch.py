@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.hosts.lab import Layout
-from paceline.lab import available, files, host, kernel, network
+from paceline.lab import available, files, host, kernel, network, processes
 from paceline.lab.control import answer
 from paceline.lab.engine import Engine
 from paceline.lab.host import batch
@@ -76,7 +76,7 @@ def _own(layout: Layout, ready: int, held: bool) -> NoReturn:
         with contextlib.suppress(OSError):  # after start-up nobody listens there
             os.write(ready, json.dumps({"error": _described(error)}).encode())
     finally:
-        _take_down(layout)
+        _take_down(layout, switch.engine if switch else None)
         os._exit(0)
 
 
@@ -109,14 +109,32 @@ def _described(error: BaseException) -> dict[str, str]:
     return {"message": "the lab's owner failed", "found": repr(error)}
 
 
-def _take_down(layout: Layout) -> None:
+def _take_down(layout: Layout, engine: Engine | None) -> None:
     """Ends every process, politely first: connections from outside are to see their end."""
     with contextlib.suppress(OSError):
         os.kill(-1, signal.SIGCONT)
         os.kill(-1, signal.SIGTERM)
         _reap_until(time.monotonic() + _FAREWELL)
+    if engine is not None:
+        with contextlib.suppress(OSError):
+            _hang_up(engine)
+    with contextlib.suppress(OSError):
         os.kill(-1, signal.SIGKILL)
     files.remove(layout)
+
+
+def _hang_up(engine: Engine) -> None:
+    """Ends the hosts, but not yet their cables: what is connected from outside lives no longer.
+
+    The kernel says goodbye for processes that it ends, and a cable with a delay has to carry that.
+    Where it does not arrive (the host is off or unplugged) the connection is cut on this side.
+    """
+    engine.end_hosts()
+    deadline = time.monotonic() + _FAREWELL + 2 * engine.delay
+    while (left := processes.connected()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if left:
+        host.run(["ss", "--tcp", "--kill", "--no-header", "--numeric"])
 
 
 def _reap_until(deadline: float) -> None:

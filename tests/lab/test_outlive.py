@@ -112,3 +112,15 @@ def test_a_host_loses_power_and_comes_back(site: Site, undisturbed: Path) -> Non
         strike(site, launch, "rank 0 on n1", power)
         ended = launch.end()
     judge(ended, undisturbed, 1)
+
+
+def test_it_is_stopped_at_the_moment_of_a_loss(site: Site) -> None:
+    """By somebody who sees that nothing moves, when nobody knows of the loss yet: all is saved."""
+    with training(site) as launch:
+        site.lab.fault("power-off", "n2")
+        launch.signal(signal.SIGINT)
+        ended = launch.end()
+    assert ended.code == 130
+    assert "the other 2 save and stop" in ended.err
+    assert "to resume:" in ended.err
+    assert (ended.directory / "checkpoints/latest.json").exists(), ended.err

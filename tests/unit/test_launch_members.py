@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,7 @@ from paceline.launch.members import (
     MOST_STRIKES,
     OWN_S,
     RETRIES_S,
+    SAVED,
     STOP_S,
     TOGETHER_S,
     Action,
@@ -438,10 +440,8 @@ def test_too_few_nodes_wait_for_one() -> None:
     assert job.decide() == [Dial("n2"), Wait(("n2",))]
     job.members.interrupted(0, job.now)
     assert job.decide(30) == []
-    assert job.members.waiting
     job.members.server_up("n2")
     assert job.decide() == [Regroup(1, (0, 2), False), Start("n2", (1,))]
-    assert not job.members.waiting
     job.settle()
     assert [type(one) for one in job.decide()] == [Recovered]
     job.join(1)
@@ -455,6 +455,8 @@ def test_in_vain_they_save_and_stop() -> None:
     job.settle()
     actions = job.decide()
     assert [type(one) for one in actions] == [Recovered, Stop]
+    assert isinstance(actions[0], Recovered)
+    assert actions[0].last
     assert isinstance(actions[1], Stop)
     assert actions[1].why.host == "n2"
 
@@ -508,15 +510,16 @@ def test_a_dead_fork_server_is_no_lost_node() -> None:
     assert job.decide() == [Prepare("n2"), Regroup(1, (0, 2), False)]
 
 
-def test_a_job_that_is_ended_while_they_wait_can_save() -> None:
+def test_a_job_that_is_stopped_while_they_wait_can_save() -> None:
     job = Job(least=3, patience_s=60)
     job.lose("n2")
     job.decide()
-    job.members.stop(job.now)
+    job.members.stop()
     assert job.decide() == [Regroup(1, (0, 2), False)]
-    assert not job.members.settled
     job.settle()
-    assert job.members.settled
+    (told,) = job.decide()
+    assert isinstance(told, Recovered)
+    assert told.last
 
 
 def test_a_loss_while_they_wait() -> None:
@@ -819,10 +822,140 @@ def test_a_rank_that_ended_early_is_not_waited_for() -> None:
     assert [type(one) for one in job.decide(ANSWER_S)] == [End]
 
 
-def test_nothing_is_recovered_once_the_job_is_ended() -> None:
+# --- ranks that are asked to save and stop
+
+
+def saves(job: Job, *slots: int, raises: bool = True) -> None:
+    """These ranks have saved, and end: a script raises, a recipe has an exit status of its own."""
+    for slot in slots:
+        if raises:
+            text = "Stopped: stopped on SIGTERM after step 7"
+            job.members.rank_lost(slot, job.failure(slot, "exception", text), job.now)
+        code = 1 if raises else SAVED
+        ended = replace(job.failure(slot, "exit", f"exit status {code}"), code=code)
+        job.members.rank_lost(slot, ended, job.now)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_ranks_that_stop_are_not_lost(raises: bool) -> None:
     job = Job()
-    job.members.stop(job.now)
+    job.members.stop()
+    saves(job, 1, 2, raises=raises)
+    assert job.decide() == []
+    assert job.members.pending
+    saves(job, 0, raises=raises)
+    assert job.decide() == []
+    assert not job.members.pending
+    assert job.members.finished
+
+
+@pytest.mark.parametrize("known", ["before the stop", "at the stop", "after the stop"])
+def test_who_is_left_saves_without_who_is_lost_around_the_stop(known: str) -> None:
+    """And nobody is dialled, started or waited for."""
+    job = Job(least=3, patience_s=60)
+    if known == "before the stop":
+        job.lose("n2")
+        assert job.decide() == [Dial("n2"), Wait(("n2",))]
+    if known == "at the stop":
+        job.lose("n2")
+    job.members.stop()
+    if known == "after the stop":
+        assert job.decide(2.0) == []
+        job.lose("n2")
+    assert job.decide() == [Regroup(1, (0, 2), False)]
+    assert job.members.recovers
+    job.settle()
+    assert [type(one) for one in job.decide()] == [Recovered]
+    job.members.server_up("n2")
+    assert job.decide(99.0) == []
+    saves(job, 2, 0)
+    assert job.decide() == []
+    assert job.members.finished
+
+
+def test_a_group_that_is_on_its_way_at_the_stop_comes_about() -> None:
+    job = Job()
     job.kill(1)
+    assert Regroup(1, (0, 2), False) in job.decide()
+    job.members.stop()
+    assert job.decide() == [Kill("n2", (1,))]  # the newcomer
+    job.kill(1)
+    job.settle()
+    (told,) = job.decide()
+    assert told == Recovered((job.failure(1),), (1,), 2, 0.0, last=True)
+
+
+def test_a_second_loss_while_they_stop() -> None:
+    job = Job()
+    job.members.stop()
+    job.kill(1)
+    assert job.decide() == [Regroup(1, (0, 2), False)]
+    job.kill(0)
+    assert job.decide() == [Regroup(2, (2,), False)]
+    job.settle()
+    assert [type(one) for one in job.decide()] == [Recovered]
+
+
+def test_a_rank_that_fails_while_it_stops_keeps_nobody_from_saving() -> None:
+    job = Job()
+    job.raises(1)
+    job.members.stop()
+    job.raises(2)
+    assert job.decide() == [Regroup(1, (0,), False)]
+
+
+def test_nobody_waits_in_a_group_for_who_has_just_left() -> None:
+    job = Job()
+    job.members.stop()
+    job.kill(1)
+    assert job.decide() == [Regroup(1, (0, 2), False)]
+    saves(job, 0)
+    assert job.decide() == [Regroup(2, (2,), False)]
+
+
+def test_newcomers_do_not_join_a_job_that_is_stopped() -> None:
+    job = Job()
+    job.kill(1)
+    job.decide()
+    job.settle()
+    job.decide()
+    job.members.ready(1, job.now)
+    job.members.stop()
+    assert job.decide(TOGETHER_S) == [Kill("n2", (1,))]
+
+
+def test_a_newcomer_at_the_door_is_ended_when_the_others_have_saved() -> None:
+    """They have stopped without opening."""
+    job = Job()
+    job.kill(1)
+    job.decide()
+    job.settle()
+    job.decide()
+    job.members.ready(1, job.now)
+    assert job.decide(TOGETHER_S) == [Regroup(2, (0, 2, 1), True)]
+    job.members.stop()
+    assert job.decide() == []
+    saves(job, 2)
+    assert job.decide() == []
+    saves(job, 0)
+    assert Kill("n2", (1,)) in job.decide()
+    assert not job.members.pending
+
+
+def test_all_are_lost_while_they_stop() -> None:
+    job = Job({0: "n1", 1: "n2"})
+    job.members.stop()
+    job.kill(0)
+    job.kill(1)
+    assert [type(one) for one in job.decide()] == [End, Fail]
+    assert not job.members.pending
+
+
+def test_a_job_that_has_failed_is_not_asked_to_save() -> None:
+    job = Job({0: "n1"})
+    job.raises(0)
+    assert [type(one) for one in job.decide(OWN_S)] == [End, Fail]
+    job.members.stop()
     assert job.decide(10) == []
     assert not job.members.recovers
 

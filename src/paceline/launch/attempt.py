@@ -189,12 +189,15 @@ class Attempt:
         signum = self._interrupts.received[0]
         name = signal_name(signum)
         self._screen.note(f"paceline: {name}: stopping (once more to stop at once)")
-        look = asyncio.ensure_future(self._hangs.at_the_end())
-        await first_of(look, self._interrupts.wait(2))
-        if hang := None if look.cancelled() else look.result():
+        hang = None
+        if not self.recoveries.under_way:  # ranks without a group wait for it, and time is short
+            look = asyncio.ensure_future(self._hangs.at_the_end())
+            await first_of(look, self._interrupts.wait(2))
+            hang = None if look.cancelled() else look.result()
+        if hang is not None:
             self._screen.note(f"paceline: it hung: {hang.text}")
             self._recorder.event("hang", hang.host or None, hang.rank, text=hang.text)
-        await first_of(self.recoveries.stop(), self._interrupts.wait(2))
+        self.recoveries.stop()
         stopping = asyncio.ensure_future(self._stop_all(self._job.grace_s.value))
         await first_of(asyncio.shield(stopping), self._interrupts.wait(2))
         if not stopping.done():

@@ -24,6 +24,8 @@ RETRIES_S = (0.0, 1.0, 5.0)  # before each try to start a newcomer; after the la
 MOST_STRIKES = 3  # signals that end the same rank without a step in between
 KILL_AGAIN_S = 5.0  # after which a rank that was to be ended and lives is ended once more
 LAST_S = 10.0  # all that have the training's state hang for so long: they are ended, too
+SAVED = 143  # the exit status of a rank that was asked to stop, and has saved
+STOPPED = "Stopped:"  # so begins what it raises
 STOP_S = 10.0  # for the last regrouping, before ranks are asked to stop in any case
 
 Standing = Literal["in", "joining", "ready", "starting", "lost", "done", "left out"]
@@ -114,12 +116,14 @@ class Recovered:
         slots: Who was.
         others: How many train on.
         seconds: From the first loss until all of them had the new group.
+        last: They only save and stop.
     """
 
     losses: tuple[Failure, ...]
     slots: tuple[int, ...]
     others: int
     seconds: float
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,7 @@ class _Slot:
     ready_at: float = 0.0
     strikes: tuple[int, int] = (-1, 0)  # step, and how many signals ended it there
     last: Failure | None = None
+    saved: bool = False  # as it was asked to, and is about to end
 
 
 @dataclass(slots=True)
@@ -220,6 +225,7 @@ class Members:
         self._alone_at = -1  # step at which the same members had to regroup
         self._gave_up: Failure | None = None
         self._all_hang_since: float | None = None
+        self._stopping = False  # the ranks were asked to save and stop
         self._over = False
         self._news: list[Action] = []
 
@@ -243,9 +249,9 @@ class Members:
         return not self._generation.unsettled and self._torn_at is None
 
     @property
-    def waiting(self) -> bool:
-        """Whether the ranks wait for a node."""
-        return self._waiting_since is not None
+    def stopping(self) -> bool:
+        """Whether the ranks were asked to save and stop."""
+        return self._stopping
 
     @property
     def finished(self) -> bool:
@@ -300,13 +306,22 @@ class Members:
         one.alive = False
         if one.standing == "in":
             one.standing = "done"
-            self._generation.unsettled.discard(slot)
+            group = self._generation
+            if self._stopping and not group.planned and slot in group.unsettled:
+                self._torn_at = now  # it had left before it heard of the group: others wait for it
+            group.unsettled.discard(slot)
         elif one.standing in ("joining", "ready", "starting"):
             self._drop(one, None, now)
 
     def rank_lost(self, slot: int, failure: Failure, now: float) -> None:
         """A rank was ended by a signal, or has failed by itself."""
         one = self._slots[slot]
+        if self._stopping and failure.kind == "exception":
+            one.saved = failure.headline.startswith(STOPPED)
+            return  # its end follows
+        if self._stopping and failure.kind == "exit" and (one.saved or failure.code == SAVED):
+            self.done(slot, now)
+            return
         ended = failure.kind in ("signal", "exit")
         one.alive = one.alive and not ended
         held = any(held.slot == slot for held in self._held)
@@ -392,14 +407,17 @@ class Members:
         """The others have waited for a rank for too long: it is ended, with these words."""
         self._slots[slot].frozen, self._slots[slot].hung = True, headline
 
-    def stop(self, now: float) -> None:
-        """The job is ended: what is lost from now on is not recovered.
+    def stop(self) -> None:
+        """The ranks are asked to save and stop.
 
-        Ranks that wait for a node get a group of their own first, in which they can save.
+        They go on without what is lost meanwhile, or was, whatever number of nodes was wanted: in
+        a group of who is left they can finish their step and save. Nobody joins any more.
         """
-        if not self._over and self._waiting_since is not None and self._survivors:
-            self._group(self._survivors, now, planned=False)
-        self._waiting_since, self._over = None, True
+        if self._over or self._stopping:
+            return
+        self._stopping = True
+        for one in self._standing("ready", "starting"):
+            self._kill(one)
 
     # --- how it stands -----------------------------------------------------------------------
 
@@ -458,7 +476,9 @@ class Members:
             since = min((failure.time for failure in self._losses), default=now)
             others = len(self._generation.members)
             gone = tuple(sorted({*self._gone}))
-            self._news.append(Recovered(tuple(self._losses), gone, others, max(0.0, now - since)))
+            seconds = max(0.0, now - since)
+            last = self._stopping or self._gave_up is not None
+            self._news.append(Recovered(tuple(self._losses), gone, others, seconds, last))
         for slot in self._generation.members:
             self._slots[slot].lost_at = 0.0
         self._losses, self._gone = [], []
@@ -483,6 +503,8 @@ class Members:
 
     def _judge_held(self, now: float) -> None:
         """Who failed because another was lost is lost, too; else it is the program's own doing."""
+        if self._stopping:  # whose fault it is does not matter any more
+            self._release(self._held, now)
         if self._losses:
             self._release([held for held in self._held if held.failure.echo], now)
         all_of_them = {held.slot for held in self._held} >= set(self._survivors)
@@ -505,13 +527,14 @@ class Members:
         """Nobody has the state any more: in order, or lost."""
         if self.finished:
             self._over = True
+        elif self._losses:
+            self._fail(*self._losses)
+        if self.finished or (self._over and self._stopping):
             for host in self._nodes:
                 left = tuple(s.number for s in self._standing("joining", "ready", "starting")
                              if s.host == host)  # fmt: skip
                 if left:
                     self._news.append(Kill(host, left))
-        elif self._losses:
-            self._fail(*self._losses)
 
     def _end_ranks(self, now: float) -> None:
         """Kills who stands still, where the others go on without it, and who does not end.
@@ -543,6 +566,8 @@ class Members:
         self._news.append(Kill(one.host, (one.number,)))
 
     def _bring_back(self) -> None:
+        if self._stopping:
+            return
         for host, node in self._nodes.items():
             if not node.ordered and node.standing in ("no server", "lost"):
                 node.ordered = True
@@ -556,7 +581,7 @@ class Members:
             self._kill(one)
             self._put_off(one)
         there = [host for host, node in self._nodes.items() if node.standing in ("up", "no server")]
-        if len(there) < self._least and self._gave_up is None:
+        if len(there) < self._least and self._gave_up is None and not self._stopping:
             self._wait(now, there)
             if self._gave_up is None:
                 return
@@ -594,8 +619,9 @@ class Members:
 
     def _answer(self, now: float) -> None:
         """Ranks that were interrupted although nobody is lost: once more together, or the end."""
-        if self._gave_up is not None and (self.settled or now - self._generation.begun > STOP_S):
-            self._news.append(Stop(self._gave_up))
+        why = None if self._stopping else self._gave_up
+        if why is not None and (self.settled or now - self._generation.begun > STOP_S):
+            self._news.append(Stop(why))
             self._over = True
         if self._over or not self.settled:
             return
@@ -603,7 +629,8 @@ class Members:
                   if one.interrupted_at is not None]  # fmt: skip
         if not asking or now - min(asking) < ANSWER_S or self._held:
             return
-        if self._alone_at < self._step and not self._standing("done"):
+        alone = self._stopping or not self._standing("done")
+        if alone and self._alone_at < self._step:
             self._alone_at = self._step
             self._group(self._survivors, now, planned=False)
         else:
@@ -613,7 +640,8 @@ class Members:
 
     def _start(self, now: float) -> None:
         """Newcomers for what is lost, where their host can start them."""
-        if self._over or self._standing("done") or self._gave_up or self._torn_at is not None:
+        ends = self._over or self._stopping or self._gave_up or self._standing("done")
+        if ends or self._torn_at is not None:
             return
         for host, node in self._nodes.items():
             lost = [one for one in self._standing("lost") if one.host == host and not one.alive]
@@ -633,7 +661,7 @@ class Members:
     def _take_in(self, now: float) -> None:
         """Newcomers that are ready join; those that are nearly ready are waited for, a little."""
         ready = self._standing("ready")
-        if self._over or not ready or not self.settled or self._standing("done"):
+        if self._over or self._stopping or not ready or not self.settled or self._standing("done"):
             return
         first = min(one.ready_at for one in ready)
         if self._standing("starting") and now - first < TOGETHER_S:

@@ -41,7 +41,6 @@ LONGEST_PAUSE_S = 30.0  # between two starts of a fork server
 PAUSE_S = 0.5  # after something could not be done, before it is decided again
 ALL_ASKED_S = 0.7  # a scheduler that ends a job asks all its nodes within so long
 STUCK = "did not come out of a collective with a rank that is gone: it was ended"
-LAST_GROUP_S = 3.0  # for ranks that waited for a node, when the job is stopped
 
 StartRequest = Callable[[Node, NodePlan], dict[str, Any]]
 Rejoin = Callable[[str], Awaitable[None]]
@@ -201,12 +200,15 @@ class Recoveries:
         if any(one is node for one in self._leaving):
             return True
         self._leaving.append(node)
-        if self.possible:
+        seen_to = self.possible and not self._members.stopping
+        if seen_to:
             self._begin(self._let_go(node, asked))
-        return self.possible
+        return seen_to
 
     async def _let_go(self, node: Node, asked: Failure) -> None:
         await asyncio.sleep(ALL_ASKED_S)
+        if self._members.stopping:
+            return  # its ranks save, as all others do
         left = replace(asked, kind="lost", time=time.monotonic())
         if len(self.leaving) >= len(self._fleet.nodes) or not self.takes(left):
             self._fail(replace(left, kind=asked.kind))
@@ -233,14 +235,11 @@ class Recoveries:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def stop(self) -> None:
-        """Nothing is recovered from now on; ranks that wait for a node get a last group."""
-        waited = self._members.waiting
-        self._members.stop(time.monotonic())
+    def stop(self) -> None:
+        """The ranks are asked to save and stop: nobody joins, and who is left stays together."""
+        self._closed = True
+        self._members.stop()
         self.act()
-        deadline = time.monotonic() + LAST_GROUP_S
-        while waited and not self._members.settled and time.monotonic() < deadline:
-            await asyncio.sleep(TICK_S / 5)
 
     async def close(self, patience_s: float) -> None:
         """Orders no more newcomers, and waits so long for the answers to those ordered."""
@@ -420,8 +419,12 @@ class Recoveries:
         if isinstance(news, Recovered):
             who = tuple(self._who(slot) for slot in news.slots)
             why = "; ".join(lost_words(failure) for failure in news.losses) or "was lost"
-            self.done.append(Recovery(who, why, round(news.seconds, 3)))
             others = "the other rank" if news.others == 1 else f"the other {news.others}"
+            if news.last:
+                do = "saves and stops" if news.others == 1 else "save and stop"
+                self._say(f"{why}: after {news.seconds:.1f} s {others} {do}", news.seconds)
+                return
+            self.done.append(Recovery(who, why, round(news.seconds, 3)))
             text = f"{why}: {others} trained on after {news.seconds:.1f} s, no step is done again"
             self._say(text, news.seconds)
         elif isinstance(news, Joined):

@@ -42,6 +42,7 @@ from paceline.lab import Lab, LabOptions
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parents[1] / "src"
 STEP_MS = 20.0
+FROZEN_S = 2.0
 LONGEST_S = 600.0  # that a job may take after its last fault
 SETTLE_S = 20.0  # at most, from a fault to further steps of all ranks
 MOST_DIFFERENCE = 1e-10
@@ -297,10 +298,14 @@ def strike(one: Job, kind: str, host: str) -> Struck:
 
 def done_again(one: Job) -> int:
     """Finished steps that somebody finishes long after others have gone on."""
-    most, again = 0, 0
-    for _, step, _ in one.steps():
-        again += step < most - 1  # ranks write down a step in any order
-        most = max(most, step)
+    most, again, noted = 0, 0, one.steps()
+    last = {who: moment for moment, _, who in noted}
+    before: dict[str, float] = {}
+    for moment, step, who in noted:
+        # who was frozen right after a step notes it when it is thawed, and then ends
+        thawed = moment == last[who] and moment - before.get(who, moment) > FROZEN_S
+        again += step < most - 1 and not thawed  # ranks write down a step in any order
+        most, before[who] = max(most, step), moment
     return again
 
 

@@ -9,13 +9,15 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from paceline.train.comms import Comms
+from paceline.train.lookout import Lookout
 from paceline.train.pace import PARTS, Look, Pace, Rate, Totals, divided, elements
 from paceline.train.straggler import CAUSES, Judge, Straggler
 from paceline.train.vitals import VITALS, Vitals
@@ -206,6 +208,25 @@ def test_a_straggler_is_named_once_with_its_cause(
     assert found[0] is not None
     assert 0.015 < found[0].seconds < 0.03
     assert CAUSES[cause] in found[0].said("n2")
+
+
+def test_ranks_that_have_done_fewer_steps_sum_up_alike() -> None:
+    """Who has joined later knows fewer steps, of which a short delay would be a larger part."""
+    judge, asked = Judge(), list[str]()
+    late = torch.zeros(80)
+    late[22:50] = 0.02
+    for look in looks(16, own={1: late}):
+        judge.take(look)
+    assert judge.worst(80) is not None
+    comms = SimpleNamespace(most=lambda _: [40_000.0], texts=asked.append, alone=False)
+    rate = SimpleNamespace(samples=1, seconds=1.0)
+    pace = SimpleNamespace(finish=list, shares=lambda: None, rate=rate)
+    member = SimpleNamespace(comms=comms, world=World(1, 2), say=lambda text: None)
+    for steps in (40_000, 80):
+        lookout = Lookout(cast(Any, member))
+        lookout.judge = judge
+        lookout.sum_up(cast(Any, pace), steps, 0.0)
+    assert asked == []
 
 
 def test_it_is_named_within_twenty_steps_and_no_longer_than_it_lasts() -> None:

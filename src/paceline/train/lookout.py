@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from paceline.train.member import Member
 from paceline.train.pace import Look, Pace, summary
 from paceline.train.straggler import Judge
@@ -47,9 +49,12 @@ class Lookout:
 
         Args:
             pace: Of the training.
-            steps: Done by this process; the same on every rank.
+            steps: Done by this process; who joined later has done fewer than others.
             waited: Seconds in which this rank waited for its data.
         """
+        steps = int(self._member.comms.most(torch.tensor([float(steps)], dtype=torch.float64))[0])
+        if not steps:
+            return
         for look in pace.finish():
             self.take(look)
         alone, slowest, slow = self._member.comms.alone, "", dict[str, Any]()

@@ -500,8 +500,7 @@ class Session(Member):
                 self._keeper.after_evaluation(best, ended or done.finished)
                 self._keeper.settle()
         self.verify()
-        if done.step > begun:
-            self._lookout.sum_up(self._pace, done.step - begun, loader.waited)
+        self._lookout.sum_up(self._pace, done.step - begun, loader.waited)
 
     def _recoverable(self, loader: Loader) -> None:
         """Says whether the training can go on without ranks that are lost, and is ready for it."""

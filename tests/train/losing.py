@@ -11,7 +11,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from paceline import train
+from paceline.train import files
 
 SAMPLES, BATCH, EPOCHS, HELD_BACK = 72, 12, 4, 25
 Kills = Callable[[str, int], bool]
@@ -75,6 +76,7 @@ def one_model(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any]
     kept = {name: how[name] for name in ("unused", "communication") if name in how}
     model = session.prepare(net, optimizer, schedule, clip_norm=1.0, **kept)
     average = session.average(0.9) if "communication" not in how else None
+    session.save_config({"kind": "none"})
     loader = session.loader(
         Noisy(SAMPLES, 0.1), BATCH, limit=how.get("limit", 0), balance=how.get("balance", "even")
     )
@@ -108,8 +110,26 @@ def one_model(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any]
         dies("evaluated", session.progress.step)
         means.append([found.count, found["value"]])
     session.verify()
-    session.save_model({"kind": "none"})
+    with half_written(lambda: dies("saving", session.progress.step)):
+        session.save_model({"kind": "none"})
     return {"end": flat(net), "done": done, "ends": ends, "means": means}
+
+
+@contextlib.contextmanager
+def half_written(act: Callable[[], object]) -> Iterator[None]:
+    """Within it something happens when weights are written, and have not their name yet."""
+    replace = files.replace
+
+    def named(source: Path, target: Path) -> None:
+        if target.name == "model.safetensors":
+            act()
+        replace(source, target)
+
+    files.replace = named
+    try:
+        yield
+    finally:
+        files.replace = replace
 
 
 def two_models(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any]:
@@ -144,6 +164,7 @@ WAYS: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
     "coded": (one_model, {"communication": "int8"}),
     "grouped": (one_model, {"grouped": True}),
     "shared": (one_model, {"balance": {"n1": 1.0}}),
+    "disks apart": (one_model, {"checkpoints": False, "apart": True}),
     "mixed": (one_model, {"device": "cuda"}),  # of rank 0; the others compute on CPUs
 }
 
@@ -163,7 +184,8 @@ def rank(way: str, folder: Path, kills: dict[int, tuple[str, int]]) -> Callable[
             return False
 
         device = how.get("device", "cpu") if slot == 0 else "cpu"
-        session = train.join("losing", dtype="float64", run_dir=folder / "run", log_every=4,
+        run = folder / (f"run{slot}" if how.get("apart") else "run")
+        session = train.join("losing", dtype="float64", run_dir=run, log_every=4,
                              check_every=7, device=device)  # fmt: skip
         with session:
             found = make(session, dies, **how)
@@ -209,6 +231,12 @@ def trial(
         "regrouped": [one for one in said if one["event"] == "regrouped"],
         "interrupted": [one for one in said if one["event"] == "interrupted"],
         "recoverable": [one for one in said if one["event"] == "recoverable"],
+        "saved": [one for one in said if one["event"] == "model saved"],
+        "kept": {
+            run.name: sorted(one.name for one in (run / "model").iterdir())
+            for run in folder.glob("run*")
+            if (run / "model").exists() and (run / "config.json").exists()
+        },
         "logs": {slot: (folder / f"{slot}.log").read_text()[-3000:] for slot in range(size)},
     }
 

@@ -39,6 +39,10 @@ SEVERAL: list[list[Any]] = [
     ["plain", 4, [[0, "forward", 7], [2, "forward", 7]]],
     ["plain", 4, [[3, "forward", 7], [1, "given", 8]]],
 ]
+SAVING: list[list[Any]] = [
+    ["plain", 3, [[0, "saving", STEPS]]],
+    ["disks apart", 2, [[0, "saving", STEPS]]],
+]
 STEPS_OF: dict[str, list[list[Any]]] = {
     way: [
         [way, 3, [[1, "forward", 7]]],
@@ -53,7 +57,7 @@ Trial = tuple[dict[str, Any], dict[str, Any], int]  # what became of it, of one 
 @pytest.fixture(scope="module")
 def struck(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Trial]:
     """All trainings of which ranks die at a certain moment: one process imports torch for them."""
-    every = [*MOMENTS, *SEVERAL, *itertools.chain(*STEPS_OF.values())]
+    every = [*MOMENTS, *SEVERAL, *SAVING, *itertools.chain(*STEPS_OF.values())]
     found = trials(tmp_path_factory.mktemp("struck"), "at", every, timeout=500)
     return {json.dumps(one): trial for one, trial in zip(every, found, strict=True)}
 
@@ -109,6 +113,18 @@ def test_several_may_die(struck: Mapping[str, Trial], one: list[Any]) -> None:
     result, alone, size = struck[json.dumps(one)]
     check(result, alone)
     assert len(result["found"]) == size - len(one[2])
+
+
+@pytest.mark.parametrize("one", SAVING)
+def test_another_writes_the_model_when_who_writes_it_dies(
+    struck: Mapping[str, Trial], one: list[Any]
+) -> None:
+    """Whole, once, beside all that was kept with the run; half a file is not in its way."""
+    result, alone, _ = struck[json.dumps(one)]
+    check(result, alone)
+    assert len(result["saved"]) == 1
+    where = "run1" if one[0] == "disks apart" else "run"
+    assert result["kept"][where] == ["config.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize("way", STEPS_OF)

@@ -11,17 +11,22 @@ import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from agents import ENDLESS, Served, agent_in_thread
 
 from paceline.agent import inside, snapshot
 from paceline.launch import supply
+from paceline.launch.collect import Results
+from paceline.launch.fleet import Fleet, Node
 from paceline.launch.supply import send_folder
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, PacelineError
+from paceline.spec.events import Event
+from paceline.spec.failure import Failure
+from paceline.spec.hosts import Host
 from paceline.spec.plan import Copy
 from paceline.transfer import checkpoints, files
 from paceline.transfer.checkpoints import CheckpointFetcher, send_checkpoints
@@ -216,6 +221,88 @@ def test_what_is_not_what_was_read_there_does_not_come(
     with pytest.raises(NodeError, match="did not arrive as it is there"):
         run(work)
     assert below(home) == {}
+
+
+# --- the trained model, when rank 0 is on another host by now than when it was written
+
+MODEL = {"model/model.safetensors": content("w", 900), "model/config.json": b'{"sha256": "ab"}'}
+
+
+def saved_by(node: Node, home: RunDirectory) -> tuple[Results, list[str]]:
+    """What is expected after this node's rank 0 has saved a model, and what the user was told."""
+    notes: list[str] = []
+    results = Results(home, notes.append)
+    results.heard(node, Event("model saved", node.name, 0, fields={"sha256": "ab"}))
+    return results, notes
+
+
+def fleet_of(*nodes: Node) -> Fleet:
+    return cast(Fleet, SimpleNamespace(nodes=[*nodes]))
+
+
+def hosted(served: Served, name: str, folder: Path | None) -> Node:
+    """A host with a run folder of its own, or one that sees the run directory."""
+    here = folder is None
+    return Node(Host(name), served.node.channel, shared_run_dir=here, run_folder=str(folder or ""))
+
+
+def test_a_model_comes_from_the_host_that_wrote_it(tmp_path: Path) -> None:
+    home, there = RunDirectory(tmp_path / "run"), fill(tmp_path / "node", MODEL)
+
+    async def work(served: Served) -> None:
+        writer, first = hosted(served, "n1", there), hosted(served, "n2", None)
+        results, notes = saved_by(writer, home)
+        results.expect_from(first)
+        await results.bring_home(fleet_of(writer, first))
+        assert {name: (home.path / name).read_bytes() for name in MODEL} == MODEL
+        assert results.lacking(fleet_of(writer, first)) is None
+        assert not notes
+
+    run(work)
+    home.close()
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_model_whose_host_went_away_is_lacking(tmp_path: Path, seen: bool) -> None:
+    """Unless the host that has rank 0 now sees the same disk."""
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    own = fill(tmp_path / "other", {"config.json": b"{}"})
+    fill(there, MODEL)
+
+    async def work(served: Served) -> None:
+        writer = hosted(served, "n1", there)
+        first = hosted(served, "n2", there if seen else own)
+        results, notes = saved_by(writer, home)
+        results.expect_from(first)
+        writer.lost, writer.why, writer.lost_at = True, "it was silent for 3 s", 7.0
+        await results.bring_home(fleet_of(writer, first))
+        lacking = results.lacking(fleet_of(first))  # a spare may have its place
+        if seen:
+            assert lacking is None
+            return
+        where = f"the trained model did not come: it lies in {there}/model"
+        headline = f"it was silent for 3 s; {where} there"
+        assert lacking == Failure("lost", "n1", None, 7.0, headline=headline)
+        assert notes == [f"paceline: {where} on n1"]
+
+    run(work)
+    home.close()
+
+
+def test_a_newer_model_of_another_host_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
+    home, there = RunDirectory(tmp_path / "run"), fill(tmp_path / "node", MODEL)
+
+    async def work(served: Served) -> None:
+        gone, first = hosted(served, "n1", tmp_path / "gone"), hosted(served, "n2", there)
+        results, _ = saved_by(gone, home)
+        gone.lost = True
+        results.expect_from(first)
+        results.heard(first, Event("model saved", "n2", 1, fields={"sha256": "ab"}))
+        await results.bring_home(fleet_of(gone, first))
+        assert results.lacking(fleet_of(gone, first)) is None
+
+    run(work)
+    home.close()
 
 
 # --- checkpoints

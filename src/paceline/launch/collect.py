@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from paceline.launch.fleet import Fleet, Node
 from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
-from paceline.spec.failure import Failure
+from paceline.spec.failure import HERE, Failure
 from paceline.transfer.checkpoints import CheckpointFetcher
 from paceline.transfer.results import Fetcher
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A trained model that ranks have written: on which node, where, the hash of its weights."""
+
+    node: Node
+    folder: str
+    digest: str
 
 
 class Results:
@@ -31,6 +43,7 @@ class Results:
         self._checkpoints: CheckpointFetcher | None = None  # of rank 0, where they have to come
         self._all_home = False
         self._elsewhere: list[tuple[Node, str]] = []  # what found no room in its place
+        self._model: _Model | None = None  # the newest that was written where we do not see it
         self._returned: dict[int, tuple[Node, int]] = {}  # by rank, where it lies; bytes
 
     def expect_from(self, first: Node) -> None:
@@ -46,6 +59,11 @@ class Results:
         """Follows what ranks say of what they saved, and of what their function returned."""
         if event.kind == "model kept elsewhere" and event["folder"]:
             self._elsewhere.append((node, event["folder"]))
+        if event.kind == "model saved" and event["sha256"]:
+            kept = event["folder"] or ""  # on a disk of the node's own
+            folder = f"{kept or node.run_folder}/{names.MODEL}"
+            seen = node.shared_run_dir and not kept
+            self._model = None if seen else _Model(node, folder, event["sha256"])
         if event.kind in ("returned", "raised") and event.rank is not None:
             self._returned[event.rank] = node, event["bytes"]
         if event.kind == "checkpoint" and self._checkpoints is not None:
@@ -60,20 +78,56 @@ class Results:
                 await self._bring_from(node, rank_zero=node is self.first)
             except (PacelineError, ConnectionError, OSError) as error:
                 self._note(f"paceline: the results of {node.name} did not come: {error}")
+        await self._bring_model(fleet)
+
+    async def _bring_model(self, fleet: Fleet) -> None:
+        """Fetches the model from the host that wrote it, where rank 0 is on another one by now."""
+        saved = self._model
+        if saved is None or self._model_is_home:
+            return
+        for node in fleet.nodes:  # it may have been away, and be back
+            if node.name != saved.node.name or node.lost or node.running:
+                continue
+            target = self._directory.path / names.MODEL
+            try:
+                await self._fetcher.fetch(node.channel, saved.folder, None, target)
+            except (PacelineError, ConnectionError, OSError) as error:
+                self._note(f"paceline: the model did not come from {node.name}: {error}")
+
+    @property
+    def _model_is_home(self) -> bool:
+        """The newest model is in the run directory, from whichever disk it came."""
+        if self._model is None:
+            return True
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            described = (self._directory.path / names.MODEL_CONFIG).read_text(encoding="utf-8")
+            return bool(json.loads(described)["sha256"] == self._model.digest)
+        return False
 
     def lacking(self, fleet: Fleet) -> Failure | None:
         """Tells whose results stayed on hosts that went away, at the end of what went well.
 
         Returns:
-            What that makes of the run where rank 0's are among them: the model.
+            What that makes of the run where rank 0's are among them, or the model.
         """
         away = [node for node in fleet.nodes if node.lost and not node.shared_run_dir]
         for node in away:
             self._note(f"paceline: the results of {node.name} did not come: {node.why}")
         first = self.first
+        if self._model is not None and not self._model_is_home:
+            return self._without(self._model)
         if first is None or first not in away or self._all_home:
             return None
         return Failure("lost", first.name, None, first.lost_at, headline=first.why)
+
+    def _without(self, saved: _Model) -> Failure:
+        """What it makes of the run that this model is not at home."""
+        node, where = saved.node, f"the trained model did not come: it lies in {saved.folder}"
+        self._note(f"paceline: {where} on {node.name}")
+        if node.lost:
+            headline = f"{node.why}; {where} there"
+            return Failure("lost", node.name, None, node.lost_at, headline=headline)
+        return Failure("record", HERE, None, time.monotonic(), headline=f"{where} on {node.name}")
 
     async def clear(self, fleet: Fleet) -> None:
         """The nodes' own run folders have served; they stay unless all of rank 0's is at home.
@@ -82,6 +136,8 @@ class Results:
         """
         first = self.first
         if first is None or first.lost or not (self._all_home or first.shared_run_dir):
+            return
+        if not self._model_is_home:
             return
         for node in fleet.nodes:
             if node.lost or node.running or node.shared_run_dir:
@@ -109,6 +165,8 @@ class Results:
             self._note(
                 f"paceline: the model came home from {there} on {node.name}; remove it there"
             )
+        if rank_zero and self._model is not None and self._model.node is node:
+            self._model = None  # all of it has come: what its script has removed is not lacking
         if "code" in node.copies:
             root, manifest = node.copies["code"]
             folder = target / names.FETCHED / names.safe(node.name)

@@ -190,17 +190,14 @@ def make_encoding(session: train.Session, data: TextData, options: TextOptions) 
     else:
 
         def make() -> str:
-            if session.world.rank:
-                return ""
             run = on_this_host(Path(options.weights).expanduser())
             if (found := run / rundir.MODEL / TOKENIZER).is_file():
                 return found.read_text(encoding="utf-8")
             kind, texts = options.tokenizer, data.splits["train"][0]
             return train_tokenizer(kind, texts, options.vocab_size).to_json()
 
-        encoding = OwnEncoding(from_json(session.comms.texts(session.together(make))[0]))
-    if session.world.rank == 0:
-        encoding.save(session.folder / rundir.MODEL)
+        encoding = OwnEncoding(from_json(session.comms.by_first(make)))
+    session.keep(rundir.MODEL, lambda folder: encoding.save(folder / rundir.MODEL))
     return encoding
 
 

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -208,10 +209,13 @@ def show(
 ) -> None:
     """Keeps all translations with the run, and shows some."""
     rows = [(*pair, output) for pair, output in zip(pairs, outputs, strict=True)]
-    if session.world.rank == 0:
+
+    def write(folder: Path) -> None:
         named = (dict(zip(("source", "expected", "translated"), row, strict=True)) for row in rows)
         lines = [json.dumps(one, ensure_ascii=False) + "\n" for one in named]
-        files.write_bytes(session.folder / OUTPUTS, "".join(lines).encode())
+        files.write_bytes(folder / OUTPUTS, "".join(lines).encode())
+
+    session.keep(OUTPUTS, write)
     for source, target, output in rows[:samples]:
         session.say(f"  source     {source}\n  expected   {target}\n  translated {output}")
 
@@ -237,16 +241,17 @@ def make_tokenizers(
     """Trained once, by rank 0, kept with the run and given to all."""
 
     def make() -> str:
-        if session.world.rank:
-            return ""
         sides = zip(*data.splits["train"], strict=True)
         size, least = options.vocab_size, options.min_frequency
         made = [train_tokenizer(options.tokenizer, side, size, least).to_json() for side in sides]
-        for name, content in zip((SOURCE_TOKENIZER, TARGET_TOKENIZER), made, strict=True):
-            files.write_bytes(session.folder / rundir.MODEL / name, content.encode())
         return json.dumps(made)
 
-    source, target = json.loads(session.comms.texts(session.together(make))[0])
+    def write(folder: Path) -> None:
+        for name, content in zip((SOURCE_TOKENIZER, TARGET_TOKENIZER), made, strict=True):
+            files.write_bytes(folder / rundir.MODEL / name, content.encode())
+
+    made = source, target = json.loads(session.comms.by_first(make))
+    session.keep(rundir.MODEL, write)
     return from_json(source), from_json(target)
 
 

@@ -304,13 +304,38 @@ class Comms:
         try:
             result = act()
         except PacelineError as error:
-            problem = "\0".join(
-                (type(error).__name__, error.message, error.found, error.remedy, self.world.host)
-            )
+            problem = self._told(error)
         for rank, text in enumerate(self.texts(problem)):
             if text:
                 raise _rebuilt(rank, *text.split("\0"))
         return result  # type: ignore[return-value]
+
+    def by_first(self, act: Callable[[], str]) -> str:
+        """Has rank 0 act while the others wait, and gives its word to all.
+
+        Where it is lost meanwhile, whoever is rank 0 then acts. A handled error of it is raised on
+        every rank.
+
+        Args:
+            act: Can be begun again by another rank, whatever the lost one has left.
+        """
+        while True:
+            said = ""
+            if self.world.rank == 0:
+                try:
+                    said = f"did\0{act()}"
+                except PacelineError as error:
+                    said = f"failed\0{self._told(error)}"
+            # Who has become rank 0 in this operation has not acted, and says nothing: to all alike.
+            outcome, _, word = self.texts(said)[0].partition("\0")
+            if outcome == "failed":
+                raise _rebuilt(0, *word.split("\0"))
+            if outcome:
+                return word
+
+    def _told(self, error: PacelineError) -> str:
+        kind = type(error).__name__
+        return "\0".join((kind, error.message, error.found, error.remedy, self.world.host))
 
 
 def _over_gloo(comms: Comms) -> bool:

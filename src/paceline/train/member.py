@@ -51,6 +51,8 @@ class Member:
         self.progress = Progress()
         self.comms = Comms(place, torch.device("cpu") if mixed else device, mixed=mixed)
         self._journal = Journal(reporter, self.meter(), self.progress, self.comms, folder)
+        self._kept_files: dict[str, Callable[[Path], None]] = {}
+        self._keeps = place.rank == 0
 
     @property
     def world(self) -> world.World:
@@ -130,8 +132,35 @@ class Member:
 
     def save_config(self, config: Mapping[str, Any]) -> None:
         """Saves the effective settings in the run directory."""
+        content = dict(config)
+        self.keep(rundir.CONFIG, lambda folder: files.write_json(folder / rundir.CONFIG, content))
+
+    def keep(self, name: str, write: Callable[[Path], None]) -> None:
+        """Has rank 0 write something into the run directory; to be called on every rank.
+
+        A rank that becomes rank 0 writes it again: it may have a disk of its own.
+
+        Args:
+            name: What is written takes the place of what was kept under this name.
+            write: Is given the run directory.
+        """
+        self._kept_files[name] = write
+        self._keep_on()
         if self.world.rank == 0:
-            files.write_json(self.folder / rundir.CONFIG, dict(config))
+            write(self.folder)
+
+    def _keep_on(self) -> None:
+        """Has the rank that is first now write what a former one may have taken with it."""
+        first, before = self.world.rank == 0, self._keeps
+        self._keeps = first
+        if not first or before:
+            return
+        try:
+            for write in self._kept_files.values():
+                write(self.folder)
+        except OSError as error:  # that ends no training
+            warning = f"{self.folder} on {self.world.host} cannot be written to: {error.strerror}"
+            self._journal.tell("warning", warning=warning)
 
     # -- what all members do -------------------------------------------------------------
 

@@ -627,7 +627,12 @@ class Session(Member):
             self._keeper.renew()
         if self._poll is not None:
             self._poll = Poll(self.comms, self._recovery)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Has the rank that is first now speak for the job and keep its files; no collective."""
         self._journal.follow()
+        self._keep_on()
 
     def _share(self, loader: Loader) -> None:
         """Has the loader's batches shared as it was asked to."""
@@ -919,17 +924,24 @@ class Session(Member):
         module = self.models[name].module if name else self.models.module
         with self.models.averaged([name] if name else []) if average else nullcontext():
             state = parallel.whole_state(module)
-            first = self.world.rank == 0
-            kept = self.together(
-                lambda: weights.save_model(self.folder, state, config) if first else self.folder
-            )
+            warning = self.comms.by_first(lambda: self._write_model(state, config))
+        if warning:
+            self.say(warning)
+
+    def _write_model(self, state: dict[str, Tensor], config: dict[str, Any]) -> str:
+        """Saves the model as rank 0, and tells so; a warning where it is not in its place."""
+        self._follow()
+        kept, warning = weights.save_model(self.folder, state, config), ""
+        about = {"step": self.progress.step, "sha256": weights.load_config(kept)["sha256"]}
         if kept != self.folder:
+            about["folder"] = str(kept)
             self.event("model kept elsewhere", folder=str(kept))
-            self.say(
+            warning = (
                 f"warning: the disk of {self.folder} on {self.world.host} is full: "
                 f"the trained model is in {kept} there"
             )
-        self.event("model saved", step=self.progress.step)
+        self.event("model saved", **about)
+        return warning
 
     # -- the end -------------------------------------------------------------------------
 
@@ -948,6 +960,8 @@ class Session(Member):
     ) -> None:
         # Then all ranks end together. After a failure the others may be inside a collective.
         agreed = error is None or isinstance(error, (Stopped, Quietly))
+        if agreed:  # the last evaluation may have lost the first rank
+            self._follow()
         if self._keeper is not None:
             self._keeper.close(failed=not agreed)
         self._journal.close(None if agreed else error)

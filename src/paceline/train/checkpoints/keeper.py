@@ -138,8 +138,12 @@ class Keeper:
             SettingError: Another job writes there, or the run was another one.
             DataError: The wanted checkpoint is not there or not intact.
         """
-        first = self._comms.world.rank == 0
-        self._comms.together(lambda: self._lock.take() if first else None)
+
+        def take() -> None:
+            if self._comms.world.rank == 0:
+                self._lock.take()
+
+        self._comms.together(take)
         try:
             known = self._known_token()
             sharded = parallel.is_sharded(self._training.models.module)

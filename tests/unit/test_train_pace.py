@@ -279,6 +279,52 @@ def test_a_host_with_a_slow_link_both_ways_is_between_two_slow_ones() -> None:
     assert [(one.rank, one.cause) for one in found if one] == [(2, "link")]
 
 
+def ring(sending: list[float], resent: list[float]) -> dict[str, dict[int, float]]:
+    """Facts of hosts of which each sends to the next one; the latter in parts of its bytes."""
+    size = len(sending)
+    facts = {"here": {n: 10.0 + n for n in range(size)}, "sent": dict.fromkeys(range(size), 2e6)}
+    facts["there"] = {n: 10.0 + (n + 1) % size for n in range(size)}
+    facts["sending"] = dict(enumerate(sending))
+    return facts | {"resent": {n: 2e6 * part for n, part in enumerate(resent)}}
+
+
+@pytest.mark.parametrize(
+    ("sending", "resent", "named"),
+    [
+        ([0.020, 0.031, 0.002], [0.05, 0.09, 0.0], [1]),
+        ([0.031, 0.020, 0.002], [0.09, 0.05, 0.0], [1]),  # slowest towards it
+        ([0.002, 0.031, 0.002, 0.031], [0.0, 0.09, 0.0, 0.09], []),  # two that have nothing common
+        ([0.031, 0.002, 0.002], [0.09, 0.0, 0.0], []),  # one of both ends
+        ([0.031, 0.028, 0.010], [0.09, 0.08, 0.05], []),  # two hosts, or all
+        ([0.031, 0.012], [0.09, 0.05], []),  # nothing tells two hosts apart
+        ([0.031, 0.002], [0.09, 0.0], []),
+    ],
+)
+def test_bytes_sent_again_are_of_the_host_that_the_ways_have_in_common(
+    sending: list[float], resent: list[float], named: list[int]
+) -> None:
+    run = looks(ranks=len(sending), moving=0.03, facts=ring(sending, resent))
+    found = told(run)
+    assert [(one.rank, one.cause) for one in found if one] == [(rank, "link") for rank in named]
+
+
+def test_a_busiest_connection_that_changes_is_not_taken_for_one() -> None:
+    """Where all send to all: rank 2 sends to the lossy host 1, then to host 0."""
+    facts = ring([0.020, 0.025, 0.031], [0.06, 0.07, 0.09])
+    run = looks(moving=0.03, facts=facts)
+    for number, look in enumerate(run):
+        assert look.facts is not None
+        to = VITALS.index("there")
+        look.facts[2, to] = 11.0 if number % 2 else 10.0
+        if not number % 2:
+            look.facts[2, VITALS.index("resent")] = 0.0
+            look.facts[0, to], look.facts[0, VITALS.index("resent")] = 12.0, 0.0
+    found = told(run)
+    assert {one.rank for one in found if one} <= {1}
+    run = looks(moving=0.03, facts=ring([0.02, 0.031, 0.002], [0.05, 0.09, 0.0]))
+    assert "(9.0% of the bytes on it are sent again)" in str(told(run)[0].said("n2"))  # type: ignore[union-attr]
+
+
 RECORDED = Path(__file__).parents[1] / "fixtures" / "stragglers" / "runs.json.gz"
 
 

@@ -29,6 +29,11 @@ SLOW_LINK = 0.6  # of the others' rate: a link below this is slow
 BURST = 10  # usual steps: a step that takes longer counts as one of so many
 SLOW_WAY = 0.88  # of the other way's, between two hosts
 TELLING = 10_000  # bytes of a step that say something of a link
+AS_LOST = 0.005  # of bytes were sent again: it may be this, and not the rate, that is slow
+LOSSY = 0.01  # of a connection's bytes were sent again: something on its way loses them
+AS_LOSSY = 0.25  # of the worst: a connection that loses so much belongs to the same trouble
+SURELY = 5_000  # bytes sent again, below which it may be chance
+ACQUITS = 200_000  # bytes that came through without such losses: both ends are sound
 MENTIONED = 0.005  # of all steps, at the end of a training
 FIRST = 2  # steps of the process that say nothing
 _AT = {name: number for number, name in enumerate(PARTS)}
@@ -320,8 +325,56 @@ def _slow_link(
                 return None
     resent = float(facts[rank, VITALS.index("resent")]) / steps / float(sent[rank])
     lost = f", {resent:.1%} sent again" if resent > 0.001 else ""
+    losses = _losses(looks)
+    if max([resent, *(part for _, part, _ in losses.values())]) >= AS_LOST:
+        # Both ends of a way see the same losses: only several ways say which end it is.
+        host = _common_end(losses)
+        found = [number for number in range(len(here)) if float(here[number]) == host]
+        if host is None or not found:
+            return None
+        worst = max(part for way, (_, part, _) in losses.items() if host in way)
+        return found[0], excess, f"{worst:.1%} of the bytes on it are sent again"
     nearly = float(rates[other]) < float(rates[rank]) / SLOW_LINK
     if nearly and there[rank] == here[other] and there[other] != here[rank]:
         rank = other  # both to it and from it the way is slow: it is the one between
     detail = f"{float(rates[rank]) / 1e6:.1f} MB/s, others {usual / 1e6:.1f}{lost}"
     return rank, excess, detail
+
+
+_Ways = dict[tuple[float, float], tuple[float, float, float]]
+
+
+def _losses(looks: Sequence[Look]) -> _Ways:
+    """Of each way between two hosts, in one direction: bytes, and how many of them again.
+
+    A rank's busiest connection may be another one in each look, so they are taken one by one.
+
+    Returns:
+        By addresses of sender and receiver: bytes sent, part of them and bytes sent again.
+    """
+    sums: dict[tuple[float, float], list[float]] = {}
+    columns = [VITALS.index(name) for name in ("here", "there", "sent", "resent")]
+    for look in looks:
+        if look.facts is not None:
+            for here, there, sent, resent in look.facts[:, columns].tolist():
+                if here != there and sent > 0 and resent >= 0:  # all of them are known
+                    way = sums.setdefault((here, there), [0.0, 0.0])
+                    way[0], way[1] = way[0] + sent, way[1] + resent
+    return {way: (sent, resent / sent, resent) for way, (sent, resent) in sums.items()}
+
+
+def _common_end(losses: _Ways) -> float | None:
+    """The one host that all ways with losses have in common, where all others are sound.
+
+    ``None`` where it is not certain: between two hosts only, when a single way loses bytes, and
+    when several hosts may.
+    """
+    worst = max((part for _, part, _ in losses.values()), default=0.0)
+    least = max(LOSSY, AS_LOSSY * worst)
+    bad = [way for way, (_, part, resent) in losses.items() if part >= least and resent >= SURELY]
+    good = [way for way, (sent, part, _) in losses.items() if part < least and sent >= ACQUITS]
+    suspects = {end for way in bad for end in way} - {end for way in good for end in way}
+    if len(bad) < 2 or len(suspects) != 1:
+        return None
+    (host,) = suspects
+    return host if all(host in way for way in bad) else None

@@ -79,6 +79,7 @@ def handed(
     afresh: bool = True,
     harm: Callable[[train.Session], object] = lambda session: None,
     identity: str = "3",
+    within: str = "100 of Samples",
 ) -> None:
     """Rank 1 gives to rank 2; rank 0 keeps what it has. Leaves what each rank had and has."""
     torch.set_num_threads(1)
@@ -89,6 +90,7 @@ def handed(
             session._journal.measure(2, loss=torch.tensor([1.0, 3.0]))
         elif identity != "3":
             training.identity = {"size": identity}
+        training.within = {"training samples": within if rank == 2 else "100 of Samples"}
         before = content(training)
         harm(session)
         problem = ""
@@ -154,6 +156,7 @@ def main(folder: Path) -> None:
         "two models": {"names": ("one", "two")},
         "wrong": {"harm": flipped, "afresh": False},
         "another": {"identity": "4"},
+        "another loader": {"within": "200 of Other"},
     }
     for name, how in worlds.items():
         (folder / name).mkdir()

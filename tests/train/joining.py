@@ -120,6 +120,34 @@ def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: 
              "average": kept.state() if kept else {}})  # fmt: skip
 
 
+def phases(folder: Path, *, at: At = nowhere, wait: bool = False) -> None:
+    """One training after another, with other data and a smaller learning rate."""
+    global SLOT, NEWCOMER
+    SLOT, NEWCOMER = int(os.environ["RANK"]), "PACELINE_NEWCOMER" in os.environ
+    torch.set_num_threads(1)
+    with train.join(run_dir=folder, dtype="float64", seed=6, log_every=4, check_every=4) as session:
+        network = session.place(Net())
+        adam = torch.optim.Adam(network.parameters(), 0.01)
+        model, data = session.prepare(network, adam), Shaken()
+        for phase in (1, 2):
+            loader = session.loader(data, BATCH)
+            for _ in session.epochs(loader, 2 * phase):
+                for inputs, targets in loader:
+                    time.sleep(SLOW)
+                    at(session, "step")
+                    session.step(cross_entropy(model(inputs), targets, reduction="none"))
+            while wait and not (folder / "ready").exists():  # a newcomer is about to join
+                time.sleep(SLOW)
+            data.inputs, adam.param_groups[0]["lr"] = -data.inputs, 0.002
+        left(session, folder, {"model": network.state_dict(), "adam": adam.state_dict()["state"]})
+
+
+def noted(job: Job, slot: int, message: dict[str, Any]) -> None:
+    """The others wait until a newcomer is to be let in, and are past the place for it then."""
+    if message.get("event") == "newcomer ready":
+        (job.folder / "ready").touch()
+
+
 def left(session: train.Session, folder: Path, state: dict[str, Any]) -> None:
     """Every rank's parameters are compared by the session; the first's are left."""
     session.verify()
@@ -227,6 +255,9 @@ def main(folder: Path, *only: str) -> None:
     run("plain: without checkpoints", 2, at=dying(1, 9), checkpoint="")
     run("duel: killed between two updates", 3, duel, at=dying(0, 9, "between"))
     run("recipe: killed", 3, recipe, saw=killed_later)
+    run("phases", 2, phases)
+    run("phases: killed in the second", 3, phases, at=dying(1, 20))
+    run("phases: killed at the end of the first", 3, phases, at=dying(0, 15), saw=noted, wait=True)
     run("mixed", 2, device="cuda")
     run("mixed: killed", 3, at=dying(1, 9), device="cuda")
     run("mixed: first killed", 3, at=dying(0, 10), device="cuda")

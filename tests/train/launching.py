@@ -84,6 +84,7 @@ class Job:
         self._metrics = files.Records(self.folder / "metrics.jsonl")
         self._members = list(range(self.size))
         self._generation, self._tries = 0, dict.fromkeys([*self._members, *self.late], 0)
+        self._closed = False
         self._unsettled: set[int] = set()  # members that are not in the newest group yet
         self._store, self._port = forking.store()
         due = dict(self.late)
@@ -169,7 +170,7 @@ class Job:
                     os.kill(other.pid, signal.SIGKILL)
             if self._members:
                 self._regroup(planned=False)
-        if self._tries[one.slot] < self.again:
+        if self._tries[one.slot] < self.again and not self._closed:
             self._tries[one.slot] += 1
             self._start(one.slot, newcomer=True)
 
@@ -203,8 +204,22 @@ class Job:
             elif message["event"] == "regrouped" and message["generation"] == self._generation:
                 self._unsettled.discard(one.slot)
                 one.ready = one.joining = False
+            elif message["event"] == "door closed" and not self._closed:
+                self._close(one)
             self._take_in()
         self.saw(self, one.slot, {"kind": kind, **message})
+
+    def _close(self, teller: Process) -> None:
+        """Nobody can join any more: newcomers end, and the group that they were to be in."""
+        self._closed = True
+        waits = teller.slot in self._unsettled
+        for one in self.running.values():
+            if one.slot not in self._members or (one.joining and waits):
+                one.ready = False
+                os.kill(one.pid, signal.SIGKILL)
+        if waits and any(one.joining for one in self.running.values()):
+            self._members = [s for s in self._members if not self.running[s].joining]
+            self._regroup(planned=False)
 
     def _take_in(self) -> None:
         """Who is ready joins the others, as soon as these have settled."""

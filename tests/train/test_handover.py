@@ -65,6 +65,13 @@ def test_another_training_is_refused(worlds: Path) -> None:
         assert "runs another training\nsize: 3 there, 4 here" in one["problem"]
 
 
+def test_a_place_with_another_loader_is_refused(worlds: Path) -> None:
+    found = read(worlds / "another loader")
+    for one in found:
+        assert "training samples: 100 of Samples there, 200 of Other here" in one["problem"]
+    assert found[2]["after"] == found[2]["before"]
+
+
 def test_memory_grows_by_pieces_only(worlds: Path) -> None:
     for rank in range(2):
         assert json.loads((worlds / "grown" / f"{rank}.json").read_text()) < 72  # of 96 MB

@@ -26,6 +26,7 @@ LOST = [
     "recipe: killed",
 ]
 CHANGED = [*LOST, "rich: grown"]
+PHASES = ["phases: killed in the second", "phases: killed at the end of the first"]
 COUNTED = [name for name in CHANGED if not name.startswith(("duel", "recipe"))]
 Found = dict[str, Any]
 
@@ -73,6 +74,21 @@ def test_nothing_changes_in_what_was_trained(worlds: Path, name: str) -> None:
     ours, theirs = left(worlds / name), left(worlds / name.partition(":")[0])
     assert float((ours - theirs).abs().max()) < 1e-10
     assert not any(job(worlds, name)["statuses"].values())
+
+
+@pytest.mark.parametrize("name", PHASES)
+def test_nobody_joins_in_a_second_training(worlds: Path, name: str) -> None:
+    """Whoever came would begin with the data of the first; the others go on alone."""
+    found = job(worlds, name)
+    assert float((left(worlds / name) - left(worlds / "phases")).abs().max()) < 1e-10
+    lost = found["lost"][0][1]
+    ended = {int(slot): status for slot, status in found["statuses"].items()}
+    assert not any(status for slot, status in ended.items() if slot != lost)
+    assert ended[lost] == -9
+    closed = {slot for _, slot, _ in events(found, "door closed")}
+    assert closed >= {0, 1, 2} - {lost}
+    late = [slot for _, slot, _ in events(found, "newcomer ready")]
+    assert late == ([lost] if "first" in name else [])
 
 
 @pytest.mark.parametrize("name", CHANGED)

@@ -29,6 +29,7 @@ from paceline.launch.members import (
     Kill,
     LeftOut,
     Members,
+    NotAgain,
     Prepare,
     Recovered,
     Regroup,
@@ -960,6 +961,92 @@ def test_a_job_that_has_failed_is_not_asked_to_save() -> None:
     assert not job.members.recovers
 
 
+# --- when nobody can join any more
+
+PAST = "the script is in its second session.epochs"
+
+
+def test_who_is_lost_where_nobody_can_join_is_not_started_again() -> None:
+    job = Job()
+    for slot in job.places:
+        job.members.closed(slot, PAST, job.now)
+    assert job.decide() == []
+    job.kill(1)
+    assert job.decide() == [Regroup(1, (0, 2), False)]
+    job.settle()
+    assert [type(one) for one in job.decide()] == [Recovered, NotAgain]
+    job.lose("n2")
+    job.members.server_up("n2")
+    assert job.decide(60) == []
+    job.kill(2)
+    assert job.decide() == [Regroup(2, (0,), False)]
+    job.settle()
+    assert job.decide()[-1] == NotAgain((2,), PAST)
+    assert job.members.recovers
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_newcomer_that_comes_too_late_is_ended(ready: bool) -> None:
+    job = Job(HOSTS)
+    job.kill(1)
+    job.kill(3)
+    job.decide()
+    job.settle()
+    job.decide()
+    if ready:
+        job.members.ready(1, job.now)  # and the other is waited for
+    assert job.decide() == []
+    job.members.closed(0, PAST, job.now)
+    ended = [Kill("n1", (1,)), Kill("n2", (3,))]
+    assert sorted(map(str, job.decide())) == sorted(map(str, [*ended, NotAgain((1, 3), PAST)]))
+    job.kill(1)
+    job.kill(3)
+    assert job.decide(KILL_AGAIN_S + 1) == []
+    assert job.members.settled
+
+
+def test_a_group_that_nobody_makes_any_more_is_followed_by_one_without_the_newcomer() -> None:
+    job = Job()
+    job.kill(1)
+    job.decide()
+    job.settle()
+    job.decide()
+    job.members.ready(1, job.now)
+    assert job.decide() == [Regroup(2, (0, 2, 1), True)]
+    job.members.closed(2, PAST, job.now)
+    assert job.decide() == [Kill("n2", (1,)), Regroup(3, (0, 2), False)]
+    job.kill(1)
+    job.settle()
+    assert job.decide() == [NotAgain((1,), PAST)]
+    assert job.members.members == (0, 2)
+
+
+def test_a_newcomer_that_has_joined_stays_although_its_word_comes_late() -> None:
+    """Who says that nobody can join any more has made the group with it."""
+    job = Job()
+    job.kill(1)
+    job.decide()
+    job.settle()
+    job.decide()
+    job.members.ready(1, job.now)
+    job.decide()
+    job.settle([0])
+    job.members.closed(0, PAST, job.now)
+    assert job.decide() == []
+    job.settle([1, 2])
+    assert [type(one) for one in job.decide()] == [Joined]
+    assert job.members.members == (0, 2, 1)
+
+
+def test_a_lost_node_that_could_not_join_is_not_waited_for() -> None:
+    job = Job(least=3)
+    job.members.closed(0, PAST, job.now)
+    job.lose("n2")
+    assert job.decide() == [Dial("n2"), Regroup(1, (0, 2), False)]
+    job.settle()
+    assert [type(one) for one in job.decide()] == [Recovered, Stop]
+
+
 # --- whatever happens
 
 
@@ -990,7 +1077,7 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
         slot = chance.choice(list(HOSTS))
         host = HOSTS[slot]
         there = job.members._nodes[host].standing
-        what = chance.randrange(4) if calm else chance.randrange(8)
+        what = chance.randrange(4) if calm else chance.randrange(9 if seed % 2 else 8)
         if what == 0 and alive[slot]:
             job.members.ready(slot, job.now)
         elif what in (1, 2) and alive[slot]:
@@ -1012,6 +1099,8 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
                 job.server_dies(host)
         elif what == 7:
             job.members.store_ended(host)
+        elif what == 8 and alive[slot]:
+            job.members.closed(slot, PAST, job.now)
 
     for _ in range(chance.randrange(5, 40)):
         anything(calm=False)

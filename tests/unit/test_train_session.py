@@ -12,13 +12,16 @@ import pytest
 import torch
 import torch._dynamo  # as the first optimizer does; it leaves a variable behind
 from torch import nn
+from torch.distributed import HashStore
 from torch.utils.data import TensorDataset
 
 from paceline import train
 from paceline.spec.communication import refuse
 from paceline.spec.errors import SettingError
+from paceline.train import waits
 from paceline.train.models import ALONE
-from paceline.train.recovery import Exchanged
+from paceline.train.newcomer import Recording
+from paceline.train.recovery import Exchanged, Nccl, Recovery
 
 
 @pytest.fixture
@@ -186,3 +189,77 @@ def test_ways_that_do_not_go_with_something(tmp_path: Path) -> None:
     for beside in ("scaled", "sharded", "averaged"):
         with pytest.raises(SettingError, match="local does not go with"):
             refuse("local", **{beside: True})
+
+
+# --- what stands in the way of ranks that come, or are lost
+
+
+@pytest.fixture
+def able(session: train.Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[train.Session]:
+    """A session whose events are kept, as under a launcher that can recover."""
+    monkeypatch.setattr(waits, "arm", Mock())  # for good, in this process
+    control = Mock(newer=Mock(return_value=None))
+    recovery = Recovery(0, session.comms, control, Nccl(), HashStore(), lambda *_: None)
+    session.recovers(recovery, Recording(recovery, {"ranks": 2}))
+    session.leaves_group, session.event = True, Mock()  # type: ignore[method-assign]
+    yield session
+    session.leaves_group = False
+
+
+def said(session: train.Session, name: str) -> list[dict[str, object]]:
+    calls = session.event.call_args_list  # type: ignore[attr-defined]
+    return [call.kwargs for call in calls if call.args == (name,)]
+
+
+def trained(session: train.Session, loader: train.Loader, epochs: int) -> None:
+    model = session.models.first.model
+    for _ in session.epochs(loader, epochs):
+        for (inputs,) in loader:
+            session.step(model(inputs).square().mean(1))
+
+
+def test_in_a_second_training_nobody_can_join(able: train.Session) -> None:
+    loader = prepared(able)
+    trained(able, loader, 2)
+    assert not said(able, "door closed")
+    trained(able, loader, 4)
+    (told,) = said(able, "door closed")
+    assert "second session.epochs" in str(told["why"])
+    assert said(able, "recoverable") == [{"able": True, "why": ""}]  # the others go on
+
+
+def test_with_another_part_of_the_training_nobody_can_join(able: train.Session) -> None:
+    loader = prepared(able)
+    for epoch in able.epochs(loader, 2):
+        for (inputs,) in loader:
+            able.step(able.models.first.model(inputs).square().mean(1))
+        if epoch == 0:
+            able.average()
+            prepared(able)
+    (told,) = said(able, "door closed")
+    assert "session.average" in str(told["why"])
+
+
+def test_two_loaders_at_once_are_not_recovered_from(able: train.Session) -> None:
+    """Only that of `session.epochs` is divided anew when a rank is lost."""
+    loader = prepared(able)
+    other = able.loader(TensorDataset(torch.ones(8, 2)), 4)
+    model = able.models.first.model
+    for _ in able.epochs(loader, 2):
+        for (inputs,), (more,) in zip(loader, other, strict=False):
+            able.step(model(inputs + more).square().mean(1))
+    first, second = said(able, "recoverable")
+    assert (first["able"], second["able"]) == (True, False)
+    assert "two loaders" in str(second["why"])
+
+
+def test_a_newcomer_tells_with_which_data_it_comes(able: train.Session) -> None:
+    loader = prepared(able)
+    next(able.epochs(loader, 2))
+    about = able._about()
+    assert about["calls of session.epochs"] == "1"
+    assert about["training samples"] == "8 of TensorDataset"
+    assert about["global batch"] == "4"
+    assert about["session.epochs called in"].startswith(
+        "test_a_newcomer_tells_with_which_data_it_comes, line "
+    )

@@ -281,7 +281,7 @@ class Launcher:
         running = self._attempt
         if running is None:
             return
-        if running.recoveries.possible and running.recoveries.hosts < self._request.most:
+        if running.recoveries.open and running.recoveries.hosts < self._request.most:
             self._take_in(node, running)
         elif not running.recoveries.possible and len(running.plan.nodes) < self._request.most:
             running.recall()

@@ -142,9 +142,22 @@ class LeftOut:
     why: Failure | None
 
 
+@dataclass(frozen=True, slots=True)
+class NotAgain:
+    """Nobody is started in the place of these: the others go on without.
+
+    Attributes:
+        slots: That were lost, or had not joined yet.
+        why: Nobody can join.
+    """
+
+    slots: tuple[int, ...]
+    why: str
+
+
 After = Callable[[Failure, float, int | None], Verdict]
 Order = Regroup | Start | Kill | Prepare | Dial | Stop | End | Fail
-Action = Order | Wait | Recovered | Joined | LeftOut
+Action = Order | Wait | Recovered | Joined | LeftOut | NotAgain
 
 
 @dataclass(slots=True)
@@ -226,6 +239,7 @@ class Members:
         self._gave_up: Failure | None = None
         self._all_hang_since: float | None = None
         self._stopping = False  # the ranks were asked to save and stop
+        self._closed = ""  # why nobody can join any more
         self._over = False
         self._news: list[Action] = []
 
@@ -252,6 +266,11 @@ class Members:
     def stopping(self) -> bool:
         """Whether the ranks were asked to save and stop."""
         return self._stopping
+
+    @property
+    def open(self) -> bool:
+        """Whether newcomers can join."""
+        return not self._closed
 
     @property
     def finished(self) -> bool:
@@ -284,6 +303,22 @@ class Members:
         one = self._slots[slot]
         if one.standing == "starting":
             one.standing, one.ready_at = "ready", now
+
+    def closed(self, slot: int, why: str, now: float) -> None:
+        """A member is past the place of the script at which newcomers join.
+
+        All of them pass it together. Where this one has not made the group in which somebody was
+        about to join, nobody makes it any more: another one follows.
+        """
+        if self._closed or self._slots[slot].standing != "in":
+            return
+        self._closed = why
+        for one in self._standing("starting", "ready"):
+            self._kill(one)
+            self._put_off(one)
+        never_made = self._generation.planned and slot in self._generation.unsettled
+        if never_made and self._torn_at is None:
+            self._torn_at = now
 
     def regrouped(self, slot: int, generation: int, step: int | None, now: float) -> None:
         """A rank trains in a new generation, from that step on."""
@@ -349,7 +384,7 @@ class Members:
         if self._nodes[host].standing != "up":
             self._nodes[host] = _Node()
             for one in self._standing("left out"):
-                if one.host == host:  # what stood in its way may be over
+                if one.host == host and self.open:  # what stood in its way may be over
                     self._put_off(one)
 
     def node_lost(self, host: str, failure: Failure, now: float, *, redials: bool = True) -> None:
@@ -595,8 +630,10 @@ class Members:
     def _wait(self, now: float, there: Sequence[str]) -> None:
         if self._waiting_since is None:
             self._waiting_since = now
-            self._news.append(Wait(tuple(host for host in self._nodes if host not in there)))
-        nobody_comes = not any(node.standing == "lost" for node in self._nodes.values())
+            if self.open:
+                self._news.append(Wait(tuple(host for host in self._nodes if host not in there)))
+        away_for_now = any(node.standing == "lost" for node in self._nodes.values())
+        nobody_comes = not (self.open and away_for_now)
         if nobody_comes or now - self._waiting_since >= self._patience_s:
             away = [node.why for node in self._nodes.values() if node.why is not None]
             self._gave_up = min(away or self._losses, key=lambda failure: failure.time)
@@ -643,6 +680,9 @@ class Members:
         ends = self._over or self._stopping or self._gave_up or self._standing("done")
         if ends or self._torn_at is not None:
             return
+        if not self.open:
+            self._leave_out()
+            return
         for host, node in self._nodes.items():
             lost = [one for one in self._standing("lost") if one.host == host and not one.alive]
             for one in lost:
@@ -657,6 +697,15 @@ class Members:
                     one.standing, one.alive, one.kill_at = "starting", True, None
                     one.killed, one.killed_at = False, None
                 self._news.append(Start(host, tuple(one.number for one in due)))
+
+    def _leave_out(self) -> None:
+        """Nobody can join: what is lost stays lost, which is told once the others train on."""
+        lost = self._standing("lost")
+        if not lost or not self.settled:
+            return
+        for one in lost:
+            one.standing = "left out"
+        self._news.append(NotAgain(tuple(one.number for one in lost), self._closed))
 
     def _take_in(self, now: float) -> None:
         """Newcomers that are ready join; those that are nearly ready are waited for, a little."""

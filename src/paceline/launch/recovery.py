@@ -20,6 +20,7 @@ from paceline.launch.members import (
     Kill,
     LeftOut,
     Members,
+    NotAgain,
     Prepare,
     Recovered,
     Regroup,
@@ -96,6 +97,11 @@ class Recoveries:
         return self._members.recovers
 
     @property
+    def open(self) -> bool:
+        """Whether further ranks can join those that train."""
+        return self._members.recovers and self._members.open
+
+    @property
     def pending(self) -> bool:
         """Whether ranks train, whatever nodes say of their ends."""
         return self._members.recovers and self._members.pending
@@ -148,6 +154,8 @@ class Recoveries:
             self._members.frozen(slot, event["how"] == "stopped")
         elif event.kind == "newcomer ready":
             self._members.ready(slot, now)
+        elif event.kind == "door closed":
+            self._members.closed(slot, str(event["why"]), now)
         elif event.kind == "regrouped":
             self._members.regrouped(slot, event["generation"], event["step"], now)
         elif event.kind == "rank ended" and event["code"] == 0:
@@ -392,7 +400,8 @@ class Recoveries:
 
     async def _dial(self, host: str) -> None:
         part = self._parts[host]
-        if (spare := self._stand_in(part)) is not None:
+        spare = self._stand_in(part) if self._members.open else None  # it could not join
+        if spare is not None:
             del self._parts[host]
             self.take_in(spare)
         elif self._rejoin is not None:
@@ -415,7 +424,7 @@ class Recoveries:
         self._recorder.event("regroup", generation=group.generation,
                              members=list(group.members), planned=group.planned)  # fmt: skip
 
-    def _tell(self, news: Wait | Recovered | Joined | LeftOut) -> None:
+    def _tell(self, news: Wait | Recovered | Joined | LeftOut | NotAgain) -> None:
         if isinstance(news, Recovered):
             who = tuple(self._who(slot) for slot in news.slots)
             why = "; ".join(lost_words(failure) for failure in news.losses) or "was lost"
@@ -436,6 +445,10 @@ class Recoveries:
         elif isinstance(news, Wait):
             self._say(f"too few nodes are left: waiting for {listed(news.missing)}, with the "
                       "training's state in memory")  # fmt: skip
+        elif isinstance(news, NotAgain):
+            text = listed([self._who(slot) for slot in news.slots])
+            verb = "is" if len(news.slots) == 1 else "are"
+            self._say(f"{text} {verb} not started again: {news.why}")
         else:
             last = f" ({news.why.headline})" if news.why and news.why.headline else ""
             self._say(f"{self._who(news.slot)} could not join again{last}: left out")

@@ -194,6 +194,7 @@ KINDS: dict[str, Kind] = {
     "raised": _kind("rank", "bytes sha256"),  # the same of what it raised
     "recoverable": _kind("rank", "able", may="why"),  # before its first step
     "interrupted": _kind("rank", may="step error"),  # a collective failed: it waits for word
+    "door closed": _kind("rank", "why"),  # nobody can join any more
     "newcomer ready": _kind("rank"),  # to join the others
     "stuck": _kind("rank", "seconds", may="step"),  # in a collective that nothing frees
     "regrouped": _kind("rank", "generation", may="step seconds"),  # it trains in the new group

@@ -183,6 +183,11 @@ class Fetch:
             for one, tensors in made:
                 yield one.tag, finish(tensors, one.draws) if finish else tensors
 
+    @property
+    def kind(self) -> str:
+        """Class of the data set."""
+        return type(self._data).__name__
+
     def close(self) -> None:
         """Ends the worker processes; others are started where they are needed again."""
         self._loader = None

@@ -174,6 +174,7 @@ class Loader:
         arrived: Called when a batch of the training is there, before the script gets it.
         generation: Number of the group of ranks among which batches are divided.
         boundary: Called before each global batch: between two steps other ranks may join.
+        begun: Called with this loader when the script begins to iterate over it.
         begins: Called when a global batch is given to the script, newly or again.
     """
 
@@ -205,6 +206,7 @@ class Loader:
         self.arrived: Callable[[], object] = lambda: None
         self.generation: Callable[[], int] = lambda: 0
         self.boundary: Callable[[], object] = lambda: None
+        self.begun: Callable[[Loader], object] = lambda loader: None
         self.begins: Callable[[], object] = lambda: None
         self._void = False
         self._divided = 0  # generation in which the batch that the script has was divided
@@ -213,6 +215,11 @@ class Loader:
         """Global steps of a whole epoch."""
         return -(-self.order.size // self.global_batch)
 
+    @property
+    def kind(self) -> str:
+        """Class of the data set."""
+        return self._fetch.kind
+
     def __iter__(self) -> Iterator[Batch]:
         """The batches from where the epoch stands to its end, the training's, or a pause."""
         progress, pause, step = self._progress, False, self._progress.step
@@ -220,6 +227,7 @@ class Loader:
             raise RuntimeError(
                 "the training loader is to be used within: for epoch in session.epochs(loader, N)"
             )
+        self.begun(self)
 
         def goes_on() -> bool:
             return progress.offset < self.order.size and not progress.finished and not pause

@@ -16,11 +16,13 @@ from __future__ import annotations
 import base64
 import json
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +35,12 @@ from paceline.train.comms import Mender
 from paceline.train.world import World, read
 
 T = TypeVar("T")
+
+LATER = "the script is in its second session.epochs, and a process can join in the first only"
+"""Why nobody can join. What a script does between the two follows from results that a process of
+its own does not have, and its answers are not kept."""
+AFTER = "the script has called session.{} after its first session.epochs had begun"
+"""The same: who comes starts with what there was before."""
 
 WHERE = "paceline/start"
 """Prefix of its keys in the rendezvous store."""
@@ -214,6 +222,17 @@ def group_of_one() -> Iterator[None]:
         yield
     finally:
         os.environ.update(before)
+
+
+def line_of_script() -> str:
+    """The function and the line of the script that are executed now; empty where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in ("paceline", "tqdm"):  # a bar that is shown on one rank only
+            return f"{frame.f_code.co_name}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def _leave(lines: str, store: Any) -> None:

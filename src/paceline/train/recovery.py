@@ -478,6 +478,7 @@ class Recovery:
     Attributes:
         able: A lost rank is made good; until then its loss is an error as any other.
         told: The launcher knows whether.
+        closed: Nobody can join any more; set at the same place of the script on all ranks.
         store: By which the group was made.
         generation: Number of the group, from 0.
         place: This process's place when everything last began anew: by it data are divided.
@@ -503,7 +504,7 @@ class Recovery:
         self.slot, self.store, self._links, self._make = slot, store, links, make
         self._comms, self._control = comms, control
         self._timeout = timeout or default_pg_timeout
-        self.able = self.told = False
+        self.able = self.told = self.closed = False
         self.generation = self._renewed = 0
         self.place = comms.world
         self.step: Callable[[], int] = lambda: 0
@@ -609,7 +610,8 @@ class Recovery:
     def knocked(self) -> int:
         """Number of the group in which others are to join; 0: nobody has come."""
         word = self._control.newer(self.generation)
-        return word.generation if word is not None and word.planned and self.able else 0
+        comes = word is not None and word.planned and self.able and not self.closed
+        return word.generation if word is not None and comes else 0
 
     def agreed(self, least: int, most: int) -> None:
         """Takes what all ranks know: with one group before all their eyes they open it together."""
@@ -619,7 +621,7 @@ class Recovery:
     @property
     def opens(self) -> bool:
         """Others are to be let in before the next batch."""
-        return self._opened > self.generation
+        return self._opened > self.generation and not self.closed
 
     def enter(self) -> None:
         """Joins the others, of whom one gives this process its training: a newcomer's first event.

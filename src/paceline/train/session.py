@@ -41,7 +41,7 @@ from paceline.train.lookout import Lookout
 from paceline.train.member import Member
 from paceline.train.metrics import Best
 from paceline.train.models import ALONE, Models
-from paceline.train.newcomer import Recording, Replay
+from paceline.train.newcomer import AFTER, LATER, Recording, Replay, line_of_script
 from paceline.train.order import Stated, by_length, stated
 from paceline.train.overlap import Overlap, check_overlap
 from paceline.train.pace import Look, Pace, counted
@@ -89,6 +89,10 @@ class Session(Member):
         self._start: Recording | Replay | None = None
         self._kept: Training | None = None  # what a checkpoint and a newcomer get
         self._poll: Poll | None = None  # where no checkpoints are made
+        self._begun = 0  # calls of `epochs`
+        self._within: dict[str, str] = {}  # the present one
+        self._line = ""  # of the script, where it is
+        self._aside = False  # the script has another loader beside that of `epochs`
         self._applied = self._repeated = 0  # updates within the step, and of them on this pass
         self._overlap: Overlap | None = None
         self._division = Division(self.comms, self._journal, self.progress)
@@ -147,6 +151,7 @@ class Session(Member):
             SettingError: There is no such way to communicate, or not for this model.
         """
         self.phase("start")
+        self._changes("prepare")
         check_overlap(overlap)
         if communication != "exact" and self.comms.mixed:
             raise SettingError(
@@ -207,6 +212,7 @@ class Session(Member):
             SettingError: A value that cannot be.
         """
         updater = self.models[name]
+        self._changes("average")
         if updater.communication is not None:
             refuse(updater.communication.asked.name, averaged=True)
         updater.average = Average(updater.module, self.comms, decay, start, self._settle)
@@ -304,6 +310,7 @@ class Session(Member):
         )
         loader.same_limit = isinstance(limit, int)
         loader.balance, loader.drop_slow = balance, drop_slow
+        loader.begun = self._iterates
         return loader
 
     def _own_limit(self, limits: Mapping[str, int]) -> int:
@@ -403,6 +410,7 @@ class Session(Member):
         """
         if self._probe is not None:
             return False
+        self._changes("checkpoints")
         self._kept = self._whole({**(extras or {}), **({"best": best} if best else {})})
         self._kept.identity = {name: str(value) for name, value in (identity or {}).items()}
         self._kept.describes = describes or {}
@@ -462,8 +470,19 @@ class Session(Member):
                 an evaluation in between (0: not).
         """
         done, self._loader, loader.every = self.progress, loader, every
+        self._begun += 1
+        self._line = line_of_script()
+        self._within = {
+            "calls of session.epochs": str(self._begun),
+            "training samples": f"{loader.order.size:,} of {loader.kind}",
+            "global batch": f"{loader.global_batch:,}",
+        }
+        if self._begun > 1:
+            self._close_door(LATER)
         self._mark("epochs")
         self._recoverable(loader)
+        if self._kept is not None:
+            self._kept.within = self._within
         loader.arrived = lambda: self._pace.given()
         self._share(loader)
         done.steps = steps or epochs * len(loader)
@@ -513,11 +532,34 @@ class Session(Member):
         loader.begins = self._begins
         if self.comms.joining:  # what the others have said of themselves holds for it, too
             return
+        self._say_recoverable(recovery)
+
+    def _say_recoverable(self, recovery: Recovery) -> None:
         why = self._lost_with_a_rank()
         if recovery.able == bool(why) or not recovery.told:
             recovery.told = True
             self.event("recoverable", able=not why, why=why)
         recovery.able = not why
+
+    def _iterates(self, loader: Loader) -> None:
+        """The script begins to take batches from a loader."""
+        if loader is self._loader or self._aside or self.progress.finished:
+            return
+        self._aside = True
+        if self._recovery is not None and self._recovery.able:
+            self._say_recoverable(self._recovery)
+
+    def _changes(self, what: str) -> None:
+        """The training gets another part: late, nobody can join who starts without it."""
+        if self._begun:
+            self._close_door(AFTER.format(what))
+
+    def _close_door(self, why: str) -> None:
+        """Nobody can join from here on: newcomers join where the script is at its first epochs."""
+        recovery = self._recovery
+        if recovery is not None and not recovery.closed:
+            recovery.closed = True
+            self.event("door closed", why=why)
 
     def _begins(self) -> None:
         """A global batch begins, newly or again."""
@@ -536,6 +578,8 @@ class Session(Member):
             return "recovery over NCCL has not been tried on a GPU"
         if parallel.is_sharded(models.module):
             return "parameters are spread over the ranks (FSDP)"
+        if self._aside:
+            return "the script trains from two loaders at once, of which one would be divided anew"
         if any(isinstance(one, nn.SyncBatchNorm) for one in models.module.modules()):
             return "SyncBatchNorm has collectives of its own"
         if any(one.communication and one.communication.asked.name == "local" for one in models):
@@ -598,7 +642,8 @@ class Session(Member):
         assert self._kept is not None
         shapes = [[name, str(p.dtype), [*p.shape]] for name, p in self._tensors()]
         digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
-        return {"seed": str(self._seed), "model": digest, **self._kept.identity}
+        own = {"seed": str(self._seed), "model": digest, "session.epochs called in": self._line}
+        return {**own, **self._within, **self._kept.identity}
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         module = self.models.module
@@ -609,8 +654,9 @@ class Session(Member):
         assert self._start is not None
         assert self._recovery is not None
         self.comms.mender, self.comms.joining = self._recovery, False
-        if self._recovery.able and self.world.rank == 0:
-            self._start.leave(self._recovery.store, training=self._about())
+        recovery = self._recovery
+        if recovery.able and not recovery.closed and self.world.rank == 0:
+            self._start.leave(recovery.store, training=self._about())
 
     def _begin_anew(self) -> None:
         """In a new group of ranks: whatever is made for as many as there were."""

@@ -66,6 +66,8 @@ class Training:
         identity: What must be the same when the run is resumed, by name.
         describes: What is needed to build the model again; JSON values.
         proof: That all ranks hold the same model; ``None`` where there is one rank.
+        within: Where in the script it is, and with which data: what must be the same of ranks of
+            which one takes the state of the other.
     """
 
     models: Models
@@ -75,6 +77,7 @@ class Training:
     identity: Mapping[str, str] = field(default_factory=dict)
     describes: Mapping[str, Any] = field(default_factory=dict)
     proof: Proof | None = None
+    within: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

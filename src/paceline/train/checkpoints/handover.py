@@ -132,7 +132,9 @@ def _header(
     training: Training, state: dict[str, Any], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     done = training.progress
-    more = {"steps": done.steps, "some_absent": done.some_absent}
+    more = {
+        "steps": done.steps, "some_absent": done.some_absent, "within": dict(training.within),
+    }  # fmt: skip
     return {"state": state, "tensors": _shapes(tensors), "more": more}
 
 
@@ -152,8 +154,9 @@ def _weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _check(training: Training, said: dict[str, Any]) -> None:
     """Refuses the state of another training."""
-    mine: dict[str, Any] = {"seed": training.seed, **training.identity}
-    theirs: dict[str, Any] = {"seed": said["state"]["seed"], **said["state"]["identity"]}
+    mine: dict[str, Any] = {"seed": training.seed, **training.within, **training.identity}
+    state, within = said["state"], said["more"]["within"]
+    theirs: dict[str, Any] = {"seed": state["seed"], **within, **state["identity"]}
     if mine != theirs:
         differing = [
             f"{name}: {theirs.get(name, 'nothing')} there, {mine.get(name, 'nothing')} here"

@@ -12,9 +12,11 @@ from paceline.launch import members as members_module
 from paceline.launch.allowance import Allowance, Verdict
 from paceline.launch.members import (
     ANSWER_S,
+    APART_S,
     KILL_AGAIN_S,
     LAST_S,
     LEAVING_S,
+    MEET_S,
     MOST_STRIKES,
     OWN_S,
     RETRIES_S,
@@ -33,6 +35,7 @@ from paceline.launch.members import (
     Prepare,
     Recovered,
     Regroup,
+    SendAway,
     Start,
     Stop,
     Wait,
@@ -662,6 +665,155 @@ def test_an_error_before_the_loss_is_known() -> None:
     assert [type(one) for one in job.decide(ANSWER_S * 2)] == [Recovered]
 
 
+# --- a line between two hosts that is silent
+
+
+def apart(job: Job, *pairs: tuple[int, str]) -> None:
+    """These ranks could not hear these hosts, in the present group."""
+    for slot, host in pairs:
+        number = job.members._generation.number
+        job.members.interrupted(slot, job.now, silent=host, generation=number)
+
+
+def test_of_two_hosts_that_do_not_hear_each_other_one_is_left_out() -> None:
+    """At first they try once more together: the line may be back."""
+    job = Job()
+    job.members.stepped(3)
+    apart(job, (1, "n3"), (2, "n2"))
+    assert job.decide(ANSWER_S) == [Regroup(1, (0, 1, 2), False)]
+    assert job.members.forming(job.now)
+    job.members.interrupted(0, job.now, generation=0)  # a late word of the former group
+    assert job.decide(ANSWER_S) == []
+    apart(job, (1, ""), (2, ""), (0, ""))
+    why = "n3 and n2 do not hear each other"
+    assert job.decide(ANSWER_S) == [
+        SendAway("n3", why, APART_S), Dial("n3", APART_S), Regroup(2, (0, 1), False)
+    ]  # fmt: skip
+    job.settle(step=3)
+    (told,) = job.decide()
+    assert isinstance(told, Recovered)
+    assert [failure.headline for failure in told.losses] == [why]
+    assert told.slots == (2,)
+
+
+def test_they_are_not_waited_for_until_gloo_gives_up() -> None:
+    """Which it does after minutes; a rank that computes yet has nothing to do with that."""
+    job = Job()
+    job.members.stepped(3)
+    apart(job, (1, "n3"), (2, "n2"))
+    assert job.decide(ANSWER_S) == [Regroup(1, (0, 1, 2), False)]
+    assert job.decide(2 * MEET_S) == []
+    job.members.meeting(1, job.now)
+    job.members.formed(0, 3)
+    assert job.decide(MEET_S / 2) == []
+    assert [type(one) for one in job.decide(MEET_S / 2)] == [SendAway, Dial, Regroup]
+
+
+def test_a_newcomer_that_does_not_meet_all_others_is_left_out_and_no_slow_one() -> None:
+    job = left_out_and_back()
+    job.members.stepped(90)
+    job.members.ready(2, job.now)
+    assert job.decide() == [Regroup(3, (0, 1, 2), True)]
+    job.members.meeting(3, job.now)
+    job.members.formed(0, 3)
+    why = "n3 and n2 do not hear each other"
+    assert job.decide(MEET_S)[0] == SendAway("n3", why, 2 * APART_S)
+    job.settle()
+    job.decide()
+    job.members.server_up("n3")
+    job.decide()
+    job.members.ready(2, job.now)
+    job.decide()
+    job.members.meeting(5, job.now)
+    for slot in job.places:
+        job.members.formed(slot, 3)
+    assert job.decide(99 * MEET_S) == []  # the state of a large model is on its way
+
+
+def left_out_and_back() -> Job:
+    job = Job()
+    job.members.stepped(3)
+    apart(job, (1, "n3"))
+    job.decide(ANSWER_S)
+    apart(job, (1, "n3"))
+    job.decide(ANSWER_S)
+    job.settle(step=3)
+    job.decide()
+    job.members.server_up("n3")
+    assert job.decide() == [Start("n3", (2,))]
+    return job
+
+
+def test_a_host_that_was_left_out_comes_back_when_the_line_does() -> None:
+    job = left_out_and_back()
+    job.join(2)
+    assert job.members.members == (0, 1, 2)
+
+
+def test_while_it_does_not_the_host_is_left_out_again_for_longer() -> None:
+    """The newcomer, whoever of the others does not hear it: it has nothing to lose."""
+    job = left_out_and_back()
+    job.members.stepped(90)
+    job.members.ready(2, job.now)
+    assert job.decide() == [Regroup(3, (0, 1, 2), True)]
+    apart(job, (0, "n3"), (1, ""))
+    why = "n3 and n1 do not hear each other"
+    assert job.decide(ANSWER_S) == [
+        SendAway("n3", why, 2 * APART_S), Dial("n3", 2 * APART_S), Regroup(4, (0, 1), False)
+    ]  # fmt: skip
+    job.settle()
+    assert job.decide() == []
+
+
+def test_newcomers_with_whom_no_group_comes_about_are_ended() -> None:
+    job = left_out_and_back()
+    job.members.stepped(90)
+    job.members.ready(2, job.now)
+    job.decide()
+    apart(job, (0, ""), (1, ""))
+    assert job.decide(ANSWER_S) == [Kill("n3", (2,)), Regroup(4, (0, 1), False)]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "gone"),
+    [
+        ([(0, "n2")], ["n2"]),  # not who saves
+        ([(1, "n1")], ["n2"]),
+        ([(0, "n2"), (2, "n1")], ["n1"]),  # whom most do not hear
+        ([(1, "n1"), (1, "n3")], ["n2"]),
+        ([(0, "n3"), (0, "n4"), (1, "n3"), (1, "n4")], ["n4", "n3"]),  # two halves
+    ],
+)
+def test_who_is_left_out(pairs: list[tuple[int, str]], gone: list[str]) -> None:
+    job = Job({0: "n1", 1: "n2", 2: "n3", 3: "n4"})
+    job.members.stepped(3)
+    apart(job, *pairs)
+    job.decide(ANSWER_S)
+    apart(job, *pairs)
+    assert [one.host for one in job.decide(ANSWER_S) if isinstance(one, SendAway)] == gone
+
+
+def test_without_so_many_hosts_the_others_wait() -> None:
+    job = Job(least=3)
+    apart(job, (1, "n3"))
+    job.members.stepped(3)
+    job.decide(ANSWER_S)
+    apart(job, (2, "n2"))
+    assert job.decide(ANSWER_S)[1:] == [Dial("n3", APART_S), Wait(("n3",))]
+
+
+def test_what_was_silent_long_ago_is_forgotten() -> None:
+    job = Job()
+    job.members.stepped(3)
+    apart(job, (1, "n3"))
+    job.decide(ANSWER_S)
+    job.settle(step=9)
+    for _ in range(2):
+        apart(job, (0, ""))
+        actions = job.decide(ANSWER_S)
+    assert [type(one) for one in actions] == [End]
+
+
 # --- frozen ranks
 
 
@@ -1072,6 +1224,8 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
                 for slot in action.slots:
                     alive[slot] = False
                     job.kill(slot)
+            elif isinstance(action, SendAway):
+                alive.update({slot: False for slot in HOSTS if HOSTS[slot] == action.host})
 
     def anything(calm: bool) -> None:
         slot = chance.choice(list(HOSTS))
@@ -1089,7 +1243,8 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
             alive[slot] = False
             job.kill(slot)
         elif what == 5 and alive[slot]:
-            job.members.interrupted(slot, job.now)
+            silent = chance.choice(["", *HOSTS.values()])
+            job.members.interrupted(slot, job.now, silent=silent)
         elif what == 6:
             gone = [slot for slot in HOSTS if HOSTS[slot] == host]
             alive.update(dict.fromkeys(gone, False))

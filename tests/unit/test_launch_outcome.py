@@ -9,7 +9,7 @@ import pytest
 
 from paceline.launch import outcome
 from paceline.spec.events import Event
-from paceline.spec.failure import Failure, Kind, Result, signal_name
+from paceline.spec.failure import Failure, Kind, Result, signal_name, silent_peer
 
 
 def failure(rank: int | None, time: float, headline: str = "", kind: Kind = "exception",
@@ -175,3 +175,37 @@ def test_what_is_written_is_what_is_read() -> None:
 )
 def test_a_result_that_nobody_would_write_counts_as_none(said: dict[str, Any]) -> None:
     assert Result.from_json(said) == Result()
+
+
+GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
+
+
+@pytest.mark.parametrize(
+    "why", ["Connection timed out", "No route to host", "Network is unreachable"]
+)
+def test_a_line_that_is_gone_is_an_echo_in_gloo_s_words_only(why: str) -> None:
+    said = (
+        f"{GLOO}Read error [10.77.0.13]:12957: {why}. This is typically caused by a remote worker"
+    )
+    assert failure(1, 0.0, said).echo
+    assert silent_peer(said) == "10.77.0.13"
+    for own in (f"TimeoutError: [Errno 110] {why}", f"URLError: <urlopen error [Errno 101] {why}>",
+                f"OSError: read error [10.0.0.1]: {why}"):  # fmt: skip
+        assert not failure(1, 0.0, own).echo
+        assert not silent_peer(own)
+
+
+@pytest.mark.parametrize(
+    ("said", "peer"),
+    [
+        ("writev [fd00::2]:4011: No route to host", "fd00::2"),
+        ("Connect timeout [10.0.0.2]:6550$2", "10.0.0.2"),
+        ("SO_ERROR: Connection timed out, remote=[10.0.0.2]:6550$2", "10.0.0.2"),
+        ("The client socket has timed out after 500ms while trying to connect to (10.0.0.1, 2950).",
+         "10.0.0.1"),
+        ("Connection closed by peer [10.0.0.2]:42183", ""),
+        ("timed out connecting: SO_ERROR: Connection reset by peer, remote=[10.0.0.2]:6550$2", ""),
+    ],
+)  # fmt: skip
+def test_whom_a_rank_could_not_hear(said: str, peer: str) -> None:
+    assert silent_peer(GLOO + said) == peer

@@ -9,6 +9,7 @@ place joins between two steps, when it is ready.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -27,6 +28,10 @@ LAST_S = 10.0  # all that have the training's state hang for so long: they are e
 SAVED = 143  # the exit status of a rank that was asked to stop, and has saved
 STOPPED = "Stopped:"  # so begins what it raises
 STOP_S = 10.0  # for the last regrouping, before ranks are asked to stop in any case
+MEET_S = 15.0  # for connections of a new group, once all its ranks are there
+FORMING_S = 30.0  # for a new group, after which one that is not there is a hang
+APART_S = 30.0  # to which a host that was sent away is dialled later, twice as long each time
+LONGEST_APART_S = 600.0
 
 Standing = Literal["in", "joining", "ready", "starting", "lost", "done", "left out"]
 Standstill = Literal["up", "no server", "lost", "gone"]
@@ -74,9 +79,22 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """A host is dialled, until it is back or the job is over."""
+    """A host is dialled, until it is back or the job is over; ``after_s``: not before."""
 
     host: str
+    after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SendAway:
+    """A host that lives is left out, with its agent: another and it do not hear each other.
+
+    It is lost like any other then, but dialled not before ``again_s``.
+    """
+
+    host: str
+    why: str
+    again_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +174,7 @@ class NotAgain:
 
 
 After = Callable[[Failure, float, int | None], Verdict]
-Order = Regroup | Start | Kill | Prepare | Dial | Stop | End | Fail
+Order = Regroup | Start | Kill | Prepare | Dial | SendAway | Stop | End | Fail
 Action = Order | Wait | Recovered | Joined | LeftOut | NotAgain
 
 
@@ -187,6 +205,7 @@ class _Node:
     standing: Standstill = "up"
     ordered: bool = False  # what brings it back
     why: Failure | None = None  # it is away, and no other has taken its ranks
+    pause_s: float = 0.0  # before it is dialled
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +224,8 @@ class _Generation:
     begun: float = 0.0
     planned: bool = False
     unsettled: set[int] = field(default_factory=set)
+    unformed: set[int] = field(default_factory=set)  # do not have all connections yet
+    met_at: float | None = None  # when all were there to make them
 
 
 def _never(failure: Failure, now: float, step: int | None) -> Verdict:
@@ -236,6 +257,9 @@ class Members:
         self._held: list[_Held] = []
         self._waiting_since: float | None = None
         self._alone_at = -1  # step at which the same members had to regroup
+        self._silent: dict[frozenset[str], int] = {}  # hosts of a line, and the step of an error
+        self._silent_since: float | None = None  # of the first of them
+        self._sent_away: Counter[str] = Counter()
         self._gave_up: Failure | None = None
         self._all_hang_since: float | None = None
         self._stopping = False  # the ranks were asked to save and stop
@@ -294,9 +318,39 @@ class Members:
         if step is not None:
             self._step = max(self._step, step)
 
-    def interrupted(self, slot: int, now: float) -> None:
-        """A rank had an error in a collective, and waits for word."""
-        self._slots[slot].interrupted_at = now
+    def forming(self, now: float) -> bool:
+        """Whether a group is being made, and not for so long that it must be a hang."""
+        return not self.settled and now - self._generation.begun < FORMING_S
+
+    def interrupted(self, slot: int, now: float, *, silent: str = "",
+                    generation: int | None = None) -> None:  # fmt: skip
+        """A rank had an error in a collective, and waits for word.
+
+        Args:
+            slot: Which.
+            now: The time.
+            silent: The host that it could not hear; empty when its error is of another kind.
+            generation: The newest group that it knew of.
+        """
+        host = self._slots[slot].host
+        if silent in self._nodes and silent != host:
+            if self._step > max(self._silent.values(), default=-1) + 1:
+                self._silent, self._silent_since = {}, None
+            self._silent[frozenset((host, silent))] = self._step
+            self._silent_since = self._silent_since or now
+        late = generation is not None and generation < self._generation.number
+        if not late or self._generation.planned:  # else it will find the present group's word
+            self._slots[slot].interrupted_at = now
+
+    def meeting(self, generation: int, now: float) -> None:
+        """All ranks of a new group are there, and make its connections."""
+        if generation == self._generation.number and self._generation.met_at is None:
+            self._generation.met_at = now
+
+    def formed(self, slot: int, size: int) -> None:
+        """A rank has all connections of a group of that size."""
+        if size == len(self._generation.members):
+            self._generation.unformed.discard(slot)
 
     def ready(self, slot: int, now: float) -> None:
         """A newcomer can join."""
@@ -528,9 +582,10 @@ class Members:
             self._all_gone()
         if not self._over:
             self._end_ranks(now)
+            self._reunite(now)
             self._bring_back()
             self._mend(now)
-            self._answer(now)
+            self._give_up(now)
             self._start(now)
             self._take_in(now)
         news, self._news = self._news, []
@@ -606,7 +661,8 @@ class Members:
         for host, node in self._nodes.items():
             if not node.ordered and node.standing in ("no server", "lost"):
                 node.ordered = True
-                self._news.append(Prepare(host) if node.standing == "no server" else Dial(host))
+                no_server = node.standing == "no server"
+                self._news.append(Prepare(host) if no_server else Dial(host, node.pause_s))
 
     def _mend(self, now: float) -> None:
         """A generation that lost members is followed by one without them."""
@@ -643,7 +699,7 @@ class Members:
         if host:
             self._store_host, self._store_lost = host, False
         number = self._generation.number + 1
-        self._generation = _Generation(number, members, now, planned, set(members))
+        self._generation = _Generation(number, members, now, planned, set(members), set(members))
         self._torn_at = None
         for slot in members:
             self._slots[slot].interrupted_at = None
@@ -654,26 +710,105 @@ class Members:
         hosts = [self._slots[slot].host for slot in members]
         return next((h for h in hosts if self._nodes[h].standing == "up"), hosts[0])
 
-    def _answer(self, now: float) -> None:
-        """Ranks that were interrupted although nobody is lost: once more together, or the end."""
+    def _give_up(self, now: float) -> None:
         why = None if self._stopping else self._gave_up
         if why is not None and (self.settled or now - self._generation.begun > STOP_S):
             self._news.append(Stop(why))
             self._over = True
-        if self._over or not self.settled:
+
+    def _reunite(self, now: float) -> None:
+        """Ranks were interrupted, or do not meet, although nobody is lost.
+
+        They try once more together. Where that is in vain, and they do not hear each other, one
+        end of that line is left out; where it is for another reason, it is the end.
+        """
+        if self._torn_at is not None or (self._gave_up is not None and not self._stopping):
             return
+        if self._stopping and not self.settled:
+            return
+        newcomers = self._standing("joining")
+        if not self.settled and self._late_to_meet(now):
+            self._part(now)
+            if self._torn_at is not None:
+                return
         asking = [one.interrupted_at for one in self._standing("in")
                   if one.interrupted_at is not None]  # fmt: skip
         if not asking or now - min(asking) < ANSWER_S or self._held:
             return
         alone = self._stopping or not self._standing("done")
-        if alone and self._alone_at < self._step:
+        tried = bool(newcomers) or self._alone_at >= self._step or not alone
+        new_hosts = self._new_hosts
+        apart = self._apart(new_hosts) if tried and alone else None
+        if apart is not None and (not newcomers or apart[0] in new_hosts):
+            self._part(now)
+        elif newcomers or not tried:
+            for one in newcomers:
+                self._kill(one)
+                self._drop(one, None, now)
             self._alone_at = self._step
             self._group(self._survivors, now, planned=False)
         else:
             self._news.append(End("no rank was lost"))
             for one in self._standing("in"):
                 one.interrupted_at = None
+
+    @property
+    def _new_hosts(self) -> set[str]:
+        """From which ranks join, and which have none that trains."""
+        trains = {one.host for one in self._standing("in")}
+        return {one.host for one in self._standing("joining")} - trains
+
+    def _late_to_meet(self, now: float) -> bool:
+        """Whether connections of a new group are waited for in vain: gloo may wait for minutes."""
+        since = self._generation.met_at
+        late = since is not None and now - since >= MEET_S and bool(self._generation.unformed)
+        return late and not self._standing("done")
+
+    def _part(self, now: float) -> None:
+        """Leaves out hosts until the others hear each other, as far as is known."""
+        unformed = [self._slots[slot].host for slot in self._generation.members
+                    if slot in self._generation.unformed]  # fmt: skip
+        for host in sorted(self._new_hosts & {*unformed}):  # whose line nobody knew
+            others = [one for one in dict.fromkeys(unformed) if one not in self._new_hosts]
+            if others and not self._settled_by(host):
+                self._send_away(host, others, now)
+        while (apart := self._apart(self._new_hosts)) is not None:
+            self._send_away(*apart, now)
+
+    def _settled_by(self, host: str) -> bool:
+        """Whether an error has said whom this host does not hear."""
+        return any(host in pair and step >= self._step - 1 for pair, step in self._silent.items())
+
+    def _apart(self, new_hosts: set[str]) -> tuple[str, tuple[str, ...]] | None:
+        """A host to go on without, and those of which it hears nothing; ``None``: there is none.
+
+        A newcomer before who has the training's state, then who is at odds with most others, then
+        whoever is not the host of the rank that saves.
+        """
+        order = [self._slots[slot].host for slot in self._generation.members
+                 if self._slots[slot].standing in ("in", "joining")]  # fmt: skip
+        pairs = [pair for pair, step in self._silent.items()
+                 if step >= self._step - 1 and pair <= {*order}]  # fmt: skip
+        if not pairs:
+            return None
+        count = Counter(host for pair in pairs for host in pair)
+        gone = max(count, key=lambda host: (host in new_hosts, count[host], host != order[0],
+                                            order.index(host)))  # fmt: skip
+        others = {host for pair in pairs if gone in pair for host in pair} - {gone}
+        return gone, tuple(sorted(others, key=order.index))
+
+    def _send_away(self, host: str, others: Sequence[str], now: float) -> None:
+        """A host counts as lost, and comes back as lost ones do, but not at once."""
+        if len(others) == 1:
+            headline = f"{host} and {others[0]} do not hear each other"
+        else:
+            headline = f"{host} and others ({', '.join(others)}) do not hear each other"
+        began = now if self._silent_since is None else self._silent_since
+        pause_s = min(LONGEST_APART_S, APART_S * 2 ** self._sent_away[host])
+        self._sent_away[host] += 1
+        self._news.append(SendAway(host, headline, pause_s))
+        self.node_lost(host, Failure("lost", host, None, began, headline=headline), now)
+        self._nodes[host].pause_s = pause_s
 
     def _start(self, now: float) -> None:
         """Newcomers for what is lost, where their host can start them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -24,16 +25,18 @@ from paceline.launch.members import (
     Prepare,
     Recovered,
     Regroup,
+    SendAway,
     Start,
     Stop,
     Wait,
 )
+from paceline.launch.muster import TOO_LATE_S
 from paceline.launch.recorder import Recorder
 from paceline.launch.screen import Screen
 from paceline.spec import jobenv
 from paceline.spec.errors import GoneError, PacelineError
 from paceline.spec.events import Event
-from paceline.spec.failure import Failure, Recovery
+from paceline.spec.failure import Failure, Recovery, silent_peer
 from paceline.spec.plan import NodePlan, Plan
 
 TICK_S = 0.1
@@ -127,6 +130,11 @@ class Recoveries:
         return self._members.finished
 
     @property
+    def forming(self) -> bool:
+        """Whether ranks may still find each other in a new group: what stands then is no hang."""
+        return self._members.recovers and self._members.forming(time.monotonic())
+
+    @property
     def under_way(self) -> bool:
         """Whether ranks have no group at present: their silence is no hang."""
         return self._members.recovers and not self._members.settled
@@ -147,11 +155,16 @@ class Recoveries:
             return
         elif event.kind == "interrupted":
             self._members.stepped(event["step"])
-            self._members.interrupted(slot, now)
+            silent = self._host_at(silent_peer(str(event["error"] or "")))
+            self._members.interrupted(slot, now, silent=silent, generation=event["generation"])
         elif event.kind == "stuck":
             self._members.hung(slot, STUCK)
         elif event.kind in ("rank frozen", "rank thawed"):
             self._members.frozen(slot, event["how"] == "stopped")
+        elif event.kind == "meeting":
+            self._members.meeting(event["generation"], now)
+        elif event.kind == "world joined":
+            self._members.formed(slot, event["world_size"])
         elif event.kind == "newcomer ready":
             self._members.ready(slot, now)
         elif event.kind == "door closed":
@@ -268,7 +281,10 @@ class Recoveries:
         elif isinstance(action, Prepare):
             self._begin(self._prepare(action.host))
         elif isinstance(action, Dial):
-            self._begin(self._dial(action.host))
+            self._begin(self._dial(action.host, action.after_s))
+        elif isinstance(action, SendAway):
+            self._say(left_out(action, again=self._rejoin is not None))
+            self._begin(self._send_away(action.host))
         elif isinstance(action, Fail):
             for failure in action.failures:
                 self._fail(failure)
@@ -398,13 +414,22 @@ class Recoveries:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _dial(self, host: str) -> None:
+    async def _send_away(self, host: str) -> None:
+        if (node := self._node(host)) is not None and not node.lost:
+            node.running = False
+            await self._fleet.dismiss(node)
+
+    async def _dial(self, host: str, after_s: float = 0.0) -> None:
         part = self._parts[host]
         spare = self._stand_in(part) if self._members.open else None  # it could not join
         if spare is not None:
             del self._parts[host]
             self.take_in(spare)
-        elif self._rejoin is not None:
+        elif self._rejoin is None:
+            self._members.node_gone(host)
+        else:
+            # whoever was sent home, and not lost, is dialled only after some time in any case
+            await asyncio.sleep(max(0.0, after_s - TOO_LATE_S))
             try:
                 await self._rejoin(host)
             except GoneError:  # as was said
@@ -412,6 +437,11 @@ class Recoveries:
             else:
                 self._members.server_up(host)
             self.act()
+
+    def _host_at(self, address: str) -> str:
+        """The host that has this address; empty when none does."""
+        return next((host for host, part in self._parts.items()
+                     if address and _same(part.address, address)), "")  # fmt: skip
 
     def _node(self, host: str) -> Node | None:
         """The node of a host; ``None`` when another host has taken its place."""
@@ -460,6 +490,26 @@ class Recoveries:
 
     def _who(self, slot: int) -> str:
         return f"rank {slot} on {self._places[slot]}"
+
+
+def left_out(action: SendAway, again: bool) -> str:
+    """What people are told of a host that lives and is left out."""
+    later = f", and it is tried again after {action.again_s:.0f} s" if again else ""
+    return (f"{action.why} (paceline check tries each direction): {action.host} is left"
+            f" out{later}")  # fmt: skip
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether both are one address, however it is written."""
+    try:
+        return _plain_address(one) == _plain_address(other)
+    except ValueError:
+        return one == other
+
+
+def _plain_address(text: str) -> str:
+    address = ipaddress.ip_address(text.partition("%")[0])
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def lost_words(failure: Failure) -> str:

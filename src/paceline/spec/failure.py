@@ -27,6 +27,13 @@ UNKNOWN = -1  # exit code of a run that left no result
 GIVEN_UP = "its connections were cut"  # a wait of ours, see train/waits.py
 _GONE = r"Connection (?:closed|reset) by peer|Broken pipe|connectFullMesh|Socket Timeout"
 _GONE += f"|{GIVEN_UP}"
+# gloo, of a line that is silent. Only with its own words before: a program's own sockets say the
+# rest, too.
+_PEER = r"\[[\w.:%]{1,80}\]:\d{1,5}(?:\$\d{1,9})?"
+_SILENCE = "(?:Connection timed out|No route to host|Network is unreachable|Host is unreachable)"
+_SILENT = rf"(?:Read error|writev) {_PEER}: {_SILENCE}|SO_ERROR: {_SILENCE}, remote="
+_SILENT += rf"|Connect timeout {_PEER}"
+_GONE += f"|{_SILENT}"
 _IN_VAIN = r"Timed out waiting \d+ms|Watchdog caught collective|Application timeout"
 _NETWORK = (
     r"Socket closed|recvValue failed|remote process exited|Connection refused|DistNetworkError"
@@ -35,6 +42,20 @@ _NETWORK = (
 WAITED = re.compile(_IN_VAIN)  # for a rank that did not come to a collective
 PEER_GONE = re.compile(rf"{_GONE}|{_IN_VAIN}|ncclSystemError|ncclRemoteError")  # while it trained
 ECHO = re.compile(f"{_GONE}|{_IN_VAIN}|{_NETWORK}", re.IGNORECASE)  # at any time
+_OTHER_END = re.compile(
+    rf"(?:{_SILENT}).{{0,100}}|trying to connect to \([^,()\s]{{1,80}}, \d{{1,5}}\)"
+)
+_ADDRESS = re.compile(r"\[([\w.:%]{1,80})\]:\d|\(([^,()\s]{1,80}), \d")
+
+
+def silent_peer(said: str) -> str:
+    """The address of whom a rank could not hear; empty where its error is not of that kind.
+
+    A connection that was closed says nothing of the line: whoever leaves a group closes all.
+    """
+    about = _OTHER_END.search(said)
+    address = _ADDRESS.search(about[0]) if about else None
+    return (address[1] or address[2]) if address else ""
 
 
 def place(host: str, rank: int | None) -> str:

@@ -712,7 +712,7 @@ class Recovery:
             word = self._control.newer(tried)
             if word is None or word.planned:
                 said = str(error).partition("\n")[0][:300]
-                self.say("interrupted", step=self.step(), error=said)
+                self.say("interrupted", step=self.step(), error=said, generation=tried)
                 word = self._control.wait(tried)
             if word is None:
                 raise error
@@ -791,6 +791,7 @@ class Recovery:
             self._links.store_met()
             store = PrefixStore(f"generation/{word.generation}", client)
             self._all_here(store, word)
+            self.say("meeting", generation=word.generation)
             self._make(PrefixStore("default_pg", store), place, _FORMING)
         if self._control.newer(word.generation):
             raise Overtaken

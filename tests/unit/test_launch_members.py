@@ -681,7 +681,7 @@ def test_of_two_hosts_that_do_not_hear_each_other_one_is_left_out() -> None:
     job.members.stepped(3)
     apart(job, (1, "n3"), (2, "n2"))
     assert job.decide(ANSWER_S) == [Regroup(1, (0, 1, 2), False)]
-    assert job.members.forming(job.now)
+    assert job.members.forming(job.now, 1.0)
     job.members.interrupted(0, job.now, generation=0)  # a late word of the former group
     assert job.decide(ANSWER_S) == []
     apart(job, (1, ""), (2, ""), (0, ""))
@@ -690,6 +690,8 @@ def test_of_two_hosts_that_do_not_hear_each_other_one_is_left_out() -> None:
         SendAway("n3", why, APART_S), Dial("n3", APART_S), Regroup(2, (0, 1), False)
     ]  # fmt: skip
     job.settle(step=3)
+    assert job.members.forming(job.now, 1.0)  # ranks have had no time for a step yet
+    assert not job.members.forming(job.now + 1.0, 1.0)
     (told,) = job.decide()
     assert isinstance(told, Recovered)
     assert [failure.headline for failure in told.losses] == [why]

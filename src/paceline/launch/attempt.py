@@ -336,7 +336,7 @@ class Attempt:
 
     def _hang_over(self, hang: Hang, limit_s: float) -> bool:
         """A hang is ended: by another process in the rank's place, or with the attempt."""
-        if self.recoveries.forming:  # they say by themselves when they do not meet
+        if self.recoveries.forming(limit_s):  # they say by themselves when they do not meet
             return True
         measured = isinstance(self._job.hang_timeout_s.value, str)
         limit = f"{limit_s:.0f} s" if measured else f"--hang-timeout {limit_s:g}"

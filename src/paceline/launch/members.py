@@ -318,9 +318,15 @@ class Members:
         if step is not None:
             self._step = max(self._step, step)
 
-    def forming(self, now: float) -> bool:
-        """Whether a group is being made, and not for so long that it must be a hang."""
-        return not self.settled and now - self._generation.begun < FORMING_S
+    def forming(self, now: float, limit_s: float) -> bool:
+        """Whether a group is being made or was just now: what stood before is no hang of it.
+
+        Args:
+            now: The time.
+            limit_s: Seconds that ranks may stand still, also in a group that was made.
+        """
+        patience_s = limit_s if self.settled else FORMING_S
+        return self._generation.number > 0 and now - self._generation.begun < patience_s
 
     def interrupted(self, slot: int, now: float, *, silent: str = "",
                     generation: int | None = None) -> None:  # fmt: skip

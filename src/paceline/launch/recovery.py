@@ -129,10 +129,9 @@ class Recoveries:
         """Whether the training is over, in order: what is lost now is missed by nobody."""
         return self._members.finished
 
-    @property
-    def forming(self) -> bool:
-        """Whether ranks may still find each other in a new group: what stands then is no hang."""
-        return self._members.recovers and self._members.forming(time.monotonic())
+    def forming(self, limit_s: float) -> bool:
+        """Whether a new group is being made or was just now: what stood before is no hang of it."""
+        return self._members.recovers and self._members.forming(time.monotonic(), limit_s)
 
     @property
     def under_way(self) -> bool:

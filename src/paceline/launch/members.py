@@ -733,10 +733,8 @@ class Members:
         if self._stopping and not self.settled:
             return
         newcomers = self._standing("joining")
-        if not self.settled and self._late_to_meet(now):
-            self._part(now)
-            if self._torn_at is not None:
-                return
+        if not self.settled and self._late_to_meet(now) and self._part(now):
+            return
         asking = [one.interrupted_at for one in self._standing("in")
                   if one.interrupted_at is not None]  # fmt: skip
         if not asking or now - min(asking) < ANSWER_S or self._held:
@@ -770,8 +768,9 @@ class Members:
         late = since is not None and now - since >= MEET_S and bool(self._generation.unformed)
         return late and not self._standing("done")
 
-    def _part(self, now: float) -> None:
-        """Leaves out hosts until the others hear each other, as far as is known."""
+    def _part(self, now: float) -> bool:
+        """Leaves out hosts until the others hear each other, as far as is known; whether any."""
+        before = self._sent_away.total()
         unformed = [self._slots[slot].host for slot in self._generation.members
                     if slot in self._generation.unformed]  # fmt: skip
         for host in sorted(self._new_hosts & {*unformed}):  # whose line nobody knew
@@ -780,6 +779,7 @@ class Members:
                 self._send_away(host, others, now)
         while (apart := self._apart(self._new_hosts)) is not None:
             self._send_away(*apart, now)
+        return self._sent_away.total() > before
 
     def _settled_by(self, host: str) -> bool:
         """Whether an error has said whom this host does not hear."""

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from paceline.remote.openssh import agent_command
+from paceline.rendezvous import called
 from paceline.rendezvous.called import CalledTransport
 from paceline.rendezvous.listener import caller_config
 from paceline.schedulers import SCHEDULERS, load
@@ -245,8 +246,9 @@ def test_where_it_cannot_be_removed_no_other_is_started(
     asyncio.run(go())
 
 
-def test_a_supervisor_has_lost_containers_started_again() -> None:
+def test_a_supervisor_has_lost_containers_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on its own host, whichever way that was called by then."""
+    monkeypatch.setattr(called, "own_addresses", lambda interface, hosts: ["127.0.0.1"])
     asked: list[Host] = []
 
     async def start(host: Host, python: str) -> Any:

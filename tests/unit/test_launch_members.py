@@ -705,7 +705,7 @@ def test_they_are_not_waited_for_until_gloo_gives_up() -> None:
     apart(job, (1, "n3"), (2, "n2"))
     assert job.decide(ANSWER_S) == [Regroup(1, (0, 1, 2), False)]
     assert job.decide(2 * MEET_S) == []
-    job.members.meeting(1, job.now)
+    job.members.gathered(1, job.now)
     job.members.formed(0, 3)
     assert job.decide(MEET_S / 2) == []
     assert [type(one) for one in job.decide(MEET_S / 2)] == [SendAway, Dial, Regroup]
@@ -716,7 +716,7 @@ def test_a_newcomer_that_does_not_meet_all_others_is_left_out_and_no_slow_one() 
     job.members.stepped(90)
     job.members.ready(2, job.now)
     assert job.decide() == [Regroup(3, (0, 1, 2), True)]
-    job.members.meeting(3, job.now)
+    job.members.gathered(3, job.now)
     job.members.formed(0, 3)
     why = "n3 and n2 do not hear each other"
     assert job.decide(MEET_S)[0] == SendAway("n3", why, 2 * APART_S)
@@ -726,7 +726,7 @@ def test_a_newcomer_that_does_not_meet_all_others_is_left_out_and_no_slow_one() 
     job.decide()
     job.members.ready(2, job.now)
     job.decide()
-    job.members.meeting(5, job.now)
+    job.members.gathered(5, job.now)
     for slot in job.places:
         job.members.formed(slot, 3)
     assert job.decide(99 * MEET_S) == []  # the state of a large model is on its way

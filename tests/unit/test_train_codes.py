@@ -90,6 +90,8 @@ class Threads(Wire):
     def sum(self, tensor: Tensor) -> None:
         tensor.copy_(torch.stack(self._meet(tensor.clone())).sum(0))
 
+    around = sum
+
     def swap(self, messages: Tensor, codes: int = 0) -> Tensor:
         every = self._meet([parcel(one, codes) for one in messages])
         return self._unpacked([rows[self.rank] for rows in every], codes, messages[0])

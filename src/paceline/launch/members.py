@@ -348,7 +348,7 @@ class Members:
         if not late or self._generation.planned:  # else it will find the present group's word
             self._slots[slot].interrupted_at = now
 
-    def meeting(self, generation: int, now: float) -> None:
+    def gathered(self, generation: int, now: float) -> None:
         """All ranks of a new group are there, and make its connections."""
         if generation == self._generation.number and self._generation.met_at is None:
             self._generation.met_at = now

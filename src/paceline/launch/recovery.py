@@ -160,8 +160,8 @@ class Recoveries:
             self._members.hung(slot, STUCK)
         elif event.kind in ("rank frozen", "rank thawed"):
             self._members.frozen(slot, event["how"] == "stopped")
-        elif event.kind == "meeting":
-            self._members.meeting(event["generation"], now)
+        elif event.kind == "gathered":
+            self._members.gathered(event["generation"], now)
         elif event.kind == "world joined":
             self._members.formed(slot, event["world_size"])
         elif event.kind == "newcomer ready":

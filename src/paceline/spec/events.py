@@ -194,7 +194,7 @@ KINDS: dict[str, Kind] = {
     "raised": _kind("rank", "bytes sha256"),  # the same of what it raised
     "recoverable": _kind("rank", "able", may="why"),  # before its first step
     "interrupted": _kind("rank", may="step error generation"),  # it waits for word; of which group
-    "meeting": _kind("rank", "generation"),  # all of a new group are there: connections are made
+    "gathered": _kind("rank", "generation"),  # all of a new group are there: connections are made
     "door closed": _kind("rank", "why"),  # nobody can join any more
     "newcomer ready": _kind("rank"),  # to join the others
     "stuck": _kind("rank", "seconds", may="step"),  # in a collective that nothing frees

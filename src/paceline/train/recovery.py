@@ -791,7 +791,7 @@ class Recovery:
             self._links.store_met()
             store = PrefixStore(f"generation/{word.generation}", client)
             self._all_here(store, word)
-            self.say("meeting", generation=word.generation)
+            self.say("gathered", generation=word.generation)
             self._make(PrefixStore("default_pg", store), place, _FORMING)
         if self._control.newer(word.generation):
             raise Overtaken

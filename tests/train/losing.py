@@ -26,6 +26,7 @@ from paceline import train
 from paceline.train import files
 
 SAMPLES, BATCH, EPOCHS, HELD_BACK = 72, 12, 4, 25
+LONGER_S = 0.03  # after each step, so that there is time for somebody to die
 Kills = Callable[[str, int], bool]
 """Whether this rank is to die at this moment of this step."""
 
@@ -151,6 +152,7 @@ def two_models(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any
                 done.append(session.progress.step)
                 ends.append(time.monotonic())
                 dies("stepped", step)
+                time.sleep(how.get("pause", 0.0))
     session.verify()
     return {"end": flat(first, second), "done": done, "ends": ends}
 
@@ -169,9 +171,12 @@ WAYS: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def rank(way: str, folder: Path, kills: dict[int, tuple[str, int]]) -> Callable[[int], None]:
+def rank(
+    way: str, folder: Path, kills: dict[int, tuple[str, int]], **more: Any
+) -> Callable[[int], None]:
     """What a rank does: it trains and leaves what it found."""
     make, how = WAYS[way]
+    how = how | more
 
     def body(slot: int) -> None:
         faulthandler.register(signal.SIGUSR1)
@@ -212,10 +217,11 @@ def trial(
     kills: dict[int, tuple[str, int]] | None = None,
     act: Callable[[Launcher], None] = lambda _: None,
     timeout: float = 200,
+    **more: Any,
 ) -> dict[str, Any]:
     """A training in which these ranks die at these moments, and what became of the others."""
     folder.mkdir(parents=True)
-    launcher = Launcher(size, rank(way, folder, kills or {}), folder)
+    launcher = Launcher(size, rank(way, folder, kills or {}, **more), folder)
     statuses = launcher.run(timeout, act)
     found = {
         slot: json.loads((folder / f"{slot}.json").read_text())
@@ -260,7 +266,7 @@ def at_random(seed: int, way: str, size: int, folder: Path) -> dict[str, Any]:
             launcher.kill(moments.pop(0)[1])
 
     return {"seed": seed, "way": way, "size": size, "lost": lost, "first": first, "then": then,
-            **trial(way, size, folder, act=act)}  # fmt: skip
+            **trial(way, size, folder, act=act, pause=LONGER_S)}  # fmt: skip
 
 
 def frozen(way: str, size: int, folder: Path, slot: int, after: float) -> dict[str, Any]:

@@ -472,6 +472,11 @@ class Scene:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
 
+    async def works(self, watch: HangWatch) -> None:
+        """A rank goes on using a CPU, and something more is told."""
+        watch._fleet.nodes[0].active_at = self.active_at = time.monotonic() + 60
+        await self.until(lambda: len(self.told) == 2)
+
     async def until(self, so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 30
         while not so():
@@ -535,8 +540,7 @@ def test_who_only_uses_a_cpu_does_not_go_on(scene: Scene) -> None:
             await scene.until(lambda: scene.looks > looks)  # noqa: B023
         assert scene.lines() == ["at train.py, line 21"]
         scene.call = 8
-        watch._fleet.nodes[0].active_at = scene.active_at = time.monotonic() + 60
-        await scene.until(lambda: len(scene.told) == 2)
+        await scene.works(watch)
 
     asyncio.run(scene.play(act))
     assert scene.told[1] is None
@@ -547,8 +551,7 @@ def test_who_works_at_another_line_goes_on(scene: Scene) -> None:
 
     async def act(watch: HangWatch) -> None:
         scene.line = 25
-        watch._fleet.nodes[0].active_at = scene.active_at = time.monotonic() + 60
-        await scene.until(lambda: len(scene.told) == 2)
+        await scene.works(watch)
 
     asyncio.run(scene.play(act))
     assert scene.told[1] is None
@@ -558,8 +561,7 @@ def test_without_a_recorder_a_cpu_is_all_that_is_known(scene: Scene) -> None:
     scene.call = 0
 
     async def act(watch: HangWatch) -> None:
-        watch._fleet.nodes[0].active_at = scene.active_at = time.monotonic() + 60
-        await scene.until(lambda: len(scene.told) == 2)
+        await scene.works(watch)
 
     asyncio.run(scene.play(act))
     assert scene.told[1] is None

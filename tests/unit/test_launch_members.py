@@ -91,6 +91,13 @@ class Job:
         for slot in self.members.members if slots is None else slots:
             self.members.regrouped(slot, number, step, self.now)
 
+    def start_again(self, slot: int) -> None:
+        """A rank is killed, the others train on without it, and a newcomer is started."""
+        self.kill(slot)
+        self.decide()
+        self.settle()
+        self.decide()
+
     def join(self, *slots: int) -> None:
         """Newcomers of these slots, already started, are ready and taken in."""
         for slot in slots:
@@ -132,10 +139,7 @@ def test_a_spare_takes_the_ranks_of_a_lost_host() -> None:
 def test_a_start_that_failed_on_a_lost_host_is_none_of_the_spare_s() -> None:
     """Its answer may come late: else two processes would have the same rank."""
     job = Job()
-    job.kill(1)
-    job.decide()
-    job.settle()
-    job.decide()
+    job.start_again(1)
     job.lose("n2")
     job.decide()
     job.members.came("n4", (1,), job.now)
@@ -226,10 +230,7 @@ def test_a_second_loss_while_the_group_is_made_anew() -> None:
 def test_a_loss_while_newcomers_join() -> None:
     """Whether they have the state is not known: they begin once more."""
     job = Job()
-    job.kill(1)
-    job.decide()
-    job.settle()
-    job.decide()
+    job.start_again(1)
     job.members.ready(1, job.now)
     assert job.decide() == [Regroup(2, (0, 2, 1), True)]
     job.settle([0])
@@ -245,10 +246,7 @@ def test_a_loss_while_newcomers_join() -> None:
 
 def test_a_newcomer_that_dies_while_it_joins() -> None:
     job = Job()
-    job.kill(1)
-    job.decide()
-    job.settle()
-    job.decide()
+    job.start_again(1)
     job.members.ready(1, job.now)
     job.decide()
     job.kill(1)
@@ -258,10 +256,7 @@ def test_a_newcomer_that_dies_while_it_joins() -> None:
 
 def test_a_newcomer_that_dies_is_tried_again_and_then_left_out() -> None:
     job = Job()
-    job.kill(1)
-    job.decide()
-    job.settle()
-    job.decide()
+    job.start_again(1)
     for wait_s in RETRIES_S[1:]:
         job.kill(1)
         assert job.decide(wait_s / 2) == []
@@ -380,10 +375,7 @@ def test_a_lost_node_is_dialled_and_comes_back() -> None:
 
 def test_a_node_that_is_lost_while_its_newcomers_start() -> None:
     job = Job()
-    job.kill(1)
-    job.decide()
-    job.settle()
-    job.decide()
+    job.start_again(1)
     job.lose("n2")
     assert job.decide() == [Dial("n2")]
     job.members.server_up("n2")
@@ -468,10 +460,7 @@ def test_in_vain_they_save_and_stop() -> None:
 def test_in_vain_for_a_node_whose_rank_was_lost_before() -> None:
     """The node that is missing is to blame, not the rank whose loss came last."""
     job = Job(least=3, patience_s=60)
-    job.kill(1)
-    job.decide()
-    job.settle()
-    job.decide()
+    job.start_again(1)
     job.lose("n2")
     assert job.decide(1) == [Dial("n2")]
     job.kill(2)
@@ -941,10 +930,7 @@ def test_the_end_in_order() -> None:
 
 def test_newcomers_that_come_too_late_are_ended() -> None:
     job = Job()
-    job.kill(1)
-    job.decide()
-    job.settle()
-    job.decide()
+    job.start_again(1)
     job.members.done(0, job.now)
     assert job.decide() == []
     job.members.ready(1, job.now)
@@ -1070,10 +1056,7 @@ def test_nobody_waits_in_a_group_for_who_has_just_left() -> None:
 
 def test_newcomers_do_not_join_a_job_that_is_stopped() -> None:
     job = Job()
-    job.kill(1)
-    job.decide()
-    job.settle()
-    job.decide()
+    job.start_again(1)
     job.members.ready(1, job.now)
     job.members.stop()
     assert job.decide(TOGETHER_S) == [Kill("n2", (1,))]
@@ -1082,10 +1065,7 @@ def test_newcomers_do_not_join_a_job_that_is_stopped() -> None:
 def test_a_newcomer_at_the_door_is_ended_when_the_others_have_saved() -> None:
     """They have stopped without opening."""
     job = Job()
-    job.kill(1)
-    job.decide()
-    job.settle()
-    job.decide()
+    job.start_again(1)
     job.members.ready(1, job.now)
     assert job.decide(TOGETHER_S) == [Regroup(2, (0, 2, 1), True)]
     job.members.stop()
@@ -1143,10 +1123,7 @@ def test_who_is_lost_where_nobody_can_join_is_not_started_again() -> None:
 def test_a_newcomer_that_comes_too_late_is_ended(ready: bool) -> None:
     job = Job(HOSTS)
     job.kill(1)
-    job.kill(3)
-    job.decide()
-    job.settle()
-    job.decide()
+    job.start_again(3)
     if ready:
         job.members.ready(1, job.now)  # and the other is waited for
     assert job.decide() == []
@@ -1161,10 +1138,7 @@ def test_a_newcomer_that_comes_too_late_is_ended(ready: bool) -> None:
 
 def test_a_group_that_nobody_makes_any_more_is_followed_by_one_without_the_newcomer() -> None:
     job = Job()
-    job.kill(1)
-    job.decide()
-    job.settle()
-    job.decide()
+    job.start_again(1)
     job.members.ready(1, job.now)
     assert job.decide() == [Regroup(2, (0, 2, 1), True)]
     job.members.closed(2, PAST, job.now)
@@ -1178,10 +1152,7 @@ def test_a_group_that_nobody_makes_any_more_is_followed_by_one_without_the_newco
 def test_a_newcomer_that_has_joined_stays_although_its_word_comes_late() -> None:
     """Who says that nobody can join any more has made the group with it."""
     job = Job()
-    job.kill(1)
-    job.decide()
-    job.settle()
-    job.decide()
+    job.start_again(1)
     job.members.ready(1, job.now)
     job.decide()
     job.settle([0])

@@ -246,10 +246,9 @@ class Exchange:
     def _is_little(self) -> bool:
         """Whether ranks average this model's gradients directly, whatever their buckets."""
         group, comms = self._model.process_group, self._comms
-        own = [one for one in self._model.parameters() if one.requires_grad]
-        size = sum(one.numel() * one.element_size() for one in own)
-        on_cpus = self._stream is None and not comms.mixed and "gloo" in dist.get_backend(group)
-        return on_cpus and comms.world.size > 2 and size <= little.MOST
+        size = sum(one.nbytes for one in self._model.parameters() if one.requires_grad)
+        on_cpus = self._stream is None and not comms.mixed
+        return on_cpus and little.pays(size, comms.world.size, group)
 
     def stood(self, began: float, ended: float) -> None:
         """The computing thread stood still for gradients."""

@@ -22,9 +22,12 @@ _AT_ONCE = 1 << 12  # bytes up to which each rank gets all, and adds up by itsel
 
 def fits(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> bool:
     """Whether a vector on this many ranks is better sent so."""
-    size = vector.numel() * vector.element_size()
-    plain = ranks > 2 and vector.device.type == "cpu" and 0 < size <= MOST
-    return plain and "gloo" in dist.get_backend(group)
+    return vector.device.type == "cpu" and pays(vector.nbytes, ranks, group)
+
+
+def pays(size: int, ranks: int, group: dist.ProcessGroup | None) -> bool:
+    """Whether so many bytes on CPUs are better sent so."""
+    return ranks > 2 and 0 < size <= MOST and "gloo" in dist.get_backend(group)
 
 
 def rows(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -43,8 +44,17 @@ def names(folder: Path) -> list[str]:
 
 def until(there: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while not there() and time.monotonic() < deadline:
+    while not there():
+        assert time.monotonic() < deadline, "what was waited for did not come"
         time.sleep(0.01)
+
+
+def has(disk: int, path: str) -> bool:
+    """Whether an open folder has this file."""
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(path, dir_fd=disk)
+        return True
+    return False
 
 
 def kill_when(step: int, copy: Path) -> Callable[[int], None]:
@@ -112,10 +122,12 @@ def one_disk() -> dict[str, Any]:
 
 def moved() -> dict[str, Any]:
     """Rank 0 and its disk are lost, the others train on: the next one writes, and has copies."""
+    # opened before they are hidden: rank 0 looks past that for its copy
+    disks = [os.open(made(f"moved/{host}"), os.O_RDONLY) for host in ("n1", "n2")]
 
     def act(done: int) -> None:
         if done == 8 and os.environ["PACELINE_HOST"] == "n0":
-            until(lambda: any("6" in names(made(f"moved/{host}")) for host in ("n1", "n2")))
+            until(lambda: any(has(disk, "checkpoints/6/manifest.json") for disk in disks))
             killer(8, signal.SIGKILL)(done)
         if done == 14 and os.environ["PACELINE_HOST"] == "n2":  # the one that takes them now
             until(lambda: bool(names(made("moved/n2"))))

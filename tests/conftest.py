@@ -23,15 +23,15 @@ from paceline.lab import Lab, LabOptions
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "PACELINE_TEST_SESSION"  # carried by every process that a test starts, and its children
 LONGEST = (  # files of labs, by the CPU seconds that they take, and those that wait long
-    "test_documents_run", "test_mpi", "test_slurm", "test_elastic", "test_attribution",
-    "test_coming_from", "test_explain", "test_losses", "test_hangs", "test_check", "test_by_hand",
-    "test_soak", "test_run_words", "test_run_places", "test_run_endings", "test_outlive",
-    "test_run_refusals", "test_warm", "test_attach", "test_detach", "test_come_back",
-    "test_launch_function", "test_connections", "test_run_network", "test_setup",
-    "test_checkpoint_copies", "test_run_masters", "test_recipes_on_hosts", "test_train_image",
-    "test_recovery", "test_joining", "test_forecast", "test_tutorial", "test_docker", "test_lab",
-    "test_full_disk", "test_collectives", "test_trackers_read_back", "test_resume", "test_copies",
-    "test_run_wire", "test_live",
+    "test_documents_run", "test_hangs", "test_mpi", "test_slurm", "test_elastic",
+    "test_attribution", "test_coming_from", "test_explain", "test_losses", "test_check",
+    "test_by_hand", "test_recovery", "test_come_back", "test_minimal_recipes", "test_soak",
+    "test_joining", "test_run_words", "test_run_places", "test_run_endings", "test_outlive",
+    "test_run_refusals", "test_warm", "test_attach", "test_detach", "test_launch_function",
+    "test_connections", "test_run_network", "test_setup", "test_checkpoint_copies",
+    "test_run_masters", "test_recipes_on_hosts", "test_train_image", "test_forecast",
+    "test_tutorial", "test_docker", "test_resume", "test_lab", "test_full_disk",
+    "test_collectives", "test_trackers_read_back", "test_run_wire", "test_live",
 )  # fmt: skip
 PATIENCE_S = 60.0  # an ssh client notices after 15 s that its host is gone
 

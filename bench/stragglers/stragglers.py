@@ -420,6 +420,9 @@ class Ranks:
                 done += 1
             if case.kind == "evaluation":
                 time.sleep(0.02 + 0.05 * self.rank)
+        if session._keeper is not None:  # the next case may keep checkpoints, too
+            session._keeper.close()
+            session._keeper = None
         if onset and case.kind != "batch" and self.rank == 0:
             os.read(self.answers, 1)
         looks = [_kept(look) for look in self.looks] if self.rank == 0 else []
@@ -530,10 +533,18 @@ def verdict(run: dict[str, Any]) -> str:
     right = [one for one in named if one["cause"] == run["kind"]]
     if not right:
         return f"wrong cause: {[one['text'] for one in named]}"
-    late = right[0]["step"] - run["onset"]
+    late = right[0]["step"] - felt(run)
     if named[0]["cause"] != run["kind"]:
         return f"another cause first: {named[0]['text']}"
     return "right" if late <= WITHIN else f"late: after {late} steps"
+
+
+def felt(run: dict[str, Any]) -> int:
+    """The first step that the fault made longer: data that were made ahead hide it for some."""
+    if run["kind"] != "data":
+        return int(run["onset"])
+    waits = [step[0] for look in run["looks"] for step in look["seconds"][run["rank"]]]
+    return next(at for at, wait in enumerate(waits) if at >= run["onset"] and wait > 0.3 * STEP)
 
 
 def main() -> None:

@@ -329,7 +329,7 @@ RECORDED = Path(__file__).parents[1] / "fixtures" / "stragglers" / "runs.json.gz
 
 
 def test_recorded_runs() -> None:
-    """Looks of real ranks on 16 CPUs (bench/stragglers), planted and healthy."""
+    """Looks of real ranks on 16 and on 2 CPUs (bench/stragglers), planted and healthy."""
     with gzip.open(RECORDED, "rt") as file:
         recorded = json.load(file)
     assert {run["kind"] for run in recorded} > {"cpu", "quota", "data", "link", "batch", "plain"}

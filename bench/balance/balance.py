@@ -193,11 +193,12 @@ def measured(name: str, case: Case, folder: Path) -> list[str]:
     own = [rate(one, case.batch, 3, FEW) for one in few]
     both, rows = list(range(case.ranks)), []
     even = run(name, case, folder / "even", "even", both, FEW)
-    auto = run(name, case, folder / "auto", "auto", both, STEPS)
-    half, late = STEPS // 2, STEPS * 3 // 4
-    parts = {"": (0, half if case.later != 1 else STEPS)}
+    steps = STEPS if case.later == 1 else 2 * STEPS  # 20 of each part are for finding the shares
+    auto = run(name, case, folder / "auto", "auto", both, steps)
+    half, late = steps // 2, steps * 3 // 4
+    parts = {"": (0, half if case.later != 1 else steps)}
     if case.later != 1:
-        parts |= {", slow": (half, late), ", quick again": (late, STEPS)}
+        parts |= {", slow": (half, late), ", quick again": (late, steps)}
     for what, (start, stop) in parts.items():
         rates = [*own[:-1], own[-1] / (case.later if what == ", slow" else 1.0)]
         reached = rate(auto[0], case.batch, start + 20, stop) / sum(rates)

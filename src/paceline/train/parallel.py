@@ -63,11 +63,13 @@ def put_back(module: nn.Module) -> None:
 
 
 class Replica(DistributedDataParallel):
-    """DDP that keeps how long it stood still for buffers, and sends none that cannot change.
+    """DDP that keeps how long it stood still for buffers, and sends none that nobody reads.
 
-    Before each forward pass rank 0 sends its buffers (batch norm's statistics) to all, and a rank
-    that is early waits there for a late one, not after its backward pass. Those of frozen parts,
-    which are in evaluation mode and have no parameter that is trained, stay at home.
+    Before each forward pass rank 0 sends its buffers to all, and a rank that is early waits there
+    for a late one, not after its backward pass. Two sorts stay at home: those of frozen parts,
+    which are in evaluation mode and have no parameter that is trained; and the running statistics
+    of norms that train, which such a pass only writes. These are sent before a pass that reads
+    them, and whenever ranks are compared (:class:`paceline.train.insync.Proof`).
 
     Attributes:
         stood: Beginnings and ends of these exchanges; whoever reads them clears them.
@@ -125,7 +127,7 @@ class Replica(DistributedDataParallel):
     def _distributed_broadcast_coalesced(
         self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        moving = {id(buffer) for buffer in moving_buffers(self.module)}
+        moving = {id(buffer) for buffer in moving_buffers(self.module, read=True)}
         found = [tensor for tensor in tensors if id(tensor) in moving]
         if not found:
             return
@@ -136,14 +138,33 @@ class Replica(DistributedDataParallel):
             waits.apart(lambda: send(found, buffer_size, authoritative_rank))  # type: ignore[no-untyped-call]
 
 
-def moving_buffers(module: nn.Module) -> list[Tensor]:
-    """The buffers that training may change: none of frozen parts in evaluation mode."""
+def moving_buffers(module: nn.Module, *, read: bool = False) -> list[Tensor]:
+    """The buffers that training may change: none of frozen parts in evaluation mode.
+
+    Args:
+        module: Whose they are.
+        read: Only those that its next forward pass may read.
+    """
     return [
         buffer
         for part in module.modules()
+        if not (read and _only_writes(part))
         for buffer in part.buffers(recurse=False)
         if part.training or any(p.requires_grad for one in part.modules() for p in as_they_are(one))
     ]
+
+
+def _only_writes(part: nn.Module) -> bool:
+    """Whether a forward pass uses the batch's own statistics and notes them for evaluations."""
+    return part.training and type(part).forward in _NOTING and not part._buffers.keys() - _NOTED
+
+
+_NOTING = (
+    nn.modules.batchnorm._BatchNorm.forward,
+    nn.modules.instancenorm._InstanceNorm.forward,
+    nn.SyncBatchNorm.forward,
+)
+_NOTED = {"running_mean", "running_var", "num_batches_tracked"}
 
 
 class Apart(Replica):

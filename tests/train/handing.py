@@ -21,7 +21,7 @@ from paceline.spec.errors import PacelineError
 from paceline.train.average import Average
 from paceline.train.checkpoints import handover
 from paceline.train.checkpoints.capture import Training
-from paceline.train.checkpoints.handover import give
+from paceline.train.checkpoints.handover import give, give_models
 from paceline.train.loader import Progress
 from paceline.train.models import Models
 from paceline.train.update import Updater
@@ -111,6 +111,56 @@ def handed(
         )
 
 
+def went_on(folder: Path, change: Callable[[Models], object], steps: int) -> None:
+    """Rank 1 changes its models after each step, and gives them to rank 2 before its next."""
+    torch.set_num_threads(1)
+    with train.join(run_dir=folder, dtype="float64") as session:
+        rank = session.world.rank
+        training = made(session, 10 + rank, 0, ("one", "two"))
+        models, problem = training.models, ""
+        for step in range(steps):
+            inputs = torch.randn(4, 3, 6, 6, dtype=KIND)
+            for name in ("one", "two"):
+                models.backward(name, models[name].module(inputs).square().mean(), last=True)
+            for one in models:
+                one.update()
+            models.note()
+            with models.averaged():
+                pass  # as an evaluation has it
+            before = content(training)
+            if rank == 1 and step:
+                change(models)
+        if rank == 1:
+            loss = models["one"].module(torch.randn(4, 3, 6, 6, dtype=KIND)).square().mean()
+            models.backward("one", loss, last=True)  # the next step has begun
+        changed = content(training)
+        try:
+            give_models(models, session.comms, 1, {2})
+        except PacelineError as error:
+            problem = f"{error.message}\n{error.found}"
+        found = {"before": before, "changed": changed, "after": content(training)}
+        (folder / f"{rank}.json").write_text(json.dumps({**found, "problem": problem}))
+
+
+def shrunk(models: Models) -> None:
+    for one in models.module.parameters():
+        one.data.mul_(0.5)
+
+
+def rewritten(models: Models) -> None:
+    with torch.no_grad():
+        next(models.module.parameters()).add_(1.0)
+
+
+def slowed(models: Models) -> None:
+    for one in models:
+        one.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def left_alone(_: Models) -> None:
+    pass
+
+
 def flipped(session: train.Session) -> None:
     """One bit of one piece is wrong on its way to rank 2."""
     handover.PIECE = 512
@@ -161,6 +211,15 @@ def main(folder: Path) -> None:
     for name, how in worlds.items():
         (folder / name).mkdir()
         forking.run_ok(3, lambda name=name, how=how: handed(folder / name, **how))
+    changes: dict[str, tuple[Callable[[Models], object], int]] = {
+        "shrunk": (shrunk, 4),
+        "slowed": (slowed, 6),
+        "left alone": (left_alone, 5),
+        "rewritten at first": (rewritten, 4),
+    }
+    for name, (change, steps) in changes.items():
+        (folder / name).mkdir()
+        forking.run_ok(3, lambda one=folder / name, c=change, n=steps: went_on(one, c, n))
     (folder / "grown").mkdir()
     forking.run_ok(2, lambda: grown(folder / "grown"))
 

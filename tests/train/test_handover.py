@@ -37,6 +37,27 @@ def test_the_taker_has_the_givers_state_and_nobody_else(worlds: Path, name: str)
     assert not taker["problem"]
 
 
+@pytest.mark.parametrize("name", ["shrunk", "slowed", "left alone", "rewritten at first"])
+def test_models_are_given_as_a_step_left_them(worlds: Path, name: str) -> None:
+    """What the giver did to them afterwards the taker will do itself."""
+    _, giver, taker = read(worlds / name)
+    assert not taker["problem"]
+    assert taker["before"] != giver["before"]
+    for part in ("module", "models"):
+        before, changed, after = (
+            _without_statistics(giver[when]["state"][part])
+            for when in ("before", "changed", "after")
+        )
+        assert _without_statistics(taker["after"]["state"][part]) == before
+        assert after == changed
+        assert changed == before or name != "left alone"
+
+
+def _without_statistics(state: Found) -> Found:
+    """The next forward pass has begun, which writes them."""
+    return {name: one for name, one in state.items() if ".norm." not in name}
+
+
 def test_generators_stay_a_ranks_own(worlds: Path) -> None:
     """The same numbers on two ranks would be the same dropout."""
     _, giver, taker = read(worlds / "afresh")

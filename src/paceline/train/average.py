@@ -61,6 +61,7 @@ class Average:
         self._kept = {name: one.detach().clone() for name, one in self._live.items()}
         self._buffers = [name for name, _ in module.named_buffers() if name in self._live]
         self._applied = False
+        self.exchanges = 0
 
     @torch.no_grad()
     def update(self) -> None:
@@ -107,6 +108,7 @@ class Average:
     @torch.no_grad()
     def _exchange(self) -> None:
         """In place: whoever holds the parameters holds them afterwards, FSDP and DDP included."""
+        self.exchanges += 1
         parallel.put_back(self.module)
         for kept, live in zip(_local(self._kept), _local(self._live), strict=True):
             before = live.clone()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.spec.errors import JobError
 from paceline.train import parallel
+from paceline.train.counted import Counted
 from paceline.train.update import Updater
 
 ALONE = ""
@@ -29,6 +30,7 @@ class Models:
 
     def __init__(self, updaters: Mapping[str, Updater] | None = None) -> None:
         self._updaters: dict[str, Updater] = {}
+        self._counted: Counted | None = None
         self.module = nn.Module()
         for name, one in (updaters or {}).items():
             self.add(name, one)
@@ -50,7 +52,7 @@ class Models:
             raise ValueError(
                 "session.prepare: of several models each needs a name: name='generator'"
             )
-        self._updaters[name] = updater
+        self._updaters[name], self._counted = updater, None
         modules = {one: known.module for one, known in self._updaters.items()}
         self.module = nn.ModuleDict(modules) if name else updater.module
 
@@ -108,6 +110,17 @@ class Models:
         said = [one.communication.begin(steps) for one in self if one.communication is not None]
         return list(filter(None, said))
 
+    def note(self) -> None:
+        """A step counts: :meth:`as_counted` gives what the models are now."""
+        self._counted = self._counted or Counted(self)
+        self._counted.note()
+
+    def as_counted(self, wanted: bool = True) -> AbstractContextManager[bool]:
+        """Within it the models are as they were when last noted; False where that is not known."""
+        if self._counted is None or not wanted:
+            return nullcontext(True)
+        return self._counted.restored()
+
     def stepped(self) -> None:
         """To be called after each global step."""
         for one in self:
@@ -162,6 +175,8 @@ class Models:
             again: Another loss, that may share a part of the way, comes after this one.
         """
         updater = self[name]
+        if self._counted is not None:
+            self._counted.look()
         if name == ALONE:
             updater.backward(loss)
         elif parallel.is_sharded(self.module):

@@ -746,6 +746,7 @@ class Session(Member):
                 for name in named:
                     self._update(name)
             self.models.stepped()
+            self._count()
             self._advance(batch, self._loader)
         return batch.last
 
@@ -784,7 +785,13 @@ class Session(Member):
         if exchanged is Exchanged.TAKEN:
             self.models.drop(counted=True)
         if exchanged is not Exchanged.VOID:
+            self._count()
             self._applied += 1
+
+    def _count(self) -> None:
+        """The models are what this step made of them: what follows is done by each rank itself."""
+        if self._recovery is not None and not self.comms.alone:
+            self.models.note()
 
     def _update(self, name: str) -> None:
         due = self._watch.due(self.progress.step + 1)
@@ -844,6 +851,7 @@ class Session(Member):
             self.models.drop(counted=True)
         else:
             self._update(ALONE)
+        self._count()
         self._advance(batch, self._loader)
 
     def _prepared(self) -> Models:

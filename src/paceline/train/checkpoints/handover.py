@@ -87,21 +87,28 @@ def give_models(models: Models, comms: Comms, source: int, takers: Collection[in
     """Puts the models of some ranks into the state of another rank's; a collective of all.
 
     Everything else of a training stays as each rank has it: the takers' is as far as the source's
-    was when its models had that state.
+    was when its models had that state, right after their last step.
 
     Raises:
-        JobError: On every rank: a rank received something else than was sent.
+        JobError: On every rank: a rank received something else than was sent, or the source has
+            changed its parameters since, for the first time.
     """
     rank = comms.world.rank
     tensors: dict[str, Tensor] = {}
-    header = ""
-    with models.own_weights():
-        if rank == source:
+    header = "{}"
+    with models.own_weights(), models.as_counted(rank == source) as known:
+        if rank == source and known:
             packed = pack(dict(models.state(alone=True)), tensors, "training")
             weights = parallel.whole_state(models.module)
             tensors |= {f"weights.{name}": one.detach() for name, one in weights.items()}
             header = json.dumps({"training": packed, "tensors": _shapes(tensors)})
         said = json.loads(_text(comms, source, header))
+        if not said:
+            raise JobError(
+                "the ranks that are left are too far apart to train on together",
+                found=f"rank {source} has changed parameters after a step that others have not"
+                " done, which it never did before",
+            )
         if rank in takers:
             tensors = _room(said, {})
         digest = _travel(comms, source, _sizes(said), list(tensors.values()))

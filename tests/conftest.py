@@ -31,7 +31,8 @@ LONGEST = (  # files of labs, by the CPU seconds that they take, and those that 
     "test_connections", "test_run_network", "test_setup", "test_checkpoint_copies",
     "test_run_masters", "test_recipes_on_hosts", "test_train_image", "test_forecast",
     "test_tutorial", "test_docker", "test_resume", "test_lab", "test_full_disk",
-    "test_collectives", "test_trackers_read_back", "test_run_wire", "test_live",
+    "test_collectives", "test_communication", "test_sizes", "test_trackers_read_back",
+    "test_trackers_online", "test_wheel", "test_recipes", "test_run_wire", "test_live",
 )  # fmt: skip
 PATIENCE_S = 60.0  # an ssh client notices after 15 s that its host is gone
 

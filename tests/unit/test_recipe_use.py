@@ -157,7 +157,9 @@ def test_benchmark(digits: Path, reverser: Path, capsys: pytest.CaptureFixture[s
         assert benchmark.main([f"--run={run}", *flags]) == 0
         found = json.loads(capsys.readouterr().out)["results"]
         assert [one["batch"] for one in found] == [1, 64]
-        assert found[1]["samples_per_s"] > found[0]["samples_per_s"] > 0
+        for one in found:  # whether larger batches are faster depends on what else a CPU does
+            seconds = one["median_ms"] / 1e3
+            assert one["samples_per_s"] == pytest.approx(one["batch"] / seconds, rel=1e-3)
         assert all(one["p90_ms"] >= one["median_ms"] > 0 for one in found)
 
 

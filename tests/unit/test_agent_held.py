@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -178,6 +179,19 @@ def test_calls_of_a_group_that_is_no_more_are_not_told() -> None:
                {**one, "collective_seq_id": 1, "time_created_ns": 200}]  # fmt: skip
     assert collectives.called(entries, 150) == ["0 1 barrier"]
     assert collectives.called([{**one, "collective_seq_id": 9}], 150) == ["0 9 barrier"]
+
+
+def test_a_rank_that_becomes_a_program_does_not_die_of_a_question() -> None:
+    """Asked just before: a shell gives way to all signals when it has waited for a child."""
+    script = (
+        "import os\nfrom paceline.agent import collectives, rank\ncollectives.hold()\n"
+        "os.kill(os.getpid(), collectives.SIGNAL)\n"
+        "rank._execute(['sh', '-c', '/bin/true; /bin/true; grep ^SigBlk /proc/$$/status'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    blocked = int(done.stdout.split()[1], 16)
+    assert not blocked >> (collectives.SIGNAL - 1) & 1  # so it is asked no more
 
 
 STACK = [

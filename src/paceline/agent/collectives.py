@@ -31,6 +31,15 @@ def hold() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
 
 
+def let_go() -> None:
+    """A program is to take this process's place, and cannot answer.
+
+    It shall not die of a question that is on its way: a shell gives all signals way.
+    """
+    signal.signal(SIGNAL, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
+
+
 def ask(process: procs.Process) -> bool:
     """Asks a process that holds the signal: another would die of it. Whether it was asked."""
     with contextlib.suppress(OSError, IndexError, KeyError, ValueError):

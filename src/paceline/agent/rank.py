@@ -138,6 +138,7 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
 def _execute(argv: List[str]) -> int:
     """Becomes the program; what it is told in ``os.environ`` goes along."""
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    collectives.let_go()
     try:
         os.execvp(argv[0], argv)
     except OSError as error:

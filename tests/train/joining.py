@@ -48,9 +48,9 @@ class Shaken:
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(6, 64), nn.Linear(64, 2)
+        self.one, self.two = nn.Linear(6, width), nn.Linear(width, 2)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.two(torch.tanh(self.one(inputs)))
@@ -83,7 +83,7 @@ def dying(slot: int, step: int, where: str = "step", *, newcomer: bool = False) 
 
 
 def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: str = "5",
-             device: str = "cpu") -> None:  # fmt: skip
+             device: str = "cpu", communication: str = "exact") -> None:  # fmt: skip
     """One whole training; its rank 0 leaves what came of it."""
     global SLOT, NEWCOMER
     SLOT, NEWCOMER = int(os.environ["RANK"]), "PACELINE_NEWCOMER" in os.environ
@@ -92,9 +92,10 @@ def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: 
                     device="cpu" if SLOT else device) as session:  # fmt: skip
         data = Shaken()
         session.agree("the data", str(len(data)))
-        network = session.place(Net())
+        network = session.place(Net() if communication == "exact" else Net(1024))
         made = optimizer("adamw", network, 0.01)
-        model = session.prepare(network, made, scheduled(made, Curve("cosine", STEPS, 0.1)))
+        curve = scheduled(made, Curve("cosine", STEPS, 0.1))
+        model = session.prepare(network, made, curve, communication=communication)
         kept = session.average(0.9) if rich else None
         lengths = data.lengths if rich else None
         loader = session.loader(data, BATCH, limit=2 if rich else 0, lengths=lengths)
@@ -253,6 +254,8 @@ def main(folder: Path, *only: str) -> None:
     run("plain: killed before it joins", 3, at=_each_of(*both), again=2)
     run("plain: killed when it joins", 3, at=dying(1, 9), again=2, saw=joining_killed)
     run("plain: without checkpoints", 2, at=dying(1, 9), checkpoint="")
+    run("local", 2, communication="local:6")
+    run("local: killed", 3, at=dying(1, 9), communication="local:6")
     run("duel: killed between two updates", 3, duel, at=dying(0, 9, "between"))
     run("recipe: killed", 3, recipe, saw=killed_later)
     run("phases", 2, phases)

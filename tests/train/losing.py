@@ -24,8 +24,10 @@ from torch.nn.functional import mse_loss
 
 from paceline import train
 from paceline.train import files
+from paceline.train.communication.local import Local
 
 SAMPLES, BATCH, EPOCHS, HELD_BACK = 72, 12, 4, 25
+BEHIND = 8  # steps after which a rank does not hear that all have come
 LONGER_S = 0.03  # after each step, so that there is time for somebody to die
 Kills = Callable[[str, int], bool]
 """Whether this rank is to die at this moment of this step."""
@@ -52,9 +54,9 @@ def flat(*modules: nn.Module) -> list[float]:
     return torch.cat(own).tolist()
 
 
-def network(*extra: nn.Module) -> nn.Module:
+def network(*extra: nn.Module, width: int = 8) -> nn.Module:
     torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(3, 8), *extra, nn.Tanh(), nn.Linear(8, 1)).double()
+    return nn.Sequential(nn.Linear(3, width), *extra, nn.Tanh(), nn.Linear(width, 1)).double()
 
 
 class Counted(nn.Module):
@@ -71,7 +73,10 @@ class Counted(nn.Module):
 
 def one_model(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any]:
     """Adam, augmentation, an average, an evaluation in each epoch and checkpoints."""
-    net = session.place(Branches() if how.get("unused") else network(*how.get("extra", ())))
+    made = network(*how.get("extra", ()), width=how.get("width", 8))
+    net = session.place(Branches() if how.get("unused") else made)
+    if "communication" in how:
+        at_meetings(session, dies)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
     kept = {name: how[name] for name in ("unused", "communication") if name in how}
@@ -99,6 +104,8 @@ def one_model(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any]
                 done.append(session.progress.step)
                 ends.append(time.monotonic())
                 dies("stepped", step)
+                if how.get("behind") and session.progress.step == BEHIND:
+                    come_behind(session, how["behind"])
                 if len(done) > 1:
                     time.sleep(how.get("pause", 0.002))
         meter = session.meter()
@@ -113,7 +120,37 @@ def one_model(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any]
     session.verify()
     with half_written(lambda: dies("saving", session.progress.step)):
         session.save_model({"kind": "none"})
-    return {"end": flat(net), "done": done, "ends": ends, "means": means}
+    every = [held_back[number] for number in range(HELD_BACK)]
+    with torch.no_grad():
+        right = torch.stack([one for _, one in every])
+        loss = float(mse_loss(net(torch.stack([one for one, _ in every])), right))
+    return {"end": flat(net), "done": done, "ends": ends, "means": means, "loss": loss}
+
+
+def at_meetings(session: train.Session, dies: Kills) -> None:
+    """Ranks may die when they have sent how far they came alone, and have not gone there yet."""
+    go = Local._go
+
+    def going(*what: Any) -> None:
+        dies("meeting", session.progress.step)
+        go(*what)
+
+    Local._go = going  # type: ignore[method-assign]
+
+
+def come_behind(session: train.Session, slot: int) -> None:
+    """The ranks meet, and the end of that does not get through to one of them."""
+    act = session.comms.barrier
+    if session.world.rank == slot:
+        rows = type(session.comms)._rows
+
+        def cut_short(comms: Any, vector: Tensor) -> Tensor:
+            type(session.comms)._rows = rows  # type: ignore[method-assign]
+            rows(comms, vector)
+            raise RuntimeError("Connection closed by peer")
+
+        type(session.comms)._rows = cut_short  # type: ignore[method-assign]
+    act()
 
 
 @contextlib.contextmanager
@@ -157,6 +194,7 @@ def two_models(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any
     return {"end": flat(first, second), "done": done, "ends": ends}
 
 
+WIDE = {"width": 2048}  # enough for codes
 WAYS: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
     "plain": (one_model, {}),
     "accumulated": (one_model, {"limit": 2}),
@@ -164,6 +202,8 @@ WAYS: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
     "buffers": (one_model, {"extra": (Counted(),)}),
     "two models": (two_models, {}),
     "coded": (one_model, {"communication": "int8"}),
+    "local": (one_model, {"communication": "local:3", **WIDE}),
+    "local, behind": (one_model, {"communication": "local:9", "behind": 2, **WIDE}),
     "grouped": (one_model, {"grouped": True}),
     "shared": (one_model, {"balance": {"n1": 1.0}}),
     "disks apart": (one_model, {"checkpoints": False, "apart": True}),

@@ -76,6 +76,23 @@ def test_nothing_changes_in_what_was_trained(worlds: Path, name: str) -> None:
     assert not any(job(worlds, name)["statuses"].values())
 
 
+def test_who_joins_ranks_that_step_apart_begins_where_they_last_met(worlds: Path) -> None:
+    """They prove in every fourth step, and at the end, that they come to the same together."""
+    found = job(worlds, "local: killed")
+    assert not any(found["statuses"].values())
+    joined = [one for one in events(found, "regrouped") if one[1] == 1]
+    assert [slot for _, slot, _ in events(found, "newcomer ready")] == [1]
+    assert len(joined) == 1
+    last = [
+        json.loads((worlds / "local: killed" / f"last.{slot}").read_text()) for slot in range(3)
+    ]
+    assert sorted(one[1] for one in last) == [3, 3, 3]
+    accuracies = [
+        records(worlds / name, "val")[-1]["accuracy"] for name in ("local", "local: killed")
+    ]
+    assert accuracies[1] > accuracies[0] - 0.05
+
+
 @pytest.mark.parametrize("name", PHASES)
 def test_nobody_joins_in_a_second_training(worlds: Path, name: str) -> None:
     """Whoever came would begin with the data of the first; the others go on alone."""

@@ -51,13 +51,22 @@ STEPS_OF: dict[str, list[list[Any]]] = {
     ]
     for way in ("accumulated", "unused", "buffers", "two models", "coded", "shared", "grouped")
 }
+APART: list[list[Any]] = [
+    ["local", 3, []],
+    *(["local", 3, [[1, "forward", 3]], which] for which in ("once", "again")),
+    ["local", 3, [[2, "forward", 3], [1, "meeting", 10]]],
+    ["local", 3, [[0, "meeting", STEPS]]],
+    ["local", 2, [[0, "forward", 1]]],
+    ["local", 4, [[0, "evaluating 1", 12], [2, "given", 13]]],
+    ["local, behind", 3, [[1, "given", 8]]],
+]
 Trial = tuple[dict[str, Any], dict[str, Any], int]  # what became of it, of one alone, and its ranks
 
 
 @pytest.fixture(scope="module")
 def struck(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Trial]:
     """All trainings of which ranks die at a certain moment: one process imports torch for them."""
-    every = [*MOMENTS, *SEVERAL, *SAVING, *itertools.chain(*STEPS_OF.values())]
+    every = [*MOMENTS, *SEVERAL, *SAVING, *APART, *itertools.chain(*STEPS_OF.values())]
     found = trials(tmp_path_factory.mktemp("struck"), "at", every, timeout=500)
     return {json.dumps(one): trial for one, trial in zip(every, found, strict=True)}
 
@@ -133,6 +142,29 @@ def test_whatever_a_step_consists_of(struck: Mapping[str, Trial], way: str) -> N
         result, alone, size = struck[json.dumps(one)]
         check(result, alone)
         assert len(result["found"]) == size - 1
+
+
+@pytest.mark.parametrize("one", APART)
+def test_ranks_that_step_apart_go_on_from_where_each_is(
+    struck: Mapping[str, Trial], one: list[Any]
+) -> None:
+    """At the end they are together, no worse than if nobody had been lost."""
+    result, _, size = struck[json.dumps(one)]
+    calm = struck[json.dumps(APART[0])][0]["found"]["0"]
+    logs = "\n".join(f"-- {slot}\n{text}" for slot, text in result["logs"].items())
+    assert sorted(result["statuses"]) == [-9] * len(one[2]) + [0] * (size - len(one[2])), logs
+    first, *others = result["found"].values()
+    for found in (first, *others):
+        assert found["done"] == list(range(1, STEPS + 1)), logs
+        assert found["end"] == first["end"], logs
+    assert first["loss"] < 1.05 * calm["loss"], logs
+
+
+def test_what_ranks_apart_come_to_follows_from_who_was_lost_when(
+    struck: Mapping[str, Trial],
+) -> None:
+    once, again = (struck[json.dumps(one)][0]["found"] for one in APART[1:3])
+    assert once["0"]["end"] == again["0"]["end"]
 
 
 def test_who_waits_for_a_frozen_rank_is_freed(tmp_path: Path) -> None:

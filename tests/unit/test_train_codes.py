@@ -297,7 +297,7 @@ def factors(rank: Rank) -> dict[str, list[float]]:
     return {name: one.tolist() for name, one in rank.method.alike().get("factors", {}).items()}
 
 
-@pytest.mark.parametrize("name", [one for one in METHODS if one != "local"])  # never void there
+@pytest.mark.parametrize("name", METHODS)
 def test_a_void_pass_leaves_no_trace(name: str) -> None:
     """It ends after the first of its buckets, and its gradients come again in other shares."""
 

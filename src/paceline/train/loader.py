@@ -209,7 +209,8 @@ class Loader:
         self.begun: Callable[[Loader], object] = lambda loader: None
         self.begins: Callable[[], object] = lambda: None
         self._void = False
-        self._divided = 0  # generation in which the batch that the script has was divided
+        # generation in which the batch that the script has was divided, and this rank's place
+        self._divided: tuple[int, tuple[int, int]] = 0, (0, 0)
 
     def __len__(self) -> int:
         """Global steps of a whole epoch."""
@@ -239,7 +240,8 @@ class Loader:
         try:
             while goes_on():
                 self.boundary()
-                by, self._divided, self._void = self.shares(), self.generation(), False
+                by, self._void = self.shares(), False
+                self._divided = self.generation(), self._place()
                 if self.idle is not None and by is not None and not by[self._place()[0]]:
                     while goes_on() and divided_so():
                         self.begins()
@@ -281,7 +283,7 @@ class Loader:
 
         Unless it counts all the same, it is given again, newly divided.
         """
-        return self._void or self.generation() != self._divided
+        return self._void or (self.generation(), self._place()) != self._divided
 
     def void(self) -> None:
         """The global batch that the script has does not count: it is given again."""

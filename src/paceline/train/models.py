@@ -112,6 +112,9 @@ class Models:
 
     def note(self) -> None:
         """A step counts: :meth:`as_counted` gives what the models are now."""
+        if any(one.communication is not None and one.communication.parted for one in self):
+            self._counted = None  # nobody takes the model of a rank that steps alone
+            return
         self._counted = self._counted or Counted(self)
         self._counted.note()
 
@@ -148,6 +151,21 @@ class Models:
                 one.exchange.renew()
             if one.communication is not None:
                 one.communication.renew()
+
+    def met(self) -> dict[str, Tensor]:
+        """Parameters where all ranks last met, by name; none of models that are alike on all."""
+        alone = self._updaters.get(ALONE)
+        if alone is None or alone.communication is None or not (at := alone.communication.met()):
+            return {}
+        names = {one: name for name, one in alone.module.named_parameters()}
+        every = alone.module.named_parameters(remove_duplicate=False)
+        return {name: at[names[one]] for name, one in every if names[one] in at}
+
+    @property
+    def at_stake(self) -> int:
+        """Steps of their own that ranks which were lost have taken with them, at most."""
+        each = [one.communication.at_stake for one in self if one.communication is not None]
+        return max(each, default=0)
 
     def together(self, *, moments: bool = False) -> None:
         """Sees to it that all ranks have the same models, and the same moments where asked."""

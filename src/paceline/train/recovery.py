@@ -14,14 +14,16 @@ new group, that number settles everything:
 * An exchange that somebody has finished, so that its optimizer has stepped: the others take the
   models' state from there. Nobody has: the batch is void. Its gradients are dropped, and the loader
   gives the same samples again, divided among those who are there.
+* A step that exchanges nothing (``local``) is no event: each rank has taken it, or takes it yet.
 
 No vote before each optimizer step is needed for that: it would cost every step a round trip, and
 settles no more than the number does.
 
 **What begins anew.** Ranks may be at different lines of the program when they meet, one event
 apart. So what must change alike on all (shares, buckets, looks at the pace) changes where all of
-them pass with the same events behind them: before the loader gives the next batch
-(:meth:`Recovery.renew`). Until then the group is new and everything else is as it was.
+them pass with the same events and steps behind them: before the loader gives a batch
+(:meth:`Recovery.renew`), the first at which all come to where the one that is furthest will be.
+Until then the group is new and everything else is as it was.
 
 **Being freed.** A rank that waits for a dead one has an error as soon as the kernel resets its
 connections; one that waits for somebody who waits, or is frozen, has none before the collective's
@@ -488,6 +490,7 @@ class Recovery:
         let_in: Gives a whole training from one rank to newcomers.
         begin_anew: Has everything begin anew in a new group, by collectives; can be called again.
         updates: Steps of optimizers done.
+        fewer: Ranks were lost since everything last began anew.
         talk: Entered around what may talk to the other ranks, apart from events.
     """
 
@@ -515,9 +518,10 @@ class Recovery:
         self._forming = threading.Lock()  # held while a group becomes the present one
         self._opened = 0  # generation in which others join before the next batch
         self.begin_anew: Callable[[], None] = lambda: None
-        self.updates = 0
+        self.updates, self.fewer = 0, False
         self._done = 0  # events
         self._last: Any = None  # what the last of them gave
+        self._furthest = 0, 0  # events and steps behind whoever is, when the next batch is given
         self._plain = False  # within a renewal operations are no events
         self._of, self._passes = -1, 0  # how often the batch of which step was given
         self._holds, self._eventful = False, False  # a batch; with operations since it was given
@@ -674,22 +678,29 @@ class Recovery:
 
     def renew(self) -> None:
         """Lets others in, and has everything begin anew in a new group; between two batches."""
-        while self.stale or self.opens:
+        while self.opens or (self.stale and self._all_come_here):
             if self.opens:
                 self._open()
                 continue
-            generation, self._plain = self.generation, True
+            generation, place, self._plain = self.generation, self._comms.world, True
             try:
                 self.begin_anew()
                 self._comms.barrier()
             except RuntimeError as error:
                 self._plain = False
-                self.regroup(error, At.RENEWAL)
-                continue
+                if not self.regroup(error, At.RENEWAL).finished:
+                    continue
             finally:
                 self._plain = False
             self._done, self._last = self._done + 1, None
-            self._renewed, self.place = generation, self._comms.world
+            self._renewed, self.place = generation, place
+            self.fewer = self.stale and self.fewer
+
+    @property
+    def _all_come_here(self) -> bool:
+        """No rank is, or will be when it gets its next batch, further than this one."""
+        events, steps = self._furthest
+        return self._done >= events and self.step() >= steps
 
     # -- a new group ---------------------------------------------------------------------
 
@@ -797,6 +808,7 @@ class Recovery:
             raise Overtaken
         dist.distributed_c10d._set_pg_timeout(self._timeout)
         client.set_timeout(self._timeout)
+        self.fewer = self.fewer or place.size < self._comms.world.size
         self.store, self._comms.world = client, place
         with self._forming:
             self.generation = word.generation
@@ -864,11 +876,14 @@ class Recovery:
         comms = replace(self._comms, mender=None)
         mine = torch.tensor([
             self._done, at, self.updates, self._of if self._holds else -1,
-            self._passes, self._eventful and self._holds,
+            self._passes, self._eventful and self._holds, self.step(),
         ])  # fmt: skip
         rows = comms.rows(mine).tolist()
-        done, ats, updates, steps, passes, eventful = map(list, zip(*rows, strict=True))
+        done, ats, updates, steps, passes, eventful, come = map(list, zip(*rows, strict=True))
         most, rank = max(done), comms.world.rank
+        # An operation is done to its end: by who begins it again, or by its result.
+        events = (n + (where == At.OPERATION) for n, where in zip(done, ats, strict=True))
+        self._furthest = max(events), max(come)
         behind = [one for one, n in enumerate(done) if n < most and ats[one] != At.DOOR]
         ahead = done.index(most)
         if any(done[one] < most - 1 for one in behind):
@@ -898,7 +913,9 @@ class Recovery:
             self._void = void
         if rank in takers or rank in doors:
             self.updates = updates[ahead]
-        finished = rank in takers or (rank in behind and at is At.OPERATION)
+        # Who is through with a renewal has waited there for all, and may have gone on.
+        ends = at in (At.OPERATION, At.RENEWAL)
+        finished = rank in takers or (rank in behind and ends)
         if not finished:
             self._done = most
         return Met(finished, result)

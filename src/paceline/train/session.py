@@ -569,21 +569,18 @@ class Session(Member):
 
     def _lost_with_a_rank(self) -> str:
         """What of the training no other rank has; empty where there is nothing."""
-        models = self.models
         if self._probe is not None:
             return "it is a few measured steps"
         if not self.leaves_group:
             return "the script has made the process group"
         if self.device.type != "cpu" and not self.comms.mixed:
             return "recovery over NCCL has not been tried on a GPU"
-        if parallel.is_sharded(models.module):
+        if parallel.is_sharded(self.models.module):
             return "parameters are spread over the ranks (FSDP)"
         if self._aside:
             return "the script trains from two loaders at once, of which one would be divided anew"
-        if any(isinstance(one, nn.SyncBatchNorm) for one in models.module.modules()):
+        if any(isinstance(one, nn.SyncBatchNorm) for one in self.models.module.modules()):
             return "SyncBatchNorm has collectives of its own"
-        if any(one.communication and one.communication.asked.name == "local" for one in models):
-            return "with --communication local each rank has a model of its own"
         return "" if self._start is None else self._start.why
 
     def heeds(self, control: Control) -> None:
@@ -661,6 +658,8 @@ class Session(Member):
     def _begin_anew(self) -> None:
         """In a new group of ranks: whatever is made for as many as there were."""
         self._started()
+        assert self._recovery is not None
+        apart = self.models.at_stake if self._recovery.fewer else 0
         self.models.renew()
         if self._overlap is not None:
             self._overlap.again(self.progress.step)
@@ -674,6 +673,11 @@ class Session(Member):
         if self._poll is not None:
             self._poll = Poll(self.comms, self._recovery)
         self._follow()
+        if apart:
+            self.say(
+                "communication: what a lost rank had learnt since all last met is lost with it,"
+                f" {counted(apart, 'step')} at most"
+            )
 
     def _follow(self) -> None:
         """Has the rank that is first now speak for the job and keep its files; no collective."""
@@ -745,7 +749,6 @@ class Session(Member):
             else:
                 for name in named:
                     self._update(name)
-            self.models.stepped()
             self._count()
             self._advance(batch, self._loader)
         return batch.last
@@ -803,13 +806,14 @@ class Session(Member):
         """Adds each model's gradient, and notes the losses."""
         said, recovery = self._prepared().figures("loss"), self._recovery
         for number, (name, given) in enumerate(losses.items(), 1):
-            self.models[name]  # an unknown one is refused
+            communication = self.models[name].communication  # an unknown one is refused
+            parted = communication is not None and communication.parted
             # In a new group nothing is exchanged before all have begun anew in it. A rank that took
             # the models of another after the first of several updates has its batch still.
-            if recovery is not None and (recovery.void or recovery.stale):
+            if recovery is not None and (recovery.void or (recovery.stale and not parted)):
                 return Exchanged.VOID
             each = each_loss(given, len(batch.ids))
-            loss = loss_of(each, batch, self.world.size)
+            loss = loss_of(each, batch, self._place()[1])  # among whom it was divided
             if batch.last:
                 self._pace.before_backward(loss, self.progress.step)
             try:
@@ -822,8 +826,10 @@ class Session(Member):
                     self._measured[said[name]] = each
                     return found
             else:
-                if batch.last and recovery is not None:
+                if batch.last and recovery is not None and not parted:
                     recovery.exchanged()
+            if communication is not None and parted and batch.last and self.comms.stale:
+                communication.step_apart()
             self._pace.after_backward()
             self._measured[said[name]] = each
         return Exchanged.DONE
@@ -866,6 +872,7 @@ class Session(Member):
         self._applied = self._repeated = 0
         if self._recovery is not None:
             self._recovery.finished()
+        self.models.stepped()
         look = self._pace.step(batch.total, loader.waited, self._saved)
         if (only := self._prepared().first.communication) is not None:
             only.computed(self._pace.computed)

@@ -39,7 +39,8 @@ def give(
 ) -> None:
     """Puts some ranks into the state of another one; a collective of all of them.
 
-    What each rank has of its own stays: its generators, and what its gradients have left to say.
+    What each rank has of its own stays: its generators, what its gradients have left to say, and
+    where it has come alone: who joins ranks that step apart begins where they last met.
 
     Args:
         training: Of this rank. Its extras are asked for their states on every rank, as for a
@@ -131,7 +132,8 @@ def _intact(digest: str, sent: str, source: int) -> None:
 def _own(training: Training, extras: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """This rank's state as JSON, and its tensors by name; they are the training's own."""
     state, rest = described(training, training.models.state(alone=True), extras)
-    weights = parallel.whole_state(training.models.module)
+    models = training.models
+    weights = {**parallel.whole_state(models.module), **models.met()}
     return state, {**{f"weights.{name}": one.detach() for name, one in weights.items()}, **rest}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.spec import communication
@@ -97,6 +98,8 @@ class Communication:
 
     def _take(self, name: str) -> None:
         method = METHODS[name](self._exchange.line())
+        if isinstance(method, Local):
+            method.comms = self._comms
         if self.asked.number:
             method.number = self.asked.number  # type: ignore[attr-defined]
         if (before := self._exchange.left or self._exchange.method) is not None:
@@ -121,10 +124,38 @@ class Communication:
         said = method.begin(steps)
         return f"communication: {method.name}: {said}" if said else ""
 
+    @property
+    def parted(self) -> bool:
+        """The next step is each rank's own: nothing is exchanged in it."""
+        method = self._exchange.method
+        return isinstance(method, Local) and method.parted
+
+    def step_apart(self) -> None:
+        """Such a step was computed beside the exchange, whose group has lost ranks."""
+        method = self._exchange.method
+        if isinstance(method, Local):
+            method.step_apart()
+
+    @property
+    def at_stake(self) -> int:
+        """Steps of their own that ranks which were lost have taken with them, at most."""
+        method = self._exchange.left or self._exchange.method
+        return method.at_stake if isinstance(method, Local) else 0
+
+    def met(self) -> Mapping[str, Tensor]:
+        """Parameters where all ranks last met, by name; empty where they are together."""
+        method = self._exchange.method
+        return method.met() if isinstance(method, Local) else {}
+
     def stepped(self) -> None:
         """To be called after each step of the optimizer."""
         method = self._exchange.method
-        if isinstance(method, Local) and method.due:
+        if not isinstance(method, Local):
+            return
+        if method.parting:
+            # Who is still in the last exchange takes its model from a rank that is not yet alone.
+            self._comms.meet(lambda: None)
+        if method.due:
             self.together()
 
     def together(self, *, moments: bool = False) -> None:
@@ -203,7 +234,12 @@ class Communication:
         kept: dict[str, Any] = {"method": "exact", "rests": {}}
         if method is not None:
             rests: dict[str, Any] = {}
-            self._comms.meet(lambda: None if self._comms.stale else rests.update(method.state()))
+
+            def ask() -> None:
+                rests.clear()
+                rests.update(method.alike() if self._comms.stale else method.state())
+
+            self._comms.meet(ask)
             kept = {"method": method.name, "rests": rests}
         return kept if self._auto is None else {**kept, "auto": self._auto.state()}
 

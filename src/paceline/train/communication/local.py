@@ -3,21 +3,30 @@
 Each rank steps with its own gradients. After some steps the ranks send each other how far they have
 come, in 8 bits, and an outer optimizer with Nesterov's momentum takes the mean for a gradient. What
 that costs in loss is told when the training begins: it is never taken without being asked for.
+
+Where a lost rank is made good, no step apart is void: it was its rank's own, and who is there meets
+when all would have met. What a meeting sends goes in operations of
+:class:`paceline.train.comms.Comms`, a group of parameters in each. One that a rank is lost in is
+done again without it, and nothing but what it gives is written into the model: so all get the same,
+also who has it from another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.train.comms import Comms
 from paceline.train.communication.int8 import Int8
 from paceline.train.communication.wire import Wire
 from paceline.train.exchange import Bucket, Line, Method
+from paceline.train.world import World
 
 STEPS = 10
 """Steps apart, where nobody says another number."""
@@ -34,6 +43,8 @@ class Local:
         number: Steps apart.
         first: Steps of the whole training with averaged gradients.
         rate, momentum: Of the outer optimizer.
+        apart: Steps since the ranks last met.
+        comms: Of all ranks, where one of them may be lost.
     """
 
     name: ClassVar[str] = "local"
@@ -41,15 +52,16 @@ class Local:
     def __init__(self, line: Line, wire: Wire | None = None) -> None:
         self.number, self.first = STEPS, 1 << 62
         self.rate, self.momentum = 0.9, 0.5
-        self._wire = wire or Wire(line)
+        self.comms: Comms | None = None
+        self._line, self._wire = line, wire or Wire(line)
+        self._world: World | None = None  # that it has gone over to, when a rank was lost
         self._parameters = [(name, p) for p, name in line.names.items() if p.requires_grad]
-        # A lost rank takes a model with it, and all begin again: no pass is void.
-        counting = replace(line, void=False)
-        self._gradients, self._ways = Int8(counting, self._wire), Int8(counting, self._wire)
-        self._steps = self._apart = 0
+        self._gradients, self._ways = Int8(line, self._wire), Int8(line, self._wire)
+        self._steps = self.apart = self._missed = 0
+        self._passed = 0  # steps that the running pass adds when it counts
         self._before: dict[str, Tensor] = {}  # where all were when they last met
         self._moving: dict[str, Tensor] = {}  # the outer momentum
-        self._stale = False  # moments differ between ranks
+        self._differ = False  # moments, between ranks
 
     def begin(self, steps: int) -> str:
         """Says how long the training is; returns what is to be told."""
@@ -64,32 +76,92 @@ class Local:
             " int8 and int4 cost hardly any"
         )
 
+    # -- steps ---------------------------------------------------------------------------
+
+    @property
+    def parted(self) -> bool:
+        """The next step is each rank's own: nothing is exchanged in it."""
+        return self._steps >= self.first
+
+    @property
+    def parting(self) -> bool:
+        """The last step together is done."""
+        return self._steps == self.first > 0
+
     def average(self, bucket: Bucket) -> None:
-        together = self._steps < self.first
-        self._steps += bucket.last
-        if together:
+        if self.parted:
+            self._depart()
+        else:
             self._gradients.average(bucket)
-            return
+        self._passed += bucket.last
+        if not self._line.void:
+            self.counted()
+
+    def step_apart(self) -> None:
+        """The running pass is a step apart of which no bucket has come here."""
+        self._depart()
+        self._passed = 1
+
+    def _depart(self) -> None:
         if not self._before:
             self._before = {name: one.detach().clone() for name, one in self._parameters}
-        self._apart += bucket.last
-        self._stale = True
+
+    def counted(self) -> None:
+        self._gradients.counted()
+        if self._passed and self.parted:
+            self.apart, self._differ = self.apart + self._passed, True
+            if self._world is None:
+                self._missed = 0
+        elif self._passed:
+            self._before = {}
+        self._steps, self._passed = self._steps + self._passed, 0
+        if self.parting:  # what is left of gradients is never said: none is sent any more
+            self._gradients = Int8(self._line, self._wire)
+
+    def void(self) -> None:
+        self._gradients.void()
+        self._passed = 0
+
+    # -- meetings ------------------------------------------------------------------------
 
     @property
     def due(self) -> bool:
         """Whether the ranks have been apart for long enough."""
-        return self._apart >= self.number
+        return self.apart >= self.number
 
     @torch.no_grad()
     def synchronise(self, buffers: Iterable[Tensor] = ()) -> None:
         """Brings parameters and buffers of all ranks together, where they are apart."""
-        if not self._apart:
+        if not self.apart:
             return
-        self._apart = 0
+        self._depart()
         for number, group in enumerate(self._groups()):
-            self._meet(number, group)
+            self._go(group, self._all(partial(self._mean_way, number, group)))
+            self._ways.counted()
         for one in buffers:
-            self._mean(one)
+            self._meet(one)
+        self.apart = 0
+
+    def _all(self, act: Callable[[], Tensor]) -> Tensor:
+        """What all ranks get who do this together; begun again where one is lost meanwhile."""
+        comms = self.comms
+        if comms is None:
+            return act()
+
+        def again() -> Tensor:
+            if comms.stale and self._world is not comms.world:
+                self._go_over(comms.world)
+            return act()
+
+        return comms.event(again)
+
+    def _go_over(self, world: World) -> None:
+        """Goes on among those who are left, until everything begins anew among them."""
+        self._world, self._missed = world, max(self._missed, self.apart)
+        line = replace(self._line, group=None, rank=world.rank, ranks=world.size)
+        formers, self._wire = (self._gradients, self._ways), Wire(line)
+        self._gradients, self._ways = Int8(line, self._wire), Int8(line, self._wire)
+        self._follow(*formers)
 
     def _groups(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Parameters that are sent together."""
@@ -103,19 +175,17 @@ class Local:
         if group:
             yield group
 
-    def _meet(self, number: int, group: list[tuple[str, Tensor]]) -> None:
-        """One outer step. Single roundings only: so it is the same on different processors."""
-        ways = [(self._before[name] - one).reshape(-1) for name, one in group]
-        flat = torch.cat(ways)
-        sizes = [one.numel() for _, one in group]
-        parts = [
-            part.view(one.shape)
-            for part, (_, one) in zip(torch.split(flat, sizes), group, strict=True)
-        ]
+    def _mean_way(self, number: int, group: list[tuple[str, Tensor]]) -> Tensor:
+        """How far the ranks have come in the mean, in one row."""
+        self._ways.void()  # what was begun with a lost rank
+        flat = torch.cat([(self._before[name] - one).reshape(-1) for name, one in group])
         owners = [cast(nn.Parameter, one) for _, one in group]
-        bucket = Bucket(number, flat, owners, parts, False)
-        self._ways.average(bucket)
-        for (name, one), way in zip(group, parts, strict=True):
+        self._ways.average(Bucket(number, flat, owners, _parts(flat, group), False))
+        return flat
+
+    def _go(self, group: list[tuple[str, Tensor]], mean: Tensor) -> None:
+        """One outer step. Single roundings only: so it is the same on different processors."""
+        for (name, one), way in zip(group, _parts(mean, group), strict=True):
             known = self._moving.get(name)
             moving = torch.zeros_like(way) if known is None else known.to(way.device)
             self._moving[name] = moving
@@ -123,64 +193,97 @@ class Local:
             step = moving.mul(self.momentum).add_(way).mul_(self.rate)
             one.copy_(self._before[name].sub_(step))
 
-    def _mean(self, buffer: Tensor) -> None:
-        if not buffer.numel():
+    def _meet(self, one: Tensor) -> None:
+        """Makes a tensor the mean over all ranks; whole numbers are those of rank 0."""
+        if not one.numel():
             return
-        if buffer.is_floating_point():
-            wide = buffer.float() if buffer.dtype != torch.float64 else buffer.clone()
-            wide /= self._wire.ranks
-            self._wire.sum(wide)
-            buffer.copy_(wide)
+        row = self._all(lambda: self._mean(one))
+        if not one.is_floating_point():
+            row = row.view(one.dtype)
+        one.copy_(row.view(one.shape))
+
+    def _mean(self, one: Tensor) -> Tensor:
+        """In one row; of whole numbers the bytes."""
+        if one.is_floating_point():
+            wide = one if one.dtype == torch.float64 else one.float()
+            row = wide.reshape(-1) / self._wire.ranks
         else:
-            raw = buffer.contiguous().reshape(-1).view(torch.uint8)
-            self._wire.from_first(raw)
-            buffer.copy_(raw.view(buffer.dtype).reshape(buffer.shape))
+            row = one.reshape(-1).contiguous().view(torch.uint8).clone()
+            if self._wire.rank:  # nobody is through with a sum before all have come to it
+                row.zero_()
+        self._wire.sum(row)
+        return row
 
     @torch.no_grad()
     def share_moments(self, optimizer: Optimizer) -> None:
         """Gives all ranks the mean of their optimizers' moments: a checkpoint holds only one."""
-        if not self._stale:
+        if not self._differ:
             return
-        self._stale = False
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 for _, kept in sorted(optimizer.state.get(parameter, {}).items()):
                     if isinstance(kept, Tensor) and kept.shape == parameter.shape:
-                        self._mean(kept)
+                        self._meet(kept)
+        self._differ = False
 
-    def counted(self) -> None:
-        pass
+    # -- other ranks ---------------------------------------------------------------------
 
-    def void(self) -> None:
-        pass
+    @property
+    def at_stake(self) -> int:
+        """Steps since all last met when ranks were found to be lost, at most."""
+        return max(self.apart, self._missed)
+
+    def met(self) -> Mapping[str, Tensor]:
+        """Parameters where all ranks last met, by name; empty where they are together."""
+        return self._before if self.apart else {}
 
     def follow(self, other: Method) -> None:
         if isinstance(other, Local):
-            self.take_alike(other.alike())
-            self._gradients.follow(other._gradients)
-            self._ways.follow(other._ways)
+            self._steps, self.apart, self._missed = other._steps, other.apart, other._missed
+            self._differ = other._differ
+            self._before, self._moving = other._before, other._moving
+            self._follow(other._gradients, other._ways)
+
+    def _follow(self, gradients: Int8, ways: Int8) -> None:
+        self._gradients.follow(gradients)
+        self._ways.follow(ways)
 
     def state(self) -> dict[str, Any]:
         return {
             "steps": self._steps,
             "momentum": dict(self._moving),
-            "gradients": self._gradients.state(),
+            # who has come later has no gradients to tell of
+            "gradients": {} if self.parted else self._gradients.state(),
             "ways": self._ways.state(),
         }
 
-    def alike(self) -> dict[str, Any]:
-        return {"steps": self._steps, "momentum": dict(self._moving)}
-
-    def take_alike(self, state: dict[str, Any]) -> None:
-        self._steps, self._apart, self._before = state.get("steps", 0), 0, {}
-        self._moving = dict(state.get("momentum", {}))
-
     def load_state(self, state: dict[str, Any]) -> None:
-        self._steps, self._apart, self._before = state.get("steps", 0), 0, {}
-        self._moving = dict(state.get("momentum", {}))
+        self.take_alike({name: state[name] for name in ("steps", "momentum") if name in state})
         self._gradients.load_state(state.get("gradients", {}))
         self._ways.load_state(state.get("ways", {}))
 
+    def alike(self) -> dict[str, Any]:
+        return {
+            "steps": self._steps,
+            "momentum": dict(self._moving),
+            "apart": self.apart,
+            "differ": self._differ,
+        }
+
+    def take_alike(self, state: dict[str, Any]) -> None:
+        """The model's parameters are where all last met: see :meth:`met`."""
+        self._steps, self.apart = state.get("steps", 0), state.get("apart", 0)
+        self._moving, self._before = dict(state.get("momentum", {})), {}
+        self._differ, self._passed = state.get("differ", False), 0
+
     def sent(self, elements: int, ranks: int) -> int:
         each = self._gradients.sent(elements, ranks)
-        return each if self._steps < self.first else each // self.number
+        return each // self.number if self.parted else each
+
+
+def _parts(flat: Tensor, group: list[tuple[str, Tensor]]) -> list[Tensor]:
+    """The parts of a row that belong to these parameters, in their shapes."""
+    sizes = [one.numel() for _, one in group]
+    return [
+        part.view(one.shape) for part, (_, one) in zip(torch.split(flat, sizes), group, strict=True)
+    ]

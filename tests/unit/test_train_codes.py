@@ -7,6 +7,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -479,6 +480,52 @@ def test_ranks_that_step_alone_meet() -> None:
     way = sum(true_mean(3, step) for step in (2, 3, 4))
     moved = first[1] - first[4]
     assert float((moved - 0.9 * way).norm() / way.norm()) < 0.02  # its momentum is 0 here
+
+
+def test_who_comes_to_ranks_apart_begins_where_they_last_met() -> None:
+    """Their models and what each had left to say stay; the next mean is that of all."""
+
+    def step(mine: Rank, rank: int, number: int) -> None:
+        gradients = mine.average(drawn(rank, number, torch.float32), TWO)
+        with torch.no_grad():
+            for parameter, gradient in zip(mine.parameters, gradients, strict=True):
+                parameter -= gradient
+        mine.method.counted()
+
+    def before(rank: int, meeting: Meeting) -> Rank:
+        mine = Rank("local", rank, meeting, torch.float32, void=True)
+        cast(Local, mine.method).first = 2
+        for number in range(5):
+            step(mine, rank, number)
+            if number == 2:
+                cast(Local, mine.method).synchronise()
+        return mine
+
+    formers = world(2, before)
+    at, alike = deepcopy((cast(Local, formers[0].method).met(), formers[0].method.alike()))
+
+    def go_on(rank: int, meeting: Meeting) -> Any:
+        mine = Rank("local", rank, meeting, torch.float32, void=True)
+        method = cast(Local, mine.method)
+        method.first, former = 2, formers[min(rank, 1)]
+        source = [one.detach() for one in former.parameters] if rank < 2 else [*at.values()]
+        with torch.no_grad():
+            for parameter, one in zip(mine.parameters, source, strict=True):
+                parameter.copy_(one)
+        method.follow(former.method) if rank < 2 else method.take_alike(alike)
+        assert method.apart == 2
+        step(mine, rank, 5)
+        ways = whole([*method.met().values()]) - whole([one.detach() for one in mine.parameters])
+        method.synchronise()
+        method.state()  # a collective: of the same parts on all
+        return ways, whole([one.detach() for one in mine.parameters])
+
+    found = world(3, go_on)
+    assert all(torch.equal(found[0][1], one[1]) for one in found)
+    moved = whole([*at.values()]) - found[0][1]
+    way = sum(one[0] for one in found) / 3
+    assert float((moved - 0.9 * way).norm() / way.norm()) < 0.7  # its momentum knows another way
+    assert float(moved @ way) > 0
 
 
 def test_the_outer_momentum_suits_the_length() -> None:

@@ -120,11 +120,14 @@ def one_model(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any]
     session.verify()
     with half_written(lambda: dies("saving", session.progress.step)):
         session.save_model({"kind": "none"})
-    every = [held_back[number] for number in range(HELD_BACK)]
-    with torch.no_grad():
-        right = torch.stack([one for _, one in every])
-        loss = float(mse_loss(net(torch.stack([one for one, _ in every])), right))
+    loss = held_back_loss(net, held_back) if "communication" in how else 0.0
     return {"end": flat(net), "done": done, "ends": ends, "means": means, "loss": loss}
+
+
+@torch.no_grad()
+def held_back_loss(net: nn.Module, data: Noisy) -> float:
+    inputs, targets = zip(*(data[number] for number in range(len(data))), strict=True)
+    return float(mse_loss(net(torch.stack(inputs)), torch.stack(targets)))
 
 
 def at_meetings(session: train.Session, dies: Kills) -> None:

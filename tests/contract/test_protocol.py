@@ -638,6 +638,19 @@ def test_ranks_of_other_nodes(kind: str, rank: Any) -> None:
         conversation.event({"event": kind, **TOLD[kind][0], "rank": rank}, b"")
 
 
+def test_a_late_look_at_ranks_that_have_other_numbers_by_now() -> None:
+    """It was asked before the next start, of other nodes."""
+    conversation = Conversation()
+    conversation.event(hello(), b"")
+    conversation.ask(1, "start", {"ranks": [{"rank": 1}]})
+    conversation.ask(2, "seen", {})
+    conversation.ask(3, "start", {"ranks": [{"rank": 0}]})
+    assert conversation.answer({"re": 2, "ranks": [{"rank": 1, **LOOKED}]}, b"") == 2
+    conversation.ask(4, "seen", {})
+    with pytest.raises(Untrue, match="rank 1, which does not run there"):
+        conversation.answer({"re": 4, "ranks": [{"rank": 1, **LOOKED}]}, b"")
+
+
 def test_what_a_program_says_wrongly_is_not_heard() -> None:
     conversation = Conversation()
     conversation.event(hello(), b"")

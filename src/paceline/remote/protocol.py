@@ -346,13 +346,13 @@ class Conversation:
     """What one agent was asked, and so what it may say."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, tuple[str, Fields]] = {}
+        self._asked: dict[int, tuple[str, Fields, frozenset[int]]] = {}
         self._ranks: frozenset[int] = frozenset()
         self._greeted = False
 
     def ask(self, number: int, op: str, fields: Fields) -> None:
         """A request goes out."""
-        self._asked[number] = op, fields
+        self._asked[number] = op, fields, self._ranks
         if op == "start":
             self._ranks = frozenset(rank["rank"] for rank in fields["ranks"])
         elif op == "add_ranks":
@@ -363,7 +363,7 @@ class Conversation:
         whole(1)(message["re"], "the number of an answer")
         if message["re"] not in self._asked:
             raise Untrue("an answer to what nobody asked")
-        op, fields = self._asked.pop(message["re"])
+        op, fields, then = self._asked.pop(message["re"])
         wanted = fields["count"] if op in WITH_BYTES and "error" not in message else 0
         if len(blob) != wanted:
             raise Untrue(f"{len(blob)} bytes with the answer to {op} instead of {wanted}")
@@ -375,7 +375,8 @@ class Conversation:
             if op in RELATIONS:
                 RELATIONS[op](fields, message)
             for one in message["ranks"] if op == "seen" else ():
-                self._own(one["rank"])
+                if one["rank"] not in then:  # the next start may have given it others meanwhile
+                    self._own(one["rank"])
         return int(message["re"])
 
     def event(self, message: Message, blob: bytes) -> bool:

@@ -81,7 +81,7 @@ def prepare(
     python: str | Path | None = None,
     interface: str | None = None,
     wait_for_nodes: float | str | None = None,
-    max_restarts: int = 0,
+    max_restarts: int | None = None,
     restart_window: float | str | None = None,
     ssh_config: str | Path | None = None,
 ) -> Prepared:
@@ -103,7 +103,8 @@ def prepare(
         interface: Network interface for the job's traffic; found out without.
         wait_for_nodes: Seconds, or ``"10m"``, to wait for hosts while there are too few; 600
             without.
-        max_restarts: How often all nodes may start again after a failure.
+        max_restarts: How often all nodes may start again after a failure; without it only after
+            a loss before the first step, with 0 not then either.
         restart_window: Seconds within which failures count for that; 3600 without, 0 for all.
         ssh_config: For the logins, instead of the user's.
 
@@ -168,7 +169,7 @@ def launch(
     python: str | Path | None = None,
     interface: str | None = None,
     wait_for_nodes: float | str | None = None,
-    max_restarts: int = 0,
+    max_restarts: int | None = None,
     restart_window: float | str | None = None,
     ship: bool = True,
     keep_warm: float | str = 0.0,
@@ -266,7 +267,7 @@ def _asked(
     nproc_per_node: Processes | None,
     nnodes: int | str | None,
     interface: str | None,
-    max_restarts: int,
+    max_restarts: int | None,
     **durations: float | str | None,
 ) -> dict[str, Any]:
     """The fields of a job that every call says in the same words."""
@@ -278,7 +279,7 @@ def _asked(
         "nnodes": _said(_nodes(nnodes)),
         "hosts": _described(hosts),
         "interface": _said(interface),
-        "max_restarts": Setting(max_restarts, Source.ARGUMENT) if max_restarts else Setting(0),
+        "max_restarts": _said(max_restarts) if max_restarts is not None else Setting(0),
         **_durations(**durations),
     }
 

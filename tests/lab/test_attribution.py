@@ -93,7 +93,7 @@ def test_a_launcher_that_was_stopped_blames_nobody(site: Site) -> None:
 
 
 def test_a_launcher_that_was_stopped_while_nodes_start_blames_nobody(site: Site) -> None:
-    with site.start("--lease", str(LEASE_S), "train.py") as launch:
+    with site.start("--lease", str(LEASE_S), "--max-restarts", "0", "train.py") as launch:
         there = lambda: "forkserver" in str(site.processes().get("n2"))  # noqa: E731
         assert eventually(there)
         launch.signal(signal.SIGSTOP)
@@ -135,7 +135,7 @@ def test_a_killed_ssh_server(site: Site) -> None:
 
 
 def test_a_host_goes_away_while_starting(site: Site) -> None:
-    with site.start("--lease", str(LEASE_S), "train.py") as launch:
+    with site.start("--lease", str(LEASE_S), "--max-restarts", "0", "train.py") as launch:
         there = lambda: "forkserver" in str(site.processes().get("n2"))  # noqa: E731
         assert eventually(there)
         site.lab.fault("power-off", "n2")

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.lab
 STEPS = "240"
 SAME = 1e-10
 STRUCK = "struck"  # the file that makes steps long
+LOADING = "loading"  # the file that keeps ranks from their first step
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,8 @@ def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
 def site(shared: Site) -> Iterator[Site]:
     yield shared
     shared.lab.heal()
-    (shared.project / STRUCK).unlink(missing_ok=True)
+    for name in (STRUCK, LOADING):
+        (shared.project / name).unlink(missing_ok=True)
     assert shared.leftovers() == ""
 
 
@@ -76,6 +78,24 @@ def judge(ended: Ended, undisturbed: Path, recoveries: int) -> None:
     for rank in range(3):
         steps = [int(line.split()[1]) for line in ended.lines(rank) if line.startswith("step")]
         assert steps == sorted(set(steps)), (rank, steps)
+    assert largest_difference(undisturbed, ended.directory) < SAME
+
+
+def test_losses_before_the_first_step(site: Site, undisturbed: Path) -> None:
+    """All begin again: with a new process, and without a host that stays away."""
+    (site.project / LOADING).touch()
+    with site.start("outlive.py", STEPS) as launch:
+        launch.wait_for("loading", times=3)
+        send(site, "n2", "rank 1 of 3")
+        launch.wait_for("loading", times=6)
+        site.lab.fault("power-off", "n1")
+        launch.wait_for("loading", times=8)
+        (site.project / LOADING).unlink()
+        ended = launch.end()
+    again = "starting all nodes again, before the first step"
+    assert ended.code == 0, ended.err
+    assert re.search(rf"rank 1 on n2: killed by SIGKILL .*; {again} \(1 of 2\)", ended.err)
+    assert re.search(rf"n1: .*; going on with n2, n3; {again} \(2 of 2\)", ended.err)
     assert largest_difference(undisturbed, ended.directory) < SAME
 
 

@@ -299,7 +299,7 @@ def test_a_stopped_agent_goes_on(site: Site) -> None:
 
 
 def test_a_host_freezes_before_the_start(site: Site) -> None:
-    with site.start("--lease", "4", "train.py") as launch:
+    with site.start("--lease", "4", "--max-restarts", "0", "train.py") as launch:
         assert eventually(lambda: _count(site, "n2", "forkserver") > 0)
         site.lab.fault("freeze", "n2")
         ended = launch.end()

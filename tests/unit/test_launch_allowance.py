@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.launch.allowance import Allowance, span
+from paceline.launch.allowance import STARTS, Allowance, span
 from paceline.spec.failure import Failure
 
 TRACEBACK = 'Traceback\n  File "/a/train.py", line {line}, in <module>\n    1 / 0\nValueError: x\n'
@@ -81,6 +81,18 @@ def test_a_host_that_is_lost_again_and_again() -> None:
     assert [allowance.lost("n2", now) for now in (0.0, 10.0, 20.0)] == [True, True, False]
     assert allowance.lost("n3", 20.0)
     assert allowance.lost("n2", 4000.0)
+
+
+def test_starts_that_come_to_no_step() -> None:
+    """A few are allowed, which are no restarts; after a step they are counted anew."""
+    allowance = Allowance(1, 3600)
+    in_vain = [allowance.begins_again().again for _ in range(STARTS)]
+    assert in_vain == [True] * (STARTS - 1) + [False]
+    assert not allowance.begins_again().again
+    assert allowance.counted == 0
+    assert allowance.after(killed(), 0.0).again
+    allowance.began()
+    assert allowance.begins_again().again
 
 
 def test_spans() -> None:

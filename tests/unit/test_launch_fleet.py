@@ -7,16 +7,18 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 
 from paceline.launch import muster as muster_module
 from paceline.launch import recovery, restart
-from paceline.launch.allowance import LOSSES
+from paceline.launch.allowance import LOSSES, STARTS
 from paceline.launch.attempt import Attempt
+from paceline.launch.beginning import Beginning
 from paceline.launch.decide import Found
 from paceline.launch.fleet import Fleet, Node, Silence, Trouble, together, why_ended
+from paceline.launch.launcher import Launcher
 from paceline.launch.members import End, Members, Regroup
 from paceline.launch.muster import Muster
 from paceline.launch.prepare import Request, find_networks
@@ -27,11 +29,11 @@ from paceline.remote.network import LOOPBACK
 from paceline.remote.openssh import SshOptions
 from paceline.spec.errors import ConnectError, GoneError, NodeError
 from paceline.spec.events import Event
-from paceline.spec.failure import Failure
+from paceline.spec.failure import Failure, Result
 from paceline.spec.hosts import Host
 from paceline.spec.job import Entry, Job
 from paceline.spec.nodes import nodes_of
-from paceline.spec.settings import Setting
+from paceline.spec.settings import Setting, Source
 
 ENTRY = Entry("script", "a.py")
 
@@ -249,6 +251,121 @@ def test_lost_hosts_are_dialled_again(transport: Dialling, told: str) -> None:
     assert told in "\n".join(notes)
     assert found == fleet.whole == (told.startswith("n2 is back"))
     assert [node.name for node in fleet.nodes] == ["n1", "n2"]
+
+
+@pytest.mark.parametrize("kind", ["script", "session", "none"])
+def test_a_host_that_is_lost_before_the_first_step(kind: str) -> None:
+    """A session goes on without it, a script has it dialled; a written 0 allows neither."""
+    notes: list[str] = []
+    preload = ("torch", *(["paceline.train?"] if kind == "session" else []))
+    restarts_allowed = Setting(0, Source.ARGUMENT if kind == "none" else Source.DEFAULT)
+    job = Job("a", ENTRY, "/", "python3", preload=preload, max_restarts=restarts_allowed)
+
+    async def scene() -> tuple[bool, list[str]]:
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
+        transport = Dialling(comes_back=True)
+        muster = mustered(transport, fleet, notes)
+        restarts = Restarts(request_for(job, transport, "n1", "n2"), fleet, notes.append)
+        fleet.lose(fleet.nodes[1], "unplugged")
+        lost = Failure("lost", "n2", None, headline="unplugged")
+        on = await restarts.allowed(lost, [], 1.0, Beginning(job, 2))
+        if on:
+            assert await restarts.line_up(muster)
+        assert restarts.counted == 0
+        await muster.close()
+        await fleet.close()
+        return on, [node.name for node in fleet.nodes]
+
+    on, names = asyncio.run(asyncio.wait_for(scene(), 20))
+    if kind == "none":
+        assert (on, notes) == (False, [])
+    elif kind == "session":
+        assert names == ["n1"]
+        assert notes == ["paceline: n2: unplugged; going on with n1; starting all nodes again,"
+                         " before the first step (1 of 2)"]  # fmt: skip
+    else:
+        assert names == ["n1", "n2"]
+        assert notes == [
+            "paceline: n2: unplugged", "paceline: dialling n2 again, for up to 30 s",
+            "paceline: n2 is back; starting all nodes again, before the first step (1 of 2)",
+        ]  # fmt: skip
+
+
+def test_losses_before_the_first_step_end_at_some_time() -> None:
+    notes: list[str] = []
+    job = Job("a", ENTRY, "/", "python3")
+    killed = Failure("signal", "n1", 0, signal=9, headline="killed by SIGKILL")
+    boom = Failure("exception", "n1", 0, headline="ValueError: boom")
+    refused = replace(boom, headline="RuntimeError: Connection refused")
+
+    async def scene() -> list[bool]:
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
+        restarts = Restarts(request_for(job, Dialling(comes_back=True), "n1"), fleet, notes.append)
+        found = [await restarts.allowed(one, [], 1.0, Beginning(job, 2))
+                 for one in (boom, refused, killed, killed, killed)]  # fmt: skip
+        await fleet.close()
+        return found
+
+    found = asyncio.run(asyncio.wait_for(scene(), 20))
+    assert found == [False, False, True, True, False]
+    assert notes == ["paceline: not begun again: 3 starts in a row came to no step"]
+
+
+class Starting(Launcher):
+    """Loses a host while it gets ready, so many times; what runs then ends well."""
+
+    def __init__(self, losses: int, asked: Setting[int]) -> None:
+        job = Job("a", ENTRY, "/", "python3", max_restarts=asked)
+        self._request = request_for(job, Dialling(comes_back=True), "n1", "n2")
+        self._screen, self._results = Mock(), AsyncMock()
+        self._recoveries = []
+        self.losses, self.connected = losses, list[bool]()
+
+    def _read_supplies(self, soon_s: float = 0.0) -> Any:
+        return asyncio.get_running_loop().create_future()
+
+    async def _connect(self, lost: NodeError | None) -> Fleet:
+        self.connected.append(lost is not None)
+        return fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)[0]
+
+    async def _get_ready(self, fleet: Fleet, reading: Any) -> Any:
+        if len(self.connected) <= self.losses:
+            fleet.lose(fleet.nodes[1], "unplugged")
+            raise ConnectionError("gone")
+        return Mock(), Mock()
+
+    async def execute(self, *_: Any) -> Result:
+        return Result(0)
+
+    async def _let_go(self, fleet: Fleet, interrupts: Any) -> None:
+        await fleet.close()
+
+
+@pytest.mark.parametrize(
+    ("losses", "asked", "connected"),
+    [
+        (0, Setting(0), 1),
+        (2, Setting(0), 3),
+        (STARTS, Setting(0), STARTS),
+        (1, Setting(0, Source.ARGUMENT), 1),
+    ],
+)
+def test_a_host_is_lost_before_anything_runs(
+    losses: int, asked: Setting[int], connected: int
+) -> None:
+    launcher = Starting(losses, asked)
+    run = launcher._run(Mock(received=[]))
+    if connected > losses:
+        assert asyncio.run(run).exit_code == 0
+    else:
+        with pytest.raises(NodeError, match="n2 went away while starting"):
+            asyncio.run(run)
+    assert launcher.connected == [False, *[True] * (connected - 1)]
+    notes = [one.args[0] for one in launcher._screen.note.call_args_list]  # type: ignore[attr-defined]
+    assert notes == [
+        "paceline: n2 went away while starting (unplugged); beginning again, before the first step"
+        f" ({number} of 2)" for number in range(1, connected)
+    ]  # fmt: skip
 
 
 def test_a_host_that_is_left_out_is_not_waited_for() -> None:

@@ -217,8 +217,8 @@ LAUNCH = [
                  help="End what hangs for this long; 0 only says who hangs where, and so does auto"
                  " but for scripts on paceline.train: five times their slowest step, at least 30."),
     click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N",
-                 help="After a failure start all nodes again, in step, up to N times within"
-                 " --restart-window."),
+                 help="After a failure start all nodes again, up to N times within"
+                 " --restart-window; a written 0 says never, not even before the first step."),
     click.option("--restart-window", type=Duration(0.0), default=3600.0, metavar="DURATION",
                  help="Failures longer ago than this do not count for --max-restarts; 0 counts"
                  " all.", show_default="1h"),

@@ -2,7 +2,8 @@
 
 One rule for both ways of going on: all ranks of a script start again, or a session recovers in
 place after an exception of its own. What the job cannot help, such as a lost node, is not counted
-where the job may shrink; a host that is lost again and again is left out.
+where the job may shrink, nor, a few times, before the first step; a host that is lost again and
+again is left out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from paceline.spec.failure import Failure
 from paceline.spec.helptext import counted
 
 LOSSES = 3  # of one host within the window, after which it is left out
+STARTS = 3  # that come to no step, after which a loss ends the job
 AS_LONG = 1.25  # a second failure after at most so many times the first one's time came no further
 AS_LONG_S = 2.0  # and a little more, for a start is never as long as another
 
@@ -50,6 +52,7 @@ class Allowance:
         self._window_s = window_s
         self._times: deque[float] = deque()
         self._losses: dict[str, deque[float]] = {}
+        self._vain = 0  # starts in a row that came to no step
         self._last: tuple[tuple[str, ...], int | None, float] | None = None
 
     def after(self, failure: Failure, now: float, *, step: int | None = None,
@@ -95,6 +98,17 @@ class Allowance:
         if not self._window_s:
             return f"{times} used up (--max-restarts {self._most})"
         return f"{times} within {span(self._window_s)} (--max-restarts {self._most})"
+
+    def begins_again(self) -> Verdict:
+        """Counts a loss before the first step; whether the job begins again all the same."""
+        self._vain += 1
+        if self._vain < STARTS:
+            return Verdict(True, number=self._vain)
+        return Verdict(False, f"{STARTS} starts in a row came to no step", self._vain)
+
+    def began(self) -> None:
+        """An attempt has come as far as its first step."""
+        self._vain = 0
 
     def lost(self, host: str, now: float) -> bool:
         """Counts the loss of a host; whether it is to be dialled again."""

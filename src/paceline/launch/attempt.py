@@ -11,6 +11,7 @@ from typing import Any
 from paceline.launch import decide, outcome
 from paceline.launch.allowance import Allowance, Verdict
 from paceline.launch.beats import aside
+from paceline.launch.beginning import Beginning
 from paceline.launch.fleet import Fleet, Node, first_of, together, within
 from paceline.launch.hangs import HangWatch, look_at_all
 from paceline.launch.interrupts import Interrupts
@@ -21,6 +22,7 @@ from paceline.launch.recovery import Recoveries, Rejoin, StandIn
 from paceline.launch.screen import Screen
 from paceline.launch.verdict import Hang, Look
 from paceline.spec import jobenv
+from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result, signal_name
 from paceline.spec.job import Job
@@ -63,6 +65,7 @@ class Attempt:
         self._ended = asyncio.Event()
         self._recalled = asyncio.Event()
         places = {rank.rank: part.host for part in plan.nodes for rank in part.ranks}
+        self.beginning = Beginning(job, len(places))
         members = Members(
             places,
             decide.least_nodes(job),
@@ -83,7 +86,11 @@ class Attempt:
         for node, _ in parts:
             node.running, node.active_at = True, None
         begun = time.monotonic()
-        await together([self._start(node, part) for node, part in parts])
+        try:
+            await together([self._start(node, part) for node, part in parts])
+        except (ConnectionError, PacelineError):
+            await self._stop_all(0.0)  # who has started shall not run beside the next attempt
+            raise
         self.watching = True
         self._recorder.next_attempt()
         self._recorder.event("started", attempt=self.plan.attempt, world_size=self.plan.world_size)
@@ -242,6 +249,7 @@ class Attempt:
         if not self._fleet.has(node):
             return  # another has taken its place
         rank = -1 if event.rank is None else event.rank
+        self.beginning.heard(event)
         if event.kind == "world joined":
             self.joined += 1
         elif event.kind in ("rank frozen", "rank thawed"):

@@ -133,9 +133,14 @@ class Node:
         await self.channel.request("prepare", **self.preparation)
 
     @property
-    def fork_server_died(self) -> bool:
+    def trouble(self) -> Trouble | None:
+        """Why its fork server is not there, as far as that is known."""
         ready = self.ready
-        return ready is not None and ready.done() and getattr(ready.result(), "kind", "") == "died"
+        return ready.result() if ready is not None and ready.done() else None
+
+    @property
+    def fork_server_died(self) -> bool:
+        return self.trouble is not None and self.trouble.kind == "died"
 
     def take_fork_server(self, event: Event) -> None:
         """The fork server is up, or could not import, or died."""
@@ -333,6 +338,15 @@ class Fleet:
             self._ticked = (time.monotonic(), _awake_or_not())
             await asyncio.sleep(OWN_TICK_S)
             _ = self.absence
+
+    async def doubts_settled(self) -> None:
+        """Waits until every node that is silent now has spoken again or is lost."""
+        while any(self._in_doubt(node) for node in self.everyone):
+            await asyncio.sleep(OWN_TICK_S)
+
+    def _in_doubt(self, node: Node) -> bool:
+        silent_s = asyncio.get_running_loop().time() - node.channel.last_heard
+        return not node.lost and silent_s > 2 * MOST_BEAT_S
 
     def lose(self, node: Node, why: str) -> None:
         """Marks a node as lost, once."""

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.launch import decide, notify, prepare
+from paceline.launch import decide, notify, outcome, prepare
+from paceline.launch.allowance import STARTS
+from paceline.launch.beginning import Beginning
 from paceline.launch.collect import Results
 from paceline.launch.control import Actions, Control
 from paceline.launch.decide import Supplies
@@ -98,20 +100,54 @@ class Launcher:
     async def _run(self, interrupts: Interrupts) -> Result:
         # while hosts are waited for, somebody may still edit what they get
         reading = None if self._request.waits else self._read_supplies(SOON_S)
-        fleet = await self._connect()
-        try:
-            with prepare.lost_nodes_named(fleet):
-                plan, supplies = await self._prepare(fleet, reading or self._read_supplies())
-                result = await self.execute(plan, fleet, supplies, interrupts)
-                await self._results.clear(fleet)
-                return replace(result, recoveries=tuple(self._recoveries))
-        finally:
-            self._closing = True
-            at_once = len(interrupts.received) > 1
-            keep_warm_s = None if at_once else self._request.keep_warm_s
-            await fleet.close(hurry=bool(interrupts.received), keep_warm_s=keep_warm_s)
-            for node in [*fleet.everyone, *fleet.gone]:
-                self.recorder.agent_log(node)
+        tries, lost = 0, None
+        while True:
+            if interrupts.received:  # while it was let go
+                raise asyncio.CancelledError
+            self._closing, tries = False, tries + 1
+            fleet = await self._connect(lost)
+            try:
+                reading = reading or self._read_supplies()
+                with prepare.lost_nodes_named(fleet):
+                    try:
+                        plan, supplies = await self._get_ready(fleet, reading)
+                    except (ConnectionError, NodeError) as error:
+                        lost = await self._lost_on_the_way(fleet, error, tries)
+                        if lost is None:
+                            raise
+                        continue
+                    result = await self.execute(plan, fleet, supplies, interrupts)
+                    await self._results.clear(fleet)
+                    return replace(result, recoveries=tuple(self._recoveries))
+            finally:
+                await self._let_go(fleet, interrupts)
+
+    async def _lost_on_the_way(self, fleet: Fleet, error: Exception,
+                               tries: int) -> NodeError | None:  # fmt: skip
+        """The loss of a host before anything has begun, after which all begins once more.
+
+        With that host, if it is there again, or without it; ``None`` where it does not.
+        """
+        request = self._request
+        may = request.begins_again and request.transport.redials and request.planned is None
+        if not may or tries >= STARTS:
+            return None
+        await fleet.doubts_settled()  # who cannot reach a host may say so before we know why
+        node = next((node for node in fleet.everyone if node.lost), None)
+        if node is None:
+            return None
+        lost = prepare.went_away(fleet, node, node.why or str(error))
+        self._screen.note(f"paceline: {lost.message} ({lost.brief}); beginning again, before the"
+                          f" first step ({tries} of {STARTS - 1})")  # fmt: skip
+        return lost
+
+    async def _let_go(self, fleet: Fleet, interrupts: Interrupts) -> None:
+        self._closing = True
+        at_once = len(interrupts.received) > 1
+        keep_warm_s = None if at_once else self._request.keep_warm_s
+        await fleet.close(hurry=bool(interrupts.received), keep_warm_s=keep_warm_s)
+        for node in [*fleet.everyone, *fleet.gone]:
+            self.recorder.agent_log(node)
 
     def _interrupted(self, task: asyncio.Task[Any]) -> None:
         """Before ranks run, a signal just ends everything; later the attempt deals with it."""
@@ -122,13 +158,20 @@ class Launcher:
 
     # --- prepare -----------------------------------------------------------------------------
 
-    async def _connect(self) -> Fleet:
+    async def _connect(self, lost: NodeError | None) -> Fleet:
+        """Once more where a host was lost; where it cannot be done without, that is the error."""
         count = len(self._request.hosts)
         self._screen.starting("connecting", 0, count)
-        fleet, self._missing = await prepare.connect(
-            self._request, self._on_event, self._on_lost,
-            lambda reached: self._screen.starting("connecting", reached, count), self._screen.note,
-        )  # fmt: skip
+        try:
+            fleet, self._missing = await prepare.connect(
+                self._request, self._on_event, self._on_lost,
+                lambda reached: self._screen.starting("connecting", reached, count),
+                self._screen.note, lost is not None,
+            )  # fmt: skip
+        except PacelineError:
+            if lost is None:
+                raise
+            raise lost from None
         self._fleet, here = fleet, len(fleet.everyone)
         self._screen.starting("connecting", here, here)
         for node in fleet.everyone:
@@ -154,6 +197,13 @@ class Launcher:
         # who fails before anybody asks for it has nothing to say of it
         reading.add_done_callback(lambda read: read.cancelled() or read.exception())
         return reading
+
+    async def _get_ready(self, fleet: Fleet,
+                         reading: asyncio.Future[Supplies]) -> tuple[Plan, Supplies]:  # fmt: skip
+        """The plan, and on the nodes all that it sends to them."""
+        plan, supplies = await self._prepare(fleet, reading)
+        await self._supply(plan, fleet, supplies)
+        return plan, supplies
 
     async def _prepare(self, fleet: Fleet,
                        supplies: asyncio.Future[Supplies]) -> tuple[Plan, Supplies]:  # fmt: skip
@@ -187,14 +237,13 @@ class Launcher:
 
         Args:
             plan: What runs where.
-            fleet: The nodes, in the plan's order.
-            supplies: What the plan sends to them.
+            fleet: The nodes, in the plan's order; they have what the plan sends to them.
+            supplies: What that was.
             interrupts: The user's signals.
         """
         job = self._request.job
         restarts = Restarts(self._request, fleet, self._screen.note)
         self._supplies = supplies
-        await self._supply(plan, fleet, supplies)
         muster = self._muster = Muster(
             self._request.transport, fleet, lambda host: decide.python_of(job, host),
             lambda node: self._fit_out(node, fleet, supplies), self._came, self._screen.note,
@@ -207,14 +256,17 @@ class Launcher:
         try:
             while True:
                 starts, began, attempt = starts + 1, time.monotonic(), None
+                beginning: Beginning | None = Beginning(job, plan.world_size)
+                never_ran: Exception | None = None
                 try:
                     if starts > 1:
                         plan = await self._once_more(plan, fleet, supplies, restarts.counted)
                     result, attempt = await self._start(plan, fleet, restarts, interrupts)
-                except (ConnectionError, NodeError):
-                    if fleet.whole or not (starts > 1 or self._request.elastic):
+                    beginning = None if attempt.recoveries.done else attempt.beginning
+                except (ConnectionError, NodeError) as error:
+                    if (lost := lost_between(fleet)) is None:
                         raise
-                    result = Result(1, lost_between(fleet))
+                    result, never_ran = Result(1, lost), error if starts == 1 else None
                 self._failure = failure = result.failure
                 leaving = attempt.recoveries.leaving if attempt else []
                 recalled = attempt is not None and attempt.recalled
@@ -226,10 +278,12 @@ class Launcher:
                 if leaving and self._request.elastic:
                     await self._results.bring_home(fleet)
                 ran_s = time.monotonic() - began
-                if failure and not await restarts.allowed(failure, leaving, ran_s):
-                    break
-                if not await restarts.line_up(muster):
-                    break
+                on = failure is None or await restarts.allowed(failure, leaving, ran_s, beginning)
+                if on and await restarts.line_up(muster):
+                    continue
+                if never_ran is not None and not self._request.elastic:
+                    raise never_ran
+                break
         finally:
             await muster.close()
             self._screen.unwatch()
@@ -449,10 +503,19 @@ def _nobody(event: Event) -> None:
     """Is told what only the launcher wants to know."""
 
 
-def lost_between(fleet: Fleet) -> Failure:
-    """The loss of a node before the ranks of a further attempt ran."""
-    node = next(node for node in fleet.nodes if node.lost)
-    return Failure("lost", node.name, None, time.monotonic(), headline=node.why)
+def lost_between(fleet: Fleet) -> Failure | None:
+    """The loss of a node, or of its fork server, before the ranks of an attempt ran."""
+    now, away = time.monotonic(), fleet.absence
+    for node in fleet.nodes:
+        if node.lost and away is not None and away.seconds > fleet.lease_s / 2:
+            headline = outcome.own_pause(away.seconds, fleet.lease_s)
+            return Failure("launcher", HERE, None, now, headline=headline)
+        if node.lost:
+            return Failure("lost", node.name, None, now, headline=node.why)
+    for node in fleet.nodes:
+        if node.trouble is not None and node.fork_server_died:
+            return Failure("forkserver", node.name, None, now, headline=node.trouble.text)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

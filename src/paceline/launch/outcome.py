@@ -12,6 +12,7 @@ from paceline.spec.events import Event
 from paceline.spec.failure import HERE, Failure, Kind, signal_name
 
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|is too full|disk .{0,200}is full")
+_MEMORY = "killed by the kernel for its memory"
 SETTLE_S = 0.5  # how long to wait for an earlier failure that is still on its way
 SETTLE_ECHO_S = 2.5  # the same while only echoes were heard
 
@@ -85,6 +86,11 @@ def about_full_disk(failure: Failure) -> bool:
     return bool(_FULL.search(failure.headline) or _FULL.search(failure.traceback[-2000:]))
 
 
+def for_its_memory(failure: Failure) -> bool:
+    """Whether the kernel has killed it because there was no memory left for it."""
+    return failure.headline.startswith(_MEMORY)
+
+
 def settle_time(failures: Sequence[Failure]) -> float:
     """How long to wait for others before the first failure is named."""
     return SETTLE_ECHO_S if all(failure.echo for failure in failures) else SETTLE_S
@@ -108,7 +114,7 @@ def describe_end(code: int | None, signum: int | None,
         return f"{name} (the kernel's memory killer, or somebody's kill -9)"
     kills, kernel = memory.get("kills"), memory.get("kernel")
     if kills or (kills is None and kernel):
-        return f"killed by the kernel for its memory{_memory_words(memory, peak_bytes)}"
+        return f"{_MEMORY}{_memory_words(memory, peak_bytes)}"
     if kills == 0 and not kernel:  # the kernel's log tells of processes of others, too
         return f"{name} (somebody's kill -9: the kernel's memory killer did nothing here)"
     return f"{name} (the kernel's memory killer, or somebody's kill -9)"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch import decide, muster, outcome
+from paceline.launch.beginning import trains
 from paceline.launch.decide import Found, Supplies
 from paceline.launch.fleet import Fleet, Node, together
 from paceline.remote import connectivity, interfaces, network
@@ -42,6 +43,7 @@ Networks = dict[str, network.NodeNetwork]
 # of the package, all that a recipe needs in a rank
 OF_RECIPES = ("__init__.py", "program.py", "progress.py", "py.typed", "recipes", "spec", "train")
 DYING_S = 2.0  # who holds a port and cannot be named: the kernel is ending it, or a stranger
+BACK_S = 30.0  # for a host that is needed and was lost before the first step
 LEAVING_S = 5.0  # an agent without launcher and its ranks are gone by then
 
 
@@ -95,10 +97,32 @@ class Request:
         asked = self.job.wait_for_nodes_s.source is not Source.DEFAULT
         return self.elastic or (asked and self.transport.redials)
 
+    @property
+    def patience_s(self) -> float:
+        """For hosts that are needed, until the first step; who does not wait sees them come back.
+
+        In seconds.
+        """
+        asked_s = self.job.wait_for_nodes_s.value
+        return asked_s if self.waits else min(asked_s, BACK_S)
+
+    def least_again(self, session: bool) -> int:
+        """Nodes without which the job does not begin again, once some were lost."""
+        return min(self.least, decide.least_nodes(self.job)) if session else self.least
+
+    @property
+    def begins_again(self) -> bool:
+        """Whether a loss before the first step may be followed by another start.
+
+        Who has written ``--max-restarts 0`` wants none.
+        """
+        allowed = self.job.max_restarts
+        return allowed.value > 0 or allowed.source is Source.DEFAULT
+
 
 async def connect(request: Request, on_event: Callable[[Node, Event], None],
                   on_lost: Callable[[Node, str], None], reached: Reached = nobody,
-                  note: Callable[[str], None] | None = None,
+                  note: Callable[[str], None] | None = None, again: bool = False,
                   ) -> tuple[Fleet, dict[str, str]]:  # fmt: skip
     """Has an agent started on every host, or on enough of them where the job can do with fewer.
 
@@ -107,6 +131,7 @@ async def connect(request: Request, on_event: Callable[[Node, Event], None],
         on_event, on_lost: Of the fleet.
         reached: Told how many hosts have an agent by now.
         note: Tells the user that hosts are waited for; ``None`` waits for none.
+        again: Somebody was lost since the first time: also a session goes on with fewer then.
 
     Returns:
         The nodes that are there, and why the others are not, by host.
@@ -114,10 +139,11 @@ async def connect(request: Request, on_event: Callable[[Node, Event], None],
     job, hosts = request.job, request.hosts
     pythons = [decide.python_of(job, host) for host in hosts]
     missing: dict[str, str] = {}
-    if request.waits:
-        patience_s = job.wait_for_nodes_s.value if note else 0.0
+    if request.waits or again:
+        least = request.least_again(trains(job)) if again else request.least
+        patience_s = request.patience_s if note else 0.0
         channels, missing = await muster.gather(
-            request.transport, hosts, pythons, request.least, patience_s, note or _nobody, reached
+            request.transport, hosts, pythons, least, patience_s, note or _nobody, reached
         )
     else:
         channels = await request.transport.open(hosts, pythons, reached)
@@ -354,8 +380,7 @@ async def find_networks(fleet: Fleet, job: Job, hosts_in_all: int) -> tuple[Netw
             interfaces.refuse_absent(hosts, fleet.facts(), decide.given(job, hosts[0]))
     only, interface = fleet.first, job.interface.value
     fixed = interface or only.host.interface or only.host.job_address
-    alone = hosts_in_all == 1 or not isinstance(job.nnodes.value, NodeRange)  # and stays so
-    if len(fleet.everyone) == 1 and not fixed and alone:
+    if len(fleet.everyone) == 1 and not fixed and hosts_in_all == 1:  # and stays alone
         return {only.name: network.LOOPBACK}, []
     found, notes = network.candidates(fleet.hosts, fleet.facts(), interface)
     if len(fleet.everyone) == 1 and not found[only.name]:

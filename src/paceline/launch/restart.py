@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from paceline.launch.allowance import LOSSES, Allowance, span
+from paceline.launch.allowance import LOSSES, STARTS, Allowance, span
+from paceline.launch.beginning import Beginning, by_chance
 from paceline.launch.fleet import Fleet, Node
 from paceline.launch.muster import Muster
 from paceline.launch.outcome import about_full_disk, size_words
@@ -34,28 +35,42 @@ class Restarts:
         self._order = [host.name for host in request.hosts]
         self._had_ranks: set[str] = set()
         self._why, self._count = "", ""  # of the next start
+        self._least, self._patience_s = request.least, job.wait_for_nodes_s.value
 
     @property
     def counted(self) -> int:
         """How many restarts followed a failure that counts."""
         return self.allowance.counted
 
-    async def allowed(self, failure: Failure, leaving: Sequence[Node], ran_s: float) -> bool:
+    async def allowed(self, failure: Failure, leaving: Sequence[Node], ran_s: float,
+                      beginning: Beginning | None = None) -> bool:  # fmt: skip
         """Whether the job goes on after a failure, as far as that is its own.
 
-        That a node was lost, or is about to go, is no failure of a job that can do with fewer.
+        That a node was lost, or is about to go, is no failure of a job that can do with fewer. What
+        is lost by chance before the first step is none either, a few times.
 
         Args:
             failure: The first of the attempt.
             leaving: Nodes that were asked to end: they are sent home.
             ran_s: How long the ranks had run.
+            beginning: Whether they had come to a step; ``None``: they have gone on after a loss.
         """
+        job = self._request.job
         self._why, self._count = failure.describe(), ""
+        self._least, self._patience_s = self._request.least, job.wait_for_nodes_s.value
+        if beginning is None or beginning.over:
+            self.allowance.began()
         if self._request.elastic and await self._lost_some(failure, leaving):
             return True
         if why := await full_disk(self._fleet, failure):
             self._note(f"paceline: {why}: the job is not started again")
             return False
+        if beginning is not None and not beginning.over and await self._by_chance(failure):
+            verdict = self.allowance.begins_again()
+            if verdict.again:
+                self._begin_again(beginning, verdict.number)
+                return True
+            self._note(f"paceline: not begun again: {verdict.why}")
         verdict = self.allowance.after(failure, time.monotonic(), ran_s=ran_s)
         self._count = f", {verdict.number} of {self._request.job.max_restarts.value}"
         if verdict.why:
@@ -73,6 +88,25 @@ class Restarts:
             while fleet.whole and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
         return not fleet.whole and not self._own(failure)
+
+    async def _by_chance(self, failure: Failure) -> bool:
+        """Whether an attempt that had not come to its first step failed by nobody's fault.
+
+        Not where no start but the first is wanted.
+        """
+        if not self._request.begins_again:
+            return False
+        if failure.echo:
+            await self._fleet.doubts_settled()
+            return not self._fleet.whole
+        return by_chance(failure)
+
+    def _begin_again(self, beginning: Beginning, number: int) -> None:
+        """A session goes on with fewer nodes, as it does later; a script needs all it was given."""
+        self._count = f", before the first step ({number} of {STARTS - 1})"
+        self._least = self._request.least_again(beginning.session)
+        if not beginning.session:
+            self._patience_s = self._request.patience_s
 
     def _own(self, failure: Failure) -> bool:
         """Whether a rank failed by itself, with no loss at about that time that could be why.
@@ -96,7 +130,7 @@ class Restarts:
 
         False, when there are too few and nobody came in time.
         """
-        fleet, least, most = self._fleet, self._request.least, self._request.most
+        fleet, least, most = self._fleet, self._least, self._request.most
         self._had_ranks.update(node.name for node in fleet.nodes)
         lost = [node for node in fleet.nodes if node.lost]
         for node in lost:
@@ -118,6 +152,7 @@ class Restarts:
             where = "back" if self._had_ranks.issuperset(came) else "here"
             self._why = f"{', '.join(came)} {'is' if len(came) == 1 else 'are'} {where}"
         self._note(f"paceline: {self._why}; starting all nodes again{self._count}")
+        self._count = ""
         return True
 
     async def _wait(self, lost: Sequence[Node], muster: Muster, least: int) -> bool:
@@ -128,11 +163,10 @@ class Restarts:
             self._note(f"paceline: {names} cannot be joined again in this way of starting nodes:"
                        " run again")  # fmt: skip
             return False
-        patience = span(self._request.job.wait_for_nodes_s.value)
+        patience = span(self._patience_s)
         if names := ", ".join(muster.called):
             self._note(f"paceline: dialling {names} again, for up to {patience}")
-            if await muster.until(lambda: len(self._there()) >= least,
-                                  self._request.job.wait_for_nodes_s.value):  # fmt: skip
+            if await muster.until(lambda: len(self._there()) >= least, self._patience_s):
                 return True
         here = f"{counted(len(self._there()), 'node')} of at least {least}"
         if muster.called:

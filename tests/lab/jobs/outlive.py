@@ -1,7 +1,7 @@
 """A training in float64 with Adam: ``outlive.py STEPS [PAUSE]``. Every rank tells its steps.
 
 While there is a file ``struck``, steps take long (PAUSE, a quarter of a second): what befalls it
-befalls it before its end.
+befalls it before its end. While there is a file ``loading``, the ranks do so before they train.
 """
 
 import sys
@@ -35,6 +35,9 @@ class Samples:
 
 torch.set_num_threads(1)
 session = train.join("outlive", seed=3, device="cpu", dtype="float64", log_every=50)
+print("loading", flush=True)
+while Path("loading").exists():
+    time.sleep(0.05)
 torch.manual_seed(3)
 network = nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 1)).double()
 network = session.place(network)

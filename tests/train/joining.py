@@ -99,13 +99,16 @@ def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: 
         kept = session.average(0.9) if rich else None
         lengths = data.lengths if rich else None
         loader = session.loader(data, BATCH, limit=2 if rich else 0, lengths=lengths)
-        best, seen = Best(), Seen(folder)
+        best, seen, passes = Best(), Seen(folder), Passes()
         if checkpoint:
-            session.checkpoints(every=checkpoint, best=best, identity={"size": 8}, keep=2)
+            session.checkpoints(every=checkpoint, best=best, identity={"size": 8}, keep=2,
+                                extras={"passes": passes} if rich else {})  # fmt: skip
         shard = session.shard(data, 5)
         evaluated(session, network, shard, nowhere)
         at(session, "door")
         for _ in session.epochs(loader, EPOCHS, every=3 if rich else 0):
+            if rich:
+                passes.begin(network)
             for batch in loader:
                 time.sleep(SLOW)
                 at(session, "step")
@@ -119,6 +122,23 @@ def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: 
             best.update(found[1], session.progress.step)
         left(session, folder, {"model": network.state_dict(), "adam": made.state_dict()["state"],
              "average": kept.state() if kept else {}})  # fmt: skip
+
+
+class Passes:
+    """What a script does before the first batch of each of its loops, with a state of its own."""
+
+    number = 0
+
+    def begin(self, network: Net) -> None:
+        self.number += 1
+        with torch.no_grad():
+            network.one.bias.mul_(1 + 0.01 * self.number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
 
 
 def phases(folder: Path, *, at: At = nowhere, wait: bool = False) -> None:
@@ -256,6 +276,7 @@ def main(folder: Path, *only: str) -> None:
     run("plain: without checkpoints", 2, at=dying(1, 9), checkpoint="")
     run("local", 2, communication="local:6")
     run("local: killed", 3, at=dying(1, 9), communication="local:6")
+    run("plain: edited", 3, at=_each_of(dying(1, 9), edited))
     run("duel: killed between two updates", 3, duel, at=dying(0, 9, "between"))
     run("recipe: killed", 3, recipe, saw=killed_later)
     run("phases", 2, phases)
@@ -264,6 +285,12 @@ def main(folder: Path, *only: str) -> None:
     run("mixed", 2, device="cuda")
     run("mixed: killed", 3, at=dying(1, 9), device="cuda")
     run("mixed: first killed", 3, at=dying(0, 10), device="cuda")
+
+
+def edited(session: train.Session, where: str) -> None:
+    """Somebody has changed a file of the script since the others began."""
+    if NEWCOMER and where == "door":
+        session._sources["__main__"] = "another"
 
 
 def _each_of(*some: At) -> At:

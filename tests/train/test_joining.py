@@ -108,6 +108,16 @@ def test_nobody_joins_in_a_second_training(worlds: Path, name: str) -> None:
     assert late == ([lost] if "first" in name else [])
 
 
+def test_who_has_other_files_does_not_join(worlds: Path) -> None:
+    """Edited while the others train, a script would compute something else on one rank."""
+    found = job(worlds, "plain: edited")
+    lost = found["lost"][0][1]
+    assert [slot for slot, status in found["statuses"].items() if status] == [str(lost)]
+    (failed,) = events(found, "failed")
+    assert "source of __main__: " in failed[2]["error"]
+    assert float((left(worlds / "plain: edited") - left(worlds / "plain")).abs().max()) < 1e-10
+
+
 @pytest.mark.parametrize("name", CHANGED)
 def test_newcomers_join_between_two_steps(worlds: Path, name: str) -> None:
     found = job(worlds, name)

@@ -69,6 +69,13 @@ class Counted:
             return any(not torch.equal(one, kept) for one, kept in pairs)
         return self._versions != self._versions_now()
 
+    def go_back(self) -> None:
+        """Undoes what was done since the note, for good; right after one of the first notes."""
+        _set(self._updaters, self._settings)
+        if self._changed:
+            self._swap()
+            self._copies = []
+
     @contextmanager
     def restored(self) -> Iterator[bool]:
         """Within it models and settings are as noted; False where parameters are not known."""

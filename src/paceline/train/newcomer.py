@@ -14,14 +14,18 @@ loads no checkpoint) leaves the rest of its answers unused.
 from __future__ import annotations
 
 import base64
+import contextlib
+import hashlib
 import json
 import os
 import sys
+import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -41,6 +45,9 @@ LATER = "the script is in its second session.epochs, and a process can join in t
 its own does not have, and its answers are not kept."""
 AFTER = "the script has called session.{} after its first session.epochs had begun"
 """The same: who comes starts with what there was before."""
+
+SOURCES = "sources"
+"""What :func:`sources` found is left under this name."""
 
 WHERE = "paceline/start"
 """Prefix of its keys in the rendezvous store."""
@@ -233,6 +240,28 @@ def line_of_script() -> str:
             return f"{frame.f_code.co_name}, line {frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def sources() -> dict[str, str]:
+    """A hash of the script and of each of its own modules, as they lie on the disk now, by name.
+
+    Not of what is installed, which is the same for all processes of an environment.
+    """
+    here = Path(__file__).resolve().parents[1]
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        path = Path(file).resolve()
+        if {"site-packages", "dist-packages"} & {*path.parts}:
+            continue
+        if path.is_relative_to(here) or path.is_relative_to(library):
+            continue
+        with contextlib.suppress(OSError):
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return found
 
 
 def _leave(lines: str, store: Any) -> None:

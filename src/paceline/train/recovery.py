@@ -591,6 +591,7 @@ class Recovery:
     def given(self) -> None:
         """A global batch is given to the script, newly or again."""
         step = self.step()
+        self._forget()
         self._passes = self._passes + 1 if self._of == step else 1
         self._of, self._holds, self._eventful = step, True, False
 
@@ -842,11 +843,10 @@ class Recovery:
         learn of that later; the last reference may also be a replica's, dropped at any time. Where
         something was given up, it never learns of it, and the group stays.
         """
-        now = time.monotonic()
-        self._left = [one for one in self._left if now - one[0] < _RESTING]
+        self._forget()
         if dist.is_initialized():
             groups = [*dist.distributed_c10d._world.pg_map]
-            self._left.append((now, groups))
+            self._left.append((time.monotonic(), groups))
             if waits.unfinished():  # the groups stay for good
                 for one in groups:
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
@@ -855,6 +855,12 @@ class Recovery:
         # Groups are numbered, and meet under their number: one that did not come about on this
         # rank alone has been counted, and the next would wait for the others where they are not.
         dist.distributed_c10d._world.group_count = 0
+
+    def _forget(self) -> None:
+        """Lets go of groups that were left long ago, their threads and descriptors."""
+        if self._left and time.monotonic() - self._left[0][0] >= _RESTING:
+            now = time.monotonic()
+            self._left = [one for one in self._left if now - one[0] < _RESTING]
 
     def _all_here(self, store: Any, word: Word) -> None:
         """Waits until every member has come, or somebody else is lost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -41,7 +42,15 @@ from paceline.train.lookout import Lookout
 from paceline.train.member import Member
 from paceline.train.metrics import Best
 from paceline.train.models import ALONE, Models
-from paceline.train.newcomer import AFTER, LATER, Recording, Replay, line_of_script
+from paceline.train.newcomer import (
+    AFTER,
+    LATER,
+    SOURCES,
+    Recording,
+    Replay,
+    line_of_script,
+    sources,
+)
 from paceline.train.order import Stated, by_length, stated
 from paceline.train.overlap import Overlap, check_overlap
 from paceline.train.pace import Look, Pace, counted
@@ -92,9 +101,12 @@ class Session(Member):
         self._begun = 0  # calls of `epochs`
         self._within: dict[str, str] = {}  # the present one
         self._line = ""  # of the script, where it is
+        self._sources: dict[str, str] = {}  # hashes of its files, by module
         self._aside = False  # the script has another loader beside that of `epochs`
         self._applied = self._repeated = 0  # updates within the step, and of them on this pass
         self._overlap: Overlap | None = None
+        self._extras: tuple[str, ...] = ()  # of the script, by name
+        self._given: tuple[dict[str, Any], int] | None = None  # to a newcomer: extras and steps
         self._division = Division(self.comms, self._journal, self.progress)
         self._loader: Loader | None = None
         self._keeper: Keeper | None = None
@@ -411,7 +423,8 @@ class Session(Member):
         if self._probe is not None:
             return False
         self._changes("checkpoints")
-        self._kept = self._whole({**(extras or {}), **({"best": best} if best else {})})
+        extras = {**(extras or {}), **({"best": best} if best else {})}
+        self._kept, self._extras = self._whole(extras), (*extras,)
         self._kept.identity = {name: str(value) for name, value in (identity or {}).items()}
         self._kept.describes = describes or {}
         keeper = Keeper(
@@ -543,6 +556,8 @@ class Session(Member):
 
     def _iterates(self, loader: Loader) -> None:
         """The script begins to take batches from a loader."""
+        if loader is self._loader:
+            self._go_back()
         if loader is self._loader or self._aside or self.progress.finished:
             return
         self._aside = True
@@ -589,6 +604,7 @@ class Session(Member):
 
     def recovers(self, recovery: Recovery, start: Recording | Replay) -> None:
         """Has this session go on without ranks that are lost."""
+        self._sources = sources()
         self._recovery, self._start = recovery, start
         self.comms.mender, self.comms.joining = start, isinstance(start, Replay)
         recovery.step, recovery.say = lambda: self.progress.step, self.event
@@ -617,12 +633,37 @@ class Session(Member):
         self._recovery.enter()
         if self._keeper is not None:
             self._keeper.joined()
+        self._note_given()
         self.comms.mender = self._start  # until its first batch the script is still at its start
+
+    def _note_given(self) -> None:
+        """A newcomer has the others' state, of which its script knows nothing yet.
+
+        They have done what the script does before an epoch's first batch; it does that once more.
+        """
+        assert self._kept is not None
+        self.models.note()
+        kept = {name: self._kept.extras[name].state_dict() for name in self._extras}
+        self._given = copy.deepcopy(kept), self.progress.steps
+
+    def _go_back(self) -> None:
+        """The first batch begins: a newcomer has again what it was given."""
+        if self._given is None:
+            return
+        assert self._kept is not None
+        kept, self.progress.steps = self._given
+        self._given = None
+        self.models.go_back()
+        for name, state in kept.items():
+            self._kept.extras[name].load_state_dict(state)
 
     def _check_alike(self) -> None:
         """A newcomer with another training ends alone."""
         assert isinstance(self._start, Replay)
-        theirs, mine = self._start.about.get("training", {}), self._about()
+        theirs, mine = {**self._start.about.get("training", {})}, self._about()
+        files, own = (json.loads(one.pop(SOURCES, "{}")) for one in (theirs, mine))
+        for name in files.keys() & own.keys():  # each rank may have modules that others have not
+            theirs[f"source of {name}"], mine[f"source of {name}"] = files[name], own[name]
         wrong = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
         if wrong:
             raise SettingError(
@@ -631,7 +672,8 @@ class Session(Member):
                     f"{name}: {theirs.get(name, 'nothing')} there, {mine.get(name, 'nothing')} here"
                     for name in sorted(wrong)
                 ),
-                remedy="give every node the same files and the same options",
+                remedy="give every node the same files and the same options, and leave the script's"
+                " files as they are while it runs",
             )
 
     def _about(self) -> dict[str, str]:
@@ -640,7 +682,8 @@ class Session(Member):
         shapes = [[name, str(p.dtype), [*p.shape]] for name, p in self._tensors()]
         digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
         own = {"seed": str(self._seed), "model": digest, "session.epochs called in": self._line}
-        return {**own, **self._within, **self._kept.identity}
+        files = {SOURCES: json.dumps(self._sources)}
+        return {**own, **files, **self._within, **self._kept.identity}
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         module = self.models.module

@@ -118,11 +118,6 @@ class Models:
         self._counted = self._counted or Counted(self)
         self._counted.note()
 
-    def go_back(self) -> None:
-        """The models are again what they were when last noted, which was at their first note."""
-        assert self._counted is not None
-        self._counted.go_back()
-
     def as_counted(self, wanted: bool = True) -> AbstractContextManager[bool]:
         """Within it the models are as they were when last noted; False where that is not known."""
         if self._counted is None or not wanted:

@@ -33,6 +33,7 @@ from paceline.train.checkpoints.store import Store
 from paceline.train.comms import Comms
 from paceline.train.communication import choice
 from paceline.train.communication.choice import Communication
+from paceline.train.counted import Counted
 from paceline.train.data import Collate, Data, Fetch, allowed, loader_workers, order_of
 from paceline.train.division import LOOKS, Division, Wish, needs_two
 from paceline.train.exchange import Exchange
@@ -106,7 +107,7 @@ class Session(Member):
         self._applied = self._repeated = 0  # updates within the step, and of them on this pass
         self._overlap: Overlap | None = None
         self._extras: tuple[str, ...] = ()  # of the script, by name
-        self._given: tuple[dict[str, Any], int] | None = None  # to a newcomer: extras and steps
+        self._given: tuple[Counted, dict[str, Any], int] | None = None  # a newcomer: with steps
         self._division = Division(self.comms, self._journal, self.progress)
         self._loader: Loader | None = None
         self._keeper: Keeper | None = None
@@ -642,18 +643,19 @@ class Session(Member):
         They have done what the script does before an epoch's first batch; it does that once more.
         """
         assert self._kept is not None
-        self.models.note()
+        models = Counted(self.models)
+        models.note()
         kept = {name: self._kept.extras[name].state_dict() for name in self._extras}
-        self._given = copy.deepcopy(kept), self.progress.steps
+        self._given = models, copy.deepcopy(kept), self.progress.steps
 
     def _go_back(self) -> None:
         """The first batch begins: a newcomer has again what it was given."""
         if self._given is None:
             return
         assert self._kept is not None
-        kept, self.progress.steps = self._given
+        models, kept, self.progress.steps = self._given
         self._given = None
-        self.models.go_back()
+        models.go_back()
         for name, state in kept.items():
             self._kept.extras[name].load_state_dict(state)
 

@@ -15,7 +15,7 @@ from paceline.program import guarded
 from paceline.spec import launched
 from paceline.spec.errors import DataError, JobError, NodeError, SettingError
 from paceline.train import disks, insync, weights, world
-from paceline.train.comms import Comms
+from paceline.train.comms import FIRST, Comms
 from paceline.train.device import Found, choose_backend, choose_device, look, precision
 from paceline.train.metrics import Best, Meter
 from paceline.train.pace import summary
@@ -48,6 +48,14 @@ def test_planned_world_is_asserted() -> None:
     with pytest.raises(JobError, match="plan has 4 processes"):
         world.check_planned(world.World(size=1), {"PACELINE_WORLD_SIZE": "4"})
     world.check_planned(world.World(size=4), {"PACELINE_WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize("length", [0, 1, FIRST - 9, FIRST - 8, FIRST - 7, 5 * FIRST])
+def test_texts_of_any_length_travel_whole(length: int) -> None:
+    """A short one at once, the rest of a long one behind its length; ``é`` has two bytes."""
+    comms, text = Comms(world.World(), CPU), ("\0é" * length).encode()[:length].decode("latin-1")
+    assert comms.texts(text) == [text]
+    assert comms.text_of(0, text) == comms.text_of(0, text, 64) == text
 
 
 def test_device_choice() -> None:

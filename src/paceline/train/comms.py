@@ -25,6 +25,8 @@ from paceline.train.world import World
 
 T = TypeVar("T")
 
+FIRST = 512  # bytes of the message that says how long a text is, and begins it
+_LENGTH = 8  # of them
 _PIECE = 1 << 20  # bytes of a message of a chain, at most
 _MANY = 64  # of them: the last rank has all when the first could, and a few pieces later
 _UNDER_WAY = 4  # messages
@@ -170,14 +172,18 @@ class Comms:
         return self.event(lambda: self._texts(text))
 
     def _texts(self, text: str) -> list[str]:
-        content = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
-        lengths = self._rows(torch.tensor([len(content)]))[:, 0]
-        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-        padded[: len(content)] = content
-        rows = self._rows(padded)
+        content = text.encode()
+        firsts = self._rows(_first_of(content))
+        texts = [_length_and_first(row) for row in firsts]
+        more = max(length - len(first) for length, first in texts)
+        if not more:  # nearly always: that saves a round trip
+            return [first.decode() for _, first in texts]
+        rest = torch.zeros(more, dtype=torch.uint8)
+        content = content[FIRST - _LENGTH :]
+        rest[: len(content)] = _bytes(content)
         return [
-            bytes(row[: length - 1].tolist()).decode()
-            for row, length in zip(rows, lengths.tolist(), strict=True)
+            (first + bytes(row[: length - len(first)].tolist())).decode()
+            for (length, first), row in zip(texts, self._rows(rest), strict=True)
         ]
 
     def spread(self, tensors: Sequence[Tensor], source: int = 0) -> None:
@@ -274,6 +280,26 @@ class Comms:
         for _, work in going:
             work.wait()
 
+    def text_of(self, source: int, text: str, usual: int = FIRST) -> str:
+        """One rank's text, on every rank.
+
+        Args:
+            source: Whose.
+            text: That of this rank; only the source's counts.
+            usual: Bytes up to which it travels at once.
+        """
+        content = text.encode()
+        first = _first_of(content, usual)
+        self.spread([first], source)
+        length, said = _length_and_first(first)
+        if length == len(said):
+            return said.decode()
+        rest = torch.empty(length - len(said), dtype=torch.uint8)
+        if self.world.rank == source:
+            rest.copy_(_bytes(content[len(said) :]))
+        self.spread([rest], source)
+        return (said + bytes(rest.tolist())).decode()
+
     def barrier(self) -> None:
         """Waits until every rank is here."""
         self.rows(torch.zeros(1))
@@ -336,6 +362,24 @@ class Comms:
     def _told(self, error: PacelineError) -> str:
         kind = type(error).__name__
         return "\0".join((kind, error.message, error.found, error.remedy, self.world.host))
+
+
+def _bytes(content: bytes) -> Tensor:
+    if not content:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _first_of(content: bytes, size: int = FIRST) -> Tensor:
+    """A message of this size: how many bytes there are, and as many of them as fit."""
+    said = len(content).to_bytes(_LENGTH, "little") + content[: size - _LENGTH]
+    return _bytes(said.ljust(size, b"\0"))
+
+
+def _length_and_first(message: Tensor) -> tuple[int, bytes]:
+    said = bytes(message.tolist())
+    length = int.from_bytes(said[:_LENGTH], "little")
+    return length, said[_LENGTH : _LENGTH + length]
 
 
 def _over_gloo(comms: Comms) -> bool:

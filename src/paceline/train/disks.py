@@ -40,7 +40,7 @@ def once(comms: Comms, folder: Path, make: Callable[[Path], None]) -> None:
     if comms.alone or comms.joining:
         _make(folder, make)
         return
-    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    group = _patient_group()
     waiting = replace(comms, group=group, device=torch.device("cpu"), mender=None)
     try:
         makers = _makers(waiting, folder.parent)
@@ -48,6 +48,18 @@ def once(comms: Comms, folder: Path, make: Callable[[Path], None]) -> None:
         waiting.together(lambda: _await(folder))
     finally:
         dist.destroy_process_group(group)
+
+
+def _patient_group() -> dist.ProcessGroup:
+    """Of all ranks; also who comes to it late is waited for, which gloo leaves to the store."""
+    store = dist.distributed_c10d._get_default_store()
+    usual = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(PATIENCE)
+    try:
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=PATIENCE)
+        return group
+    finally:
+        store.set_timeout(usual)
 
 
 def _makers(comms: Comms, parent: Path) -> set[int]:

@@ -21,6 +21,9 @@ from paceline.train.newcomer import Recording
 from paceline.train.recovery import Control, Gloo, Nccl, Recovery
 from paceline.train.session import Session
 
+# gloo asks the store for all ranks' addresses at once, in two requests, not in three for each
+_ALL_AT_ONCE = "GLOO_ENABLE_STORE_V2_API", "1"
+
 
 def join(
     name: str = "train",
@@ -65,6 +68,7 @@ def join(
     os.environ.update(launched.translated(os.environ, os.getppid()))
     comes = newcomer.comes(os.environ)
     place = world.read(os.environ) if comes is None else comes.place
+    os.environ.setdefault(*_ALL_AT_ONCE)
     found = devices.look()
     target = devices.choose_device(device, found, place.local_rank)
     chosen = devices.choose_backend(backend, target, found)

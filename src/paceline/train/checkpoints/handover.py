@@ -27,6 +27,7 @@ from paceline.train.models import Models
 
 PIECE = 8 << 20
 """Bytes that travel at once."""
+_HEADER = 1 << 14  # bytes of what describes the state, of most models
 
 
 def give(
@@ -63,10 +64,8 @@ def give(
     taking, own = rank in takers, dict[str, Tensor]()
     if rank == source or (taking and afresh):
         state, own = _own(training, extras)
-    header = _text(
-        comms, source, json.dumps(_header(training, state, own)) if rank == source else ""
-    )
-    said = json.loads(header)
+    mine = json.dumps(_header(training, state, own)) if rank == source else ""
+    said = json.loads(comms.text_of(source, mine, _HEADER))
     comms.together(lambda: _check(training, said) if taking else None)
     tensors = own if rank == source else _room(said, own) if taking else {}
     digest = _travel(comms, source, _sizes(said), list(tensors.values()))
@@ -76,7 +75,7 @@ def give(
             _intact(digest, sent, source)
             _take(training, said, tensors)
 
-    sent = _text(comms, source, digest)
+    sent = comms.text_of(source, digest)
     comms.together(take)
     if taking and afresh:
         seed_all(training.seed * 1_000_003 + training.progress.step * 4_001 + rank)
@@ -103,7 +102,7 @@ def give_models(models: Models, comms: Comms, source: int, takers: Collection[in
             weights = parallel.whole_state(models.module)
             tensors |= {f"weights.{name}": one.detach() for name, one in weights.items()}
             header = json.dumps({"training": packed, "tensors": _shapes(tensors)})
-        said = json.loads(_text(comms, source, header))
+        said = json.loads(comms.text_of(source, header, _HEADER))
         if not said:
             raise JobError(
                 "the ranks that are left are too far apart to train on together",
@@ -113,7 +112,7 @@ def give_models(models: Models, comms: Comms, source: int, takers: Collection[in
         if rank in takers:
             tensors = _room(said, {})
         digest = _travel(comms, source, _sizes(said), list(tensors.values()))
-        sent = _text(comms, source, digest)
+        sent = comms.text_of(source, digest)
         comms.together(lambda: _intact(digest, sent, source) if rank in takers else None)
         if rank in takers:
             parallel.load_whole_state(models.module, _weights(tensors))
@@ -279,14 +278,3 @@ def _take(training: Training, said: dict[str, Any], tensors: dict[str, Tensor]) 
         ) from error
     stand(training, state)
     done.steps, done.some_absent = said["more"]["steps"] or done.steps, said["more"]["some_absent"]
-
-
-def _text(comms: Comms, source: int, text: str) -> str:
-    """The source's text, on every rank."""
-    content = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
-    length = torch.tensor([len(content)])
-    comms.spread([length], source)
-    if comms.world.rank != source:
-        content = torch.empty(int(length), dtype=torch.uint8)
-    comms.spread([content], source)
-    return bytes(content[:-1].tolist()).decode()

@@ -212,7 +212,10 @@ class Keeper:
     def regrouped(self) -> None:
         """To be called by every member of a new group of ranks: its rank 0 writes from now on."""
         writes = self._comms.world.rank == 0
-        if not int(self._comms.rows(torch.tensor([int(self._lock.held)]))[0]):
+        mine = torch.tensor([int(self._lock.held), int(self._owed)])
+        held, owed = self._comms.rows(mine).bool().T
+        self._owed = bool(owed.any())  # some are new
+        if not held[0]:
             known = self._known_token()
             if writes:
                 with contextlib.suppress(OSError):
@@ -220,7 +223,6 @@ class Keeper:
             self._claim(known)
             self._owed = True  # what the former one was writing may not be there
         self._writes = writes
-        self._owed = bool(self._comms.rows(torch.tensor([int(self._owed)])).any())  # some are new
         self._meet()
 
     def _meet(self) -> None:

@@ -643,6 +643,24 @@ def test_an_error_without_a_loss_is_tried_once_more_together() -> None:
     assert job.decide(ANSWER_S) == []
 
 
+def test_ranks_that_all_wait_for_each_other_try_again_once_at_a_step() -> None:
+    job = Job()
+    job.members.stepped(7)
+    assert job.members.deaf(job.now)
+    assert job.decide() == [Regroup(1, (0, 1, 2), False)]
+    assert not job.members.deaf(job.now)
+    job.settle(step=7)
+    assert job.decide() == []
+    assert not job.members.deaf(job.now)
+    job.members.stepped(8)
+    assert job.members.deaf(job.now)
+    assert job.decide() == [Regroup(2, (0, 1, 2), False)]
+    job.settle(step=8)
+    job.members.stepped(20)
+    job.members.done(1, job.now)
+    assert not job.members.deaf(job.now)
+
+
 def test_an_error_before_the_loss_is_known() -> None:
     job = Job()
     job.members.interrupted(0, job.now)

@@ -353,5 +353,8 @@ class Attempt:
         headline = f"hung for longer than {limit}: {text}"
         if hang.replaceable and hang.rank is not None and self.recoveries.hung(hang.rank, headline):
             return True
+        if hang.kind == "deaf" and self.recoveries.deaf():
+            self._screen.note(f"paceline: {headline}: they try again in a new group")
+            return True
         self.fail(Failure("hang", host, hang.rank, time.monotonic(), headline=headline))
         return False

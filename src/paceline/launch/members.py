@@ -502,6 +502,19 @@ class Members:
         """The others have waited for a rank for too long: it is ended, with these words."""
         self._slots[slot].frozen, self._slots[slot].hung = True, headline
 
+    def deaf(self, now: float) -> bool:
+        """All ranks wait for each other in one collective, for too long.
+
+        Returns:
+            Whether they do it again in a new group: once at a step, and while all are there.
+        """
+        gone = self._standing("done") or self._standing("joining")
+        if gone or self._alone_at >= self._step or not self.settled or self._gave_up is not None:
+            return False
+        for one in self._standing("in"):
+            one.interrupted_at = now - ANSWER_S
+        return True
+
     def stop(self) -> None:
         """The ranks are asked to save and stop.
 

@@ -212,6 +212,13 @@ class Recoveries:
         self.act()
         return True
 
+    def deaf(self) -> bool:
+        """Whether ranks that all wait for each other try that again in a new group."""
+        if not self.possible or self.finished or not self._members.deaf(time.monotonic()):
+            return False
+        self.act()
+        return True
+
     def leaves(self, node: Node, asked: Failure) -> bool:
         """A node was asked to end, once or again; whether that is seen to.
 

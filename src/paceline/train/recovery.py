@@ -172,8 +172,12 @@ class Links(Protocol):
     def store_met(self) -> None:
         """What was made so far is the connection to the store of the group."""
 
-    def cut(self) -> None:
-        """Frees whoever waits in a collective, from another thread; may be called again."""
+    def cut(self, *, former: bool = False) -> None:
+        """Frees whoever waits in a collective, from another thread; may be called again.
+
+        Args:
+            former: Only what was there before the group that is being made.
+        """
 
     def ended(self) -> bool:
         """Whether all that was cut is closed: nothing comes any more, and nothing goes."""
@@ -222,13 +226,13 @@ class Gloo:
         with self._lock:
             self._of_stores |= self._new()
 
-    def cut(self) -> None:
+    def cut(self, *, former: bool = False) -> None:
         with self._lock:
-            for fd, what in {**self._known, **self._new()}.items():
+            for fd, what in {**self._known, **({} if former else self._new())}.items():
                 if _shut(fd, what):
                     self._ended[fd] = what
             self._known.clear()
-            if self._before is not None:
+            if self._before is not None and not former:
                 made = threading.Thread(target=self._cut_on, args=(self._before,), daemon=True)
                 made.start()
 
@@ -331,7 +335,7 @@ class Nccl:
     def store_met(self) -> None:
         pass
 
-    def cut(self) -> None:
+    def cut(self, *, former: bool = False) -> None:
         with contextlib.suppress(Exception):  # another thread may have ended them
             dist.distributed_c10d._abort_process_group()
 
@@ -786,9 +790,8 @@ class Recovery:
                 found=f"it is not in generation {word.generation} of the job",
                 remedy="look at the launcher's output for why it was taken for lost",
             )
-        self._links.cut()
-        wait_for_idle_workers()
-        self._leave_group()
+        if not word.planned:
+            self._cut_loose()
         os.environ.update({
             jobenv.RANK: str(place.rank), jobenv.WORLD_SIZE: str(place.size),
             jobenv.LOCAL_RANK: str(place.local_rank),
@@ -804,6 +807,11 @@ class Recovery:
             store = PrefixStore(f"generation/{word.generation}", client)
             self._all_here(store, word)
             self.say("gathered", generation=word.generation)
+            if word.planned:
+                # Not before: what this rank has sent in the last operation of the former group
+                # may not have been read yet, and a connection that ends may swallow it. gloo wakes
+                # nobody who waits for the rest of a message, and in a planned group nobody does.
+                self._cut_loose()
             self._make(PrefixStore("default_pg", store), place, _FORMING)
         if self._control.newer(word.generation):
             raise Overtaken
@@ -813,6 +821,12 @@ class Recovery:
         self.store, self._comms.world = client, place
         with self._forming:
             self.generation = word.generation
+
+    def _cut_loose(self) -> None:
+        """Ends all connections of the present group, and leaves it."""
+        self._links.cut(former=True)
+        wait_for_idle_workers()
+        self._leave_group()
 
     def _meet(self, word: Word) -> TCPStore:
         """The store of a word; its own host may be lost with it, which later word says.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -21,6 +23,7 @@ from paceline.train.newcomer import Recording
 from paceline.train.recovery import Control, Gloo, Nccl, Recovery
 from paceline.train.session import Session
 
+_DESCRIPTORS = 65_536  # at most
 # gloo asks the store for all ranks' addresses at once, in two requests, not in three for each
 _ALL_AT_ONCE = "GLOO_ENABLE_STORE_V2_API", "1"
 
@@ -117,11 +120,21 @@ def join(
     if ours and control is not None:
         met = _plain(dist.distributed_c10d._get_default_store()) if comes is None else comes.store
         slot = place.rank if comes is None else comes.slot
+        _have_room()
         recovery = Recovery(slot, session.comms, control, links, met, make, timeout)
         about = {"ranks": place.size, "mixed": mixed}
         session.recovers(recovery, Recording(recovery, about) if comes is None else comes.start)
     session.event("joined", world=place.size, device=str(target), backend=chosen)
     return session
+
+
+def _have_room() -> None:
+    """As many descriptors as may be had: groups that were left amid a collective keep theirs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _meet(kind: str, size: int, timeout: timedelta | None) -> tuple[dict[str, Any], bool]:

@@ -15,12 +15,12 @@ from paceline.launch import muster as muster_module
 from paceline.launch import recovery, restart
 from paceline.launch.allowance import LOSSES, STARTS
 from paceline.launch.attempt import Attempt
-from paceline.launch.beginning import Beginning
 from paceline.launch.decide import Found
 from paceline.launch.fleet import Fleet, Node, Silence, Trouble, together, why_ended
 from paceline.launch.launcher import Launcher
 from paceline.launch.members import End, Members, Regroup
 from paceline.launch.muster import Muster
+from paceline.launch.outset import Outset
 from paceline.launch.prepare import Request, find_networks
 from paceline.launch.recovery import Recoveries
 from paceline.launch.restart import Restarts
@@ -268,7 +268,7 @@ def test_a_host_that_is_lost_before_the_first_step(kind: str) -> None:
         restarts = Restarts(request_for(job, transport, "n1", "n2"), fleet, notes.append)
         fleet.lose(fleet.nodes[1], "unplugged")
         lost = Failure("lost", "n2", None, headline="unplugged")
-        on = await restarts.allowed(lost, [], 1.0, Beginning(job, 2))
+        on = await restarts.allowed(lost, [], 1.0, Outset(job, 2))
         if on:
             assert await restarts.line_up(muster)
         assert restarts.counted == 0
@@ -301,7 +301,7 @@ def test_losses_before_the_first_step_end_at_some_time() -> None:
     async def scene() -> list[bool]:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
         restarts = Restarts(request_for(job, Dialling(comes_back=True), "n1"), fleet, notes.append)
-        found = [await restarts.allowed(one, [], 1.0, Beginning(job, 2))
+        found = [await restarts.allowed(one, [], 1.0, Outset(job, 2))
                  for one in (boom, refused, killed, killed, killed)]  # fmt: skip
         await fleet.close()
         return found

@@ -165,6 +165,9 @@ def test_nothing_frozen_travels(monkeypatch: pytest.MonkeyPatch) -> None:
         let_go(network.layer4)
         network.layer4.train()
         model(torch.zeros(2, 1, 8, 8))
+        assert sent == []  # a training pass only writes them
+        network.layer4.eval()
+        model(torch.zeros(2, 1, 8, 8))
         assert sent == [15]  # three of each of its five batch normalisations
     finally:
         dist.destroy_process_group()

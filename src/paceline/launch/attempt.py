@@ -11,12 +11,12 @@ from typing import Any
 from paceline.launch import decide, outcome
 from paceline.launch.allowance import Allowance, Verdict
 from paceline.launch.beats import aside
-from paceline.launch.beginning import Beginning
 from paceline.launch.fleet import Fleet, Node, first_of, together, within
 from paceline.launch.hangs import HangWatch, look_at_all
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.members import Members
 from paceline.launch.observer import Observer
+from paceline.launch.outset import Outset
 from paceline.launch.recorder import Recorder
 from paceline.launch.recovery import Recoveries, Rejoin, StandIn
 from paceline.launch.screen import Screen
@@ -65,7 +65,7 @@ class Attempt:
         self._ended = asyncio.Event()
         self._recalled = asyncio.Event()
         places = {rank.rank: part.host for part in plan.nodes for rank in part.ranks}
-        self.beginning = Beginning(job, len(places))
+        self.outset = Outset(job, len(places))
         members = Members(
             places,
             decide.least_nodes(job),
@@ -249,7 +249,7 @@ class Attempt:
         if not self._fleet.has(node):
             return  # another has taken its place
         rank = -1 if event.rank is None else event.rank
-        self.beginning.heard(event)
+        self.outset.heard(event)
         if event.kind == "world joined":
             self.joined += 1
         elif event.kind in ("rank frozen", "rank thawed"):

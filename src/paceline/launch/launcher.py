@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.launch import decide, notify, outcome, prepare
 from paceline.launch.allowance import STARTS
-from paceline.launch.beginning import Beginning
 from paceline.launch.collect import Results
 from paceline.launch.control import Actions, Control
 from paceline.launch.decide import Supplies
 from paceline.launch.fleet import Fleet, Node, together
 from paceline.launch.interrupts import Interrupts, run
 from paceline.launch.muster import Muster
+from paceline.launch.outset import Outset
 from paceline.launch.prepare import Inspect, Package, Request, make_plan
 from paceline.launch.recorder import Recorder
 from paceline.launch.restart import Restarts
@@ -256,13 +256,13 @@ class Launcher:
         try:
             while True:
                 starts, began, attempt = starts + 1, time.monotonic(), None
-                beginning: Beginning | None = Beginning(job, plan.world_size)
+                outset: Outset | None = Outset(job, plan.world_size)
                 never_ran: Exception | None = None
                 try:
                     if starts > 1:
                         plan = await self._once_more(plan, fleet, supplies, restarts.counted)
                     result, attempt = await self._start(plan, fleet, restarts, interrupts)
-                    beginning = None if attempt.recoveries.done else attempt.beginning
+                    outset = None if attempt.recoveries.done else attempt.outset
                 except (ConnectionError, NodeError) as error:
                     if (lost := lost_between(fleet)) is None:
                         raise
@@ -278,7 +278,7 @@ class Launcher:
                 if leaving and self._request.elastic:
                     await self._results.bring_home(fleet)
                 ran_s = time.monotonic() - began
-                on = failure is None or await restarts.allowed(failure, leaving, ran_s, beginning)
+                on = failure is None or await restarts.allowed(failure, leaving, ran_s, outset)
                 if on and await restarts.line_up(muster):
                     continue
                 if never_ran is not None and not self._request.elastic:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch import decide, muster, outcome
-from paceline.launch.beginning import trains
 from paceline.launch.decide import Found, Supplies
 from paceline.launch.fleet import Fleet, Node, together
+from paceline.launch.outset import trains
 from paceline.remote import connectivity, interfaces, network
 from paceline.remote.channel import AgentRefusal
 from paceline.remote.transport import Reached, Transport, nobody

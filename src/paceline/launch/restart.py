@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline.launch.allowance import LOSSES, STARTS, Allowance, span
-from paceline.launch.beginning import Beginning, by_chance
 from paceline.launch.fleet import Fleet, Node
 from paceline.launch.muster import Muster
 from paceline.launch.outcome import about_full_disk, size_words
+from paceline.launch.outset import Outset, by_chance
 from paceline.launch.prepare import Request
 from paceline.spec.errors import PacelineError
 from paceline.spec.failure import Failure
@@ -43,7 +43,7 @@ class Restarts:
         return self.allowance.counted
 
     async def allowed(self, failure: Failure, leaving: Sequence[Node], ran_s: float,
-                      beginning: Beginning | None = None) -> bool:  # fmt: skip
+                      outset: Outset | None = None) -> bool:  # fmt: skip
         """Whether the job goes on after a failure, as far as that is its own.
 
         That a node was lost, or is about to go, is no failure of a job that can do with fewer. What
@@ -53,22 +53,22 @@ class Restarts:
             failure: The first of the attempt.
             leaving: Nodes that were asked to end: they are sent home.
             ran_s: How long the ranks had run.
-            beginning: Whether they had come to a step; ``None``: they have gone on after a loss.
+            outset: Whether they had come to a step; ``None``: they have gone on after a loss.
         """
         job = self._request.job
         self._why, self._count = failure.describe(), ""
         self._least, self._patience_s = self._request.least, job.wait_for_nodes_s.value
-        if beginning is None or beginning.over:
+        if outset is None or outset.over:
             self.allowance.began()
         if self._request.elastic and await self._lost_some(failure, leaving):
             return True
         if why := await full_disk(self._fleet, failure):
             self._note(f"paceline: {why}: the job is not started again")
             return False
-        if beginning is not None and not beginning.over and await self._by_chance(failure):
+        if outset is not None and not outset.over and await self._by_chance(failure):
             verdict = self.allowance.begins_again()
             if verdict.again:
-                self._begin_again(beginning, verdict.number)
+                self._begin_again(outset, verdict.number)
                 return True
             self._note(f"paceline: not begun again: {verdict.why}")
         verdict = self.allowance.after(failure, time.monotonic(), ran_s=ran_s)
@@ -101,11 +101,11 @@ class Restarts:
             return not self._fleet.whole
         return by_chance(failure)
 
-    def _begin_again(self, beginning: Beginning, number: int) -> None:
+    def _begin_again(self, outset: Outset, number: int) -> None:
         """A session goes on with fewer nodes, as it does later; a script needs all it was given."""
         self._count = f", before the first step ({number} of {STARTS - 1})"
-        self._least = self._request.least_again(beginning.session)
-        if not beginning.session:
+        self._least = self._request.least_again(outset.session)
+        if not outset.session:
             self._patience_s = self._request.patience_s
 
     def _own(self, failure: Failure) -> bool:

@@ -71,7 +71,6 @@ def join(
     os.environ.update(launched.translated(os.environ, os.getppid()))
     comes = newcomer.comes(os.environ)
     place = world.read(os.environ) if comes is None else comes.place
-    os.environ.setdefault(*_ALL_AT_ONCE)
     found = devices.look()
     target = devices.choose_device(device, found, place.local_rank)
     chosen = devices.choose_backend(backend, target, found)
@@ -79,6 +78,7 @@ def join(
     devices.settle(target, deterministic)
     ours, mixed = place.joined and not dist.is_initialized(), False
     if ours:
+        os.environ.setdefault(*_ALL_AT_ONCE)
         store: dict[str, Any] = {}
         gloo = Gloo()
         if comes is not None:

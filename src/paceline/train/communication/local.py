@@ -5,7 +5,7 @@ come, in 8 bits, and an outer optimizer with Nesterov's momentum takes the mean 
 that costs in loss is told when the training begins: it is never taken without being asked for.
 
 Where a lost rank is made good, no step apart is void: it was its rank's own, and who is there meets
-when all would have met. What a meeting sends goes in operations of
+when all would have met. What a synchronisation sends goes in operations of
 :class:`paceline.train.comms.Comms`, a group of parameters in each. One that a rank is lost in is
 done again without it, and nothing but what it gives is written into the model: so all get the same,
 also who has it from another.
@@ -122,7 +122,7 @@ class Local:
         self._gradients.void()
         self._passed = 0
 
-    # -- meetings ------------------------------------------------------------------------
+    # -- synchronisation ------------------------------------------------------------------------
 
     @property
     def due(self) -> bool:

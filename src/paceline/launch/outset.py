@@ -38,7 +38,7 @@ def by_chance(failure: Failure) -> bool:
     return killed and not failure.wished and not for_its_memory(failure)
 
 
-class Beginning:
+class Outset:
     """Hears the events of one attempt.
 
     Args:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.beginning import Beginning, by_chance
 from paceline.launch.outcome import describe_end
+from paceline.launch.outset import Outset, by_chance
 from paceline.spec.events import Event
 from paceline.spec.failure import HERE, Failure
 from paceline.spec.job import Entry, Job
@@ -25,10 +25,10 @@ def job(kind: Any = "script", **more: Any) -> Job:
 
 
 def over(job: Job, *told: tuple[str, dict[str, Any]], ranks: int = 2) -> bool:
-    beginning = Beginning(job, ranks)
+    outset = Outset(job, ranks)
     for kind, fields in told:
-        beginning.heard(Event(kind, "n1", 1, 0.0, fields))
-    return beginning.over
+        outset.heard(Event(kind, "n1", 1, 0.0, fields))
+    return outset.over
 
 
 def beat(step: int, phase: str = "train") -> tuple[str, dict[str, Any]]:

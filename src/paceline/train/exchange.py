@@ -226,6 +226,7 @@ class Exchange:
         self.put_off(None)
         self._group = self._hooked = None
         self._model.process_group = _get_default_group()
+        self._model.aligned()
         self.usual = usual_buckets(self._model.module, over_gloo=self._comms.device.type == "cpu")
         self.left, self._method = self.left or self._method, None
         self._directly = self._exact() if self._is_little else None

@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -84,6 +84,11 @@ class Replica(DistributedDataParallel):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.stood: deque[tuple[Any, Any]] = deque(maxlen=1000)
+        self._kept_back: set[nn.Module] = set()  # whose statistics differ between ranks
+
+    def aligned(self) -> None:
+        """All ranks have the same buffers now."""
+        self._kept_back.clear()
 
     def touched(self) -> Tensor:
         """A loss whose gradients are zero, after what a forward pass sends but without computing.
@@ -119,6 +124,15 @@ class Replica(DistributedDataParallel):
             return output
         return super()._post_forward(output)  # type: ignore[no-untyped-call]
 
+    def _moving_and_read(self) -> Iterator[Tensor]:
+        """The buffers that training may have changed and the next forward pass may read."""
+        for part in self.module.modules():
+            if _only_writes(part):
+                self._kept_back.add(part)
+            elif part in self._kept_back or _moves(part):
+                self._kept_back.discard(part)
+                yield from part.buffers(recurse=False)
+
     def _sync_buffers(self) -> None:
         began = self.mark()
         super()._sync_buffers()  # type: ignore[no-untyped-call]
@@ -127,7 +141,7 @@ class Replica(DistributedDataParallel):
     def _distributed_broadcast_coalesced(
         self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        moving = {id(buffer) for buffer in moving_buffers(self.module, read=True)}
+        moving = {id(buffer) for buffer in self._moving_and_read()}
         found = [tensor for tensor in tensors if id(tensor) in moving]
         if not found:
             return
@@ -138,20 +152,19 @@ class Replica(DistributedDataParallel):
             waits.apart(lambda: send(found, buffer_size, authoritative_rank))  # type: ignore[no-untyped-call]
 
 
-def moving_buffers(module: nn.Module, *, read: bool = False) -> list[Tensor]:
-    """The buffers that training may change: none of frozen parts in evaluation mode.
-
-    Args:
-        module: Whose they are.
-        read: Only those that its next forward pass may read.
-    """
+def moving_buffers(module: nn.Module) -> list[Tensor]:
+    """The buffers that training may change: none of frozen parts in evaluation mode."""
     return [
         buffer
         for part in module.modules()
-        if not (read and _only_writes(part))
+        if _moves(part)
         for buffer in part.buffers(recurse=False)
-        if part.training or any(p.requires_grad for one in part.modules() for p in as_they_are(one))
     ]
+
+
+def _moves(part: nn.Module) -> bool:
+    own = (p for one in part.modules() for p in as_they_are(one))
+    return part.training or any(p.requires_grad for p in own)
 
 
 def _only_writes(part: nn.Module) -> bool:

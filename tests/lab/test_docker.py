@@ -112,7 +112,7 @@ def test_left_it_goes_on_in_its_containers(transport: Transport, docker: Docker)
     assert len(docker.containers()) == 2
     assert transport.verb("status", str(left.directory)).startswith(f"{left.directory}: running")
     transport.verb("stop", str(left.directory))
-    assert not there.exists()
+    assert eventually(lambda: not there.exists())
     assert left.json("result.json")["interrupted"] == signal.SIGTERM
     assert "saved at" in (left.directory / "logs/n1/0.log").read_text()
     assert eventually(lambda: not ours(transport.site)), ours(transport.site)

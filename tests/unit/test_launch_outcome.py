@@ -138,6 +138,14 @@ def test_an_agent_that_leaves_for_its_guard_is_named() -> None:
     [
         (None, "killed by SIGKILL (the kernel's memory killer, or somebody's kill -9)"),
         ({"kills": None, "limit": None, "kernel": []}, "memory killer, or somebody's"),
+        (
+            {
+                "kills": None,
+                "limit": None,
+                "kernel": ["Memory cgroup out of memory: Killed process 9", "oom_reaper: reaped"],
+            },
+            "memory killer, or somebody's",  # another group's limit was reached
+        ),
         ({"kills": 0, "limit": None, "kernel": []}, "somebody's kill -9: the kernel's memory"),
         ({"kills": 0, "limit": None, "kernel": ["Killed process 7"]}, "memory killer, or somebody"),
         (

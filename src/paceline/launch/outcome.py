@@ -113,11 +113,18 @@ def describe_end(code: int | None, signum: int | None,
     if not memory:
         return f"{name} (the kernel's memory killer, or somebody's kill -9)"
     kills, kernel = memory.get("kills"), memory.get("kernel")
-    if kills or (kills is None and kernel):
+    if kills or (kills is None and kernel and not _of_others(kernel)):
         return f"{_MEMORY}{_memory_words(memory, peak_bytes)}"
     if kills == 0 and not kernel:  # the kernel's log tells of processes of others, too
         return f"{name} (somebody's kill -9: the kernel's memory killer did nothing here)"
     return f"{name} (the kernel's memory killer, or somebody's kill -9)"
+
+
+def _of_others(kernel: Sequence[str]) -> bool:
+    """Whether the kernel's log tells of nothing but groups that have limits of their own."""
+    limited = any("Memory cgroup" in line or "CONSTRAINT_MEMCG" in line for line in kernel)
+    host = any("Out of memory" in line or "CONSTRAINT_NONE" in line for line in kernel)
+    return limited and not host
 
 
 def _memory_words(memory: Mapping[str, Any], peak_bytes: int) -> str:

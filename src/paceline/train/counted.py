@@ -30,6 +30,8 @@ Settings = list[dict[str, Any]]
 class Counted:
     """What some models were after the last step; all methods are called between passes.
 
+    :meth:`note` comes first.
+
     Args:
         updaters: Of the models.
 
@@ -57,7 +59,7 @@ class Counted:
 
     def look(self) -> None:
         """The next step begins: what came between has been done."""
-        if self._notes and not self.keeps:
+        if not self.keeps:
             self.keeps = self._changed
             if not self.keeps:
                 self._copies = []
@@ -79,21 +81,18 @@ class Counted:
     @contextmanager
     def restored(self) -> Iterator[bool]:
         """Within it models and settings are as noted; False where parameters are not known."""
-        if not self._notes:
-            yield True
-            return
         changed = self._changed
         if changed and not self._copies:
             yield False
             return
-        settings = [_settings(one) for one in self._updaters]
+        present = [[{**group} for group in one.optimizer.param_groups] for one in self._updaters]
         _set(self._updaters, self._settings)
         if changed:
             self._swap()
         try:
             yield True
         finally:
-            _set(self._updaters, settings)
+            _set(self._updaters, present)
             if changed:
                 self._swap()
 

@@ -247,20 +247,18 @@ def sources() -> dict[str, str]:
 
     Not of what is installed, which is the same for all processes of an environment.
     """
-    here = Path(__file__).resolve().parents[1]
-    library = Path(sysconfig.get_path("stdlib")).resolve()
+    installed = tuple(
+        f"{one}{os.sep}" for one in (sysconfig.get_path("stdlib"), Path(__file__).parents[1])
+    )
     found = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py"):
+        if not isinstance(file, str) or not file.endswith(".py") or file.startswith(installed):
             continue
-        path = Path(file).resolve()
-        if {"site-packages", "dist-packages"} & {*path.parts}:
-            continue
-        if path.is_relative_to(here) or path.is_relative_to(library):
-            continue
-        with contextlib.suppress(OSError):
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        path = Path(file)
+        if {"site-packages", "dist-packages"}.isdisjoint(path.parts):
+            with contextlib.suppress(OSError):
+                found[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return found
 
 

@@ -838,7 +838,8 @@ class Session(Member):
 
     def _count(self) -> None:
         """The models are what this step made of them: what follows is done by each rank itself."""
-        if self._recovery is not None and not self.comms.alone:
+        recovery = self._recovery
+        if recovery is not None and recovery.able and not self.comms.alone:
             self.models.note()
 
     def _update(self, name: str) -> None:

@@ -18,6 +18,7 @@ from typing import List
 from . import procs
 
 CHANGED = signal.SIGUSR1  # to the guard: its standard error is another
+TOLD = (CHANGED, signal.SIGTERM)  # wait for the guard while its interpreter starts
 STOPPED_S = 1.0  # how long the agent may stand still
 
 
@@ -61,14 +62,14 @@ def fork_agent(package: str) -> Errors:
     """
     procs.adopt_orphans()  # kept over exec, not handed to the child
     errors = Errors()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [CHANGED])  # kept over exec, until it is heeded
+    signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)  # kept over exec, until they are heeded
     agent = os.fork()
     if agent:
         errors.guards.set_inheritable(True)
         # -B: the agent may be gone, and its folder with it, before this one has read its own code
         argv = [sys.executable, "-I", "-S", "-B", package, "guard", str(agent)]
         os.execv(argv[0], [*argv, str(errors.guards.fileno())])
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [CHANGED])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TOLD)
     return errors
 
 
@@ -81,7 +82,7 @@ def main(agent: int, errors: int) -> int:
     """
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
+    signal.signal(signal.SIGTERM, lambda *_: _pass_on(agent))
     _let_go([0, 1])
     channel = socket.socket(fileno=errors)
 
@@ -91,14 +92,20 @@ def main(agent: int, errors: int) -> int:
             os.close(fd)
 
     signal.signal(CHANGED, take_errors)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [CHANGED])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TOLD)
     status = _wait_for(agent)
     take_errors()
-    if os.WIFSIGNALED(status):  # it could say nothing itself
-        sys.stderr.write("paceline guard: the agent was killed by %s\n" % _name(status))
-        sys.stderr.flush()
     procs.kill_job("", roots=[os.getpid()], spare=[])
+    if os.WIFSIGNALED(status):  # it could say nothing itself
+        words = "paceline guard: the agent was killed by %s\n" % _name(status)
+        with contextlib.suppress(OSError):  # who would have read it may be gone
+            os.write(2, words.encode())
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def _pass_on(agent: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        os.kill(agent, signal.SIGTERM)
 
 
 def _name(status: int) -> str:

@@ -276,6 +276,8 @@ class Agent:
         else:
             self.rest = None
             self.job.close()
+        if os.getppid() != self._parent:  # nobody ends after us what a script has left running
+            procs.kill_job(self.job.token, [os.getpid()], [])
         if self._words is not None:
             self._pass_words(self._words)
         self.stream.close()

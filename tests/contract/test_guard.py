@@ -1,0 +1,67 @@
+"""The agent's parent: whatever ends first, and however, nothing of theirs outlives both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.agent import procs
+from paceline.remote.agent_code import agent_code
+
+PATIENCE_S = 30.0
+# Its agent has a child of another session, and ends by itself when its parent is another
+AGENT = """
+import os, subprocess, sys, time
+sys.path.insert(0, {package!r})
+from paceline_agent import guard, procs
+parent = os.getpid()
+guard.fork_agent({package!r})
+procs.adopt_orphans()
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(os.getpid(), child.pid, flush=True)
+while os.getppid() == parent:
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> str:
+    for name, content in agent_code().files.items():
+        path = tmp_path / "agent" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return str(tmp_path / "agent")
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while procs.identify(pid) is not None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.parametrize("errors", ["read", "closed"])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_the_agent(package: str, signum: signal.Signals, errors: str) -> None:
+    """SIGTERM for the guard at once, whose interpreter may not have begun; or the agent's death."""
+    with subprocess.Popen([sys.executable, "-c", AGENT.format(package=package)],
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as guard:  # fmt: skip
+        assert guard.stdout is not None
+        assert guard.stderr is not None
+        if errors == "closed":
+            guard.stderr.close()
+        agent, child = map(int, guard.stdout.readline().split())
+        os.kill(guard.pid if signum == signal.SIGTERM else agent, signum)
+        assert gone(child)
+        assert gone(agent)
+        assert guard.wait(PATIENCE_S) == 128 + signum
+        if errors == "read":
+            assert f"killed by {signum.name}" in guard.stderr.read().decode()

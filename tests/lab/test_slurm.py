@@ -291,7 +291,7 @@ def test_over_the_time_limit_and_back(batch: Transport, slurm: Slurm) -> None:
     """In mid-epoch: a checkpoint, back into the queue, and the same bits as never interrupted."""
     options = (*batch.options, "--requeue", "--time", "10", "--sbatch-arg=--signal=B:USR1@57")
     transport = Transport(batch.site, options, env=batch.env)
-    batch.site.lab.fault("slow", "n2", "4mbit")
+    batch.site.lab.fault("slow", "n2", "2mbit")
     with transport.started("-p", "2", *IMAGE_RECIPE, "--log-every", "1", verb="train") as (
         child,
         where,

@@ -136,6 +136,8 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
          "warm": False}]}, b""),
     "execute": ({}, {"code": 0, "output": "x"}, b""),
     "gpus": ({}, {"missing": True}, b""),
+    "unanswered": ({}, {"connections": [["10.0.0.2", 4711, 3]]}, b""),
+    "hear": ({"address": "10.0.0.1", "seconds": 5.0}, {"port": 7}, b""),
     "packages": ({}, {"packages": {"torch": "2.13.0"}}, b""),
     "vitals": ({"interfaces": ["eth0"]}, {"time": 1.5, "cpu": [3, 9], "memory": [8, 2],
                                           "links": {"eth0": [5, 6]}, "gpus": [0.5]}, b""),

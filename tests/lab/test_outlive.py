@@ -134,6 +134,18 @@ def test_a_host_loses_power_and_comes_back(site: Site, undisturbed: Path) -> Non
     judge(ended, undisturbed, 1)
 
 
+def test_a_host_that_is_deaf_to_another_is_left_out(site: Site) -> None:
+    """Before a rank has an error of it, and the launcher hears all of them."""
+    with training(site) as launch:
+        site.lab.fault("deaf", "n3", "n2")
+        assert eventually(lambda: "the other 2 trained on after" in launch.err), launch.err
+        launch.signal(signal.SIGINT)
+        ended = launch.end()
+    assert "n3 and n2 do not hear each other (paceline check tries each direction)" in ended.err
+    assert ended.events("interrupted") == []
+    assert ended.code == 130
+
+
 def test_it_is_stopped_at_the_moment_of_a_loss(site: Site) -> None:
     """By somebody who sees that nothing moves, when nobody knows of the loss yet: all is saved."""
     with training(site) as launch:

@@ -705,6 +705,57 @@ def test_of_two_hosts_that_do_not_hear_each_other_one_is_left_out() -> None:
     assert told.slots == (2,)
 
 
+def test_it_is_told_how_long_no_step_was_made_and_not_how_long_ago_somebody_noticed() -> None:
+    job = Job()
+    job.members.stepped(3, job.now)
+    job.now += 14.0
+    job.members.stepped(3)  # which the error tells, too
+    apart(job, (1, "n3"))
+    job.decide(ANSWER_S)
+    apart(job, (1, "n3"))
+    job.decide(ANSWER_S)
+    job.settle(step=3)
+    (told,) = job.decide()
+    assert isinstance(told, Recovered)
+    assert told.seconds == pytest.approx(14.0 + 2 * ANSWER_S)
+
+
+def test_where_lines_are_known_to_be_deaf_nobody_tries_to_meet_once_more() -> None:
+    job = Job()
+    job.members.stepped(3, job.now)
+    job.now += 7.0
+    assert job.members.apart([("n1", "n2")], job.now - 7.0, job.now)
+    why = "n2 and n1 do not hear each other"
+    assert job.decide() == [
+        SendAway("n2", why, APART_S), Dial("n2", APART_S), Regroup(1, (0, 2), False)
+    ]  # fmt: skip
+    job.settle(step=3)
+    (told,) = job.decide()
+    assert isinstance(told, Recovered)
+    assert told.seconds == pytest.approx(7.0)
+    assert not job.members.apart([("n1", "n2")], job.now, job.now)  # it is gone already
+
+
+def test_a_host_that_is_cut_off_from_all_others_is_the_one_that_goes() -> None:
+    job = Job()
+    assert job.members.apart([("n1", "n2"), ("n2", "n3")], job.now, job.now)
+    assert [one.host for one in job.decide() if isinstance(one, SendAway)] == ["n2"]
+
+
+def test_a_deaf_line_is_no_reason_to_part_while_something_else_is_settled() -> None:
+    lines = [("n1", "n2")]
+    job = Job()
+    job.kill(2)
+    assert not job.members.apart(lines, job.now, job.now)  # a group without it follows
+    job.decide()
+    assert not job.members.apart(lines, job.now, job.now)  # which is not there yet
+    job.members.gathered(1, job.now)
+    assert job.members.apart(lines, job.now, job.now)  # and does not come about
+    job = Job()
+    job.members.done(2, job.now)
+    assert not job.members.apart(lines, job.now, job.now)  # it has all that it needs
+
+
 def test_they_are_not_waited_for_until_gloo_gives_up() -> None:
     """Which it does after minutes; a rank that computes yet has nothing to do with that."""
     job = Job()

@@ -26,6 +26,7 @@ from . import (
     detached,
     facts,
     guard,
+    lines,
     probe,
     procs,
     snapshot,
@@ -613,6 +614,7 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     **data.OPERATIONS,
     **detached.OPERATIONS,
     **survey.OPERATIONS,
+    **lines.OPERATIONS,
 }
 
 

@@ -8,12 +8,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.launch import decide, outcome
+from paceline.launch import decide, lines, outcome
 from paceline.launch.allowance import Allowance, Verdict
 from paceline.launch.beats import aside
 from paceline.launch.fleet import Fleet, Node, first_of, together, within
 from paceline.launch.hangs import HangWatch, look_at_all
 from paceline.launch.interrupts import Interrupts
+from paceline.launch.lines import Line, LineWatch
 from paceline.launch.members import Members
 from paceline.launch.observer import Observer
 from paceline.launch.outset import Outset
@@ -79,6 +80,8 @@ class Attempt:
         limit_s = None if isinstance(limit, str) else limit
         self._observer = Observer(fleet, recorder, lambda host: self._interface(host))
         self._hangs = HangWatch(fleet, self._hang_told, self._hang_over, self._where, limit_s)
+        self._lines = LineWatch(fleet, lambda: self.recoveries.addresses, self.recoveries.host_at,
+                                self._hangs.silent_s, self._deaf)  # fmt: skip
 
     async def run(self) -> Result:
         """From the start of the ranks to the end of the last."""
@@ -94,7 +97,7 @@ class Attempt:
         self.watching = True
         self._recorder.next_attempt()
         self._recorder.event("started", attempt=self.plan.attempt, world_size=self.plan.world_size)
-        work = (self._see_hangs(), self._recover(), self._observer.run())
+        work = (self._see_hangs(), self._see_lines(), self._recover(), self._observer.run())
         watching = [asyncio.ensure_future(one) for one in work]
         try:
             result = await self._watch()
@@ -137,6 +140,13 @@ class Attempt:
         except Exception as error:  # no reason to end a training that goes well
             why = f"{type(error).__name__}: {error}"
             self._screen.note(f"paceline: warning: hangs are not noticed any more: {why}")
+
+    async def _see_lines(self) -> None:
+        try:
+            await self._lines.run()
+        except Exception as error:  # ranks see it, too, if much later
+            why = f"{type(error).__name__}: {error}"
+            self._screen.note(f"paceline: warning: lines between hosts are not watched: {why}")
 
     async def _recover(self) -> None:
         try:
@@ -341,6 +351,12 @@ class Attempt:
         since = f"no step for {seconds:.0f} s: " if seconds >= 1 else ""
         self._screen.note(f"paceline: {since}{hang.text}")
         self._recorder.event("hang", hang.host or None, hang.rank, text=hang.text)
+
+    def _deaf(self, between: list[Line], silent_s: float) -> None:
+        """Hosts do not hear each other: ranks go on without one of them, or it is a hang."""
+        parted = self.recoveries.part(between, time.monotonic() - silent_s)
+        if not parted and not self.recoveries.under_way:
+            self._hangs.deaf(lines.text(between))
 
     def _hang_over(self, hang: Hang, limit_s: float) -> bool:
         """A hang is ended: by another process in the rank's place, or with the attempt."""

@@ -99,6 +99,10 @@ class HangWatch:
         for rank in told | {rank for where, rank in self._frozen if where == host}:
             self.gone(host, rank)
 
+    def deaf(self, text: str) -> None:
+        """Ranks wait for each other because their hosts do not hear each other: told as a hang."""
+        self._tell(Hang("", None, text, "deaf"), self.silent_s())
+
     async def run(self) -> None:
         """Until it is cancelled."""
         while True:
@@ -108,10 +112,10 @@ class HangWatch:
                 self._tell_end(time.monotonic())
             await self._ask_calls()
             hang = held
-            if hang is None and self._suspicious(self._silent_s()):
-                hang = await self._inspect(self._silent_s())
+            if hang is None and self._suspicious(self.silent_s()):
+                hang = await self._inspect(self.silent_s())
             if hang is not None:
-                self._tell(hang, self._silent_s())
+                self._tell(hang, self.silent_s())
             self._judge_limit()
             self._tell_where()
 
@@ -205,7 +209,8 @@ class HangWatch:
         active_at = self._active_at()
         return active_at is not None and active_at > when + SURE_S
 
-    def _silent_s(self) -> float:
+    def silent_s(self) -> float:
+        """Seconds without a step, or of a script that tells none, without a CPU's work."""
         active_at = self._active_at()
         return 0.0 if active_at is None else max(time.monotonic() - active_at, 0.0)
 
@@ -257,7 +262,7 @@ class HangWatch:
             return None
         if self._hang is not None and self._hang.kind != "frozen":
             return self._hang
-        silent_s = self._silent_s()
+        silent_s = self.silent_s()
         usual_s = self.heartbeats.usual_s if self.heartbeats.known else 0.0
         return None if silent_s < max(QUIET_S, usual_s) else await self._inspect(silent_s)
 

@@ -251,6 +251,7 @@ class Members:
         self._store_host = places[min(places)]
         self._store_lost = False
         self._step = -1  # the latest that was told
+        self._sign_at: float | None = None  # when a rank has said last that it goes on
         self._torn_at: float | None = None  # since when a member of the generation is gone
         self._losses: list[Failure] = []  # since the last generation that was settled
         self._gone: list[int] = []
@@ -258,7 +259,7 @@ class Members:
         self._waiting_since: float | None = None
         self._alone_at = -1  # step at which the same members had to regroup
         self._silent: dict[frozenset[str], int] = {}  # hosts of a line, and the step of an error
-        self._silent_since: float | None = None  # of the first of them
+        self._silent_since: float | None = None  # the last sign before the first of them
         self._sent_away: Counter[str] = Counter()
         self._gave_up: Failure | None = None
         self._all_hang_since: float | None = None
@@ -313,10 +314,11 @@ class Members:
         """A rank has said whether its training goes on without ranks that are lost."""
         self._slots[slot].able = able
 
-    def stepped(self, step: int | None) -> None:
-        """A rank has told its step."""
+    def stepped(self, step: int | None, now: float | None = None) -> None:
+        """A rank has told its step; ``now``: as a sign that it goes on."""
         if step is not None:
             self._step = max(self._step, step)
+        self._sign_at = self._sign_at if now is None else now
 
     def forming(self, now: float, limit_s: float) -> bool:
         """Whether a group is being made or was just now: what stood before is no hang of it.
@@ -343,7 +345,7 @@ class Members:
             if self._step > max(self._silent.values(), default=-1) + 1:
                 self._silent, self._silent_since = {}, None
             self._silent[frozenset((host, silent))] = self._step
-            self._silent_since = self._silent_since or now
+            self._silent_since = self._silent_since or self._sign_at or now
         late = generation is not None and generation < self._generation.number
         if not late or self._generation.planned:  # else it will find the present group's word
             self._slots[slot].interrupted_at = now
@@ -514,6 +516,26 @@ class Members:
         for one in self._standing("in"):
             one.interrupted_at = now - ANSWER_S
         return True
+
+    def apart(self, lines: Sequence[tuple[str, str]], since: float, now: float) -> bool:
+        """Hosts do not hear each other, which is certain: nobody tries to meet once more.
+
+        Args:
+            lines: Two hosts each.
+            since: When the ranks gave their last sign.
+            now: The time.
+
+        Returns:
+            Whether the others go on without one host of each line.
+        """
+        meets = self._meets and not self._stopping
+        if self._torn_at is not None or not (self.settled or meets) or self._held:
+            return False
+        if self._over or self._gave_up is not None or self._standing("done"):
+            return False
+        self._silent = {frozenset(line): self._step for line in lines}  # not what errors thought
+        self._silent_since = since
+        return self._divide(now)
 
     def stop(self) -> None:
         """The ranks are asked to save and stop.
@@ -775,11 +797,16 @@ class Members:
         trains = {one.host for one in self._standing("in")}
         return {one.host for one in self._standing("joining")} - trains
 
+    @property
+    def _meets(self) -> bool:
+        """Whether all ranks of a new group are there, and make its connections."""
+        return self._generation.met_at is not None and bool(self._generation.unformed)
+
     def _late_to_meet(self, now: float) -> bool:
         """Whether connections of a new group are waited for in vain: gloo may wait for minutes."""
         since = self._generation.met_at
-        late = since is not None and now - since >= MEET_S and bool(self._generation.unformed)
-        return late and not self._standing("done")
+        late = since is not None and now - since >= MEET_S
+        return late and self._meets and not self._standing("done")
 
     def _part(self, now: float) -> bool:
         """Leaves out hosts until the others hear each other, as far as is known; whether any."""
@@ -790,6 +817,12 @@ class Members:
             others = [one for one in dict.fromkeys(unformed) if one not in self._new_hosts]
             if others and not self._settled_by(host):
                 self._send_away(host, others, now)
+        self._divide(now)
+        return self._sent_away.total() > before
+
+    def _divide(self, now: float) -> bool:
+        """Leaves out one end of each line that is known to be silent; whether there was any."""
+        before = self._sent_away.total()
         while (apart := self._apart(self._new_hosts)) is not None:
             self._send_away(*apart, now)
         return self._sent_away.total() > before

@@ -129,6 +129,11 @@ class Recoveries:
         """Whether the training is over, in order: what is lost now is missed by nobody."""
         return self._members.finished
 
+    @property
+    def addresses(self) -> dict[str, str]:
+        """By host that has a part in the job, its address for the job's traffic."""
+        return {host: part.address for host, part in self._parts.items()}
+
     def forming(self, limit_s: float) -> bool:
         """Whether a new group is being made or was just now: what stood before is no hang of it."""
         return self._members.recovers and self._members.forming(time.monotonic(), limit_s)
@@ -150,11 +155,11 @@ class Recoveries:
         elif event.kind == "recoverable":
             self._members.said_able(slot, bool(event["able"]))
         elif event.kind in ("heartbeat", "progress"):
-            self._members.stepped(event["step"])
+            self._members.stepped(event["step"], now)
             return
         elif event.kind == "interrupted":
             self._members.stepped(event["step"])
-            silent = self._host_at(silent_peer(str(event["error"] or "")))
+            silent = self.host_at(silent_peer(str(event["error"] or "")))
             self._members.interrupted(slot, now, silent=silent, generation=event["generation"])
         elif event.kind == "stuck":
             self._members.hung(slot, STUCK)
@@ -215,6 +220,20 @@ class Recoveries:
     def deaf(self) -> bool:
         """Whether ranks that all wait for each other try that again in a new group."""
         if not self.possible or self.finished or not self._members.deaf(time.monotonic()):
+            return False
+        self.act()
+        return True
+
+    def part(self, lines: Sequence[tuple[str, str]], since: float) -> bool:
+        """Whether the job goes on without one of the hosts of lines that let nothing through.
+
+        Args:
+            lines: Two hosts each.
+            since: When the job gave its last sign.
+        """
+        if not self.possible or self.finished:
+            return False
+        if not self._members.apart(lines, since, time.monotonic()):
             return False
         self.act()
         return True
@@ -444,7 +463,7 @@ class Recoveries:
                 self._members.server_up(host)
             self.act()
 
-    def _host_at(self, address: str) -> str:
+    def host_at(self, address: str) -> str:
         """The host that has this address; empty when none does."""
         return next((host for host, part in self._parts.items()
                      if address and _same(part.address, address)), "")  # fmt: skip

@@ -206,6 +206,8 @@ ANSWERS: dict[str, Shape] = {
     )),
     "execute": record(code=whole(-1000, 1000), output=_OUTPUT),
     "gpus": record({"missing": flag, "broken": _OUTPUT, "gpus": _OUTPUT, "apps": _OUTPUT}),
+    "unanswered": record(connections=each(row(address, SIZE, SIZE), 100)),
+    "hear": record(port=PORT),
     "vitals": record(time=number, cpu=row(SIZE, SIZE), memory=row(SIZE, SIZE),
                      links=table(row(SIZE, SIZE), SMALL, 1000), gpus=each(number, 1000)),
     "packages": record(packages=table(SMALL, text())),

@@ -17,7 +17,6 @@ import itertools
 import os
 import platform
 import re
-import signal
 import statistics
 import sys
 import tempfile
@@ -60,7 +59,7 @@ def trial(lab: Lab, folder: Path, number: int, line: tuple[str, str], heal_s: fl
         gap_s = max((b - a for a, b in itertools.pairwise(times)), default=0.0)
         if not again():
             gap_s = max(gap_s, time.monotonic() - times[-1])
-        job.process.send_signal(signal.SIGINT)
+        job.process.terminate()
         job.process.wait(60)
         screen = (folder / f"screen-{number}.txt").read_text(errors="replace")
         if not heal_s:

@@ -390,6 +390,25 @@ def test_a_hang_is_ended_after_five_times_the_slowest_that_was_seen() -> None:
     assert beats.limit_s == pytest.approx(100.0)
 
 
+def test_a_deaf_line_is_told_once_and_is_no_reason_beside_a_frozen_rank() -> None:
+    told: list[Hang | None] = []
+
+    async def scene() -> None:
+        fleet = Fleet([], 10.0, lambda *_: None, lambda *_: None)
+        watch = HangWatch(
+            fleet, lambda hang, _: told.append(hang), lambda *_: True, lambda *_: None
+        )
+        for _ in range(2):
+            watch.deaf("n1 and n2 do not hear each other")
+        frozen = {"how": "disk", "seconds": 5.0, "on": "/data", "pid": 7}
+        watch.frozen(Event("rank frozen", "n2", 1, fields=frozen))
+        watch.deaf("n1 and n2 do not hear each other")
+        await fleet.close()
+
+    asyncio.run(scene())
+    assert [hang and (hang.kind, hang.host) for hang in told] == [("deaf", ""), ("frozen", "n2")]
+
+
 def test_what_was_known_of_a_lost_node_s_ranks_is_forgotten() -> None:
     """Else another process that has a rank's number would be ended for what held up the first."""
 

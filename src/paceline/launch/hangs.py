@@ -58,6 +58,7 @@ class HangWatch:
         self._ended: list[tuple[str, int]] = []
         self._frozen: dict[tuple[str, int], tuple[Event, float]] = {}
         self._hang: Hang | None = None
+        self._by_lines = False  # it is known which hosts do not hear each other
         self._since = 0.0  # of the hang that was told
         self._seen_at = 0.0  # the same hang, the last time
         self._still_until = 0.0  # what ranks did up to then does not speak against it
@@ -100,8 +101,13 @@ class HangWatch:
             self.gone(host, rank)
 
     def deaf(self, text: str) -> None:
-        """Ranks wait for each other because their hosts do not hear each other: told as a hang."""
-        self._tell(Hang("", None, text, "deaf"), self.silent_s())
+        """Ranks wait because hosts do not hear each other: told as a hang, whatever looks show.
+
+        Not where a rank is held up, which is known for certain, too.
+        """
+        if not self._frozen:
+            self._by_lines = True
+            self._tell(Hang("", None, text, "deaf"), self.silent_s())
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -112,7 +118,7 @@ class HangWatch:
                 self._tell_end(time.monotonic())
             await self._ask_calls()
             hang = held
-            if hang is None and self._suspicious(self.silent_s()):
+            if hang is None and not self._by_lines and self._suspicious(self.silent_s()):
                 hang = await self._inspect(self.silent_s())
             if hang is not None:
                 self._tell(hang, self.silent_s())
@@ -143,7 +149,7 @@ class HangWatch:
 
     def _tell_end(self, now: float) -> None:
         """The job goes on, or has done so since."""
-        self._hang = None
+        self._hang, self._by_lines = None, False
         self._told(None, now - self._since)
 
     async def _goes_on(self, hang: Hang, *, surely: bool = False) -> bool:
@@ -173,7 +179,7 @@ class HangWatch:
             return  # it works: how long that may take nobody has said
         if limit_s is not None and time.monotonic() - self._since > limit_s:
             if self._over(self._hang, limit_s):
-                self._hang = None
+                self._hang, self._by_lines = None, False
             else:
                 self._limit_s = 0.0
 

@@ -133,7 +133,8 @@ class Recovered:
         losses: What was lost, in order.
         slots: Who was.
         others: How many train on.
-        seconds: From the first loss until all of them had the new group.
+        seconds: From the first loss until all of them had the new group; where a line fell silent,
+            from the last sign that they went on.
         last: They only save and stop.
     """
 

@@ -135,14 +135,13 @@ def test_a_host_loses_power_and_comes_back(site: Site, undisturbed: Path) -> Non
 
 
 def test_a_host_that_is_deaf_to_another_is_left_out(site: Site) -> None:
-    """Before a rank has an error of it, and the launcher hears all of them."""
+    """And those two go on that hear each other; the launcher hears all of them."""
     with training(site) as launch:
         site.lab.fault("deaf", "n3", "n2")
         assert eventually(lambda: "the other 2 trained on after" in launch.err), launch.err
         launch.signal(signal.SIGINT)
         ended = launch.end()
     assert "n3 and n2 do not hear each other (paceline check tries each direction)" in ended.err
-    assert ended.events("interrupted") == []
     assert ended.code == 130
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from agents import agent_in_thread
 
 from paceline.agent.lines import sockets_of, unanswered
 from paceline.launch import lines
@@ -201,3 +202,26 @@ def test_a_job_that_goes_on_is_asked_nothing() -> None:
 
     asyncio.run(some_looks())
     assert job.asked == []
+
+
+def test_an_agent_hears_a_call_for_a_while_and_no_longer() -> None:
+    """It answers as itself, and nothing of its own job is without an answer."""
+
+    async def scene() -> None:
+        async with agent_in_thread() as served:
+            ear = await served.ask("hear", address="127.0.0.1", seconds=3.0)
+            target = {"host": "n2", "address": "127.0.0.1", "port": ear["port"],
+                      "identity": served.agent.identity.hex()}  # fmt: skip
+
+            async def call() -> Any:
+                asked = {"targets": [target], "timeout_s": CALL_S, "settle_s": CALL_S}
+                (result,) = (await served.ask("connect", **asked))["results"]
+                return result
+
+            assert (await call())["ok"]
+            while (found := await call())["ok"]:
+                await asyncio.sleep(0.05)
+            assert found["errno"] in (errno.ECONNREFUSED, errno.ECONNRESET)
+            assert (await served.ask("unanswered"))["connections"] == []
+
+    asyncio.run(scene())

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import threading
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 
 from paceline import train
 from paceline.spec.errors import DataError, SettingError
+from paceline.spec.events import read_events
 from paceline.spec.records import last_steps
 from paceline.spec.rundir import BEST, CHECKPOINTS, LATEST, pointed
 from paceline.train import files
@@ -421,6 +423,19 @@ def test_writer_on_another_machine(tmp_path: Path) -> None:
     late.release()
 
 
+def test_a_wrong_clock_takes_no_folder_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heartbeats are as old as the clock of their disk says, not as ours does."""
+    owner = {"host": "far", "pid": 1, "since": "2030-01-01 00:00:00", "run": "r1"}
+    (tmp_path / "writer.json").write_text(json.dumps(owner))
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600)
+    with pytest.raises(SettingError, match="process 1 on far"):
+        Lock(tmp_path, "r2").take()
+    assert [one.name for one in tmp_path.iterdir()] == ["writer.json"]
+
+
 def test_a_writer_whose_launcher_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our launcher holds the run directory, so that of the other run has ended, or was killed."""
     monkeypatch.setattr("paceline.train.checkpoints.store.WATCH_SECONDS", 0.4)
@@ -489,6 +504,46 @@ def test_a_number_of_steps_may_be_one(tmp_path: Path) -> None:
         with pytest.raises(SettingError, match="checkpoint-every"):
             session.checkpoints(every=0)
         assert not session.checkpoints(every=200)
+
+
+@pytest.mark.parametrize("saved", [0, 2])
+def test_a_stop_on_a_full_disk_claims_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: int
+) -> None:
+    """It says what is not saved, and of which step the last good one is."""
+
+    def fill() -> None:
+        usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+
+    def stopped_in_step_2() -> None:
+        with train.join(device="cpu", run_dir=tmp_path) as session:
+            model = torch.nn.Linear(1, 1)
+            net = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            session.checkpoints(every=2)
+            loader = session.loader(torch.utils.data.TensorDataset(torch.ones(64, 1)), 8)
+            for _ in session.epochs(loader, 99):
+                for (x,) in loader:
+                    session.step(net(x).mean(1))
+                    if session.progress.step == 2:
+                        assert session._keeper is not None
+                        session._keeper._writer.wait()
+                        fill()
+                        os.kill(os.getpid(), signal.SIGTERM)
+
+    if not saved:
+        fill()
+    with pytest.raises(SystemExit) as ended:
+        stopped_in_step_2()
+    assert ended.value.code == 143
+    good = "the last good one is of step 2" if saved else "there is none yet"
+    err = capsys.readouterr().err
+    assert re.search(rf"is too full: .*: {good}", err)
+    assert ("before the same command resumes it" in err) == bool(saved)
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    (stopped,) = [one for one in read_events(map(json.loads, lines)) if one.kind == "stopped"]
+    assert stopped["saved"] == saved
+    assert stopped.resumable == bool(saved)
 
 
 @pytest.mark.parametrize("text", ["", "0", "often", "10x", "-5"])

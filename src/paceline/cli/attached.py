@@ -295,7 +295,7 @@ def tell_end(path: Path, command: tuple[str, ...] = ()) -> int:
     whole = path.absolute()
     outcome = RunOutcome(
         whole, result, events, {}, records.number(said.get("seconds")), {},
-        bool(command) and any(event.kind == "stopped" for event in events),
+        bool(command) and any(event.resumable for event in events),
         records.whole(plan.get("world_size")) or 0, homes(events), command=command,
     )  # fmt: skip
     code = 1 if result.exit_code == UNKNOWN else result.exit_code

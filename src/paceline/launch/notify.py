@@ -53,7 +53,7 @@ class Ended:
         result: How it ended.
         seconds: From the call to the end.
         metrics: The last value of every metric.
-        resumable: It was asked to stop and has saved its state.
+        resumable: It was asked to stop, and there is a checkpoint of it.
         secrets: Values that nobody is told.
     """
 

@@ -79,7 +79,7 @@ class Recorder:
         self._begin: list[Mapping[str, Any]] = []
         self._end: deque[Mapping[str, Any]] = deque(maxlen=MOST_EVENTS)
         self.called: Callable[[], Mapping[str, str]] = dict  # hosts on their way back, and how
-        self.resumable = False  # the training was stopped, and its state is saved
+        self.resumable = False  # the training was stopped, and there is a checkpoint
 
     @property
     def shown_path(self) -> str:
@@ -147,7 +147,7 @@ class Recorder:
             self._screen.say(event["text"], event.rank)
             line = event["text"].encode(errors="replace") + b"\n"
             self._directory.append_bytes(_log(event), line)
-        elif event.kind == "stopped":
+        elif event.resumable:
             self.resumable = True
         if (written := event.written) is not None:
             self.event(event.kind, event.host, event.rank, **written)

@@ -33,7 +33,7 @@ class RunOutcome:
         metrics: The last value of every metric that was reported.
         seconds: From the call to the end.
         begins: Bytes that earlier runs had left in the logs, by name.
-        resumable: The training was asked to stop and saved its state.
+        resumable: The training was asked to stop, and there is a checkpoint of it.
         ranks: How many were planned.
         homes: Where shipped copies of folders of this machine were.
         told: The last lines of the rank that failed first stand on the screen already.

@@ -143,7 +143,7 @@ def outcome_of(run: Run) -> tuple[Mood, str]:
         others = f"; {counted(result.others, 'other')} failed after it" if result.others else ""
         return "bad", f"{how} after {took}: {first.describe()}{others}."
     if result.interrupted is not None:
-        saved = ", its state is saved" if run.last("stopped") else ""
+        saved = _saved(run.last("stopped"))
         at = f" at step {last_step(run)}" if last_step(run) else ""
         name = signal_name(result.interrupted)
         return "unsure", f"Stopped by {name} after {took}{at}{saved}."
@@ -155,6 +155,16 @@ def outcome_of(run: Run) -> tuple[Mood, str]:
     steps = f" trained {last:,} step{'s' * (last != 1)}" if last else ""
     text = f"Finished: {size}{steps} in {took}"
     return "good", text + _afterwards(run) + "."
+
+
+def _saved(stopped: Event | None) -> str:
+    """What a training that was asked to stop could save, in words that follow."""
+    if stopped is None:
+        return ""
+    saved, step = stopped["saved"], stopped["step"]
+    if saved is None or saved == step:
+        return ", its state is saved"
+    return f", saved up to step {saved:,}" if saved else ", and nothing is saved"
 
 
 def _size(run: Run) -> str:

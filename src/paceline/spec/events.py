@@ -106,6 +106,7 @@ FIELDS: dict[str, Shape] = {
     "reason": SMALL,  # one word, for the launcher
     "resumed": flag,  # the training continues an earlier one
     "samples": SIZE,  # over all ranks
+    "saved": whole(),  # the step of the newest checkpoint that is whole; 0: there is none
     "seconds": number,
     # when another rank failed, or as it crashed: innermost line first; its last collectives
     "seen": record({"calls": each(text(), 100)}, state=SMALL, stack=STACK),
@@ -178,7 +179,7 @@ KINDS: dict[str, Kind] = {
     "overlap settled": _kind(
         "rank", may="step bucket_bytes first_bytes late seconds before tried"
     ),  # of the exchange of gradients with computing
-    "stopped": _kind("rank", may="step why"),  # for it was asked to; its state is saved
+    "stopped": _kind("rank", may="step why saved"),  # for it was asked to
     "straggler": _kind("rank", may="straggler its_host cause seconds part text"),  # by rank 0
     "straggler over": _kind("rank", may="straggler its_host text"),
     "trained": _kind("rank", may="steps samples seconds parts straggler its_host cause"),
@@ -267,6 +268,11 @@ class Event:
     def where(self) -> str:
         """``rank 1 on n2``."""
         return place(self.host, self.rank)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether it tells of a training that stopped and can be resumed."""
+        return self.kind == "stopped" and self["saved"] != 0
 
     @property
     def written(self) -> Mapping[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -120,7 +121,7 @@ class Keeper:
         self._asked_for, self._answered = asked_for, 0
         self._poll = Poll(comms, door)
         self._saved_at, self._saved_step = time.monotonic(), -1
-        self._full, self._fenced, self._good_step = "", "", 0
+        self._full, self._fenced, self._good_step, self._took_over = "", "", 0, False
         self._uncopied, self._ending = "", False  # why, as it was last told
         self._callbacks, self._told_step = callbacks, 0
         self._in_parts = False
@@ -170,7 +171,7 @@ class Keeper:
 
     def joined(self) -> None:
         """It has the others' state."""
-        self._good_step = self._told_step = self._training.progress.step
+        self._told_step = self._training.progress.step
 
     def _warn(self, text: str) -> None:
         self._tell("checkpoint skipped", warning=text)
@@ -218,6 +219,8 @@ class Keeper:
         if not held[0]:
             known = self._known_token()
             if writes:
+                if not self._writes:
+                    self._good_step, self._took_over = 0, True
                 with contextlib.suppress(OSError):
                     self._lock.take(over=True)
             self._claim(known)
@@ -266,6 +269,11 @@ class Keeper:
         if wishes.stop:
             self._stop()
 
+    @property
+    def _good(self) -> int | None:
+        """On rank 0, the step of the newest whole checkpoint; ``None`` where only another knew."""
+        return None if self._took_over and not self._good_step else self._good_step
+
     def _tell_saved(self) -> None:
         """Rank 0 knows which checkpoint is complete; every rank is told at the same moment."""
         if not self._callbacks:
@@ -303,14 +311,21 @@ class Keeper:
         asked = next((rank for rank, text in enumerate(reasons) if text), None)
         why = "request" if asked is None else reasons[asked]
         step, home = self._training.progress.step, os.environ.get(jobenv.HOME_DIR)
+        known = self._comms.texts(json.dumps([self._good, self._full]))[0]
+        good, problem = json.loads(known)
         if self._comms.world.rank == 0:
-            self._tell("stopped", step=step, why=why)
+            if problem:
+                text = f"{problem}: the state of step {step} is not saved, {_words_of(good)}"
+                self._tell("checkpoint failed", step=step, warning=text)
+            self._tell("stopped", step=step, why=why, **({} if good is None else {"saved": good}))
         where = home or str(self._store.root.parent)
         again = f"{jobenv.RUN_DIR}={shlex.quote(where)} before the same command resumes it"
         stopped = Stopped(
             f"stopped on {why} after step {step}",
-            found=f"checkpoint of step {self._saved_step} in {where}",
-            remedy="" if home else again,  # the launcher tells its own command, once
+            found=f"{problem}: {_words_of(good)}"
+            if problem
+            else f"checkpoint of step {good} in {where}",
+            remedy="" if home or good == 0 else again,  # the launcher tells its own command, once
         )
         stopped.origin_rank = asked or 0
         if jobenv.EVENT_FD not in os.environ:  # nobody sorts what ranks say: one is enough
@@ -367,8 +382,7 @@ class Keeper:
                 self._fenced = outcome.problem
                 self._tell("checkpoint failed", step=outcome.step, warning=outcome.problem)
                 continue
-            step = self._good_step
-            good = f"the last good one is of step {step}" if step else "there is none yet"
+            good = _words_of(self._good)
             text = f"{outcome.problem}: the training continues without checkpoints, {good}"
             # shown once, until one can be made again
             about = {"problem": outcome.problem} if known else {"warning": text}
@@ -412,3 +426,10 @@ class Keeper:
         finally:
             self._notice.close()
             self._lock.release()
+
+
+def _words_of(good: int | None) -> str:
+    """Of which step the newest checkpoint is; ``None``: a former writer's, 0: there is none."""
+    if good is None:
+        return "none was made since rank 0 was lost"
+    return f"the last good one is of step {good}" if good else "there is none yet"

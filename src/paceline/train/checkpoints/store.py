@@ -374,9 +374,21 @@ class Lock:
         ):
             return False
         seen = os.fstat(descriptor).st_mtime
-        if time.time() - seen >= STALE_SECONDS:
+        if self._now() - seen >= STALE_SECONDS:
             return False
         return not (owner.run and self._launched_here()) or self._beats(seen)
+
+    def _now(self) -> float:
+        """By the clock that heartbeats are set by, which need not be this host's."""
+        probe = self._path.with_name(f"{_LOOK}0-{os.getpid()}")
+        try:
+            probe.touch()
+            try:
+                return probe.stat().st_mtime
+            finally:
+                probe.unlink()
+        except OSError:  # the disk takes no more names
+            return time.time()
 
     def _launched_here(self) -> bool:
         """Our launcher holds the whole run directory: that of any earlier run there is gone."""

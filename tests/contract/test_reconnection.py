@@ -735,3 +735,20 @@ def test_an_agent_that_heard_more_than_was_said_is_not_believed() -> None:
 
     with pytest.raises(Exception, match="never sent"):
         asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_a_host_is_given_up_whose_pipe_has_closed_by_itself() -> None:
+    """As when all nodes have ended while this process was stopped."""
+
+    async def scene() -> bool:
+        pipe = subprocess.PIPE
+        child = await asyncio.create_subprocess_exec("true", stdin=pipe, stdout=pipe, stderr=pipe)
+        channel = Channel(Host("n1"), ProcessLink(child))
+        await child.wait()
+        transport: Any = channel._link.writer.transport
+        while transport._loop is not None:
+            await asyncio.sleep(0.01)
+        channel.abandon()
+        return channel.lost.is_set()
+
+    assert asyncio.run(asyncio.wait_for(scene(), 10))

@@ -200,6 +200,8 @@ def test_a_session_takes_a_late_host_in_and_a_spare_in_its_place(site: Site) -> 
         assert eventually(lambda: "rank 1 on n2 is back" in job.err), job.err
         site.lab.fault("power-off", "n1")
         job.wait_for("[1]")
+        site.lab.undo("power-off", "n3")  # which has no part any more, and n1 stays away
+        assert eventually(lambda: "rank 0 on n3 is back" in job.err), job.err
         job.signal(signal.SIGINT)
         ended = job.end()
     assert ended.code == 130, ended.err

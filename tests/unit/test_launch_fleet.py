@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock, Mock, call
 import pytest
 
 from paceline.launch import muster as muster_module
-from paceline.launch import recovery, restart
+from paceline.launch import outcome, recovery, restart
 from paceline.launch.allowance import LOSSES, STARTS
 from paceline.launch.attempt import Attempt
 from paceline.launch.decide import Found
@@ -658,6 +658,68 @@ def part_of(host: str, *slots: int) -> Any:
     return SimpleNamespace(
         host=host, address="127.0.0.1", ranks=[SimpleNamespace(rank=slot) for slot in slots]
     )
+
+
+def able(members: Members, *slots: int) -> Members:
+    for slot in slots:
+        members.said_able(slot, True)
+    return members
+
+
+def test_a_spare_that_comes_later_takes_the_place_of_a_lost_host() -> None:
+    """The lost one is dialled on, and is a spare when it comes back."""
+    plan: Any = SimpleNamespace(nodes=[part_of("n1", 0), part_of("n2", 1)], master_addr="::1",
+                                master_port=1)  # fmt: skip
+
+    async def scene() -> None:
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=5.0)
+        given_up = asyncio.Event()
+
+        async def rejoin(host: str) -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                given_up.set()
+
+        stand_in = Mock(return_value=None)
+        members = able(Members({0: "n1", 1: "n2"}), 0, 1)
+        recoveries = Recoveries(plan, members, fleet, Mock(), stand_in, rejoin, Mock(), Mock(),
+                                Mock())  # fmt: skip
+        assert not recoveries.spare_came()
+        assert recoveries.takes(Failure("lost", "n2", None, time.monotonic(), headline="off"))
+        await asyncio.sleep(0.01)
+        assert not recoveries.spare_came()
+        stand_in.return_value = part_of("n3", 1)
+        assert recoveries.spare_came()
+        await asyncio.wait_for(given_up.wait(), 5)
+        assert [one.host for one in recoveries._parts.values()] == ["n1", "n3"]
+        assert not recoveries.spare_came()
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
+
+
+def test_who_ended_its_ranks_while_we_were_stopped_is_not_to_blame() -> None:
+    """Ranks that recover in place are lost then with all their hosts."""
+    plan: Any = Mock(nodes=[part_of("n1", 0), part_of("n2", 1)], master_port=1, attempt=0)
+
+    async def scene() -> list[Failure]:
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=5.0)
+        fleet._on_lost = lambda node, why: attempt.node_lost(node, why)
+        job = Job("a", ENTRY, "/", "python3")
+        attempt = Attempt(plan, job, fleet, Mock(), Mock(), Mock(), Mock(), Mock(), None)
+        for slot, node in enumerate(fleet.nodes):
+            node.running = True
+            attempt.take(node, Event("recoverable", node.name, slot, fields={"able": True}))
+        for node in fleet.nodes:
+            about = {"reason": "lease", "why": "the lease of 5 s ran out"}
+            attempt.take(node, Event("leaving", node.name, time=time.monotonic(), fields=about))
+        await fleet.close()
+        return attempt._failures
+
+    failures = asyncio.run(asyncio.wait_for(scene(), 20))
+    assert [failure.kind for failure in failures] == ["lease", "lease"]
+    assert outcome.first(outcome.own_absence(failures, 14.0, 5.0)).kind == "launcher"
 
 
 def test_what_breaks_in_a_recovery_ends_the_attempt_at_once() -> None:

@@ -127,10 +127,12 @@ def test_a_spare_takes_the_ranks_of_a_lost_host() -> None:
     done = job.decide()
     assert Dial("n2") in done
     assert Regroup(1, (0,), False) in done
-    job.settle()
-    assert [type(one) for one in job.decide()] == [Recovered]
     job.members.came("n3", (1,), job.now)
-    assert job.decide() == [Start("n3", (1,))]
+    job.settle()
+    told, *then = job.decide()
+    assert isinstance(told, Recovered)
+    assert told.hosts == ("n2",)
+    assert then == [Start("n3", (1,))]
     job.join(1)
     assert job.members.members == (0, 1)
     assert job.decide(99.0) == []

@@ -192,8 +192,7 @@ class Attempt:
         grace_s = self._job.grace_s.value if to_save else FAILURE_GRACE_S
         await first_of(self._stop_all(grace_s), self._interrupts.wait())
         if self._interrupts.received:
-            await self._fleet.tell("kill", patience_s=AT_ONCE_S)
-            await within(self._ended.wait(), AT_ONCE_S)
+            await self._kill_at_once()
         # what came after the stop may complete what was known, but is no failure of its own
         complete = {(f.host, f.rank): f for f in outcome.merge(self._failures)}
         first = outcome.first(known)
@@ -219,8 +218,7 @@ class Attempt:
         await first_of(asyncio.shield(stopping), self._interrupts.wait(2))
         if not stopping.done():
             self._screen.note("paceline: stopping at once")
-            await self._fleet.tell("kill", patience_s=AT_ONCE_S)
-            await within(self._ended.wait(), AT_ONCE_S)
+            await self._kill_at_once()
             stopping.cancel()
         await asyncio.gather(stopping, return_exceptions=True)
         return Result(128 + signum, interrupted=signum)
@@ -232,12 +230,18 @@ class Attempt:
             await self._fleet.tell("kill")
             await within(self._ended.wait(), END_PATIENCE_S)
 
+    async def _kill_at_once(self) -> None:
+        """For somebody who does not want to wait: a node that does not answer is none of that."""
+        killing = self._fleet.tell("kill", patience_s=AT_ONCE_S)
+        await asyncio.gather(killing, within(self._ended.wait(), AT_ONCE_S))
+
     async def _end_late_starts(self) -> None:
         """Ends newcomers that were ordered just before the last of the others ended.
 
         Else they would be taken for ranks of the next attempt, which have the same numbers.
         """
-        await self.recoveries.close(END_PATIENCE_S)
+        at_once = len(self._interrupts.received) > 1
+        await self.recoveries.close(AT_ONCE_S if at_once else END_PATIENCE_S)
         if self._ended.is_set() and self._fleet.running:
             self._ended.clear()
             await self._stop_all(0.0)
@@ -280,6 +284,8 @@ class Attempt:
         if event.kind == "asked to end" and self.recoveries.leaves(node, failure):
             return
         if self.recoveries.possible and failure.kind in ("agent", "lease"):
+            node.running = False
+            self.recoveries.takes(failure)  # for what it is: its lease may be our own doing
             self._fleet.lose(node, failure.headline)  # what becomes of it does not matter any more
             return
         if failure.kind != "early" and self.recoveries.takes(failure):

@@ -17,7 +17,7 @@ from paceline.launch.allowance import STARTS
 from paceline.launch.collect import Results
 from paceline.launch.control import Actions, Control
 from paceline.launch.decide import Supplies
-from paceline.launch.fleet import Fleet, Node, together
+from paceline.launch.fleet import HURRY_S, Fleet, Node, first_of, together, within
 from paceline.launch.interrupts import Interrupts, run
 from paceline.launch.muster import Muster
 from paceline.launch.outset import Outset
@@ -287,7 +287,7 @@ class Launcher:
         finally:
             await muster.close()
             self._screen.unwatch()
-        await self._results.bring_home(fleet)
+        await self._bring_home(fleet, interrupts)
         if interrupts.received and failure is not None:
             signum = interrupts.received[0]
             return replace(result, exit_code=128 + signum, interrupted=signum)
@@ -295,6 +295,15 @@ class Launcher:
             self._failure = lacking
             return replace(result, exit_code=1, failure=lacking)
         return result
+
+    async def _bring_home(self, fleet: Fleet, interrupts: Interrupts) -> None:
+        """The results; who has asked twice for the end does not wait for large ones."""
+        bringing = self._results.bring_home(fleet)
+        if len(interrupts.received) < 2:  # one that comes from now on ends this, too
+            await bringing
+        elif not await within(bringing, HURRY_S):
+            self._screen.note("paceline: not all results came: the next start in this run directory"
+                              " finds what lies on the hosts")  # fmt: skip
 
     async def _supply(self, plan: Plan, fleet: Fleet, supplies: Supplies) -> None:
         """Sends what the plan says is sent; tells of which folders here those are copies."""
@@ -337,7 +346,10 @@ class Launcher:
             return
         if running.recoveries.open and running.recoveries.hosts < self._request.most:
             self._take_in(node, running)
-        elif not running.recoveries.possible and len(running.plan.nodes) < self._request.most:
+            return
+        if running.recoveries.spare_came():
+            return
+        if not running.recoveries.possible and len(running.plan.nodes) < self._request.most:
             running.recall()
         else:
             self._screen.note(f"paceline: {node.name} is here, as a spare")
@@ -373,7 +385,7 @@ class Launcher:
             self._attempt = None
             self.actions.runs(None)
             self._recoveries += attempt.recoveries.done
-        await asyncio.gather(*self._asked)
+        await first_of(asyncio.gather(*self._asked), interrupts.wait(2))
         if result.exit_code == 0 and plan.world_size > 1 and not attempt.joined:
             self._warn_never_joined(plan)
         return result, attempt

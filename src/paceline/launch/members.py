@@ -136,6 +136,7 @@ class Recovered:
         seconds: From the first loss until all of them had the new group; where a line fell silent,
             from the last sign that they went on.
         last: They only save and stop.
+        hosts: On which the slots were; a spare may have them by now.
     """
 
     losses: tuple[Failure, ...]
@@ -143,6 +144,7 @@ class Recovered:
     others: int
     seconds: float
     last: bool = False
+    hosts: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +257,7 @@ class Members:
         self._sign_at: float | None = None  # when a rank has said last that it goes on
         self._torn_at: float | None = None  # since when a member of the generation is gone
         self._losses: list[Failure] = []  # since the last generation that was settled
-        self._gone: list[int] = []
+        self._gone: dict[int, str] = {}  # and on which host
         self._held: list[_Held] = []
         self._waiting_since: float | None = None
         self._alone_at = -1  # step at which the same members had to regroup
@@ -297,6 +299,11 @@ class Members:
     def open(self) -> bool:
         """Whether newcomers can join."""
         return not self._closed
+
+    @property
+    def waiting(self) -> bool:
+        """Whether too few nodes are left, and the ranks wait for another."""
+        return self._waiting_since is not None and not self._over
 
     @property
     def finished(self) -> bool:
@@ -559,7 +566,7 @@ class Members:
         """A slot's process is out of the job."""
         if one.standing == "in":
             one.lost_at, one.next_try, one.tries = failure.time if failure else now, now, 0
-            self._gone.append(one.number)
+            self._gone[one.number] = one.host
             if failure is not None and failure not in self._losses:
                 self._losses.append(failure)
         else:
@@ -606,13 +613,14 @@ class Members:
         elif self._gone:
             since = min((failure.time for failure in self._losses), default=now)
             others = len(self._generation.members)
-            gone = tuple(sorted({*self._gone}))
+            gone = dict(sorted(self._gone.items()))
             seconds = max(0.0, now - since)
             last = self._stopping or self._gave_up is not None
-            self._news.append(Recovered(tuple(self._losses), gone, others, seconds, last))
+            self._news.append(Recovered(tuple(self._losses), (*gone,), others, seconds, last,
+                                        (*gone.values(),)))  # fmt: skip
         for slot in self._generation.members:
             self._slots[slot].lost_at = 0.0
-        self._losses, self._gone = [], []
+        self._losses, self._gone = [], {}
 
     # --- what is to be done ------------------------------------------------------------------
 

@@ -239,7 +239,9 @@ class Muster:
         Raises:
             GoneError: It never will.
         """
-        wanted = self._wanted.setdefault(lost.name, asyncio.get_running_loop().create_future())
+        wanted = self._wanted.get(lost.name)
+        if wanted is None or wanted.done():  # somebody may have given up waiting
+            wanted = self._wanted[lost.name] = asyncio.get_running_loop().create_future()
         self.call_again(lost)
         return await wanted  # who gives up waiting leaves it to the others
 

@@ -36,7 +36,7 @@ from paceline.launch.screen import Screen
 from paceline.spec import jobenv
 from paceline.spec.errors import GoneError, PacelineError
 from paceline.spec.events import Event
-from paceline.spec.failure import Failure, Recovery, silent_peer
+from paceline.spec.failure import Failure, Recovery, place, silent_peer
 from paceline.spec.plan import NodePlan, Plan
 
 TICK_S = 0.1
@@ -91,6 +91,7 @@ class Recoveries:
         self._broken: BaseException | None = None
         self._leaving: list[Node] = []
         self._fresh: set[int] = set()  # further ranks that did not train yet
+        self._away: dict[str, asyncio.Task[None]] = {}  # hosts that are lost, and who dials them
 
     # --- what is asked -----------------------------------------------------------------------
 
@@ -209,6 +210,26 @@ class Recoveries:
         self._members.came(part.host, slots, time.monotonic())
         self.act()
 
+    def spare_came(self) -> bool:
+        """Whether a spare that has come takes the place of a host that is lost and still away."""
+        if not self.possible or self._members.stopping:
+            return False
+        for host, dialling in self._away.items():
+            if self._replace(host):
+                del self._away[host]
+                dialling.cancel()  # it is called on, as a spare
+                return True
+        return False
+
+    def _replace(self, host: str) -> bool:
+        """Whether a spare has taken the place of a lost host; never where it could not join."""
+        spare = self._stand_in(self._parts[host]) if self._members.open else None
+        if spare is None:
+            return False
+        del self._parts[host]
+        self.take_in(spare)
+        return True
+
     def hung(self, rank: int, headline: str) -> bool:
         """Whether a rank that keeps the others waiting is replaced; it is then ended."""
         if not self.possible or self.finished:
@@ -306,7 +327,7 @@ class Recoveries:
         elif isinstance(action, Prepare):
             self._begin(self._prepare(action.host))
         elif isinstance(action, Dial):
-            self._begin(self._dial(action.host, action.after_s))
+            self._away[action.host] = self._begin(self._dial(action.host, action.after_s))
         elif isinstance(action, SendAway):
             self._say(left_out(action, again=self._rejoin is not None))
             self._begin(self._send_away(action.host))
@@ -445,23 +466,22 @@ class Recoveries:
             await self._fleet.dismiss(node)
 
     async def _dial(self, host: str, after_s: float = 0.0) -> None:
-        part = self._parts[host]
-        spare = self._stand_in(part) if self._members.open else None  # it could not join
-        if spare is not None:
-            del self._parts[host]
-            self.take_in(spare)
-        elif self._rejoin is None:
+        if self._replace(host):
+            del self._away[host]
+            return
+        if self._rejoin is None:
+            self._members.node_gone(host)
+            return
+        # whoever was sent home, and not lost, is dialled only after some time in any case
+        await asyncio.sleep(max(0.0, after_s - TOO_LATE_S))
+        try:
+            await self._rejoin(host)
+        except GoneError:  # as was said
             self._members.node_gone(host)
         else:
-            # whoever was sent home, and not lost, is dialled only after some time in any case
-            await asyncio.sleep(max(0.0, after_s - TOO_LATE_S))
-            try:
-                await self._rejoin(host)
-            except GoneError:  # as was said
-                self._members.node_gone(host)
-            else:
-                self._members.server_up(host)
-            self.act()
+            del self._away[host]
+            self._members.server_up(host)
+        self.act()
 
     def host_at(self, address: str) -> str:
         """The host that has this address; empty when none does."""
@@ -481,7 +501,7 @@ class Recoveries:
 
     def _tell(self, news: Wait | Recovered | Joined | LeftOut | NotAgain) -> None:
         if isinstance(news, Recovered):
-            who = tuple(self._who(slot) for slot in news.slots)
+            who = tuple(map(place, news.hosts, news.slots))
             why = "; ".join(lost_words(failure) for failure in news.losses) or "was lost"
             others = "the other rank" if news.others == 1 else f"the other {news.others}"
             if news.last:
@@ -498,8 +518,7 @@ class Recoveries:
             text = f"{listed(names)} {'is' if len(names) == 1 else 'are'} {where}"
             self._say(f"{text} after {news.seconds:.1f} s", news.seconds)
         elif isinstance(news, Wait):
-            self._say(f"too few nodes are left: waiting for {listed(news.missing)}, with the "
-                      "training's state in memory")  # fmt: skip
+            self._begin(self._tell_wait(news))
         elif isinstance(news, NotAgain):
             text = listed([self._who(slot) for slot in news.slots])
             verb = "is" if len(news.slots) == 1 else "are"
@@ -507,6 +526,12 @@ class Recoveries:
         else:
             last = f" ({news.why.headline})" if news.why and news.why.headline else ""
             self._say(f"{self._who(news.slot)} could not join again{last}: left out")
+
+    async def _tell_wait(self, news: Wait) -> None:
+        await asyncio.sleep(PAUSE_S)
+        if self._members.waiting:  # no spare has taken a place at once
+            self._say(f"too few nodes are left: waiting for {listed(news.missing)}, with the "
+                      "training's state in memory")  # fmt: skip
 
     def _say(self, text: str, seconds: float | None = None) -> None:
         self._screen.note(f"paceline: {text}")

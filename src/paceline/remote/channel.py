@@ -458,7 +458,8 @@ class Channel:
     def abandon(self) -> None:
         """Gives up a host that is silent: whoever waits for an answer gets ConnectionError."""
         if not self.lost.is_set():
-            self._link.writer.transport.abort()  # a full pipe to a frozen host never drains
+            with contextlib.suppress(AttributeError):  # asyncio's, of a pipe that has closed by now
+                self._link.writer.transport.abort()  # a full pipe to a frozen host never drains
             self._end()
 
     def _end(self) -> None:

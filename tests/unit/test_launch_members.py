@@ -40,7 +40,7 @@ from paceline.launch.members import (
     Stop,
     Wait,
 )
-from paceline.spec.failure import Failure
+from paceline.spec.failure import UNLIKE, Failure
 
 HOSTS = {0: "n1", 1: "n1", 2: "n2", 3: "n2", 4: "n3"}
 BOOM = "ValueError: boom"
@@ -105,6 +105,31 @@ class Job:
         assert [type(one) for one in self.decide(TOGETHER_S)] == [Regroup]
         self.settle()
         assert [type(one) for one in self.decide()] == [Joined]
+
+
+def test_a_newcomer_that_cannot_begin_as_the_others_did_ends_alone() -> None:
+    """It says so before its first batch, when the others train with it already."""
+    job = Job()
+    job.start_again(2)
+    job.join(2)
+    job.raises(2, f"JobError: {UNLIKE}: after epochs they had told each other less")
+    assert job.decide() == [Regroup(3, (0, 1), False)]
+    job.settle()
+    (told, never) = job.decide()
+    assert isinstance(told, Recovered)
+    assert never == NotAgain((2,), UNLIKE)
+    assert job.decide(600.0) == []
+
+
+def test_a_rank_whose_loader_worker_was_killed_is_replaced() -> None:
+    """But not one whose worker has failed by itself."""
+    job = Job()
+    said = "RuntimeError: DataLoader worker (pid(s) 77) {}. "
+    job.raises(1, said.format("is killed by signal: Killed"))
+    assert job.decide() == [Regroup(1, (0, 2), False), Start("n2", (1,))]
+    job = Job()
+    job.raises(1, said.format("is killed by signal: Bus error"))
+    assert isinstance(job.decide(OWN_S)[-1], Fail)
 
 
 def test_a_host_that_was_late_gets_further_ranks() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -158,3 +161,19 @@ def test_what_was_measured_since_a_mark_can_be_taken_back() -> None:
     meter.add(1, loss=torch.tensor([1.0]))
     meter.take_back()  # nothing was marked since
     assert meter.empty
+
+
+def test_a_module_that_is_imported_later_is_known_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "imported_later.py").write_text("1 / 0\n")
+    found = newcomer.source_of("imported_later")
+    assert found is not None
+    assert "imported_later" not in sys.modules
+    (tmp_path / "imported_later.py").write_text("1 / 1\n")
+    importlib.import_module("imported_later")
+    assert newcomer.sources()["imported_later"] not in (None, found)
+    assert newcomer.source_of("imported_later") == newcomer.sources()["imported_later"]
+    assert newcomer.source_of("no_such_module") is None
+    assert newcomer.source_of("no_such_package.module") is None

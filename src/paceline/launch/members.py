@@ -9,13 +9,14 @@ place joins between two steps, when it is ready.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from paceline.launch.allowance import Verdict
-from paceline.spec.failure import Failure
+from paceline.spec.failure import UNLIKE, Failure
 
 ANSWER_S = 3.0  # how long a rank that was interrupted waits until somebody is known to be lost
 TOGETHER_S = 1.0  # newcomers that are ready wait so long for others that are about to be
@@ -27,6 +28,8 @@ KILL_AGAIN_S = 5.0  # after which a rank that was to be ended and lives is ended
 LAST_S = 10.0  # all that have the training's state hang for so long: they are ended, too
 SAVED = 143  # the exit status of a rank that was asked to stop, and has saved
 STOPPED = "Stopped:"  # so begins what it raises
+# A child of a rank, ended from outside: the system's choice where memory is short
+WORKER_KILLED = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: (Killed|Terminated)")
 STOP_S = 10.0  # for the last regrouping, before ranks are asked to stop in any case
 MEET_S = 15.0  # for connections of a new group, once all its ranks are there
 FORMING_S = 30.0  # for a new group, after which one that is not there is a hang
@@ -382,10 +385,7 @@ class Members:
         """
         if self._closed or self._slots[slot].standing != "in":
             return
-        self._closed = why
-        for one in self._standing("starting", "ready"):
-            self._kill(one)
-            self._put_off(one)
+        self._close(why)
         never_made = self._generation.planned and slot in self._generation.unsettled
         if never_made and self._torn_at is None:
             self._torn_at = now
@@ -436,8 +436,11 @@ class Members:
             one.kill_at = now + LEAVING_S
         if one.standing != "in":
             self._drop(one, failure, now)
-        elif failure.kind == "signal":
+        elif failure.kind == "signal" or WORKER_KILLED.search(failure.headline):
             self._ended_by_signal(one, failure, now)
+        elif UNLIKE in failure.headline:  # the next one would do the same
+            self._drop(one, failure, now)
+            self._close(UNLIKE)
         else:
             until = now + (ANSWER_S if failure.echo else OWN_S)
             self._held.append(_Held(until, slot, failure))
@@ -576,6 +579,13 @@ class Members:
             self._torn_at = now
         one.standing, one.last = "lost", failure
         one.interrupted_at, one.frozen, one.hung = None, False, ""
+
+    def _close(self, why: str) -> None:
+        """Nobody joins any more, for this reason."""
+        self._closed = self._closed or why
+        for one in self._standing("starting", "ready"):
+            self._kill(one)
+            self._put_off(one)
 
     def _put_off(self, one: _Slot) -> None:
         """A newcomer has to begin once more, by no fault of its own."""

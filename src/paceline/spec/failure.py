@@ -20,6 +20,8 @@ from paceline.spec.shapes import LONG_TEXT, RANK, Shape, fits, maybe, one_of, te
 Kind = Literal["exception", "exit", "signal", "lost", "forkserver", "record", "agent", "lease",
                "launcher", "early", "hang"]  # fmt: skip
 HERE = "this machine"
+# So says a process that joins others and does more than they did before their first batch
+UNLIKE = "this process began in another way than the ranks that it comes to"
 UNKNOWN = -1  # exit code of a run that left no result
 
 # What a healthy rank says when another one has gone: the other's failure is the cause. Each way of

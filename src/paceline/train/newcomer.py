@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -35,6 +36,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from paceline.spec import jobenv
 from paceline.spec.errors import JobError
+from paceline.spec.failure import UNLIKE
 from paceline.train.comms import Mender
 from paceline.train.world import World, read
 
@@ -155,10 +157,11 @@ class Replay:
         kind, content = self._left[0] if self._left else ("", None)
         if kind != "gave":
             raise JobError(
-                "this process began in another way than the ranks that it comes to",
+                UNLIKE,
                 found=f"after {self._after} they had told each other less",
                 remedy="give every node the same files and the same options; a script must not do"
-                " other things on some ranks",
+                " other things on some ranks, nor before the first batch of a pass that goes on in"
+                " its middle than of one that begins",
             )
         self._left.popleft()
         return _decoded(content)  # type: ignore[no-any-return]
@@ -258,8 +261,21 @@ def sources() -> dict[str, str]:
         path = Path(file)
         if {"site-packages", "dist-packages"}.isdisjoint(path.parts):
             with contextlib.suppress(OSError):
-                found[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+                found[name] = _hash(path)
     return found
+
+
+def source_of(name: str) -> str | None:
+    """The same hash of a module that need not be imported yet; ``None`` where none is found."""
+    with contextlib.suppress(Exception):  # whatever the packages that it lies in do
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            return _hash(Path(spec.origin))
+    return None
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _leave(lines: str, store: Any) -> None:

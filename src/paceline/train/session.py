@@ -50,6 +50,7 @@ from paceline.train.newcomer import (
     Recording,
     Replay,
     line_of_script,
+    source_of,
     sources,
 )
 from paceline.train.order import Stated, by_length, stated
@@ -664,8 +665,11 @@ class Session(Member):
         assert isinstance(self._start, Replay)
         theirs, mine = {**self._start.about.get("training", {})}, self._about()
         files, own = (json.loads(one.pop(SOURCES, "{}")) for one in (theirs, mine))
-        for name in files.keys() & own.keys():  # each rank may have modules that others have not
-            theirs[f"source of {name}"], mine[f"source of {name}"] = files[name], own[name]
+        for name, file in files.items():
+            # It may import it later; and each rank may have modules that others have not.
+            found = own.get(name) or source_of(name)
+            if found is not None:
+                theirs[f"source of {name}"], mine[f"source of {name}"] = file, found
         wrong = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
         if wrong:
             raise SettingError(
@@ -684,7 +688,7 @@ class Session(Member):
         shapes = [[name, str(p.dtype), [*p.shape]] for name, p in self._tensors()]
         digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
         own = {"seed": str(self._seed), "model": digest, "session.epochs called in": self._line}
-        files = {SOURCES: json.dumps(self._sources)}
+        files = {SOURCES: json.dumps({**sources(), **self._sources})}  # as each was at first
         return {**own, **files, **self._within, **self._kept.identity}
 
     def _tensors(self) -> list[tuple[str, Tensor]]:

@@ -58,7 +58,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from paceline.spec import jobenv
 from paceline.spec.errors import JobError
-from paceline.spec.failure import ECHO
+from paceline.spec.failure import ECHO, silent_peer
 from paceline.train import waits
 from paceline.train.comms import Comms
 from paceline.train.stop import wait_for_idle_workers
@@ -739,6 +739,8 @@ class Recovery:
             except RuntimeError as another:
                 if not self._lost(another):
                     raise
+                if silent_peer(str(another)):  # the launcher leaves out one end of that line
+                    error = another
                 continue
             break
         self._say_regrouped(began)

@@ -546,6 +546,38 @@ def test_a_stop_on_a_full_disk_claims_no_checkpoint(
     assert stopped.resumable == bool(saved)
 
 
+def test_a_stop_saves_again_where_a_rank_was_lost_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What that rank was writing is not there."""
+
+    def lose(keeper: Any) -> None:
+        monkeypatch.undo()
+        for folder in (tmp_path / "checkpoints").glob("[0-9]*"):
+            shutil.rmtree(folder)
+        keeper.renew()
+
+    def train_and_stop() -> None:
+        with train.join(device="cpu", run_dir=tmp_path) as session:
+            model = torch.nn.Linear(1, 1)
+            net = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            session.checkpoints(every=99)
+            loader = session.loader(torch.utils.data.TensorDataset(torch.ones(64, 1)), 8)
+            keeper = session._keeper
+            assert keeper is not None
+            monkeypatch.setattr(keeper._copies, "hurry", lambda _: lose(keeper))
+            for _ in session.epochs(loader, 99):
+                for (x,) in loader:
+                    session.step(net(x).mean(1))
+                    if session.progress.step == 2:
+                        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        train_and_stop()
+    assert ended.value.code == 143
+    assert [one.name for one in (tmp_path / "checkpoints").glob("[0-9]*")] == ["3"]
+
+
 @pytest.mark.parametrize("text", ["", "0", "often", "10x", "-5"])
 def test_policy_that_cannot_be(text: str) -> None:
     with pytest.raises(SettingError, match="checkpoint-every"):

@@ -246,6 +246,8 @@ class Agent:
     def leave(self, reason: str, why: str) -> None:
         """Begins the end: TERM for every rank, KILL a little later, then nothing is left.
 
+        KILL at once where nobody would see to that if this process died, too.
+
         Args:
             reason: One word for the launcher, if it still listens.
             why: The same for people.
@@ -259,7 +261,10 @@ class Agent:
         grace = min(LAST_GRACE_S, max(0.1, self.lease.last_part - CLOSING_S))
         self._leaving_at = time.monotonic() + grace + CLOSING_S / 2
         self.outbox.hurry()
-        if self.job.running:
+        if self.job.running and reason == "guard":
+            # Sessions go on elsewhere, where all ranks would heed that one of them is to stop.
+            self.job.stop(signal.SIGKILL, 0.0)
+        elif self.job.running:
             self.job.stop(signal.SIGTERM, grace)
 
     def end_warm(self, place: Place, seconds: float) -> None:

@@ -313,6 +313,9 @@ class Keeper:
         step, home = self._training.progress.step, os.environ.get(jobenv.HOME_DIR)
         known = self._comms.texts(json.dumps([self._good, self._full]))[0]
         good, problem = json.loads(known)
+        if self._saved_step < 0:  # a rank was lost meanwhile, which may have been writing it
+            self.save()
+            self._stop()
         if self._comms.world.rank == 0:
             if problem:
                 text = f"{problem}: the state of step {step} is not saved, {_words_of(good)}"

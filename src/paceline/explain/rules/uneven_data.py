@@ -28,7 +28,8 @@ def match(evidence: Evidence) -> Match | None:
 def _ended_well_before_others(evidence: Evidence) -> Event | None:
     bad = [end.time for end in evidence.ends if end["code"] != 0]
     good = [end for end in evidence.ends if end["code"] == 0]
-    return next((end for end in good if bad and end.time < max(bad) + APART_S), None)
+    # Before the first that failed: newcomers to a job that is over end well, too.
+    return next((end for end in good if bad and end.time < min(bad) + APART_S), None)
 
 
 def _last_step(evidence: Evidence, end: Event) -> str:

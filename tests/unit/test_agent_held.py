@@ -186,7 +186,7 @@ def test_a_rank_that_becomes_a_program_does_not_die_of_a_question() -> None:
     script = (
         "import os\nfrom paceline.agent import collectives, rank\ncollectives.hold()\n"
         "os.kill(os.getpid(), collectives.SIGNAL)\n"
-        "rank._execute(['sh', '-c', '/bin/true; /bin/true; grep ^SigBlk /proc/$$/status'])\n"
+        "rank._execute(['sh', '-c', '/bin/true; /bin/true; exec grep ^SigBlk /proc/self/status'])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

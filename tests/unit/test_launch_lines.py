@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from agents import agent_in_thread
 
-from paceline.agent.lines import sockets_of, unanswered
+from paceline.agent.lines import unanswered
+from paceline.agent.procs import sockets_of
 from paceline.launch import lines
 from paceline.launch.lines import (
     CALL_S,

@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -506,6 +507,28 @@ def test_a_number_of_steps_may_be_one(tmp_path: Path) -> None:
         assert not session.checkpoints(every=200)
 
 
+def stopped_in_step_2(folder: Path, every: int, then: Callable[[Any], None]) -> None:
+    """A training with checkpoints that is asked to stop; ``then`` gets its keeper just before."""
+
+    def training() -> None:
+        with train.join(device="cpu", run_dir=folder) as session:
+            model = torch.nn.Linear(1, 1)
+            net = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            session.checkpoints(every=every)
+            loader = session.loader(torch.utils.data.TensorDataset(torch.ones(64, 1)), 8)
+            for _ in session.epochs(loader, 99):
+                for (x,) in loader:
+                    session.step(net(x).mean(1))
+                    if session.progress.step == 2:
+                        assert session._keeper is not None
+                        then(session._keeper)
+                        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        training()
+    assert ended.value.code == 143
+
+
 @pytest.mark.parametrize("saved", [0, 2])
 def test_a_stop_on_a_full_disk_claims_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: int
@@ -516,26 +539,13 @@ def test_a_stop_on_a_full_disk_claims_no_checkpoint(
         usage = shutil.disk_usage(tmp_path)._replace(free=1000)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
 
-    def stopped_in_step_2() -> None:
-        with train.join(device="cpu", run_dir=tmp_path) as session:
-            model = torch.nn.Linear(1, 1)
-            net = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-            session.checkpoints(every=2)
-            loader = session.loader(torch.utils.data.TensorDataset(torch.ones(64, 1)), 8)
-            for _ in session.epochs(loader, 99):
-                for (x,) in loader:
-                    session.step(net(x).mean(1))
-                    if session.progress.step == 2:
-                        assert session._keeper is not None
-                        session._keeper._writer.wait()
-                        fill()
-                        os.kill(os.getpid(), signal.SIGTERM)
+    def fill_after_the_checkpoint(keeper: Any) -> None:
+        keeper._writer.wait()
+        fill()
 
     if not saved:
         fill()
-    with pytest.raises(SystemExit) as ended:
-        stopped_in_step_2()
-    assert ended.value.code == 143
+    stopped_in_step_2(tmp_path, 2, fill_after_the_checkpoint)
     good = "the last good one is of step 2" if saved else "there is none yet"
     err = capsys.readouterr().err
     assert re.search(rf"is too full: .*: {good}", err)
@@ -557,24 +567,10 @@ def test_a_stop_saves_again_where_a_rank_was_lost_meanwhile(
             shutil.rmtree(folder)
         keeper.renew()
 
-    def train_and_stop() -> None:
-        with train.join(device="cpu", run_dir=tmp_path) as session:
-            model = torch.nn.Linear(1, 1)
-            net = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-            session.checkpoints(every=99)
-            loader = session.loader(torch.utils.data.TensorDataset(torch.ones(64, 1)), 8)
-            keeper = session._keeper
-            assert keeper is not None
-            monkeypatch.setattr(keeper._copies, "hurry", lambda _: lose(keeper))
-            for _ in session.epochs(loader, 99):
-                for (x,) in loader:
-                    session.step(net(x).mean(1))
-                    if session.progress.step == 2:
-                        os.kill(os.getpid(), signal.SIGTERM)
+    def lose_when_it_stops(keeper: Any) -> None:
+        monkeypatch.setattr(keeper._copies, "hurry", lambda _: lose(keeper))
 
-    with pytest.raises(SystemExit) as ended:
-        train_and_stop()
-    assert ended.value.code == 143
+    stopped_in_step_2(tmp_path, 99, lose_when_it_stops)
     assert [one.name for one in (tmp_path / "checkpoints").glob("[0-9]*")] == ["3"]
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import select
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, List, Set
+from typing import Any, Callable, Dict, List
 
 from . import probe, procs
 from .survey import parse_address
@@ -47,19 +46,6 @@ def unanswered(table: str) -> List[List[Any]]:
     return found
 
 
-def sockets_of(pids: Iterable[int]) -> Set[int]:
-    """The numbers of all sockets that these processes have."""
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for one in Path("/proc/%d/fd" % pid).iterdir():
-                with contextlib.suppress(OSError):
-                    what = os.readlink(str(one))
-                    if what.startswith("socket:["):
-                        found.add(int(what[len("socket:[") : -1]))
-    return found
-
-
 def _unanswered(agent: Any, request: Message, _: bytes) -> None:
     """Those of the job's processes; of very many some."""
 
@@ -70,7 +56,7 @@ def _unanswered(agent: Any, request: Message, _: bytes) -> None:
                 found += unanswered(Path("/proc/net", name).read_text())
         if found:
             pids = [process.pid for process in procs.job_processes(agent.job.token, [], [])]
-            ours = sockets_of(pids)
+            ours = procs.sockets_of(pids)
             found = [one for one in found if one[1] in ours]
         agent.reply(request, connections=found[:MOST])
 

@@ -91,20 +91,27 @@ def _bytes(pid: int) -> Tuple[int, int]:
 
 def _queued(pid: int) -> int:
     """Bytes that nobody has acknowledged yet."""
-    sockets, total = set(), 0
-    with contextlib.suppress(OSError):
-        for fd in os.listdir("/proc/%d/fd" % pid):
-            with contextlib.suppress(OSError):
-                name = os.readlink("/proc/%d/fd/%s" % (pid, fd))
-                if name.startswith("socket:["):
-                    sockets.add(name[8:-1])
+    sockets, total = sockets_of([pid]), 0
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             for line in Path("/proc/%d/net/%s" % (pid, table)).read_text().splitlines()[1:]:
                 words = line.split()
-                if words[9] in sockets:
+                if int(words[9]) in sockets:
                     total += int(words[4].split(":")[0], 16)
     return total
+
+
+def sockets_of(pids: Iterable[int]) -> Set[int]:
+    """The numbers of all sockets that these processes have."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for fd in os.listdir("/proc/%d/fd" % pid):
+                with contextlib.suppress(OSError):
+                    name = os.readlink("/proc/%d/fd/%s" % (pid, fd))
+                    if name.startswith("socket:["):
+                        found.add(int(name[len("socket:[") : -1]))
+    return found
 
 
 def identify(pid: int) -> Optional[Process]:

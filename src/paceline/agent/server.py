@@ -246,7 +246,7 @@ class Agent:
     def leave(self, reason: str, why: str) -> None:
         """Begins the end: TERM for every rank, KILL a little later, then nothing is left.
 
-        KILL at once where nobody would see to that if this process died, too.
+        KILL at once when the guard was killed: only this node ends then, and the others go on.
 
         Args:
             reason: One word for the launcher, if it still listens.

@@ -19,10 +19,7 @@ from torch import Tensor
 
 from paceline.train.update import Updater
 
-_FIRST, _EVERY = (
-    3,
-    100,
-)  # steps after which parameters are compared: the first ones, and now and then
+_FIRST, _EVERY = 3, 100  # steps after which parameters are compared: at first, and now and then
 
 Settings = list[dict[str, Any]]
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -295,7 +296,7 @@ class Keeper:
         self._writer.copier.wait()
         self.seconds += time.perf_counter() - before
 
-    def _stop(self) -> None:
+    def _stop(self) -> NoReturn:
         self._writer.wait()
         self._copies.hurry(HURRY_SECONDS)  # this host may be about to go
         self.report()

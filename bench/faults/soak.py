@@ -1,14 +1,14 @@
 """Seeded random faults on a training in the lab: what was promised beside what came.
 
 ``python bench/faults/soak.py [--faults 40] [--seed 1] [--hosts 3] [--each 8] [--width 48]
-[--steps 1500] [--ranks 1] [--kinds a,b] [--minutes 10] [--keep FOLDER]``
+[--steps 1500] [--ranks 1] [--workers 0] [--kinds a,b] [--minutes 10] [--keep FOLDER]``
 
 A job of ``steady.py`` is started over SSH on the lab's hosts, as a user does, and struck again and
 again; after ``--each`` faults it may end, and the next job begins. Printed as Markdown, for each
 kind: how often, how long until the job said so (detection), how long no new step was finished
-(gap), how many finished steps were done again, whether the report named the right host, and whether
-the job was lost. For each job: whether its parameters are those of the undisturbed run (float64,
-largest difference), and what it left behind on the hosts.
+(gap), how many finished steps were done again, whether the report named the right host and no
+other, and whether the job was lost. For each job: whether its parameters are those of the
+undisturbed run (float64, largest difference), and what it left behind on the hosts.
 
 Steps are told by the ranks themselves: every rank writes the moment of each finished step into a
 folder that all hosts see (one kernel, one monotonic clock). Nothing else is shared.
@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,8 @@ class Kind:
         promise: Seconds without a new step, at most.
         strike: Lab, host → makes it; what it returns takes it back, if somebody has to.
         lasts: Seconds until it is taken back.
-        named: Whether the job has to say which host it was (a flap need not be noticed).
+        named: Whether the job has to say which host it was (a flap need not be noticed), and no
+            other.
         first: It strikes the host of rank 0, which writes, wherever that is by now.
         hosts: That it strikes.
         seen: Seconds after which a rank that it ends has done its last step, at most.
@@ -71,12 +72,19 @@ class Kind:
     hosts: int = 1
     seen: float = 0.5
 
+    def struck(self, lab: Lab, host: str) -> set[str]:
+        """The hosts that it strikes."""
+        first = lab.names.index(host)
+        return {lab.names[(first + more) % len(lab.names)] for more in range(self.hosts)}
+
 
 def processes(lab: Lab, host: str, what: str) -> list[int]:
     """The machine's numbers of a host's processes of one sort."""
     found = lab.processes(host)
+    ranks = {pid for pid, line in found if RANK.search(line)}
+    if what in ("rank", "worker"):  # a rank's loader workers have its title
+        return [pid for pid in sorted(ranks) if (parent(pid) in ranks) == (what == "worker")]
     sorts: dict[str, Callable[[str], object]] = {
-        "rank": RANK.search,
         "forkserver": lambda line: " forkserver " in line and not RANK.search(line),
         "guard": lambda line: " guard " in line,
         "agent": lambda line: "-c import sys;exec(" in line or line.endswith(" agent"),
@@ -84,6 +92,22 @@ def processes(lab: Lab, host: str, what: str) -> list[int]:
         "store": lambda line: line.endswith(" store"),
     }
     return [pid for pid, line in found if sorts[what](line)]
+
+
+def parent(pid: int) -> int:
+    """The machine's number of a process's parent; 0 where it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def kill_the_store(lab: Lab, host: str) -> None:
+    """Of the job's groups, wherever it is by now."""
+    on = [one for one in lab.names if processes(lab, one, "store")]
+    if not on:
+        raise LookupError("no store on any host")
+    send("store", signal.SIGKILL)(lab, on[0])
 
 
 def send(what: str, signum: int, most: int = 1) -> Callable[[Lab, str], None]:
@@ -164,6 +188,10 @@ KINDS = {
     "power off beside rank 0, on after 4 s": Kind(3.0, fault("power-off"), 4.0, first=True),
     "cable of rank 0 pulled for 6 s": Kind(3.0, fault("unplug"), 6.0, first=True),
     "2 % of packets lost for 3 s": Kind(1.0, fault("loss", "2"), 3.0, named=False),
+    "a firewall refuses everything for 6 s": Kind(10.0, fault("reject", "all"), 6.0),
+    "kill -9 of the rendezvous store": Kind(1.0, kill_the_store, named=False),
+    "SIGSEGV of a rank": Kind(1.0, send("rank", signal.SIGSEGV)),
+    "kill -9 of a loader worker": Kind(1.0, send("worker", signal.SIGKILL)),
 }
 
 
@@ -177,6 +205,7 @@ class Struck:
     gap_s: float = 0.0
     again: int = 0
     named: bool | None = None
+    others: tuple[str, ...] = ()  # words of the report that name other hosts only
     lost: bool = False
     back: bool = True
 
@@ -225,7 +254,14 @@ class Job:
 
 @contextlib.contextmanager
 def job(
-    lab: Lab, folder: Path, number: int, steps: int, step_ms: float, width: int, ranks: int
+    lab: Lab,
+    folder: Path,
+    number: int,
+    steps: int,
+    step_ms: float,
+    width: int,
+    ranks: int,
+    workers: int = 0,
 ) -> Iterator[Job]:
     """Started as a user does; ended, whatever happened."""
     notes, run = folder / f"notes-{number}", folder / f"run-{number}"
@@ -234,7 +270,7 @@ def job(
             str(lab.ssh_config), "--run-dir", str(run),
             "--nnodes", f"1:{len(lab.names)}", "-p", str(ranks),
             str(HERE / "steady.py"), str(steps), str(step_ms), str(notes),
-            "--width", str(width)]  # fmt: skip
+            "--width", str(width), "--workers", str(workers)]  # fmt: skip
     with (folder / f"screen-{number}.txt").open("wb") as screen:
         # no start-up file of bash that a killed ssh could leave half done
         env = {**os.environ, "PYTHONPATH": str(SOURCE), "SHELL": "/bin/sh"}
@@ -292,8 +328,20 @@ def strike(one: Job, kind: str, host: str) -> Struck:
         found.told_s = max(0.0, float(str(told[0].get("time", wall))) - wall)
     if about.named:
         found.named = any(host in json.dumps(event) for event in told)
+        right = about.struck(one.lab, host)
+        blamed = [text for event in news if (text := blame(event))]
+        found.others = tuple(text for text in blamed if not any(name in text for name in right))
     one.struck.append(found)
     return found
+
+
+def blame(event: Mapping[str, object]) -> str:
+    """What the report says of a loss; empty of all other events."""
+    text = str(event.get("text", ""))
+    if event.get("event") == "recovery":
+        lost, _, after = text.partition(": ")
+        return lost if "trained on after" in after or "left out" in after else ""
+    return text if event.get("event") == "hang" else ""
 
 
 def done_again(one: Job) -> int:
@@ -330,6 +378,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=48, help="of the network; by 1024 8 MB a step")
     parser.add_argument("--kinds", default="", help="numbers or words of kinds, with commas")
     parser.add_argument("--ranks", type=int, default=1, help="of a host")
+    parser.add_argument("--workers", type=int, default=0, help="of a rank's data loader")
     parser.add_argument("--steps", type=int, default=1500, help="of a job")
     parser.add_argument("--minutes", type=float, default=0.0, help="begin no job after so long")
     parser.add_argument("--keep", default="", help="folder for screens and runs of the jobs")
@@ -338,11 +387,14 @@ def main() -> int:
     kinds = [name for name in KINDS if not words or any(word in name for word in words)]
     if asked.hosts < 3:  # what strikes all replicas of two is no loss of ours
         kinds = [name for name in kinds if KINDS[name].hosts < 2]
+    if not asked.workers:
+        kinds = [name for name in kinds if "loader worker" not in name]
     chance, began = random.Random(asked.seed), time.monotonic()
     print(
         f"# Faults by chance\n\n{platform.platform()}, {os.cpu_count()} CPUs, "
         f"{time.strftime('%Y-%m-%d')}, load {os.getloadavg()[0]:.1f}; seed {asked.seed}, "
-        f"{asked.hosts} hosts, ranks of a host: {asked.ranks}, steps of about {STEP_MS:g} ms, "
+        f"{asked.hosts} hosts, ranks of a host: {asked.ranks}, "
+        f"loader workers of a rank: {asked.workers}, steps of about {STEP_MS:g} ms, "
         f"width {asked.width}\n",
         flush=True,
     )
@@ -373,6 +425,7 @@ def main() -> int:
                     reference,
                     asked.width,
                     asked.ranks,
+                    asked.workers,
                 )
                 struck += found
                 bad += problems
@@ -391,10 +444,10 @@ def undisturbed(lab: Lab, folder: Path, steps: int, width: int = 48, ranks: int 
 
 def one_job(lab: Lab, folder: Path, number: int, steps: int, faults: Sequence[str],
             chance: random.Random, reference: np.ndarray, width: int = 48, ranks: int = 1,
-            ) -> tuple[list[Struck], list[str]]:  # fmt: skip
+            workers: int = 0) -> tuple[list[Struck], list[str]]:  # fmt: skip
     """One training; its faults, and what was wrong with its end."""
     bad: list[str] = []
-    with job(lab, folder, number, steps, STEP_MS, width, ranks) as one:
+    with job(lab, folder, number, steps, STEP_MS, width, ranks, workers) as one:
         if not until(lambda: one.over or len(one.steps()) > 10 * len(lab.names) * ranks, 180):
             bad.append(f"job {number} did not begin")
         for kind in faults:
@@ -414,6 +467,7 @@ def one_job(lab: Lab, folder: Path, number: int, steps: int, faults: Sequence[st
             told = "–" if found.told_s is None else f"{found.told_s:.2f} s"
             line = f"{number}: {kind} on {host}: gap {found.gap_s:.2f} s, told {told}"
             line += f", named {found.named}" + (", NOT BACK" * (not found.back))
+            line += "".join(f", ANOTHER: {text}" for text in found.others)
             print(f"<!-- {line}{', LOST' * found.lost} -->", flush=True)
             if one.over:
                 break
@@ -428,8 +482,10 @@ def one_job(lab: Lab, folder: Path, number: int, steps: int, faults: Sequence[st
                 bad.append(f"job {number}: parameters differ by {worst:.1e}")
         if again := done_again(one):
             bad.append(f"job {number}: {again} steps done again")
-        bad += [f"job {number}: {s.kind} on {s.host}: another host was named" for s in one.struck
+        bad += [f"job {number}: {s.kind} on {s.host}: its host was not named" for s in one.struck
                 if s.named is False]  # fmt: skip
+        bad += [f"job {number}: {s.kind} on {s.host}: another host was named: {text}"
+                for s in one.struck for text in s.others]  # fmt: skip
         if left := left_behind(lab):
             bad.append(f"job {number} left: {left}")
         return one.struck, bad
@@ -447,7 +503,8 @@ def report(struck: Sequence[Struck], bad: Sequence[str]) -> None:
         gaps = [one.gap_s for one in of]
         told = [one.told_s for one in of if one.told_s is not None]
         named = [one.named for one in of if one.named is not None]
-        right = f"{sum(named)} of {len(named)}" if named else "–"
+        only = sum(bool(one.named) and not one.others for one in of)
+        right = f"{only} of {len(named)}" if named else "–"
         when = f"{statistics.median(told):.2f}" if told else "–"
         gap = f"{statistics.median(gaps):.2f} ({max(gaps):.2f})"
         lost, kept = sum(one.lost for one in of), sum(one <= kind.promise for one in gaps)

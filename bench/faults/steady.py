@@ -1,10 +1,11 @@
 """A training that faults are made on: ``steady.py STEPS STEP_MS FOLDER [--global-batch N]``.
 
 With ``--width 1024`` every step sends 8 MB, so a fault nearly always meets messages on their way.
-A small network in float64 with Adam and an augmentation that is a function of the sample, so that
-its parameters do not depend on how the samples are divided. Every rank appends what it does to
-``FOLDER/HOST-PID.steps``: a line for each finished step (``step N RANK MONOTONIC``). At the end
-rank 0 leaves the parameters in ``FOLDER/final.npy``.
+A small network in float64 with Adam, a spectral norm, whose vectors each forward pass changes, and
+an augmentation that is a function of the sample, so that its parameters do not depend on how the
+samples are divided. Every rank appends what it does to ``FOLDER/HOST-PID.steps``: a line for each
+finished step (``step N RANK MONOTONIC``). At the end rank 0 leaves the parameters in
+``FOLDER/final.npy``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import paceline.train as pt
 
@@ -40,17 +42,20 @@ class Samples:
         return moved, self.y[index]
 
 
-def main(steps: int, step_ms: float, folder: Path, global_batch: int, width: int) -> None:
+def main(
+    steps: int, step_ms: float, folder: Path, global_batch: int, width: int, workers: int
+) -> None:
     torch.set_num_threads(1)
     session = pt.join("steady", seed=3, device="cpu", dtype="float64", log_every=50)
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, width),
-                          nn.Tanh(), nn.Linear(width, 1)).double()  # fmt: skip
+    first, second = nn.Linear(FEATURES, width), nn.Linear(width, width)
+    last = nn.Linear(width, 1)
+    model = nn.Sequential(spectral_norm(first), nn.Tanh(), second, nn.Tanh(), last).double()
     model = session.place(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 200, 0.9)
     net = session.prepare(model, optimizer, schedule)
-    loader = session.loader(Samples(), global_batch, workers=0)
+    loader = session.loader(Samples(), global_batch, workers=workers)
     session.checkpoints(every="100", keep=2)
     log = (folder / f"{session.world.host}-{os.getpid()}.steps").open("a", buffering=1)
     for _ in session.epochs(loader, steps=steps):
@@ -73,4 +78,5 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--global-batch", type=int, default=48)
     parser.add_argument("--width", type=int, default=48)
+    parser.add_argument("--workers", type=int, default=0)
     main(**vars(parser.parse_args()))

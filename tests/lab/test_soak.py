@@ -1,9 +1,9 @@
 """A short soak: trainings that meet several kinds of faults, one after the other.
 
 The faults are those of ``bench/faults/soak.py``, which makes hundreds of them. Without more six
-plain ones; with ``PACELINE_SOAK_SEED=0``, 1 and 2 eight of all kinds each, three seeds have all of
-them. These are not a part of every run, because they take minutes on a busy machine: a host is back
-only after a new fork server has imported torch.
+plain ones; with ``PACELINE_SOAK_SEED=0``, 1, 2 and 3 eight of all kinds each, four seeds have all
+of them. These are not a part of every run, because they take minutes on a busy machine: a host is
+back only after a new fork server has imported torch.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from branches import Branches
 from outliving import Launcher
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils.parametrizations import spectral_norm
 
 from paceline import train
 from paceline.train import files
@@ -59,16 +60,20 @@ def network(*extra: nn.Module, width: int = 8) -> nn.Module:
     return nn.Sequential(nn.Linear(3, width), *extra, nn.Tanh(), nn.Linear(width, 1)).double()
 
 
-class Counted(nn.Module):
-    """Has a buffer that each pass changes, and leaves what passes as it is."""
+class Cooling(nn.Module):
+    """Passes what comes on by buffers: one that each pass changes, and one that the loop does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("passes", torch.zeros(3))
+        self.register_buffer("heat", torch.ones(()))
 
     def forward(self, values: Tensor) -> Tensor:
         self.passes += 1
-        return values
+        return values * (1 + self.heat * self.passes.mean() / 100)
+
+    def cool(self) -> None:
+        self.heat = self.heat * 0.98
 
 
 def one_model(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any]:
@@ -104,6 +109,8 @@ def one_model(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any]
                 done.append(session.progress.step)
                 ends.append(time.monotonic())
                 dies("stepped", step)
+                for one in how.get("extra", ()):
+                    one.cool()
                 if how.get("behind") and session.progress.step == BEHIND:
                     come_behind(session, how["behind"])
                 if len(done) > 1:
@@ -176,6 +183,7 @@ def half_written(act: Callable[[], object]) -> Iterator[None]:
 def two_models(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any]:
     """One is updated within the step of the other, as a discriminator is."""
     first, second = session.place(network()), session.place(network())
+    spectral_norm(first[0])
     one = session.prepare(first, torch.optim.Adam(first.parameters(), lr=0.01), name="one")
     two = session.prepare(second, torch.optim.Adam(second.parameters(), lr=0.01), name="two")
     loader = session.loader(Noisy(SAMPLES, 0.1), BATCH)
@@ -202,7 +210,7 @@ WAYS: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
     "plain": (one_model, {}),
     "accumulated": (one_model, {"limit": 2}),
     "unused": (one_model, {"unused": True}),
-    "buffers": (one_model, {"extra": (Counted(),)}),
+    "buffers": (one_model, {"extra": (Cooling(),)}),
     "two models": (two_models, {}),
     "coded": (one_model, {"communication": "int8"}),
     "local": (one_model, {"communication": "local:3", **WIDE}),

@@ -376,7 +376,9 @@ class Attempt:
         if hang.replaceable and hang.rank is not None and self.recoveries.hung(hang.rank, headline):
             return True
         if hang.kind == "deaf" and self.recoveries.deaf():
-            self._screen.note(f"paceline: {headline}: they try again in a new group")
+            text = f"{headline}: they try again in a new group"
+            self._screen.note(f"paceline: {text}")
+            self._recorder.event("recovery", text=text)
             return True
         self.fail(Failure("hang", host, hang.rank, time.monotonic(), headline=headline))
         return False

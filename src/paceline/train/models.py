@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.spec.errors import JobError
 from paceline.train import parallel
-from paceline.train.counted import Counted
+from paceline.train.counted import Buffers, Counted
 from paceline.train.update import Updater
 
 ALONE = ""
@@ -31,6 +31,7 @@ class Models:
     def __init__(self, updaters: Mapping[str, Updater] | None = None) -> None:
         self._updaters: dict[str, Updater] = {}
         self._counted: Counted | None = None
+        self._begun: Buffers | None = None
         self.module = nn.Module()
         for name, one in (updaters or {}).items():
             self.add(name, one)
@@ -52,7 +53,7 @@ class Models:
             raise ValueError(
                 "session.prepare: of several models each needs a name: name='generator'"
             )
-        self._updaters[name], self._counted = updater, None
+        self._updaters[name], self._counted, self._begun = updater, None, None
         modules = {one: known.module for one, known in self._updaters.items()}
         self.module = nn.ModuleDict(modules) if name else updater.module
 
@@ -117,6 +118,22 @@ class Models:
             return
         self._counted = self._counted or Counted(self)
         self._counted.note()
+
+    def begin_batch(self) -> None:
+        """A global batch begins that may turn out not to count."""
+        self._begun = self._begun or Buffers([self.module])
+        self._begun.note()
+
+    def take_back(self) -> None:
+        """The batch does not count: nothing of it is left, in gradients or in buffers."""
+        self.drop()
+        if self._begun is not None:
+            self._begun.back()
+
+    def skip(self) -> None:
+        """A forward pass was made for an update that counts already: it leaves buffers alone."""
+        if self._counted is not None:
+            self._counted.buffers_back()
 
     def as_counted(self, wanted: bool = True) -> AbstractContextManager[bool]:
         """Within it the models are as they were when last noted; False where that is not known."""

@@ -583,6 +583,8 @@ class Session(Member):
         assert self._recovery is not None
         self._recovery.given()
         self._journal.mark()
+        if self._recovery.able and not self.comms.alone:
+            self.models.begin_batch()
 
     def _lost_with_a_rank(self) -> str:
         """What of the training no other rank has; empty where there is nothing."""
@@ -701,6 +703,8 @@ class Session(Member):
         assert self._recovery is not None
         self.comms.mender, self.comms.joining = self._recovery, False
         recovery = self._recovery
+        if self._start.why and recovery.able:
+            self._close_door(self._start.why)
         if recovery.able and not recovery.closed and self.world.rank == 0:
             self._start.leave(recovery.store, training=self._about())
 
@@ -829,6 +833,7 @@ class Session(Member):
                 losses, len(batch.ids)
             )
             self._measured.update(values)
+            self.models.skip()
             return
         exchanged = self._backward(batch, {name: losses})
         self._measured.update(values)
@@ -888,7 +893,7 @@ class Session(Member):
         """The batch does not count: a rank was lost before all had its gradients."""
         assert self._loader is not None
         self._repeated = 0
-        self.models.drop()
+        self.models.take_back()
         self._journal.take_back()
         self._loader.void()
 

@@ -255,6 +255,12 @@ def fail_on_last(session: train.Session) -> None:
 
 
 def sums(session: train.Session) -> list[float]:
+    """Rows of the ranks; what they tell each other may have any shape."""
+    for shape in ((), (2, 3), (40, 50), (0, 3)):
+        mine = torch.full(shape, 1.0 + session.world.rank, dtype=torch.float64)
+        rows = session.comms.rows(mine)
+        assert rows.shape == (session.world.size, *shape)
+        assert torch.equal(session.comms.sum(mine.clone()), rows.sum(0))
     return session.comms.rows(torch.tensor([session.world.rank])).flatten().tolist()
 
 

@@ -31,21 +31,21 @@ def pays(size: int, ranks: int, group: dist.ProcessGroup | None) -> bool:
 
 
 def rows(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Every rank's vector of shape ``[n]``, in rank order: ``[ranks, n]``; a collective."""
-    return _swapped(vector.expand(ranks, -1).contiguous(), group)
+    """Every rank's tensor, of any shape, in rank order: ``[ranks, …]``; a collective."""
+    return _swapped(vector.expand(ranks, *vector.shape).contiguous(), group)
 
 
 def add_up(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> None:
-    """The sum over all ranks, shape ``[n]``, in place; the same bits everywhere; a collective."""
-    count = len(vector)
-    if count * vector.element_size() <= _AT_ONCE:
+    """The sum over all ranks in place, of any shape; the same bits everywhere; a collective."""
+    if vector.nbytes <= _AT_ONCE:
         vector.copy_(_total(rows(vector, ranks, group)))
         return
+    count = vector.numel()
     length = -(-count // ranks)
     parts = vector.new_zeros(ranks * length)
-    parts[:count] = vector
+    parts[:count] = vector.reshape(-1)
     own = _total(_swapped(parts.view(ranks, length), group))
-    vector.copy_(rows(own, ranks, group).view(-1)[:count])
+    vector.copy_(rows(own, ranks, group).view(-1)[:count].view_as(vector))
 
 
 def _swapped(sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:

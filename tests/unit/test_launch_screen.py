@@ -86,6 +86,21 @@ def test_a_muted_rank_shows_no_more_errors() -> None:
     assert (out.getvalue(), err.getvalue()) == ("[n1/0] still\n", "")
 
 
+def test_frames_of_torchs_own_stack_stay_in_the_log() -> None:
+    err = io.StringIO()
+    screen = Screen("all", io.StringIO(), err)
+    told = "[W1123 10:46:08.93 TCPStore.cpp:138] [c10d] recvValue failed: the peer may have crashed"
+    frames = (
+        "Exception raised from recvBytes at /pytorch/c10d/Utils.hpp:787 (most recent call first):",
+        "frame #0: c10::Error::Error(std::string) + 0x9d (0x7fd4b291bb8d in /lib/libc10.so)",
+        "frame #53: _start + 0x21 (0x55ba93aaa081 in python train.py [rank 1 of 3] n2)",
+    )
+    mine = "frame #3: of the video is dark"
+    screen.output("n1", 0, "err", "\n".join([told, *frames, mine, ""]).encode())
+    screen.close()
+    assert err.getvalue() == f"[n1/0] {told}\n[n1/0] {mine}\n"
+
+
 def test_lines_that_come_together_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     monkeypatch.setattr(Writer, "write", lambda _, text: written.append(text))

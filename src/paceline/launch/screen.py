@@ -29,9 +29,12 @@ PLAIN_START_S = 1.0  # a part of the start that takes longer is told of without 
 MAX_PARTIAL = 1 << 16
 RECENT = 30  # lines after which what a rank said is no longer before the reader's eyes
 _WIPE = "\r\x1b[2K"
-# what torch warns of on every rank though nothing is wrong; the logs keep it
+# what torch warns of on every rank though nothing is wrong, and the frames of its C++ stack that it
+# adds to any warning of a lost connection; the logs keep them
 _HARMLESS = re.compile(
-    r"\[c10d\] The hostname of the client socket cannot be retrieved"
+    r"^frame #\d{1,4}: .{0,4096} \(0x[0-9a-f]{1,16} in "
+    r"|^Exception raised from \S{1,200} at .{0,4096} \(most recent call first\):$"
+    r"|\[c10d\] The hostname of the client socket cannot be retrieved"
     r"|\[c10d\] The (?:IPv6|IPv4) network addresses of \(localhost"
     r"|^\[Gloo\] Rank \d{1,9} is connected to \d{1,9} peer ranks"
 )
@@ -143,7 +146,7 @@ class Screen:
             text = line.decode(errors="replace")
             if _PLACE.match(text):
                 text = at_home(self.homes, host, text)
-            if _HARMLESS.search(text[:500]):
+            if _HARMLESS.search(text[:4500]):
                 continue
             if stream == "out" or not self._repeated(host, rank, text):
                 shown.append(clean(text, colours))

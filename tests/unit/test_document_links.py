@@ -1,0 +1,56 @@
+"""Links between the documents, and from the program's texts to them, lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+TOLD = re.compile(r"\b(docs/[a-z_]+\.md)#([a-z0-9-]+)")
+
+
+def plain_lines(page: Path) -> list[str]:
+    """The lines of a page without its blocks of code."""
+    found, code = [], False
+    for line in page.read_text().splitlines():
+        code ^= line.startswith("```")
+        if not code:
+            found.append(line)
+    return found
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Names of a page's headings, as the usual renderers make them."""
+    found, known = set(), Counter[str]()
+    for line in plain_lines(page):
+        if re.match(r"#{1,6} ", line):
+            text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line.lstrip("#").strip())
+            name = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+            found.add(f"{name}-{known[name]}" if known[name] else name)
+            known[name] += 1
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for line in plain_lines(page):
+        for target in LINK.findall(line):
+            if "://" in target or target.startswith("mailto:"):
+                continue
+            file, _, anchor = target.partition("#")
+            there = (page.parent / file).resolve() if file else page
+            assert there.exists(), target
+            assert not anchor or anchor in anchors(there), target
+
+
+def test_places_that_the_program_names_are_there() -> None:
+    for source in ROOT.glob("src/**/*.py"):
+        for file, anchor in TOLD.findall(source.read_text()):
+            assert anchor in anchors(ROOT / file), (source.name, file, anchor)

@@ -16,7 +16,7 @@ from paceline import train
 from paceline.bench.forecast import Probe
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
-from paceline.train import probe
+from paceline.train import parallel, probe
 from paceline.train.stop import Quietly
 
 
@@ -87,3 +87,14 @@ def test_what_cannot_be_understood_is_refused(text: str) -> None:
     assert probe.asked({}) is None
     with pytest.raises(SettingError, match=jobenv.PROBE):
         probe.asked({jobenv.PROBE: text})
+
+
+def test_a_probe_of_two_sends_in_the_pieces_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else less of its exchange would be hidden than theirs, and the forecast too slow."""
+    network, sizes = nn.Linear(1000, 2000), []
+    for ranks, asked in ((2, ""), (2, "{}"), (3, "")):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda ranks=ranks: ranks)
+        monkeypatch.setenv(jobenv.PROBE, asked)
+        sizes.append(parallel.bucket_megabytes(network))
+    assert sizes[0] is None
+    assert sizes[1] == sizes[2] == 1.0

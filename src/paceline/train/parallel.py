@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import warnings
@@ -18,6 +19,7 @@ from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from paceline.spec import jobenv
 from paceline.train import compiler, waits
 from paceline.train.comms import Comms
 from paceline.train.late import as_they_are
@@ -244,9 +246,9 @@ def bucket_megabytes(module: nn.Module) -> float | None:
 
     Given by the model alone: where a gradient lies decides in which order the ranks' shares are
     added up, and no result may depend on what was measured. With two ranks it does not matter, and
-    :mod:`paceline.train.overlap` tries some.
+    :mod:`paceline.train.overlap` tries some; but a probe of two is to tell what more will do.
     """
-    if dist.get_world_size() < 3:
+    if dist.get_world_size() < 3 and not os.environ.get(jobenv.PROBE):
         return None
     size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     return min(25.0, max(1.0, size / (1 << 20) / _BUCKETS))

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,12 +124,17 @@ def one_model(session: train.Session, dies: Kills, **how: Any) -> dict[str, Any]
                 meter.add(batch.count, value=value)
         found = meter.result()
         dies("evaluated", session.progress.step)
+        if how.get("once"):
+            made_once(session, dies, ("waiting", session.progress.step) in how["kills"].values())
         means.append([found.count, found["value"]])
     session.verify()
     with half_written(lambda: dies("saving", session.progress.step)):
         session.save_model({"kind": "none"})
     loss = held_back_loss(net, held_back) if "communication" in how else 0.0
-    return {"end": flat(net), "done": done, "ends": ends, "means": means, "loss": loss}
+    names = [one.name for one in session.folder.iterdir()]
+    made = [name for name in names if "made" in name or name.startswith(".paceline-")]
+    return {"end": flat(net), "done": done, "ends": ends, "means": means, "loss": loss,
+            "made": sorted(made)}  # fmt: skip
 
 
 @torch.no_grad()
@@ -161,6 +167,35 @@ def come_behind(session: train.Session, slot: int) -> None:
 
         type(session.comms)._rows = cut_short  # type: ignore[method-assign]
     act()
+
+
+def made_once(session: train.Session, dies: Kills, one_waits: bool) -> None:
+    """One rank makes something; it dies of that, or another one does that waits for the first."""
+    step, begun = session.progress.step, session.folder / f"begun-{session.progress.step}"
+
+    def make(to: Path) -> None:
+        (to / "file").write_text("half")
+        begun.touch()
+        dies("making", step)
+        while one_waits and not lost_one(session):
+            time.sleep(0.005)
+        (to / "file").write_text("whole")
+
+    def look_on() -> None:
+        while not begun.exists():
+            time.sleep(0.005)
+        dies("waiting", step)
+
+    if one_waits:
+        threading.Thread(target=look_on, daemon=True).start()
+    session.once(session.folder / f"made-{step}", make)
+    assert (session.folder / f"made-{step}" / "file").read_text() == "whole"
+
+
+def lost_one(session: train.Session) -> bool:
+    """Whether this rank has heard of a loss and is still in the former group."""
+    recovery = session._recovery
+    return recovery is not None and recovery._control.newer(recovery.generation) is not None
 
 
 @contextlib.contextmanager
@@ -215,7 +250,7 @@ WAYS: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
     "coded": (one_model, {"communication": "int8"}),
     "local": (one_model, {"communication": "local:3", **WIDE}),
     "local, behind": (one_model, {"communication": "local:9", "behind": 2, **WIDE}),
-    "grouped": (one_model, {"grouped": True}),
+    "grouped": (one_model, {"grouped": True, "once": True}),
     "shared": (one_model, {"balance": {"n1": 1.0}}),
     "disks apart": (one_model, {"checkpoints": False, "apart": True}),
     "mixed": (one_model, {"device": "cuda"}),  # of rank 0; the others compute on CPUs
@@ -244,7 +279,7 @@ def rank(
         session = train.join("losing", dtype="float64", run_dir=run, log_every=4,
                              check_every=7, device=device)  # fmt: skip
         with session:
-            found = make(session, dies, **how)
+            found = make(session, dies, kills=kills, **how)
         (folder / f"{slot}.json").write_text(json.dumps(found))
 
     return body

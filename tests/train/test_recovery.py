@@ -43,6 +43,7 @@ SAVING: list[list[Any]] = [
     ["plain", 3, [[0, "saving", STEPS]]],
     ["disks apart", 2, [[0, "saving", STEPS]]],
 ]
+ONCE = ["grouped", 4, [[0, "making", 6], [2, "waiting", 12]]]
 STEPS_OF: dict[str, list[list[Any]]] = {
     way: [
         [way, 3, [[1, "forward", 7]]],
@@ -66,7 +67,7 @@ Trial = tuple[dict[str, Any], dict[str, Any], int]  # what became of it, of one 
 @pytest.fixture(scope="module")
 def struck(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Trial]:
     """All trainings of which ranks die at a certain moment: one process imports torch for them."""
-    every = [*MOMENTS, *SEVERAL, *SAVING, *APART, *itertools.chain(*STEPS_OF.values())]
+    every = [*MOMENTS, *SEVERAL, *SAVING, ONCE, *APART, *itertools.chain(*STEPS_OF.values())]
     found = trials(tmp_path_factory.mktemp("struck"), "at", every, timeout=500)
     return {json.dumps(one): trial for one, trial in zip(every, found, strict=True)}
 
@@ -134,6 +135,16 @@ def test_another_writes_the_model_when_who_writes_it_dies(
     assert len(result["saved"]) == 1
     where = "run1" if one[0] == "disks apart" else "run"
     assert result["kept"][where] == ["config.json", "model.safetensors"]
+
+
+def test_what_is_made_once_is_made_by_another_when_its_maker_dies(
+    struck: Mapping[str, Trial],
+) -> None:
+    """Also where somebody dies who waits for it; nothing that is half made is left."""
+    result, alone, _ = struck[json.dumps(ONCE)]
+    check(result, alone)
+    for found in result["found"].values():
+        assert found["made"] == ["made-12", "made-18", "made-24", "made-6"]
 
 
 @pytest.mark.parametrize("way", STEPS_OF)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -43,8 +44,15 @@ class Mender(Protocol):
     def stale(self) -> bool:
         """There is a new group, and not everything has begun anew in it."""
 
+    @property
+    def able(self) -> bool:
+        """A rank that is lost now is made good."""
+
     def watched(self) -> AbstractContextManager[None]:
         """Within it a group is made whose collectives are to end when a rank is lost."""
+
+    def patient(self, longest: timedelta) -> AbstractContextManager[None]:
+        """Within it an operation may wait so long for a rank that comes late."""
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,8 @@ _SECONDS_TO_SEE = 30.0  # a network disk may show a new name late
 def once(comms: Comms, folder: Path, make: Callable[[Path], None]) -> None:
     """Makes ``folder`` where it is missing, once for each disk that holds it; others wait.
 
+    Where a lost rank is made good, and it was to make the folder, another one of that disk does.
+
     Args:
         comms: All ranks must call this.
         folder: What is to exist afterwards, on every rank.
@@ -38,14 +40,27 @@ def once(comms: Comms, folder: Path, make: Callable[[Path], None]) -> None:
         DataError: The folder does not appear on a rank.
     """
     if comms.alone or comms.joining:
-        _make(folder, make)
+        _make(folder, make, secrets.token_hex(8))
+        return
+    with _patient(comms) as waiting:
+        former: list[str] = []
+        while not _made_by_some(waiting, folder, make, former):
+            pass  # a rank was lost meanwhile
+
+
+@contextlib.contextmanager
+def _patient(comms: Comms) -> Iterator[Comms]:
+    """For ranks that may wait for hours: in a group for that alone, which a lost rank ends.
+
+    Where it is made good, in the group that they have.
+    """
+    if comms.mender is not None and comms.mender.able:
+        with comms.mender.patient(PATIENCE):
+            yield comms
         return
     group = _patient_group()
-    waiting = replace(comms, group=group, device=torch.device("cpu"), mender=None)
     try:
-        makers = _makers(waiting, folder.parent)
-        waiting.together(lambda: _make(folder, make) if comms.world.rank in makers else None)
-        waiting.together(lambda: _await(folder))
+        yield replace(comms, group=group, device=torch.device("cpu"), mender=None)
     finally:
         dist.destroy_process_group(group)
 
@@ -62,35 +77,64 @@ def _patient_group() -> dist.ProcessGroup:
         store.set_timeout(usual)
 
 
-def _makers(comms: Comms, parent: Path) -> set[int]:
-    """One rank for each storage: the lowest of those that see each other's marks."""
-    token = comms.texts(secrets.token_hex(8))[0]
+def _made_by_some(
+    comms: Comms, folder: Path, make: Callable[[Path], None], former: list[str]
+) -> bool:
+    """One rank of each disk makes it; False where ranks were lost on the way.
+
+    Only what all have heard decides, for a rank may learn of a loss, and so of its new place, one
+    operation before another.
+
+    Args:
+        comms: As for :func:`once`, and the next two as well.
+        folder: What is to exist afterwards.
+        make: Fills it.
+        former: Names of those that began it in vain; filled here.
+    """
+    names, mine, makers = _makers(comms, folder.parent)
+
+    def act() -> None:
+        for name in former:  # all who live are here: nobody needs it any more
+            (folder.parent / name).unlink(missing_ok=True)
+            shutil.rmtree(_unfinished(folder, name), ignore_errors=True)
+        _make(folder, make, mine)
+
+    comms.together(lambda: act() if mine in makers else None)
+    former += filter(None, names)
+    if len(comms.texts("")) < len(names):
+        return False
+    comms.together(lambda: _await(folder))
+    return True
+
+
+def _makers(comms: Comms, parent: Path) -> tuple[list[str], str, set[str]]:
+    """Names of all marks, this rank's, and those of one rank for each storage.
+
+    The first of those that see each other's marks.
+    """
     leads = comms.world.local_rank == 0
-    mine = _mark(parent, token, comms.world.rank)
+    mine = f".paceline-{secrets.token_hex(8)}" if leads else ""
     if leads:
         parent.mkdir(parents=True, exist_ok=True)
-        mine.touch()
-    leaders = [bool(row) for row in comms.rows(torch.tensor([int(leads)]))[:, 0]]
-    marks = [there and _mark(parent, token, rank).exists() for rank, there in enumerate(leaders)]
-    seen = comms.rows(torch.tensor([int(leads and there) for there in marks]))
-    if leads:
-        mine.unlink(missing_ok=True)
-    return lowest(seen.tolist())
+        (parent / mine).touch()
+    try:
+        names = comms.texts(mine)
+        seen = [name for name in names if leads and name and (parent / name).exists()]
+        first = comms.texts(seen[0] if seen else "")
+    finally:
+        if leads:
+            (parent / mine).unlink(missing_ok=True)
+    return names, mine, {*filter(None, first)}
 
 
-def lowest(seen: Sequence[Sequence[int]]) -> set[int]:
-    """From who sees whose mark to one rank for each storage; rows of non-leaders are empty."""
-    return {min(rank for rank, there in enumerate(row) if there) for row in seen if any(row)}
+def _unfinished(folder: Path, name: str) -> Path:
+    return folder.with_name(f".{folder.name}.{name.removeprefix('.paceline-')}.tmp")
 
 
-def _mark(parent: Path, token: str, rank: int) -> Path:
-    return parent / f".paceline-{token}-{rank}"
-
-
-def _make(folder: Path, make: Callable[[Path], None]) -> None:
+def _make(folder: Path, make: Callable[[Path], None], name: str) -> None:
     if folder.exists():
         return
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    temporary = _unfinished(folder, name)
     temporary.mkdir(parents=True)
     try:
         make(temporary)

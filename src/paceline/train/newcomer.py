@@ -82,8 +82,15 @@ class Recording:
     def stale(self) -> bool:
         return self._inner.stale
 
+    @property
+    def able(self) -> bool:
+        return self._inner.able
+
     def watched(self) -> AbstractContextManager[None]:
         return self._inner.watched()
+
+    def patient(self, longest: timedelta) -> AbstractContextManager[None]:
+        return self._inner.patient(longest)
 
     def event(self, act: Callable[[], T]) -> T:
         result = self._inner.event(act)
@@ -141,7 +148,7 @@ class Replay:
         about: What it was given with them.
     """
 
-    stale, why = False, ""
+    stale, able, why = False, False, ""
 
     def __init__(self, lines: str) -> None:
         self._lines = lines
@@ -151,6 +158,9 @@ class Replay:
         self._after = "join"
 
     def watched(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def patient(self, longest: timedelta) -> AbstractContextManager[None]:
         return nullcontext()
 
     def event(self, act: Callable[[], T]) -> T:

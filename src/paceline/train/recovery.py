@@ -510,7 +510,7 @@ class Recovery:
     ) -> None:
         self.slot, self.store, self._links, self._make = slot, store, links, make
         self._comms, self._control = comms, control
-        self._timeout = timeout or default_pg_timeout
+        self._timeout = self._longest = timeout or default_pg_timeout
         self.able = self.told = self.closed = False
         self.generation = self._renewed = 0
         self.place = comms.world
@@ -566,6 +566,18 @@ class Recovery:
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """See :class:`paceline.train.comms.Mender`."""
         return self._links.watched(self._comms.world.size)
+
+    @contextlib.contextmanager
+    def patient(self, longest: timedelta) -> Iterator[None]:
+        """See :class:`paceline.train.comms.Mender`."""
+        self._longest = longest
+        dist.distributed_c10d._set_pg_timeout(longest)
+        try:
+            yield
+        finally:
+            self._longest = self._timeout
+            if dist.is_initialized():  # else there is no group any more
+                dist.distributed_c10d._set_pg_timeout(self._timeout)
 
     def exchanged(self) -> None:
         """An exchange of gradients is over, on this rank."""
@@ -817,7 +829,7 @@ class Recovery:
             self._make(PrefixStore("default_pg", store), place, _FORMING)
         if self._control.newer(word.generation):
             raise Overtaken
-        dist.distributed_c10d._set_pg_timeout(self._timeout)
+        dist.distributed_c10d._set_pg_timeout(self._longest)
         client.set_timeout(self._timeout)
         self.fewer = self.fewer or place.size < self._comms.world.size
         self.store, self._comms.world = client, place

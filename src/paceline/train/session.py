@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -469,6 +469,19 @@ class Session(Member):
         return Training(
             self._prepared(), self.progress, self._seed, {**extras, **own}, proof=self._proof
         )
+
+    def once(self, folder: Path, make: Callable[[Path], None]) -> None:
+        """Makes ``folder`` where it is missing: once for each disk, while the others wait.
+
+        In the training, too: when a rank is lost meanwhile, and it was to make the folder, another
+        one of that disk does.
+
+        Args:
+            folder: What is to exist afterwards, on every rank.
+            make: Fills the empty folder that it is given.
+        """
+        with self._alone():  # who comes to the others makes it by itself
+            super().once(folder, make)
 
     # -- the training --------------------------------------------------------------------
 

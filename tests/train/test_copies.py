@@ -18,7 +18,7 @@ import ranks
 from paceline.spec.errors import SettingError
 from paceline.train.checkpoints import copies, receiver
 from paceline.train.checkpoints.copies import PART, Copied, _Peer, _Sender, asked, leads, rest
-from paceline.train.checkpoints.format import Entry, Manifest, write_chunks
+from paceline.train.checkpoints.format import MANIFEST, Entry, Manifest, write_chunks
 from paceline.train.checkpoints.receiver import Receiver, Refused, Talk, send
 from paceline.train.checkpoints.store import Store
 from paceline.train.files import sha256
@@ -144,6 +144,22 @@ def test_a_line_that_is_cut_leaves_nothing(tmp_path: Path, writer: Store, taker:
             send(Talk(connection, KEY, calls=True), writer, name, 2, cut)
     assert offer(taker, writer, name) > 0  # one after the other: the former is over
     assert intact(tmp_path / "taker") == ["10"]
+
+
+def test_a_lost_writer_keeps_no_other_waiting(
+    tmp_path: Path, writer: Store, taker: Receiver
+) -> None:
+    """Its host is off: it is in the midst of a copy, and its connection does not end."""
+    name = make(writer, 10)
+    with socket.create_connection(taker.place, 5) as connection:
+        talk = Talk(connection, KEY, calls=True)
+        raw = (writer.root / name / MANIFEST).read_text()
+        talk.say(name=name, manifest=raw, token=writer.token, keep=2)
+        assert talk.hear() == {"send": True}
+        taker.drop()  # there is a new group
+        assert offer(taker, writer, name) > 0
+    assert intact(tmp_path / "taker") == ["10"]
+    taker.drop()  # nobody sends
 
 
 def test_an_older_writer_is_refused(tmp_path: Path, writer: Store, taker: Receiver) -> None:

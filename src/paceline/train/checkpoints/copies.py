@@ -106,6 +106,8 @@ class Copies:
         Returns:
             On rank 0, why there are fewer copies than were asked for; else empty.
         """
+        if self._receiver is not None:
+            self._receiver.drop()  # it sends on in this group, or is lost
         rank = self._comms.world.rank
         mine: dict[str, Any] = {"host": self._comms.world.host}
         if rank == 0:  # its word counts

@@ -122,6 +122,7 @@ class Receiver:
         self._listener = socket.create_server((address, 0), family=family, backlog=4)
         self.place: tuple[str, int] = self._listener.getsockname()[:2]
         self._open = True
+        self._serves: socket.socket | None = None
         self._thread = threading.Thread(target=self._serve, name="paceline-copies", daemon=True)
         self._thread.start()
 
@@ -129,6 +130,12 @@ class Receiver:
     def alive(self) -> bool:
         """False when its socket was cut, as a rank's sockets are that is to leave a collective."""
         return self._thread.is_alive()
+
+    def drop(self) -> None:
+        """Hears no more of who sends now, which may be lost: whoever comes next is served."""
+        if self._serves is not None:
+            with contextlib.suppress(OSError):
+                self._serves.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Takes nothing more; what is half there goes."""
@@ -143,6 +150,7 @@ class Receiver:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
+            self._serves = connection
             # whoever it is and whatever is wrong with it, the next one is served
             with connection, contextlib.suppress(OSError, ValueError, Refused):
                 self._receive(Talk(connection, self._key, calls=False))

@@ -254,6 +254,9 @@ def test_a_newcomer_that_fails_is_left_out(site: Site) -> None:
         ended = over(site, launch)
     recovered(ended)
     assert "rank 1 on n2 could not join again (ValueError: not again): left out" in ended.err
+    assert [(one["host"], one["rank"], one["why"]) for one in ended.events("newcomer lost")] == [
+        ("n2", 1, "ValueError: not again")
+    ] * 3
 
 
 def test_losses_again_and_again(site: Site) -> None:

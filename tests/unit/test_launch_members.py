@@ -299,6 +299,27 @@ def test_a_newcomer_that_dies_is_tried_again_and_then_left_out() -> None:
     assert Start("n2", (1,)) in job.decide()  # what stood in its way may be over
 
 
+def test_a_newcomer_s_end_is_told_of_until_it_has_joined() -> None:
+    """And not of those that were ended by us."""
+    job = Job()
+    assert not job.members.comes(1)
+    job.start_again(1)
+    assert job.members.comes(1)
+    job.members.done(1, job.now)
+    assert not job.members.comes(1)
+    for wait_s in RETRIES_S[1:]:
+        assert job.decide(wait_s) == [Start("n2", (1,))]
+        job.members.start_failed("n2", (1,), job.now, "no answer")
+    (left_out,) = job.decide(60)
+    assert isinstance(left_out, LeftOut)
+    assert left_out.why is not None
+    assert left_out.why.headline == "no answer"
+    job = Job()
+    job.start_again(1)
+    job.members.stop()
+    assert not job.members.comes(1)
+
+
 def test_newcomers_that_are_nearly_ready_are_waited_for() -> None:
     job = Job(HOSTS)
     job.lose("n2")

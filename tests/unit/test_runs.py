@@ -173,6 +173,23 @@ def test_a_run_is_explained_by_its_name() -> None:
     assert "nothing went wrong" in call("explain", "one").output
 
 
+def test_of_a_run_that_ended_well_its_losses_are_told() -> None:
+    folder = make("one", code=0)
+    (folder / "owner.json").unlink()
+    told = [
+        {"event": "recovery", "text": "rank 1 on n2 was killed: the other rank trained on"},
+        {"event": "newcomer lost", "host": "n2", "rank": 1, "why": "killed by SIGKILL"},
+        {"event": "started", "attempt": 1, "world_size": 2},
+    ]
+    (folder / "events.jsonl").write_text("\n".join(map(json.dumps, told)))
+    assert call("explain", "one").output.splitlines() == [
+        "the run ended with status 0, although something was lost on the way",
+        "    rank 1 on n2 was killed: the other rank trained on",
+        "    rank 1 on n2 was lost before it had joined: killed by SIGKILL",
+        "    all ranks were started again",
+    ]
+
+
 def test_of_several_the_running_one_is_explained() -> None:
     make("old", alive=True, age=100)
     make("new", code=1)

@@ -99,8 +99,7 @@ def show(found: Conclusion, evidence: Evidence, as_json: bool) -> None:
         click.echo(json.dumps(to_json(found), indent=2))
         return
     if well(evidence):
-        say("nothing went wrong: the run ended with status 0")
-        say(for_reader("\n".join(explanation.libraries(evidence)), sys.stdout))
+        say(for_reader("\n".join(explanation.of_success(evidence)), sys.stdout))
         return
     first, *rest = explanation.lines(found, evidence)
     first = for_reader(first, sys.stdout)

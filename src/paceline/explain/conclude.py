@@ -50,8 +50,15 @@ def _unknown(evidence: Evidence) -> str:
     if evidence.first is not None:
         return f"unknown cause: {evidence.first.where}: {evidence.first.headline}"
     if evidence.result.exit_code == 0:
-        return "nothing went wrong: the run ended with status 0"
+        return success(evidence)
     return "unknown cause: no rule fits"
+
+
+def success(evidence: Evidence) -> str:
+    """What is to be said of a run that ended well."""
+    if evidence.losses:
+        return "the run ended with status 0, although something was lost on the way"
+    return "nothing went wrong: the run ended with status 0"
 
 
 def to_findings(conclusion: Conclusion) -> list[Finding]:

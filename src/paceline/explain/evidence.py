@@ -113,6 +113,19 @@ class Evidence:
         return tuple(event for event in self.events if event.kind == "rank ended")
 
     @property
+    def losses(self) -> tuple[str, ...]:
+        """What was lost and what came back while the others went on, in the screen's words."""
+        told = []
+        for event in self.events:
+            if event.kind == "recovery":
+                told.append(str(event["text"] or ""))
+            elif event.kind == "newcomer lost":
+                told.append(f"{event.where} was lost before it had joined: {event['why']}")
+            elif event.kind == "started" and event["attempt"]:
+                told.append("all ranks were started again")
+        return tuple(told)
+
+    @property
     def first(self) -> Failure | None:
         """Who failed first, when that is known."""
         return self.result.failure

@@ -27,6 +27,7 @@ MOST_STRIKES = 3  # signals that end the same rank without a step in between
 KILL_AGAIN_S = 5.0  # after which a rank that was to be ended and lives is ended once more
 LAST_S = 10.0  # all that have the training's state hang for so long: they are ended, too
 SAVED = 143  # the exit status of a rank that was asked to stop, and has saved
+TOO_SOON = "it ended with status 0 before it had joined"
 STOPPED = "Stopped:"  # so begins what it raises
 # A child of a rank, ended from outside: the system's choice where memory is short
 WORKER_KILLED = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: (Killed|Terminated)")
@@ -331,6 +332,11 @@ class Members:
             self._step = max(self._step, step)
         self._sign_at = self._sign_at if now is None else now
 
+    def comes(self, slot: int) -> bool:
+        """Whether this is a newcomer that has not joined yet, and that we have not ended."""
+        one = self._slots[slot]
+        return one.standing in ("joining", "ready", "starting") and not one.killed
+
     def forming(self, now: float, limit_s: float) -> bool:
         """Whether a group is being made or was just now: what stood before is no hang of it.
 
@@ -416,7 +422,7 @@ class Members:
                 self._torn_at = now  # it had left before it heard of the group: others wait for it
             group.unsettled.discard(slot)
         elif one.standing in ("joining", "ready", "starting"):
-            self._drop(one, None, now)
+            self._drop(one, Failure("early", one.host, slot, now, 0, headline=TOO_SOON), now)
 
     def rank_lost(self, slot: int, failure: Failure, now: float) -> None:
         """A rank was ended by a signal, or has failed by itself."""
@@ -497,7 +503,7 @@ class Members:
                 self._kill(one)
                 self._put_off(one)
 
-    def start_failed(self, host: str, slots: Sequence[int], now: float) -> None:
+    def start_failed(self, host: str, slots: Sequence[int], now: float, why: str = "") -> None:
         """The agent could not start newcomers."""
         for slot in slots:
             one = self._slots[slot]
@@ -505,7 +511,7 @@ class Members:
                 continue
             one.alive = False
             if one.standing == "starting":
-                self._drop(one, None, now)
+                self._drop(one, Failure("agent", host, slot, now, headline=why), now)
 
     def frozen(self, slot: int, stopped: bool) -> None:
         """A signal has stopped a rank for too long, or no longer does."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.launch.fleet import Fleet, Node
 from paceline.launch.members import (
+    TOO_SOON,
     Action,
     Dial,
     End,
@@ -177,6 +178,7 @@ class Recoveries:
         elif event.kind == "regrouped":
             self._members.regrouped(slot, event["generation"], event["step"], now)
         elif event.kind == "rank ended" and event["code"] == 0:
+            self._note_newcomer(slot, event.host, TOO_SOON)
             self._members.done(slot, now)
         else:
             return
@@ -190,6 +192,7 @@ class Recoveries:
         if not self.possible:
             return False
         if failure.rank is not None:
+            self._note_newcomer(failure.rank, failure.host, failure.headline)
             self._members.rank_lost(failure.rank, failure, now)
         elif failure.kind == "forkserver":
             self._members.server_died(failure.host, failure, now)
@@ -433,9 +436,12 @@ class Recoveries:
             starting = node.channel.request("add_ranks", **{**request, "ranks": ranks})
             await asyncio.wait_for(starting, PATIENCE_S)
             node.running = True
-        except (PacelineError, ConnectionError, asyncio.TimeoutError):
+        except (PacelineError, ConnectionError, asyncio.TimeoutError) as error:
             await asyncio.sleep(PAUSE_S)
-            self._members.start_failed(action.host, action.slots, time.monotonic())
+            why = f"it could not be started: {str(error) or 'no answer'}"
+            for slot in action.slots:
+                self._note_newcomer(slot, action.host, why)
+            self._members.start_failed(action.host, action.slots, time.monotonic(), why)
             self.act()
 
     async def _prepare(self, host: str) -> None:
@@ -498,6 +504,11 @@ class Recoveries:
         self.first_host = self._places[group.members[0]]
         self._recorder.event("regroup", generation=group.generation,
                              members=list(group.members), planned=group.planned)  # fmt: skip
+
+    def _note_newcomer(self, slot: int, host: str, why: str) -> None:
+        """What has become of one that has not joined: people hear of it when it is the last."""
+        if self._members.comes(slot):
+            self._recorder.event("newcomer lost", host, slot, why=why)
 
     def _tell(self, news: Wait | Recovered | Joined | LeftOut | NotAgain) -> None:
         if isinstance(news, Recovered):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.explain.conclude import Conclusion
+from paceline.explain.conclude import Conclusion, success
 from paceline.explain.evidence import Evidence
 from paceline.explain.libraries import summary
 from paceline.explain.rule import Match, Rule
 
 WIDTH = 200
 OTHERS = 3
+LOSSES = 20
 
 
 def short(conclusion: Conclusion) -> list[str]:
@@ -40,6 +41,14 @@ def lines(conclusion: Conclusion, evidence: Evidence, rules_page: str = "") -> l
         text += ["", more if goes_on else "No rule fits. --bundle FILE packs what support needs."]
         text += _last_words(evidence)
     return text + libraries(evidence)
+
+
+def of_success(evidence: Evidence) -> list[str]:
+    """Of a run that ended well, with what was lost on the way."""
+    told = evidence.losses
+    more = [f"    and {len(told) - LOSSES} more, in events.jsonl"] if len(told) > LOSSES else []
+    lost = [f"    {line[:WIDTH]}" for line in told[:LOSSES]]
+    return [success(evidence), *lost, *more, *libraries(evidence)]
 
 
 def libraries(evidence: Evidence) -> list[str]:

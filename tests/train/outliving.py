@@ -147,7 +147,8 @@ class Launcher:
                 for line in lines:
                     said = json.loads(line)
                     one.said.append(said)
-                    if said.get("event") == "interrupted":
+                    # whoever says so of a former group has not read yet what it was told
+                    if said.get("event") == "interrupted" and said["generation"] >= self.generation:
                         one.waits = time.monotonic()
 
     def _bury(self) -> None:

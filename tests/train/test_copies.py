@@ -10,7 +10,8 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import ranks
@@ -160,6 +161,18 @@ def test_a_lost_writer_keeps_no_other_waiting(
         assert offer(taker, writer, name) > 0
     assert intact(tmp_path / "taker") == ["10"]
     taker.drop()  # nobody sends
+
+
+def test_a_writer_ends_what_it_sends_before_the_others_do(writer: Store) -> None:
+    """Else it would take that for a failure, and warn."""
+    did: list[str] = []
+    said = json.dumps({"host": "a", "wanted": 1, "key": KEY.hex()})
+    comms = SimpleNamespace(world=SimpleNamespace(rank=0, host="a"),
+                            texts=lambda text: [did.append("met") or said] * 2)  # fmt: skip
+    one = copies.Copies(cast(Any, comms), writer, 2, 1)
+    one._sender = cast(Any, SimpleNamespace(close=lambda: did.append("ended")))
+    assert one.meet() == "there is no other host"
+    assert did == ["ended", "met"]
 
 
 def test_an_older_writer_is_refused(tmp_path: Path, writer: Store, taker: Receiver) -> None:

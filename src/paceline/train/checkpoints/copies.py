@@ -106,8 +106,7 @@ class Copies:
         Returns:
             On rank 0, why there are fewer copies than were asked for; else empty.
         """
-        if self._receiver is not None:
-            self._receiver.drop()  # it sends on in this group, or is lost
+        self._sends_to([], 0)  # before the others hear no more of it
         rank = self._comms.world.rank
         mine: dict[str, Any] = {"host": self._comms.world.host}
         if rank == 0:  # its word counts
@@ -142,6 +141,7 @@ class Copies:
                 self._receiver = Receiver(self._store.root, self._key, own_address())
         if self._receiver is None:
             return None
+        self._receiver.drop()  # who sent until now sends no more, or is lost
         self._receiver.token = self._store.token
         return self._receiver.place
 

@@ -16,7 +16,8 @@ import pytest
 from paceline.agent import caller
 from paceline.remote import this_machine
 from paceline.remote.channel import Channel
-from paceline.rendezvous.started import Start, StartedTransport, end_group
+from paceline.rendezvous.peers import KnownHosts, Peers
+from paceline.rendezvous.started import Start, StartedTransport, _Command, end_group
 from paceline.spec.errors import ConnectError, GoneError, PacelineError
 from paceline.spec.hosts import Host
 
@@ -187,5 +188,23 @@ def test_with_a_command_ends_what_it_has_left_in_a_group_of_its_own() -> None:
         await end_group(process)
         for pid in pids:
             await gone(pid)
+
+    asyncio.run(go())
+
+
+def test_what_a_command_leaves_that_ends_by_itself_is_ended_with_it() -> None:
+    """As hydra's ssh, whose host has no power: the agents that hydra can reach have ended."""
+    left = "import os, subprocess; print(subprocess.Popen(['sleep', '999']).pid, flush=True)"
+
+    async def go() -> None:
+        command = _Command(1, Peers(KnownHosts(HOSTS)))
+        start = Start((sys.executable, "-c", left), {}, (), "T_NODE")
+        await command.begin(start, [("127.0.0.1", 1)], b"k" * 32, [sys.executable] * 2)
+        while command.status is None or not command.words:
+            await asyncio.sleep(0.01)
+        pid = int(command.words)
+        os.kill(pid, 0)
+        await command.end(0.0)
+        await gone(pid)
 
     asyncio.run(go())

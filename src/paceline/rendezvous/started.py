@@ -196,6 +196,7 @@ class _Command:
         self._process: asyncio.subprocess.Process | None = None
         self._words = bytearray()
         self._reading: asyncio.Task[None] | None = None
+        self._left: asyncio.Task[list[tuple[int, float]]] | None = None
 
     async def begin(self, start: Start, addresses: Sequence[tuple[str, int]], key: bytes,
                     pythons: Sequence[str]) -> None:  # fmt: skip
@@ -216,6 +217,7 @@ class _Command:
         )
         assert self._process.stdout is not None
         self._reading = asyncio.create_task(_read(self._process.stdout, self._words))
+        self._left = asyncio.create_task(left_by(self._process))
 
     async def wait(self, hopeless: Callable[[str], bool]) -> None:
         """Until all have connected, or nobody else will."""
@@ -244,11 +246,13 @@ class _Command:
 
     async def end(self, patience_s: float) -> None:
         """Ends it, unless it does so by itself within so many seconds."""
-        if self._process is None or self._reading is None:
+        if self._process is None or self._reading is None or self._left is None:
             return
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._process.wait(), patience_s or 0.01)
         await end_group(self._process)
+        for pid, began in await self._left:
+            this_machine.send(pid, began, signal.SIGKILL)
         await asyncio.wait([self._reading], timeout=0.5)
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
@@ -281,6 +285,16 @@ async def _read(stream: asyncio.StreamReader, words: bytearray) -> None:
     while data := await stream.read(1 << 16):
         words += data
         del words[:-WORDS_KEPT]
+
+
+async def left_by(process: asyncio.subprocess.Process) -> list[tuple[int, float]]:
+    """What a command that leads a session has left running when it ends by itself.
+
+    As hydra, which ends with the agents that it can still reach, leaves its ssh to a host without
+    power: that waits there for ever. At that moment, for its number may be another's later.
+    """
+    await process.wait()
+    return await asyncio.to_thread(this_machine.of_session, process.pid)
 
 
 async def end_group(process: asyncio.subprocess.Process) -> None:

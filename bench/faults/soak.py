@@ -102,12 +102,17 @@ def parent(pid: int) -> int:
         return 0
 
 
-def kill_the_store(lab: Lab, host: str) -> None:
-    """Of the job's groups, wherever it is by now."""
-    on = [one for one in lab.names if processes(lab, one, "store")]
-    if not on:
-        raise LookupError("no store on any host")
-    send("store", signal.SIGKILL)(lab, on[0])
+def to_the_store(signum: int) -> Callable[[Lab, str], None]:
+    """A signal to the store of the job's groups, wherever it is by now, and then a rank's end."""
+
+    def strike(lab: Lab, host: str) -> None:
+        on = [one for one in lab.names if processes(lab, one, "store")]
+        if not on:
+            raise LookupError("no store on any host")
+        send("store", signum)(lab, on[0])
+        send("rank", signal.SIGKILL)(lab, host)
+
+    return strike
 
 
 def send(what: str, signum: int, most: int = 1) -> Callable[[Lab, str], None]:
@@ -189,7 +194,8 @@ KINDS = {
     "cable of rank 0 pulled for 6 s": Kind(3.0, fault("unplug"), 6.0, first=True),
     "2 % of packets lost for 3 s": Kind(1.0, fault("loss", "2"), 3.0, named=False),
     "a firewall refuses everything for 6 s": Kind(10.0, fault("reject", "all"), 6.0),
-    "kill -9 of the rendezvous store": Kind(1.0, kill_the_store, named=False),
+    "kill -9 of the store and of a rank": Kind(2.0, to_the_store(signal.SIGKILL)),
+    "SIGSTOP of the store, and kill -9 of a rank": Kind(5.0, to_the_store(signal.SIGSTOP)),
     "SIGSEGV of a rank": Kind(1.0, send("rank", signal.SIGSEGV)),
     "kill -9 of a loader worker": Kind(1.0, send("worker", signal.SIGKILL)),
 }

@@ -164,6 +164,7 @@ TOLD: dict[str, list[dict[str, Any]]] = {
         {"kind": "event", "event": "recoverable", "able": False, "why": "its model is sharded"},
         {"kind": "event", "event": "interrupted", "step": 3, "error": "Connection reset"},
         {"kind": "event", "event": "newcomer ready"},
+        {"kind": "event", "event": "session closed"},
         {"kind": "event", "event": "door closed", "why": "the script is in its second epochs"},
         {"kind": "event", "event": "regrouped", "generation": 1, "step": 3, "seconds": 0.1},
     )],

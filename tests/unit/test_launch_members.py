@@ -132,6 +132,44 @@ def test_a_rank_whose_loader_worker_was_killed_is_replaced() -> None:
     assert isinstance(job.decide(OWN_S)[-1], Fail)
 
 
+@pytest.mark.parametrize("how", ["kill", "raises", "lose"])
+def test_after_the_training_nobody_does_a_ranks_work_in_its_place(how: str) -> None:
+    """Its script exports the model, say: with what others have done the run has not ended well."""
+    job = Job()
+    for slot in (0, 1, 2):
+        job.members.session_closed(slot)
+    job.members.done(0, job.now)
+    if how == "kill":
+        job.kill(1)
+    elif how == "raises":
+        job.raises(1)
+    else:
+        job.lose("n2")
+    told = job.decide(OWN_S)
+    assert [type(one) for one in told][:2] == [End, Fail]
+    assert [one.host for one in told[1].failures] == ["n2"]  # type: ignore[union-attr]
+    assert not job.members.finished
+
+
+def test_who_has_closed_its_session_is_in_no_new_group() -> None:
+    job = Job()
+    job.members.session_closed(0)
+    job.kill(2)
+    assert job.decide() == [Regroup(1, (1,), False)]
+    job.settle([1])
+    assert [type(one) for one in job.decide()] == [Recovered]  # and nobody is started
+    job.members.session_closed(1)
+    for slot in (0, 1):
+        job.members.done(slot, job.now)
+    assert job.decide() == []
+    assert job.members.finished
+    last = Job()
+    last.members.session_closed(0)
+    last.members.session_closed(1)
+    last.kill(2)
+    assert [type(one) for one in last.decide()] == [End, Fail]
+
+
 def test_a_host_that_was_late_gets_further_ranks() -> None:
     job = Job({0: "n1", 1: "n2"})
     job.members.came("n3", (2,), job.now)

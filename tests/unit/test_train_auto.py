@@ -271,3 +271,14 @@ def test_who_asks_for_nothing_is_told_what_there_is() -> None:
     assert not any(
         both(lambda rank, told: made(rank, told, "exact")[0].looked(look(0, 0.2, 0.02, 20)))
     )
+
+
+def test_of_short_messages_fewer_bytes_are_not_advised() -> None:
+    def body(rank: int, told: Both) -> list[str]:
+        one, exchange = made(rank, told, "exact")
+        exchange.elements = 400
+        return [one.looked(look(5 * number, 0.06, 0.02)) for number in range(6)]
+
+    said = [one for one in both(body)[0] if one]
+    assert len(said) == 1
+    assert said[0].startswith("communication takes 25% of a step of 80 ms: its messages are short")

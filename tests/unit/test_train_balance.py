@@ -6,12 +6,15 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline.spec.errors import SettingError
@@ -22,8 +25,10 @@ from paceline.train.data import Fetch
 from paceline.train.division import Division
 from paceline.train.journal import Journal
 from paceline.train.loader import Loader, Progress
+from paceline.train.models import Models
 from paceline.train.order import Order
 from paceline.train.pace import Look
+from paceline.train.update import Updater
 from paceline.train.world import World
 
 Work = Callable[[int, int, int], float]
@@ -153,6 +158,16 @@ def test_one_odd_step_moves_nothing() -> None:
         return 0.001 * samples + (1.0 if (rank, step) in ((1, 22), (0, 41), (1, 61)) else 0.0)
 
     assert not Job(2, 64, work).run(200).changed
+
+
+def test_steps_of_an_epochs_last_batch_without_samples_of_a_rank_tell_nothing_of_it() -> None:
+    """They may be large enough to be looked at: three of four samples."""
+    job = Job(4, 4, lambda rank, step, n: 0.01)
+    busy = [[[0, 0.01, 0, 0, 0, 0], int(rank > 0)] for rank in range(4)]
+    job.look(0, [busy] * LOOKS, LOOKS)
+    assert not job.advice
+    job.run(20)
+    assert all(seconds for seconds, _ in job.controller.speeds())
 
 
 @pytest.mark.parametrize("fixed", [[0.0, 0.0], [0.02, 0.02], [0.05, 0.0], [0.0, 0.05]])
@@ -305,6 +320,32 @@ def test_a_resumed_run_has_its_pieces_unless_they_do_not_fit_any_more() -> None:
     assert division.fitted([("n3", 0), ("n2", 9)]) == [0, 9]  # other hosts
     assert division.fitted([]) == []  # nothing was tried
     assert division.state_dict() == {}
+
+
+def test_stated_weights_outlive_a_host_that_goes_and_comes_back() -> None:
+    """Who comes knows what was stated, and all others have to find the same shares."""
+    stated = {"n0": 3.0, "n1": 1.0, "n2": 2.0}
+    net = nn.Linear(1, 1)
+    updater = Updater(net, torch.optim.SGD(net.parameters(), lr=0.1), None, None, None)
+    journal = SimpleNamespace(say=Mock(), event=Mock(), record=Mock())
+
+    def shares(*worlds: str) -> list[balance.Shares | None]:
+        comms, found = SimpleNamespace(alone=False), []
+        division = Division(cast(Comms, comms), cast(Journal, journal), Progress())
+        for number, hosts in enumerate(map(str.split, worlds)):
+            comms.world = World(1, len(hosts))
+            called = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
+            comms.called = called[1]
+            comms.texts = {called[1]: called, comms.world.host: hosts}.__getitem__
+            if number:
+                division.renew(Models({"": updater}))
+            else:
+                division.begin(stated, False, 24, Models({"": updater}))
+            found.append(division.shares)
+        return found
+
+    assert shares("n0 n1 n2", "n0 n2", "n0 n1 n2") == [(12, 4, 8), (14, 10), (12, 4, 8)]
+    assert shares("n0 n1 n2", "n0 n2", "n0 n2 s1")[-1] == shares("n0 n1 n2", "n0 n2 s1")[-1]
 
 
 @pytest.mark.parametrize(("room", "pieces"), [(1.0, [16, 16, 16]), (2.0, [24, 24]), (9.0, [48])])

@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -207,7 +208,24 @@ def test_a_straggler_is_named_once_with_its_cause(
     assert [(one.rank, one.cause) for one in found if one] == [(1, cause)]
     assert found[0] is not None
     assert 0.015 < found[0].seconds < 0.03
-    assert CAUSES[cause] in found[0].said("n2")
+    assert CAUSES[cause] in found[0].said("rank 1 on n2")
+
+
+@pytest.mark.parametrize(("ranks", "dropped"), [(2, [1]), (4, [2, 3])])
+def test_nobody_is_slow_beside_ranks_that_were_dropped(ranks: int, dropped: list[int]) -> None:
+    """Who has no samples computes nothing, and waits for those who have."""
+    own = {rank: 0.0 if rank in dropped else 0.05 for rank in range(ranks)}
+    idle = looks(16, ranks=ranks, own=own)
+    for look in idle:
+        look.samples[dropped] = 0.0
+    assert told(idle) == []
+    before = looks(8, ranks=ranks, own={dropped[0]: 0.02})
+    after = [replace(one, first_step=one.first_step + 40) for one in idle]
+    assert [one and one.rank for one in told(before + after)] == [dropped[0]]
+    slow = looks(16, ranks=4, own={2: 0.02, 3: -0.009})
+    for look in slow:
+        look.samples[3] = 0.0
+    assert [one and one.rank for one in told(slow)] == [2]
 
 
 def test_ranks_that_have_done_fewer_steps_sum_up_alike() -> None:
@@ -218,7 +236,7 @@ def test_ranks_that_have_done_fewer_steps_sum_up_alike() -> None:
     for look in looks(16, own={1: late}):
         judge.take(look)
     assert judge.worst(80) is not None
-    comms = SimpleNamespace(most=lambda _: [40_000.0], texts=asked.append, alone=False)
+    comms = SimpleNamespace(most=lambda _: [40_000.0], texts=asked.append, alone=False, called="")
     rate = SimpleNamespace(samples=1, seconds=1.0)
     pace = SimpleNamespace(finish=list, shares=lambda: None, rate=rate)
     member = SimpleNamespace(comms=comms, world=World(1, 2), say=lambda text: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from paceline.program import guarded
 from paceline.spec import launched
 from paceline.spec.errors import DataError, JobError, NodeError, SettingError
-from paceline.train import disks, insync, weights, world
+from paceline.train import disks, insync, parallel, weights, world
 from paceline.train.comms import FIRST, Comms
 from paceline.train.device import Found, choose_backend, choose_device, look, precision
 from paceline.train.metrics import Best, Meter
@@ -133,10 +134,25 @@ def test_checksum_of_any_format(dtype: torch.dtype) -> None:
 def test_divergence_is_named() -> None:
     sums = torch.tensor([[1, 2, 3], [1, 5, 4], [1, 2, 3]])
     with pytest.raises(JobError) as caught:
-        insync.compare(["a", "b", "c"], sums, ["n1", "n2", "n3"])
+        insync.compare(["a", "b", "c"], sums, ["rank 0 on n1", "rank 1 on n2", "rank 3 on n3"])
     assert "first differing tensor: b; rank 1 on n2" in caught.value.found
     with pytest.raises(JobError, match="no majority among rank 0 on n1, rank 1 on n2"):
-        insync.compare(["a", "b", "c"], sums[:2], ["n1", "n2"])
+        insync.compare(["a", "b", "c"], sums[:2], ["rank 0 on n1", "rank 1 on n2"])
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 2, sparse=True)), "Embedding.* in 1"),
+        (nn.EmbeddingBag(4, 2, sparse=True), "EmbeddingBag.* in the model"),
+        (nn.Linear(2, 2, dtype=torch.complex64), "weight is complex64"),
+    ],
+)
+def test_gradients_that_are_no_dense_real_tensors_are_refused(model: nn.Module, said: str) -> None:
+    with pytest.raises(SettingError, match="several ranks") as caught:
+        parallel.check_dense(model)
+    assert re.search(said, caught.value.found)
+    parallel.check_dense(nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 2)))
 
 
 def test_alone_needs_no_group() -> None:

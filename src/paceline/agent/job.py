@@ -37,7 +37,7 @@ ORDER_S = 2.0  # for an order to go out to the fork server
 LOOK_S = 0.5  # between two looks at the processes' states
 OFTEN_S = 0.25  # the same where others go on without one that is lost
 SOON_S = 0.1  # where a signal has stopped one
-FROZEN_SERVER_S = 1.0  # how long a fork server may stand still before it is given up
+FROZEN_SERVER_S = 1.0  # how long a fork server or a store may stand still before it is given up
 STACKS_S = 1.5  # until asked stacks have come, at most
 CLOSELY_S = 2.5  # the same where the ranks' recorders are to answer, too
 CHILD_S = 0.3  # the same of the stack of a child of a rank
@@ -173,7 +173,7 @@ class NodeJob:
         self._stopping: Optional[int] = None  # the signal that this attempt's ranks are to get
         self._kill_at: Optional[float] = None
         self._looked_at = 0.0
-        self._frozen_at: Optional[float] = None  # since when the fork server stands still
+        self._frozen_at: Dict[int, float] = {}  # since when the server and the store stand still
         self._given_up = False  # it was killed for that
         self._kills_before: Optional[int] = None
         self._base: Optional[Dict[str, str]] = None  # what the job's scripts made of ours
@@ -202,7 +202,8 @@ class NodeJob:
         self.token = request["token"]
         self._yielded = self._activated.intersection(request.get("defaults", ()))
         request = dict(request, env=self._without_yielded(request["env"]))
-        self._received, self._frozen_at, self._given_up = b"", None, False
+        self._received, self._given_up = b"", False
+        self._frozen_at.clear()
         env = environment(dict(os.environ) if self._base is None else self._base, request)
         self._login = {"env": warm.of_the_login(env), "umask": warm.umask()}
         self._wanted, self._imported = warm.wanted(request, env, facts.library_folders()), None
@@ -624,13 +625,20 @@ class NodeJob:
         for rank in self._alive():
             rank.look(now)
             self._tell_frozen(rank, now)
-        stat = None if self._server is None else procs.read_stat(self._server.pid)
-        if stat is None or stat.state != "T":
-            self._frozen_at = None
-        elif self._frozen_at is None:
-            self._frozen_at = now
-        elif now - self._frozen_at >= FROZEN_SERVER_S:
+        if self._server is not None and self._stands_still(self._server.pid, now):
             self._give_up_server()
+        # Whoever calls it waits without end; of one that has ended the others make another.
+        replaced = any(rank.replaced for rank in self.ranks)
+        if replaced and self._store is not None and self._stands_still(self._store.pid, now):
+            procs.send(self._store, signal.SIGKILL)
+
+    def _stands_still(self, pid: int, now: float) -> bool:
+        """Whether a signal has stopped this process of ours for too long."""
+        stat = procs.read_stat(pid)
+        if stat is None or stat.state != "T":
+            self._frozen_at.pop(pid, None)
+            return False
+        return now - self._frozen_at.setdefault(pid, now) >= FROZEN_SERVER_S
 
     def _tell_frozen(self, rank: Rank, now: float) -> None:
         """Tells once that a rank is held up for too long, and once that it goes on."""
@@ -699,7 +707,7 @@ class NodeJob:
         self.end_store()
         self.kill()
         ready = None not in (self._server, self._channel, self._wanted, self._imported)
-        if not ready or self._received or self._frozen_at is not None:
+        if not ready or self._received or self._frozen_at:
             before, self._kept = self._kept, None
             self.close()
             return before

@@ -205,6 +205,7 @@ class _Slot:
     strikes: tuple[int, int] = (-1, 0)  # step, and how many signals ended it there
     last: Failure | None = None
     saved: bool = False  # as it was asked to, and is about to end
+    closed: bool = False  # its training is over, and its script goes on by itself
 
 
 @dataclass(slots=True)
@@ -324,7 +325,11 @@ class Members:
 
     def said_able(self, slot: int, able: bool) -> None:
         """A rank has said whether its training goes on without ranks that are lost."""
-        self._slots[slot].able = able
+        self._slots[slot].able, self._slots[slot].closed = able, False
+
+    def session_closed(self, slot: int) -> None:
+        """A rank's training is over: nobody can do in its place what its script does now."""
+        self._slots[slot].closed = True
 
     def stepped(self, step: int | None, now: float | None = None) -> None:
         """A rank has told its step; ``now``: as a sign that it goes on."""
@@ -442,6 +447,8 @@ class Members:
             one.kill_at = now + LEAVING_S
         if one.standing != "in":
             self._drop(one, failure, now)
+        elif one.closed and failure.kind == "signal":
+            self._fail(failure)
         elif failure.kind == "signal" or WORKER_KILLED.search(failure.headline):
             self._ended_by_signal(one, failure, now)
         elif UNLIKE in failure.headline:  # the next one would do the same
@@ -599,8 +606,11 @@ class Members:
 
     def _lose_host(self, host: str, failure: Failure, now: float) -> None:
         self.store_ended(host)
-        for one in self._slots.values():
-            if one.host == host and one.standing in ("in", "joining", "ready", "starting"):
+        here = [one for one in self._slots.values() if one.host == host]
+        if any(one.closed and one.standing == "in" for one in here) and not self._over:
+            self._fail(failure)
+        for one in here:
+            if one.standing in ("in", "joining", "ready", "starting"):
                 self._drop(one, failure, now)
                 one.tries, one.next_try = 0, now
 
@@ -677,7 +687,10 @@ class Members:
     def _release(self, held: Sequence[_Held], now: float) -> None:
         self._held = [one for one in self._held if one not in held]
         for one in held:
-            self._drop(self._slots[one.slot], one.failure, now)
+            if self._slots[one.slot].closed and not (self._stopping or self._over):
+                self._fail(one.failure)
+            else:
+                self._drop(self._slots[one.slot], one.failure, now)
 
     def _all_gone(self) -> None:
         """Nobody has the state any more: in order, or lost."""
@@ -708,7 +721,7 @@ class Members:
         for one in self._slots.values():
             late = one.kill_at is not None and now >= one.kill_at
             over = bool(moving) or ((waited or given_up) and bool(one.hung))
-            frozen = one.frozen and over and not one.killed and self.recovers
+            frozen = one.frozen and over and not (one.killed or one.closed) and self.recovers
             if one.killed and one.killed_at is None:
                 one.killed_at = now
             lives_on = one.killed_at is not None and now >= one.killed_at + KILL_AGAIN_S
@@ -743,11 +756,15 @@ class Members:
             if self._gave_up is None:
                 return
         self._waiting_since = None
-        self._group(self._survivors, now, planned=False)
+        if self._survivors:
+            self._group(self._survivors, now, planned=False)
+        else:  # the others' training is over: nobody does what is left to do of this one's
+            self._fail(*self._losses)
 
     @property
     def _survivors(self) -> tuple[int, ...]:
-        return tuple(s for s in self._generation.members if self._slots[s].standing == "in")
+        every = [self._slots[slot] for slot in self._generation.members]
+        return tuple(one.number for one in every if one.standing == "in" and not one.closed)
 
     def _wait(self, now: float, there: Sequence[str]) -> None:
         if self._waiting_since is None:
@@ -889,7 +906,8 @@ class Members:
 
     def _start(self, now: float) -> None:
         """Newcomers for what is lost, where their host can start them."""
-        ends = self._over or self._stopping or self._gave_up or self._standing("done")
+        ended = self._standing("done") or any(one.closed for one in self._standing("in"))
+        ends = self._over or self._stopping or self._gave_up or ended
         if ends or self._torn_at is not None:
             return
         if not self.open:

@@ -173,6 +173,8 @@ class Recoveries:
             self._members.formed(slot, event["world_size"])
         elif event.kind == "newcomer ready":
             self._members.ready(slot, now)
+        elif event.kind == "session closed":
+            self._members.session_closed(slot)
         elif event.kind == "door closed":
             self._members.closed(slot, str(event["why"]), now)
         elif event.kind == "regrouped":

@@ -197,6 +197,7 @@ KINDS: dict[str, Kind] = {
     "interrupted": _kind("rank", may="step error generation"),  # it waits for word; of which group
     "gathered": _kind("rank", "generation"),  # all of a new group are there: connections are made
     "door closed": _kind("rank", "why"),  # nobody can join any more
+    "session closed": _kind("rank"),  # the training is over on this rank, its script may go on
     "newcomer ready": _kind("rank"),  # to join the others
     "stuck": _kind("rank", "seconds", may="step"),  # in a collective that nothing frees
     "regrouped": _kind("rank", "generation", may="step seconds"),  # it trains in the new group

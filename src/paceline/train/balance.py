@@ -201,10 +201,16 @@ class _Speed:
         return self.cost * (share + self.overhead)
 
     def saw(self, shares: Sequence[float], seconds: Sequence[float]) -> bool:
-        """Takes steps with these shares; True when they show another speed than before."""
+        """Takes steps with these shares; True when they show another speed than before.
+
+        Nothing is learned from steps in which the rank had no samples, as of a small last batch.
+        """
+        some = [(n, s) for n, s in zip(shares, seconds, strict=True) if n]
+        if not some:
+            return False
         if self._before is not None:
-            self._learn(median(shares), median(seconds))
-        new = [s / (n + self.overhead) for n, s in zip(shares, seconds, strict=True)]
+            self._learn(median(n for n, _ in some), median(s for _, s in some))
+        new = [s / (n + self.overhead) for n, s in some]
         changed = False
         if len(self._costs) >= _FEWEST and len(new) >= _FEWEST:
             off = abs(median(new) - self.cost) / self.cost
@@ -386,13 +392,16 @@ class Controller:
         return (slow, without) if (then - without) / (then + moving) >= WORTH else (None, without)
 
 
-def by_host(weights: Mapping[str, float], hosts: Sequence[str], samples: int) -> Shares:
+def by_host(
+    weights: Mapping[str, float], hosts: Sequence[str], samples: int, least: int = 1
+) -> Shares:
     """Shares as weights of hosts say; the ranks of a host share its part.
 
     Args:
         weights: By the name of the host.
         hosts: Of each rank.
         samples: Of a global batch.
+        least: Smallest share.
 
     Raises:
         SettingError: The weights are not those of the job's hosts, or not greater than 0.
@@ -418,7 +427,7 @@ def by_host(weights: Mapping[str, float], hosts: Sequence[str], samples: int) ->
                 f"--balance {text}: the weight of {name} must be greater than 0",
                 remedy="leave a host that is to do nothing out of the job",
             )
-    return apportioned(samples, [weights[host] / hosts.count(host) for host in hosts])
+    return apportioned(samples, [weights[host] / hosts.count(host) for host in hosts], least)
 
 
 def resumed(

@@ -67,6 +67,8 @@ class Comms:
             ``device`` is that.
         mender: ``None`` where a lost rank is the end of the others.
         joining: This process is not with the others yet: its operations give what theirs gave.
+        slot: The number by which people know this rank; ``None``: its rank. Ranks of a group are
+            counted anew when one is lost, and the numbers in logs and messages stay.
     """
 
     world: World
@@ -75,6 +77,13 @@ class Comms:
     mixed: bool = False
     mender: Mender | None = None
     joining: bool = False
+    slot: int | None = None
+
+    @property
+    def called(self) -> str:
+        """This rank for people: ``rank 1 on n2``."""
+        number = self.world.rank if self.slot is None else self.slot
+        return f"rank {number} on {self.world.host}"
 
     @property
     def alone(self) -> bool:
@@ -318,13 +327,13 @@ class Comms:
         Raises:
             JobError: Names a rank that differs from rank 0, and both values.
         """
-        values = self.texts(f"{self.world.host}\0{value}")
+        values = self.texts(f"{self.called}\0{value}")
         first = values[0].split("\0", 1)
-        for rank, (host, other) in enumerate(one.split("\0", 1) for one in values):
+        for who, other in (one.split("\0", 1) for one in values):
             if other != first[1]:
                 raise JobError(
                     f"{what} must be the same on every rank",
-                    found=f"rank 0 on {first[0]}: {first[1]}\nrank {rank} on {host}: {other}",
+                    found=f"{first[0]}: {first[1]}\n{who}: {other}",
                     remedy="give every node the same files and the same options",
                 )
 
@@ -369,7 +378,7 @@ class Comms:
 
     def _told(self, error: PacelineError) -> str:
         kind = type(error).__name__
-        return "\0".join((kind, error.message, error.found, error.remedy, self.world.host))
+        return "\0".join((kind, error.message, error.found, error.remedy, self.called))
 
 
 def _bytes(content: bytes) -> Tensor:
@@ -421,9 +430,8 @@ def _unpack(message: Tensor, parts: list[Tensor]) -> None:
 
 
 def _rebuilt(
-    rank: int, kind: str, message: str, found: str, remedy: str, host: str
+    rank: int, kind: str, message: str, found: str, remedy: str, where: str
 ) -> PacelineError:
-    where = f"rank {rank} on {host}"
     error: type[PacelineError] = getattr(errors, kind, JobError)
     rebuilt = error(message, found=f"{found}\n({where})" if found else where, remedy=remedy)
     rebuilt.origin_rank = rank

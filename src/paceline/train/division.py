@@ -58,6 +58,7 @@ class Division:
         self._wish: Wish = "even"
         self._controller: Controller | None = None
         self._hosts: tuple[str, ...] = ()
+        self._called: list[str] = []  # the ranks
         self._kept: Mapping[str, Any] = {}  # of a checkpoint, until the training begins
         self._global_batch, self._drop_slow = 0, False
         self._offers = 0  # looks in a row that saw something to win
@@ -93,8 +94,22 @@ class Division:
         if not isinstance(wish, str):
             by_host(wish, self._comms.texts(self._comms.world.host), global_batch)
 
-    def begin(self, wish: Wish, drop_slow: bool, global_batch: int, models: Models) -> None:
+    def begin(
+        self,
+        wish: Wish,
+        drop_slow: bool,
+        global_batch: int,
+        models: Models,
+        there: Mapping[str, float] | None = None,
+    ) -> None:
         """Takes the shares with which the training begins.
+
+        Args:
+            wish: As it was stated.
+            drop_slow: A rank without which steps would be faster gets nothing.
+            global_batch: Samples of a step.
+            models: Of the session.
+            there: Weights of the hosts that are there now, where ``wish`` has some for others.
 
         Raises:
             SettingError: The models cannot be trained so.
@@ -106,14 +121,15 @@ class Division:
         if wish != "even":
             _refuse(models, wish, drop_slow)
         if not self._hosts:
-            self._hosts = tuple(self._comms.texts(self._comms.world.host))
+            self._called = self._comms.texts(self._comms.called)
+            self._hosts = tuple(one.partition(" on ")[2] for one in self._called)
         least = min(
             _OF_STATISTICS if needs_two(models.module) else 1, max(1, global_batch // ranks)
         )
         resting = self._resting()
         shares: Shares | None = None
         if not isinstance(wish, str):
-            shares = by_host(wish, self._hosts, global_batch)
+            shares = by_host(there or wish, self._hosts, global_batch, least)
         elif wish == "auto" and self._kept:
             shares = resumed(self._kept, self._hosts, global_batch, least)
         elif wish == "auto" == former and self.shares is not None:
@@ -147,11 +163,12 @@ class Division:
         self._kept = self.state_dict()
         self.shares, self._controller, self._hosts = None, None, ()
         self._named.clear()
-        wish = self._wish
+        wish, there = self._wish, dict[str, float]()
         if not isinstance(wish, str):  # a host may be gone, and another one new
-            there = dict.fromkeys(self._comms.texts(self._comms.world.host))
-            wish = {host: wish.get(host, _mean(wish.values())) for host in there}
-        self.begin(wish, self._drop_slow, self._global_batch, models)
+            hosts = dict.fromkeys(self._comms.texts(self._comms.world.host))
+            # Of what was stated alone: who comes knows nothing else, and has to find the same.
+            there = {host: wish.get(host, _mean(wish.values())) for host in hosts}
+        self.begin(wish, self._drop_slow, self._global_batch, models, there or None)
 
     def fitted(self, found: Sequence[tuple[str, int]]) -> list[int]:
         """Limits of the ranks, from what fits now and what a checkpoint was trained with.
@@ -228,7 +245,7 @@ class Division:
     def _name(self, advice: Advice, dropped: bool) -> None:
         """A rank without which the job would be faster."""
         assert advice.useless is not None
-        who = f"rank {advice.useless} on {self._hosts[advice.useless]}"
+        who = self._called[advice.useless]
         with_it, without = advice.whole[1], advice.without + advice.moving
         what = (
             "it gets nothing to do (--drop-slow)"

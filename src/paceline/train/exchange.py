@@ -251,9 +251,13 @@ class Exchange:
         on_cpus = self._stream is None and not comms.mixed
         return on_cpus and little.pays(size, comms.world.size, group)
 
-    def stood(self, began: float, ended: float) -> None:
-        """The computing thread stood still for gradients."""
+    def stood(self, began: Any, ended: Any) -> None:
+        """The computing thread stood still for other ranks between these moments."""
         self._model.stood.append((began, ended))
+
+    def moment(self) -> Any:
+        """This moment, of the clock by which :meth:`stood` is told."""
+        return self._model.mark()
 
     def put_off(self, late: Late | None, order: Sequence[int] = ()) -> None:
         """Has updates come late from now on, or no longer; between two steps, on CPUs.

@@ -88,12 +88,12 @@ class Proof:
         rows = self._comms.rows(torch.stack(apart))
         self.apart = float(rows.max())
         if not self.apart <= _NEARLY:
-            hosts = self._comms.texts(self._comms.world.host)
+            ranks = self._comms.texts(self._comms.called)
             rank, tensor = divmod(int(rows.argmax()), len(names))
             raise JobError(
                 "the ranks no longer train the same model",
-                found=f"{names[tensor]} differs by {self.apart:.1g} of its size on rank"
-                f" {rank} on {hosts[rank]}, more than devices of different kinds round differently",
+                found=f"{names[tensor]} differs by {self.apart:.1g} of its size on"
+                f" {ranks[rank]}, more than devices of different kinds round differently",
                 remedy="look for a training loop that calls another module than session.prepare"
                 " returned, or parameters changed outside session.step",
             )
@@ -101,7 +101,7 @@ class Proof:
 
     def _compare(self, names: Sequence[str], by_rank: Tensor) -> None:
         if not bool((by_rank == by_rank[0]).all()):
-            compare(names, by_rank, self._comms.texts(self._comms.world.host))
+            compare(names, by_rank, self._comms.texts(self._comms.called))
 
     def align(self) -> None:
         """Gives every rank the buffers of rank 0."""
@@ -136,13 +136,13 @@ def _checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def compare(names: Sequence[str], by_rank: Tensor, hosts: Sequence[str]) -> None:
+def compare(names: Sequence[str], by_rank: Tensor, ranks: Sequence[str]) -> None:
     """Raises when a rank differs from the majority.
 
     Args:
         names: Name of each tensor.
         by_rank: Checksums, shape ``[ranks, tensors]``.
-        hosts: Host of each rank.
+        ranks: Each rank, as people know it.
 
     Raises:
         JobError: Names the first differing tensor and every rank that holds another value.
@@ -154,18 +154,16 @@ def compare(names: Sequence[str], by_rank: Tensor, hosts: Sequence[str]) -> None
     tensor = int(wrong.any(dim=0).nonzero()[0])
     raise JobError(
         "the ranks no longer train the same model",
-        found=f"first differing tensor: {names[tensor]}; {_who(wrong[:, tensor], hosts)}"
+        found=f"first differing tensor: {names[tensor]}; {_who(wrong[:, tensor], ranks)}"
         f" ({int(wrong.any(dim=0).sum())} of {len(names)} tensors differ somewhere)",
         remedy="look for a training loop that calls another module than session.prepare returned,"
         " parameters changed outside session.step, or faulty memory on that host",
     )
 
 
-def _who(wrong: Tensor, hosts: Sequence[str]) -> str:
-    """The minority by rank and host; without a majority everybody is named."""
-    minority = [int(rank) for rank in wrong.nonzero()]
-    if len(minority) * 2 >= len(hosts):
-        everyone = ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(hosts))
-        return f"no majority among {everyone}"
-    named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in minority)
-    return f"{named} differs from the majority"
+def _who(wrong: Tensor, ranks: Sequence[str]) -> str:
+    """The minority; without a majority everybody is named."""
+    minority = [ranks[int(rank)] for rank in wrong.nonzero()]
+    if len(minority) * 2 >= len(ranks):
+        return f"no majority among {', '.join(ranks)}"
+    return f"{', '.join(minority)} differs from the majority"

@@ -30,16 +30,16 @@ class Lookout:
         before = self.judge.named
         if not self.judge.take(look):
             return
-        hosts, now = self._member.comms.texts(self._member.world.host), self.judge.named
+        ranks, now = self._member.comms.texts(self._member.comms.called), self.judge.named
         slow = now or before
         assert slow is not None
-        host = hosts[slow.rank]
-        about: dict[str, Any] = {"straggler": slow.rank, "its_host": host}
+        who = ranks[slow.rank]
+        about = _place(who)
         if now is None:
-            text = f"rank {slow.rank} on {host} keeps up again"
+            text = f"{who} keeps up again"
             self._tell("straggler over", **about, text=text)
         else:
-            text, about["cause"] = now.said(host), now.cause
+            text, about["cause"] = now.said(who), now.cause
             seconds, part = round(now.seconds, 6), round(now.part, 4)
             self._tell("straggler", **about, seconds=seconds, part=part, text=text)
         self._member.say(text)
@@ -59,9 +59,9 @@ class Lookout:
             self.take(look)
         alone, slowest, slow = self._member.comms.alone, "", dict[str, Any]()
         if worst := self.judge.worst(steps):
-            host = self._member.comms.texts(self._member.world.host)[worst.rank]
-            slowest = f"slowest: {worst.summed(host)}"
-            slow = {"straggler": worst.rank, "its_host": host, "cause": worst.cause}
+            who = self._member.comms.texts(self._member.comms.called)[worst.rank]
+            slowest = f"slowest: {worst.summed(who)}"
+            slow = {**_place(who), "cause": worst.cause}
         shares, rate = pace.shares(), pace.rate
         said = None if alone else shares  # alone nobody waits for anybody
         self._member.say(summary(steps, rate.samples, rate.seconds, waited, said, slowest))
@@ -72,3 +72,9 @@ class Lookout:
     def _tell(self, name: str, **details: Any) -> None:
         if self._member.world.rank == 0:
             self._member.event(name, **details)
+
+
+def _place(who: str) -> dict[str, Any]:
+    """Number and host of a rank, from what it is called."""
+    number, _, host = who.removeprefix("rank ").partition(" on ")
+    return {"straggler": int(number), "its_host": host}

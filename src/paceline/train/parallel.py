@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.spec import jobenv
+from paceline.spec.errors import SettingError
 from paceline.train import compiler, waits
 from paceline.train.comms import Comms
 from paceline.train.late import as_they_are
@@ -239,6 +240,29 @@ def replicated(
     model.broadcast_buffers = not apart
     settle_buckets(model)
     return model
+
+
+def check_dense(module: nn.Module) -> None:
+    """Refuses models whose gradients have another form than buckets of real numbers.
+
+    Raises:
+        SettingError: Names the part.
+    """
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            raise SettingError(
+                "session.prepare: gradients of several ranks are averaged as dense tensors only",
+                found=f"{type(part).__name__}(sparse=True) in {name or 'the model'}",
+                remedy="make it with sparse=False; it then needs an optimizer for dense gradients",
+            )
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            raise SettingError(
+                "session.prepare: gradients of several ranks are averaged as real numbers only",
+                found=f"{name} is {str(parameter.dtype).removeprefix('torch.')}",
+                remedy="keep real and imaginary part as one real parameter, and take"
+                " torch.view_as_complex of it in the forward pass",
+            )
 
 
 def bucket_megabytes(module: nn.Module) -> float | None:

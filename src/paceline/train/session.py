@@ -162,7 +162,8 @@ class Session(Member):
             What to call in the training loop. Evaluate and save with ``module`` itself.
 
         Raises:
-            SettingError: There is no such way to communicate, or not for this model.
+            SettingError: There is no such way to communicate, or not for this model; its gradients
+                are sparse or complex.
         """
         self.phase("start")
         self._changes("prepare")
@@ -186,6 +187,7 @@ class Session(Member):
         self.models.add(name, updater)
         if not self.comms.alone:
             if not parallel.is_sharded(module):
+                parallel.check_dense(module)
                 replica = parallel.replicated(
                     module, self.device, self.comms, unused=unused, apart=bool(name)
                 )
@@ -622,7 +624,7 @@ class Session(Member):
     def recovers(self, recovery: Recovery, start: Recording | Replay) -> None:
         """Has this session go on without ranks that are lost."""
         self._sources = sources()
-        self._recovery, self._start = recovery, start
+        self._recovery, self._start, self.comms.slot = recovery, start, recovery.slot
         self.comms.mender, self.comms.joining = start, isinstance(start, Replay)
         recovery.step, recovery.say = lambda: self.progress.step, self.event
         recovery.hand_over = lambda *to: give_models(self.models, *to)
@@ -1093,6 +1095,8 @@ class Session(Member):
             self._follow()
         if self._keeper is not None:
             self._keeper.close(failed=not agreed)
+        if agreed and self._recovery is not None:
+            self.event("session closed")  # nobody can do in this rank's place what its script does
         self._journal.close(None if agreed else error)
         if agreed:
             self.models.close()

@@ -72,18 +72,18 @@ class Straggler:
     part: float
     detail: str = ""
 
-    def said(self, host: str) -> str:
-        """For people, with the name of its host."""
+    def said(self, who: str) -> str:
+        """For people, who know it by this name."""
         why = CAUSES[self.cause] + (f" ({self.detail})" if self.detail else "")
         return (
-            f"rank {self.rank} on {host} holds the others up by {self.seconds:.3f} s a step"
+            f"{who} holds the others up by {self.seconds:.3f} s a step"
             f" ({self.part:.0%} of it): {why}"
         )
 
-    def summed(self, host: str) -> str:
+    def summed(self, who: str) -> str:
         """For people, at the end of a training."""
         return (
-            f"rank {self.rank} on {host}, for which the others waited {self.seconds:.3f} s a step"
+            f"{who}, for which the others waited {self.seconds:.3f} s a step"
             f" ({self.part:.0%} of it): {CAUSES[self.cause]}"
         )
 
@@ -120,7 +120,8 @@ class Judge:
             cost[0], cost[1] = cost[0] + found.seconds * steps, cost[1] + found.part * steps
         self.named = found
         if found is None or before is None:
-            return found is not before
+            gone = before is not None and before.rank not in _at_work(self._looks)
+            return found is not before and not gone  # who was dropped does not keep up again
         return (found.rank, found.cause) != (before.rank, before.cause)
 
     def _steps(self) -> int:
@@ -178,7 +179,8 @@ def judged(looks: Sequence[Look], before: Straggler | None = None) -> Straggler 
     seconds = torch.cat([look.seconds for look in looks], dim=1)
     a_step = float(seconds.sum(dim=2).mean(dim=0).median())
     least = max(WORTH * a_step, LEAST)
-    slow = _slow_rank(seconds, a_step, least, before)
+    at_work = _at_work(looks)
+    slow = _slow_rank(seconds[at_work], a_step, least, _among(before, at_work))
     moves = seconds[0, :, _AT["moving"]]  # the same of every rank
     moving = float(moves.mean())
     if slow is None and moving < OVER * least:  # what nearly always is the case ends here
@@ -186,8 +188,9 @@ def judged(looks: Sequence[Look], before: Straggler | None = None) -> Straggler 
     facts = facts_of(looks)
     steps = sum(look.samples.shape[1] * look.every for look in looks)
     if slow is not None:
-        rank, excess = slow.rank, slow.excess
-        cause, detail = _cause(slow, looks, facts, steps)
+        rank, excess = at_work[slow.rank], slow.excess
+        theirs = None if facts is None else facts[at_work]
+        cause, detail = _cause(slow, [_of(look, at_work) for look in looks], theirs, steps)
         # What stops a process stops it for many steps at once, and data come so, too. Without such
         # a cause a rank is only slow when it is so nearly always.
         if not (slow.lasting if cause in IN_BURSTS else slow.steady):
@@ -199,7 +202,30 @@ def judged(looks: Sequence[Look], before: Straggler | None = None) -> Straggler 
             return None
         rank, excess, detail = link
         cause = "link"
-    return Straggler(rank, cause, excess, excess / max(a_step, 1e-9), detail)
+    whole = float(seconds.sum(dim=2).mean())  # what comes in bursts is no part of most steps
+    return Straggler(rank, cause, excess, excess / max(a_step, whole, 1e-9), detail)
+
+
+def _at_work(looks: Sequence[Look]) -> list[int]:
+    """The ranks that have samples: beside one that was dropped all others would be slow."""
+    return [rank for rank, some in enumerate(looks[-1].samples.sum(dim=1).tolist()) if some]
+
+
+def _among(before: Straggler | None, ranks: Sequence[int]) -> Straggler | None:
+    """Who held the others up, as one of these ranks."""
+    if before is None or before.rank not in ranks:
+        return None
+    return replace(before, rank=ranks.index(before.rank))
+
+
+def _of(look: Look, ranks: list[int]) -> Look:
+    """What a look says of these ranks."""
+    return replace(
+        look,
+        seconds=look.seconds[ranks],
+        samples=look.samples[ranks],
+        elements=None if look.elements is None else look.elements[ranks],
+    )
 
 
 def facts_of(looks: Sequence[Look]) -> Tensor | None:
@@ -223,6 +249,8 @@ def _slow_rank(
     seconds: Tensor, a_step: float, least: float, before: Straggler | None
 ) -> _Slow | None:
     """The rank that needs more time for its own part."""
+    if len(seconds) < 2:
+        return None
     # Data and quotas come in bursts: means, but no single step outweighs all others.
     own = seconds[:, :, : _AT["computing"] + 1].clamp(max=BURST * a_step)
     mean = own.mean(dim=1)

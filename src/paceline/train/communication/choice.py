@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from paceline.spec import communication
 from paceline.spec.figures import lasting
 from paceline.train.comms import Comms
-from paceline.train.communication import METHODS
+from paceline.train.communication import METHODS, coded
 from paceline.train.communication.auto import Auto
 from paceline.train.communication.local import Local
 from paceline.train.communication.powersgd import PowerSgd
@@ -152,11 +152,13 @@ class Communication:
         method = self._exchange.method
         if not isinstance(method, Local):
             return
+        began = self._exchange.moment()
         if method.parting:
             # Who is still in the last exchange takes its model from a rank that is not yet alone.
             self._comms.meet(lambda: None)
         if method.due:
             self.together()
+        self._exchange.stood(began, self._exchange.moment())
 
     def together(self, *, moments: bool = False) -> None:
         """Sees to it that all ranks have the same model; a collective where they have not.
@@ -211,6 +213,10 @@ class Communication:
     def _advice(self, moving: float, whole: float) -> str:
         """What other ways would give, where communication costs so much of a step."""
         ranks, count = self._comms.world.size, self._exchange.elements
+        so_much = f"communication takes {moving / whole:.0%} of a step of {lasting(whole)}"
+        if count < coded.LEAST:  # it would be sent as it is
+            why = "its messages are short, and fewer bytes would not help"
+            return f"{so_much}: {why}; a larger batch has fewer of them"
         line = Line(None, self._comms.world.rank, ranks)
         sent = {
             way: METHODS[way](line).sent(count, ranks) for way in ("exact", "fp16", "int8", "int4")
@@ -221,8 +227,7 @@ class Communication:
             if way != "exact"
         )
         return (
-            f"communication takes {moving / whole:.0%} of a step of {lasting(whole)};"
-            f" --communication would make it about: {others}"
+            f"{so_much}; --communication would make it about: {others}"
             " (auto measures and chooses; in a script session.prepare(…, communication='auto'))"
         )
 

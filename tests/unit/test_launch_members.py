@@ -151,6 +151,21 @@ def test_after_the_training_nobody_does_a_ranks_work_in_its_place(how: str) -> N
     assert not job.members.finished
 
 
+def test_the_others_stood_still_only_since_they_last_went_on() -> None:
+    """Nobody hears a host, and its ranks train with the others until it is given up."""
+    job = Job()
+    heard = job.now
+    job.decide(6.0)
+    job.members.stepped(40, job.now)
+    lost = Failure("lost", "n2", None, heard, headline="no word")
+    job.members.node_lost("n2", lost, job.now + 0.1)
+    job.decide(0.2)
+    job.now += 0.3
+    job.settle()
+    told = next(one for one in job.decide() if isinstance(one, Recovered))
+    assert told.seconds == pytest.approx(0.5)
+
+
 def test_who_has_closed_its_session_is_in_no_new_group() -> None:
     job = Job()
     job.members.session_closed(0)

@@ -103,3 +103,17 @@ def test_torn_lines_are_no_records(tmp_path: Path) -> None:
     lines = ['{"split": "train", "step": 3}', '{"split": "tr', "7", '{"step": null}', '{"a": 1}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert last_steps(tmp_path / "metrics.jsonl") == {"train": 3}
+
+
+def test_what_a_former_first_rank_said_arrives_after_the_next_one_has_said_it(
+    directory: RunDirectory,
+) -> None:
+    """Its host could not be heard, and was; what the next one did not know is kept all the same."""
+    log = MetricsLog(directory)
+    log.begin(resumed=False)
+    trained(log, 1, 2, 3)
+    log.take(Event("begin", "n2", 1, fields={"resumed": True}))
+    for step in (2, 3, 5, 6, 6, 7):  # of one step there may be several
+        log.take(Event("metrics", "n2", 1, fields={"split": "train", "step": step}))
+    trained(log, 4, 5, 6)
+    assert kept(directory) == [1, 2, 3, 5, 6, 6, 7, 4]

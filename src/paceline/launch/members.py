@@ -260,6 +260,7 @@ class Members:
         self._store_lost = False
         self._step = -1  # the latest that was told
         self._sign_at: float | None = None  # when a rank has said last that it goes on
+        self._went_on_at: float | None = None  # the last such sign before a group was torn
         self._torn_at: float | None = None  # since when a member of the generation is gone
         self._losses: list[Failure] = []  # since the last generation that was settled
         self._gone: dict[int, str] = {}  # and on which host
@@ -638,6 +639,7 @@ class Members:
                 self._news.append(Joined(joined, now - since))
         elif self._gone:
             since = min((failure.time for failure in self._losses), default=now)
+            since = max(since, self._went_on_at or since)  # nobody heard it, and they did
             others = len(self._generation.members)
             gone = dict(sorted(self._gone.items()))
             seconds = max(0.0, now - since)
@@ -782,6 +784,8 @@ class Members:
         if host:
             self._store_host, self._store_lost = host, False
         number = self._generation.number + 1
+        if not self._generation.unsettled:  # the former one had trained
+            self._went_on_at = self._sign_at
         self._generation = _Generation(number, members, now, planned, set(members), set(members))
         self._torn_at = None
         for slot in members:

@@ -137,7 +137,7 @@ class Recorder:
         elif event.kind == "metrics":
             if event["split"] != "pace":  # how it went, not what came out
                 self.metrics |= event.fields
-            if self._steps.new(event.fields):
+            if self._steps.new(event.fields, (event.host, event.rank)):
                 self.board.record(event.fields)
                 now = {} if "time" in event.fields else {"time": round(time.time(), 3)}
                 self._directory.append_line(names.METRICS, {**event.fields, **now})

@@ -12,6 +12,9 @@ MOST_BYTES = 1 << 20
 """Of a line; a longer one is no record."""
 
 
+_MOST_TOLD = 4096  # steps of splits of which it is known who told them
+
+
 class Steps:
     """Which steps of each split are recorded: a training that resumes repeats some. Pure, but for
     the file that :meth:`resume` reads.
@@ -20,6 +23,7 @@ class Steps:
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}  # the last step of each split
         self._known: dict[str, int] = {}  # the same, before the present attempt
+        self._told: dict[tuple[str, int], object] = {}  # by whom, of the latest steps
 
     @property
     def none(self) -> bool:
@@ -29,18 +33,29 @@ class Steps:
     def next_attempt(self) -> None:
         """Whatever comes again from now on is known."""
         self._known = dict(self._seen)
+        self._told.clear()
 
     def resume(self, path: Path) -> None:
         """What an earlier run has left in a file is known, too."""
         self._known = _later(self._known, last_steps(path))
 
-    def new(self, record: Mapping[str, Any]) -> bool:
-        """Whether a record is to be kept: of the same step and split there may be several."""
+    def new(self, record: Mapping[str, Any], speaker: object = None) -> bool:
+        """Whether a record is to be kept.
+
+        Args:
+            record: Of the same step and split there may be several, by one speaker.
+            speaker: Who tells it. What the next one has said again comes late from the former, too,
+                where its host could not be heard for a while.
+        """
         split, step = str(record.get("split", "")), record.get("step")
         if not isinstance(step, int):
             return True
         if step <= self._known.get(split, -1):
             return False
+        if self._told.setdefault((split, step), speaker) != speaker:
+            return False
+        if len(self._told) > _MOST_TOLD:
+            del self._told[next(iter(self._told))]
         self._seen = _later(self._seen, {split: step})
         return True
 

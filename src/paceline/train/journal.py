@@ -16,8 +16,9 @@ from paceline.train.metrics import Means, Meter
 from paceline.train.report import Reporter, figures
 from paceline.train.trackers import TRACKERS, About, Guard, Record, numbers
 
-_RECENT = 16
-"""Records that the next first rank says again: more than are made between two events."""
+_RECENT = 512
+"""Records that the next first rank says again: those of some seconds in which the launcher could
+not hear the host of the former, while the ranks heard each other and trained on."""
 
 
 class Journal:

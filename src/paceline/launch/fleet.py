@@ -228,6 +228,7 @@ class Fleet:
         self.spares: list[Node] = []
         self.gone: list[Node] = []
         self.lease_s = lease_s
+        self.trying = asyncio.Lock()  # held while nodes try each other's addresses
         self.watchful = False  # the ranks can go on without a node: its silence counts sooner
         self._absence: Absence | None = None  # the longest of our own
         self._ticked = (time.monotonic(), _awake_or_not())

@@ -216,6 +216,12 @@ async def get_to_know(node: Node, fleet: Fleet, request: Request, supplies: Supp
     Raises:
         PacelineError: It cannot train together with them.
     """
+    async with fleet.trying:  # else one would end the listeners that another one's tries are for
+        await _try_with_others(node, fleet, request, supplies)
+
+
+async def _try_with_others(node: Node, fleet: Fleet, request: Request,
+                           supplies: Supplies) -> None:  # fmt: skip
     others = [one for one in fleet.everyone if one is not node and one.found and not one.lost]
     every = [*others, node]
     hosts, facts = [one.host for one in every], {one.name: one.facts for one in every}

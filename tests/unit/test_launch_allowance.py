@@ -98,3 +98,13 @@ def test_starts_that_come_to_no_step() -> None:
 def test_spans() -> None:
     assert [span(s) for s in (3600, 7200, 600, 90, 0.5, 86400)] == [
         "1 hour", "2 hours", "10 minutes", "90 s", "0.5 s", "1 day"]  # fmt: skip
+
+
+def test_a_crash_that_repeats_is_the_program_s_own() -> None:
+    crash = Failure("signal", "n1", 0, signal=11, headline="crashed (SIGSEGV)")
+    allowance = Allowance(5, 3600)
+    assert allowance.after(crash, 0.0, step=7).again
+    assert allowance.after(crash, 1.0, step=8).again
+    assert "same step (8)" in allowance.after(crash, 2.0, step=8).why
+    other = Failure("signal", "n1", 0, signal=7, headline="crashed (SIGBUS)")
+    assert Allowance(5, 3600).after(other, 0.0, ran_s=3).again

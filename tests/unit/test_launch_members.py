@@ -717,6 +717,29 @@ def test_signals_without_a_step_in_between_are_the_program_s_own() -> None:
     assert [type(one) for one in job.decide()] == [End, Fail]
 
 
+def test_a_sample_at_which_each_rank_crashes_is_the_program_s_own() -> None:
+    """Not two that crash at once, nor one that somebody kills."""
+    job = Job({0: "n1", 1: "n2", 2: "n3", 3: "n4"})
+    job.members.stepped(5)
+
+    def crash(slot: int) -> None:
+        failure = replace(job.failure(slot, "signal", "crashed (SIGSEGV)"), signal=11)
+        job.members.rank_lost(slot, failure, job.now)
+
+    crash(0)
+    crash(1)
+    assert [type(one) for one in job.decide()] == [Regroup, Start, Start]
+    job.settle(step=5)
+    job.kill(2)
+    job.decide()
+    job.settle(step=5)
+    crash(3)
+    told = job.decide()
+    assert [type(one) for one in told][-2:] == [End, Fail]
+    assert [one.host for one in told[-1].failures] == ["n2"]  # type: ignore[union-attr]
+    assert "same step (5), on the same data" in told[-1].why  # type: ignore[union-attr]
+
+
 def test_any_number_of_signals_with_steps_in_between() -> None:
     job = Job()
     for step in range(50):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -238,6 +239,19 @@ def test_with_another_part_of_the_training_nobody_can_join(able: train.Session) 
             prepared(able)
     (told,) = said(able, "door closed")
     assert "session.average" in str(told["why"])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"limit": "n2=3"}, {"limit": {"n2": 2.5}}, {"limit": -3}, {"balance": None},
+     {"balance": {"n1": "3"}}, {"balance": {"n1": 1e308}}, {"balance": {3: 1.0}}],
+)  # fmt: skip
+def test_shares_and_limits_that_cannot_be_are_refused(
+    session: train.Session, how: dict[str, Any]
+) -> None:
+    data = TensorDataset(torch.zeros(8, 1))
+    with pytest.raises(SettingError, match="cannot be understood"):
+        session.loader(data, 4, **how)
 
 
 def test_two_loaders_at_once_are_not_recovered_from(able: train.Session) -> None:

@@ -9,6 +9,7 @@ again is left out.
 from __future__ import annotations
 
 import re
+import signal
 from collections import deque
 from dataclasses import dataclass
 
@@ -19,6 +20,9 @@ LOSSES = 3  # of one host within the window, after which it is left out
 STARTS = 3  # that come to no step, after which a loss ends the job
 AS_LONG = 1.25  # a second failure after at most so many times the first one's time came no further
 AS_LONG_S = 2.0  # and a little more, for a start is never as long as another
+
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""Signals by which the kernel ends a program for what it did itself."""
 
 _PLACE = re.compile(r'^\s{0,40}File "([^"\n]{1,4096})", line (\d{1,9})', re.MULTILINE)
 
@@ -126,9 +130,12 @@ def _forget(times: deque[float], now: float, window_s: float) -> None:
 def signature(failure: Failure) -> tuple[str, ...]:
     """What is the same when a program fails in the same way again; empty for what chance does.
 
-    Its exception, its words and its line. A signal, a lost node, or a wait for somebody who has
-    gone say nothing of the program.
+    Its exception, its words and its line; or the signal, where the program's own instructions have
+    brought it about. Other signals, a lost node, or a wait for somebody who has gone say nothing
+    of the program.
     """
+    if failure.kind == "signal" and failure.signal in CRASHES:
+        return failure.headline, ""
     if failure.kind != "exception" or failure.echo:
         return ()
     places = _PLACE.findall(failure.traceback)

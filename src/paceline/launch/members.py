@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from paceline.launch.allowance import Verdict
+from paceline.launch.allowance import Verdict, signature
 from paceline.spec.failure import UNLIKE, Failure
 
 ANSWER_S = 3.0  # how long a rank that was interrupted waits until somebody is known to be lost
@@ -124,9 +124,15 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The attempt has failed."""
+    """The attempt has failed.
+
+    Attributes:
+        failures: Of its ranks.
+        why: Why there is no use in another one; empty where nobody knows.
+    """
 
     failures: tuple[Failure, ...]
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +276,7 @@ class Members:
         self._silent: dict[frozenset[str], int] = {}  # hosts of a line, and the step of an error
         self._silent_since: float | None = None  # the last sign before the first of them
         self._sent_away: Counter[str] = Counter()
+        self._crash: tuple[Failure, int, int] | None = None  # the last, its step and generation
         self._gave_up: Failure | None = None
         self._all_hang_since: float | None = None
         self._stopping = False  # the ranks were asked to save and stop
@@ -623,11 +630,24 @@ class Members:
         one.strikes = (self._step, count + 1 if step == self._step else 1)
         if one.strikes[1] >= MOST_STRIKES:
             self._fail(failure)
+        elif (first := self._crashed_before(failure)) is not None:
+            self._fail(first, why=f"ranks crash at the same step ({self._step}), on the same data:"
+                       " it is the program's own")  # fmt: skip
         else:
             self._drop(one, failure, now)
 
-    def _fail(self, *failures: Failure) -> None:
-        self._news += [End("the job has failed"), Fail(failures)]
+    def _crashed_before(self, failure: Failure) -> Failure | None:
+        """The crash of another rank at this step, after which the others have done it again."""
+        if not signature(failure):
+            return None
+        before, group = self._crash, self._generation.number
+        self._crash = failure, self._step, group
+        if before is None or (before[1], signature(before[0])) != (self._step, signature(failure)):
+            return None
+        return before[0] if before[2] != group else None
+
+    def _fail(self, *failures: Failure, why: str = "") -> None:
+        self._news += [End("the job has failed"), Fail(failures, why)]
         self._over = True
 
     def _settle(self, now: float) -> None:

@@ -337,6 +337,7 @@ class Recoveries:
             self._say(left_out(action, again=self._rejoin is not None))
             self._begin(self._send_away(action.host))
         elif isinstance(action, Fail):
+            self.refused = action.why or self.refused
             for failure in action.failures:
                 self._fail(failure)
         elif isinstance(action, Stop):

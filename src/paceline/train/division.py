@@ -6,6 +6,7 @@ kept in checkpoints and resumed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ Wish = Literal["auto", "even"] | Mapping[str, float]
 
 LOOKS = 8
 """Most steps between two looks where shares follow the speeds."""
+_MOST_WEIGHT = 1e100  # of a host: sums of larger ones may be no numbers any more
 _OF_STATISTICS = 4  # samples from which batch normalisation makes its statistics, at least
 
 
@@ -78,7 +80,7 @@ class Division:
         Raises:
             SettingError: Says what.
         """
-        if isinstance(wish, str) and wish not in ("auto", "even"):
+        if wish not in ("auto", "even") if isinstance(wish, str) else not _are_weights(wish):
             raise SettingError(
                 f"balance={wish!r} cannot be understood",
                 remedy='balance="auto", "even", or a weight for each host: {"n1": 3, "n2": 1}',
@@ -288,6 +290,14 @@ def _typed(wish: Wish) -> str:
     if isinstance(wish, str):
         return wish
     return ",".join(f"{host}={weight:g}" for host, weight in wish.items())
+
+
+def _are_weights(wish: object) -> bool:
+    """Whether these are numbers by host, whatever their values."""
+    if not isinstance(wish, Mapping) or not all(isinstance(host, str) for host in wish):
+        return False
+    numbers = [one for one in wish.values() if isinstance(one, (int, float))]
+    return len(numbers) == len(wish) and not any(_MOST_WEIGHT < n < math.inf for n in numbers)
 
 
 def _steps_alone(models: Models) -> bool:

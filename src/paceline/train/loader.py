@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,21 @@ class Progress:
     @property
     def finished(self) -> bool:
         return 0 < self.steps <= self.step
+
+
+def check_limit(limit: object) -> None:
+    """Refuses what is no number of samples, nor such numbers by host.
+
+    Raises:
+        SettingError: It is neither.
+    """
+    every = [*limit.values()] if isinstance(limit, Mapping) else [limit]
+    negative = isinstance(limit, Integral) and limit < 0
+    if negative or not all(isinstance(one, Integral) for one in every):
+        raise SettingError(
+            f"limit={limit!r} cannot be understood",
+            remedy='give samples that a rank computes at once, or 0, or some by host: {"n2": 8}',
+        )
 
 
 class Loader:

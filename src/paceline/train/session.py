@@ -38,7 +38,7 @@ from paceline.train.data import Collate, Data, Fetch, allowed, loader_workers, o
 from paceline.train.division import LOOKS, Division, Wish, needs_two
 from paceline.train.exchange import Exchange
 from paceline.train.insync import Proof
-from paceline.train.loader import Batch, Loader, Shard
+from paceline.train.loader import Batch, Loader, Shard, check_limit
 from paceline.train.lookout import Lookout
 from paceline.train.member import Member
 from paceline.train.metrics import Best
@@ -312,6 +312,7 @@ class Session(Member):
             self.agree("the order of the samples", digest)
         elif lengths is not None:
             visited = by_length(visited, lengths, global_batch)
+        check_limit(limit)
         if self._probe is not None:  # hosts are tried alone, too
             balance, drop_slow = self._probe.shared_by(balance), False
         self._division.check(balance, drop_slow, global_batch)

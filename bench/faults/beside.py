@@ -4,9 +4,10 @@
 FOLDER]``: three lab hosts of one rank each, steps of 50 ms (``steady.py``, ``peers.py``). Gap: how
 long no surviving process finished a new step. torchrun: ``--nnodes 2:3 --max-restarts 3``, c10d
 rendezvous on the first host, collectives time out after 20 s; ``-own-store`` is the same with the
-variable that gives every round a store of its own. torchft: a lighthouse on the first
-host; FOLDER is where it was installed (``pip install --target FOLDER torchft``); nobody starts a
-killed replica again, as its own launcher would. The fault strikes the second host.
+variable that gives every round a store of its own. torchft: a lighthouse on the first host; FOLDER
+is where it was installed (``pip install --no-deps --target FOLDER torchft-nightly``; not under
+/tmp, of which each lab host has its own); nobody starts a killed replica again, as its own launcher
+would. The fault strikes the second host.
 """
 
 from __future__ import annotations

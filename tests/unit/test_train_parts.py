@@ -6,7 +6,11 @@ import errno
 import json
 import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -338,15 +342,36 @@ def test_first_node(nodes: str, first: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "makers"),
+    ("storages", "leads", "makers"),
     [
-        ([[1, 0, 1, 0], [0] * 4, [1, 0, 1, 0], [0] * 4], {0}),  # a shared disk, two ranks a node
-        ([[1, 0, 0, 0], [0] * 4, [0, 0, 1, 0], [0] * 4], {0, 2}),  # private disks
-        ([[1, 1, 0], [1, 1, 0], [0, 0, 1]], {0, 2}),  # two nodes share, one does not
+        ("aaaa", [True, False, True, False], [0]),  # a shared disk, two ranks a node
+        ("aabb", [True, False, True, False], [0, 2]),  # private disks
+        ("aab", [True, True, True], [0, 2]),  # two nodes share, one does not
     ],
 )
-def test_one_maker_for_each_storage(seen: list[list[int]], makers: set[int]) -> None:
-    assert disks.lowest(seen) == makers
+def test_one_maker_for_each_storage(
+    tmp_path: Path, storages: str, leads: list[bool], makers: list[int]
+) -> None:
+    size = len(storages)
+    said, met = [""] * size, threading.Barrier(size, timeout=20)
+
+    def body(rank: int) -> bool:
+        def texts(mine: str) -> list[str]:
+            said[rank] = mine
+            met.wait()
+            heard = [*said]
+            met.wait()
+            return heard
+
+        place = world.World(rank, size, local_rank=int(not leads[rank]))
+        comms = cast(Comms, SimpleNamespace(world=place, texts=texts))
+        _, mine, chosen = disks._makers(comms, tmp_path / storages[rank])
+        return mine in chosen
+
+    with ThreadPoolExecutor(size) as pool:
+        found = [*pool.map(body, range(size))]
+    assert [rank for rank, makes in enumerate(found) if makes] == makers
+    assert not [*tmp_path.glob("*/*")]
 
 
 def test_progress_bar_draws(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,7 @@ class NodeJob:
         self._looked_at = 0.0
         self._frozen_at: Dict[int, float] = {}  # since when the server and the store stand still
         self._given_up = False  # it was killed for that
+        self._mended = False  # a rank here has said that its loss is made good
         self._kills_before: Optional[int] = None
         self._base: Optional[Dict[str, str]] = None  # what the job's scripts made of ours
         self._activated: Set[str] = set()  # what they have set
@@ -249,7 +250,7 @@ class NodeJob:
         if self._channel is None:
             raise RuntimeError("the fork server is gone")
         procs.make_room_for_descriptors(forkserver.PIPES * len(request["ranks"]))
-        self.ranks = []
+        self.ranks, self._mended = [], False
         self._unstarted.clear()
         self._stopping, self._kill_at = None, None
         if store_listener is not None:
@@ -277,6 +278,7 @@ class NodeJob:
                 self._finish(rank)
         procs.make_room_for_descriptors(forkserver.PIPES * len(wanted))
         self.ranks = [rank for rank in self.ranks if rank.rank not in wanted]
+        self._mended = True
         self._begin(request)
 
     def _begin(self, request: Message) -> None:
@@ -627,9 +629,9 @@ class NodeJob:
             self._tell_frozen(rank, now)
         if self._server is not None and self._stands_still(self._server.pid, now):
             self._give_up_server()
+        self._mended = self._mended or any(rank.replaced for rank in self.ranks)
         # Whoever calls it waits without end; of one that has ended the others make another.
-        replaced = any(rank.replaced for rank in self.ranks)
-        if replaced and self._store is not None and self._stands_still(self._store.pid, now):
+        if self._mended and self._store is not None and self._stands_still(self._store.pid, now):
             procs.send(self._store, signal.SIGKILL)
 
     def _stands_still(self, pid: int, now: float) -> bool:

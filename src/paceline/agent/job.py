@@ -709,7 +709,8 @@ class NodeJob:
         self.end_store()
         self.kill()
         ready = None not in (self._server, self._channel, self._wanted, self._imported)
-        if not ready or self._received or self._frozen_at:
+        frozen = self._server is not None and self._server.pid in self._frozen_at
+        if not ready or self._received or frozen:
             before, self._kept = self._kept, None
             self.close()
             return before

@@ -211,7 +211,7 @@ class _Slot:
     strikes: tuple[int, int] = (-1, 0)  # step, and how many signals ended it there
     last: Failure | None = None
     saved: bool = False  # as it was asked to, and is about to end
-    closed: bool = False  # its training is over, and its script goes on by itself
+    session_closed: bool = False  # its training is over, and its script goes on by itself
 
 
 @dataclass(slots=True)
@@ -333,11 +333,11 @@ class Members:
 
     def said_able(self, slot: int, able: bool) -> None:
         """A rank has said whether its training goes on without ranks that are lost."""
-        self._slots[slot].able, self._slots[slot].closed = able, False
+        self._slots[slot].able, self._slots[slot].session_closed = able, False
 
     def session_closed(self, slot: int) -> None:
         """A rank's training is over: nobody can do in its place what its script does now."""
-        self._slots[slot].closed = True
+        self._slots[slot].session_closed = True
 
     def stepped(self, step: int | None, now: float | None = None) -> None:
         """A rank has told its step; ``now``: as a sign that it goes on."""
@@ -455,7 +455,7 @@ class Members:
             one.kill_at = now + LEAVING_S
         if one.standing != "in":
             self._drop(one, failure, now)
-        elif one.closed and failure.kind == "signal":
+        elif one.session_closed and failure.kind == "signal":
             self._fail(failure)
         elif failure.kind == "signal" or WORKER_KILLED.search(failure.headline):
             self._ended_by_signal(one, failure, now)
@@ -615,7 +615,7 @@ class Members:
     def _lose_host(self, host: str, failure: Failure, now: float) -> None:
         self.store_ended(host)
         here = [one for one in self._slots.values() if one.host == host]
-        if any(one.closed and one.standing == "in" for one in here) and not self._over:
+        if any(one.session_closed and one.standing == "in" for one in here) and not self._over:
             self._fail(failure)
         for one in here:
             if one.standing in ("in", "joining", "ready", "starting"):
@@ -709,7 +709,7 @@ class Members:
     def _release(self, held: Sequence[_Held], now: float) -> None:
         self._held = [one for one in self._held if one not in held]
         for one in held:
-            if self._slots[one.slot].closed and not (self._stopping or self._over):
+            if self._slots[one.slot].session_closed and not (self._stopping or self._over):
                 self._fail(one.failure)
             else:
                 self._drop(self._slots[one.slot], one.failure, now)
@@ -743,7 +743,9 @@ class Members:
         for one in self._slots.values():
             late = one.kill_at is not None and now >= one.kill_at
             over = bool(moving) or ((waited or given_up) and bool(one.hung))
-            frozen = one.frozen and over and not (one.killed or one.closed) and self.recovers
+            frozen = (
+                one.frozen and over and not (one.killed or one.session_closed) and self.recovers
+            )
             if one.killed and one.killed_at is None:
                 one.killed_at = now
             lives_on = one.killed_at is not None and now >= one.killed_at + KILL_AGAIN_S
@@ -786,7 +788,7 @@ class Members:
     @property
     def _survivors(self) -> tuple[int, ...]:
         every = [self._slots[slot] for slot in self._generation.members]
-        return tuple(one.number for one in every if one.standing == "in" and not one.closed)
+        return tuple(one.number for one in every if one.standing == "in" and not one.session_closed)
 
     def _wait(self, now: float, there: Sequence[str]) -> None:
         if self._waiting_since is None:
@@ -930,7 +932,7 @@ class Members:
 
     def _start(self, now: float) -> None:
         """Newcomers for what is lost, where their host can start them."""
-        ended = self._standing("done") or any(one.closed for one in self._standing("in"))
+        ended = self._standing("done") or any(one.session_closed for one in self._standing("in"))
         ends = self._over or self._stopping or self._gave_up or ended
         if ends or self._torn_at is not None:
             return

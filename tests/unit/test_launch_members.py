@@ -194,6 +194,7 @@ def test_a_host_that_was_late_gets_further_ranks() -> None:
     job.settle()
     assert job.decide() == [Joined((2,), pytest.approx(TOGETHER_S))]
     job.places[2] = "n3"
+    job.members.stepped(1)
     job.kill(2)
     assert job.decide() == [Regroup(2, (0, 1), False), Start("n3", (2,))]
 
@@ -350,6 +351,64 @@ def test_a_newcomer_that_dies_is_tried_again_and_then_left_out() -> None:
     job.lose("n2")
     job.members.server_up("n2")
     assert Start("n2", (1,)) in job.decide()  # what stood in its way may be over
+
+
+def test_a_newcomer_that_joins_and_makes_no_step_is_left_out_as_one_that_does_not_join() -> None:
+    """It hangs between the door and its first batch: the others train on without it meanwhile."""
+    job = Job()
+    job.members.stepped(5)
+    job.start_again(1)
+    for step, wait_s in enumerate([*RETRIES_S[1:], 60.0], 10):
+        job.members.stepped(step)
+        job.join(1)
+        job.members.hung(1, "hung for longer than 30 s: stands still")
+        assert job.decide() == [Kill("n2", (1,))]
+        job.kill(1)
+        (group,) = job.decide()
+        assert isinstance(group, Regroup)
+        job.settle(step=step)
+        job.members.stepped(step + 1)  # they go on without it
+        recovered, *last = [*job.decide(), *job.decide(wait_s)]
+        assert isinstance(recovered, Recovered)
+    (left_out,) = last
+    assert isinstance(left_out, LeftOut)
+    assert left_out.why is not None
+    assert left_out.why.headline.startswith("hung")
+
+
+@pytest.mark.parametrize("told", ["by itself", "by those who are left"])
+def test_a_newcomer_that_has_made_a_step_begins_with_all_its_tries(told: str) -> None:
+    job = Job()
+    job.start_again(1)
+    for step in range(20):
+        job.members.stepped(2 * step)
+        job.join(1)
+        if told == "by itself":
+            job.members.stepped(2 * step + 1)
+        job.kill(1)
+        job.decide()
+        job.settle(step=2 * step + 1)
+        assert Start("n2", (1,)) in job.decide() or told == "by itself"
+
+
+def test_a_newcomer_that_does_not_come_as_far_as_joining_is_ended_with_the_reason() -> None:
+    job = Job()
+    job.start_again(1)
+    assert job.members.starting() == [(1, "n2", job.now)]
+    assert job.members.outside == {1}
+    for wait_s in RETRIES_S[1:]:
+        job.members.hung(1, "hung before it joined: it sleeps")
+        assert job.decide() == [Kill("n2", (1,))]
+        assert job.members.starting() == []
+        job.kill(1)
+        assert Start("n2", (1,)) in [*job.decide(), *job.decide(wait_s)]
+    job.members.hung(1, "hung before it joined: it sleeps")
+    job.decide()
+    job.kill(1)
+    (left_out,) = job.decide()
+    assert isinstance(left_out, LeftOut)
+    assert left_out.why is not None
+    assert left_out.why.headline == "hung before it joined: it sleeps"
 
 
 def test_a_newcomer_s_end_is_told_of_until_it_has_joined() -> None:
@@ -709,9 +768,10 @@ def test_signals_without_a_step_in_between_are_the_program_s_own() -> None:
     job.members.stepped(5)
     for _ in range(MOST_STRIKES - 1):
         job.kill(1)
-        assert [type(one) for one in job.decide()] == [Regroup, Start]
+        job.decide()
         job.settle(step=5)
         job.decide()
+        job.decide(max(RETRIES_S))
         job.join(1)
     job.kill(1)
     assert [type(one) for one in job.decide()] == [End, Fail]

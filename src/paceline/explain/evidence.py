@@ -117,7 +117,7 @@ class Evidence:
         """What was lost and what came back while the others went on, in the screen's words."""
         told = []
         for event in self.events:
-            if event.kind == "recovery":
+            if event.kind in ("recovery", "newcomer late"):
                 told.append(str(event["text"] or ""))
             elif event.kind == "newcomer lost":
                 told.append(f"{event.where} was lost before it had joined: {event['why']}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.launch import decide, lines, outcome
 from paceline.launch.allowance import Allowance, Verdict
+from paceline.launch.arrivals import ArrivalWatch
 from paceline.launch.beats import aside
 from paceline.launch.fleet import Fleet, Node, first_of, together, within
 from paceline.launch.hangs import HangWatch, look_at_all
@@ -79,7 +80,10 @@ class Attempt:
         limit = job.hang_timeout_s.value
         limit_s = None if isinstance(limit, str) else limit
         self._observer = Observer(fleet, recorder, lambda host: self._interface(host))
-        self._hangs = HangWatch(fleet, self._hang_told, self._hang_over, self._where, limit_s)
+        self._hangs = HangWatch(fleet, self._hang_told, self._hang_over, self._where, limit_s,
+                               self.recoveries.outside)  # fmt: skip
+        self._arrivals = ArrivalWatch(fleet, self.recoveries.starting, self.recoveries.late,
+                                      self.recoveries.too_late, limit_s)  # fmt: skip
         self._lines = LineWatch(fleet, lambda: self.recoveries.addresses, self.recoveries.host_at,
                                 self._hangs.silent_s, self._deaf)  # fmt: skip
 
@@ -97,7 +101,8 @@ class Attempt:
         self.watching = True
         self._recorder.next_attempt()
         self._recorder.event("started", attempt=self.plan.attempt, world_size=self.plan.world_size)
-        work = (self._see_hangs(), self._see_lines(), self._recover(), self._observer.run())
+        work = (self._see_hangs(), self._see_lines(), self._see_arrivals(), self._recover(),
+                self._observer.run())  # fmt: skip
         watching = [asyncio.ensure_future(one) for one in work]
         try:
             result = await self._watch()
@@ -140,6 +145,13 @@ class Attempt:
         except Exception as error:  # no reason to end a training that goes well
             why = f"{type(error).__name__}: {error}"
             self._screen.note(f"paceline: warning: hangs are not noticed any more: {why}")
+
+    async def _see_arrivals(self) -> None:
+        try:
+            await self._arrivals.run()
+        except Exception as error:  # the others train without it
+            why = f"{type(error).__name__}: {error}"
+            self._screen.note(f"paceline: warning: late newcomers are not noticed any more: {why}")
 
     async def _see_lines(self) -> None:
         try:
@@ -264,6 +276,7 @@ class Attempt:
             return  # another has taken its place
         rank = -1 if event.rank is None else event.rank
         self.outset.heard(event)
+        self._arrivals.starts.heard(event, time.monotonic())
         if event.kind == "world joined":
             self.joined += 1
         elif event.kind in ("rank frozen", "rank thawed"):

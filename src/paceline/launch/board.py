@@ -33,6 +33,7 @@ from paceline.spec.shapes import (
 )
 
 TRAINING = "train"
+STARTING = "starting"  # of one that is to join others
 RUNNING = "running"  # the phase of a rank that tells nothing of itself
 MOST_POINTS = 512  # of a curve
 MOST_CURVES = 8
@@ -72,7 +73,7 @@ class RankState:
         heard: When it told that, in seconds of the board's clock; ``None``: never.
         samples_per_s: Samples of its own.
         parts: Of the time of its steps, by the names of ``events.PARTS``; they sum up to 1.
-        state: ``ok``, ``ended``, or what is wrong: ``failed``, ``lost``, ``frozen``.
+        state: ``ok``, ``ended``, or what is wrong: ``failed``, ``lost``, ``frozen``, ``late``.
         trouble: The same in a few words.
     """
 
@@ -234,7 +235,8 @@ class Board:
         if event.kind == "rank started":
             if self._over:
                 self._over, self.ranks, self.slow, self.hang = False, {}, None, ""
-            self.ranks[which] = RankState(which, event.host)
+            again = which in self.ranks  # and the others train meanwhile
+            self.ranks[which] = RankState(which, event.host, STARTING if again else RUNNING)
             self._host(event.host).state = "ok"
             return
         rank = self.ranks.get(which)
@@ -255,8 +257,11 @@ class Board:
             rank.state, rank.trouble = "ok", ""
         elif event.kind == "interrupted":
             rank.phase, rank.heard = "regrouping", now
+        elif event.kind == "newcomer late":
+            rank.state, rank.trouble = "late", str(event["text"] or "").partition("training: it ")[2]
         elif event.kind == "newcomer ready":
             rank.phase, rank.heard = "joining", now
+            rank.state, rank.trouble = "ok", ""
         elif event.kind == "regrouped":
             rank.phase, rank.heard = TRAINING, now
             rank.step = rank.step if event["step"] is None else event["step"]
@@ -497,7 +502,7 @@ def _told(event: Event) -> tuple[str, bool]:
     who = place(event.host, event.rank)
     if event.kind in ("recovery", "straggler over"):
         return said, False
-    if event.kind in ("straggler", "hang", "warning", "slow rank", "checkpoint failed"):
+    if event.kind in ("straggler", "hang", "newcomer late", "warning", "slow rank", "checkpoint failed"):
         return said, True
     if event.kind == "lost":
         return f"{event.host} was lost: {event['why'] or ''}".rstrip(": "), True

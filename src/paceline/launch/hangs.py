@@ -11,9 +11,10 @@ another collective. By its number two hangs at one line are told apart, too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,13 +45,15 @@ class HangWatch:
             when the job goes on without that rank.
         where: Called now and then with where the ranks are (see ``beats.told``), and the hang.
         limit_s: How long that is; ``None``: measured, where ranks tell their steps; 0: never.
+        outside: Ranks that are in no group: nobody waits for them.
     """
 
     def __init__(self, fleet: Fleet, told: Callable[[Hang | None, float], None],
                  over: Callable[[Hang, float], bool],
                  where: Callable[[list[dict[str, Any]], str], None],
-                 limit_s: float | None = 0.0) -> None:  # fmt: skip
-        self._fleet, self._where = fleet, where
+                 limit_s: float | None = 0.0,
+                 outside: Callable[[], Collection[int]] = tuple) -> None:  # fmt: skip
+        self._fleet, self._where, self._outside = fleet, where, outside
         self._hosts: dict[int, str] = {}
         self._where_at, self._where_hang = -math.inf, ""
         self._told, self._over, self._limit_s = told, over, limit_s
@@ -275,12 +278,27 @@ class HangWatch:
     async def _looks(self, closely: bool = False) -> list[Look] | None:
         """At all ranks; ``None`` when a node that has some does not answer."""
         looks = await _look(self._fleet, closely)
-        return None if None in looks else [look for some in looks if some for look in some]
+        if None in looks:
+            return None
+        outside = self._outside()
+        return [look for some in looks for look in some or () if look.stand.rank not in outside]
 
 
 async def look_at_all(fleet: Fleet) -> list[Look]:
     """What every rank does at this moment, of the nodes that answer."""
     return [look for looks in await _look(fleet, False) if looks for look in looks]
+
+
+async def looks_at_host(fleet: Fleet, host: str, closely: bool = False) -> list[Look] | None:
+    """What the ranks of one host do; ``None`` where it does not answer, or is not there."""
+    node = next((node for node in fleet.nodes if node.name == host and not node.lost), None)
+    if node is None:
+        return None
+    asking: Any = node.channel.request("dump_stacks", closely=closely, stacks=True)
+    with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
+        await asyncio.wait_for(asking, PATIENCE_S)
+        return await _looks_at(node, closely)
+    return None
 
 
 async def _look(fleet: Fleet, closely: bool, stacks: bool = True) -> list[list[Look] | None]:

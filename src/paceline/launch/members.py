@@ -205,7 +205,9 @@ class _Slot:
     killed_at: float | None = None  # when that was looked at first
     frozen: bool = False
     hung: str = ""  # why it is ended
-    tries: int = 0  # newcomers in a row that did not join
+    tries: int = 0  # newcomers in a row that made no step with the others
+    started_at: float = 0.0
+    joined_at: int | None = None  # the step, of a newcomer that is not known to have made one
     next_try: float = 0.0
     ready_at: float = 0.0
     strikes: tuple[int, int] = (-1, 0)  # step, and how many signals ended it there
@@ -343,12 +345,23 @@ class Members:
         """A rank has told its step; ``now``: as a sign that it goes on."""
         if step is not None:
             self._step = max(self._step, step)
+            self._prove("in")
         self._sign_at = self._sign_at if now is None else now
 
     def comes(self, slot: int) -> bool:
         """Whether this is a newcomer that has not joined yet, and that we have not ended."""
         one = self._slots[slot]
         return one.standing in ("joining", "ready", "starting") and not one.killed
+
+    def starting(self) -> list[tuple[int, str, float]]:
+        """Newcomers that cannot join yet: slot, host and when each was started."""
+        some = [one for one in self._standing("starting") if one.alive and not one.killed]
+        return [(one.number, one.host, one.started_at) for one in some]
+
+    @property
+    def outside(self) -> set[int]:
+        """Newcomers that are in no group: nobody waits for them."""
+        return {one.number for one in self._standing("starting", "ready")}
 
     def forming(self, now: float, limit_s: float) -> bool:
         """Whether a group is being made or was just now: what stood before is no hang of it.
@@ -414,12 +427,14 @@ class Members:
         self.stepped(step)
         if generation != self._generation.number:
             return
+        if step is not None:
+            self._prove("lost", step)
         one = self._slots[slot]
         one.interrupted_at = None
         if one.hung and not one.killed:  # it has come out after all
             one.hung, one.frozen = "", False
         if one.standing == "joining":
-            one.standing, one.able, one.tries = "in", True, 0
+            one.standing, one.able, one.joined_at = "in", True, self._step
         self._generation.unsettled.discard(slot)
         if self.settled:
             self._settle(now)
@@ -454,7 +469,7 @@ class Members:
         if not ended:
             one.kill_at = now + LEAVING_S
         if one.standing != "in":
-            self._drop(one, failure, now)
+            self._drop(one, replace(failure, headline=one.hung or failure.headline), now)
         elif one.session_closed and failure.kind == "signal":
             self._fail(failure)
         elif failure.kind == "signal" or WORKER_KILLED.search(failure.headline):
@@ -506,6 +521,7 @@ class Members:
                 one.host = host
                 if one.standing != "done":
                     one.standing, one.tries, one.next_try = "lost", 0, now
+                    one.joined_at = None
             else:
                 new = _Slot(number, host, "lost", alive=False, lost_at=now, next_try=now)
                 self._slots[number] = new
@@ -589,7 +605,8 @@ class Members:
     def _drop(self, one: _Slot, failure: Failure | None, now: float) -> None:
         """A slot's process is out of the job."""
         if one.standing == "in":
-            one.lost_at, one.next_try, one.tries = failure.time if failure else now, now, 0
+            one.lost_at, one.next_try = failure.time if failure else now, now
+            one.tries = 0 if one.joined_at is None else one.tries
             self._gone[one.number] = one.host
             if failure is not None and failure not in self._losses:
                 self._losses.append(failure)
@@ -610,7 +627,19 @@ class Members:
 
     def _put_off(self, one: _Slot) -> None:
         """A newcomer has to begin once more, by no fault of its own."""
-        one.standing, one.tries, one.next_try = "lost", 0, 0.0
+        one.standing, one.tries, one.next_try, one.joined_at = "lost", 0, 0.0, None
+
+    def _prove(self, which: Standing, step: int | None = None) -> None:
+        """Newcomers that are so have made a step with the others, or not; all make it together.
+
+        Args:
+            which: ``in``, or ``lost`` just now.
+            step: That those had made together who are left; else the latest that was told.
+        """
+        made = self._step if step is None else step
+        for one in self._standing(which):
+            if one.joined_at is not None and made > one.joined_at:
+                one.joined_at, one.tries = None, 0
 
     def _lose_host(self, host: str, failure: Failure, now: float) -> None:
         self.store_ended(host)
@@ -620,7 +649,7 @@ class Members:
         for one in here:
             if one.standing in ("in", "joining", "ready", "starting"):
                 self._drop(one, failure, now)
-                one.tries, one.next_try = 0, now
+                one.tries, one.next_try, one.joined_at = 0, now, None
 
     def _ended_by_signal(self, one: _Slot, failure: Failure, now: float) -> None:
         if one.killed:
@@ -669,6 +698,10 @@ class Members:
         for slot in self._generation.members:
             self._slots[slot].lost_at = 0.0
         self._losses, self._gone = [], {}
+        for one in self._standing("lost"):
+            if one.joined_at is not None:  # it has joined in vain, as if it had not
+                one.joined_at, one.tries = None, one.tries + 1
+                one.next_try = now + RETRIES_S[min(one.tries, len(RETRIES_S) - 1)]
 
     # --- what is to be done ------------------------------------------------------------------
 
@@ -940,7 +973,8 @@ class Members:
             self._leave_out()
             return
         for host, node in self._nodes.items():
-            lost = [one for one in self._standing("lost") if one.host == host and not one.alive]
+            lost = [one for one in self._standing("lost") if one.host == host and not one.alive
+                    and one.joined_at is None]  # else the others say whether it made a step
             for one in lost:
                 if one.tries >= len(RETRIES_S):
                     one.standing = "left out"
@@ -951,6 +985,7 @@ class Members:
                     self._group(self._survivors, now, planned=True)
                 for one in due:
                     one.standing, one.alive, one.kill_at = "starting", True, None
+                    one.started_at = now
                     one.killed, one.killed_at = False, None
                 self._news.append(Start(host, tuple(one.number for one in due)))
 

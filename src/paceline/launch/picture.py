@@ -470,7 +470,7 @@ def severities(board: Board, now: float) -> dict[int, int]:
         silent_s = silent.get(rank)
         if one.state in ("failed", "lost"):
             found[rank] = GONE
-        elif one.state == "frozen":
+        elif one.state in ("frozen", "late"):
             found[rank] = HELD
         elif silent_s is not None and silent_s >= QUIET_S + 2 * least:
             found[rank] = QUIET

@@ -140,6 +140,15 @@ class Recoveries:
         """Whether a new group is being made or was just now: what stood before is no hang of it."""
         return self._members.recovers and self._members.forming(time.monotonic(), limit_s)
 
+    def starting(self) -> list[tuple[int, str, float]]:
+        """Newcomers that cannot join yet: slot, host and when each was started."""
+        comes = self._members.recovers and not self._members.stopping
+        return self._members.starting() if comes else []
+
+    def outside(self) -> set[int]:
+        """Newcomers that are in no group: nobody waits for them."""
+        return self._members.outside
+
     @property
     def under_way(self) -> bool:
         """Whether ranks have no group at present: their silence is no hang."""
@@ -242,6 +251,22 @@ class Recoveries:
         self._members.hung(rank, headline)
         self.act()
         return True
+
+    def late(self, slot: int, host: str, seconds: float, where: str) -> None:
+        """A newcomer stands still, and should have come to the training by now."""
+        who = place(host, slot)
+        text = f"{who}, started {seconds:.0f} s ago, has not come to the training: it {where}"
+        self._screen.note(f"paceline: {text}")
+        self._recorder.event("newcomer late", host, slot, text=text)
+
+    def too_late(self, slot: int, host: str, seconds: float, where: str) -> None:
+        """It has done so for too long, these seconds: it is ended, and started again if that is
+        not its last try."""
+        why = f"hung for longer than {seconds:.0f} s before it joined: {where}"
+        self._note_newcomer(slot, host, why)
+        self._screen.note(f"paceline: {place(host, slot)} is ended: it {why}")
+        self._members.hung(slot, why)
+        self.act()
 
     def deaf(self) -> bool:
         """Whether ranks that all wait for each other try that again in a new group."""

@@ -15,7 +15,7 @@ from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
 from paceline.spec.events import Event, Home, at_home
-from paceline.spec.failure import Result, signal_name
+from paceline.spec.failure import Result, place, signal_name
 from paceline.spec.figures import lasting
 
 LAST_LINES = 20
@@ -60,7 +60,11 @@ class RunOutcome:
 
 def report_success(outcome: RunOutcome) -> str:
     """One line at the end of a run that went well."""
-    ranks = f"{outcome.ranks} rank{'s' * (outcome.ranks != 1)}"
+    finished, missing = _at_the_end(outcome)
+    ranks = f"{finished} rank{'s' * (finished != 1)}"
+    if missing:
+        few = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
+        ranks += f" ({few} missing at the end)"
     took = lasting(outcome.seconds)
     recovered = ""
     if recoveries := outcome.result.recoveries:
@@ -69,6 +73,25 @@ def report_success(outcome: RunOutcome) -> str:
         recovered = f", {len(recoveries)} {noun} ({lasting(seconds)})"
     logs = short(outcome.path / names.LOGS)
     return f"paceline: finished: {ranks}, {took}{recovered}, logs {logs}"
+
+
+def _at_the_end(outcome: RunOutcome) -> tuple[int, list[str]]:
+    """How many ranks have ended with status 0, and which others had a part in the last attempt."""
+    ended: dict[int, bool] = {}
+    hosts: dict[int, str] = {}
+    over = False
+    for event in outcome.events:
+        if event.kind == "ended":
+            over = True
+        elif event.rank is not None and event.kind in ("rank started", "rank ended"):
+            if over:  # of the next attempt
+                over, ended, hosts = False, {}, {}
+            hosts[event.rank] = event.host
+            ended[event.rank] = event.kind == "rank ended" and event["code"] == 0
+    if not hosts:
+        return outcome.ranks, []
+    missing = [place(hosts[rank], rank) for rank in sorted(hosts) if not ended[rank]]
+    return len(hosts) - len(missing), missing
 
 
 def report_failure(outcome: RunOutcome) -> str:

@@ -214,6 +214,17 @@ def _how(was: Look, look: Look, between_s: float) -> str:
     return "still" if was.stand.own == look.stand.own else ""
 
 
+def stands_still(was: Look, look: Look, between_s: float) -> str:
+    """How a rank stands still that nobody waits for; empty where it works, or has moved.
+
+    Args:
+        was, look: At two moments.
+        between_s: Seconds between the two.
+    """
+    moved = was.stand.own != look.stand.own or _held(was) != _held(look)
+    return "" if moved or _works(was, look, between_s) else _stands_still(look)
+
+
 def _held(look: Look) -> bool:
     """By a signal or a debugger."""
     return look.stand.state in ("T", "t")

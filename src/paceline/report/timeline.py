@@ -424,6 +424,8 @@ def _moments(events: Sequence[Event], began: float,
             at_loss = max(0.0, at - number(event["seconds"]))
             at_loss = lost_at if at_loss - 60 < lost_at <= at else at_loss  # as in its row
             yield Moment(at if back else at_loss, text, "good" if back else "bad")
+        elif event.kind == "newcomer late":
+            yield Moment(at, str(event["text"] or event.kind), "slow")
         elif event.kind == "newcomer lost":
             yield Moment(at, f"{event.where} was lost before it had joined: {event['why']}", "bad")
         elif event.kind == "straggler":

@@ -1,0 +1,106 @@
+"""Newcomers that do not come as far as joining."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.launch import arrivals
+from paceline.launch.arrivals import ArrivalWatch, Starting, Starts
+from paceline.launch.beats import LEAST_LIMIT_S, LEAST_S
+from paceline.spec.events import Event
+
+SLEEPS = 'File "/home/me/train.py", line 14 in <module>'
+ELSEWHERE = 'File "/home/me/train.py", line 15 in <module>'
+
+
+def test_how_long_a_start_may_take_follows_the_slowest_that_was_seen() -> None:
+    starts = Starts()
+    assert starts.told_s(5.0) == starts.limit_s(5.0) == math.inf  # nothing is known
+    starts.heard(Event("rank started", "n1", 0), 10.0)
+    starts.heard(Event("rank started", "n2", 1), 10.0)
+    starts.heard(Event("recoverable", "n1", 0), 12.0)
+    starts.heard(Event("rank ended", "n2", 1), 90.0)
+    starts.heard(Event("rank started", "n2", 1), 100.0)
+    assert (starts.told_s(None), starts.limit_s(None)) == (LEAST_S, LEAST_LIMIT_S)
+    assert (starts.told_s(5.0), starts.limit_s(5.0)) == (4.0, 5.0)
+    assert (starts.told_s(0.0), starts.limit_s(0.0)) == (LEAST_S, math.inf)
+    starts.heard(Event("newcomer ready", "n2", 1), 120.0)
+    assert (starts.told_s(None), starts.limit_s(None)) == (40.0, 100.0)
+    assert starts.limit_s(5.0) == 40.0
+
+
+@dataclass
+class Scene:
+    """A newcomer on a host where another rank trains.
+
+    Attributes:
+        lines: Where it stands, at one look after the other; at the last for good.
+        works: It uses a CPU.
+        told, over: By the watch.
+    """
+
+    lines: list[str]
+    works: bool = False
+    told: list[str] = field(default_factory=list)
+    over: list[str] = field(default_factory=list)
+    looks: int = 0
+
+    async def request(self, op: str, **_: Any) -> dict[str, Any]:
+        line = self.lines[min(self.looks, len(self.lines) - 1)]
+        self.looks += op == "seen"
+        cpu_s = float(self.looks * self.works)
+        newcomer = {"rank": 1, "state": "S", "cpu_s": cpu_s, "pid": 7, "moved": 0, "sent": 0,
+                    "switches": 0, "call": "clock_nanosleep", "on": "", "readers": [],
+                    "children": [], "calls": [], "stack": [line]}  # fmt: skip
+        return {"ranks": [{**newcomer, "rank": 0, "cpu_s": 9.0 * self.looks}, newcomer]}
+
+    async def play(self, looks: int) -> None:
+        """Until it was looked at so often, or is ended."""
+        node = SimpleNamespace(name="n1", lost=False, running=True, channel=self)
+        started = time.monotonic() - 60.0
+        starting: list[Starting] = [(1, "n1", started)]
+
+        def over(slot: int, host: str, seconds: float, where: str) -> None:
+            self.over.append(where)
+            starting.clear()
+
+        watch = ArrivalWatch(SimpleNamespace(nodes=[node]), lambda: starting,  # type: ignore[arg-type]
+                             lambda slot, host, s, where: self.told.append(where), over, None)  # fmt: skip
+        watch.starts.slowest_s = 1.0
+        watching = asyncio.ensure_future(watch.run())
+        deadline = time.monotonic() + 30
+        while self.looks < looks and not self.over:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.005)
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AGAIN_S", "BETWEEN_S"):
+        monkeypatch.setattr(arrivals, name, 0.0)
+    monkeypatch.setattr(arrivals, "LOOK_S", 0.005)
+
+
+def test_one_that_sleeps_before_it_joins_is_told_of_once_and_then_ended() -> None:
+    scene = Scene([SLEEPS])
+    asyncio.run(scene.play(100))
+    assert scene.told == scene.over == ["stands still at train.py, line 14 (it sleeps)"]
+
+
+@pytest.mark.parametrize(
+    "scene", [Scene([SLEEPS], works=True), Scene([SLEEPS, ELSEWHERE] * 20)], ids=["works", "moves"]
+)
+def test_one_that_is_only_slow_is_let_be(scene: Scene) -> None:
+    asyncio.run(scene.play(20))
+    assert scene.told == scene.over == []

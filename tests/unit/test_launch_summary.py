@@ -1,0 +1,40 @@
+"""The last line of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.launch.summary import RunOutcome, report_success
+from paceline.spec.events import Event
+from paceline.spec.failure import Result
+
+
+def said(*events: Event, ranks: int = 3) -> str:
+    text = report_success(RunOutcome(Path("/run"), Result(0), events, {}, 1.0, ranks=ranks))
+    return text.removeprefix("paceline: finished: ").partition(", 1")[0]
+
+
+def started(*ranks: int) -> list[Event]:
+    return [Event("rank started", f"n{rank + 1}", rank, fields={"pid": 7}) for rank in ranks]
+
+
+def ended(*ranks: int, code: int = 0) -> list[Event]:
+    return [Event("rank ended", f"n{rank + 1}", rank, fields={"code": code}) for rank in ranks]
+
+
+def test_it_counts_the_ranks_that_have_finished_and_says_who_was_missing() -> None:
+    assert said(*started(0, 1, 2), *ended(0, 1, 2)) == "3 ranks"
+    lost = [*started(0, 1, 2), *ended(1, code=137)]
+    assert said(*lost, *started(1), *ended(0, 1, 2)) == "3 ranks"
+    assert said(*lost, *ended(0, 2)) == "2 ranks (rank 1 on n2 missing at the end)"
+    assert said(*lost, *started(1), *ended(0, 2)) == "2 ranks (rank 1 on n2 missing at the end)"
+    assert said(*started(0, 1, 2), *ended(0)) == "1 rank (rank 1 on n2, rank 2 on n3 missing at the end)"
+
+
+def test_of_several_attempts_the_last_counts() -> None:
+    first = [*started(0, 1, 2), *ended(0, 1, 2, code=1), Event("ended")]
+    assert said(*first, *started(0, 1), *ended(0, 1)) == "2 ranks"  # with fewer hosts than planned
+
+
+def test_where_nothing_was_told_it_is_the_number_that_was_planned() -> None:
+    assert said() == "3 ranks"

@@ -72,8 +72,11 @@ class Scene:
             self.over.append(where)
             starting.clear()
 
-        watch = ArrivalWatch(SimpleNamespace(nodes=[node]), lambda: starting,  # type: ignore[arg-type]
-                             lambda slot, host, s, where: self.told.append(where), over, None)  # fmt: skip
+        def told(slot: int, host: str, seconds: float, where: str) -> None:
+            self.told.append(where)
+
+        fleet: Any = SimpleNamespace(nodes=[node])
+        watch = ArrivalWatch(fleet, lambda: starting, told, over, None)
         watch.starts.slowest_s = 1.0
         watching = asyncio.ensure_future(watch.run())
         deadline = time.monotonic() + 30

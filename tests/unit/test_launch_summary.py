@@ -28,7 +28,10 @@ def test_it_counts_the_ranks_that_have_finished_and_says_who_was_missing() -> No
     assert said(*lost, *started(1), *ended(0, 1, 2)) == "3 ranks"
     assert said(*lost, *ended(0, 2)) == "2 ranks (rank 1 on n2 missing at the end)"
     assert said(*lost, *started(1), *ended(0, 2)) == "2 ranks (rank 1 on n2 missing at the end)"
-    assert said(*started(0, 1, 2), *ended(0)) == "1 rank (rank 1 on n2, rank 2 on n3 missing at the end)"
+    assert (
+        said(*started(0, 1, 2), *ended(0))
+        == "1 rank (rank 1 on n2, rank 2 on n3 missing at the end)"
+    )
 
 
 def test_of_several_attempts_the_last_counts() -> None:

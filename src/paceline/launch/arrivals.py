@@ -1,8 +1,8 @@
 """Newcomers that do not come as far as joining: noticed by how long the first ranks took to start.
 
-Nobody waits for such a process, so nothing shows that it hangs but the time: it sleeps, or waits for
-a lock that its predecessor held, before ``train.join``. One that works is let be: on another disk, or
-on a machine that has more to do by now, a start may take longer than the first one did.
+Nobody waits for such a process, so nothing shows that it hangs but the time: it sleeps, or waits
+for a lock that its predecessor held, before ``train.join``. One that works is let be: on another
+disk, or on a machine that has more to do by now, a start may take longer than the first one did.
 """
 
 from __future__ import annotations

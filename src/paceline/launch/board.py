@@ -258,7 +258,10 @@ class Board:
         elif event.kind == "interrupted":
             rank.phase, rank.heard = "regrouping", now
         elif event.kind == "newcomer late":
-            rank.state, rank.trouble = "late", str(event["text"] or "").partition("training: it ")[2]
+            rank.state, rank.trouble = (
+                "late",
+                str(event["text"] or "").partition("training: it ")[2],
+            )
         elif event.kind == "newcomer ready":
             rank.phase, rank.heard = "joining", now
             rank.state, rank.trouble = "ok", ""
@@ -502,7 +505,14 @@ def _told(event: Event) -> tuple[str, bool]:
     who = place(event.host, event.rank)
     if event.kind in ("recovery", "straggler over"):
         return said, False
-    if event.kind in ("straggler", "hang", "newcomer late", "warning", "slow rank", "checkpoint failed"):
+    if event.kind in (
+        "straggler",
+        "hang",
+        "newcomer late",
+        "warning",
+        "slow rank",
+        "checkpoint failed",
+    ):
         return said, True
     if event.kind == "lost":
         return f"{event.host} was lost: {event['why'] or ''}".rstrip(": "), True

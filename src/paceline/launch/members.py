@@ -973,8 +973,11 @@ class Members:
             self._leave_out()
             return
         for host, node in self._nodes.items():
-            lost = [one for one in self._standing("lost") if one.host == host and not one.alive
-                    and one.joined_at is None]  # else the others say whether it made a step
+            lost = [
+                one
+                for one in self._standing("lost")
+                if one.host == host and not one.alive and one.joined_at is None
+            ]  # else the others say whether it made a step
             for one in lost:
                 if one.tries >= len(RETRIES_S):
                     one.standing = "left out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import resource
 import sys
@@ -98,6 +99,8 @@ def handed(
             give(training, session.comms, 1, {2}, afresh=afresh and rank == 2)
         except PacelineError as error:
             problem = f"{error.message}\n{error.found}"
+        except RuntimeError as error:  # another rank has gone
+            problem = f"RuntimeError: {error}"
         (folder / f"{rank}.json").write_text(
             json.dumps(
                 {
@@ -109,6 +112,8 @@ def handed(
                 }
             )
         )
+        if problem:
+            os._exit(0)  # there is nobody to take leave of
 
 
 def went_on(folder: Path, change: Callable[[Models], object], steps: int) -> None:
@@ -205,8 +210,9 @@ def main(folder: Path) -> None:
         "in small pieces": {"harm": small},
         "two models": {"names": ("one", "two")},
         "wrong": {"harm": flipped, "afresh": False},
-        "another": {"identity": "4"},
-        "another loader": {"within": "200 of Other"},
+        "another": {"identity": "4", "afresh": False},
+        "another loader": {"within": "200 of Other", "afresh": False},
+        "another afresh": {"identity": "4"},
     }
     for name, how in worlds.items():
         (folder / name).mkdir()

@@ -12,6 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
+from paceline.spec.failure import ECHO
+
 SCRIPT = str(Path(__file__).with_name("handing.py"))
 Found = dict[str, Any]
 
@@ -19,7 +21,7 @@ Found = dict[str, Any]
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("worlds")
-    ranks.run_ok(1, [SCRIPT, str(folder)], folder, 120)
+    ranks.run_ok(1, [SCRIPT, str(folder)], folder, 300)
     return folder
 
 
@@ -84,6 +86,15 @@ def test_a_wrong_bit_is_an_error_on_every_rank_and_taken_by_none(worlds: Path) -
 def test_another_training_is_refused(worlds: Path) -> None:
     for one in read(worlds / "another"):
         assert "runs another training\nsize: 3 there, 4 here" in one["problem"]
+
+
+def test_a_newcomer_that_cannot_take_it_fails_alone(worlds: Path) -> None:
+    """The others find it gone, which they go on without; its error would be theirs for good."""
+    *others, taker = read(worlds / "another afresh")
+    assert "runs another training\nsize: 3 there, 4 here" in taker["problem"]
+    for one in others:
+        assert ECHO.search(one["problem"])
+        assert "another training" not in one["problem"]
 
 
 def test_a_place_with_another_loader_is_refused(worlds: Path) -> None:

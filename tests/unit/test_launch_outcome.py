@@ -27,6 +27,9 @@ ECHOES = [
     "RuntimeError: [../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by peer "
     "[10.77.0.11]:31337",
     "RuntimeError: Connection reset by peer",
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Read error "
+    "[10.77.0.11]:27522: Software caused connection abort",
+    "RuntimeError: writev [10.77.0.11]:27522: Network is down",
     "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
     "RuntimeError: Gloo connectFullMesh failed with timed out",
     "RuntimeError: Application timeout caused pair closure",

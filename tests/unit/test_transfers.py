@@ -356,6 +356,23 @@ def test_what_the_next_first_node_never_had_stays_here(tmp_path: Path) -> None:
     home.close()
 
 
+def test_of_all_the_first_nodes_had_no_more_stay_here_than_the_script_keeps(tmp_path: Path) -> None:
+    """Nor does any get lost: the best stays, and what has not come yet takes nobody's place."""
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    made, ours = there / "checkpoints", home.path / "checkpoints"
+    fill(ours, {**steps(10, 20, 30, 40), "best.json": b'{"step": 10}'})
+    fill(made, steps(50))
+
+    async def work(served: Served) -> None:
+        channel, fetcher = served.node.channel, Fetcher(home.path)
+        follow = CheckpointFetcher(channel, str(there), home.path, fetcher, followed=True, keep=3)
+        await follow.sync()
+        assert below(ours) == {**steps(10, 30, 40, 50), "best.json": b'{"step": 10}'}
+
+    run(work)
+    home.close()
+
+
 def test_a_half_checkpoint_here_counts_for_none(tmp_path: Path) -> None:
     home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
     fill(there / "checkpoints", steps(10))

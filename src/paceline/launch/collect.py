@@ -41,6 +41,7 @@ class Results:
         self._note = note
         self._fetcher = Fetcher(directory.path)
         self._checkpoints: CheckpointFetcher | None = None  # of rank 0, where they have to come
+        self._keep = 0  # checkpoints, as the script has it
         self._all_home = False
         self._elsewhere: list[tuple[Node, str]] = []  # what found no room in its place
         self._model: _Model | None = None  # the newest that was written where we do not see it
@@ -52,7 +53,8 @@ class Results:
             return
         followed, self.first = self.first is not None, first
         self._checkpoints = None if first.shared_run_dir else CheckpointFetcher(
-            first.channel, first.run_folder, self._directory.path, self._fetcher, followed=followed
+            first.channel, first.run_folder, self._directory.path, self._fetcher,
+            followed=followed, keep=self._keep,
         )  # fmt: skip
 
     def heard(self, node: Node, event: Event) -> None:
@@ -66,6 +68,10 @@ class Results:
             self._model = None if seen else _Model(node, folder, event["sha256"])
         if event.kind in ("returned", "raised") and event.rank is not None:
             self._returned[event.rank] = node, event["bytes"]
+        if event.kind == "keeps checkpoints":
+            self._keep = event["keep"] or 0
+            if self._checkpoints is not None:
+                self._checkpoints.keep = self._keep
         if event.kind == "checkpoint" and self._checkpoints is not None:
             self._checkpoints.wanted()
 

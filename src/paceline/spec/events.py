@@ -118,6 +118,7 @@ FIELDS: dict[str, Shape] = {
     "status": whole(-1000, 1000),  # as Python's subprocess gives it: -9 after signal 9
     "stderr": text(LONG_TEXT),  # the end of what ssh and the agent wrote
     "step": maybe(whole()),  # global step
+    "keep": whole(),  # checkpoints that stay, besides the best; 0: all
     "steps": maybe(whole()),  # of the whole training
     "straggler": RANK,  # a rank that holds the others up
     "stream": one_of("out", "err"),
@@ -169,7 +170,9 @@ KINDS: dict[str, Kind] = {
     "prepared": _kind("rank", may="parameters"),
     "resumed": _kind("rank", may="step source"),
     "communication": _kind("rank", may="step text"),  # another way is taken, or would help
-    "keeps checkpoints": _kind("rank", written=False),  # and makes one when it is asked to
+    "keeps checkpoints": _kind(
+        "rank", may="keep", written=False
+    ),  # and makes one when it is asked to
     "saving": _kind("rank", may="step"),  # the checkpoint that was asked for; told by rank 0
     "checkpoint": _kind("rank", may="step megabytes seconds"),
     "checkpoint copied": _kind("rank", may="step megabytes seconds hosts"),  # which have it now

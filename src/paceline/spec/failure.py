@@ -32,10 +32,17 @@ _GONE += f"|{GIVEN_UP}"
 # gloo, of a line that is silent. Only with its own words before: a program's own sockets say the
 # rest, too.
 _PEER = r"\[[\w.:%]{1,80}\]:\d{1,5}(?:\$\d{1,9})?"
-_SILENCE = "(?:Connection timed out|No route to host|Network is unreachable|Host is unreachable)"
+_SILENCE = (
+    "(?:Connection timed out|No route to host|(?:Network|Host) is unreachable"
+    "|(?:Network|Host) is down)"
+)
+_ENDED = (  # by this host itself: an administrator's ss -K, a tunnel or a firewall that restarts
+    "(?:Software caused connection abort|Network dropped connection on reset"
+    "|Transport endpoint is not connected|No buffer space available)"
+)
 _SILENT = rf"(?:Read error|writev) {_PEER}: {_SILENCE}|SO_ERROR: {_SILENCE}, remote="
 _SILENT += rf"|Connect timeout {_PEER}"
-_GONE += f"|{_SILENT}"
+_GONE += rf"|{_SILENT}|(?:Read error|writev) {_PEER}: {_ENDED}|SO_ERROR: {_ENDED}, remote="
 _IN_VAIN = r"Timed out waiting \d+ms|Watchdog caught collective|Application timeout"
 _NETWORK = (
     r"Socket closed|recvValue failed|remote process exited|Connection refused|DistNetworkError"

@@ -447,7 +447,7 @@ class Session(Member):
         )
         self._keeper, self._best = keeper, best
         if self._control is not None:
-            self.event("keeps checkpoints")
+            self.event("keeps checkpoints", keep=keep)
         if self.comms.joining:  # what the others have will come from them
             keeper.join()
             self._journal.begin(0)

@@ -17,7 +17,7 @@ from paceline.agent import inside
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import PacelineError
-from paceline.spec.rundir import CHECKPOINTS, WRITER, Version, version_of
+from paceline.spec.rundir import BEST, CHECKPOINTS, WRITER, Version, pointed, version_of
 from paceline.transfer.files import send_blocks
 from paceline.transfer.results import Fetcher
 
@@ -112,6 +112,12 @@ def outdated(here: Iterable[str], there: Collection[str]) -> list[str]:
     return [name for name in here if name not in there and _version(name) < newest]
 
 
+def surplus(here: Iterable[str], keep: int, best: str) -> list[str]:
+    """Of the checkpoints here, all but the newest so many and the best; ``keep`` 0 keeps all."""
+    rest = sorted(here, key=_version, reverse=True)[keep:] if keep else []
+    return [name for name in rest if name != best]
+
+
 async def _refusal_of(work: Awaitable[None]) -> AgentRefusal | None:
     try:
         await work
@@ -128,11 +134,13 @@ class CheckpointFetcher:
         folder: Where the run's files go there.
         run: The run directory.
         fetcher: Receives the files.
-        followed: Another node had rank 0 before: what this one never had stays here.
+        followed: Another node had rank 0 before: what this one never had stays here, too.
+        keep: As many as the script wants to stay, besides the best; 0: not known, or all.
     """
 
     def __init__(self, channel: Channel, folder: str, run: Path, fetcher: Fetcher, *,
-                 followed: bool = False) -> None:  # fmt: skip
+                 followed: bool = False, keep: int = 0) -> None:  # fmt: skip
+        self.keep = keep
         self._channel, self._folder = channel, folder
         self._run = str(run)
         self._target = run / CHECKPOINTS
@@ -179,7 +187,9 @@ class CheckpointFetcher:
         ]
         gone = outdated(known, made)
         if self._followed:
-            gone = [name for name in gone if name in self._listed]
+            here = by_name(await asyncio.to_thread(sizes_below, self._target))
+            over = surplus(here, self.keep, pointed(self._target / BEST))
+            gone = [name for name in gone if name in self._listed or name in over]
         self._listed |= made.keys()
         await asyncio.to_thread(self._drop, gone)
         for refusal in filter(None, refused):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,9 @@ def give(
             and gets generators that are its own.
 
     Raises:
-        JobError: On every rank: a rank received something else than was sent, or cannot take it.
-        SettingError: On every rank: a taker has another training.
+        JobError: A rank received something else than was sent, or cannot take it: on every rank,
+            but only on that one where it takes afresh; it is missed by nobody.
+        SettingError: The same of a taker that has another training.
     """
     rank = comms.world.rank
     for one in training.extras.values():
@@ -66,7 +67,7 @@ def give(
         state, own = _own(training, extras)
     mine = json.dumps(_header(training, state, own)) if rank == source else ""
     said = json.loads(comms.text_of(source, mine, _HEADER))
-    comms.together(lambda: _check(training, said) if taking else None)
+    _taken(comms, lambda: _check(training, said) if taking else None, alone=taking and afresh)
     tensors = own if rank == source else _room(said, own) if taking else {}
     digest = _travel(comms, source, _sizes(said), list(tensors.values()))
 
@@ -76,11 +77,18 @@ def give(
             _take(training, said, tensors)
 
     sent = comms.text_of(source, digest)
-    comms.together(take)
+    _taken(comms, take, alone=taking and afresh)
     if taking and afresh:
         seed_all(training.seed * 1_000_003 + training.progress.step * 4_001 + rank)
     if training.proof is not None:
         training.proof.align()
+
+
+def _taken(comms: Comms, act: Callable[[], None], *, alone: bool) -> None:
+    """What a taker does; of one that fails alone the others see no more than that it is gone."""
+    if alone:
+        act()
+    comms.together(lambda: None if alone else act())
 
 
 def give_models(models: Models, comms: Comms, source: int, takers: Collection[int]) -> None:

@@ -124,7 +124,7 @@ def test_a_newcomer_that_cannot_begin_as_the_others_did_ends_alone() -> None:
 def test_a_rank_whose_loader_worker_was_killed_is_replaced() -> None:
     """But not one whose worker has failed by itself."""
     job = Job()
-    said = "RuntimeError: DataLoader worker (pid(s) 77) {}. "
+    said = "RuntimeError: DataLoader worker (pid 77) {}"
     job.raises(1, said.format("is killed by signal: Killed"))
     assert job.decide() == [Regroup(1, (0, 2), False), Start("n2", (1,))]
     job = Job()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, dataloader
 
+from paceline.launch.members import WORKER_KILLED
 from paceline.spec.errors import SettingError
 from paceline.train.data import Draws, Fetch, Wanted, _moved, ahead, allowed, loader_workers
 from paceline.train.loader import Batch
@@ -127,6 +130,32 @@ class Rows:
 
 def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {"ids": pad_sequence([row["ids"] for row in rows], batch_first=True)}
+
+
+class Killed(Noisy):
+    """Whose worker process somebody kills."""
+
+    def __getitem__(self, index: int) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_was_killed_is_told_from_one_that_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where torch finds it gone before SIGCHLD has told it so: the job goes on after one."""
+    monkeypatch.setattr(dataloader._utils.signal_handling, "_set_SIGCHLD_handler", lambda: None)
+    iterator = dataloader._MultiProcessingDataLoaderIter
+    monkeypatch.setattr(iterator._try_get_data, "__defaults__", (0.1,))
+    former = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        next(Fetch(Killed(), CPU, workers=1)([wanted(0, 4)]))
+    except RuntimeError as error:
+        said, before = str(error), str(error.__cause__)
+    finally:
+        signal.signal(signal.SIGCHLD, former)
+    gc.collect()  # the worker's pipes
+    assert WORKER_KILLED.search(said)
+    assert "exited unexpectedly" in before
 
 
 @pytest.mark.parametrize("workers", [0, 1])

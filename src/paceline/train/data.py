@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -36,6 +37,7 @@ _Answers = Generator[tuple["Wanted[T]", tuple[Any, ...]], None, None]
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MOST_WORKERS = 8
+_LEFT = "exited unexpectedly"  # says torch of a worker process
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +237,29 @@ class Fetch:
                 generator=torch.Generator(),
             )
         self._orders.wanted, self._orders.given = wanted, queue.SimpleQueue()
-        for made in self._loader:
-            if isinstance(made, _Failed):
-                raise made.take()
-            yield self._orders.given.get(), tuple(made)
+        given = iter(self._loader)
+        try:
+            for made in given:
+                if isinstance(made, _Failed):
+                    raise made.take()
+                yield self._orders.given.get(), tuple(made)
+        except RuntimeError as error:
+            if _LEFT in str(error) and (killed := _killed(getattr(given, "_workers", ()))):
+                raise RuntimeError(killed) from error
+            raise
+
+
+def _killed(workers: Iterable[BaseProcess]) -> str:
+    """Which signal has ended a worker process, in torch's words; empty where none has.
+
+    torch says it where SIGCHLD tells it of the end, but not where it finds the process gone: then
+    a worker that was ended from outside looks like one that has left by itself.
+    """
+    for one in workers:
+        if one.exitcode is not None and one.exitcode < 0:
+            how = signal.strsignal(-one.exitcode)
+            return f"DataLoader worker (pid {one.pid}) is killed by signal: {how}"
+    return ""
 
 
 def _copied(made: _Answers[T], device: torch.device, pins: bool) -> _Answers[T]:

@@ -95,6 +95,8 @@ def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: 
         network = session.place(Net() if communication == "exact" else Net(1024))
         made = optimizer("adamw", network, 0.01)
         curve = scheduled(made, Curve("cosine", STEPS, 0.1))
+        plain = not rich and communication == "exact"
+        network.one.requires_grad_(not plain)
         model = session.prepare(network, made, curve, communication=communication)
         kept = session.average(0.9) if rich else None
         lengths = data.lengths if rich else None
@@ -106,7 +108,9 @@ def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: 
         shard = session.shard(data, 5)
         evaluated(session, network, shard, nowhere)
         at(session, "door")
-        for _ in session.epochs(loader, EPOCHS, every=3 if rich else 0):
+        for epoch in session.epochs(loader, EPOCHS, every=3 if rich else 0):
+            if plain and epoch == 0:  # which who comes later does not do
+                network.one.requires_grad_(True)
             if rich:
                 passes.begin(network)
             for batch in loader:

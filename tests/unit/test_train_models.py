@@ -62,6 +62,20 @@ def test_a_loss_changes_its_own_model_only(session: train.Session) -> None:
     assert other.weight.grad is None
 
 
+def test_who_joins_has_frozen_what_the_others_have(session: train.Session) -> None:
+    """Its script may be past the line that froze or thawed a part, or set its mode."""
+    network = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    network[0].requires_grad_(False)
+    model = session.place(network)
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    switches = session.models.switches
+    assert switches == {"frozen": ["0.weight", "0.bias"], "exchanged": [], "evaluated": []}
+    network[0].requires_grad_(True), network[2].requires_grad_(False), network[1].eval()
+    session.models.switches = switches
+    assert [one.requires_grad for one in model.parameters()] == [False, False, *[True] * 4]
+    assert all(part.training for part in model.modules())
+
+
 def test_an_update_acts_at_once(session: train.Session) -> None:
     one, other = line(session, "one"), line(session, "other")
     loader, seen = loader_of(session), []

@@ -95,6 +95,6 @@ def test_a_probe_of_two_sends_in_the_pieces_of_three(monkeypatch: pytest.MonkeyP
     for ranks, asked in ((2, ""), (2, "{}"), (3, "")):
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda ranks=ranks: ranks)
         monkeypatch.setenv(jobenv.PROBE, asked)
-        sizes.append(parallel.bucket_megabytes(network))
+        sizes.append(parallel.bucket_megabytes(network.parameters()))
     assert sizes[0] is None
     assert sizes[1] == sizes[2] == 1.0

@@ -16,7 +16,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, cast
 
@@ -145,7 +145,7 @@ class Exchange:
         self._method: Method | None = None
         self._mover: _Mover | None = None
         self._stream = torch.Stream(comms.device) if comms.device.type != "cpu" else None
-        self.usual = usual_buckets(model.module, over_gloo=comms.device.type == "cpu")
+        self.usual = usual_buckets(model.exchanged, over_gloo=self._over_gloo)
         self._group: dist.ProcessGroup | None = None
         self._hooked: object = None
         self.times: list[Times] = []
@@ -159,7 +159,7 @@ class Exchange:
     @property
     def elements(self) -> int:
         """Gradients that are exchanged in a step."""
-        return sum(one.numel() for one in self._model.parameters() if one.requires_grad)
+        return sum(one.numel() for one in self._model.exchanged)
 
     def send_buffers(self, sent: bool) -> None:
         """Whether rank 0 sends its buffers to all before each forward pass, as DDP does."""
@@ -173,7 +173,9 @@ class Exchange:
         """What a method of this exchange is made for; a collective when called first."""
         if self._group is None and self._stream is None:
             self._group = self._comms.new_group(timeout=_timeout(self._model.process_group))
-        names = {one: name for name, one in self._model.module.named_parameters()}
+        exchanged = {*self._model.exchanged}
+        every = self._model.module.named_parameters()
+        names = {one: name for name, one in every if one in exchanged}
         world, void = self._comms.world, self._model.recovery is not None
         return Line(self._group, world.rank, world.size, names, void)
 
@@ -227,11 +229,30 @@ class Exchange:
         self._group = self._hooked = None
         self._model.process_group = _get_default_group()
         self._model.aligned()
-        self.usual = usual_buckets(self._model.module, over_gloo=self._comms.device.type == "cpu")
+        self.usual = usual_buckets(self._model.exchanged, over_gloo=self._over_gloo)
         self.left, self._method = self.left or self._method, None
         self._directly = self._exact() if self._is_little else None
         lay_out(self._model, *self.usual, as_made=True, made=self._hook)
         self._passes, self.times = 0, []
+
+    @property
+    def thawed(self) -> bool:
+        """Whether parameters are trained by now whose gradients are not averaged."""
+        return self._model.thawed
+
+    def widen(self) -> None:
+        """Averages those, too, from now on; between two steps. Nothing is sent."""
+        self.put_off(None)
+        self._model.widen()
+        self.usual = usual_buckets(self._model.exchanged, over_gloo=self._over_gloo)
+        self.left, self._method = self.left or self._method, None
+        self._directly = self._exact() if self._is_little else None
+        self.buckets(*self.usual)
+        self.times = []
+
+    @property
+    def _over_gloo(self) -> bool:
+        return self._comms.device.type == "cpu"
 
     def watched(self) -> None:
         """Sees to it that there are :attr:`times`, also of exact averages; between two steps."""
@@ -247,7 +268,7 @@ class Exchange:
     def _is_little(self) -> bool:
         """Whether ranks average this model's gradients directly, whatever their buckets."""
         group, comms = self._model.process_group, self._comms
-        size = sum(one.nbytes for one in self._model.parameters() if one.requires_grad)
+        size = sum(one.nbytes for one in self._model.exchanged)
         on_cpus = self._stream is None and not comms.mixed
         return on_cpus and little.pays(size, comms.world.size, group)
 
@@ -461,43 +482,44 @@ def lay_out(
             for that gradients of zero are exchanged, as they are then.
         made: Called when the new reducer is made, before it is used.
     """
-    parameters, sparse = model._build_params_for_reducer()  # type: ignore[no-untyped-call]
-    names = model._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
-    for one in parameters:
-        one.grad = None
-    model.bucket_bytes_cap, model.bucket_bytes_cap_default = size, True
-    torch_dist: Any = dist  # what is replaced here for a moment is not public
-    assign, usual = torch_dist._compute_bucket_assignment_by_size, _first_by_default()
+    with model.as_made():
+        parameters, sparse = model._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        names = model._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+        for one in parameters:
+            one.grad = None
+        model.bucket_bytes_cap, model.bucket_bytes_cap_default = size, True
+        torch_dist: Any = dist  # what is replaced here for a moment is not public
+        assign, usual = torch_dist._compute_bucket_assignment_by_size, _first_by_default()
 
-    def backwards(
-        tensors: list[Tensor], limits: list[int], *rest: Any
-    ) -> tuple[list[list[int]], list[int]]:
-        # Gradients come in reverse order, and the first bucket is counted from there.
-        order = range(len(tensors) - 1, -1, -1)
-        found, sizes = assign(tensors[::-1], [first, size], *[one[::-1] for one in rest])
-        return [[order[at] for at in one] for one in reversed(found)], sizes[::-1]
+        def backwards(
+            tensors: list[Tensor], limits: list[int], *rest: Any
+        ) -> tuple[list[list[int]], list[int]]:
+            # Gradients come in reverse order, and the first bucket is counted from there.
+            order = range(len(tensors) - 1, -1, -1)
+            found, sizes = assign(tensors[::-1], [first, size], *[one[::-1] for one in rest])
+            return [[order[at] for at in one] for one in reversed(found)], sizes[::-1]
 
-    model.reducer = model.logger = None  # type: ignore[assignment]  # takes its own hooks away
-    if not as_made:
-        torch_dist._compute_bucket_assignment_by_size = backwards
-    torch_dist._DEFAULT_FIRST_BUCKET_BYTES = first
-    config = getattr(model, "_bucket_config", None)  # from torch 2.13 on
-    if config is not None:
-        model._bucket_config = type(config)(size, (), first)
-    try:
-        model._ddp_init_helper(parameters, sparse, names, model.static_graph)  # type: ignore[no-untyped-call]
-    finally:
-        torch_dist._compute_bucket_assignment_by_size = assign
-        torch_dist._DEFAULT_FIRST_BUCKET_BYTES = usual
-    model._has_rebuilt_buckets = False
-    made()
-    if as_made:
-        settle_buckets(model)
+        model.reducer = model.logger = None  # type: ignore[assignment]  # takes its own hooks away
+        if not as_made:
+            torch_dist._compute_bucket_assignment_by_size = backwards
+        torch_dist._DEFAULT_FIRST_BUCKET_BYTES = first
+        config = getattr(model, "_bucket_config", None)  # from torch 2.13 on
+        if config is not None:
+            model._bucket_config = type(config)(size, (), first)
+        try:
+            model._ddp_init_helper(parameters, sparse, names, model.static_graph)  # type: ignore[no-untyped-call]
+        finally:
+            torch_dist._compute_bucket_assignment_by_size = assign
+            torch_dist._DEFAULT_FIRST_BUCKET_BYTES = usual
+        model._has_rebuilt_buckets = False
+        made()
+        if as_made:
+            settle_buckets(model)
 
 
-def usual_buckets(module: nn.Module, *, over_gloo: bool) -> tuple[int, int]:
+def usual_buckets(parameters: Iterable[Tensor], *, over_gloo: bool) -> tuple[int, int]:
     """Bytes of a bucket and of the first, as a replica is made with in the present world."""
-    size = bucket_megabytes(module) if over_gloo else None
+    size = bucket_megabytes(parameters) if over_gloo else None
     if size is None:
         return _DEFAULT, _first_by_default()
     return int(size * (1 << 20)), int(size * (1 << 20))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.spec.errors import JobError
+from paceline.spec.errors import JobError, SettingError
 from paceline.train import parallel
 from paceline.train.counted import Buffers, Counted
 from paceline.train.update import Updater
@@ -183,6 +183,59 @@ class Models:
         """Steps of their own that ranks which were lost have taken with them, at most."""
         each = [one.communication.at_stake for one in self if one.communication is not None]
         return max(each, default=0)
+
+    @property
+    def switches(self) -> dict[str, list[str]]:
+        """By name: frozen parameters, exchanged ones, and parts that are in evaluation mode."""
+        exchanged = {id(one) for replica in self._replicas for one in replica.exchanged}
+        parameters = [*self.module.named_parameters()]
+        return {
+            "frozen": [name for name, one in parameters if not one.requires_grad],
+            "exchanged": [name for name, one in parameters if id(one) in exchanged],
+            "evaluated": [name for name, part in self.module.named_modules() if not part.training],
+        }
+
+    @switches.setter
+    def switches(self, switches: Mapping[str, list[str]]) -> None:
+        """Has it so with these, and with no others; what is exchanged from :meth:`renew` on."""
+        frozen, evaluated = {*switches["frozen"]}, {*switches["evaluated"]}
+        parameters = dict(self.module.named_parameters())
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name not in frozen)
+        for name, part in self.module.named_modules():
+            part.training = name not in evaluated
+        exchanged = {id(parameters[name]) for name in switches["exchanged"]}
+        for one in self._replicas:
+            every = one.module.parameters()
+            one.exchanged = [parameter for parameter in every if id(parameter) in exchanged]
+
+    @property
+    def _replicas(self) -> list[parallel.Replica]:
+        return [one.model for one in self if isinstance(one.model, parallel.Replica)]
+
+    def widen(self) -> bool:
+        """Has gradients averaged of parameters that were frozen before; whether there are any.
+
+        Raises:
+            SettingError: Ranks step apart, and have met without them.
+        """
+        widened = False
+        for one in self:
+            if one.exchange is None or not one.exchange.thawed:
+                continue
+            if one.communication is not None and one.communication.asked.name == "local":
+                raise SettingError(
+                    "--communication local: ranks that step apart have no common beginning for"
+                    " parameters that are trained from now on",
+                    found="the script has set requires_grad of parameters that were frozen when"
+                    " session.prepare was called",
+                    remedy="--communication exact, or freeze them after session.prepare",
+                )
+            one.exchange.widen()
+            if one.communication is not None:
+                one.communication.renew()
+            widened = True
+        return widened
 
     def together(self, *, moments: bool = False) -> None:
         """Sees to it that all ranks have the same models, and the same moments where asked."""

@@ -103,9 +103,7 @@ class Overlap:
         fits = plain or (isinstance(method, Coded) and self.may_be_late())
         self.done = not fits or not self._tries
         self.way, self.seconds = Way(), {}
-        parameters = self._updater.module.parameters()
-        elements = sum(one.numel() for one in parameters if one.requires_grad)
-        self._left = ways(elements, comms.world.size) if plain else []
+        self._left = ways(self._exchange.elements, comms.world.size) if plain else []
         self._late_way = (self._left or [Way()])[-1]
         self._since, self._watched = step, not plain
         self._begun = self._code()

@@ -7,8 +7,8 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -78,6 +78,8 @@ class Replica(DistributedDataParallel):
         stood: Beginnings and ends of these exchanges; whoever reads them clears them.
         mark: Gives a moment: of the CPU, or of an accelerator's stream.
         recovery: What makes good that a rank is lost; ``None``: nothing does.
+        exchanged: The parameters whose gradients are averaged: those that were trained when this
+            was made or later (:meth:`widen`), also while a script has frozen some of them.
     """
 
     mark: Callable[[], Any] = staticmethod(time.perf_counter)
@@ -87,7 +89,33 @@ class Replica(DistributedDataParallel):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.stood: deque[tuple[Any, Any]] = deque(maxlen=1000)
+        self.exchanged = [one for one in self.module.parameters() if one.requires_grad]
         self._kept_back: set[nn.Module] = set()  # whose statistics differ between ranks
+
+    @property
+    def thawed(self) -> bool:
+        """Whether parameters are trained by now whose gradients are not averaged."""
+        known = {*map(id, self.exchanged)}
+        return any(one.requires_grad and id(one) not in known for one in self.module.parameters())
+
+    def widen(self) -> None:
+        """Counts those among the exchanged ones; buckets are to be laid out anew then."""
+        known = {*map(id, self.exchanged)}
+        every = self.module.parameters()
+        self.exchanged = [one for one in every if one.requires_grad or id(one) in known]
+
+    @contextmanager
+    def as_made(self) -> Iterator[None]:
+        """Within it exactly those parameters are trained whose gradients are averaged."""
+        every = [*self.module.parameters()]
+        now, made = [one.requires_grad for one in every], {*map(id, self.exchanged)}
+        for one in every:
+            one.requires_grad_(id(one) in made)
+        try:
+            yield
+        finally:
+            for one, trained in zip(every, now, strict=True):
+                one.requires_grad_(trained)
 
     def aligned(self) -> None:
         """All ranks have the same buffers now."""
@@ -227,13 +255,14 @@ def replicated(
     # As DDP begins, but not by a tree.
     parameters: list[Tensor] = [one for one in module.parameters() if one.requires_grad]
     _verify_param_shape_across_processes(_get_default_group(), parameters)
+    megabytes = bucket_megabytes(parameters) if over_gloo else None
     comms.spread([*module.parameters(), *module.buffers()])
     with compiler.unasked():
         model = (Apart if apart else Replica)(
             module,
             device_ids=index,
             init_sync=False,
-            bucket_cap_mb=bucket_megabytes(module) if over_gloo else None,
+            bucket_cap_mb=megabytes,
             gradient_as_bucket_view=True,
             find_unused_parameters=unused,
         )
@@ -265,16 +294,16 @@ def check_dense(module: nn.Module) -> None:
             )
 
 
-def bucket_megabytes(module: nn.Module) -> float | None:
+def bucket_megabytes(parameters: Iterable[Tensor]) -> float | None:
     """The size of all buckets over gloo with three and more ranks; ``None``: DDP's own sizes.
 
-    Given by the model alone: where a gradient lies decides in which order the ranks' shares are
-    added up, and no result may depend on what was measured. With two ranks it does not matter, and
+    Given by the parameters alone: where a gradient lies decides in which order the ranks' shares
+    are added up, and no result may depend on what was measured. With two ranks it does not matter:
     :mod:`paceline.train.overlap` tries some; but a probe of two is to tell what more will do.
     """
     if dist.get_world_size() < 3 and not os.environ.get(jobenv.PROBE):
         return None
-    size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    size = sum(one.nbytes for one in parameters)
     return min(25.0, max(1.0, size / (1 << 20) / _BUCKETS))
 
 

@@ -108,7 +108,7 @@ class Session(Member):
         self._applied = self._repeated = 0  # updates within the step, and of them on this pass
         self._overlap: Overlap | None = None
         self._extras: tuple[str, ...] = ()  # of the script, by name
-        self._given: tuple[Counted, dict[str, Any], int] | None = None  # a newcomer: with steps
+        self._given: tuple[Counted, dict[str, Any], int, dict[str, list[str]]] | None = None
         self._division = Division(self.comms, self._journal, self.progress)
         self._loader: Loader | None = None
         self._keeper: Keeper | None = None
@@ -576,6 +576,8 @@ class Session(Member):
         """The script begins to take batches from a loader."""
         if loader is self._loader:
             self._go_back()
+            if self.models.widen() and self._overlap is not None:
+                self._overlap.again(self.progress.step)
         if loader is self._loader or self._aside or self.progress.finished:
             return
         self._aside = True
@@ -665,14 +667,14 @@ class Session(Member):
         models = Counted(self.models)
         models.note()
         kept = {name: self._kept.extras[name].state_dict() for name in self._extras}
-        self._given = models, copy.deepcopy(kept), self.progress.steps
+        self._given = models, copy.deepcopy(kept), self.progress.steps, self.models.switches
 
     def _go_back(self) -> None:
         """The first batch begins: a newcomer has again what it was given."""
         if self._given is None:
             return
         assert self._kept is not None
-        models, kept, self.progress.steps = self._given
+        models, kept, self.progress.steps, self.models.switches = self._given
         self._given = None
         models.go_back()
         for name, state in kept.items():

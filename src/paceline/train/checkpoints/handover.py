@@ -150,6 +150,7 @@ def _header(
     done = training.progress
     more = {
         "steps": done.steps, "some_absent": done.some_absent, "within": dict(training.within),
+        "switches": training.models.switches,
     }  # fmt: skip
     return {"state": state, "tensors": _shapes(tensors), "more": more}
 
@@ -285,4 +286,5 @@ def _take(training: Training, said: dict[str, Any], tensors: dict[str, Tensor]) 
             remedy="give every node the same files and the same options",
         ) from error
     stand(training, state)
-    done.steps, done.some_absent = said["more"]["steps"] or done.steps, said["more"]["some_absent"]
+    more, models.switches = said["more"], said["more"]["switches"]
+    done.steps, done.some_absent = more["steps"] or done.steps, more["some_absent"]

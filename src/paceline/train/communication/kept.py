@@ -115,7 +115,7 @@ class Kept:
         if not self._of or self._loaded is not None:
             return dict(self._loaded or {})
         # Of every parameter and in one order: who has come later may have had other buckets.
-        shapes = {name: one.shape for one, name in self._names.items() if one.requires_grad}
+        shapes = {name: one.shape for one, name in self._names.items()}
         mine = torch.cat([self._own(name, shape) for name, shape in shapes.items()])
         every = self._wire.gather(mine.view(torch.uint8))
         if every is None:

@@ -55,7 +55,7 @@ class Local:
         self.comms: Comms | None = None
         self._line, self._wire = line, wire or Wire(line)
         self._world: World | None = None  # that it has gone over to, when a rank was lost
-        self._parameters = [(name, p) for p, name in line.names.items() if p.requires_grad]
+        self._parameters = [(name, p) for p, name in line.names.items()]
         self._gradients, self._ways = Int8(line, self._wire), Int8(line, self._wire)
         self._steps = self.apart = self._missed = 0
         self._passed = 0  # steps that the running pass adds when it counts

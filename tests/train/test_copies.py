@@ -134,17 +134,47 @@ def test_what_does_not_arrive_as_it_was_is_not_taken(
     assert intact(tmp_path / "taker") == []
 
 
-def test_a_line_that_is_cut_leaves_nothing(tmp_path: Path, writer: Store, taker: Receiver) -> None:
-    name = make(writer, 10)
+def cut_off(taker: Receiver, store: Store, name: str, pieces: int) -> None:
+    """The connection ends after so many pieces: somebody is lost, and all meet again."""
     with socket.create_connection(taker.place, 5) as connection:
 
         def cut(_: float) -> None:
-            connection.shutdown(socket.SHUT_RDWR)
+            nonlocal pieces
+            pieces -= 1
+            if not pieces:
+                connection.shutdown(socket.SHUT_RDWR)
 
         with pytest.raises(OSError):
-            send(Talk(connection, KEY, calls=True), writer, name, 2, cut)
-    assert offer(taker, writer, name) > 0  # one after the other: the former is over
+            send(Talk(connection, KEY, calls=True), store, name, 2, cut)
+
+
+def test_a_copy_that_was_cut_off_again_and_again_comes_to_its_end(
+    tmp_path: Path, writer: Store, taker: Receiver
+) -> None:
+    name = make(writer, 10, 6 * receiver.PIECE)
+    for _ in range(3):
+        cut_off(taker, writer, name, 2)  # the first is the small file's, but for its last byte
+    assert offer(taker, writer, name) < 4 * receiver.PIECE  # one after the other
     assert intact(tmp_path / "taker") == ["10"]
+
+
+def test_what_is_left_of_a_copy_counts_only_where_it_is_of_the_same(
+    tmp_path: Path, writer: Store, taker: Receiver
+) -> None:
+    cut_off(taker, writer, make(writer, 10), 2)
+    assert offer(taker, writer, make(writer, 20)) == 700_003
+    assert intact(tmp_path / "taker") == ["20"]  # nothing of the other
+    name = make(writer, 30)
+    cut_off(taker, writer, name, 2)
+    left = tmp_path / "taker" / ".30.copy.tmp" / "weights.safetensors"
+    left.write_bytes(b"x" * len(left.read_bytes()))
+    with pytest.raises(Refused, match="its hash differs"):
+        offer(taker, writer, name)
+    assert offer(taker, writer, name) == 700_003
+    cut_off(taker, writer, make(writer, 40), 2)
+    taker.close()
+    taker._thread.join(30)
+    assert intact(tmp_path / "taker") == ["30", "20"]
 
 
 def test_a_lost_writer_keeps_no_other_waiting(
@@ -156,7 +186,7 @@ def test_a_lost_writer_keeps_no_other_waiting(
         talk = Talk(connection, KEY, calls=True)
         raw = (writer.root / name / MANIFEST).read_text()
         talk.say(name=name, manifest=raw, token=writer.token, keep=2)
-        assert talk.hear() == {"send": True}
+        assert talk.hear() == {"send": True, "have": {}}
         taker.drop()  # there is a new group
         assert offer(taker, writer, name) > 0
     assert intact(tmp_path / "taker") == ["10"]
@@ -234,6 +264,31 @@ def test_the_newest_and_the_best_on_so_many_hosts(tmp_path: Path, writer: Store)
     assert "b: Connection refused; c: Connection refused" in rounds(told, 3)[-1].problem
     sender.close()
     assert not (tmp_path / "d").exists()
+
+
+def test_in_a_new_group_what_was_under_way_comes_first(
+    tmp_path: Path, writer: Store, taker: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else, with losses every few seconds and as many checkpoints, no copy would ever be whole."""
+    monkeypatch.setattr(copies, "rest", lambda took: 3600.0)
+    told: list[Copied] = []
+    peers = [_Peer("b", taker.place)]
+    former = _Sender(writer, 3, KEY, peers, 1, told.append)
+    make(writer, 10)
+    former.wake()
+    deadline = time.monotonic() + 60
+    while not former.under_way and time.monotonic() < deadline:
+        time.sleep(0.01)
+    make(writer, 20)
+    former.close()
+    monkeypatch.setattr(copies, "rest", lambda took: 0.0)
+    sender = _Sender(writer, 3, KEY, peers, 1, told.append, former)
+    sender.wake()
+    assert [(one.step, one.problem) for one in rounds(told, 2)] == [(10, ""), (20, "")]
+    sender.close()
+    last = _Sender(writer, 3, KEY, peers, 1, told.append, sender)
+    assert last._there == {"10": {"b"}, "20": {"b"}}
+    last.close()
 
 
 def test_copying_rests_and_hurries(

@@ -98,6 +98,7 @@ class Copies:
         self._key = b""
         self._receiver: Receiver | None = None
         self._sender: _Sender | None = None
+        self._former: _Sender | None = None
         self.outcomes: queue.SimpleQueue[Copied] = queue.SimpleQueue()
 
     def meet(self) -> str:
@@ -148,10 +149,10 @@ class Copies:
     def _sends_to(self, peers: Sequence[_Peer], count: int) -> None:
         if self._sender is not None:
             self._sender.close()
-            self._sender = None
+            self._former, self._sender = self._sender, None
         if peers:
             key, store, keep = self._key, self._store, self._keep
-            self._sender = _Sender(store, keep, key, peers, count, self.outcomes.put)
+            self._sender = _Sender(store, keep, key, peers, count, self.outcomes.put, self._former)
 
     def published(self) -> None:
         """There is a new checkpoint on this disk."""
@@ -186,7 +187,10 @@ def own_address() -> str:
 
 
 class _Sender:
-    """Rank 0's thread that brings the newest and the best checkpoint to peers."""
+    """Rank 0's thread that brings the newest and the best checkpoint to peers.
+
+    Where losses follow each other, what was under way comes first: else none would ever be whole.
+    """
 
     def __init__(
         self,
@@ -196,10 +200,16 @@ class _Sender:
         peers: Sequence[_Peer],
         count: int,
         tell: Callable[[Copied], None],
+        former: _Sender | None = None,
     ) -> None:
         self._store, self._keep, self._key = store, keep, key
         self._peers, self._count, self._tell = peers, count, tell
         self._there: dict[str, set[str]] = {}  # hosts by the name of what they have
+        self.under_way = ""  # its name
+        if former is not None:
+            hosts = {peer.host for peer in peers}
+            self._there = {name: had & hosts for name, had in former._there.items()}
+            self.under_way = former.under_way
         self._due, self._ended, self._fast = threading.Event(), threading.Event(), threading.Event()
         self._idle = threading.Condition()
         self._asked = self._done = 0
@@ -237,11 +247,15 @@ class _Sender:
     def _round(self) -> None:
         found, _ = self._store.found()
         best = self._store.best(found)
-        wanted = dict.fromkeys(one.path.name for one in [*found[:1], *([best] if best else [])])
+        begun = [one for one in found if one.path.name == self.under_way]
+        wanted = {one.path.name: one for one in [*begun, *found[:1], *([best] if best else [])]}
         self._there = {name: self._there.get(name, set()) for name in wanted}
-        for one in found:
-            if one.path.name in wanted and not self._ended.is_set():
-                self._copy(one.path.name, one.step)
+        for name, one in wanted.items():
+            if not self._ended.is_set():
+                self.under_way = name
+                self._copy(name, one.step)
+        if not self._ended.is_set():
+            self.under_way = ""
 
     def _copy(self, name: str, step: int) -> None:
         """Until enough hosts have it; a host that fails is stood in for by the next."""

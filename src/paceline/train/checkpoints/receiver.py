@@ -1,7 +1,8 @@
 """Where copies of checkpoints arrive: a thread of one rank of a host that is not rank 0's.
 
 It takes a checkpoint from who knows the job's key, piece by piece onto the disk, and gives it its
-name when every file has the hash that the manifest tells. A writer whose token is older than what
+name when every file has the hash that the manifest tells. What a connection that ended has left is
+kept for the next one that offers the same checkpoint. A writer whose token is older than what
 is there is refused, as it is on its own disk.
 """
 
@@ -30,6 +31,7 @@ PIECE = 1 << 18  # bytes after which the writer waits for a sign
 GOOD, BAD = b"+", b"-"  # the sign
 SPARE = 16 << 20  # bytes of a disk that copies leave free
 
+_PART, _OFFER = ".copy.tmp", ".offer"  # a folder that is half there; in it, the manifest of it all
 _NONCE, _MAC = 16, 32
 _LONGEST = 1 << 24  # bytes of a message: a manifest of thousands of files
 _GREETING_S = 5.0
@@ -121,7 +123,7 @@ class Receiver:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=4)
         self.place: tuple[str, int] = self._listener.getsockname()[:2]
-        self._open = True
+        self._open, self._receiving = True, False
         self._serves: socket.socket | None = None
         self._thread = threading.Thread(target=self._serve, name="paceline-copies", daemon=True)
         self._thread.start()
@@ -143,6 +145,14 @@ class Receiver:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
+        if not self._receiving:
+            self._clear()
+
+    def _clear(self, but: Path | None = None) -> None:
+        """Removes what was left half there."""
+        for left in self._root.glob(f".*{_PART}"):
+            if left != but:
+                shutil.rmtree(left, ignore_errors=True)
 
     def _serve(self) -> None:
         while self._open:
@@ -150,10 +160,12 @@ class Receiver:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            self._serves = connection
+            self._serves, self._receiving = connection, True
             # whoever it is and whatever is wrong with it, the next one is served
             with connection, contextlib.suppress(OSError, ValueError, Refused):
                 self._receive(Talk(connection, self._key, calls=False))
+            self._receiving = False
+        self._clear()
 
     def _receive(self, talk: Talk) -> None:
         offer = talk.hear()
@@ -177,25 +189,51 @@ class Receiver:
         with contextlib.suppress(OSError):
             if (self._root / name / MANIFEST).read_bytes() == raw:
                 return {"here": True}
-        needed = sum(entry.bytes for entry in manifest.files.values())
         self._root.mkdir(parents=True, exist_ok=True)
+        made = self._root / f".{name}{_PART}"
+        self._clear(but=made)
+        have = _begun(made, raw, manifest)
+        needed = sum(entry.bytes for entry in manifest.files.values()) - sum(have.values())
         free = shutil.disk_usage(self._root).free
         if free < needed + SPARE:
+            shutil.rmtree(made, ignore_errors=True)
             room = f"{needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free"
             raise Refused(f"the disk of {self._root} is too full: {room}")
-        made = self._root / f".{name}.copy.tmp"
-        shutil.rmtree(made, ignore_errors=True)
-        made.mkdir()
+        goes_on = False
         try:
-            talk.say(send=True)
-            _write(talk, made, manifest, lambda: self._open)
-            (made / MANIFEST).write_bytes(raw)
+            talk.say(send=True, have=have)
+            _write(talk, made, manifest, have, lambda: self._open)
+            (made / _OFFER).rename(made / MANIFEST)
             store.stand()
             store.place(made, version, best=manifest.about.get("best") is True)
+        except (ConnectionError, TimeoutError):
+            goes_on = self._open  # there is a new group, or the writer is lost
+            raise
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            if not goes_on:
+                shutil.rmtree(made, ignore_errors=True)
         store.prune(int(offer["keep"]))
         return {"taken": True}
+
+
+def _begun(made: Path, raw: bytes, manifest: Manifest) -> dict[str, int]:
+    """Begins a folder for a copy, or finds what an earlier try has left: bytes by file.
+
+    Of a file that is there the last byte is missing at least: its sender has something to send.
+    """
+    with contextlib.suppress(OSError):
+        if (made / _OFFER).read_bytes() == raw:
+            have = {}
+            for name, entry in manifest.files.items():
+                path = made / name
+                if path.is_file() and (size := min(path.stat().st_size, entry.bytes - 1)) > 0:
+                    os.truncate(path, size)
+                    have[name] = size
+            return have
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    (made / _OFFER).write_bytes(raw)
+    return {}
 
 
 def _said(problem: BaseException) -> str:
@@ -204,14 +242,19 @@ def _said(problem: BaseException) -> str:
     return str(getattr(problem, "message", problem))[:300] or type(problem).__name__
 
 
-def _write(talk: Talk, folder: Path, manifest: Manifest, wanted: Callable[[], bool]) -> None:
+def _write(talk: Talk, folder: Path, manifest: Manifest, have: Mapping[str, int],
+           wanted: Callable[[], bool]) -> None:  # fmt: skip
     """The files' contents as they come; with each piece the writer gets a sign."""
     try:
         for name, entry in sorted(manifest.files.items()):
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            digest, left = hashlib.sha256(), entry.bytes
-            with path.open("xb", buffering=0) as file:
+            digest, left = hashlib.sha256(), entry.bytes - have.get(name, 0)
+            if name in have:
+                with path.open("rb") as file:
+                    while piece := file.read(PIECE):
+                        digest.update(piece)
+            with path.open("ab" if name in have else "wb", buffering=0) as file:
                 while left:
                     piece = talk.exactly(min(left, PIECE))
                     if not wanted():
@@ -243,7 +286,9 @@ def send(
     keep: int,
     rest: Callable[[float], None],
 ) -> int:
-    """Offers a checkpoint and sends it where it is wanted; the bytes that were sent.
+    """Offers a checkpoint and sends it where it is wanted, but for what is there of an earlier try.
+
+    Returns the bytes that were sent.
 
     Args:
         talk: With a receiver.
@@ -263,14 +308,17 @@ def send(
     with contextlib.ExitStack() as opened:
         # all at once: what is pruned meanwhile can be read on
         contents = [
-            (entry.bytes, opened.enter_context((folder / file).open("rb")))
+            (file, entry.bytes, opened.enter_context((folder / file).open("rb")))
             for file, entry in sorted(manifest.files.items())
         ]
         talk.say(name=name, manifest=raw.decode(), token=store.token, keep=keep)
-        if not talk.hear().get("send"):
+        answer, sent = talk.hear(), 0
+        if not answer.get("send"):
             return 0
-        for size, file in contents:
-            left = size
+        for there, size, file in contents:
+            begun_at = int(answer.get("have", {}).get(there, 0))
+            left = size - file.seek(min(max(begun_at, 0), size))
+            sent += left
             while left:
                 begun = time.perf_counter()
                 piece = file.read(min(left, PIECE))
@@ -282,4 +330,4 @@ def send(
                 left -= len(piece)
                 rest(time.perf_counter() - begun)
     talk.hear()
-    return sum(size for size, _ in contents)
+    return sent

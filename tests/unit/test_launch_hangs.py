@@ -29,6 +29,7 @@ from paceline.launch.verdict import (
     first_difference,
     frozen_text,
     judge,
+    stays,
     waits,
     where,
 )
@@ -357,6 +358,21 @@ def test_one_that_ended_while_others_wait() -> None:
     found = judged(looks, looks, ended=[("n2", 1)])
     assert found is not None
     assert found.text.startswith("rank 1 on n2 ended with status 0 while rank 0 on n1 waits")
+
+
+def test_the_last_one_that_stands_still_is_told_of() -> None:
+    """torch's own teardown may not end, or a script waits for nobody; the job waits for it."""
+    both = [look(1, ASLEEP)], [look(1, ASLEEP)]
+    ended = [("n1", 0), ("n3", 2)]
+    hang = judged(*both, ended=ended)
+    assert hang is not None
+    assert hang.text.startswith("rank 1 on n2 stands still at train.py, line 21")
+    assert hang.text.endswith(", and all others have ended")
+    assert (hang.kind, hang.replaceable, stays(hang, both[1])) == ("last", False, True)
+    assert judged(*both) is None  # nobody has ended: it may be a pause of its own
+    assert judged(*both, ended=[("n2", 1)]) is None  # a former process of its number
+    works = [look(1, ASLEEP, cpu_s=1.0)], [look(1, ASLEEP, cpu_s=2.9)]
+    assert judged(*works, ended=ended) is None
 
 
 def test_patience_follows_what_is_usual() -> None:

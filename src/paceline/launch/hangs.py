@@ -178,8 +178,8 @@ class HangWatch:
         if self._hang is None or self._limit_s == 0:
             return
         limit_s = self.heartbeats.limit_s if self._limit_s is None else self._limit_s
-        if self._limit_s is None and self._hang.kind == "busy":
-            return  # it works: how long that may take nobody has said
+        if self._limit_s is None and self._hang.kind in ("busy", "last"):
+            return  # how long its work, or an upload after it, may take nobody has said
         if limit_s is not None and time.monotonic() - self._since > limit_s:
             if self._over(self._hang, limit_s):
                 self._hang, self._by_lines = None, False

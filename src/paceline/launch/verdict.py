@@ -30,8 +30,9 @@ _FETCHES = f"{_LOADER}dataloader.py"
 _IDLE = ("/multiprocessing/queues.py", "/multiprocessing/connection.py")
 
 # "frozen": a signal or a disk holds it; "still": it waits for something else; "busy": it works;
-# "ended": it has left; "apart": ranks wait in different collectives; "deaf": in the same one
-Kind = Literal["frozen", "still", "busy", "ended", "apart", "deaf"]
+# "ended": it has left; "last": it alone has not, and stands still; "apart": ranks wait in different
+# collectives; "deaf": in the same one
+Kind = Literal["frozen", "still", "busy", "ended", "last", "apart", "deaf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ def stays(hang: Hang, looks: Sequence[Look]) -> bool:
     """Whether ranks stand as they did when this hang was told, as far as they can be asked."""
     known = [look for look in looks if look.stand.frames or _held(look)]
     theirs = [look for look in known if hang.rank in (None, look.stand.rank)]
-    if hang.kind == "still":
+    if hang.kind in ("still", "last"):
         return all(where(look.stand) == hang.at for look in theirs)
     if hang.kind == "frozen":
         return all(_held(look) for look in theirs)
@@ -247,7 +248,7 @@ def _with(look: Look, closely: Look | None) -> Look:
 def _verdict(waiting: Sequence[Look], still: Sequence[Look], busy: Sequence[Look], silent_s: float,
              ended: Sequence[tuple[str, int]], sure: bool) -> Hang | None:  # fmt: skip
     if not waiting:
-        return None
+        return None if busy else _last(still, ended, sure)
     # Connections of the former group were cut: who waits on there waits for nobody.
     if anew := [look for look in waiting if begins_anew(look.stand)]:
         still = [*still, *(look for look in waiting if not begins_anew(look.stand))]
@@ -274,6 +275,17 @@ def _verdict(waiting: Sequence[Look], still: Sequence[Look], busy: Sequence[Look
         text = f"rank {rank} on {host} ended with status 0 while {for_it}"
         return Hang(host, rank, text, "ended")
     return _all_wait(waiting) if len(waiting) > 1 else None
+
+
+def _last(still: Sequence[Look], ended: Sequence[tuple[str, int]], sure: bool) -> Hang | None:
+    """Who stands still where all others have ended: for it nobody waits but the job."""
+    left = {(look.stand.host, look.stand.rank) for look in still}
+    if not still or left.issuperset(ended):
+        return None
+    one, frozen = still[0].stand, _held(still[0])
+    also = "".join(f"; {look.stand.who} stands still, too, {_place(look)}" for look in still[1:4])
+    text = f"{one.who} {_stands_still(still[0])}, and all others have ended{also}"
+    return Hang(one.host, one.rank, text, "last", sure, "" if frozen else where(one))
 
 
 def _all_wait(waiting: Sequence[Look]) -> Hang:

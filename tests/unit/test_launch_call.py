@@ -224,6 +224,18 @@ def test_values_of_a_start_that_failed_do_not_count(tmp_path: Path) -> None:
         call.results_of(outcome(tmp_path, *first, Event("started"), left(tmp_path, 1, "new")))
 
 
+def test_a_rank_that_was_lost_for_good_is_not_said_to_have_ended(tmp_path: Path) -> None:
+    lost = Event("rank ended", "n1", 1, fields={"code": None, "signal": 9})
+    again = [Event("rank started", "n1", 1),
+             Event("newcomer lost", "n1", 1, fields={"why": "boom"}),
+             Event("rank ended", "n1", 1, fields={"code": 1, "signal": None})]  # fmt: skip
+    with pytest.raises(RankError, match="rank 1 on n1 was lost and had not come back") as raised:
+        call.results_of(outcome(tmp_path, lost, *again, left(tmp_path, 0, "a")))
+    assert "it came again in vain: boom" in str(raised.value)
+    assert raised.value.returned == {0: "a"}
+    assert (raised.value.host, raised.value.rank) == ("n1", 1)
+
+
 def test_what_is_not_what_the_rank_told_is_not_loaded(tmp_path: Path) -> None:
     events = [left(tmp_path, 0, "told"), left(tmp_path, 1, "b")]
     left(tmp_path, 0, "else")

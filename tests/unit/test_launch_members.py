@@ -13,6 +13,7 @@ from paceline.launch.allowance import Allowance, Verdict
 from paceline.launch.members import (
     ANSWER_S,
     APART_S,
+    JOINS_S,
     KILL_AGAIN_S,
     LAST_S,
     LEAVING_S,
@@ -1328,6 +1329,20 @@ def test_a_newcomer_at_the_door_is_ended_when_the_others_have_saved() -> None:
     saves(job, 0)
     assert Kill("n2", (1,)) in job.decide()
     assert not job.members.pending
+
+
+def test_who_gets_the_state_for_long_keeps_nobody_from_saving() -> None:
+    """It is large, or the line slow, and there is --grace only: the others save without it."""
+    job = Job()
+    job.start_again(1)
+    job.members.ready(1, job.now)
+    assert [type(one) for one in job.decide(TOGETHER_S)] == [Regroup]
+    job.members.stop()
+    assert job.decide() == []  # it may be there in a moment
+    assert job.decide(JOINS_S) == [Kill("n2", (1,))]
+    assert job.decide(0.1) == []
+    job.kill(1)
+    assert job.decide() == [Regroup(3, (0, 2), False)]
 
 
 def test_all_are_lost_while_they_stop() -> None:

@@ -261,10 +261,12 @@ class RankError(JobError):
         host, rank: Where; ``None`` for a rank where a whole host is meant.
         traceback: Of the exception there; empty when there was none.
         outcome: How the run ended, and its run directory.
+        returned: By rank, what the others returned of a run that ended well without this one.
     """
 
     def __init__(self, message: str, outcome: RunOutcome, host: str = "", rank: int | None = None,
-                 traceback: str = "", found: str = "", remedy: str = "") -> None:  # fmt: skip
+                 traceback: str = "", found: str = "", remedy: str = "",
+                 returned: Mapping[int, Any] | None = None) -> None:  # fmt: skip
         failure = outcome.result.failure
         status = failure.status if failure is not None else outcome.result.exit_code or 1
         super().__init__(message, found=found, remedy=remedy, exit_code=status)
@@ -272,6 +274,7 @@ class RankError(JobError):
         self.rank = rank
         self.traceback = traceback
         self.outcome = outcome
+        self.returned = dict(returned or {})
 
 
 class Results(Sequence[T], Generic[T]):
@@ -314,15 +317,30 @@ def results_of(outcome: RunOutcome) -> Results[Any]:
     if outcome.result.failure is not None or outcome.result.exit_code != 0:
         raise _raised(outcome)
     told = _told(outcome, "returned")
-    values, hosts = [], []
-    for rank in range(outcome.ranks):
-        if rank not in told:
-            raise RankError(f"rank {rank} ended without returning", outcome, rank=rank,
-                            found="the function ended the process: sys.exit() or os._exit()",
-                            remedy="Return from the function instead")  # fmt: skip
-        values.append(_load(outcome, told[rank]))
-        hosts.append(told[rank].host)
-    return Results(values, hosts, outcome)
+    missing = next((rank for rank in range(outcome.ranks) if rank not in told), None)
+    values = {rank: _load(outcome, told[rank]) for rank in sorted(told) if rank < outcome.ranks}
+    if missing is not None:
+        raise _without(outcome, missing, values)
+    hosts = [told[rank].host for rank in values]
+    return Results([*values.values()], hosts, outcome)
+
+
+def _without(outcome: RunOutcome, rank: int, values: Mapping[int, Any]) -> RankError:
+    """What to say of a rank that returned nothing in a run that ended well."""
+    last = next((event for event in reversed(outcome.events) if event.rank == rank
+                 and event.kind in ("rank started", "rank ended")), None)  # fmt: skip
+    lost = last is not None and (last.kind == "rank started" or last["code"] != 0)
+    if last is None or not lost:
+        return RankError(f"rank {rank} ended without returning", outcome, rank=rank,
+                         found="the function ended the process: sys.exit() or os._exit()",
+                         remedy="Return from the function instead", returned=values)  # fmt: skip
+    who = place(last.host, rank)
+    whys = [f"it came again in vain: {event['why']}" for event in outcome.events
+            if event.kind == "newcomer lost" and event.rank == rank]  # fmt: skip
+    whys = [*(one.why for one in outcome.result.recoveries if who in one.who), *whys[-1:]]
+    return RankError(f"{who} was lost and had not come back when the others returned", outcome,
+                     last.host, rank, found="\n".join(whys), returned=values,
+                     remedy="What the others returned is in this error's .returned")  # fmt: skip
 
 
 def _told(outcome: RunOutcome, kind: str) -> dict[int, Event]:

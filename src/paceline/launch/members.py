@@ -31,6 +31,7 @@ TOO_SOON = "it ended with status 0 before it had joined"
 STOPPED = "Stopped:"  # so begins what it raises
 # A child of a rank, ended from outside: the system's choice where memory is short
 WORKER_KILLED = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: (Killed|Terminated)")
+JOINS_S = 1.0  # in which who joins may still get the state when the ranks are asked to stop
 STOP_S = 10.0  # for the last regrouping, before ranks are asked to stop in any case
 MEET_S = 15.0  # for connections of a new group, once all its ranks are there
 FORMING_S = 30.0  # for a new group, after which one that is not there is a hang
@@ -282,6 +283,7 @@ class Members:
         self._gave_up: Failure | None = None
         self._all_hang_since: float | None = None
         self._stopping = False  # the ranks were asked to save and stop
+        self._stopping_since: float | None = None
         self._closed = ""  # why nobody can join any more
         self._over = False
         self._news: list[Action] = []
@@ -765,6 +767,12 @@ class Members:
 
         Also once more, where the order has not come through: nobody starts in its place before.
         """
+        if self._stopping:
+            self._stopping_since = self._stopping_since or now
+            if now >= self._stopping_since + JOINS_S:  # a large state, or a slow line
+                for one in self._standing("joining"):
+                    if not one.killed:
+                        self._kill(one)
         trains = self._standing("in")
         moving = [one for one in trains if not one.frozen]
         # Their state is out of reach: better to go on from a checkpoint than to wait for them.

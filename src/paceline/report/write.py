@@ -35,7 +35,9 @@ def write(page: Page, out: Path) -> None:
         new.replace(out)
     except OSError as error:
         raise SettingError(
-            f"cannot write the report {out}", found=str(error.strerror), remedy="--out FILE"
+            f"cannot write the report {out}",
+            found=error.strerror or f"{type(error).__name__}: {error}",
+            remedy="--out FILE",
         ) from None
     finally:
         with contextlib.suppress(OSError):

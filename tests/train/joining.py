@@ -22,6 +22,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from paceline import train
 from paceline.recipes import image
 from paceline.recipes.optimization import Curve, optimizer, scheduled
+from paceline.spec.errors import JobError
 from paceline.train import Best
 
 SAMPLES, BATCH, EPOCHS = 64, 8, 5
@@ -280,6 +281,7 @@ def main(folder: Path, *only: str) -> None:
     run("plain: without checkpoints", 2, at=dying(1, 9), checkpoint="")
     run("local", 2, communication="local:6")
     run("local: killed", 3, at=dying(1, 9), communication="local:6")
+    run("plain: astray", 3, ending, at=_each_of(dying(1, 9), counting))
     run("plain: edited", 3, at=_each_of(dying(1, 9), edited))
     run("duel: killed between two updates", 3, duel, at=dying(0, 9, "between"))
     run("recipe: killed", 3, recipe, saw=killed_later)
@@ -289,6 +291,22 @@ def main(folder: Path, *only: str) -> None:
     run("mixed", 2, device="cuda")
     run("mixed: killed", 3, at=dying(1, 9), device="cuda")
     run("mixed: first killed", 3, at=dying(0, 10), device="cuda")
+
+
+def ending(folder: Path, **how: Any) -> None:
+    """A training of which a rank that fails counts as lost, as for the launcher."""
+    try:
+        training(folder, **how)
+    except JobError as error:
+        (folder / "astray").write_text(str(error))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def counting(session: train.Session, where: str) -> None:
+    """A loop's own schedule, that begins anew in who comes later."""
+    if NEWCOMER and where == "step":
+        for group in session.models.first.optimizer.param_groups:
+            group["lr"] = 0.1
 
 
 def edited(session: train.Session, where: str) -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.spec.failure import ASTRAY
+
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
@@ -91,6 +93,15 @@ def test_who_joins_ranks_that_step_apart_begins_where_they_last_met(worlds: Path
         records(worlds / name, "val")[-1]["accuracy"] for name in ("local", "local: killed")
     ]
     assert accuracies[1] > accuracies[0] - 0.05
+
+
+def test_who_goes_by_a_counter_of_its_own_ends_before_it_does_harm(worlds: Path) -> None:
+    """It learns at another rate than the others, which nothing but its parameters can tell."""
+    found = job(worlds, "plain: astray")
+    assert float((left(worlds / "plain: astray") - left(worlds / "plain")).abs().max()) < 1e-10
+    assert [slot for _, slot, _ in events(found, "newcomer ready")] == [1]
+    assert found["statuses"] == {"0": 0, "1": -9, "2": 0}
+    assert ASTRAY in (worlds / "plain: astray" / "astray").read_text()
 
 
 @pytest.mark.parametrize("name", PHASES)

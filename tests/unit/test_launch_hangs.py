@@ -223,6 +223,7 @@ def test_one_in_another_collective_than_the_others() -> None:
     found = judged(three, three)
     assert found is not None
     assert (found.rank, found.kind, found.replaceable) == (1, "apart", False)
+    assert found.sides == ((0, 2), (1,))
     assert found.text == (
         "rank 1 on n2 waits in all_reduce (train.py, line 50, in extra) while rank 0 on n1, rank 2 "
         "on n3 wait in the backward pass (train.py, line 39): they do not wait for the same"

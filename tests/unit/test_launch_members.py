@@ -41,7 +41,7 @@ from paceline.launch.members import (
     Stop,
     Wait,
 )
-from paceline.spec.failure import UNLIKE, Failure
+from paceline.spec.failure import ASTRAY, UNLIKE, Failure
 
 HOSTS = {0: "n1", 1: "n1", 2: "n2", 3: "n2", 4: "n3"}
 BOOM = "ValueError: boom"
@@ -108,18 +108,38 @@ class Job:
         assert [type(one) for one in self.decide()] == [Joined]
 
 
-def test_a_newcomer_that_cannot_begin_as_the_others_did_ends_alone() -> None:
-    """It says so before its first batch, when the others train with it already."""
+@pytest.mark.parametrize("why", [UNLIKE, ASTRAY])
+def test_a_newcomer_that_does_not_do_as_the_others_ends_alone(why: str) -> None:
+    """It says so before its first batch, or after its first steps with the others."""
     job = Job()
     job.start_again(2)
     job.join(2)
-    job.raises(2, f"JobError: {UNLIKE}: after epochs they had told each other less")
+    job.raises(2, f"JobError: {why}: after epochs they had told each other less")
     assert job.decide() == [Regroup(3, (0, 1), False)]
     job.settle()
     (told, never) = job.decide()
     assert isinstance(told, Recovered)
-    assert never == NotAgain((2,), UNLIKE)
+    assert never == NotAgain((2,), why)
     assert job.decide(600.0) == []
+
+
+def test_where_ranks_wait_apart_those_that_came_later_are_at_fault() -> None:
+    """Its loop counts from its own beginning, say, and is not where the others evaluate."""
+    job = Job()
+    assert not job.members.astray([(0, 1), (2,)], "hung")  # nobody has come: it is the program
+    job.start_again(2)
+    job.join(2)
+    assert not job.members.astray([(0, 2), (1,)], "hung")  # those that were there part as well
+    assert not job.members.astray([(0, 1, 2)], "hung")
+    assert job.members.astray([(0, 1), (2,)], "hung for longer than 30 s")
+    assert job.decide() == [Kill("n3", (2,))]
+    job.kill(2)
+    assert isinstance(job.decide()[0], Regroup)
+    job.settle()
+    told, never = job.decide()
+    assert isinstance(told, Recovered)
+    assert told.losses[0].headline == "hung for longer than 30 s"
+    assert never == NotAgain((2,), ASTRAY)
 
 
 def test_a_rank_whose_loader_worker_was_killed_is_replaced() -> None:

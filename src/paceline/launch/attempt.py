@@ -388,6 +388,8 @@ class Attempt:
         headline = f"hung for longer than {limit}: {text}"
         if hang.replaceable and hang.rank is not None and self.recoveries.hung(hang.rank, headline):
             return True
+        if hang.kind == "apart" and self.recoveries.astray(hang.sides, headline):
+            return True
         if hang.kind == "deaf" and self.recoveries.deaf():
             text = f"{headline}: they try again in a new group"
             self._screen.note(f"paceline: {text}")

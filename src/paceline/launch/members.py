@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from paceline.launch.allowance import Verdict, signature
-from paceline.spec.failure import UNLIKE, Failure
+from paceline.spec.failure import ASTRAY, UNLIKE, Failure
 
 ANSWER_S = 3.0  # how long a rank that was interrupted waits until somebody is known to be lost
 TOGETHER_S = 1.0  # newcomers that are ready wait so long for others that are about to be
@@ -215,6 +215,7 @@ class _Slot:
     last: Failure | None = None
     saved: bool = False  # as it was asked to, and is about to end
     session_closed: bool = False  # its training is over, and its script goes on by itself
+    came: int = 0  # in which generation it joined
 
 
 @dataclass(slots=True)
@@ -437,6 +438,7 @@ class Members:
             one.hung, one.frozen = "", False
         if one.standing == "joining":
             one.standing, one.able, one.joined_at = "in", True, self._step
+            one.came = generation
         self._generation.unsettled.discard(slot)
         if self.settled:
             self._settle(now)
@@ -476,9 +478,9 @@ class Members:
             self._fail(failure)
         elif failure.kind == "signal" or WORKER_KILLED.search(failure.headline):
             self._ended_by_signal(one, failure, now)
-        elif UNLIKE in failure.headline:  # the next one would do the same
+        elif why := next((one for one in (UNLIKE, ASTRAY) if one in failure.headline), ""):
             self._drop(one, failure, now)
-            self._close(UNLIKE)
+            self._close(why)  # the next one would do the same
         else:
             until = now + (ANSWER_S if failure.echo else OWN_S)
             self._held.append(_Held(until, slot, failure))
@@ -553,6 +555,31 @@ class Members:
     def hung(self, slot: int, headline: str) -> None:
         """The others have waited for a rank for too long: it is ended, with these words."""
         self._slots[slot].frozen, self._slots[slot].hung = True, headline
+
+    def astray(self, sides: Sequence[Sequence[int]], headline: str) -> bool:
+        """Ranks wait in different collectives, for good.
+
+        Where those that were there first all wait in one, who has come since goes another way, as
+        a loop does that counts from its own beginning: it is ended, and nobody else comes.
+
+        Args:
+            sides: The slots that wait in the same one.
+            headline: Why these are ended.
+
+        Returns:
+            Whether the others go on.
+        """
+        trains = {one.number: one.came for one in self._standing("in")}
+        first = {slot for slot, came in trains.items() if came == min(trains.values())}
+        theirs = next((side for side in sides if first <= {*side}), None)
+        if theirs is None or self._stopping:
+            return False
+        strays = [slot for slot in trains if slot not in theirs]
+        for slot in strays:
+            self.hung(slot, headline)
+        if strays:
+            self._close(ASTRAY)
+        return bool(strays)
 
     def deaf(self, now: float) -> bool:
         """All ranks wait for each other in one collective, for too long.

@@ -268,6 +268,18 @@ class Recoveries:
         self._members.hung(slot, why)
         self.act()
 
+    def astray(self, sides: Sequence[Sequence[int]], headline: str) -> bool:
+        """Whether ranks that wait in different collectives go on without those that came later.
+
+        Args:
+            sides: The ranks that wait in the same one.
+            headline: Why these are ended.
+        """
+        if not self.possible or self.finished or not self._members.astray(sides, headline):
+            return False
+        self.act()
+        return True
+
     def deaf(self) -> bool:
         """Whether ranks that all wait for each other try that again in a new group."""
         if not self.possible or self.finished or not self._members.deaf(time.monotonic()):

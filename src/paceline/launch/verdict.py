@@ -120,6 +120,7 @@ class Hang:
         sure: Whether it waits for one single thing; else it looks up now and then.
         at: Its line.
         begun: See :func:`begun`.
+        sides: Of ranks that wait in different collectives, those that wait in the same one.
     """
 
     host: str
@@ -129,6 +130,7 @@ class Hang:
     sure: bool = True
     at: str = ""
     begun: tuple[tuple[int, str], ...] = ()
+    sides: tuple[tuple[int, ...], ...] = ()
 
     def same(self, other: Hang) -> bool:
         """Whether the other is this one, seen once more."""
@@ -307,14 +309,19 @@ def _all_wait(waiting: Sequence[Look]) -> Hang:
     # who has not come to that call may be right or wrong
     came = [one for one in stands if not called or one.rank in what]
     places = {one.rank: agreed(what[one.rank]) if called else where(one) for one in came}
+    where_to = {one.rank: places.get(one.rank, "") for one in stands}
+    sides = tuple(
+        tuple(rank for rank, place in where_to.items() if place == one)
+        for one in dict.fromkeys(where_to.values())
+    )
     common, count = Counter(places.values()).most_common(1)[0]
     many = [one for one in came if places[one.rank] == common]
     lone = next((one for one in came if places[one.rank] != common), None)
     if lone is None or 2 * count <= len(stands):  # nobody knows who is right
         told = "; ".join(f"{one.who} waits in {at(one)}" for one in came[:4])
-        return Hang("", None, told + since, "apart")
+        return Hang("", None, told + since, "apart", sides=sides)
     text = f"{lone.who} waits in {at(lone)} while {_names(many)} {_verb(many)} in {at(many[0])}"
-    return Hang(lone.host, lone.rank, text + since, "apart")
+    return Hang(lone.host, lone.rank, text + since, "apart", sides=sides)
 
 
 def _together(waiting: Sequence[Look]) -> str:

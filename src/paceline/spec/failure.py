@@ -22,6 +22,8 @@ Kind = Literal["exception", "exit", "signal", "lost", "forkserver", "record", "a
 HERE = "this machine"
 # So says a process that joins others and does more than they did before their first batch
 UNLIKE = "this process began in another way than the ranks that it comes to"
+# and one that has joined, and whose loop goes by what only the others have counted
+ASTRAY = "this process trains otherwise than the ranks that it has come to"
 UNKNOWN = -1  # exit code of a run that left no result
 
 # What a healthy rank says when another one has gone: the other's failure is the cause. Each way of

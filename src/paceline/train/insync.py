@@ -13,7 +13,7 @@ forward pass. Any other difference between buffers is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,24 @@ class Proof:
         kept = sums.masked_fill(torch.as_tensor(own), 0)
         self._compare([name for name, _ in self._module.named_buffers()], kept)
         self.align()
+
+    def astray(self, slot: int, newcomers: Collection[int]) -> str:
+        """A parameter in which this rank, a newcomer, differs from the ranks that it came to.
+
+        Empty on those, and where they differ from each other, which :meth:`verify` tells.
+
+        Args:
+            slot: Of this rank.
+            newcomers: The slots of all that have joined the others lately.
+        """
+        names = [name for name, _ in self._module.named_parameters()]
+        mine = checksums(self._module.parameters())
+        rows = self._comms.rows(torch.cat([torch.tensor([slot]), mine]))
+        others = [row[1:] for row in rows if int(row[0]) not in newcomers]
+        if slot not in newcomers or not others or any((row != others[0]).any() for row in others):
+            return ""
+        wrong = (mine != others[0]).nonzero()
+        return names[int(wrong[0])] if len(wrong) else ""
 
     def _verify_nearly(self) -> None:
         """Different devices round differently: a little is forgiven, and everybody is rank 0."""

@@ -113,11 +113,16 @@ class Models:
 
     def note(self) -> None:
         """A step counts: :meth:`as_counted` gives what the models are now."""
-        if any(one.communication is not None and one.communication.parted for one in self):
+        if self.parted:
             self._counted = None  # nobody takes the model of a rank that steps alone
             return
         self._counted = self._counted or Counted(self)
         self._counted.note()
+
+    @property
+    def parted(self) -> bool:
+        """Whether each rank has a model of its own between two meetings."""
+        return any(one.communication is not None and one.communication.parted for one in self)
 
     def begin_batch(self) -> None:
         """A global batch begins that may turn out not to count."""

@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import rundir
 from paceline.spec.communication import refuse
-from paceline.spec.errors import SettingError
+from paceline.spec.errors import JobError, SettingError
+from paceline.spec.failure import ASTRAY
 from paceline.train import device as devices
 from paceline.train import parallel, report, weights, world
 from paceline.train.average import Average
@@ -65,6 +66,7 @@ from paceline.train.usage import Usage
 from paceline.train.watch import Watch
 
 T = TypeVar("T")
+_ALIKE = 3  # steps in which a newcomer is compared with those to which it has come
 
 
 class Session(Member):
@@ -109,6 +111,8 @@ class Session(Member):
         self._overlap: Overlap | None = None
         self._extras: tuple[str, ...] = ()  # of the script, by name
         self._given: tuple[Counted, dict[str, Any], int, dict[str, list[str]]] | None = None
+        self._newcomers: dict[int, int] = {}  # by slot, the step until which they are compared
+        self._new_until = 0  # the same of this process, if it is one
         self._division = Division(self.comms, self._journal, self.progress)
         self._loader: Loader | None = None
         self._keeper: Keeper | None = None
@@ -653,10 +657,36 @@ class Session(Member):
         self.comms.mender = self._recovery
         self.event("newcomer ready")
         self._recovery.enter()
+        self._new_until = self.progress.step + _ALIKE
         if self._keeper is not None:
             self._keeper.joined()
         self._note_given()
         self.comms.mender = self._start  # until its first batch the script is still at its start
+
+    def _meet_newcomers(self) -> None:
+        """All ranks of a new group learn who of them is new; a collective."""
+        rows = self.comms.rows(torch.tensor([self.comms.slot, self._new_until])).tolist()
+        self._newcomers = {slot: until for slot, until in rows if until > self.progress.step}
+
+    def _compare_newcomers(self) -> None:
+        """A newcomer that does another thing with its first gradients ends alone.
+
+        The others are as they would be without it: no gradient of what it has made of its own was
+        averaged yet.
+
+        Raises:
+            JobError: On that newcomer.
+        """
+        slot = self.comms.slot
+        if slot is None or self._proof is None or self.comms.mixed or self.models.parted:
+            return
+        if wrong := self._proof.astray(slot, self._newcomers):
+            raise JobError(
+                ASTRAY,
+                found=f"after step {self.progress.step} {wrong} is not what it is there",
+                remedy="a counter of the script's own (of enumerate, of a warm-up) begins anew in"
+                " the process that comes for a lost one: go by session.progress.step",
+            )
 
     def _note_given(self) -> None:
         """A newcomer has the others' state, of which its script knows nothing yet.
@@ -732,6 +762,7 @@ class Session(Member):
         assert self._recovery is not None
         apart = self.models.at_stake if self._recovery.fewer else 0
         self.models.renew()
+        self._meet_newcomers()
         if self._overlap is not None:
             self._overlap.again(self.progress.step)
         self._pace.renew()
@@ -959,6 +990,8 @@ class Session(Member):
             self._probe.stepped(batch.total, loader.waited)
         if self._proof is not None:
             self._proof.stepped()
+        if done.step <= max(self._newcomers.values(), default=-1):
+            self._compare_newcomers()
         self._watch.stepped()
         self._callbacks.after_step(done.step)
         ended = done.finished or done.offset == loader.order.size

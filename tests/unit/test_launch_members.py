@@ -153,6 +153,20 @@ def test_a_rank_whose_loader_worker_was_killed_is_replaced() -> None:
     assert isinstance(job.decide(OWN_S)[-1], Fail)
 
 
+@pytest.mark.parametrize("closed", [(0,), (0, 1)])
+def test_nobody_joins_ranks_whose_training_is_over(closed: tuple[int, ...]) -> None:
+    """Those that come would be a group of their own, and train everything from the beginning."""
+    job = Job()
+    job.start_again(2)
+    for slot in closed:
+        job.members.session_closed(slot)
+    job.members.ready(2, job.now)
+    assert job.decide(TOGETHER_S) == []
+    for slot in (0, 1):
+        job.members.done(slot, job.now)
+    assert job.decide() == [Kill("n3", (2,))]
+
+
 @pytest.mark.parametrize("how", ["kill", "raises", "lose"])
 def test_after_the_training_nobody_does_a_ranks_work_in_its_place(how: str) -> None:
     """Its script exports the model, say: with what others have done the run has not ended well."""

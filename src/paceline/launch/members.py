@@ -858,6 +858,12 @@ class Members:
         every = [self._slots[slot] for slot in self._generation.members]
         return tuple(one.number for one in every if one.standing == "in" and not one.session_closed)
 
+    @property
+    def _ends(self) -> bool:
+        """Whether the training is over for one of its ranks, so for all: nobody joins any more."""
+        closed = any(one.session_closed for one in self._standing("in"))
+        return closed or bool(self._standing("done"))
+
     def _wait(self, now: float, there: Sequence[str]) -> None:
         if self._waiting_since is None:
             self._waiting_since = now
@@ -1000,8 +1006,7 @@ class Members:
 
     def _start(self, now: float) -> None:
         """Newcomers for what is lost, where their host can start them."""
-        ended = self._standing("done") or any(one.session_closed for one in self._standing("in"))
-        ends = self._over or self._stopping or self._gave_up or ended
+        ends = self._over or self._stopping or self._gave_up or self._ends
         if ends or self._torn_at is not None:
             return
         if not self.open:
@@ -1039,8 +1044,8 @@ class Members:
     def _take_in(self, now: float) -> None:
         """Newcomers that are ready join; those that are nearly ready are waited for, a little."""
         ready = self._standing("ready")
-        if self._over or self._stopping or not ready or not self.settled or self._standing("done"):
-            return
+        if self._over or self._stopping or not ready or not self.settled or self._ends:
+            return  # alone they would train all of it anew
         first = min(one.ready_at for one in ready)
         if self._standing("starting") and now - first < TOGETHER_S:
             return

@@ -929,6 +929,11 @@ class Recovery:
             one for one in behind if ats[one] == At.EXCHANGE and updates[one] < updates[ahead]
         ]
         doors = [one for one, where in enumerate(ats) if where == At.DOOR]
+        if len(doors) == len(ats):
+            raise JobError(
+                "a process that comes for a lost one has nobody to join",
+                found="none of this group's ranks has the training's state",
+            )
         result: Any = None
         if doors:
             assert self.let_in is not None

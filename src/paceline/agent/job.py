@@ -44,6 +44,7 @@ CHILD_S = 0.3  # the same of the stack of a child of a rank
 WHILE_S = 0.01  # between two looks whether they have
 MOST_CHILDREN = 16  # of a rank that are looked at
 BUSY = 0.02  # of a CPU: who uses less does nothing
+WORK_S = 2.0  # within which it is counted, at most
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -68,8 +69,9 @@ class Rank:
         self.active_at = time.monotonic()  # when it last used a CPU or said something
         self.held = held.Standstill()
         self.replaced = False  # if it is lost: others go on without it
-        self._looked_at = self.active_at
+        self._since = self.active_at  # and the ticks that it had used then
         self._cpu = 0
+        self._for_us = 0.0  # ticks, since
 
     def look(self, now: float) -> None:
         """Notes whether the process works, waits, or is held up."""
@@ -79,12 +81,15 @@ class Rank:
         if self.seen.disturbed(now):  # afterwards it is known what it worked for our sake
             self.held.look(now, stat, False)
             return
-        own = stat.cpu - self._cpu - self.seen.take_cpu() * TICKS
-        worked = own > BUSY * TICKS * (now - self._looked_at)
+        self._for_us += self.seen.take_cpu() * TICKS
+        own, seconds = stat.cpu - self._cpu - self._for_us, now - self._since
+        # One tick says nothing: a process that only waits comes to one every few seconds.
+        worked = own > max(1.0, BUSY * TICKS * seconds)
         if worked:
             self.active_at = now
         self.held.look(now, stat, worked)
-        self._cpu, self._looked_at = stat.cpu, now
+        if worked or seconds >= WORK_S:
+            self._cpu, self._since, self._for_us = stat.cpu, now, 0.0
 
     def note(self, said: Message) -> None:
         """Hears whether others go on without it: then a signal that stopped it is soon told of."""

@@ -71,11 +71,17 @@ def test_one_host_alone() -> None:
 
 
 def test_a_script_that_tells_no_steps_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text("print('no library')")
+    """Else all of it would run, in the place of a few steps."""
+    job = Entry("script", str(tmp_path / "job.py"))
+    (tmp_path / "job.py").write_text("# started by: paceline run job.py\nimport torch")
+    (tmp_path / "loop.py").write_text("from paceline import train")
     with pytest.raises(SettingError, match="does not train with paceline"):
-        forecast.refuse_without_steps(Entry("script", str(tmp_path / "job.py")))
-    (tmp_path / "loop.py").write_text("from paceline import train")  # it imports this one
-    forecast.refuse_without_steps(Entry("script", str(tmp_path / "job.py")))
+        forecast.refuse_without_steps(job)  # another script of the same folder does
+    (tmp_path / "job.py").write_text("from parts import both")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/__init__.py").write_text("")
+    (tmp_path / "parts/both.py").write_text("import json, loop")
+    forecast.refuse_without_steps(job)
 
 
 def test_all_code_that_is_sent_is_looked_at(
@@ -86,6 +92,7 @@ def test_all_code_that_is_sent_is_looked_at(
     for name in ("job.py", "a.py", "b.py", "c/d.py", "venv/lib/e.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("import torch")
+    (tmp_path / "job.py").write_text("importlib.import_module(name)")
     (tmp_path / "venv/pyvenv.cfg").write_text("")
     (tmp_path / "venv/lib/e.py").write_text("import paceline")  # it is no code of the project
     (tmp_path / "gone.py").symlink_to("nowhere")

@@ -167,6 +167,9 @@ def limit(row: Row, every: Sequence[Row]) -> str:
     slower = row.share("waiting")
     if data is not None and data > NOTICEABLE:
         return f"data: {data:.0%} of the time was spent waiting for it"
+    saving = row.share("saving") or 0.0
+    if saving > max(NOTICEABLE, slower or 0, communication or 0):
+        return f"saving checkpoints: {saving:.0%} of the time"
     if slower is not None and slower > NOTICEABLE and slower >= (communication or 0):
         named = next((run.slowest for run in row.runs if run.slowest), "slower ranks")
         return f"waiting for {named}: {slower:.0%} of the time"
@@ -191,11 +194,13 @@ def verdict(row: Row, every: Sequence[Row]) -> str:
     else:
         noun = "processes" if processes > 1 else "process"
         what = f"{processes} {noun} on each of {nodes} nodes"
-    data = row.share("data") or 0.0
+    data, saving = row.share("data") or 0.0, row.share("saving") or 0.0
     if why := limit(row, every):
         words = f"limited by {why}"
     elif row.layout == every[0].layout and data > NOTICEABLE:
         words = f"limited by data: {data:.0%} of the time was spent waiting for it"
+    elif row.layout == every[0].layout and saving > NOTICEABLE:
+        words = f"limited by saving checkpoints: {saving:.0%} of the time"
     elif row.layout == every[0].layout:
         words = "limited by computing alone; the measure for the others"
     else:

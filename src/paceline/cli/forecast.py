@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import itertools
 import json
+import re
 import shutil
 import tempfile
 import time
@@ -191,16 +193,51 @@ def refuse_without_steps(entry: Entry) -> None:
     for path in itertools.islice(code_of(entry), MOST_FILES):
         looked += 1
         with contextlib.suppress(OSError):
-            if path.is_file() and b"paceline" in path.read_bytes():
+            if path.is_file() and _IMPORTS.search(path.read_bytes()):
                 return
-    if looked == MOST_FILES:  # the rest may name it: the first steps will tell
+    if looked == MOST_FILES:  # the rest may import it: the first steps will tell
         return
     raise SettingError(
         f"{entry.target} does not train with paceline.train, so nothing tells what a step is",
-        found="neither it nor another file of its project names paceline",
+        found="neither it nor a file of its project that it imports has a line that imports"
+        " paceline",
         remedy="paceline bench scaling measures any script with a fixed number of steps;"
         " or use train.join, session.loader and session.step in it (docs/train.md)",
     )
+
+
+_IMPORTS = re.compile(
+    rb"^[ \t]*from[ \t]+paceline\b|^[^#\n]*\bimport(?:_module)?\b[^#\n]*\bpaceline\b", re.MULTILINE
+)
+_BY_NAME = re.compile(rb"\bimport_module\b|\b__import__\b|\bexec\(|\brunpy\b|\bentry_points\b")
+"""So a program imports what its text does not name: every file of the project is looked at then."""
+
+
+def reached_from(script: Path, root: Path) -> list[Path]:
+    """A script and the files below a folder that it imports, and they; none where it is unread."""
+    found: dict[Path, None] = {}
+    left = [script]
+    while left and len(found) < MOST_FILES:
+        path = left.pop()
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue
+        found[path] = None
+        for node in ast.walk(tree):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [one.name for one in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                module = node.module or ""
+                names = [module, *(f"{module}.{one.name}".strip(".") for one in node.names)]
+            for name in filter(None, names):
+                parts = name.replace(".", "/")
+                for folder in (path.parent, path.parent.parent, script.parent, root, root / "src"):
+                    for file in (folder / f"{parts}.py", folder / parts / "__init__.py"):
+                        if file.is_file() and file not in found and file not in left:
+                            left.append(file)
+    return [*found]
 
 
 def code_of(entry: Entry) -> Iterator[Path]:
@@ -215,8 +252,11 @@ def code_of(entry: Entry) -> Iterator[Path]:
         yield from origin.parent.rglob("*.py") if origin.name == "__init__.py" else [origin]
     else:
         script = script_path(entry, str(here))
-        yield script
         root = root if script.is_relative_to(root) else folder_root(script.parent)
+        reached = reached_from(script, root)
+        yield from reached
+        if reached and not any(_BY_NAME.search(path.read_bytes()) for path in reached):
+            return
     yield from (root / name for name in files_of(root) if name.endswith(".py"))
 
 

@@ -294,6 +294,25 @@ def check_dense(module: nn.Module) -> None:
             )
 
 
+def check_held(module: nn.Module, optimizer: Optimizer) -> None:
+    """Refuses an optimizer of parameters that are not the module's: nobody averages those.
+
+    Raises:
+        SettingError: Says how many.
+    """
+    held = {id(one) for one in module.parameters()}
+    every = [one for group in optimizer.param_groups for one in group["params"]]
+    strange = [one for one in every if one.requires_grad and id(one) not in held]
+    if strange:
+        raise SettingError(
+            "session.prepare: the optimizer changes parameters that the model does not have:"
+            " each rank would train its own",
+            found=f"{len(strange)} of {len(every)}, the first of shape {[*strange[0].shape]}",
+            remedy="make them part of the model (an attribute that is an nn.Parameter or a module),"
+            " or of another one that is prepared with an optimizer of its own",
+        )
+
+
 def bucket_megabytes(parameters: Iterable[Tensor]) -> float | None:
     """The size of all buckets over gloo with three and more ranks; ``None``: DDP's own sizes.
 

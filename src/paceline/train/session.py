@@ -192,6 +192,7 @@ class Session(Member):
         if not self.comms.alone:
             if not parallel.is_sharded(module):
                 parallel.check_dense(module)
+                parallel.check_held(module, optimizer)
                 replica = parallel.replicated(
                     module, self.device, self.comms, unused=unused, apart=bool(name)
                 )

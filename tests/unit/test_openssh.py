@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from paceline.remote import openssh
-from paceline.remote.openssh import SshOptions, classify
+from paceline.remote.openssh import BOOT_S, SshOptions, agent_command, classify
 from paceline.spec.hosts import Host
 
 HOST = Host("n2", address="10.77.0.12", user="me", port=2222)
@@ -139,3 +141,13 @@ def test_the_line_that_travels_suits_every_shell() -> None:
 )
 def test_the_key_that_was_shown(words: str, key: str | None) -> None:
     assert openssh.pinned_key(words) == key
+
+
+def test_an_agent_that_is_told_nothing_ends() -> None:
+    """A firewall may end its connection on the other side only; sshd keeps it for hours."""
+    command = [word.replace(f"[],{BOOT_S}", "[],0.1") for word in agent_command(sys.executable)]
+    assert command != agent_command(sys.executable)
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        assert child.wait(30) == 0
+    said = subprocess.run(command, input=b"print(7)\n", capture_output=True, timeout=30)
+    assert said.stdout == b"7\n"

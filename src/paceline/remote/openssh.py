@@ -15,10 +15,13 @@ from paceline.spec.hosts import Host
 
 CONNECT_TIMEOUT_S = 10
 SSH_FAILED = 255  # its own exit status; every other is that of the command there
+BOOT_S = 120
+"""How long an agent's process waits for its first word: a connection may have ended untold."""
 # One POSIX line without single quotes, exclamation marks or newlines: any login shell passes it on.
 _FIND_PYTHON = (
     'for p in "$@"; do if command -v "$p" >/dev/null 2>&1; then '
-    'exec "$p" -I -c "import sys;exec(sys.stdin.buffer.raw.readline())" "$p"; fi; done; '
+    'exec "$p" -I -c "import select;import sys;exec(sys.stdin.buffer.raw.readline()'
+    f'if select.select([0],[],[],{BOOT_S})[0]else str())" "$p"; fi; done; '
     "echo paceline-boot: no Python: tried $* >&2; exit 127"
 )
 FALLBACK_PYTHONS = ("python3", "/usr/bin/python3", "/usr/local/bin/python3")

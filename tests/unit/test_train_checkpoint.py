@@ -507,6 +507,31 @@ def test_a_number_of_steps_may_be_one(tmp_path: Path) -> None:
         assert not session.checkpoints(every=200)
 
 
+@pytest.mark.parametrize("fails_at", [4, 8, 12])
+def test_an_evaluation_that_was_due_is_made_after_resuming(tmp_path: Path, fails_at: int) -> None:
+    """A checkpoint of a step with an evaluation in mid-epoch is saved before that."""
+    evaluated: list[int] = []
+
+    def training(fails: int = 0) -> None:
+        with train.join(device="cpu", run_dir=tmp_path, quiet=True) as session:
+            model = torch.nn.Linear(1, 1)
+            net = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            session.checkpoints(every=1)
+            loader = session.loader(torch.utils.data.TensorDataset(torch.ones(64, 1)), 8)
+            for _ in session.epochs(loader, 2, every=4):
+                for (x,) in loader:
+                    session.step(net(x).mean(1))
+                if session.progress.step == fails:
+                    raise ValueError("in the evaluation")
+                evaluated.append(session.progress.step)
+
+    with pytest.raises(ValueError, match="evaluation"):
+        training(fails_at)
+    assert evaluated == [*range(4, fails_at, 4)]
+    training()
+    assert evaluated == [4, 8, 12, 16]
+
+
 def stopped_in_step_2(folder: Path, every: int, then: Callable[[Any], None]) -> None:
     """A training with checkpoints that is asked to stop; ``then`` gets its keeper just before."""
 

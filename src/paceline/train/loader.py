@@ -123,6 +123,7 @@ class Progress:
         epoch: The running epoch, from 0.
         offset: Samples of the running epoch that are done.
         steps: Global steps of the whole training; 0 while unknown.
+        evaluated: The step after which the script has had control last, for an evaluation.
         stand_in: The batch that the script has now is a stand-in, which no metric counts.
         some_absent: There are or were ranks without any share of a batch, which measure nothing.
     """
@@ -131,6 +132,7 @@ class Progress:
     epoch: int = 0
     offset: int = 0
     steps: int = 0
+    evaluated: int = 0
     stand_in: bool = False
     some_absent: bool = False
 
@@ -239,7 +241,9 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches from where the epoch stands to its end, the training's, or a pause."""
-        progress, pause, step = self._progress, False, self._progress.step
+        progress, step = self._progress, self._progress.step
+        # A checkpoint may be of a pause's beginning: what the script does in it comes first then.
+        pause = step > progress.evaluated and self.pauses()
         if not progress.steps:
             raise RuntimeError(
                 "the training loader is to be used within: for epoch in session.epochs(loader, N)"

@@ -545,6 +545,7 @@ class Session(Member):
                 self._probe.restart(loader.waited)
             self._journal.begin_epoch()
             yield done.epoch
+            done.evaluated = done.step
             self._journal.end_epoch()
             ended = done.offset >= loader.order.size
             if ended:

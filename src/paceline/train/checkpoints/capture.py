@@ -162,7 +162,12 @@ def described(
     done = training.progress
     state = {
         "format": _FORMAT,
-        "progress": {"step": done.step, "epoch": done.epoch, "offset": done.offset},
+        "progress": {
+            "step": done.step,
+            "epoch": done.epoch,
+            "offset": done.offset,
+            "evaluated": done.evaluated,
+        },
         "seed": training.seed,
         "identity": dict(training.identity),
         "model": dict(training.describes),

@@ -208,8 +208,8 @@ def _checked(state: Any) -> dict[str, Any]:
     for name, kind in _FIELDS.items():
         if type(state.get(name)) is not kind:
             raise ValueError(f"{STATE} says nothing usable of {name}")
-    for name in ("step", "epoch", "offset"):
-        value = state["progress"].get(name)
+    for name in ("step", "epoch", "offset", "evaluated"):
+        value = state["progress"].get(name, 0 if name == "evaluated" else None)
         if type(value) is not int or not 0 <= value < 1 << 63:
             raise ValueError(f"{STATE}: {name} is no position in the data")
     return state
@@ -307,3 +307,4 @@ def stand(training: Training, state: Mapping[str, Any]) -> None:
     """Puts a training at the position in the data that a state has."""
     done, progress = state["progress"], training.progress
     progress.step, progress.epoch, progress.offset = done["step"], done["epoch"], done["offset"]
+    progress.evaluated = done.get("evaluated", progress.step)

@@ -30,12 +30,12 @@ demo: env system
 	@$(BIN)/python tools/demo.py
 
 test: PARTS = all
-# Labs wait more than they work, so four go at once; each has a network of its own (tests/conftest.py).
+# Labs wait more than they work, so five go at once; each has a network of its own (tests/conftest.py).
 # What fails is run once more, alone: "unsteady: …" at the end names what passed only then.
 test: env system
 	@status=0; \
 	$(BIN)/python tools/second_look.py -n auto --dist worksteal tests/unit tests/contract || status=1; \
-	$(BIN)/python tools/second_look.py -n 4 --durations 20 --dist loadfile --no-loadscope-reorder tests/package tests/train tests/lab || status=1; \
+	$(BIN)/python tools/second_look.py -n 5 --durations 20 --dist loadfile --no-loadscope-reorder tests/package tests/train tests/lab || status=1; \
 	exit $$status
 
 pythons: env

@@ -58,6 +58,7 @@ class Wire:
     """An exchange that notes what it is told."""
 
     method: Any = None
+    elements = 1_000_000
 
     def __init__(self) -> None:
         self.said: list[Any] = []

@@ -121,7 +121,7 @@ class Models:
 
     @property
     def parted(self) -> bool:
-        """Whether each rank has a model of its own between two meetings."""
+        """Whether each rank has a model of its own for some steps."""
         return any(one.communication is not None and one.communication.parted for one in self)
 
     def begin_batch(self) -> None:

@@ -225,13 +225,10 @@ class Exchange:
 
     def renew(self) -> None:
         """Begins anew in the job's present group of ranks; a collective, between two steps."""
-        self.put_off(None)
         self._group = self._hooked = None
         self._model.process_group = _get_default_group()
         self._model.aligned()
-        self.usual = usual_buckets(self._model.exchanged, over_gloo=self._over_gloo)
-        self.left, self._method = self.left or self._method, None
-        self._directly = self._exact() if self._is_little else None
+        self._leave_method()
         lay_out(self._model, *self.usual, as_made=True, made=self._hook)
         self._passes, self.times = 0, []
 
@@ -242,13 +239,17 @@ class Exchange:
 
     def widen(self) -> None:
         """Averages those, too, from now on; between two steps. Nothing is sent."""
-        self.put_off(None)
         self._model.widen()
+        self._leave_method()
+        self.buckets(*self.usual)
+        self.times = []
+
+    def _leave_method(self) -> None:
+        """Goes back to what the present group and parameters begin with."""
+        self.put_off(None)
         self.usual = usual_buckets(self._model.exchanged, over_gloo=self._over_gloo)
         self.left, self._method = self.left or self._method, None
         self._directly = self._exact() if self._is_little else None
-        self.buckets(*self.usual)
-        self.times = []
 
     @property
     def _over_gloo(self) -> bool:

@@ -258,10 +258,7 @@ class Board:
         elif event.kind == "interrupted":
             rank.phase, rank.heard = "regrouping", now
         elif event.kind == "newcomer late":
-            rank.state, rank.trouble = (
-                "late",
-                str(event["text"] or "").partition("training: it ")[2],
-            )
+            rank.state, rank.trouble = "late", str(event["why"] or "")
         elif event.kind == "newcomer ready":
             rank.phase, rank.heard = "joining", now
             rank.state, rank.trouble = "ok", ""

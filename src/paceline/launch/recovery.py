@@ -257,7 +257,7 @@ class Recoveries:
         who = place(host, slot)
         text = f"{who}, started {seconds:.0f} s ago, has not come to the training: it {where}"
         self._screen.note(f"paceline: {text}")
-        self._recorder.event("newcomer late", host, slot, text=text)
+        self._recorder.event("newcomer late", host, slot, text=text, why=where)
 
     def too_late(self, slot: int, host: str, seconds: float, where: str) -> None:
         """It has done so for too long, these seconds: it is ended, and started again if that is

@@ -309,11 +309,10 @@ def _all_wait(waiting: Sequence[Look]) -> Hang:
     # who has not come to that call may be right or wrong
     came = [one for one in stands if not called or one.rank in what]
     places = {one.rank: agreed(what[one.rank]) if called else where(one) for one in came}
-    where_to = {one.rank: places.get(one.rank, "") for one in stands}
-    sides = tuple(
-        tuple(rank for rank, place in where_to.items() if place == one)
-        for one in dict.fromkeys(where_to.values())
-    )
+    by_place: dict[object, list[int]] = {}
+    for one in stands:
+        by_place.setdefault(places.get(one.rank, ""), []).append(one.rank)
+    sides = tuple(map(tuple, by_place.values()))
     common, count = Counter(places.values()).most_common(1)[0]
     many = [one for one in came if places[one.rank] == common]
     lone = next((one for one in came if places[one.rank] != common), None)

@@ -233,7 +233,7 @@ KINDS: dict[str, Kind] = {
     "connection restored": _kind("launcher", "seconds"),  # after a break, or a silence
     "lost": _kind("launcher", "why"),
     "regroup": _kind("launcher", "generation members planned"),
-    "newcomer late": _kind("launcher", "text"),  # it stands still, and should have joined by now
+    "newcomer late": _kind("launcher", "text why"),  # it stands still instead of joining
     "newcomer lost": _kind("launcher", "why"),  # before it had joined
     "recovery": _kind("launcher", "text", may="seconds"),  # in the words of the screen
     "scheduler": _kind("launcher", "words"),

@@ -199,8 +199,7 @@ def refuse_without_steps(entry: Entry) -> None:
         return
     raise SettingError(
         f"{entry.target} does not train with paceline.train, so nothing tells what a step is",
-        found="neither it nor a file of its project that it imports has a line that imports"
-        " paceline",
+        found="neither it nor a file of its project that it imports itself imports paceline",
         remedy="paceline bench scaling measures any script with a fixed number of steps;"
         " or use train.join, session.loader and session.step in it (docs/train.md)",
     )
@@ -219,25 +218,30 @@ def reached_from(script: Path, root: Path) -> list[Path]:
     left = [script]
     while left and len(found) < MOST_FILES:
         path = left.pop()
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (OSError, SyntaxError, ValueError):
-            continue
-        found[path] = None
-        for node in ast.walk(tree):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [one.name for one in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                module = node.module or ""
-                names = [module, *(f"{module}.{one.name}".strip(".") for one in node.names)]
-            for name in filter(None, names):
-                parts = name.replace(".", "/")
-                for folder in (path.parent, path.parent.parent, script.parent, root, root / "src"):
-                    for file in (folder / f"{parts}.py", folder / parts / "__init__.py"):
-                        if file.is_file() and file not in found and file not in left:
-                            left.append(file)
+        if path not in found and (names := imported_by(path)) is not None:
+            found[path] = None
+            folders = path.parent, path.parent.parent, script.parent, root, root / "src"
+            every = (folder / name.replace(".", "/") for name in names for folder in folders)
+            files = (file for one in every for file in (one.with_name(f"{one.name}.py"),
+                                                        one / "__init__.py"))  # fmt: skip
+            left += filter(Path.is_file, files)
     return [*found]
+
+
+def imported_by(path: Path) -> list[str] | None:
+    """Names that a file's text imports, of modules or of what is in them; ``None``: unread."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [one.name for one in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names += [module, *(f"{module}.{one.name}".strip(".") for one in node.names)]
+    return [name for name in names if name]
 
 
 def code_of(entry: Entry) -> Iterator[Path]:

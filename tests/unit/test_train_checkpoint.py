@@ -27,7 +27,7 @@ from paceline import train
 from paceline.spec.errors import DataError, SettingError
 from paceline.spec.events import read_events
 from paceline.spec.records import last_steps
-from paceline.spec.rundir import BEST, CHECKPOINTS, LATEST, pointed
+from paceline.spec.rundir import BEST, CHECKPOINTS, LATEST, pointed, surplus
 from paceline.train import files
 from paceline.train.checkpoints.capture import (
     Copier,
@@ -49,7 +49,7 @@ from paceline.train.checkpoints.format import (
 )
 from paceline.train.checkpoints.keeper import Policy, policy
 from paceline.train.checkpoints.resume import Loaded, load, restore
-from paceline.train.checkpoints.store import STALE_SECONDS, Lock, Store, surplus
+from paceline.train.checkpoints.store import STALE_SECONDS, Lock, Store
 from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
 from paceline.train.files import Records

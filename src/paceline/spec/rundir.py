@@ -11,6 +11,7 @@ import json
 import re
 import time
 import unicodedata
+from collections.abc import Collection
 from pathlib import Path
 
 PLAN = "plan.json"  # the plan as executed, with the source of every setting
@@ -103,6 +104,15 @@ def version_of(name: str) -> Version | None:
     if found is None or found[2] == str(_FIRST):
         return None
     return int(found[2] or _FIRST), int(found[1])
+
+
+def surplus(
+    found: Collection[Version], keep: int, protected: Collection[Version | None]
+) -> list[Version]:
+    """Which go: all but the newest ``keep`` and the protected ones; ``keep`` 0 keeps all."""
+    if not keep:
+        return []
+    return [one for one in sorted(found, reverse=True)[keep:] if one not in protected]
 
 
 def pointed(path: Path) -> str:

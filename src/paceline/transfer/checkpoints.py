@@ -17,7 +17,15 @@ from paceline.agent import inside
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import PacelineError
-from paceline.spec.rundir import BEST, CHECKPOINTS, WRITER, Version, pointed, version_of
+from paceline.spec.rundir import (
+    BEST,
+    CHECKPOINTS,
+    WRITER,
+    Version,
+    pointed,
+    surplus,
+    version_of,
+)
 from paceline.transfer.files import send_blocks
 from paceline.transfer.results import Fetcher
 
@@ -112,12 +120,6 @@ def outdated(here: Iterable[str], there: Collection[str]) -> list[str]:
     return [name for name in here if name not in there and _version(name) < newest]
 
 
-def surplus(here: Iterable[str], keep: int, best: str) -> list[str]:
-    """Of the checkpoints here, all but the newest so many and the best; ``keep`` 0 keeps all."""
-    rest = sorted(here, key=_version, reverse=True)[keep:] if keep else []
-    return [name for name in rest if name != best]
-
-
 async def _refusal_of(work: Awaitable[None]) -> AgentRefusal | None:
     try:
         await work
@@ -188,8 +190,9 @@ class CheckpointFetcher:
         gone = outdated(known, made)
         if self._followed:
             here = by_name(await asyncio.to_thread(sizes_below, self._target))
-            over = surplus(here, self.keep, pointed(self._target / BEST))
-            gone = [name for name in gone if name in self._listed or name in over]
+            best = version_of(pointed(self._target / BEST))
+            over = surplus([*filter(None, map(version_of, here))], self.keep, {best})
+            gone = [name for name in gone if name in self._listed or version_of(name) in over]
         self._listed |= made.keys()
         await asyncio.to_thread(self._drop, gone)
         for refusal in filter(None, refused):

@@ -18,7 +18,7 @@ import shutil
 import socket
 import time
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from paceline.spec.rundir import (
     Version,
     checkpoint_name,
     pointed,
+    surplus,
     version_of,
 )
 from paceline.train import files
@@ -281,15 +282,6 @@ def _at(path: Path) -> tuple[list[Found], list[str]]:
         return [Found(path, read_manifest(path))], []
     except Damaged as problem:
         return [], [f"{path}: {problem}"]
-
-
-def surplus(
-    found: Collection[Version], keep: int, protected: Collection[Version | None]
-) -> list[Version]:
-    """Which go: all but the newest ``keep`` and the protected ones; ``keep`` 0 keeps all."""
-    if not keep:
-        return []
-    return [one for one in sorted(found, reverse=True)[keep:] if one not in protected]
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,7 @@ def refuse_without_steps(entry: Entry) -> None:
         return
     raise SettingError(
         f"{entry.target} does not train with paceline.train, so nothing tells what a step is",
-        found="neither it nor a file of its project that it imports itself imports paceline",
+        found="it does not import paceline, nor does any file of its project that it imports",
         remedy="paceline bench scaling measures any script with a fixed number of steps;"
         " or use train.join, session.loader and session.step in it (docs/train.md)",
     )

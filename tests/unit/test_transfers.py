@@ -8,7 +8,8 @@ import hashlib
 import os
 import random
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +18,7 @@ import pytest
 from agents import ENDLESS, Served, agent_in_thread
 
 from paceline.agent import inside, snapshot
-from paceline.launch import supply
+from paceline.launch import prepare, supply
 from paceline.launch.collect import Results
 from paceline.launch.fleet import Fleet, Node
 from paceline.launch.supply import send_folder
@@ -31,7 +32,7 @@ from paceline.spec.plan import Copy
 from paceline.transfer import checkpoints, files
 from paceline.transfer.checkpoints import CheckpointFetcher, send_checkpoints
 from paceline.transfer.results import Fetcher
-from paceline.transfer.tree import read_parts
+from paceline.transfer.tree import Tree, keep, read_parts
 
 BLOCK = 512
 CUTS = 200
@@ -122,12 +123,58 @@ def test_a_file_of_many_that_changed_since_it_was_hashed_is_refused(tmp_path: Pa
     (tmp_path / "project" / "3" / "3").write_bytes(b"other")
 
     async def work(served: Served) -> None:
-        with pytest.raises(NodeError, match="changed while it was sent") as caught:
+        with pytest.raises(NodeError, match="changed since it was read for this run") as caught:
             await send_folder(served.node, tree, "code", "run1")
         assert caught.value.found == "3/3"
         assert "MiB" not in caught.value.remedy
 
     run(work)
+
+
+def test_files_that_are_kept_reach_who_comes_after_they_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = keep(read_parts(fill(tmp_path / "project", FILES), ()))
+    (tmp_path / "project" / "a.py").write_bytes(b"edited")
+    (tmp_path / "project" / "b" / "odd").unlink()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache of another host"))
+
+    async def work(served: Served) -> dict[str, bytes]:
+        return below(Path(await send_folder(served.node, tree, "code", "run1")))
+
+    assert run(work)[0] == FILES
+
+
+def test_a_folder_that_both_see_is_used_whatever_changes_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = fill(tmp_path / "project", FILES)
+    job = cast(Any, SimpleNamespace(ship=SimpleNamespace(value="auto")))
+    tree = read_parts(ours, ())
+    (ours / "a.py").write_bytes(b"edited")
+    (ours / "empty").unlink()
+    other = fill(tmp_path / "other", FILES | {"a.py": b"of another day"})
+    as_now, lines = Tree.as_now, iter("123456")
+
+    def written_to(tree: Tree, paths: Collection[str]) -> Any:
+        """As a log that somebody adds to while it is looked at."""
+        (ours / "b" / "odd").write_text(next(lines))
+        found = as_now(tree, paths)
+        (ours / "b" / "odd").write_text(next(lines))
+        return found
+
+    async def work(served: Served) -> list[bool]:
+        node = SimpleNamespace(channel=served.node.channel, host=Host("n1", "n1"))
+        alike = []
+        for place, look in ((None, as_now), (None, written_to), (str(other), as_now)):
+            node.host = replace(node.host, workdir=place)
+            monkeypatch.setattr(Tree, "as_now", look)
+            found = await prepare._compare(cast(Any, node), job, tree)
+            assert found is not None
+            alike.append(not (found["missing"] or found["different"]))
+        return alike
+
+    assert run(work)[0] == [True, True, False]
 
 
 def test_an_empty_tree_is_a_folder(tmp_path: Path) -> None:

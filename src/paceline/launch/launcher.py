@@ -37,6 +37,7 @@ from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Job, secrets_among
 from paceline.spec.plan import NodePlan, Plan
 from paceline.transfer.checkpoints import send_checkpoints
+from paceline.transfer.tree import keep
 
 if TYPE_CHECKING:
     from paceline.launch.attempt import Attempt
@@ -246,8 +247,9 @@ class Launcher:
         self._supplies = supplies
         muster = self._muster = Muster(
             self._request.transport, fleet, lambda host: decide.python_of(job, host),
-            lambda node: self._fit_out(node, fleet, supplies), self._came, self._screen.note,
+            lambda node: self._fit_out(node, fleet), self._came, self._screen.note,
         )  # fmt: skip
+        keeping = asyncio.create_task(self._keep_code())
         self.recorder.called = muster.ways_back
         for host in self._request.hosts:
             if host.name in self._missing:
@@ -286,6 +288,7 @@ class Launcher:
                 break
         finally:
             await muster.close()
+            await asyncio.gather(keeping, return_exceptions=True)
             self._screen.unwatch()
         await self._bring_home(fleet, interrupts)
         if interrupts.received and failure is not None:
@@ -325,9 +328,16 @@ class Launcher:
                 self._screen.homes.append(place)
                 self.recorder.event("copied", node.name, copy=place[1], home=place[2])
 
-    async def _fit_out(self, node: Node, fleet: Fleet, supplies: Supplies) -> None:
+    async def _keep_code(self) -> None:
+        """Keeps the code as it is now for hosts that come later: somebody may edit it meanwhile."""
+        code = self._supplies.code
+        if code is not None and code.copy is None and self._request.transport.redials:
+            kept = await asyncio.to_thread(keep, code)
+            self._supplies = replace(self._supplies, code=kept)
+
+    async def _fit_out(self, node: Node, fleet: Fleet) -> None:
         """A node that came late: checked, sent what the others have, its fork server warm."""
-        request = self._request
+        request, supplies = self._request, self._supplies
         self.recorder.event("connected", hosts=[node.name])
         await together([
             prepare.get_to_know(node, fleet, request, supplies),

@@ -358,7 +358,30 @@ async def _compare(node: Node, job: Job, tree: Tree | None) -> Mapping[str, Any]
     if tree is None or node.host.local or job.ship.value == "always":
         return None
     root = decide.code_root(node.host, tree)
-    return await node.channel.request("compare_tree", root=root, manifest=tree.manifest)
+    found = await node.channel.request("compare_tree", root=root, manifest=tree.manifest)
+    if found["exists"] and await _changed_alike(node, tree, root, found):
+        return {**found, "missing": [], "different": []}
+    return found
+
+
+async def _changed_alike(node: Node, tree: Tree, root: str, found: Mapping[str, Any]) -> bool:
+    """Whether what differs there has changed here in the same way since it was read.
+
+    So it is in a folder that both see, where somebody takes notes, or a program writes its log:
+    a file that changes while it is looked at is passed over.
+    """
+    differing, own = {*found["different"], *found["missing"]}, tree.copy is None
+    if not (own and differing):
+        return False
+    now = await asyncio.to_thread(tree.as_now, differing)
+    if any(entry in tree.manifest for entry in now.values()):
+        return False
+    gone = {path for path, entry in now.items() if entry is None}
+    there = [entry for entry in now.values() if entry is not None]
+    again = await node.channel.request("compare_tree", root=root, manifest=there)
+    apart = [*again["different"], *again["missing"]]
+    later = await asyncio.to_thread(tree.as_now, apart)
+    return gone <= {*found["missing"]} and all(later[path] != now[path] for path in apart)
 
 
 async def _has_workdir(node: Node, job: Job, tree: Tree | None) -> bool:

@@ -226,14 +226,17 @@ async def send_folder(node: Node, tree: Tree, name: str, run_id: str) -> str:
     """
     try:
         root = await send_tree(node.channel, tree.manifest, tree.file, run_id, name)
-    except AgentRefusal as refusal:
+    except (AgentRefusal, FileNotFoundError) as refusal:
         if changed := await asyncio.to_thread(tree.changed):
             raise NodeError(
-                f"the code in {tree.root} changed while it was sent to {node.name}",
+                f"the code in {tree.root} has changed since it was read for this run, and"
+                f" {node.name} does not have it as it was",
                 found=", ".join(changed[:5]) + (" …" if len(changed) > 5 else ""),
                 remedy="Run again; keep what other programs write out of the code's folder, or "
                 "out of git's sight by .gitignore",
             ) from None
+        if not isinstance(refusal, AgentRefusal):
+            raise
         raise NodeError(
             f"{node.name} cannot take the files of {tree.root}",
             found=refusal.found,

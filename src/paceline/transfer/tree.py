@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from paceline.agent import snapshot
 from paceline.agent.snapshot import hash_file
 from paceline.spec.errors import SettingError
 from paceline.spec.helptext import counted
@@ -34,15 +36,17 @@ class Tree:
         root: Absolute path there, by which the user knows it.
         manifest: Its files with their hashes, sorted by path.
         copy: Where its files lie here, when the launching machine is another one.
+        kept: By path, where a file lies that stays as it was when it was hashed.
     """
 
     root: Path
     manifest: Manifest
     copy: Path | None = None
+    kept: Mapping[str, Path] = field(default_factory=dict)
 
     def file(self, path: str) -> Path:
         """Where a file of it lies here."""
-        return (self.copy or self.root) / path
+        return self.kept.get(path) or (self.copy or self.root) / path
 
     @property
     def size(self) -> int:
@@ -50,10 +54,37 @@ class Tree:
         return sum(int(str(entry[3])) for entry in self.manifest)
 
     def changed(self) -> list[str]:
-        """Files that are no longer what they were when they were hashed. Blocking."""
+        """Files that cannot be had any more as they were when they were hashed. Blocking."""
         return [str(path) for path, sha256, *_ in self.manifest
                 if not self.file(str(path)).is_file()
                 or hash_file(self.file(str(path))) != sha256]  # fmt: skip
+
+    def as_now(self, paths: Collection[str]) -> dict[str, list[object] | None]:
+        """Of these the entries that its folder would give now; ``None``: it is gone. Blocking."""
+        now: dict[str, list[object] | None] = dict.fromkeys(paths)
+        for path in paths:
+            with contextlib.suppress(OSError):
+                now[path] = _entry(self.root, path)
+        return now
+
+
+def keep(tree: Tree) -> Tree:
+    """The same tree, with a copy of its files in this machine's cache: who comes late gets those.
+
+    Blocking. What has changed already, or has no room there, is not kept.
+    """
+    lacking, kept = {*snapshot.lacking(tree.manifest)}, {}
+    for entry in tree.manifest:
+        path, sha256 = str(entry[0]), str(entry[1])
+        if sha256 in lacking:
+            try:
+                snapshot.store([(sha256, tree.file(path).read_bytes())])
+            except (OSError, ValueError):
+                continue
+            lacking.remove(sha256)
+        kept[path] = snapshot.cache_folder() / snapshot.blob_path(sha256)
+    snapshot.forget_old(keep="")  # there may never be an agent on this machine that does so
+    return replace(tree, kept=kept)
 
 
 def project_root(job: Job) -> Path:
@@ -129,12 +160,13 @@ def _is_within(path: str, parts: Sequence[str]) -> bool:
 
 
 def _hashed(root: Path, files: Sequence[str]) -> Tree:
-    manifest: Manifest = []
-    for path in files:
-        file = f"{root}/{path}"
-        stat = _stat(file)
-        manifest.append([path, hash_file(file), stat.st_mode & 0o777, stat.st_size])
-    return Tree(root, manifest)
+    return Tree(root, [_entry(root, path) for path in files])
+
+
+def _entry(root: Path, path: str) -> list[object]:
+    file = f"{root}/{path}"
+    stat = _stat(file)
+    return [path, hash_file(file), stat.st_mode & 0o777, stat.st_size]
 
 
 def files_of(root: Path) -> Iterator[str]:

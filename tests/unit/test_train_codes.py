@@ -126,11 +126,18 @@ class Rank:
     """One rank's method and parameters."""
 
     def __init__(
-        self, name: str, rank: int, meeting: Meeting, dtype: torch.dtype, *, void: bool = False
+        self,
+        name: str,
+        rank: int,
+        meeting: Meeting,
+        dtype: torch.dtype,
+        *,
+        void: bool = False,
+        unused: bool = False,
     ) -> None:
         self.parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
         names = {one: f"layer{number}" for number, one in enumerate(self.parameters)}
-        line = Line(None, rank, meeting.ranks, names, void)
+        line = Line(None, rank, meeting.ranks, names, void, unused)
         self.method = METHODS[name](line, Threads(line, meeting))
         self.meeting = meeting
 
@@ -436,6 +443,41 @@ def test_what_was_not_said_is_kept(name: str, ranks: int) -> None:
     got = sum(whole(means) for means in found[0][0])
     true = sum(true_mean(ranks, step) for step in range(6))
     assert float((got + left - true).abs().max() / true.abs().max()) < 2e-3
+
+
+@pytest.mark.parametrize("void", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "powersgd"])
+def test_of_what_no_rank_has_used_all_is_still_to_be_said(
+    name: str, ranks: int, void: bool
+) -> None:
+    """DDP gives such a parameter no mean: what it got and what is left come to its gradients."""
+
+    def gradients(rank: int, step: int) -> list[Tensor]:
+        """One parameter is used in turn by all, by the last rank, and by nobody."""
+        found = drawn(rank, step, torch.float64)
+        if step % 3 == 2 or (step % 3 == 1 and rank < ranks - 1):
+            found[0].zero_()
+        return found
+
+    def body(rank: int, meeting: Meeting) -> Any:
+        mine = Rank(name, rank, meeting, torch.float64, void=void, unused=True)
+        got = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+        for step in range(6):
+            for number, mean in enumerate(mine.average(gradients(rank, step), TWO)):
+                if number or step % 3 < 2:
+                    got[number] += mean
+                else:
+                    assert not mean.any()
+            mine.method.counted()
+        return whole(got), rests(mine)
+
+    found = world(ranks, body)
+    true = sum(whole(gradients(rank, step)) for rank in range(ranks) for step in range(6)) / ranks
+    left = sum(one[1] for one in found) / ranks
+    assert all(torch.equal(one[0], found[0][0]) for one in found)
+    assert float((found[0][0] + left - true).abs().max() / true.abs().max()) < 2e-3
+    assert bool(left[: math.prod(SHAPES[0])].any()) == (ranks > 1)
 
 
 def test_a_product_says_what_is_one() -> None:

@@ -63,6 +63,7 @@ class Line:
         ranks: In it.
         names: Of each parameter, for rests that a checkpoint holds.
         void: A pass may turn out not to count: ranks may be lost in the middle of it.
+        unused: A pass may leave parameters without gradient on every rank, whose mean nobody gets.
     """
 
     group: dist.ProcessGroup | None
@@ -70,6 +71,7 @@ class Line:
     ranks: int
     names: Mapping[Tensor, str] = field(default_factory=dict)
     void: bool = False
+    unused: bool = False
 
 
 class Method(Protocol):
@@ -177,7 +179,8 @@ class Exchange:
         every = self._model.module.named_parameters()
         names = {one: name for name, one in every if one in exchanged}
         world, void = self._comms.world, self._model.recovery is not None
-        return Line(self._group, world.rank, world.size, names, void)
+        unused = self._model.find_unused_parameters
+        return Line(self._group, world.rank, world.size, names, void, unused)
 
     @property
     def method(self) -> Method | None:

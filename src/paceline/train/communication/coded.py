@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.train.communication.codes import BLOCK, Code, parts
-from paceline.train.communication.kept import Kept, Rests, same
+from paceline.train.communication.kept import Kept, Rests, hold_back, same, used
 from paceline.train.communication.wire import Wire
 from paceline.train.exchange import Bucket, Line, Method
 
@@ -32,13 +32,16 @@ class _Layout:
         parameters: In it.
         length: Elements of a piece, whole blocks.
         small: Where the elements of small parameters are.
-        share: How many of them belong to a piece.
+        seldom: Parts of the others, where a step may leave some unused on every rank.
+        share: How many elements of small parameters, and of the news whether the others are used,
+            belong to a piece.
         rests: What is left to say, as long as all pieces.
     """
 
     parameters: list[nn.Parameter]
     length: int
     small: Tensor
+    seldom: list[slice]
     share: int
     rests: Rests | None
 
@@ -59,7 +62,7 @@ class Coded:
 
     def __init__(self, line: Line, wire: Wire | None = None) -> None:
         self._wire = wire or Wire(line)
-        self._kept = Kept(self._wire, line)
+        self._kept, self._unused = Kept(self._wire, line), line.unused
         self._layouts: dict[int, _Layout] = {}
         self._spare: dict[str, Tensor] = {}
 
@@ -73,15 +76,17 @@ class Coded:
         if wire.ranks == 1:  # the others were lost, who would be told in codes
             self._all_at_once(flat, layout)
             return
-        small = flat[layout.small]
+        small = torch.cat([flat[layout.small], used(flat, layout.seldom)])
         work = self._work(flat, layout)
         if wire.ranks <= 2:
             small = self._directly(work, small, layout)
         else:
             small = self._by_owners(work, small, layout)
+        for span, one in zip(layout.seldom, small[len(layout.small) :], strict=True):
+            work[span] *= one > 0
         for part in parts(flat):
             flat[part].copy_(work[: flat.numel()][part])
-        flat[layout.small] = small
+        flat[layout.small] = small[: len(layout.small)]
 
     def _layout(self, bucket: Bucket) -> _Layout:
         known = self._layouts.get(bucket.number)
@@ -90,9 +95,10 @@ class Coded:
         pieces = self._wire.ranks if self._wire.ranks > 2 else 1
         length = -(-bucket.flat.numel() // (pieces * BLOCK)) * BLOCK
         small = _small(bucket)
-        share = -(-len(small) // (pieces * 8)) * 8  # so that messages stay aligned
         rests = self._kept.of(bucket, pieces * length) if self.feedback else None
-        layout = _Layout(list(bucket.parameters), length, small, share, rests)
+        seldom = _large(bucket) if self._unused and self.feedback else []
+        share = -(-(len(small) + len(seldom)) // (pieces * 8)) * 8  # so that messages stay aligned
+        layout = _Layout(list(bucket.parameters), length, small, seldom, share, rests)
         self._layouts[bucket.number] = layout
         return layout
 
@@ -112,21 +118,24 @@ class Coded:
     def _all_at_once(self, flat: Tensor, layout: _Layout) -> None:
         """Says what is left as it is."""
         if layout.rests is not None:
-            flat += layout.rests.now[: flat.numel()]
-            layout.rests.then.zero_()
-            self._kept.left(layout.rests)
+            rests, left = layout.rests, torch.zeros_like(layout.rests.now)
+            hold_back(left, rests, layout.seldom, used(flat, layout.seldom))
+            flat += (rests.now - left)[: flat.numel()]
+            rests.then.copy_(left)
+            self._kept.left(rests)
 
     def _directly(self, work: Tensor, small: Tensor, layout: _Layout) -> Tensor:
         """Both say all they have, and compute the mean of what was said."""
         size = self.up.size(len(work))
         message = self._message("message", size, small, layout)
         self.up.encode(work, message[:size], keep=self.feedback)
-        self._keep(work, layout)
         message[size:].view(small.dtype)[: len(small)] = small
         rows = self._wire.share(message, self.up.uneven(len(work)))
+        mean = _mean(rows[:, size:], small)[: len(small)]
+        self._keep(work, mean, layout)
         for number, row in enumerate(rows):
             self.up.decode(row[:size], work, weight=1 / len(rows), add=number > 0)
-        return _mean(rows[:, size:], small)[: len(small)]
+        return mean
 
     def _by_owners(self, work: Tensor, small: Tensor, layout: _Layout) -> Tensor:
         """Each rank gets all others' messages of one piece, and sends the mean to all."""
@@ -151,15 +160,18 @@ class Coded:
         message = self._message("message", down, small, layout)
         self.down.encode(own, message[:down], keep=self.feedback)
         own.mul_(wire.ranks)  # an owner's rest is one of the mean
-        self._keep(work, layout)
         message[down:].view(small.dtype).copy_(small_mean)
         rows = wire.share(message, self.down.uneven(layout.length))
+        mean = rows[:, down:].contiguous().view(small.dtype).reshape(-1)[: len(small)]
+        self._keep(work, mean, layout)
         for piece, row in zip(pieces, rows, strict=True):
             self.down.decode(row[:down], piece)
-        return rows[:, down:].contiguous().view(small.dtype).reshape(-1)[: len(small)]
+        return mean
 
-    def _keep(self, work: Tensor, layout: _Layout) -> None:
+    def _keep(self, work: Tensor, small: Tensor, layout: _Layout) -> None:
+        """Keeps what codes did not say; small parameters' means tell what was used."""
         if layout.rests is not None:
+            hold_back(work, layout.rests, layout.seldom, small[len(layout.small) :])
             for part in parts(work):
                 layout.rests.then[part].copy_(work[part])
             self._kept.left(layout.rests)
@@ -219,6 +231,13 @@ def _small(bucket: Bucket) -> Tensor:
         if one.numel() < SMALL
     ]
     return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long, device=device)
+
+
+def _large(bucket: Bucket) -> list[slice]:
+    """Parts of those that are coded."""
+    start = int(bucket.flat.storage_offset())
+    places = [(int(one.storage_offset()) - start, one.numel()) for one in bucket.gradients]
+    return [slice(at, at + size) for at, size in places if size >= SMALL]
 
 
 def _mean(rows: Tensor, like: Tensor) -> Tensor:

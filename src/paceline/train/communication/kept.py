@@ -161,6 +161,28 @@ def taken_over(rows: Tensor, before: int, ranks: int, *, among: int = 1) -> Tens
     return (rows.to(wide).sum(0) * (ranks / (before * among))).to(rows.dtype)
 
 
+def used(flat: Tensor, spans: Sequence[slice]) -> Tensor:
+    """Whether this rank has a gradient of each of these parameters: 1, or 0; shape ``[n]``."""
+    if not spans:
+        return flat[:0]
+    return torch.stack([flat[span].any() for span in spans]).to(flat.dtype)
+
+
+def hold_back(left: Tensor, rests: Rests, spans: Sequence[slice], used: Tensor) -> None:
+    """Leaves all to say, as before, of parameters that no rank has used.
+
+    DDP gives their mean to nobody: what was sent of them is not said.
+
+    Args:
+        left: Of the whole bucket, if all counts.
+        rests: What there was to say of it, before this pass.
+        spans: Of parameters that a step may leave unused.
+        used: More than 0 for each that some rank has used.
+    """
+    for span, one in zip(spans, used, strict=True):
+        left[span] = torch.where(one > 0, left[span], rests.now[span].to(left.dtype))
+
+
 def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Whether these are the same parameters, in the same order."""
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from paceline.train.communication.kept import Kept, Rests, same
+from paceline.train.communication.kept import Kept, Rests, hold_back, same, used
 from paceline.train.communication.wire import Wire
 from paceline.train.exchange import Bucket, Line, Method
 
@@ -49,10 +49,15 @@ class _Matrix:
 
 @dataclass(slots=True)
 class _Layout:
-    """Of one bucket: its matrices, what else there is, and what is left to say."""
+    """Of one bucket: its matrices, what else there is, and what is left to say.
+
+    Attributes:
+        seldom: Parts of the matrices, where a step may leave some unused on every rank.
+    """
 
     parameters: list[nn.Parameter]
     matrices: list[_Matrix]
+    seldom: list[slice]
     rest: Tensor
     rests: Rests
 
@@ -70,7 +75,7 @@ class PowerSgd:
     def __init__(self, line: Line, wire: Wire | None = None) -> None:
         self.number, self.exact_steps = RANK, 0
         self._wire, self._names = wire or Wire(line), line.names
-        self._kept = Kept(self._wire, line, torch.float32)
+        self._kept, self._unused = Kept(self._wire, line, torch.float32), line.unused
         self._factors: dict[str, Tensor] = {}  # Q of each matrix
         self._layouts: dict[int, _Layout] = {}
         self._steps = 0
@@ -97,22 +102,28 @@ class PowerSgd:
             self._wire.sum(flat)
             return
         if self._wire.ranks == 1:  # the others were lost: what is left is said as it is
-            flat += layout.rests.now
-            layout.rests.then.zero_()
-            self._kept.left(layout.rests)
+            rests, left_over = layout.rests, torch.zeros_like(layout.rests.now)
+            hold_back(left_over, rests, layout.seldom, used(flat, layout.seldom))
+            flat += rests.now - left_over
+            rests.then.copy_(left_over)
+            self._kept.left(rests)
             return
         wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
         work = flat.to(wide, copy=True)
         for one in layout.matrices:
             work[one.span] += layout.rests.now[one.span]
-        left, rest = self._columns(work, layout)
-        self._rows(work, layout, left)
+        left, rest, counts = self._columns(work, layout, used(flat, layout.seldom).to(wide))
+        self._rows(work, layout, left, counts)
         self._product(work, layout, left)
+        for span, one in zip(layout.seldom, counts, strict=True):
+            work[span] *= one > 0
         flat.copy_(work)
         flat[layout.rest] = rest.to(flat.dtype)
 
-    def _columns(self, work: Tensor, layout: _Layout) -> tuple[list[Tensor], Tensor]:
-        """P of each matrix, and the mean of the rest.
+    def _columns(
+        self, work: Tensor, layout: _Layout, counts: Tensor
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """P of each matrix, and the means of the rest and of the news which matrices are used.
 
         One message there and one back: rank 0 adds up, and makes columns orthogonal.
         """
@@ -120,8 +131,9 @@ class PowerSgd:
             work[one.span].view(one.rows, one.columns) @ self._factor(one, work)
             for one in layout.matrices
         ]
-        message = torch.cat([*(one.reshape(-1) for one in own), work[layout.rest]])
-        *parts, rest = torch.split(message, [*(one.numel() for one in own), len(layout.rest)])
+        message = torch.cat([*(one.reshape(-1) for one in own), work[layout.rest], counts])
+        sizes = [one.numel() for one in (*own, layout.rest, counts)]
+        *parts, rest, counts = torch.split(message, sizes)
         left = [part.view_as(one) for part, one in zip(parts, own, strict=True)]
         self._wire.at_first(message)
         if self._wire.rank == 0:
@@ -130,16 +142,19 @@ class PowerSgd:
                 poison = one.sum() * 0  # what is not finite stays so, and reaches all
                 one.copy_(torch.linalg.qr(one.nan_to_num(0.0, 0.0, 0.0)).Q + poison)
         self._wire.from_first(message)
-        return left, rest
+        return left, rest, counts
 
-    def _rows(self, work: Tensor, layout: _Layout, left: list[Tensor]) -> None:
+    def _rows(self, work: Tensor, layout: _Layout, left: list[Tensor], counts: Tensor) -> None:
         """Finds Q of all matrices, and keeps what this rank's product does not say."""
         right = []
         for one, columns in zip(layout.matrices, left, strict=True):
             matrix = work[one.span].view(one.rows, one.columns)
             right.append(matrix.T @ columns)
             matrix.addmm_(columns, right[-1].T, alpha=-1)
-            layout.rests.then[one.span].copy_(work[one.span].nan_to_num_(0.0, 0.0, 0.0))
+            work[one.span].nan_to_num_(0.0, 0.0, 0.0)
+        hold_back(work, layout.rests, layout.seldom, counts)
+        for one in layout.matrices:
+            layout.rests.then[one.span].copy_(work[one.span])
         self._kept.left(layout.rests)
         message = torch.cat([one.reshape(-1) for one in right]) / self._wire.ranks
         self._wire.sum(message)
@@ -196,7 +211,8 @@ class PowerSgd:
             rest[one.span] = False
         index = rest.nonzero()[:, 0].to(bucket.flat.device)
         rests = self._kept.of(bucket, bucket.flat.numel())
-        layout = _Layout(list(bucket.parameters), matrices, index, rests)
+        seldom = [one.span for one in matrices] if self._unused else []
+        layout = _Layout(list(bucket.parameters), matrices, seldom, index, rests)
         self._layouts[bucket.number] = layout
         return layout
 

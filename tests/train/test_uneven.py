@@ -77,7 +77,8 @@ def test_a_rank_that_is_twenty_times_as_slow_gets_hardly_anything(worlds: Any) -
 
 
 def test_a_rank_that_only_costs_time_is_dropped_where_allowed(worlds: Any) -> None:
-    """Its loop gets no batch any more, and the others do not wait for it."""
+    """Its loop gets no batch any more, and the others, who call the model twice in each step, do
+    not wait for it."""
     fast, slow = (found["dropped"]["shares"] for found in worlds[2])
     assert fast[-1] == 32
     assert len(slow) < len(fast)

@@ -36,16 +36,20 @@ def numbers(count: int) -> TensorDataset:
 
 
 class Slow(nn.Module):
-    """A network whose samples cost this rank so many seconds each, and each pass so many."""
+    """A network whose samples cost this rank so many seconds each, and each pass so many.
+
+    It has a buffer that passes read, which rank 0 sends to all.
+    """
 
     def __init__(self, sample: Callable[[], float], fixed: float = 0.0) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.register_buffer("unit", torch.ones(()))
         self.sample, self.fixed = sample, fixed
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         time.sleep(self.fixed + self.sample() * len(inputs))
-        outputs: torch.Tensor = self.layers(inputs)
+        outputs: torch.Tensor = self.layers(inputs * self.unit)
         return outputs
 
 
@@ -59,9 +63,17 @@ def again(session: train.Session) -> None:
 
 
 def slowed(
-    session: train.Session, seconds: Callable[[], float], fixed: float = 0.0, **options: Any
+    session: train.Session,
+    seconds: Callable[[], float],
+    fixed: float = 0.0,
+    views: int = 1,
+    **options: Any,
 ) -> dict[str, Any]:
-    """A training in which this rank's samples cost something: how fast it was, and its end."""
+    """A training in which this rank's samples cost something: how fast it was, and its end.
+
+    Args:
+        views: So often each step calls the model.
+    """
     again(session)
     network = session.place(Slow(seconds, fixed))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
@@ -73,7 +85,8 @@ def slowed(
         for batch in loader:
             began = time.perf_counter()
             inputs, targets = batch
-            session.step(mse_loss(model(inputs), targets, reduction="none")[:, 0])
+            found = sum(model(inputs) for _ in range(views)) / views
+            session.step(mse_loss(found, targets, reduction="none")[:, 0])
             shares.append(batch.count)
             took.append(time.perf_counter() - began)
     session.verify()
@@ -203,7 +216,7 @@ def world(folder: Path) -> None:
             twenty = 0.004 if slow else 0.0002
             found["twenty"] = slowed(session, lambda: twenty, **auto)
             found["dropped"] = slowed(
-                session, lambda: 0.001, 0.08 if slow else 0.0, drop_slow=True, **auto
+                session, lambda: 0.0005, 0.04 if slow else 0.0, 2, drop_slow=True, **auto
             )
             found["even"] = slowed(session, lambda: own)
             found["refused"] = [

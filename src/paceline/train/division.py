@@ -74,6 +74,11 @@ class Division:
         """Shares may change while training."""
         return self._wish == "auto"
 
+    @property
+    def some_idle(self) -> bool:
+        """Some rank has nothing to compute."""
+        return self.shares is not None and not all(self.shares)
+
     def check(self, wish: Wish, drop_slow: bool, global_batch: int) -> None:
         """Refuses what cannot be; a collective for weights of hosts.
 

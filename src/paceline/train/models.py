@@ -151,6 +151,11 @@ class Models:
         for one in self:
             if one.communication is not None:
                 one.communication.stepped()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        for one in self._replicas:
+            one.begin_step()
 
     def drop(self, *, counted: bool = False) -> None:
         """Forgets all gradients.
@@ -164,6 +169,7 @@ class Models:
         for updater in self:
             if (communication := updater.communication) is not None:
                 communication.counted() if counted else communication.void()
+        self._begin_step()
 
     def renew(self) -> None:
         """Has gradients exchanged in a new group of ranks from now on; a collective."""

@@ -80,11 +80,14 @@ class Replica(DistributedDataParallel):
         recovery: What makes good that a rank is lost; ``None``: nothing does.
         exchanged: The parameters whose gradients are averaged: those that were trained when this
             was made or later (:meth:`widen`), also while a script has frozen some of them.
+        some_idle: Says whether some rank has nothing to compute in this step. It does not know how
+            often the others call the model, so buffers are sent once in such a step.
     """
 
     mark: Callable[[], Any] = staticmethod(time.perf_counter)
     recovery: Recovery | None = None
-    _touches = False
+    some_idle: Callable[[], bool] = staticmethod(lambda: False)
+    _touches = _sent = False
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -164,8 +167,19 @@ class Replica(DistributedDataParallel):
                 self._kept_back.discard(part)
                 yield from part.buffers(recurse=False)
 
+    def will_sync_module_buffers(self) -> bool:
+        if self.some_idle():
+            self.require_forward_param_sync = not self._sent
+        return bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
+
+    def begin_step(self) -> None:
+        """What follows belongs to another step, or to the same one from its beginning."""
+        if self.some_idle():  # whatever DDP goes by next, it is the same on all ranks
+            self.require_forward_param_sync = True
+        self._sent = False
+
     def _sync_buffers(self) -> None:
-        began = self.mark()
+        began, self._sent = self.mark(), True
         super()._sync_buffers()  # type: ignore[no-untyped-call]
         self.stood.append((began, self.mark()))
 

@@ -806,6 +806,8 @@ class Session(Member):
         even = wish == "even" and loader.same_limit
         loader.alike = lambda: even or sharded
         loader.idle = self._idle if loader.drop_slow else None
+        if isinstance(model := self.models.first.model, parallel.Replica):
+            model.some_idle = lambda: division.some_idle
         loader.room = lambda: devices.room(self.device)
         loader.least = 2 if needs_two(self.models.module) else 1
         if division.follows:

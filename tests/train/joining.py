@@ -256,12 +256,13 @@ def main(folder: Path, *only: str) -> None:
 
     def run(
         name: str, size: int, body: Callable[..., None] = training, again: int = 1,
-        late: dict[int, float] | None = None, saw: Callable[..., object] | None = None, **how: Any,
+        late: dict[int, float] | None = None, saw: Callable[..., object] | None = None,
+        whole: bool = False, **how: Any,
     ) -> None:  # fmt: skip
         if name not in only if only else "device" in how:
             return
         there = folder / name
-        job = Job(lambda: body(there, **how), size, there, late or {}, again)
+        job = Job(lambda: body(there, **how), size, there, late or {}, again, whole=whole)
         job.saw = saw or job.saw
         done = job.run(60)
         about = {"statuses": done.statuses, "said": done.said, "lost": done.lost}
@@ -273,12 +274,12 @@ def main(folder: Path, *only: str) -> None:
     run("recipe", 2, recipe)
     run("plain: killed", 3, at=dying(1, 9))
     run("rich: first killed", 3, at=dying(0, 10), rich=True)
-    run("rich: killed in an evaluation", 3, at=dying(2, 6, "batch 2"), rich=True)
+    run("rich: killed in an evaluation", 3, at=dying(2, 6, "batch 2"), rich=True, whole=True)
     run("rich: grown", 2, late={2: 0.2, 3: 0.3}, rich=True)
     both = dying(1, 9), dying(1, 0, "door", newcomer=True)
     run("plain: killed before it joins", 3, at=_each_of(*both), again=2)
     run("plain: killed when it joins", 3, at=dying(1, 9), again=2, saw=joining_killed)
-    run("plain: without checkpoints", 2, at=dying(1, 9), checkpoint="")
+    run("plain: without checkpoints", 2, at=dying(1, 9), checkpoint="", whole=True)
     run("local", 2, communication="local:6")
     run("local: killed", 3, at=dying(1, 9), communication="local:6")
     run("plain: astray", 3, ending, at=_each_of(dying(1, 9), counting))

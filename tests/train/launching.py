@@ -58,6 +58,7 @@ class Job:
         again: A newcomer comes in the place of a lost rank, so many times for each.
         saw: Told of each message of a rank.
         extra: Further variables of all ranks.
+        whole: With fewer ranks than began no batch is begun, as where too few nodes are there.
 
     Attributes:
         said: All events: when, by which slot, what.
@@ -73,6 +74,7 @@ class Job:
     again: int = 1
     saw: Callable[[Job, int, Message], object] = lambda job, slot, message: None
     extra: Mapping[str, str] = field(default_factory=dict)
+    whole: bool = False
     said: list[tuple[float, int, Message]] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
     lost: list[tuple[float, int]] = field(default_factory=list)
@@ -84,7 +86,7 @@ class Job:
         self._metrics = files.Records(self.folder / "metrics.jsonl")
         self._members = list(range(self.size))
         self._generation, self._tries = 0, dict.fromkeys([*self._members, *self.late], 0)
-        self._closed = False
+        self._closed = self._holds = False
         self._unsettled: set[int] = set()  # members that are not in the newest group yet
         self._store, self._port = forking.store()
         due = dict(self.late)
@@ -204,6 +206,8 @@ class Job:
             elif message["event"] == "regrouped" and message["generation"] == self._generation:
                 self._unsettled.discard(one.slot)
                 one.ready = one.joining = False
+                if self._holds and not self._unsettled and len(self._members) == self.size:
+                    self._regroup(planned=False, holds=False)
             elif message["event"] == "door closed" and not self._closed:
                 self._close(one)
             self._take_in()
@@ -230,8 +234,9 @@ class Job:
             self._members += [one.slot for one in ready]
             self._regroup(planned=True)
 
-    def _regroup(self, *, planned: bool) -> None:
+    def _regroup(self, *, planned: bool, holds: bool | None = None) -> None:
         self._generation += 1
+        self._holds = self.whole if holds is None else holds
         self._unsettled = set(self._members)
         members = [
             {"slot": slot, "host": f"n{slot}", "local_rank": slot, "local_size": 1}
@@ -239,7 +244,8 @@ class Job:
         ]
         store = {"address": "127.0.0.1", "port": self._port}
         word = {"generation": self._generation, "members": members, "store": store}
-        self._tell({"control": "regroup", **word, "planned": planned})
+        how = {"planned": planned, "holds": self._holds}
+        self._tell({"control": "regroup", **word, **how})
 
     def _tell(self, word: Message) -> None:
         for one in self.running.values():

@@ -28,6 +28,7 @@ LOST = [
     "recipe: killed",
 ]
 CHANGED = [*LOST, "rich: grown"]
+WHOLE = ["plain: without checkpoints", "rich: killed in an evaluation"]
 PHASES = ["phases: killed in the second", "phases: killed at the end of the first"]
 COUNTED = [name for name in CHANGED if not name.startswith(("duel", "recipe"))]
 Found = dict[str, Any]
@@ -141,6 +142,17 @@ def test_newcomers_join_between_two_steps(worlds: Path, name: str) -> None:
     stood = [one[2]["seconds"] for one in settled if one[1] not in joined]
     print(f"{name}: a new group took at most {max(stood):.3f} s")
     assert max(stood) < 10
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_where_too_few_are_there_who_comes_is_given_the_state_and_no_step_is_made(
+    worlds: Path, name: str
+) -> None:
+    steps: dict[int, set[int]] = {}
+    for _, _, told in events(job(worlds, name), "regrouped"):
+        steps.setdefault(told["generation"], set()).add(told["step"])
+    assert len(steps) == 3
+    assert len({step for some in steps.values() for step in some}) == 1
 
 
 @pytest.mark.parametrize("name", [name for name in COUNTED if name != "rich: grown"])

@@ -659,8 +659,10 @@ def test_in_vain_for_a_node_whose_rank_was_lost_before() -> None:
     job.lose("n2")
     assert job.decide(1) == [Dial("n2")]
     job.kill(2)
-    assert job.decide(1) == [Wait(("n2",))]
-    assert job.decide(60) == [Regroup(2, (0,), False)]
+    held = Regroup(2, (0,), False, holds=True)
+    assert job.decide(1) == [Wait(("n2",)), held, Start("n3", (2,))]
+    job.settle()
+    assert job.decide(60) == [Regroup(3, (0,), False)]
     job.settle()
     stop = job.decide()[-1]
     assert isinstance(stop, Stop)
@@ -715,9 +717,39 @@ def test_a_loss_while_they_wait() -> None:
     job.lose("n2")
     job.decide()
     job.kill(2)
-    assert job.decide(1) == []
+    assert job.decide(1) == [Regroup(1, (0,), False, holds=True), Start("n3", (2,))]
+    job.settle()
+    assert job.decide(30) == []
+    job.members.ready(2, job.now)
+    assert job.decide() == [Regroup(2, (0, 2), True, holds=True)]
+    job.settle()
+    (joined,) = job.decide()
+    assert isinstance(joined, Joined)
+    assert job.members.waiting
+    job.kill(0)  # the one that had the state alone
+    assert job.decide()[0] == Regroup(3, (2,), False, holds=True)
+    job.settle()
     job.members.server_up("n2")
-    assert job.decide() == [Regroup(1, (0,), False), Start("n2", (1,)), Start("n3", (2,))]
+    assert job.decide()[0] == Regroup(4, (2,), False)
+    job.settle()
+    (told,) = (one for one in job.decide() if isinstance(one, Recovered))
+    assert (told.slots, told.others) == ((0, 1, 2), 0)
+
+
+def test_in_vain_those_that_were_given_the_state_meanwhile_save_it_too() -> None:
+    job = Job(least=3, patience_s=60)
+    job.lose("n2")
+    job.decide()
+    job.kill(2)
+    job.decide()
+    job.settle()
+    job.members.ready(2, job.now)
+    job.decide()
+    job.settle()
+    job.decide()
+    assert job.decide(60) == [Regroup(3, (0, 2), False)]
+    job.settle()
+    assert [type(one) for one in job.decide()] == [Recovered, Stop]
 
 
 # --- failures of the program's own
@@ -1481,17 +1513,18 @@ def test_a_lost_node_that_could_not_join_is_not_waited_for() -> None:
 def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
     """A generation has only living members with the state; who is lost comes back in the end."""
     chance = random.Random(seed)
-    job = Job(dict(HOSTS))
+    job = Job(dict(HOSTS), least=3 if seed % 3 else 1, patience_s=1e6)
     alive = dict.fromkeys(HOSTS, True)
     failed = False
 
     def obey(actions: Sequence[Action]) -> None:
         nonlocal failed
         for action in actions:
-            if isinstance(action, Fail):
+            if isinstance(action, (Fail, Stop)):
                 failed = True
             elif isinstance(action, Regroup) and not action.planned:
                 assert all(alive[slot] for slot in action.members)
+                assert action.holds <= job.members.waiting
             elif isinstance(action, Start):
                 assert not any(alive[slot] for slot in action.slots)
                 alive.update(dict.fromkeys(action.slots, True))

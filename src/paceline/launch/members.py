@@ -51,12 +51,14 @@ class Regroup:
         members: Slots in rank order.
         planned: Somebody joins, between two steps; else somebody is gone, and it is done at once.
         store_host: Where a fresh store is opened for it; empty when the former one serves.
+        holds: Too few nodes are there to train: who joins gets the state, and no batch is given.
     """
 
     generation: int
     members: tuple[int, ...]
     planned: bool
     store_host: str = ""
+    holds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ class Recovered:
     Attributes:
         losses: What was lost, in order.
         slots: Who was.
-        others: How many train on.
+        others: How many train on without them.
         seconds: From the first loss until all of them had the new group; where a line fell silent,
             from the last sign that they went on.
         last: They only save and stop.
@@ -241,6 +243,7 @@ class _Generation:
     members: tuple[int, ...]
     begun: float = 0.0
     planned: bool = False
+    holds: bool = False
     unsettled: set[int] = field(default_factory=set)
     unformed: set[int] = field(default_factory=set)  # do not have all connections yet
     met_at: float | None = None  # when all were there to make them
@@ -320,7 +323,7 @@ class Members:
 
     @property
     def waiting(self) -> bool:
-        """Whether too few nodes are left, and the ranks wait for another."""
+        """Whether too few nodes are left, and the ranks wait for another, in a group or in none."""
         return self._waiting_since is not None and not self._over
 
     @property
@@ -367,14 +370,15 @@ class Members:
         return {one.number for one in self._standing("starting", "ready")}
 
     def forming(self, now: float, limit_s: float) -> bool:
-        """Whether a group is being made or was just now: what stood before is no hang of it.
+        """Whether a group is being made or was just now, or nodes are waited for: that is no hang.
 
         Args:
             now: The time.
             limit_s: Seconds that ranks may stand still, also in a group that was made.
         """
         patience_s = limit_s if self.settled else FORMING_S
-        return self._generation.number > 0 and now - self._generation.begun < patience_s
+        just_now = self._generation.number > 0 and now - self._generation.begun < patience_s
+        return just_now or self.waiting
 
     def interrupted(self, slot: int, now: float, *, silent: str = "",
                     generation: int | None = None) -> None:  # fmt: skip
@@ -715,18 +719,19 @@ class Members:
             if joined:
                 since = min(self._slots[slot].lost_at for slot in joined)
                 self._news.append(Joined(joined, now - since))
-        elif self._gone:
+        elif self._gone and not self._generation.holds:
             since = min((failure.time for failure in self._losses), default=now)
             since = max(since, self._went_on_at or since)  # nobody heard it, and they did
-            others = len(self._generation.members)
             gone = dict(sorted(self._gone.items()))
+            others = len({*self._generation.members} - {*gone})
             seconds = max(0.0, now - since)
             last = self._stopping or self._gave_up is not None
             self._news.append(Recovered(tuple(self._losses), (*gone,), others, seconds, last,
                                         (*gone.values(),)))  # fmt: skip
         for slot in self._generation.members:
             self._slots[slot].lost_at = 0.0
-        self._losses, self._gone = [], {}
+        if not self._generation.holds:  # else all of it is told once they train on
+            self._losses, self._gone = [], {}
         for one in self._standing("lost"):
             if one.joined_at is not None:  # it has joined in vain, as if it had not
                 one.joined_at, one.tries = None, one.tries + 1
@@ -836,22 +841,33 @@ class Members:
                 self._news.append(Prepare(host) if no_server else Dial(host, node.pause_s))
 
     def _mend(self, now: float) -> None:
-        """A generation that lost members is followed by one without them."""
-        if self._torn_at is None and not (self._store_lost and self._generation.unsettled):
+        """A generation that lost members, or holds, is followed by one that trains on."""
+        torn = self._torn_at is not None or (self._store_lost and bool(self._generation.unsettled))
+        if not torn and not (self._generation.holds and self.settled):
             return
-        for one in self._standing("joining"):  # whether it has the state is not known
-            self._kill(one)
-            self._put_off(one)
+        if torn:
+            for one in self._standing("joining"):  # whether it has the state is not known
+                self._kill(one)
+                self._put_off(one)
         there = [host for host, node in self._nodes.items() if node.standing in ("up", "no server")]
         if len(there) < self._least and self._gave_up is None and not self._stopping:
             self._wait(now, there)
             if self._gave_up is None:
+                if torn and self._can_be_given:
+                    self._group(self._survivors, now, planned=False)
                 return
         self._waiting_since = None
         if self._survivors:
             self._group(self._survivors, now, planned=False)
         else:  # the others' training is over: nobody does what is left to do of this one's
             self._fail(*self._losses)
+
+    @property
+    def _can_be_given(self) -> bool:
+        """Whether a rank was lost whose host is there: another is to have the state, too."""
+        up = {host for host, node in self._nodes.items() if node.standing == "up"}
+        lost = any(one.host in up for one in self._standing("lost"))
+        return lost and bool(self._survivors) and not self._ends
 
     @property
     def _survivors(self) -> tuple[int, ...]:
@@ -880,13 +896,15 @@ class Members:
         if host:
             self._store_host, self._store_lost = host, False
         number = self._generation.number + 1
-        if not self._generation.unsettled:  # the former one had trained
+        former, holds = self._generation, self._waiting_since is not None
+        if not (former.unsettled or former.holds):  # it had trained
             self._went_on_at = self._sign_at
-        self._generation = _Generation(number, members, now, planned, set(members), set(members))
+        self._generation = _Generation(number, members, now, planned, holds, set(members),
+                                       set(members))  # fmt: skip
         self._torn_at = None
         for slot in members:
             self._slots[slot].interrupted_at = None
-        self._news.append(Regroup(number, members, planned, host))
+        self._news.append(Regroup(number, members, planned, host, holds))
 
     def _new_store_host(self, members: Sequence[int]) -> str:
         """A host that can hold it: its fork server is up."""

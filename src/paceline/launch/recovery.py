@@ -151,8 +151,8 @@ class Recoveries:
 
     @property
     def under_way(self) -> bool:
-        """Whether ranks have no group at present: their silence is no hang."""
-        return self._members.recovers and not self._members.settled
+        """Whether ranks have no group in which they train at present: their silence is no hang."""
+        return self._members.recovers and (self._members.waiting or not self._members.settled)
 
     # --- what is told ------------------------------------------------------------------------
 
@@ -441,7 +441,7 @@ class Recoveries:
             for host in [self._places[slot]]
         ]
         return {"control": "regroup", "generation": group.generation, "members": members,
-                "store": self._store, "planned": group.planned}  # fmt: skip
+                "store": self._store, "planned": group.planned, "holds": group.holds}  # fmt: skip
 
     async def _open_store(self, host: str) -> bool:
         """A fresh store there; else it is decided again."""
@@ -555,6 +555,10 @@ class Recoveries:
             who = tuple(map(place, news.hosts, news.slots))
             why = "; ".join(lost_words(failure) for failure in news.losses) or "was lost"
             others = "the other rank" if news.others == 1 else f"the other {news.others}"
+            if (
+                not news.others
+            ):  # each was lost at some time, and given the state of one that was not
+                others = "those that came for them"
             if news.last:
                 do = "saves and stops" if news.others == 1 else "save and stop"
                 self._say(f"{why}: after {news.seconds:.1f} s {others} {do}", news.seconds)

@@ -106,6 +106,7 @@ class Word:
         members: Slot, host, local rank and local size of each rank, in rank order.
         address, port: Of the store by which they meet.
         planned: Nobody is lost: somebody joins between two steps.
+        holds: Too few nodes are there to train: no batch is begun in this group.
     """
 
     generation: int
@@ -113,6 +114,7 @@ class Word:
     address: str
     port: int
     planned: bool
+    holds: bool = False
 
     def place(self, slot: int) -> World | None:
         """That of a slot; ``None`` where it is no member."""
@@ -158,6 +160,7 @@ def understood(line: str) -> Word | Save | str:
             str(store["address"]),
             int(store["port"]),
             bool(said["planned"]),
+            bool(said.get("holds")),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(line) from error
@@ -437,17 +440,17 @@ class Control:
             word = self._word
         return word if word is not None and word.generation > generation else None
 
-    def wait(self, generation: int, *, planned: bool = False) -> Word | None:
+    def wait(self, generation: int, *, planned: bool | None = False) -> Word | None:
         """Waits for word of a later generation; ``None``: there will be none.
 
         Args:
             generation: Later than this.
-            planned: Somebody is to join, rather than somebody is gone.
+            planned: Somebody is to join, rather than somebody is gone; ``None``: either.
         """
 
         def there() -> Word | None:
             word = self.newer(generation)
-            return word if word is not None and word.planned == planned else None
+            return word if word is not None and planned in (None, word.planned) else None
 
         with self._changed:
             self._changed.wait_for(lambda: self._ended or there() is not None)
@@ -521,6 +524,7 @@ class Recovery:
         self._left: list[tuple[float, list[Any]]] = []  # groups, and when they were left
         self._forming = threading.Lock()  # held while a group becomes the present one
         self._opened = 0  # generation in which others join before the next batch
+        self._holds_group = False  # no batch is begun in the present one
         self.begin_anew: Callable[[], None] = lambda: None
         self.updates, self.fewer = 0, False
         self._done = 0  # events
@@ -694,7 +698,29 @@ class Recovery:
         )
 
     def renew(self) -> None:
-        """Lets others in, and has everything begin anew in a new group; between two batches."""
+        """Lets others in, and has everything begin anew in a new group; between two batches.
+
+        Where too few are there to train, in one after the other, until they are.
+        """
+        self._renew()
+        while self._holds_group and not self.stale:
+            self._stay()
+            self._renew()
+
+    def _stay(self) -> None:
+        """Waits at this line, as all ranks do, for the next group; it has the state in memory.
+
+        RuntimeError where there will be none.
+        """
+        word = self._control.wait(self.generation, planned=None)
+        if word is None:
+            raise RuntimeError("the job ends, for too few nodes are there to train")
+        if word.planned:
+            self._open()
+        else:
+            self.regroup(RuntimeError("more nodes are there, or others"), At.RENEWAL)
+
+    def _renew(self) -> None:
         while self.opens or (self.stale and self._all_come_here):
             if self.opens:
                 self._open()
@@ -833,6 +859,7 @@ class Recovery:
         client.set_timeout(self._timeout)
         self.fewer = self.fewer or place.size < self._comms.world.size
         self.store, self._comms.world = client, place
+        self._holds_group = word.holds
         with self._forming:
             self.generation = word.generation
 

@@ -99,6 +99,10 @@ class Standing:
     left: Any = None
     layout: tuple[int, int] = (0, 0)
 
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.elements
+
     def line(self) -> Line:
         return Line(None, self.rank, 2)
 

@@ -480,6 +480,29 @@ def test_of_what_no_rank_has_used_all_is_still_to_be_said(
     assert bool(left[: math.prod(SHAPES[0])].any()) == (ranks > 1)
 
 
+def test_products_count_what_they_send_whatever_the_buckets() -> None:
+    """Of one bucket and of the whole model; before there are any, all bytes."""
+
+    def body(rank: int, meeting: Meeting) -> list[int]:
+        mine = Rank("powersgd", rank, meeting, torch.float32)
+        before = mine.method.sent(1000, 2)
+        mine.average(drawn(rank, 0, torch.float32), TWO)
+        every = [sum(math.prod(SHAPES[one]) for one in members) for members in TWO]
+        return [before, *(mine.method.sent(count, 2) for count in (*every, sum(every)))]
+
+    plain, with_a_matrix = 9 + 5000 + 7, 4 * (60 + 70) + 60 + 2 * 3 * 40 * 30
+    found = [4 * one for one in (1000, plain, with_a_matrix, plain + with_a_matrix)]
+    assert world(2, body) == [found, found]
+
+
+def test_bytes_of_other_precisions_are_counted() -> None:
+    wide = Line(None, 0, 2, width=8.0)
+    sent = {name: made(wide).sent(1000, 2) for name, made in METHODS.items()}
+    assert (sent["exact"], sent["powersgd"]) == (8000, 8000)  # which begins with exact averages
+    usual = METHODS["int8"](Line(None, 0, 2)).sent(1000, 2)
+    assert sent["int8"] == usual  # codes say as much of wide numbers
+
+
 def test_a_product_says_what_is_one() -> None:
     def thin(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
         source = torch.Generator().manual_seed(step + rank)

@@ -43,9 +43,9 @@ def test_with_time_to_spare_the_network_is_free_for_the_last_bucket() -> None:
 
 
 def test_sizes_are_tried_only_where_they_change_no_result() -> None:
-    assert [one.size for one in ways(12_000_000, 2)] == [6_000_000, 3_000_000, 1_500_000]
-    assert ways(12_000_000, 3) == ways(12_000_000, 16) == []
-    assert ways(100, 2) == []  # nothing to divide
+    assert [one.size for one in ways(48_000_000, 2)] == [6_000_000, 3_000_000, 1_500_000]
+    assert ways(48_000_000, 3) == ways(48_000_000, 16) == []
+    assert ways(400, 2) == []  # nothing to divide
 
 
 def test_an_unknown_way_is_refused() -> None:
@@ -58,7 +58,7 @@ class Wire:
     """An exchange that notes what it is told."""
 
     method: Any = None
-    elements = 1_000_000
+    nbytes = 4_000_000
 
     def __init__(self) -> None:
         self.said: list[Any] = []

@@ -64,6 +64,7 @@ class Line:
         names: Of each parameter, for rests that a checkpoint holds.
         void: A pass may turn out not to count: ranks may be lost in the middle of it.
         unused: A pass may leave parameters without gradient on every rank, whose mean nobody gets.
+        width: Bytes of an element of the gradients, in the mean over all.
     """
 
     group: dist.ProcessGroup | None
@@ -72,6 +73,7 @@ class Line:
     names: Mapping[Tensor, str] = field(default_factory=dict)
     void: bool = False
     unused: bool = False
+    width: float = 4.0
 
 
 class Method(Protocol):
@@ -108,7 +110,7 @@ class Method(Protocol):
         """Takes what :meth:`alike` gave; what this rank has not said yet stays."""
 
     def sent(self, elements: int, ranks: int) -> int:
-        """Bytes that this rank sends for so many float32 elements."""
+        """Bytes that this rank sends for so many elements of gradients."""
 
 
 @dataclass(slots=True)
@@ -163,6 +165,11 @@ class Exchange:
         """Gradients that are exchanged in a step."""
         return sum(one.numel() for one in self._model.exchanged)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these gradients, as they are."""
+        return sum(one.nbytes for one in self._model.exchanged)
+
     def send_buffers(self, sent: bool) -> None:
         """Whether rank 0 sends its buffers to all before each forward pass, as DDP does."""
         self._model.broadcast_buffers = sent
@@ -180,7 +187,8 @@ class Exchange:
         names = {one: name for name, one in every if one in exchanged}
         world, void = self._comms.world, self._model.recovery is not None
         unused = self._model.find_unused_parameters
-        return Line(self._group, world.rank, world.size, names, void, unused)
+        width = self.nbytes / self.elements
+        return Line(self._group, world.rank, world.size, names, void, unused, width)
 
     @property
     def method(self) -> Method | None:
@@ -272,9 +280,8 @@ class Exchange:
     def _is_little(self) -> bool:
         """Whether ranks average this model's gradients directly, whatever their buckets."""
         group, comms = self._model.process_group, self._comms
-        size = sum(one.nbytes for one in self._model.exchanged)
         on_cpus = self._stream is None and not comms.mixed
-        return on_cpus and little.pays(size, comms.world.size, group)
+        return on_cpus and little.pays(self.nbytes, comms.world.size, group)
 
     def stood(self, began: Any, ended: Any) -> None:
         """The computing thread stood still for other ranks between these moments."""

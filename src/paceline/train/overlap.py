@@ -64,12 +64,12 @@ class Way:
     order: tuple[int, ...] = field(default=(), compare=False)
 
 
-def ways(elements: int, ranks: int) -> list[Way]:
-    """What is worth a trial, apart from late updates, for so many float32 gradients."""
+def ways(nbytes: int, ranks: int) -> list[Way]:
+    """What is worth a trial, apart from late updates, for so many bytes of gradients."""
     if ranks != 2:  # the sizes stay: see above
         return []
-    sizes = dict.fromkeys(max(_LEAST, 4 * elements // parts) for parts in _PARTS)
-    return [Way(size, max(_LEAST, size // _FIRST)) for size in sizes if size < 4 * elements]
+    sizes = dict.fromkeys(max(_LEAST, nbytes // parts) for parts in _PARTS)
+    return [Way(size, max(_LEAST, size // _FIRST)) for size in sizes if size < nbytes]
 
 
 class Overlap:
@@ -103,7 +103,7 @@ class Overlap:
         fits = plain or (isinstance(method, Coded) and self.may_be_late())
         self.done = not fits or not self._tries
         self.way, self.seconds = Way(), {}
-        self._left = ways(self._exchange.elements, comms.world.size) if plain else []
+        self._left = ways(self._exchange.nbytes, comms.world.size) if plain else []
         self._late_way = (self._left or [Way()])[-1]
         self._since, self._watched = step, not plain
         self._begun = self._code()

@@ -158,7 +158,7 @@ class Auto:
             for way in ways
         }
         by_way = dict(zip(ways, slowest[2:], strict=True))
-        return Measured(0.0, 4 * self._exchange.elements, slowest[0], 1 / slowest[1], sent, by_way)
+        return Measured(0.0, self._exchange.nbytes, slowest[0], 1 / slowest[1], sent, by_way)
 
     def _code(self, way: str) -> float:
         """Seconds for making and reading all messages of a step."""
@@ -209,7 +209,7 @@ class Auto:
         if choice.way == "exact":  # DDP's own way costs least, and is what Overlap begins with
             self._exchange.as_made()
             return
-        size = max(1, 4 * self._exchange.elements // choice.buckets)
+        size = max(1, self._exchange.nbytes // choice.buckets)
         self._exchange.buckets(size, max(1, size // 2) if choice.buckets > 1 else size)
         self._take(choice.way)
 

@@ -74,7 +74,7 @@ class Communication:
     def _as_asked(self) -> None:
         if self.asked.name == "exact":
             return
-        size = max(_SMALLEST, 4 * self._exchange.elements // _PARTS)
+        size = max(_SMALLEST, self._exchange.nbytes // _PARTS)
         self._exchange.buckets(size, size // 2)
         self._take(self.asked.name)
 
@@ -217,7 +217,7 @@ class Communication:
         if count < coded.LEAST:  # it would be sent as it is
             why = "its messages are short, and fewer bytes would not help"
             return f"{so_much}: {why}; a larger batch has fewer of them"
-        line = Line(None, self._comms.world.rank, ranks)
+        line = Line(None, self._comms.world.rank, ranks, width=self._exchange.nbytes / count)
         sent = {
             way: METHODS[way](line).sent(count, ranks) for way in ("exact", "fp16", "int8", "int4")
         }

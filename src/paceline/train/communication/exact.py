@@ -21,7 +21,7 @@ class Exact:
     name: ClassVar[str] = "exact"
 
     def __init__(self, line: Line, wire: Wire | None = None, *, little: bool = False) -> None:
-        self._wire, self._little = wire or Wire(line), little
+        self._wire, self._little, self._width = wire or Wire(line), little, line.width
 
     def average(self, bucket: Bucket) -> None:
         bucket.flat.mul_(1.0 / self._wire.ranks)
@@ -49,4 +49,4 @@ class Exact:
         pass
 
     def sent(self, elements: int, ranks: int) -> int:
-        return 2 * (ranks - 1) * 4 * elements // ranks
+        return int(2 * (ranks - 1) * self._width * elements / ranks)

@@ -76,6 +76,7 @@ class PowerSgd:
         self.number, self.exact_steps = RANK, 0
         self._wire, self._names = wire or Wire(line), line.names
         self._kept, self._unused = Kept(self._wire, line, torch.float32), line.unused
+        self._width = line.width
         self._factors: dict[str, Tensor] = {}  # Q of each matrix
         self._layouts: dict[int, _Layout] = {}
         self._steps = 0
@@ -248,9 +249,11 @@ class PowerSgd:
         self._passed, self._next = 0, {}  # that state has them
 
     def sent(self, elements: int, ranks: int) -> int:
-        for layout in self._layouts.values():
-            matrices = layout.matrices
-            if len(layout.rests.now) == elements and self._steps > self.exact_steps:
-                thin = sum(one.rank * (one.rows + one.columns) for one in matrices)
-                return 2 * (ranks - 1) * 4 * (thin + len(layout.rest)) // ranks
-        return 2 * (ranks - 1) * 4 * elements // ranks
+        every = 2 * (ranks - 1) * elements / ranks
+        layouts = [*self._layouts.values()]  # none as long as averages are exact
+        known = [one for one in layouts if len(one.rests.now) == elements] or layouts
+        if not known:
+            return int(every * self._width)
+        thin = sum(one.rank * (one.rows + one.columns) for each in known for one in each.matrices)
+        said = thin + sum(len(one.rest) for one in known)
+        return int(every * max(4.0, self._width) * said / sum(len(one.rests.now) for one in known))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 
+from paceline.launch import launcher as launcher_module
 from paceline.launch import muster as muster_module
 from paceline.launch import outcome, recovery, restart
 from paceline.launch.allowance import LOSSES, STARTS
@@ -829,6 +830,60 @@ def test_begins_with_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> No
     assert missing == {"n2": "no route: n2: off"}
     assert not notes
     assert gathered(Slow(n1=0, n2=9), 1, 9, "n1", "n2")[:2] == (["n1"], {"n2": ""})
+
+
+def test_who_answers_while_the_others_import_has_a_part_from_the_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose login was under way is not called anew, and is waited for, unlike who is off."""
+    monkeypatch.setattr(muster_module, "LAST_CALL_S", 0.1)
+    monkeypatch.setattr(launcher_module, "fork_servers_up", AsyncMock())
+    opened: list[str] = []
+
+    class Counted(Slow):
+        redials = True
+
+        async def open(self, hosts: Any, pythons: Any) -> list[Any]:
+            opened.append(hosts[0].name)
+            return await super().open(hosts, pythons)
+
+    @dataclass(frozen=True)
+    class Planned:
+        hosts: tuple[str, ...]
+        notes: tuple[str, ...] = ()
+        master_addr: str = LOOPBACK.address
+        settings: Any = field(default_factory=lambda: {"master_port": Setting(1)})
+        to_json: Any = dict
+
+    def plan_of(request: Any, fleet: Fleet, *_: Any) -> Any:
+        return Planned(tuple(node.name for node in fleet.nodes))
+
+    monkeypatch.setattr(launcher_module.prepare, "plan_of", plan_of)
+    transport: Any = Counted(n1=0, n2=0.3, n3=60)
+
+    async def scene() -> Any:
+        late: list[muster_module.Dialling] = []
+        hosts = [Host(name) for name in ("n1", "n2", "n3")]
+        channels, missing = await muster_module.gather(
+            transport, hosts, ["python3"] * 3, 1, 9, notes.append, later=late)  # fmt: skip
+        fleet = Fleet(channels, 0.5, lambda node, event: None, lambda node, why: None)
+        fleet.nodes[0].found = Found(hosts[0], {}, LOOPBACK)
+        launcher: Any = Launcher.__new__(Launcher)
+        launcher._request = request_for(elastic("1:3"), transport, *transport._seconds)
+        launcher._screen, launcher._directory, launcher._missing = Mock(), Mock(), missing
+        launcher._muster = muster = mustered(transport, fleet, notes)
+        for one in late:
+            muster.go_on(one)
+        await next(one.task for one in late if one.host.name == "n2")
+        plan = await launcher._with_late_ones(Planned(("n1",), ("a note",)), fleet, Mock())
+        await muster.close()
+        await fleet.close()
+        return plan
+
+    notes: list[str] = []
+    plan = asyncio.run(asyncio.wait_for(scene(), 20))
+    assert (plan.hosts, plan.notes) == (("n1", "n2"), ("a note",))
+    assert opened == ["n1", "n2", "n3"]
 
 
 def test_waits_for_as_many_as_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from paceline.launch.control import Actions, Control
 from paceline.launch.decide import Supplies
 from paceline.launch.fleet import HURRY_S, Fleet, Node, first_of, together, within
 from paceline.launch.interrupts import Interrupts, run
-from paceline.launch.muster import Muster
+from paceline.launch.muster import Dialling, Muster
 from paceline.launch.outset import Outset
 from paceline.launch.prepare import Inspect, Package, Request, make_plan
 from paceline.launch.recorder import Recorder
@@ -42,6 +42,7 @@ from paceline.transfer.tree import keep
 if TYPE_CHECKING:
     from paceline.launch.attempt import Attempt
 
+LATE_S = 30.0  # for hosts that have answered to be able to start ranks, when all others are
 SOON_S = 0.02  # the logins are under way by then, and leave time for other work
 LATER = "paceline.launch.attempt"  # what running ranks need is imported meanwhile
 
@@ -74,6 +75,7 @@ class Launcher:
         self._recoveries: list[Recovery] = []
         self._announced = self._closing = False
         self._missing: dict[str, str] = {}  # hosts that were not there at the start, and why
+        self._later: list[Dialling] = []  # their calls, until the muster sees to them
         self._muster: Muster | None = None
         self._fleet: Fleet | None = None
         self._supplies = Supplies()
@@ -144,6 +146,10 @@ class Launcher:
 
     async def _let_go(self, fleet: Fleet, interrupts: Interrupts) -> None:
         self._closing = True
+        for channel in await asyncio.gather(*(call.stop() for call in self._later)):
+            if channel is not None:
+                await channel.close()
+        self._later.clear()
         at_once = len(interrupts.received) > 1
         keep_warm_s = None if at_once else self._request.keep_warm_s
         await fleet.close(hurry=bool(interrupts.received), keep_warm_s=keep_warm_s)
@@ -168,6 +174,7 @@ class Launcher:
                 self._request, self._on_event, self._on_lost,
                 lambda reached: self._screen.starting("connecting", reached, count),
                 self._screen.note, lost is not None,
+                self._later if self._request.transport.redials else None,
             )  # fmt: skip
         except PacelineError:
             if lost is None:
@@ -251,11 +258,11 @@ class Launcher:
         )  # fmt: skip
         keeping = asyncio.create_task(self._keep_code())
         self.recorder.called = muster.ways_back
-        for host in self._request.hosts:
-            if host.name in self._missing:
-                muster.call(host)
+        while self._later:
+            muster.go_on(self._later.pop())
         starts = 0
         try:
+            plan = await self._with_late_ones(plan, fleet, supplies)
             while True:
                 starts, began, attempt = starts + 1, time.monotonic(), None
                 outset: Outset | None = Outset(job, plan.world_size)
@@ -367,6 +374,39 @@ class Launcher:
     def _plan_is(self, plan: Plan) -> None:
         self.plan = plan
         self._directory.write_json(names.PLAN, plan.to_json())
+
+    async def _with_late_ones(self, plan: Plan, fleet: Fleet, supplies: Supplies) -> Plan:
+        """The plan with hosts, too, that have come while the others imported.
+
+        Who has been reached by then is waited for: to come in later costs the others more.
+        """
+        request, muster = self._request, self._muster
+        assert muster is not None
+        if not muster.called:
+            return plan
+        with contextlib.suppress(ConnectionError, NodeError):  # which the start itself finds, too
+            await fork_servers_up(fleet, fleet.nodes, request.job)
+
+        def come() -> list[Node]:
+            return [one for one in fleet.spares if one.name in self._missing and one.could_start]
+
+        room = request.most - len(fleet.nodes)
+        await muster.until(lambda: len(come()) >= room or not muster.reached, LATE_S)
+        late = come()[:room]
+        first = fleet.first.found
+        if not late or first is None:
+            return plan
+        fleet.seat([*fleet.nodes, *late])
+        self._nodes, port = fleet.nodes, plan.settings["master_port"]
+        if first.network.address != plan.master_addr:
+            asked = request.job.master_port
+            port = await prepare.hold_port(fleet.first, first.network.address, asked)
+        plan = replace(prepare.plan_of(request, fleet, supplies, port, ()), notes=plan.notes)
+        self._plan_is(plan)
+        names = ", ".join(node.name for node in late)
+        self._screen.note(f"paceline: {names} came in time: beginning with {len(fleet.nodes)}"
+                          " hosts")  # fmt: skip
+        return plan
 
     async def _start(self, plan: Plan, fleet: Fleet, restarts: Restarts,
                      interrupts: Interrupts) -> tuple[Result, Attempt]:  # fmt: skip

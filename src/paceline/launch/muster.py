@@ -66,8 +66,9 @@ class Dialling:
 
 
 async def gather(transport: Transport, hosts: Sequence[Host], pythons: Sequence[str], least: int,
-                 patience_s: float, note: Callable[[str], None],
-                 reached: Reached = nobody) -> tuple[list[Channel], dict[str, str]]:  # fmt: skip
+                 patience_s: float, note: Callable[[str], None], reached: Reached = nobody,
+                 later: list[Dialling] | None = None,
+                 ) -> tuple[list[Channel], dict[str, str]]:  # fmt: skip
     """As many of the hosts as answer, in their order, and of the others by name why not.
 
     All that answer at once are taken; who has neither answered nor refused when there are enough
@@ -80,6 +81,7 @@ async def gather(transport: Transport, hosts: Sequence[Host], pythons: Sequence[
         patience_s: How long to wait for those, in seconds.
         note: Tells the user.
         reached: Told how many answered by now.
+        later: Gets the calls of the others, which go on; ``None``: they are ended.
 
     Raises:
         ConnectError: There are too few; names the missing ones.
@@ -114,7 +116,10 @@ async def gather(transport: Transport, hosts: Sequence[Host], pythons: Sequence[
             if channel is not None:
                 await channel.close()
         raise
-    await asyncio.gather(*(call.stop() for call in missing))
+    if later is None:
+        await asyncio.gather(*(call.stop() for call in missing))
+    else:
+        later += missing
     channels = [call.channel for call in calls if call.channel is not None]
     return channels, {call.host.name: call.why for call in calls if call.channel is None}
 
@@ -166,6 +171,11 @@ class Muster:
         return list(self._calls)
 
     @property
+    def reached(self) -> bool:
+        """Whether a host has answered that cannot start ranks yet."""
+        return any(call.channel is not None for call in self._calls.values())
+
+    @property
     def missing(self) -> list[str]:
         """Hosts that are waited for, with what stands in their way."""
         return [call.describe() for call in self._calls.values()]
@@ -181,10 +191,13 @@ class Muster:
     def call(self, host: Host, after_s: float = 0.0) -> None:
         """Begins to call a host, unless that is so already."""
         if self._transport.redials and host.name not in self._coming:
-            call = Dialling(self._transport, host, self._python_of(host), self._gate,
-                            self._changed, after_s)  # fmt: skip
-            self._calls[host.name] = call
-            self._coming[host.name] = asyncio.create_task(self._see_in(call))
+            self.go_on(Dialling(self._transport, host, self._python_of(host), self._gate,
+                                self._changed, after_s))  # fmt: skip
+
+    def go_on(self, call: Dialling) -> None:
+        """Sees to a call that has begun."""
+        self._calls[call.host.name] = call
+        self._coming[call.host.name] = asyncio.create_task(self._see_in(call))
 
     def call_again(self, node: Node) -> None:
         """Begins to call the host of a lost node; one that was asked to end is about to go."""

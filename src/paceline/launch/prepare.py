@@ -123,6 +123,7 @@ class Request:
 async def connect(request: Request, on_event: Callable[[Node, Event], None],
                   on_lost: Callable[[Node, str], None], reached: Reached = nobody,
                   note: Callable[[str], None] | None = None, again: bool = False,
+                  later: list[muster.Dialling] | None = None,
                   ) -> tuple[Fleet, dict[str, str]]:  # fmt: skip
     """Has an agent started on every host, or on enough of them where the job can do with fewer.
 
@@ -132,6 +133,7 @@ async def connect(request: Request, on_event: Callable[[Node, Event], None],
         reached: Told how many hosts have an agent by now.
         note: Tells the user that hosts are waited for; ``None`` waits for none.
         again: Somebody was lost since the first time: also a session goes on with fewer then.
+        later: Gets the calls of hosts that are not waited for, which go on; ``None`` ends them.
 
     Returns:
         The nodes that are there, and why the others are not, by host.
@@ -143,7 +145,7 @@ async def connect(request: Request, on_event: Callable[[Node, Event], None],
         least = request.least_again(trains(job)) if again else request.least
         patience_s = request.patience_s if note else 0.0
         channels, missing = await muster.gather(
-            request.transport, hosts, pythons, least, patience_s, note or _nobody, reached
+            request.transport, hosts, pythons, least, patience_s, note or _nobody, reached, later
         )
     else:
         channels = await request.transport.open(hosts, pythons, reached)

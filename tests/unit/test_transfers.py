@@ -131,18 +131,21 @@ def test_a_file_of_many_that_changed_since_it_was_hashed_is_refused(tmp_path: Pa
     run(work)
 
 
-def test_files_that_are_kept_reach_who_comes_after_they_have_changed(
+def test_nodes_get_files_as_they_were_kept_whatever_became_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree = keep(read_parts(fill(tmp_path / "project", FILES), ()))
+    read = read_parts(fill(tmp_path / "project", FILES | {"log": b"1"}), ())
+    (tmp_path / "project" / "log").write_bytes(b"12")
+    tree = keep(read)
     (tmp_path / "project" / "a.py").write_bytes(b"edited")
+    (tmp_path / "project" / "log").write_bytes(b"123")
     (tmp_path / "project" / "b" / "odd").unlink()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache of another host"))
 
     async def work(served: Served) -> dict[str, bytes]:
         return below(Path(await send_folder(served.node, tree, "code", "run1")))
 
-    assert run(work)[0] == FILES
+    assert run(work)[0] == FILES | {"log": b"12"}
 
 
 def test_a_folder_that_both_see_is_used_whatever_changes_in_it(

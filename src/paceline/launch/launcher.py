@@ -37,7 +37,6 @@ from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Job, secrets_among
 from paceline.spec.plan import NodePlan, Plan
 from paceline.transfer.checkpoints import send_checkpoints
-from paceline.transfer.tree import keep
 
 if TYPE_CHECKING:
     from paceline.launch.attempt import Attempt
@@ -197,7 +196,7 @@ class Launcher:
 
         async def read() -> Supplies:
             await asyncio.sleep(soon_s)
-            supplies = await asyncio.to_thread(prepare.read_supplies, self._request)
+            supplies = await asyncio.to_thread(prepare.read_and_keep, self._request)
             asyncio.get_running_loop().run_in_executor(None, importlib.import_module, LATER)
             return supplies
 
@@ -254,9 +253,8 @@ class Launcher:
         self._supplies = supplies
         muster = self._muster = Muster(
             self._request.transport, fleet, lambda host: decide.python_of(job, host),
-            lambda node: self._fit_out(node, fleet), self._came, self._screen.note,
+            lambda node: self._fit_out(node, fleet, supplies), self._came, self._screen.note,
         )  # fmt: skip
-        keeping = asyncio.create_task(self._keep_code())
         self.recorder.called = muster.ways_back
         while self._later:
             muster.go_on(self._later.pop())
@@ -295,7 +293,6 @@ class Launcher:
                 break
         finally:
             await muster.close()
-            await asyncio.gather(keeping, return_exceptions=True)
             self._screen.unwatch()
         await self._bring_home(fleet, interrupts)
         if interrupts.received and failure is not None:
@@ -335,16 +332,9 @@ class Launcher:
                 self._screen.homes.append(place)
                 self.recorder.event("copied", node.name, copy=place[1], home=place[2])
 
-    async def _keep_code(self) -> None:
-        """Keeps the code as it is now for hosts that come later: somebody may edit it meanwhile."""
-        code = self._supplies.code
-        if code is not None and code.copy is None and self._request.transport.redials:
-            kept = await asyncio.to_thread(keep, code)
-            self._supplies = replace(self._supplies, code=kept)
-
-    async def _fit_out(self, node: Node, fleet: Fleet) -> None:
+    async def _fit_out(self, node: Node, fleet: Fleet, supplies: Supplies) -> None:
         """A node that came late: checked, sent what the others have, its fork server warm."""
-        request, supplies = self._request, self._supplies
+        request = self._request
         self.recorder.event("connected", hosts=[node.name])
         await together([
             prepare.get_to_know(node, fleet, request, supplies),

@@ -29,7 +29,7 @@ from paceline.agent import caller
 from paceline.launch import decide
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.launcher import request_of, secrets_of, write_result
-from paceline.launch.prepare import Package, Request, package_tree, read_supplies
+from paceline.launch.prepare import Package, Request, package_tree, read_and_keep
 from paceline.launch.screen import Screen
 from paceline.remote import this_machine
 from paceline.remote.agent_code import leave_line
@@ -186,7 +186,7 @@ class _Start:
             self._screen.starting("connecting", 0, 1)
             await self._look_at_containers()
             supplies, channel = await asyncio.gather(
-                asyncio.to_thread(read_supplies, self._request), self._logged_in(host)
+                asyncio.to_thread(read_and_keep, self._request), self._logged_in(host)
             )
             try:
                 self._screen.starting("connecting", 1, 1)

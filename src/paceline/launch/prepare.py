@@ -32,7 +32,7 @@ from paceline.spec.plan import Plan
 from paceline.spec.settings import Setting, Source
 from paceline.transfer import data
 from paceline.transfer.data import DataPlace, Folder
-from paceline.transfer.tree import Tree, project_root, read_parts, read_tree
+from paceline.transfer.tree import Tree, keep, project_root, read_parts, read_tree
 
 # hosts, facts by host, what start-up files printed by host -> notes for the user
 Inspect = Callable[[Sequence[Host], Mapping[str, Any], Mapping[str, str]], list[str]]
@@ -315,6 +315,14 @@ def read_supplies(request: Request) -> Supplies:
         inputs={i.path: read_parts(Path(i.path), i.parts) for i in job.inputs} if remote else {},
         data=Folder(Path(job.data.path), socket.gethostname()) if job.data and remote else None,
     )
+
+
+def read_and_keep(request: Request) -> Supplies:
+    """The same for a run: whatever is edited from now on, all nodes get the code as it is now."""
+    supplies = read_supplies(request)
+    if supplies.code is None or supplies.code.copy is not None:
+        return supplies
+    return replace(supplies, code=keep(supplies.code))
 
 
 def package_tree(parts: Package) -> Tree:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import subprocess
 from collections import Counter
@@ -69,22 +70,28 @@ class Tree:
 
 
 def keep(tree: Tree) -> Tree:
-    """The same tree, with a copy of its files in this machine's cache: who comes late gets those.
+    """The tree with a copy of each file in this machine's cache, from which nodes get it then.
 
-    Blocking. What has changed already, or has no room there, is not kept.
+    Blocking. A file that has changed since it was hashed is another one in the new tree; what
+    finds no room is not kept.
     """
-    lacking, kept = {*snapshot.lacking(tree.manifest)}, {}
-    for entry in tree.manifest:
-        path, sha256 = str(entry[0]), str(entry[1])
-        if sha256 in lacking:
-            try:
-                snapshot.store([(sha256, tree.file(path).read_bytes())])
-            except (OSError, ValueError):
-                continue
-            lacking.remove(sha256)
-        kept[path] = snapshot.cache_folder() / snapshot.blob_path(sha256)
+    kept: dict[str, Path] = {}
+    manifest = [_kept(tree, entry, kept) for entry in tree.manifest]
     snapshot.forget_old(keep="")  # there may never be an agent on this machine that does so
-    return replace(tree, kept=kept)
+    return replace(tree, manifest=manifest, kept=kept)
+
+
+def _kept(tree: Tree, entry: list[object], kept: dict[str, Path]) -> list[object]:
+    """The entry of a file as it is kept now; notes where."""
+    path, sha256, mode, size = entry
+    with contextlib.suppress(OSError):
+        if snapshot.lacking([entry]):
+            content = tree.file(str(path)).read_bytes()
+            sha256, size = hashlib.sha256(content).hexdigest(), len(content)
+            snapshot.store([(sha256, content)])
+        kept[str(path)] = snapshot.cache_folder() / snapshot.blob_path(str(sha256))
+        return [path, sha256, mode, size]
+    return entry
 
 
 def project_root(job: Job) -> Path:

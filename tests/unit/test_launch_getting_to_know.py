@@ -9,8 +9,55 @@ from typing import Any, cast
 import pytest
 
 from paceline.launch import prepare
+from paceline.spec.errors import NodeError
+from paceline.spec.hosts import Host
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is found out, and everything is fine."""
+
+    async def look(_nodes: object, _job: object, supplies: Any) -> None:
+        await supplies
+
+    monkeypatch.setattr(prepare.decide, "check_agreement", lambda *_: None)
+    monkeypatch.setattr(
+        prepare.network, "candidates", lambda hosts, *_: ({h: [] for h in hosts}, [])
+    )
+    monkeypatch.setattr(prepare.network, "decide", lambda hosts, *_: (dict.fromkeys(hosts), []))
+    monkeypatch.setattr(prepare, "_look", look)
+    monkeypatch.setattr(prepare, "_address", lambda _: "")
+    monkeypatch.setattr(prepare, "replace", lambda found, **_: found)
+
+
+def known(*names: str) -> list[Any]:
+    return [
+        SimpleNamespace(host=name, name=name, facts={}, found=object(), lost=False,
+                        channel=SimpleNamespace(chosen_python="", host=Host(name)))
+        for name in names
+    ]  # fmt: skip
+
+
+def get_to_know(nodes: list[Any], *late: Any) -> None:
+    """Each of those that came late with all others, at once."""
+    job = SimpleNamespace(interface=SimpleNamespace(value=None))
+    request = cast(Any, SimpleNamespace(job=job))
+
+    async def go() -> None:
+        fleet = cast(
+            Any, SimpleNamespace(everyone=nodes, trying=asyncio.Lock(), doubts_settled=settled)
+        )
+        await asyncio.gather(*(
+            prepare.get_to_know(node, fleet, request, cast(Any, None)) for node in late
+        ))  # fmt: skip
+
+    async def settled() -> None:
+        pass
+
+    asyncio.run(go())
+
+
+@pytest.mark.usefixtures("alone")
 def test_two_that_come_at_once_are_tried_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -24,32 +71,38 @@ def test_two_that_come_at_once_are_tried_one_after_the_other(
         tried.append("is over")
         return {}
 
-    async def look(_nodes: object, _job: object, supplies: Any) -> None:
-        await supplies
-
-    monkeypatch.setattr(prepare.decide, "check_agreement", lambda *_: None)
-    monkeypatch.setattr(
-        prepare.network, "candidates", lambda hosts, *_: ({h: [] for h in hosts}, [])
-    )
-    monkeypatch.setattr(prepare.network, "decide", lambda hosts, *_: (dict.fromkeys(hosts), []))
     monkeypatch.setattr(prepare.connectivity, "try_addresses", tries)
-    monkeypatch.setattr(prepare, "_look", look)
-    monkeypatch.setattr(prepare, "_address", lambda _: "")
-    monkeypatch.setattr(prepare, "replace", lambda found, **_: found)
-    nodes = [
-        SimpleNamespace(host=name, name=name, facts={}, found=object(), lost=False,
-                        channel=SimpleNamespace(chosen_python=""))
-        for name in ("n1", "n2", "n3")
-    ]  # fmt: skip
-    job = SimpleNamespace(interface=SimpleNamespace(value=None))
-    request = cast(Any, SimpleNamespace(job=job))
-
-    async def go() -> None:
-        fleet = cast(Any, SimpleNamespace(everyone=nodes, trying=asyncio.Lock()))
-        await asyncio.gather(*(
-            prepare.get_to_know(cast(Any, node), fleet, request, cast(Any, None))
-            for node in nodes[1:]
-        ))  # fmt: skip
-
-    asyncio.run(go())
+    nodes = known("n1", "n2", "n3")
+    get_to_know(nodes, *nodes[1:])
     assert tried == ["begins", "is over"] * 2
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "error", [ConnectionError("n2 is gone"), NodeError("n3 does not reach n2")]
+)
+def test_who_comes_is_not_turned_away_because_another_is_lost(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It has begun to import; only what stands in its own way ends that."""
+    tried: list[list[str]] = []
+    nodes = known("n1", "n2", "n3")
+
+    async def tries(channels: Any, *_: object) -> dict[str, Any]:
+        tried.append([channel.host.name for channel in channels])
+        if len(tried) == 1:
+            nodes[1].lost = True
+            raise error
+        return {}
+
+    monkeypatch.setattr(prepare.connectivity, "try_addresses", tries)
+    get_to_know(nodes, nodes[2])
+    assert tried == [["n1", "n2", "n3"], ["n1", "n3"]]
+    nodes[1].lost, tried[:] = False, [[]]
+
+    async def refuses(*_: object) -> dict[str, Any]:
+        raise error
+
+    monkeypatch.setattr(prepare.connectivity, "try_addresses", refuses)
+    with pytest.raises(type(error)):
+        get_to_know(nodes, nodes[2])

@@ -23,7 +23,7 @@ from paceline.launch.outset import trains
 from paceline.remote import connectivity, interfaces, network
 from paceline.remote.channel import AgentRefusal
 from paceline.remote.transport import Reached, Transport, nobody
-from paceline.spec.errors import NodeError, SettingError
+from paceline.spec.errors import NodeError, PacelineError, SettingError
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
 from paceline.spec.job import Job
@@ -219,12 +219,20 @@ async def get_to_know(node: Node, fleet: Fleet, request: Request, supplies: Supp
         PacelineError: It cannot train together with them.
     """
     async with fleet.trying:  # else one would end the listeners that another one's tries are for
-        await _try_with_others(node, fleet, request, supplies)
+        while True:
+            others = [o for o in fleet.everyone if o is not node and o.found and not o.lost]
+            try:
+                await _try_with(others, node, request, supplies)
+            except (ConnectionError, PacelineError):
+                await fleet.doubts_settled()  # who does not answer may be lost in a moment
+                if node.lost or not any(one.lost for one in others):
+                    raise  # else it is tried with those that are left: it has begun to import
+            else:
+                return
 
 
-async def _try_with_others(node: Node, fleet: Fleet, request: Request,
-                           supplies: Supplies) -> None:  # fmt: skip
-    others = [one for one in fleet.everyone if one is not node and one.found and not one.lost]
+async def _try_with(others: Sequence[Node], node: Node, request: Request,
+                    supplies: Supplies) -> None:  # fmt: skip
     every = [*others, node]
     hosts, facts = [one.host for one in every], {one.name: one.facts for one in every}
     chosen = {one.name: one.channel.chosen_python for one in every}

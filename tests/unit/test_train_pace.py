@@ -29,7 +29,7 @@ STEP = 0.020
 
 def noted(*ranks: list[tuple[float, float, float]]) -> Tensor:
     """Of notes of whole steps, waiting for data, standing still."""
-    notes = torch.tensor([[(*one, 0, 0) for one in rank] for rank in ranks], dtype=torch.float64)
+    notes = torch.tensor([[(*one, 0, 0, 0) for one in rank] for rank in ranks], dtype=torch.float64)
     return divided(notes)
 
 
@@ -95,6 +95,47 @@ def test_saving_and_data_are_no_computing() -> None:
     pace.restart(waited=500.0, saved=50.0)
     pace.step(1, waited=500.0, saved=50.0)
     assert pace.finish()[-1].seconds[0, -1, PARTS.index("data")] == 0.0
+
+
+def test_the_script_s_callbacks_are_computing_and_others_wait_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between two steps: rank 1 is in a callback for 0.25 s, and rank 0 in an agreement till then.
+
+    A callback that talks to the other ranks waits for them there, too.
+    """
+    now, rows = [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for rank in range(2):
+        comms = Comms(World(), torch.device("cpu"))
+        pace = Pace(comms, nn.Linear(2, 2))
+
+        def passes(seconds: float) -> None:
+            now[0] += seconds
+
+        def step(number: int, comms: Comms = comms, pace: Pace = pace, rank: int = rank) -> None:
+            now[0] += 0.03
+            pace.before_backward(torch.zeros(()), number)
+            pace.step(1, waited=0.0)
+            with pace.own_work():
+                passes(0.25 * rank)
+                comms.event(lambda: passes(0.05 + 0.25 * (1 - rank)))
+            now[0] += 0.01  # a record
+            comms.sum(torch.zeros(1))
+            comms.event(lambda: passes(0.02 + 0.1 * (1 - rank)))
+            pace.leave()
+
+        for number in range(3):
+            step(number)
+        rows.append([pace._row(*one)[:6] for one in pace._over][1:])
+    seconds = divided(torch.tensor(rows, dtype=torch.float64))
+    for part, each in {
+        "computing": [0.03, 0.28], "waiting": [0.35, 0.0], "other": [0.08, 0.08],
+        "moving": [0.0, 0.0],
+    }.items():  # fmt: skip
+        found = seconds[:, :, PARTS.index(part)]
+        expected = torch.tensor(each, dtype=torch.float64)[:, None].expand(2, 2)
+        assert torch.allclose(found, expected), part
 
 
 def test_a_pause_costs_neither_its_own_time_nor_that_before_it(

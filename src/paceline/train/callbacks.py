@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from paceline.spec.errors import JobError, PacelineError
@@ -44,10 +45,15 @@ class Callbacks:
 
     Args:
         session: Passed on.
+        own_work: Gives what they are called within: their time is the script's, not the session's.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(
+        self,
+        session: Session,
+        own_work: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._session, self._own_work = session, own_work
         self._every: list[Callback] = []
 
     def add(self, one: Callback) -> None:
@@ -76,7 +82,8 @@ class Callbacks:
     def _call(self, moment: str, act: Callable[[Callback], None]) -> None:
         for one in self._every:
             try:
-                act(one)
+                with self._own_work():
+                    act(one)
             except PacelineError:
                 raise
             except Exception as error:

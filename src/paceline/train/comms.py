@@ -8,9 +8,10 @@ what one of them had got of it.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -69,6 +70,7 @@ class Comms:
         joining: This process is not with the others yet: its operations give what theirs gave.
         slot: The number by which people know this rank; ``None``: its rank. Ranks of a group are
             counted anew when one is lost, and the numbers in logs and messages stay.
+        met: Seconds for which this rank stood in these operations so far.
     """
 
     world: World
@@ -78,6 +80,8 @@ class Comms:
     mender: Mender | None = None
     joining: bool = False
     slot: int | None = None
+    met: float = 0.0
+    _meeting: bool = False
 
     @property
     def called(self) -> str:
@@ -118,7 +122,29 @@ class Comms:
             act: Talks to the other ranks, and can be called again. No rank is through with it
                 before every rank has come to it.
         """
-        return act() if self.mender is None else self.mender.event(act)
+        with self._standing():
+            return act() if self.mender is None else self.mender.event(act)
+
+    @contextmanager
+    def _standing(self) -> Iterator[None]:
+        """Counts the time within it, once."""
+        if self._meeting:
+            yield
+            return
+        self._meeting, began = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._meeting, self.met = False, self.met + time.perf_counter() - began
+
+    @contextmanager
+    def told_elsewhere(self) -> Iterator[None]:
+        """What is done within it does not count for :attr:`met`: its time is told as another."""
+        met = self.met
+        try:
+            yield
+        finally:
+            self.met = met
 
     def meet(self, act: Callable[[], None]) -> None:
         """Such an operation through which a rank may be before others have come to it."""
@@ -127,10 +153,7 @@ class Comms:
             act()
             self.come()
 
-        if self.mender is None:
-            act()
-        else:
-            self.mender.event(met)
+        self.event(act if self.mender is None else met)
 
     def come(self) -> None:
         """As a part of an operation: returns when every rank has come to it.
@@ -143,8 +166,8 @@ class Comms:
     def sum(self, vector: Tensor) -> Tensor:
         """The element-wise sum over all ranks, in place; the same bits on every rank."""
         if self.mender is None:
-            return vector if self.alone else self._sum(vector)
-        return vector.copy_(self.mender.event(lambda: self._sum(vector.clone())))
+            return self.event(lambda: self._sum(vector))
+        return vector.copy_(self.event(lambda: self._sum(vector.clone())))
 
     def _sum(self, vector: Tensor) -> Tensor:
         if self.alone:
@@ -217,7 +240,7 @@ class Comms:
         """
         filled = [one.detach() for one in tensors if one.numel()]
         if self.mender is None or not filled:
-            self._spread(filled, source)
+            self.event(lambda: self._spread(filled, source))
             return
         has, gives = 0, int(self.world.rank == source)
 

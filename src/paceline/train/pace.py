@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,8 @@ PARTS = events.PARTS
 """What a step consists of.
 
 ``data``: waiting for the rank's own data; ``computing``: forward and backward pass, the optimizer
-and the script's own work; ``waiting``: for ranks that came later; ``moving``: gradients and buffers
+and the script's own work, in callbacks, too; ``waiting``: for ranks that came later, where
+gradients are exchanged or ranks tell each other something else; ``moving``: gradients and buffers
 are on their way and nothing else happens; ``saving``: a checkpoint holds the step up; ``other``:
 the session's own records and proofs.
 """
@@ -123,13 +124,14 @@ class _Note:
     data: float = 0.0
     saving: float = 0.0
     other: float = 0.0
+    met: float = 0.0  # in what ranks tell each other besides gradients
+    own: float = 0.0  # in the script's callbacks
     samples: int = 0
     elements: int = 0
 
 
-_COLUMNS = (
-    7  # of a note as it is sent: whole, data, standing still, saving, other, samples, elements
-)
+_TIMES = 6  # of a note as it is sent: whole, data, standing still, saving, other, met
+_COLUMNS = _TIMES + 2  # and samples, elements
 
 
 class Pace:
@@ -165,6 +167,8 @@ class Pace:
         self._stills: list[tuple[Any, Any]] = []
         self._ready: Any = None
         self._waited, self._saved, self._left = 0.0, 0.0, 0.0
+        self._met = self._met_left = comms.met
+        self._met_own = 0.0  # in callbacks
         self._note = self._begun(0)
         self._over: list[tuple[_Note, list[tuple[Any, Any]]]] = []
         self._sent: _Sent | None = None
@@ -179,11 +183,16 @@ class Pace:
     def restart(self, waited: float, saved: float = 0.0) -> None:
         """Leaves time out that was not spent on training; the arguments are as in :meth:`step`."""
         self._note, self._waited, self._saved = self._begun(self._note.step), waited, saved
-        self._left = time.perf_counter()
+        self._met = self._comms.met
+        self._leave_off()
         self._stills.clear()
         if isinstance(self._model, Replica):
             self._model.stood.clear()
         self.rate.restart()
+
+    def _leave_off(self) -> None:
+        """From here to :meth:`leave` the session does what it does after a step."""
+        self._left, self._met_left, self._met_own = time.perf_counter(), self._comms.met, 0.0
 
     # -- in a step -----------------------------------------------------------------------
 
@@ -235,6 +244,7 @@ class Pace:
         note, now, look = self._note, time.perf_counter(), None
         note.ended, note.data = self._clock.mark(), waited - self._waited
         note.saving, self._waited, self._saved = saved - self._saved, waited, saved
+        note.met, self._met = self._comms.met - self._met, self._comms.met
         self._note = _Note(note.step + 1, note.ended)
         if note.step % self._every == 0:
             stood = self._model.stood if isinstance(self._model, Replica) else ()
@@ -246,20 +256,33 @@ class Pace:
         self._stills.clear()
         if isinstance(self._model, Replica):
             self._model.stood.clear()
-        self._left = time.perf_counter()
+        self._leave_off()
         self._spent += self._left - now
         return look
+
+    @contextlib.contextmanager
+    def own_work(self) -> Iterator[None]:
+        """What the script does within it is its own, where the session does something, too."""
+        began, met = time.perf_counter(), self._comms.met
+        try:
+            yield
+        finally:
+            more = self._comms.met - met
+            self._met_own += more
+            self._note.own += time.perf_counter() - began - more
 
     def computed(self) -> float:
         """Seconds for which this rank computed in the last step; 0 where it is not known."""
         if not (self._over and self._over[-1][0].step == self._note.step - 1):
             return 0.0
-        whole, data, still, saving, other, *_ = self._row(*self._over[-1])
-        return max(0.0, whole - data - still - saving - other)
+        whole, *rest = self._row(*self._over[-1])[:_TIMES]
+        return max(0.0, whole - sum(rest))
 
     def leave(self, saved: float = 0.0) -> None:
         """The session has done what it does after a step: the script has control again."""
-        self._note.other = max(0.0, time.perf_counter() - self._left - (saved - self._saved))
+        note, passed = self._note, time.perf_counter() - self._left
+        met = self._comms.met - self._met_left - self._met_own
+        note.other = max(0.0, passed - (saved - self._saved) - note.own - self._met_own - met)
 
     # -- between ranks -------------------------------------------------------------------
 
@@ -279,15 +302,16 @@ class Pace:
     def _row(self, note: _Note, stills: list[tuple[Any, Any]]) -> tuple[float, ...]:
         assert self._clock is not None
         between = self._clock.between
-        data, saving, other = note.data, note.saving, note.other
+        data, saving, other, met = note.data, note.saving, note.other, note.met
         if isinstance(self._clock, _Device):  # only while it had nothing to do
             left = between(note.began, note.given) if note.given is not None else 0.0
             data = min(data, left)
             saving = min(saving, left - data)
-            other = left - data - saving
+            met = min(met, left - data - saving)
+            other = max(0.0, left - data - saving - met - note.own)
         still = sum(between(*one) for one in stills)
         whole = between(note.began, note.ended)
-        return whole, data, still, saving, other, note.samples, note.elements
+        return whole, data, still, saving, other, met, note.samples, note.elements
 
     def _taken(self) -> Look | None:
         """What all have sent; ``None`` where a rank was lost meanwhile."""
@@ -301,8 +325,9 @@ class Pace:
         # What it costs on a rank that nobody disturbs.
         self._cost = min(1.5 * self._cost, float(rows[:, notes_end].min()))
         facts = rows[:, notes_end + 1 :]
-        seconds = divided(notes[:, :, :5])
-        look = Look(sent.first, seconds, notes[:, :, 5], notes[:, :, 6], facts, self._every)
+        seconds = divided(notes[:, :, :_TIMES])
+        samples, numbers = notes[:, :, _TIMES:].unbind(2)
+        look = Look(sent.first, seconds, samples, numbers, facts, self._every)
         some = Totals(seconds.sum(dim=1), count)
         self.totals = some if self.totals is None else self.totals + some
         self._new = some if self._new is None else self._new + some
@@ -436,15 +461,18 @@ def divided(notes: Tensor) -> Tensor:
 
     Args:
         notes: Seconds of each rank and step: the whole step, waiting for data, standing still
-            for gradients and buffers, saving, other; shape ``[ranks, steps, 5]``.
+            for gradients and buffers, saving, other, in what ranks tell each other besides; shape
+            ``[ranks, steps, 6]``.
 
     Returns:
         Seconds of :data:`PARTS`, shape ``[ranks, steps, 6]``.
     """
-    whole, data, still, saving, other = notes.unbind(2)
+    whole, data, still, saving, other, met = notes.unbind(2)
     moving = still.min(dim=0, keepdim=True).values.expand_as(still)
-    computing = (whole - data - still - saving - other).clamp(min=0)
-    return torch.stack([data, computing, still - moving, moving, saving, other], dim=2)
+    telling = met.min(dim=0, keepdim=True).values.expand_as(met)
+    computing = (whole - data - still - saving - other - met).clamp(min=0)
+    waiting = still - moving + met - telling
+    return torch.stack([data, computing, waiting, moving, saving, other + telling], dim=2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

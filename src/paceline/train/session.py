@@ -118,7 +118,7 @@ class Session(Member):
         self._keeper: Keeper | None = None
         self._best: Best | None = None
         self._measured: dict[str, Tensor] = {}  # in the running step, by name
-        self._callbacks = Callbacks(self)
+        self._callbacks = Callbacks(self, lambda: self._pace.own_work())
         self._watch = Watch(self._journal.record)
         wanted = asked(os.environ)
         self._probe = None if wanted is None else Probe(wanted, self, self.models)

@@ -345,16 +345,17 @@ class Keeper:
         before = time.perf_counter()
         self._saved_step, self._saved_at = self._training.progress.step, time.monotonic()
         self._owed = False
-        self._training.models.together(moments=True)
-        with self._training.models.own_weights() as exchanged:
-            snapshot = capture(self._training, self._comms, best=best, in_parts=self._in_parts)
-            if self._in_parts:
-                self._write_together(snapshot)
-            elif self._writes:
-                self._writer.begin(snapshot)
-            self.seconds += time.perf_counter() - before
-            if exchanged:  # the evaluation goes on with the averages
-                self.settle()
+        with self._comms.told_elsewhere():  # as saving
+            self._training.models.together(moments=True)
+            with self._training.models.own_weights() as exchanged:
+                snapshot = capture(self._training, self._comms, best=best, in_parts=self._in_parts)
+                if self._in_parts:
+                    self._write_together(snapshot)
+                elif self._writes:
+                    self._writer.begin(snapshot)
+                self.seconds += time.perf_counter() - before
+                if exchanged:  # the evaluation goes on with the averages
+                    self.settle()
 
     def _write_together(self, snapshot: Snapshot) -> None:
         """Every rank begins to write into the folder that rank 0 makes, where there is room."""

@@ -153,11 +153,12 @@ class Communication:
         if not isinstance(method, Local):
             return
         began = self._exchange.moment()
-        if method.parting:
-            # Who is still in the last exchange takes its model from a rank that is not yet alone.
-            self._comms.meet(lambda: None)
-        if method.due:
-            self.together()
+        with self._comms.told_elsewhere():
+            if method.parting:
+                # Who is still in the last exchange takes its model from one that is not yet alone.
+                self._comms.meet(lambda: None)
+            if method.due:
+                self.together()
         self._exchange.stood(began, self._exchange.moment())
 
     def together(self, *, moments: bool = False) -> None:

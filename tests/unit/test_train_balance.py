@@ -120,6 +120,16 @@ def test_settles_within_20_steps_at_the_sum_of_the_rates(costs: list[float], noi
     assert len(job.changed) <= 8
 
 
+def test_what_shares_win_is_known_once_two_have_been_seen() -> None:
+    """A rank that needs 0.25 s more for a step, whatever its share."""
+    job = Job(2, 32, speeds([0.001, 0.001], fixed=[0.03, 0.28])).run(60)
+    first, second = [one for one in job.advice if one.act][:2]
+    assert not first.sure
+    assert first.then < 0.2  # at best: it comes to more
+    assert second.sure
+    assert second.then > 0.25
+
+
 def test_equal_shares_reach_half_of_it() -> None:
     """What the above is measured against."""
     costs = [0.001, 0.003]
@@ -330,10 +340,10 @@ def test_stated_weights_outlive_a_host_that_goes_and_comes_back() -> None:
     journal = SimpleNamespace(say=Mock(), event=Mock(), record=Mock())
 
     def shares(*worlds: str) -> list[balance.Shares | None]:
-        comms, found = SimpleNamespace(alone=False), []
-        division = Division(cast(Comms, comms), cast(Journal, journal), Progress())
+        comms, found, progress = SimpleNamespace(alone=False), [], Progress()
+        division = Division(cast(Comms, comms), cast(Journal, journal), progress)
         for number, hosts in enumerate(map(str.split, worlds)):
-            comms.world = World(1, len(hosts))
+            comms.world, progress.step = World(int(number == 0), len(hosts)), 10 * number
             called = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
             comms.called = called[1]
             comms.texts = {called[1]: called, comms.world.host: hosts}.__getitem__
@@ -345,6 +355,7 @@ def test_stated_weights_outlive_a_host_that_goes_and_comes_back() -> None:
         return found
 
     assert shares("n0 n1 n2", "n0 n2", "n0 n1 n2") == [(12, 4, 8), (14, 10), (12, 4, 8)]
+    assert [one.kwargs["step"] for one in journal.event.call_args_list] == [10, 20]
     assert shares("n0 n1 n2", "n0 n2", "n0 n2 s1")[-1] == shares("n0 n1 n2", "n0 n2 s1")[-1]
 
 

@@ -57,6 +57,9 @@ class Advice:
         act: They are to be taken.
         useless: A rank without which a step would be faster, though it had the least share.
         without: Seconds of a step without that rank.
+        sure: Of all ranks whose share would change steps with two shares were seen: so it is known
+            what a step costs them whatever their share is. Otherwise ``then`` is what it is at
+            best: if all of a rank's time follows its samples.
     """
 
     shares: Shares
@@ -67,6 +70,7 @@ class Advice:
     act: bool
     useless: int | None = None
     without: float = 0.0
+    sure: bool = False
 
     @property
     def whole(self) -> tuple[float, float]:
@@ -173,11 +177,15 @@ def fastest(
 
 
 class _Speed:
-    """What is known of one rank's speed."""
+    """What is known of one rank's speed.
+
+    Attributes:
+        overhead: Samples' worth that a step costs besides its samples.
+        learned: That was seen, and is no longer taken for nothing.
+    """
 
     def __init__(self) -> None:
-        self.overhead = 0.0
-        self._learned = False
+        self.overhead, self.learned = 0.0, False
         self._costs: deque[float] = deque(maxlen=_WINDOW)
         self._before: tuple[float, float] | None = None  # share and seconds before a change
 
@@ -239,8 +247,8 @@ class _Speed:
         fixed = min(max(1 - rise / many[1], 0.0), _STEADY)
         # A speed that changed at the same time looks like a fixed cost: believed the second time.
         known = self.overhead / (self.overhead + many[0])
-        fixed = (known + fixed) / 2 if self._learned else min(fixed, _BELIEVED)
-        self.overhead, self._learned = many[0] * fixed / (1 - fixed), True
+        fixed = (known + fixed) / 2 if self.learned else min(fixed, _BELIEVED)
+        self.overhead, self.learned = many[0] * fixed / (1 - fixed), True
 
     def state(self) -> list[float]:
         if self._costs:
@@ -360,7 +368,9 @@ class Controller:
         act = best != self.shares and (large or again)
         self._before = small
         self._small += act and not large
-        return Advice(best, now, then, moving, win, act, useless if confirmed else None, without)
+        sure = all(speeds[r].learned for r in inside if best[r] != self.shares[r])
+        named = useless if confirmed else None
+        return Advice(best, now, then, moving, win, act, named, without, sure)
 
     def _may_win(self, inside: Sequence[int], now: float, moving: float) -> bool:
         """Whether any shares can be worth a change; costs less than looking for the best."""

@@ -145,7 +145,7 @@ class Division:
         if shares is not None and not drop_slow and wish == "auto" and not all(shares):
             shares = apportioned(global_batch, shares, least)
         if shares != self.shares and shares is not None:
-            self._tell(shares, 0, "")
+            self._tell(shares, self._progress.step, "")
         self.shares = shares
         self._controller = None
         offers = not self._offered and not _steps_alone(models)
@@ -209,7 +209,8 @@ class Division:
             controller.take(advice.shares, step)
             self.shares = advice.shares
             before, after = advice.whole
-            gain = f" (a step of {before:.3f} s becomes one of {after:.3f} s)"
+            least = "" if advice.sure else " at best"
+            gain = f" (a step of {before:.3f} s becomes one of {after:.3f} s{least})"
             self._tell(advice.shares, step, "" if dropped or not advice.win else gain)
 
     # -- what is said --------------------------------------------------------------------
@@ -245,7 +246,8 @@ class Division:
         before, after = advice.whole
         self._journal.say(
             f"the ranks are not equally fast: shares by speed ({self._said(advice.shares)}) would"
-            f" make a step {before / after:.1f} times as fast, {before:.3f} s to {after:.3f} s"
+            f" make a step up to {before / after:.1f} times as fast, {before:.3f} s to"
+            f" {after:.3f} s where all of a rank's time follows its samples"
             ' (--balance auto; in a script session.loader(…, balance="auto"))'
         )
 

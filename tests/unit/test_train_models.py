@@ -52,6 +52,16 @@ def epochs(session: train.Session, loader: train.Loader, act: Callable[[Tensor],
             act(inputs)
 
 
+def test_one_process_keeps_what_several_had_to_say(session: train.Session) -> None:
+    """Of a checkpoint, for ranks that go on from one of its own; nobody takes it from its side."""
+    line(session)
+    updater = session.models.first
+    said = {"method": "int8", "rests": {"weight": torch.ones(2, 1, 1)}}
+    updater.load_state({**updater.state(), "communication": said})
+    assert updater.state()["communication"] is said
+    assert "communication" not in updater.state(alone=True)
+
+
 def test_a_loss_changes_its_own_model_only(session: train.Session) -> None:
     one, other = line(session, "one"), line(session, "other")
     loader = loader_of(session)

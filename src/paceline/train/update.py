@@ -76,6 +76,7 @@ class Updater:
         self.average: Average | None = None
         self.exchange: Exchange | None = None
         self.communication: Communication | None = None
+        self._unsaid: dict[str, Any] = {}  # by the ranks of a checkpoint, where this one is alone
 
     @property
     def lr(self) -> float:
@@ -159,7 +160,9 @@ class Updater:
         more = {"average": self.average.state(whole=whole)} if self.average else {}
         if self.communication is not None:
             kept = self.communication.alike() if alone else self.communication.state()
-            more |= {"communication": kept} if kept else {}
+        else:
+            kept = {} if alone else self._unsaid
+        more |= {"communication": kept} if kept else {}
         return {
             "optimizer": optimizer,
             "schedule": self.schedule.state_dict() if self.schedule else None,
@@ -182,6 +185,8 @@ class Updater:
             self.scaler.load_state_dict(state["scaler"])
         if self.average:
             self.average.load_state(state.get("average"))
+        unsaid = state.get("communication", {})
         if self.communication is not None:
-            take = self.communication.take_alike if alone else self.communication.load_state
-            take(state.get("communication", {}))
+            (self.communication.take_alike if alone else self.communication.load_state)(unsaid)
+        elif not alone:
+            self._unsaid = unsaid

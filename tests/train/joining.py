@@ -284,7 +284,7 @@ def main(folder: Path, *only: str) -> None:
     run("local: killed", 3, at=dying(1, 9), communication="local:6")
     run("plain: astray", 3, ending, at=_each_of(dying(1, 9), counting))
     run("plain: edited", 3, at=_each_of(dying(1, 9), edited))
-    run("duel: killed between two updates", 3, duel, at=dying(0, 9, "between"))
+    run("duel: killed between two updates", 3, duel, at=dying(0, 9, "between"), whole=True)
     run("recipe: killed", 3, recipe, saw=killed_later)
     run("phases", 2, phases)
     run("phases: killed in the second", 3, phases, at=dying(1, 20))

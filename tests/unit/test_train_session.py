@@ -94,6 +94,40 @@ def test_nothing_is_exchanged_in_a_group_in_which_not_all_have_begun_anew(
         break
 
 
+def test_the_loss_of_an_update_is_that_which_it_was_made_with(session: train.Session) -> None:
+    """Its batch is given again, as a rank was lost before the step's end; newly divided."""
+    network = session.place(nn.Linear(2, 1))
+    for name in ("one", "two"):
+        session.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1), name=name)
+    loader = session.loader(TensorDataset(torch.zeros(8, 2)), 4)
+    told = session._journal.record = Mock()  # type: ignore[method-assign]
+    passes = 0
+    for _ in session.epochs(loader, 1):
+        for _ in loader:
+            passes += 1
+            each = torch.full((4,), float(passes), requires_grad=True)
+            session.update("two", each, found=torch.full((4,), 2.0 * passes))
+            if passes == 1:
+                exchange, session._backward = session._backward, Mock(return_value=Exchanged.VOID)  # type: ignore[method-assign]
+            done = session.step({"one": each})
+            if passes == 1:
+                session._backward = exchange  # type: ignore[method-assign]
+            assert done == (passes > 1)
+    split, values = told.call_args_list[0].args
+    assert (split, passes) == ("train", 3)
+    assert (values["samples"], values["one_loss"], values["two_loss"]) == (8, 2.5, 2.0)
+    assert (values["found"], session.progress.updated) == (4.0, 0)
+
+
+def test_who_comes_between_has_measured_nothing_of_it(session: train.Session) -> None:
+    meter = session.meter()
+    meter.add(4, loss=torch.ones(4))
+    meter.add_others(two=torch.empty(0))
+    meter.add(2, loss=torch.ones(2), two=torch.tensor([3.0, 5.0]))
+    found = meter.result()
+    assert (found.count, found["two"], found["loss"], found.counts) == (6, 4.0, 1.0, {"two": 2})
+
+
 def test_checkpoints_come_after_prepare(session: train.Session) -> None:
     with pytest.raises(RuntimeError, match=r"session\.prepare comes before"):
         session.checkpoints()

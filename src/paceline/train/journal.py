@@ -72,6 +72,10 @@ class Journal:
         """Takes what a step of the training has measured, as :meth:`Meter.add` does."""
         self._meter.add(count, **values)
 
+    def measure_others(self, **values: Tensor) -> None:
+        """Takes values of other samples of that step, as :meth:`Meter.add_others` does."""
+        self._meter.add_others(**values)
+
     def mark(self) -> None:
         """A global batch begins, that may turn out to be void."""
         self._meter.mark()

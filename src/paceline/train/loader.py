@@ -126,6 +126,7 @@ class Progress:
         evaluated: The step after which the script has had control last, for an evaluation.
         stand_in: The batch that the script has now is a stand-in, which no metric counts.
         some_absent: There are or were ranks without any share of a batch, which measure nothing.
+        updated: Updates of models within the step that is under way.
     """
 
     step: int = 0
@@ -135,6 +136,7 @@ class Progress:
     evaluated: int = 0
     stand_in: bool = False
     some_absent: bool = False
+    updated: int = 0
 
     @property
     def finished(self) -> bool:

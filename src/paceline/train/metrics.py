@@ -76,6 +76,7 @@ class Meter:
         self._device = device
         self._kept: dict[str, list[Tensor]] = {}
         self._count, self._added = 0, 0
+        self._others: set[str] = set()  # values that were given for other samples
         self._marked: tuple[int, int, dict[str, int]] = 0, 0, {}
 
     @property
@@ -105,6 +106,15 @@ class Meter:
         for name, value in values.items():
             self._kept.setdefault(name, []).append(value.detach()[:count])
 
+    def add_others(self, **values: Tensor) -> None:
+        """Takes values of samples that count with the last ``add``, but are not those of it.
+
+        Their means are over as many as there are. Every rank must give the same names.
+        """
+        self._others.update(values)
+        for name, value in values.items():
+            self._kept.setdefault(name, []).append(value.detach())
+
     def mark(self) -> None:
         """What is added from now on may be taken back."""
         lengths = {name: len(kept) for name, kept in self._kept.items()}
@@ -124,7 +134,8 @@ class Meter:
             some_absent: There are ranks that have added nothing; the same on every rank.
         """
         order = sorted(self._kept)
-        seldom = [name for name in order if len(self._kept[name]) < self._added]
+        seldom = [one for one in order
+                  if len(self._kept[one]) < self._added or one in self._others]  # fmt: skip
         if some_absent or self._some_absent():
             said = [json.loads(text) for text in self._texts(json.dumps([order, seldom]))]
             order, seldom = (sorted({one for some in said for one in some[n]}) for n in (0, 1))
@@ -132,6 +143,7 @@ class Meter:
         counts = [self._number(sum(map(len, self._kept.get(name, ())))) for name in seldom]
         total = self._reduce(torch.stack([self._number(self._count), *sums, *counts])).tolist()
         self._kept, self._count, self._added = {}, 0, 0
+        self._others = set()
         self._marked = 0, 0, {}
         found, fewer = total[1 : 1 + len(order)], map(round, total[1 + len(order) :])
         means = dict(zip(order, found, strict=True))

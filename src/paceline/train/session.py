@@ -107,7 +107,8 @@ class Session(Member):
         self._line = ""  # of the script, where it is
         self._sources: dict[str, str] = {}  # hashes of its files, by module
         self._aside = False  # the script has another loader beside that of `epochs`
-        self._applied = self._repeated = 0  # updates within the step, and of them on this pass
+        self._repeated = 0  # updates within the step, on this pass over its batch
+        self._earlier: dict[str, Tensor] = {}  # what was measured in those that count
         self._overlap: Overlap | None = None
         self._extras: tuple[str, ...] = ()  # of the script, by name
         self._given: tuple[Counted, dict[str, Any], int, dict[str, list[str]]] | None = None
@@ -849,6 +850,8 @@ class Session(Member):
             return False
         self._pace.took(batch.count, batch.data)
         self._journal.measure(batch.count, **{**measured, **values})
+        if len(missed := self._earlier.keys() - measured.keys()):
+            self._journal.measure_others(**{name: self._earlier[name] for name in missed})
         if batch.last:
             if exchanged is Exchanged.TAKEN:
                 self.models.drop(counted=True)
@@ -881,11 +884,10 @@ class Session(Member):
                 " losses of all models together"
             )
         self._repeated += 1
-        if self._repeated <= self._applied:  # done when the same samples were given before
-            self._measured[self._prepared().figures("loss")[name]] = each_loss(
-                losses, len(batch.ids)
-            )
-            self._measured.update(values)
+        figure, done = self._prepared().figures("loss")[name], self.progress
+        if self._repeated <= done.updated:  # done when the same samples were given before
+            for one in (figure, *values):  # a newcomer has measured nothing of it
+                self._earlier.setdefault(one, torch.empty(0, device=self.device))
             self.models.skip()
             return
         exchanged = self._backward(batch, {name: losses})
@@ -896,7 +898,10 @@ class Session(Member):
             self.models.drop(counted=True)
         if exchanged is not Exchanged.VOID:
             self._count()
-            self._applied += 1
+            done.updated += 1
+            real = 0 if done.stand_in else batch.count
+            of_it = {one: self._measured[one] for one in (figure, *values)}
+            self._earlier |= {one: value.detach()[:real] for one, value in of_it.items()}
 
     def _count(self) -> None:
         """The models are what this step made of them: what follows is done by each rank itself."""
@@ -977,7 +982,8 @@ class Session(Member):
         """After a global step: counts it, and does what is due."""
         done = self.progress
         done.step, done.offset = done.step + 1, batch.stop
-        self._applied = self._repeated = 0
+        done.updated = self._repeated = 0
+        self._earlier = {}
         if self._recovery is not None:
             self._recovery.finished()
         self.models.stepped()

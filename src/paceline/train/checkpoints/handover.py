@@ -150,7 +150,7 @@ def _header(
     done = training.progress
     more = {
         "steps": done.steps, "some_absent": done.some_absent, "within": dict(training.within),
-        "switches": training.models.switches,
+        "switches": training.models.switches, "updated": done.updated,
     }  # fmt: skip
     return {"state": state, "tensors": _shapes(tensors), "more": more}
 
@@ -288,3 +288,4 @@ def _take(training: Training, said: dict[str, Any], tensors: dict[str, Tensor]) 
     stand(training, state)
     more, models.switches = said["more"], said["more"]["switches"]
     done.steps, done.some_absent = more["steps"] or done.steps, more["some_absent"]
+    done.updated = more["updated"]

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # as the first optimizer does; it leaves a variable behind
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import TensorDataset
 
 from paceline import train
 from paceline.spec.errors import JobError, SettingError
 from paceline.train.comms import Comms
 from paceline.train.metrics import Means, Meter
+from paceline.train.models import Models
 from paceline.train.norms import Norms
+from paceline.train.parallel import Replica
+from paceline.train.update import Updater
 from paceline.train.usage import Usage
 from paceline.train.weights import load_weights
 from paceline.train.world import World
@@ -60,6 +66,41 @@ def test_one_process_keeps_what_several_had_to_say(session: train.Session) -> No
     updater.load_state({**updater.state(), "communication": said})
     assert updater.state()["communication"] is said
     assert "communication" not in updater.state(alone=True)
+
+
+def test_a_loss_that_leaves_parameters_out_is_an_error_on_its_own_rank() -> None:
+    """Before anything else is sent, which would meet what the others wait for."""
+
+    def exchanged(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        for unused in (False, True):
+            layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+            optimizer = torch.optim.SGD(layers.parameters())
+            updater = Updater(layers, optimizer, None, None, None)
+            updater.model = replica = Replica(layers, find_unused_parameters=unused)
+            replica.register_comm_hook(None, exchanged)
+            models = Models({"": updater})
+            for last in (False, True):
+                with models.unsynced() if not last else nullcontext():
+                    models.backward("", replica(torch.ones(1, 2)).sum(), last=last)
+            updater.update()
+            replica.module = layers[:1]  # a branch that this rank alone does not take
+            given = replica(torch.ones(1, 2)).sum()
+            replica.module = layers
+            if unused:
+                models.backward("", given, last=True)
+                continue
+            with pytest.raises(JobError, match="got no gradient") as caught:
+                models.backward("", given, last=True)
+            assert "1.weight, 1.bias, 2.weight, 2.bias" in caught.value.found
+            assert "unused=True" in caught.value.remedy
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_loss_changes_its_own_model_only(session: train.Session) -> None:

@@ -272,6 +272,9 @@ class Models:
             loss: A single number.
             last: The gradient is then complete, and averaged over all ranks.
             again: Another loss, that may share a part of the way, comes after this one.
+
+        Raises:
+            JobError: The loss has left parameters out, and nobody has said that it may.
         """
         updater = self[name]
         if self._counted is not None:
@@ -286,6 +289,8 @@ class Models:
                 updater.model.expect(loss)
             own = [one for one in updater.module.parameters() if one.requires_grad]
             updater.backward(loss, own, again=again)
+        if last and isinstance(updater.model, parallel.Replica):
+            updater.model.check_used()
 
     @contextmanager
     def _aside(self, chosen: Updater) -> Iterator[None]:

@@ -20,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.spec import jobenv
-from paceline.spec.errors import SettingError
+from paceline.spec.errors import JobError, SettingError
 from paceline.train import compiler, waits
 from paceline.train.comms import Comms
 from paceline.train.late import as_they_are
 from paceline.train.recovery import Recovery
 
+_NAMED = 5  # parameters in a message, at most
 _BUCKETS = 16  # of a large model's gradients: what cannot be hidden is about one of them
 
 
@@ -134,6 +135,28 @@ class Replica(DistributedDataParallel):
             return cast(Tensor, self(None))  # on a device DDP fails where there is no input
         finally:
             self._touches = False
+
+    def check_used(self) -> None:
+        """To be called after a backward pass that exchanges gradients, before anything else does.
+
+        DDP goes on without a word on a rank whose pass has left a parameter out, and still waits
+        for it on the others: the next collective would meet that, and end a rank by a signal.
+
+        Raises:
+            JobError: Names the parameters.
+        """
+        if self.find_unused_parameters or all(one.grad is not None for one in self.exchanged):
+            return
+        exchanged = {*map(id, self.exchanged)}
+        named = self.module.named_parameters()
+        left = [name for name, one in named if one.grad is None and id(one) in exchanged]
+        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        raise JobError(
+            "some parameters got no gradient in a step, and the ranks wait for all of them",
+            found=f"the loss does not depend on {', '.join(left[:_NAMED])}{more}",
+            remedy="session.prepare(…, unused=True) where a step may leave out parts of the model;"
+            " what no step uses: remove it, or freeze it before session.prepare",
+        )
 
     def _run_ddp_forward(self, *inputs: Any, **named: Any) -> Any:
         if self._touches:

@@ -171,6 +171,7 @@ def looks(
     data: dict[int, float] | None = None,
     moving: float = 0.001,
     size: dict[int, float] | None = None,
+    share: dict[int, float] | None = None,
     facts: dict[str, dict[int, float]] | None = None,
 ) -> list[Look]:
     """Of a run with five steps in a look.
@@ -181,7 +182,8 @@ def looks(
         own: By rank, more seconds of computing in a step, or of each step.
         data: By rank, seconds of waiting for data.
         moving: Seconds of a step.
-        size: By rank, how many times as large its samples are.
+        size: By rank, how many times as many numbers its samples hold together.
+        share: By rank, how many times as many samples it has.
         facts: By name and rank, per step.
     """
     steps = 5 * count
@@ -198,6 +200,9 @@ def looks(
     work = torch.full((ranks, steps), 100.0, dtype=torch.float64)
     for rank, times in (size or {}).items():
         work[rank] *= times
+    samples = torch.full((ranks, 5), 8.0, dtype=torch.float64)
+    for rank, times in (share or {}).items():
+        samples[rank] *= times
     seen = torch.full((ranks, len(VITALS)), math.nan, dtype=torch.float64)
     seen[:, VITALS.index("queued")] = 0.0
     for name, each in (facts or {}).items():
@@ -205,7 +210,7 @@ def looks(
             different = name in ("here", "there", "swapped")
             seen[rank, VITALS.index(name)] = each.get(rank, 0.0) * (1 if different else 5)
     return [
-        Look(n, seconds[:, n : n + 5], torch.full((ranks, 5), 8.0), work[:, n : n + 5], seen)
+        Look(n, seconds[:, n : n + 5], samples.clone(), work[:, n : n + 5], seen)
         for n in range(0, steps, 5)
     ]
 
@@ -236,6 +241,7 @@ LINKS = {
         ("data", {"data": {1: 0.02}}),
         ("link", {"moving": 0.03, "facts": LINKS}),
         ("batch", {"own": {1: 0.02}, "size": {1: 2.0}}),
+        ("share", {"own": {1: 0.02}, "size": {1: 2.0}, "share": {1: 2.0}}),
         ("computing", {"own": {1: 0.02}}),
     ],
 )

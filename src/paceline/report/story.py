@@ -216,6 +216,7 @@ _REMEDIES = {
     "stolen": "Move it to a host whose CPUs are its own, or train with --balance auto.",
     "swap": "Give its host fewer ranks or smaller batches, or more memory.",
     "hot": "Look at the cooling of its host; until then --balance auto.",
+    "share": "Give its host a smaller weight (--balance), or train with --balance auto.",
     "batch": "Give every rank samples of like lengths.",
     "data": "Put its data on a faster disk, or load it with more workers.",
     "link": "Look at the cable, port and speed of its interface; paceline check measures links.",

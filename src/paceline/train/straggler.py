@@ -45,6 +45,7 @@ CAUSES = {
     "stolen": "the hypervisor takes its host's CPUs",
     "swap": "its memory is swapped out",
     "hot": "its CPU is slowed down because of its heat",
+    "share": "its share of each batch is larger",
     "batch": "its samples are larger",
     "data": "it waits for its data",
     "link": "its link is slow",
@@ -308,21 +309,27 @@ def _cause(slow: _Slow, looks: Sequence[Look], facts: Tensor | None, steps: int)
         return "hot", ""
     if slow.data >= 0.5 * excess:
         return "data", "its disk is slow" if more("disk") >= need else ""
-    work = torch.cat([_size(look) for look in looks], dim=1).mean(dim=1)
-    usual = float(_base(work))
     computing = torch.cat([look.seconds[:, :, _AT["computing"]] for look in looks], dim=1)
     took = computing.mean(dim=1)
-    if usual > 0:
-        larger = float(work[rank]) / usual - 1
-        slower = float(took[rank]) / max(float(_base(took)), 1e-9) - 1
-        if larger >= 0.05 and larger >= 0.5 * slower:
-            return "batch", f"{1 + larger:.1f} times those of others"
     ratio = float(took[rank]) / max(float(_base(took)), 1e-9)
+    samples = torch.cat([look.samples for look in looks], dim=1).mean(dim=1)
+    numbers = torch.cat([_numbers(look) for look in looks], dim=1).mean(dim=1)
+    larger = _beside_others(numbers, rank)
+    if larger >= 1.05 and larger - 1 >= 0.5 * (ratio - 1):
+        if (share := _beside_others(samples, rank)) >= larger**0.5:  # most of it
+            return "share", f"{share:.1f} times those of others"
+        return "batch", f"{larger:.1f} times those of others"
     return "computing", f"{ratio:.1f} times the others' time"
 
 
-def _size(look: Look) -> Tensor:
+def _numbers(look: Look) -> Tensor:
     return look.samples if look.elements is None else look.elements
+
+
+def _beside_others(work: Tensor, rank: int) -> float:
+    """How much of it this rank has, as a multiple of what is usual; 0 where that is nothing."""
+    usual = float(_base(work))
+    return float(work[rank]) / usual if usual > 0 else 0.0
 
 
 def _slow_link(

@@ -271,6 +271,7 @@ def test_who_asks_for_nothing_is_told_what_there_is() -> None:
     said = [one for one in both(body)[0] if one]
     assert len(said) == 1
     assert said[0].startswith("communication takes 81% of a step of 0.74 s; --communication")
+    assert "at best: " in said[0]
     assert "int8 0.292 s" in said[0]
     assert not any(
         both(lambda rank, told: made(rank, told, "exact")[0].looked(look(0, 0.2, 0.02, 20)))

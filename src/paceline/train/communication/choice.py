@@ -228,7 +228,7 @@ class Communication:
             if way != "exact"
         )
         return (
-            f"{so_much}; --communication would make it about: {others}"
+            f"{so_much}; --communication would make it at best: {others}"
             " (auto measures and chooses; in a script session.prepare(…, communication='auto'))"
         )
 

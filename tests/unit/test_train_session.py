@@ -119,6 +119,31 @@ def test_the_loss_of_an_update_is_that_which_it_was_made_with(session: train.Ses
     assert (values["found"], session.progress.updated) == (4.0, 0)
 
 
+def test_what_a_killed_launcher_did_not_hear_is_said_again_by_the_next_run(tmp_path: Path) -> None:
+    """In this run directory; a training of another one begins with records of its own."""
+
+    def train_on(folder: Path, steps: int, resume: str) -> list[tuple[str, int, int]]:
+        with train.join(run_dir=folder, seed=0, log_every=1, quiet=False) as session:
+            loader = prepared(session)
+            session.checkpoints(every="epoch", resume=resume)
+            for epoch in session.epochs(loader, steps=steps):
+                for (inputs,) in loader:
+                    session.step(session.models.first.model(inputs).square().mean(1))
+                session.log("val", epoch=epoch, time=7)
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        return [(one["split"], one["step"], int(one["time"])) for one in map(json.loads, lines)]
+
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    told = train_on(ours, 4, "auto")
+    assert [one[:2] for one in told if one[0] == "val"] == [("val", 2), ("val", 4)]
+    kept = (ours / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (ours / "metrics.jsonl").write_text("".join(kept[:2]))
+    again = train_on(ours, 6, "auto")[: len(told)]
+    assert [one[:2] for one in again] == [one[:2] for one in told]
+    assert again[2] == ("val", 2, 7)
+    assert [one[1] for one in train_on(other, 8, str(ours))] == [7, 8, 8]
+
+
 def test_who_comes_between_has_measured_nothing_of_it(session: train.Session) -> None:
     meter = session.meter()
     meter.add(4, loss=torch.ones(4))

@@ -165,10 +165,12 @@ class Records:
         self._failed = False
         _end_with_a_whole_line(path)
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Adds a record with the present time."""
-        if self._steps.new(record):
+    def append(self, record: Mapping[str, Any]) -> bool:
+        """Adds a record with the present time, unless it is known; whether it was not."""
+        new = self._steps.new(record)
+        if new:
             self._write(line({"time": round(time.time(), 3), **record}))
+        return new
 
     def _write(self, content: bytes) -> None:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.train.comms import Comms
+from paceline.train.files import line
 from paceline.train.loader import Progress
 from paceline.train.metrics import Means, Meter
 from paceline.train.report import Reporter, figures
@@ -19,6 +22,9 @@ from paceline.train.trackers import TRACKERS, About, Guard, Record, numbers
 _RECENT = 512
 """Records that the next first rank says again: those of some seconds in which the launcher could
 not hear the host of the former, while the ranks heard each other and trained on."""
+_UNHEARD_S = 120.0
+"""So long a checkpoint keeps them for the next start: ranks train on for a lease, and save, when
+the launcher has been killed."""
 
 
 class Journal:
@@ -47,7 +53,7 @@ class Journal:
         self._tracked: tuple[Sequence[str], str, Mapping[str, Any], bool] | None = None
         self._trackers: list[Guard] = []
         self._resumed_at, self._first = -1, comms.world.rank == 0
-        self._recent: deque[tuple[int, int, str, dict[str, Any]]] = deque(maxlen=_RECENT)
+        self._recent: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_RECENT)
         self._open = Means(0, {})  # reduced over all ranks, but not recorded yet
         self._since_line, self._had_line = Means(0, {}), False
         self.loss, self.epochs = float("nan"), 0
@@ -111,10 +117,20 @@ class Journal:
         """What is not recorded yet, the same on every rank; a collective."""
         self._reduce()
         some = {"counts": dict(self._open.counts)} if self._open.counts else {}
-        return {"count": self._open.count, "sums": dict(self._open.sums), **some}
+        since = time.time() - _UNHEARD_S
+        recent = [[when, line(one).decode()] for when, one in self._recent if when >= since]
+        state = {"count": self._open.count, "sums": dict(self._open.sums), **some}
+        return {**state, "recent": recent}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._open = Means(state["count"], state["sums"], state.get("counts", {}))
+        recent = [(when, json.loads(one)) for when, one in state.get("recent", ())]
+        self._recent = deque(recent, maxlen=_RECENT)
+
+    def say_again(self) -> None:
+        """Says the last records once more: what was heard of them is known."""
+        for when, record in self._recent:
+            self._reporter.metrics(**{"time": when, **record})
 
     def stepped(self, samples_per_s: float) -> None:
         """Shows how far the training is; to be called after each global step."""
@@ -143,8 +159,9 @@ class Journal:
     def record(self, split: str, values: Mapping[str, Any]) -> None:
         """Records values under the present step, without showing them."""
         step = self._progress.step
-        self._recent.append((step, self._epoch, split, dict(values)))
-        self._reporter.metrics(step=step, epoch=self._epoch, split=split, **values)
+        record = {"step": step, "epoch": self._epoch, "split": split, **values}
+        self._recent.append((round(time.time(), 3), record))
+        self._reporter.metrics(**record)
         for guard in self._trackers:
             guard.put(Record(split, step, numbers(values)))
 
@@ -217,8 +234,7 @@ class Journal:
         self._reporter.speak(first)
         if first and not before:
             self._reporter.begin(resumed=True)
-            for step, epoch, split, values in self._recent:
-                self._reporter.metrics(step=step, epoch=epoch, split=split, **values)
+            self.say_again()
         if self._tracked is not None and not self._trackers:
             self._resumed_at = max(self._resumed_at, self._progress.step)
             self.track(*self._tracked)

@@ -162,8 +162,8 @@ class ToFolder:
         self._screen.progress(**details)
 
     def metrics(self, **details: Any) -> None:
-        self._metrics.append({**details, "time": details.get("time", round(time.time(), 3))})
-        self._screen.metrics(**details)
+        if self._metrics.append({"time": round(time.time(), 3), **details}):
+            self._screen.metrics(**details)
 
     def event(self, event: str, **details: Any) -> None:
         now = round(time.time(), 4)

@@ -464,6 +464,8 @@ class Session(Member):
             loaded = keeper.open(resume)
         self._mark("checkpoints")
         self._journal.begin(-1 if loaded is None else loaded.step)
+        if loaded is not None and loaded.own:
+            self._journal.say_again()
         if loaded is not None:
             self.verify()
             self.say(f"resumed after step {loaded.step} from {loaded.source}")

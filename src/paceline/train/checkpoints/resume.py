@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Loaded:
         source: Where it was read, for people.
         shards: The folder from which each rank reads its own shards; ``None`` when ``tensors``
             holds everything.
+        own: It is this run's; a folder of checkpoints was not named.
     """
 
     step: int
@@ -55,6 +56,7 @@ class Loaded:
     tensors: Files
     source: str
     shards: Path | None = None
+    own: bool = False
 
 
 def load(
@@ -92,7 +94,7 @@ def load(
         offer = offers[0] if comms.world.rank == owner else None
         loaded, problem = _read(comms, owner, offer, sharded)
         if loaded is not None:
-            return loaded
+            return replace(loaded, own=_names_own(want))
         _tell(comms, [problem] if offer else [], warn, told)
         offers = offers[1:] if offer else offers
 
@@ -107,10 +109,15 @@ def _tell(comms: Comms, problems: list[str], warn: Callable[[str], None], told: 
         told.add(line)
 
 
+def _names_own(want: str) -> bool:
+    """Whether this is one of the run's own checkpoints, and no folder."""
+    return want in WANTS or want.isdecimal()
+
+
 def _refuse(want: str, store: Store) -> None:
     if want == "auto":
         return
-    if want.isdecimal() or want in WANTS:
+    if _names_own(want):
         steps = ", ".join(str(one.step) for one in store.found()[0]) or "none"
         raise DataError(
             f"--resume {want}: no such checkpoint that is intact",

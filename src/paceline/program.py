@@ -42,6 +42,7 @@ def _tell_launcher(error: PacelineError) -> bool:
         "traceback": "\n".join(error.render().splitlines()[1:]),
         "hooked": False,
         "origin": error.origin_rank,
+        "code": error.exit_code,  # which it may not live to give
         "time": time.monotonic(),
     }
     with contextlib.suppress(OSError):  # it is gone, and so is whoever could be told

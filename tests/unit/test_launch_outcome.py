@@ -69,6 +69,15 @@ def test_an_exception_and_its_exit_are_one_failure() -> None:
     assert merged.traceback
 
 
+def test_the_status_that_a_rank_tells_counts_where_it_is_ended_before_it_gives_it() -> None:
+    said = {"type": "SettingError", "message": "no host n9", "traceback": "  found: …", "code": 2}
+    told = outcome.failure_of(Event("exception", "n1", 1, 1.0, said), lease_s=10.0)
+    assert told is not None
+    stopped = failure(1, 1.7, "killed by SIGTERM", "signal", signal=15)
+    (merged,) = outcome.merge([told, stopped])
+    assert (merged.headline, merged.status) == ("SettingError: no host n9", 2)
+
+
 def test_ranks_of_the_same_number_on_two_hosts_are_two() -> None:
     assert len(outcome.merge([failure(0, 1, host="a"), failure(0, 2, host="b")])) == 2
 

@@ -30,7 +30,8 @@ def failure_of(event: Event, lease_s: float) -> Failure | None:
 
     if event.kind == "exception":
         headline = f"{event['type']}: {event['message']}".strip().removesuffix(":")
-        return failed("exception", headline, traceback=event["traceback"], origin=event["origin"])
+        about = {name: event[name] for name in ("traceback", "origin", "code")}
+        return failed("exception", headline, **about)
     if event.kind == "rank ended":
         code, signum = event["code"], event["signal"]
         if code == 0:

@@ -193,7 +193,7 @@ KINDS: dict[str, Kind] = {
     "slow rank": _kind("rank", may="warning"),
     "warning": _kind("rank", may="warning"),
     "failed": _kind("rank", may="error"),
-    "exception": _kind("rank", "type message traceback time", "hooked origin"),
+    "exception": _kind("rank", "type message traceback time", "hooked origin code"),
     "returned": _kind("rank", "bytes sha256"),  # what a function returned lies in its file
     "raised": _kind("rank", "bytes sha256"),  # the same of what it raised
     "recoverable": _kind("rank", "able", may="why"),  # before its first step

@@ -81,7 +81,7 @@ class Comms:
     joining: bool = False
     slot: int | None = None
     met: float = 0.0
-    _meeting: bool = False
+    _stands: bool = False
 
     @property
     def called(self) -> str:
@@ -128,14 +128,14 @@ class Comms:
     @contextmanager
     def _standing(self) -> Iterator[None]:
         """Counts the time within it, once."""
-        if self._meeting:
+        if self._stands:
             yield
             return
-        self._meeting, began = True, time.perf_counter()
+        self._stands, began = True, time.perf_counter()
         try:
             yield
         finally:
-            self._meeting, self.met = False, self.met + time.perf_counter() - began
+            self._stands, self.met = False, self.met + time.perf_counter() - began
 
     @contextmanager
     def told_elsewhere(self) -> Iterator[None]:

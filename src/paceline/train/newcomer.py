@@ -199,7 +199,8 @@ class Newcomer:
 
     Attributes:
         slot: Number of this process in the plan.
-        place: One in the world that the others were when they began: never the first, which writes.
+        place: One in the world that the others were when they began: never the first, which writes,
+            nor one beyond that world, which no script is made for.
         mixed: The ranks compute on different kinds of devices.
         store: Of the job.
         start: The others'.

@@ -153,6 +153,21 @@ def test_a_script_is_submitted_and_recorded(
     assert (found.scheduler, found.job) == (scheduler, job.job)
 
 
+def test_a_batch_says_how_to_resume_in_the_words_that_submitted_it(
+    commands_of: Callable[..., None], tmp_path: Path
+) -> None:
+    """And not by the command inside it; another job in the same directory by its own."""
+    commands, said, _ = SAID["slurm"]
+    commands_of(**{command: said.get(command, "") for command in commands})
+    typed = "paceline run --via slurm --nnodes 2 'my train.py'"
+    job = submission.hand_in(load("slurm"), "the script", tmp_path, typed=typed).job
+    inside = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": job}
+    words = ("paceline", "run", "--via", "slurm", "--nnodes", "2", "my train.py")
+    assert submission.typed_for(tmp_path, inside) == words
+    assert submission.typed_for(tmp_path, inside | {"SLURM_JOB_ID": f"{job}1"}) == ()
+    assert submission.typed_for(tmp_path, {}) == submission.typed_for(tmp_path / "x", inside) == ()
+
+
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_a_refusal_is_the_schedulers_own(
     name: str, commands_of: Callable[..., None], tmp_path: Path

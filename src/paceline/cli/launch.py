@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -277,6 +278,7 @@ def carry_out(
         after: Called with the run directory once the job has ended well.
     """
     from paceline.launch.launcher import run_job, secrets_of
+    from paceline.schedulers.submission import typed_for
 
     secrets = secrets_of(job, cluster)
     with told(job, run_dir.absolute(), secrets, screen) as end:
@@ -284,6 +286,7 @@ def carry_out(
             outcome = run_job(job, cluster, transport, screen, run_dir=run_dir, parent=parent,
                               package=package, inspect=inspect, keep_warm_s=keep_warm_s,
                               left=left)  # fmt: skip
+        outcome = replace(outcome, command=typed_for(outcome.path, os.environ))
         end.append(outcome)
         show_end(job, outcome, after)
     return outcome.result.exit_code

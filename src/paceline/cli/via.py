@@ -250,7 +250,8 @@ def submit(ctx: click.Context, job: Job, directory: Path, scheduler: Scheduler,
                 by_hand += ", and show it to nobody: it holds secrets (--plan leaves them out)"
             say(f"paceline: this form was not tried on a real {scheduler.name}{by_hand}", err=True)
         return 0
-    handed_in = submission.hand_in(scheduler, text, directory, bool(request.array))
+    array = bool(request.array)
+    handed_in = submission.hand_in(scheduler, text, directory, array, job.typed)
     say(f"paceline: {handed_in.title}, run directory {directory}", err=True)
     if ctx.params["detach"]:
         return 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -16,7 +17,8 @@ from paceline.schedulers import SCHEDULERS, load
 from paceline.schedulers.scheduler import JobState, Scheduler
 from paceline.spec.errors import ConnectError
 
-BATCH_FILE = "batch.json"  # scheduler and job id, by which status, logs and stop find the job
+# Scheduler and job id, by which status, logs and stop find the job; and the command that was typed.
+BATCH_FILE = "batch.json"
 LOOK_EVERY_S = 0.5
 
 
@@ -48,7 +50,8 @@ class Submitted:
         return asyncio.run(self.scheduler.poll(self.job))
 
 
-def hand_in(scheduler: Scheduler, text: str, directory: Path, array: bool = False) -> Submitted:
+def hand_in(scheduler: Scheduler, text: str, directory: Path, array: bool = False,
+            typed: str = "") -> Submitted:  # fmt: skip
     """Writes the script into the run directory, submits it, and records its id there.
 
     Args:
@@ -56,6 +59,7 @@ def hand_in(scheduler: Scheduler, text: str, directory: Path, array: bool = Fals
         text: What it has rendered.
         directory: The run directory; it is made.
         array: The job is many, each with an output of its own.
+        typed: The command that submits it, without secrets.
 
     Raises:
         SettingError: The scheduler refuses it, in its own words.
@@ -65,9 +69,20 @@ def hand_in(scheduler: Scheduler, text: str, directory: Path, array: bool = Fals
     script.write_text(text, encoding="utf-8")
     job = scheduler.submit(script)
     output = scheduler.output.replace("{job}", job)
-    record = {"scheduler": scheduler.name, "job": job, "output": output}
+    record = {"scheduler": scheduler.name, "job": job, "output": output, "typed": typed}
     (directory / BATCH_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
     return Submitted(scheduler, job, () if array else (directory / output,))
+
+
+def typed_for(directory: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The words that submitted the batch in which we are; empty where we are in none of ours."""
+    found, record = found_in(directory), records.read_object(directory / BATCH_FILE) or {}
+    if found is None or found.scheduler.allocation(environ) != found.job:
+        return ()
+    try:
+        return tuple(shlex.split(str(record.get("typed", ""))))
+    except ValueError:  # somebody has changed it
+        return ()
 
 
 def found_in(directory: Path) -> Submitted | None:

@@ -16,7 +16,6 @@ import pytest
 from paceline.agent import caller
 from paceline.remote import this_machine
 from paceline.remote.channel import Channel
-from paceline.rendezvous.peers import KnownHosts, Peers
 from paceline.rendezvous.started import Start, StartedTransport, _Command, end_group
 from paceline.spec.errors import ConnectError, GoneError, PacelineError
 from paceline.spec.hosts import Host
@@ -37,7 +36,8 @@ class Fan:
 
     again = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, apart: bool = False) -> None:
+        self.apart = apart
         self.fails = ""  # instead of starting anything
         self.ended = False
 
@@ -165,6 +165,45 @@ def test_hosts_one_by_one_at_once() -> None:
     asyncio.run(go())
 
 
+def test_a_command_for_each_host_from_the_beginning() -> None:
+    """What ends one, as Slurm does when a node is back, ends no other; why() has its last words."""
+
+    async def go() -> None:
+        reached: list[int] = []
+        starter = Fan(apart=True)
+        transport = StartedTransport(starter)
+        first, second = await transport.open(HOSTS, [sys.executable] * 2, reached.append)
+        assert [first.host, second.host] == list(HOSTS)
+        assert max(reached) == 2
+        process = transport._commands[1]._process
+        assert process is not None
+        os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.wait_for(second.lost.wait(), PATIENCE_S)
+        await process.wait()
+        assert await transport.why(HOSTS[1]) == f"{Path(sys.executable).name} ended with status -9"
+        assert not await transport.why(HOSTS[0])
+        assert (await first.request("clock"))["time"] > 0
+        await first.request("bye")
+        await first.close(PATIENCE_S)
+        await transport.close(0)
+
+    asyncio.run(go())
+
+
+def test_of_a_command_for_each_host_all_that_are_missing_are_named() -> None:
+    async def go() -> None:
+        starter = Fan(apart=True)
+        starter.fails = "no such node"
+        transport = StartedTransport(starter)
+        with pytest.raises(ConnectError, match="no n1, n2: 3") as caught:
+            await opened(transport, *HOSTS)
+        assert caught.value.brief == "no such node"
+        assert not transport._commands
+        await transport.close(1)
+
+    asyncio.run(go())
+
+
 def test_a_further_try_is_no_use_where_a_way_is_closed_for_good() -> None:
     assert issubclass(GoneError, ConnectError)
     assert GoneError("x", found="a\nb").brief == "a"
@@ -197,9 +236,9 @@ def test_what_a_command_leaves_that_ends_by_itself_is_ended_with_it() -> None:
     left = "import os, subprocess; print(subprocess.Popen(['sleep', '999']).pid, flush=True)"
 
     async def go() -> None:
-        command = _Command(1, Peers(KnownHosts(HOSTS)))
+        command = _Command(1, HOSTS, [sys.executable] * 2)
         start = Start((sys.executable, "-c", left), {}, (), "T_NODE")
-        await command.begin(start, [("127.0.0.1", 1)], b"k" * 32, [sys.executable] * 2)
+        await command.begin(start, [("127.0.0.1", 1)], b"k" * 32)
         while command.status is None or not command.words:
             await asyncio.sleep(0.01)
         pid = int(command.words)

@@ -57,7 +57,7 @@ def test_a_script_that_fails_in_the_same_way() -> None:
     verdict = allowance.after(raised(), 60.0, ran_s=58)
     assert not verdict.again
     assert (
-        "the same failure as before at train.py, line 12, and after no longer a time" in verdict.why
+        "the same failure as before at train.py, line 12, and after as long a time" in verdict.why
     )
 
 
@@ -66,6 +66,13 @@ def test_a_script_that_came_further_failed_by_chance() -> None:
     assert allowance.after(raised(), 0.0, ran_s=60).again
     assert allowance.after(raised(), 200.0, ran_s=140).again
     assert allowance.after(raised(), 300.0, ran_s=400).again
+    assert allowance.after(raised(), 310.0, ran_s=8).again  # a disk that fails now and then
+
+
+def test_a_script_that_fails_as_long_after_its_checkpoint_twice() -> None:
+    allowance = Allowance(9, 3600)
+    verdicts = [allowance.after(raised(), float(n), ran_s=s) for n, s in enumerate((60, 20, 22))]
+    assert [one.again for one in verdicts] == [True, True, False]
 
 
 def test_what_chance_does_is_never_the_program() -> None:

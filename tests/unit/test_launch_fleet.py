@@ -17,7 +17,7 @@ from paceline.launch import outcome, recovery, restart
 from paceline.launch.allowance import LOSSES, STARTS
 from paceline.launch.attempt import Attempt
 from paceline.launch.decide import Found
-from paceline.launch.fleet import Fleet, Node, Silence, Trouble, together, why_ended
+from paceline.launch.fleet import Fleet, Node, Silence, Trouble, together, why_ended, why_silent
 from paceline.launch.launcher import Launcher
 from paceline.launch.members import End, Members, Regroup
 from paceline.launch.muster import Muster
@@ -121,6 +121,11 @@ def test_a_silent_node_is_lost_once_and_only_that_one() -> None:
     assert losses[0].startswith("no word from n1 for")
     assert [node.lost for node in fleet.nodes] == [True, False]
     assert not fleet.whole
+
+
+def test_a_connection_that_ended_is_not_told_as_a_host_without_power() -> None:
+    assert why_silent("n1", 6.6, broken=True).startswith("the connection to n1 ended, and no other")
+    assert why_silent("n1", 6.6, broken=False).startswith("no word from n1 for 6.6 s")
 
 
 def test_our_own_absence_is_nobodys_silence() -> None:

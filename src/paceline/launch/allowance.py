@@ -18,8 +18,8 @@ from paceline.spec.helptext import counted
 
 LOSSES = 3  # of one host within the window, after which it is left out
 STARTS = 3  # that come to no step, after which a loss ends the job
-AS_LONG = 1.25  # a second failure after at most so many times the first one's time came no further
-AS_LONG_S = 2.0  # and a little more, for a start is never as long as another
+AS_LONG = 1.25  # a failure after at most so many times the last one's time, and at least one by it,
+AS_LONG_S = 2.0  # give or take so much, came as far: a start is never as long as another
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals by which the kernel ends a program for what it did itself."""
@@ -68,7 +68,7 @@ class Allowance:
             now: Seconds of any clock that only moves on.
             step: Of the session in which it happened; ``None`` for a script, whose steps nobody
                 knows.
-            ran_s: How long the ranks had run; by this scripts are told that came further.
+            ran_s: How long the ranks had run; by this a script is told that comes as far each time.
         """
         mark = signature(failure)
         last, self._last = self._last, (mark, step, ran_s)
@@ -83,11 +83,11 @@ class Allowance:
                     " it is the program's own",
                     len(self._times),
                 )
-            if step is None and ran_s <= last[2] * AS_LONG + AS_LONG_S:
+            if step is None and _as_long(ran_s, last[2]):
                 where = f" at {mark[-1]}" if mark[-1] else ""
                 return Verdict(
                     False,
-                    f"the same failure as before{where}, and after no longer a time:"
+                    f"the same failure as before{where}, and after as long a time:"
                     " it is the program's own",
                     len(self._times),
                 )
@@ -120,6 +120,16 @@ class Allowance:
         _forget(times, now, self._window_s)
         times.append(now)
         return len(times) < LOSSES
+
+
+def _as_long(ran_s: float, last_s: float) -> bool:
+    """Whether two attempts of a script came as far, as their times tell.
+
+    One that begins at a checkpoint takes less time to the same place than the first, but as much
+    as the next. What chance does, such as a disk that fails now and then, takes any time.
+    """
+    shorter, longer = sorted((ran_s, last_s))
+    return longer <= shorter * AS_LONG + AS_LONG_S
 
 
 def _forget(times: deque[float], now: float, window_s: float) -> None:

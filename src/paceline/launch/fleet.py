@@ -323,8 +323,7 @@ class Fleet:
             if seconds > min(self.lease_s * DOUBT, lost_s / 2):
                 node.channel.look_again()
             if seconds > lost_s:
-                self.lose(node, f"no word from {node.name} for {seconds:.1f} s "
-                                "(switched off, unplugged or frozen)")  # fmt: skip
+                self.lose(node, why_silent(node.name, seconds, broken=node.channel.broken))
 
     @property
     def _beat_s(self) -> float:
@@ -440,6 +439,20 @@ def _imported(node: Node) -> str:
     """What a node's fork server has, in a few words."""
     torch = node.loaded.get("torch")
     return f"torch {torch}" if torch else "Python alone" if node.loaded else ""
+
+
+def why_silent(name: str, seconds: float, *, broken: bool) -> str:
+    """Why a node is given up of which nothing was heard for so long, as far as we can see it.
+
+    Args:
+        name: Of the node.
+        seconds: Since it was heard last.
+        broken: Its connection has ended, and no other could be made.
+    """
+    if broken:
+        return (f"the connection to {name} ended, and no other could be made for {seconds:.1f} s "
+                "(its agent was ended, or the host is cut off)")  # fmt: skip
+    return f"no word from {name} for {seconds:.1f} s (switched off, unplugged or frozen)"
 
 
 def why_ended(name: str, stderr: str) -> str:

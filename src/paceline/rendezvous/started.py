@@ -10,6 +10,7 @@ import secrets
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from paceline.agent import caller
@@ -56,9 +57,12 @@ class Starter(Protocol):
 
     Attributes:
         again: A further command for a host whose agent was lost can be had beside those that run.
+        apart: Each host has a command of its own from the beginning: one for all would be ended on
+            all of them when one is lost.
     """
 
     again: bool
+    apart: bool
 
     async def start(self, hosts: Sequence[Host]) -> Start:
         """How to start one process on each host, at the beginning or later, several at once.
@@ -90,9 +94,9 @@ class Starter(Protocol):
 class StartedTransport:
     """Has a scheduler start the agents, and takes their connections.
 
-    Each :meth:`open` is a command of its own: one for all hosts at the beginning, later one for
-    each host that was lost. Its agents say its number, so that nobody takes an agent of an earlier
-    command, which was only cut off, for the one that was started in its place.
+    Each :meth:`open` is a command of its own: one for all hosts at the beginning, or one for each,
+    and later one for each host that was lost. Its agents say its number, so that nobody takes an
+    agent of an earlier command, which was only cut off, for the one that was started in its place.
 
     Args:
         starter: The scheduler.
@@ -120,24 +124,50 @@ class StartedTransport:
                    reached: Reached = nobody) -> list[Channel]:  # fmt: skip
         """ConnectError names the hosts that did not connect, and what the scheduler said."""
         self._end_deserted()
-        command = _Command(next(self._numbers), Peers(KnownHosts(hosts), reached))
-        self._commands[command.number] = command
+        each = 1 if self._starter.apart else len(hosts)
+        here: dict[int, int] = {}
+        commands = [
+            self._command(hosts[at : at + each], pythons[at : at + each], here, reached)
+            for at in range(0, len(hosts), each)
+        ]
+        beginning = [asyncio.create_task(self._begin(command)) for command in commands]
         try:
-            start = await self._starter.start(hosts)
-            addresses = await self._listen(hosts)
-            await command.begin(start, addresses, self._listener.key, pythons)
-            await command.wait(self._starter.hopeless)
-            if missing := [hosts[place] for place in command.peers.missing()]:
-                status = command.status
-                await command.end(0.0)
-                raise await self._starter.explain(hosts, missing, status, command.words)
-            command.channels = await command.peers.channels()
-            return command.channels
+            await asyncio.gather(*beginning)
+            if missing := [host for command in commands for host in command.missing]:
+                worst = next(command for command in commands if command.missing)
+                status = worst.status
+                await asyncio.gather(*(command.end(0.0) for command in commands))
+                raise await self._starter.explain(hosts, missing, status, worst.words)
+            every = await asyncio.gather(*(command.connect() for command in commands))
+            return [channel for channels in every for channel in channels]
         except BaseException:
-            del self._commands[command.number]
-            command.peers.hang_up()
-            await command.end(0.0)
+            for task in beginning:
+                task.cancel()
+            await asyncio.gather(*beginning, return_exceptions=True)
+            for command in commands:
+                del self._commands[command.number]
+                command.peers.hang_up()
+            await asyncio.gather(*(command.end(0.0) for command in commands))
             raise
+
+    def _command(self, hosts: Sequence[Host], pythons: Sequence[str], here: dict[int, int],
+                 reached: Reached) -> _Command:  # fmt: skip
+        """The next one, for these hosts; ``here`` has by its number how many of them have come."""
+        number = next(self._numbers)
+
+        def come(count: int) -> None:
+            here[number] = count
+            reached(sum(here.values()))
+
+        command = _Command(number, hosts, pythons, come)
+        self._commands[number] = command
+        return command
+
+    async def _begin(self, command: _Command) -> None:
+        start = await self._starter.start(command.hosts)
+        addresses = await self._listen(command.hosts)
+        await command.begin(start, addresses, self._listener.key)
+        await command.wait(self._starter.hopeless)
 
     async def _listen(self, hosts: Sequence[Host]) -> list[tuple[str, int]]:
         """Where agents on these hosts can call; more of our addresses than for earlier ones."""
@@ -175,8 +205,12 @@ class StartedTransport:
         self._starter.end()
 
     async def why(self, host: Host) -> str:
-        """The scheduler's own word on a lost host."""
-        return await self._why(host) if self._why else ""
+        """The scheduler's own word on a lost host, and the last of what had started its agent."""
+        said = [await self._why(host)] if self._why else []
+        started = [one for one in self._commands.values() if host in one.hosts]
+        if started and started[-1].status is not None:
+            said.append(started[-1].ending)
+        return "; ".join(filter(None, said))
 
 
 class _Command:
@@ -184,28 +218,33 @@ class _Command:
 
     Args:
         number: Its own among those of the run; its agents say it.
-        peers: Who called.
+        hosts: On which it starts agents.
+        pythons: Of each of them.
+        reached: Told how many of them are connected by now.
 
     Attributes:
+        peers: Who called.
         channels: To its agents, once all are there.
     """
 
-    def __init__(self, number: int, peers: Peers) -> None:
-        self.number, self.peers = number, peers
+    def __init__(self, number: int, hosts: Sequence[Host], pythons: Sequence[str],
+                 reached: Reached = nobody) -> None:  # fmt: skip
+        self.number, self.hosts, self._pythons = number, hosts, pythons
+        self.peers = Peers(KnownHosts(hosts), reached)
         self.channels: Sequence[Channel] = ()
         self._process: asyncio.subprocess.Process | None = None
-        self._words = bytearray()
+        self._name, self._words = "", bytearray()
         self._reading: asyncio.Task[None] | None = None
         self._left: asyncio.Task[list[tuple[int, float]]] | None = None
 
-    async def begin(self, start: Start, addresses: Sequence[tuple[str, int]], key: bytes,
-                    pythons: Sequence[str]) -> None:  # fmt: skip
+    async def begin(self, start: Start, addresses: Sequence[tuple[str, int]], key: bytes) -> None:
         """Starts it; ``addresses`` and ``key``: of the launcher, which its agents call."""
         config = caller_config(
-            addresses, pythons, start.places, start.strip, CONNECT_S, {"start": self.number},
+            addresses, self._pythons, start.places, start.strip, CONNECT_S, {"start": self.number},
             start.names,
         )  # fmt: skip
         env = {**os.environ, **start.env, caller.KEY: key.hex()}
+        self._name = Path(start.argv[0]).name
         self._process = await asyncio.create_subprocess_exec(
             *start.argv,
             *caller_command(config),
@@ -229,6 +268,16 @@ class _Command:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.peers.complete.wait(), LOOK_EVERY_S)
 
+    async def connect(self) -> Sequence[Channel]:
+        """Its agents' channels, once all have called."""
+        self.channels = await self.peers.channels()
+        return self.channels
+
+    @property
+    def missing(self) -> list[Host]:
+        """Of its hosts those whose agents have not called."""
+        return [self.hosts[place] for place in self.peers.missing()]
+
     @property
     def status(self) -> int | None:
         """Its exit status; ``None`` while it runs."""
@@ -238,6 +287,14 @@ class _Command:
     def words(self) -> str:
         """What it wrote, the end of it."""
         return self._words.decode(errors="replace").strip()
+
+    @property
+    def ending(self) -> str:
+        """How it ended, for people: its status, and the last line of what it wrote."""
+        assert self._process is not None
+        last = self.words.splitlines()[-1:]
+        status = f"{self._name} ended with status {self.status}"
+        return ": ".join([status, *last])
 
     @property
     def deserted(self) -> bool:

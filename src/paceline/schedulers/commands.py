@@ -92,7 +92,7 @@ class StepStarter(Starter):
     """Pattern of the words, cause, and remedy, in which ``{count}`` and ``{job}`` are filled in."""
     final: Sequence[str] = (ALLOCATION_OVER,)  # causes that no further try can remove
     otherwise: str  # remedy when no pattern is found
-    again = True
+    again, apart = True, False
 
     def __init__(self, path: str, arguments: Sequence[str], job: str) -> None:
         self._path, self._arguments, self._job = path, arguments, job

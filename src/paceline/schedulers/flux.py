@@ -222,6 +222,7 @@ class FluxStarter(StepStarter):
 
     command, scheduler = "flux run", "Flux"
     causes, otherwise = _CAUSES, "Try: flux run -N {count} hostname"
+    apart = False
     again = False  # the first job has its nodes alone (--exclusive) until all its agents have ended
 
     async def start(self, hosts: Sequence[Host]) -> Start:

@@ -334,7 +334,7 @@ class MpiStarter:
     Their ssh config lives in a folder of its own until the end.
     """
 
-    again = True
+    again, apart = True, False
 
     def __init__(self, options: Options) -> None:
         self._options = options

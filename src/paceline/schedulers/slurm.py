@@ -77,7 +77,7 @@ class Slurm(Scheduler):
         return environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") if inside else None
 
     def start(self, options: Options) -> Transport:
-        """Of an srun for all nodes, and one for each that is lost."""
+        """Of an srun for each node, and another when it is lost."""
         job = self.allocation(os.environ)
         if job is None:
             raise SettingError(
@@ -305,9 +305,14 @@ async def state_of_node(host: Host) -> str:
 
 
 class SlurmStarter(StepStarter):
-    """One step of one task a node."""
+    """A step for each node.
+
+    One of several nodes is ended by Slurm on all of them, in spite of ``--no-kill``, when one that
+    had lost its power is back and its slurmd does not know the step any more.
+    """
 
     command, scheduler = "srun", "Slurm"
+    apart = True
     causes, otherwise = _CAUSES, "Try: srun --jobid={job} hostname"
     final = (ALLOCATION_OVER, NOT_THERE)
 

@@ -47,6 +47,7 @@ LONGEST_S = 600.0  # that a job may take after its last fault
 SETTLE_S = 20.0  # at most, from a fault to further steps of all ranks
 MOST_DIFFERENCE = 1e-10
 RANK = re.compile(r"\[rank (\d+) of \d+")
+AGENT = "exec(sys.stdin.buffer.raw.readline()"  # of the first line by which one is started over SSH
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def processes(lab: Lab, host: str, what: str) -> list[int]:
     sorts: dict[str, Callable[[str], object]] = {
         "forkserver": lambda line: " forkserver " in line and not RANK.search(line),
         "guard": lambda line: " guard " in line,
-        "agent": lambda line: "-c import sys;exec(" in line or line.endswith(" agent"),
+        "agent": lambda line: AGENT in line or line.endswith(" agent"),
         "sshd": lambda line: line.startswith("sshd: ") and "listener" not in line,
         "store": lambda line: line.endswith(" store"),
     }

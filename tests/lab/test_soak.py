@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from paceline.remote.openssh import agent_command
+
 pytestmark = pytest.mark.lab
 
 SOAK = Path(__file__).resolve().parents[2] / "bench" / "faults" / "soak.py"
@@ -40,6 +42,11 @@ def soak_module(monkeypatch: pytest.MonkeyPatch) -> Any:
 def place(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     folder = tmp_path_factory.mktemp("soak")
     return new_lab(hosts=3, share=(str(folder),)), folder
+
+
+def test_it_knows_an_agent_when_it_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its strikes at agents miss, and nobody notices."""
+    assert soak_module(monkeypatch).AGENT in " ".join(agent_command("python3"))
 
 
 def test_a_training_is_the_same_whatever_befalls_it(

@@ -18,8 +18,8 @@ from paceline.spec.helptext import counted
 
 LOSSES = 3  # of one host within the window, after which it is left out
 STARTS = 3  # that come to no step, after which a loss ends the job
-AS_LONG = 1.25  # a failure after at most so many times the last one's time, and at least one by it,
-AS_LONG_S = 2.0  # give or take so much, came as far: a start is never as long as another
+AS_LONG = 1.25  # two attempts came as far where the longer took at most so many times the shorter's
+AS_LONG_S = 2.0  # time, and a little more: a start is never as long as another
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals by which the kernel ends a program for what it did itself."""

@@ -555,9 +555,7 @@ class Recoveries:
             who = tuple(map(place, news.hosts, news.slots))
             why = "; ".join(lost_words(failure) for failure in news.losses) or "was lost"
             others = "the other rank" if news.others == 1 else f"the other {news.others}"
-            if (
-                not news.others
-            ):  # each was lost at some time, and given the state of one that was not
+            if not news.others:  # each was lost once, and given the state of one that was not
                 others = "those that came for them"
             if news.last:
                 do = "saves and stops" if news.others == 1 else "save and stop"

@@ -136,7 +136,7 @@ class StartedTransport:
             if missing := [host for command in commands for host in command.missing]:
                 worst = next(command for command in commands if command.missing)
                 status = worst.status
-                await asyncio.gather(*(command.end(0.0) for command in commands))
+                await worst.end(0.0)  # so that all of its words are there
                 raise await self._starter.explain(hosts, missing, status, worst.words)
             every = await asyncio.gather(*(command.connect() for command in commands))
             return [channel for channels in every for channel in channels]

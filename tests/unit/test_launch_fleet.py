@@ -11,13 +11,22 @@ from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 
+from paceline.launch import fleet as fleet_module
 from paceline.launch import launcher as launcher_module
 from paceline.launch import muster as muster_module
 from paceline.launch import outcome, recovery, restart
 from paceline.launch.allowance import LOSSES, STARTS
 from paceline.launch.attempt import Attempt
 from paceline.launch.decide import Found
-from paceline.launch.fleet import Fleet, Node, Silence, Trouble, together, why_ended, why_silent
+from paceline.launch.fleet import (
+    Fleet,
+    Node,
+    Silence,
+    Trouble,
+    together,
+    why_ended,
+    why_silent,
+)
 from paceline.launch.launcher import Launcher
 from paceline.launch.members import End, Members, Regroup
 from paceline.launch.muster import Muster
@@ -161,11 +170,59 @@ def test_telling_minds_neither_refusals_nor_lost_nodes() -> None:
 
 def test_silence_is_counted_while_we_listen() -> None:
     silence = Silence(1.0, now=0.0)
-    assert silence.look(1.0, last_heard=0.5) == pytest.approx(0.5)
-    assert silence.look(2.0, last_heard=0.5) == pytest.approx(1.5)
-    assert silence.look(22.0, last_heard=0.5) == pytest.approx(3.5)  # we were away for 19 s
-    assert silence.look(23.0, last_heard=22.9) == pytest.approx(0.1)
-    assert silence.look(24.0, last_heard=22.9) == pytest.approx(1.1)
+
+    def look(now: float, last_heard: float) -> float:
+        silence.look(now, last_heard)
+        return silence.seconds
+
+    assert look(1.0, last_heard=0.5) == pytest.approx(0.5)
+    assert look(2.0, last_heard=0.5) == pytest.approx(1.5)
+    assert look(22.0, last_heard=0.5) == pytest.approx(3.5)  # we were away for 19 s
+    assert look(23.0, last_heard=22.9) == pytest.approx(0.1)
+    assert look(24.0, last_heard=22.9) == pytest.approx(1.1)
+
+
+def test_a_silence_of_all_is_of_the_line_that_leads_to_all() -> None:
+    silence = Silence(0.25, now=0.0)
+
+    def alone_after(seconds: float, others: bool) -> bool:
+        end = now[0] + seconds
+        while now[0] < end:
+            now[0] += 0.25
+            silence.look(now[0], last_heard=0.0, others=others)
+        return silence.alone
+
+    now = [0.0]
+    assert not alone_after(4.0, others=False)
+    assert not alone_after(3.75, others=True)  # what was sent in vain may only be sent again then
+    assert alone_after(0.5, others=True)
+    silence.look(9.0, last_heard=8.9, others=False)
+    assert (silence.seconds, silence.common_s) == (pytest.approx(0.1), pytest.approx(0.1))
+
+
+def test_nobody_is_left_out_while_our_own_line_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "SILENT_S", 0.4)
+    monkeypatch.setattr(fleet_module, "WITNESS_S", 0.2)
+
+    async def scene() -> tuple[list[bool], list[str]]:
+        agents = [Agent("n1"), Agent("n2"), Agent("n3")]
+        fleet, _, losses = fleet_of(*agents, lease_s=60.0)
+        fleet.watchful = True
+        await asyncio.sleep(0.1)
+        for agent in agents:
+            agent.silent = True
+        await asyncio.sleep(1.2)
+        at_once = [node.lost for node in fleet.nodes]
+        fleet.lease_s = 1.0
+        while len(losses) < 3:
+            await asyncio.sleep(0.05)
+        await fleet.close()
+        return at_once, losses
+
+    at_once, losses = asyncio.run(scene())
+    assert at_once == [False, False, False]
+    for why in losses:
+        assert why.startswith("no word from any of n1, n2, n3 for ")
 
 
 @pytest.mark.parametrize(

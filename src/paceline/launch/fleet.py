@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ LOST = 0.65  # the same: it is given up, just before it begins to end its ranks 
 MOST_BEAT_S = 1.0  # between two renewals, whose answers also tell of the ranks
 QUICK_BEAT_S = 0.25  # the same while ranks can go on without a node
 SILENT_S = 2.5  # after which such a node is left out
+WITNESS_S = 1.25  # another node that was heard so lately shows that our own line is sound
 BEATS_A_SECOND = 500  # of all nodes together, at most
 OWN_TICK_S = 0.25  # how often we look whether we were away ourselves
 OWN_GAP_S = 1.0  # a shorter one is a busy machine's
@@ -181,28 +183,43 @@ class Silence:
     Args:
         beat_s: Seconds between two looks, as far as they are on time.
         now: The beginning, in seconds of any clock.
+
+    Attributes:
+        seconds: Of silence, until the last look.
+        common_s: Those of them in which nobody else was heard either.
     """
 
     def __init__(self, beat_s: float, now: float) -> None:
         self.beat_s = beat_s
+        self.seconds = 0.0
+        self.common_s = 0.0
         self._looked = now
         self._heard = now
-        self._silent = 0.0
 
-    def look(self, now: float, last_heard: float) -> float:
-        """Seconds of silence until now.
+    def look(self, now: float, last_heard: float, *, others: bool = True) -> None:
+        """Counts until now.
 
         Args:
             now: A look that comes late shows that nobody listened: it counts as two beats at most.
             last_heard: When something came last.
+            others: Whether others are heard now.
         """
-        if last_heard > self._heard:
-            self._heard = last_heard
-            self._silent = min(now - last_heard, 2 * self.beat_s)
-        else:
-            self._silent += min(now - self._looked, 2 * self.beat_s)
+        begun = last_heard > self._heard
+        more_s = min(now - (last_heard if begun else self._looked), 2 * self.beat_s)
+        if begun:
+            self._heard, self.seconds, self.common_s = last_heard, 0.0, 0.0
+        self.seconds += more_s
+        self.common_s += 0.0 if others else more_s
         self._looked = now
-        return self._silent
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is this one's, and not of the line that leads to all.
+
+        After a silence of all, each may need as long again to be heard: what was sent in vain is
+        sent again after twice the time (RFC 6298, section 5.5).
+        """
+        return self.seconds - self.common_s > max(SILENT_S, self.common_s)
 
 
 class Fleet:
@@ -316,14 +333,27 @@ class Fleet:
             renewal.add_done_callback(lambda task: task.cancelled() or task.exception())
             silence.beat_s = self._beat_s
             await asyncio.sleep(silence.beat_s)
-            seconds = silence.look(loop.time(), node.channel.last_heard)
+            silence.look(loop.time(), node.channel.last_heard, others=self._hears_others(node))
             # a way that broke says that somebody was there to break it: that is no silence
             quick = self.watchful and not node.channel.broken
-            lost_s = min(SILENT_S, self.lease_s * LOST) if quick else self.lease_s * LOST
-            if seconds > min(self.lease_s * DOUBT, lost_s / 2):
+            if silence.seconds > min(self.lease_s * DOUBT, SILENT_S / 2 if quick else math.inf):
                 node.channel.look_again()
-            if seconds > lost_s:
-                self.lose(node, why_silent(node.name, seconds, broken=node.channel.broken))
+            if silence.seconds > self.lease_s * LOST or (quick and silence.alone):
+                self.lose(node, self._why_silent(node, silence))
+
+    def _hears_others(self, node: Node) -> bool:
+        since = asyncio.get_running_loop().time() - WITNESS_S
+        others = (one for one in self.everyone if one is not node and not one.lost)
+        return any(one.channel.last_heard > since for one in others)
+
+    def _why_silent(self, node: Node, silence: Silence) -> str:
+        """Why a node is given up of which nothing was heard for so long, as far as we can see."""
+        fell_silent = node.channel.last_heard
+        together = [one for one in [*self.everyone, *self.gone]
+                    if abs(one.channel.last_heard - fell_silent) < WITNESS_S]  # fmt: skip
+        if silence.common_s > silence.seconds / 2 and len(together) > 1:
+            return why_all_silent(sorted(one.name for one in together), silence.seconds)
+        return why_silent(node.name, silence.seconds, broken=node.channel.broken)
 
     @property
     def _beat_s(self) -> float:
@@ -453,6 +483,12 @@ def why_silent(name: str, seconds: float, *, broken: bool) -> str:
         return (f"the connection to {name} ended, and no other could be made for {seconds:.1f} s "
                 "(its agent was ended, or the host is cut off)")  # fmt: skip
     return f"no word from {name} for {seconds:.1f} s (switched off, unplugged or frozen)"
+
+
+def why_all_silent(names: Sequence[str], seconds: float) -> str:
+    """Why nodes are given up that fell silent together, with nobody left who is heard."""
+    return (f"no word from any of {', '.join(names)} for {seconds:.1f} s (this machine's own line, "
+            "or all of them at once)")  # fmt: skip
 
 
 def why_ended(name: str, stderr: str) -> str:

@@ -133,8 +133,8 @@ def test_a_silent_node_is_lost_once_and_only_that_one() -> None:
 
 
 def test_a_connection_that_ended_is_not_told_as_a_host_without_power() -> None:
-    assert why_silent("n1", 6.6, broken=True).startswith("the connection to n1 ended, and no other")
-    assert why_silent("n1", 6.6, broken=False).startswith("no word from n1 for 6.6 s")
+    assert why_silent("n1", 6.6, True).startswith("the connection to n1 ended, and no other")
+    assert why_silent("n1", 6.6, False).startswith("no word from n1 for 6.6 s")
 
 
 def test_our_own_absence_is_nobodys_silence() -> None:
@@ -197,14 +197,14 @@ def test_a_silence_of_all_is_of_the_line_that_leads_to_all() -> None:
     assert not alone_after(3.75, others=True)  # what was sent in vain may only be sent again then
     assert alone_after(0.5, others=True)
     silence.look(9.0, last_heard=8.9, others=False)
-    assert (silence.seconds, silence.common_s) == (pytest.approx(0.1), pytest.approx(0.1))
+    assert silence.seconds == silence.common_s == pytest.approx(0.1)
 
 
 def test_nobody_is_left_out_while_our_own_line_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "SILENT_S", 0.4)
     monkeypatch.setattr(fleet_module, "WITNESS_S", 0.2)
 
-    async def scene() -> tuple[list[bool], list[str]]:
+    async def scene() -> tuple[list[bool], dict[str, float]]:
         agents = [Agent("n1"), Agent("n2"), Agent("n3")]
         fleet, _, losses = fleet_of(*agents, lease_s=60.0)
         fleet.watchful = True
@@ -217,12 +217,16 @@ def test_nobody_is_left_out_while_our_own_line_is_silent(monkeypatch: pytest.Mon
         while len(losses) < 3:
             await asyncio.sleep(0.05)
         await fleet.close()
-        return at_once, losses
+        return at_once, fleet.cut_off
 
-    at_once, losses = asyncio.run(scene())
+    at_once, cut_off = asyncio.run(scene())
     assert at_once == [False, False, False]
-    for why in losses:
-        assert why.startswith("no word from any of n1, n2, n3 for ")
+    assert sorted(cut_off) == ["n1", "n2", "n3"]
+    lost = [Failure("lost", host, None, 1.0, headline="no word") for host in cut_off]
+    own = Failure("exception", "n1", 0, 0.5, headline="its own")
+    first, second = outcome.own_line([own, *lost], cut_off)
+    assert (first.kind, second) == ("launcher", own)
+    assert outcome.own_line([own, *lost], {}) == [own, *lost]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,8 @@ class Node:
         lost: True after the connection has ended or fallen silent.
         why: Why it is lost; empty while it is not.
         lost_at: When that became known, on the monotonic clock.
+        cut_off_s: How long it had been silent then together with all others, which tells of our own
+            line more than of it, in seconds; 0 where it was alone.
         active_at: When one of its ranks worked or said a word last, as far as it was asked, on our
             monotonic clock; ``None`` while none runs.
         copies: Trees that were built there for this job: name → (folder there, manifest).
@@ -94,6 +96,7 @@ class Node:
     lost: bool = False
     why: str = ""
     lost_at: float = 0.0
+    cut_off_s: float = 0.0
     active_at: float | None = None
     copies: dict[str, tuple[str, list[list[object]]]] = field(default_factory=dict)
     data: DataPlace | None = None
@@ -339,21 +342,19 @@ class Fleet:
             if silence.seconds > min(self.lease_s * DOUBT, SILENT_S / 2 if quick else math.inf):
                 node.channel.look_again()
             if silence.seconds > self.lease_s * LOST or (quick and silence.alone):
-                self.lose(node, self._why_silent(node, silence))
+                if not self._hears_others(node) and len(self.everyone) > 1:
+                    node.cut_off_s = silence.seconds
+                self.lose(node, why_silent(node.name, silence.seconds, node.channel.broken))
 
     def _hears_others(self, node: Node) -> bool:
         since = asyncio.get_running_loop().time() - WITNESS_S
         others = (one for one in self.everyone if one is not node and not one.lost)
         return any(one.channel.last_heard > since for one in others)
 
-    def _why_silent(self, node: Node, silence: Silence) -> str:
-        """Why a node is given up of which nothing was heard for so long, as far as we can see."""
-        fell_silent = node.channel.last_heard
-        together = [one for one in [*self.everyone, *self.gone]
-                    if abs(one.channel.last_heard - fell_silent) < WITNESS_S]  # fmt: skip
-        if silence.common_s > silence.seconds / 2 and len(together) > 1:
-            return why_all_silent(sorted(one.name for one in together), silence.seconds)
-        return why_silent(node.name, silence.seconds, broken=node.channel.broken)
+    @property
+    def cut_off(self) -> dict[str, float]:
+        """Seconds of silence by host, of those that were given up while nobody was heard."""
+        return {node.name: node.cut_off_s for node in self.everyone if node.cut_off_s}
 
     @property
     def _beat_s(self) -> float:
@@ -471,7 +472,7 @@ def _imported(node: Node) -> str:
     return f"torch {torch}" if torch else "Python alone" if node.loaded else ""
 
 
-def why_silent(name: str, seconds: float, *, broken: bool) -> str:
+def why_silent(name: str, seconds: float, broken: bool) -> str:
     """Why a node is given up of which nothing was heard for so long, as far as we can see it.
 
     Args:
@@ -483,12 +484,6 @@ def why_silent(name: str, seconds: float, *, broken: bool) -> str:
         return (f"the connection to {name} ended, and no other could be made for {seconds:.1f} s "
                 "(its agent was ended, or the host is cut off)")  # fmt: skip
     return f"no word from {name} for {seconds:.1f} s (switched off, unplugged or frozen)"
-
-
-def why_all_silent(names: Sequence[str], seconds: float) -> str:
-    """Why nodes are given up that fell silent together, with nobody left who is heard."""
-    return (f"no word from any of {', '.join(names)} for {seconds:.1f} s (this machine's own line, "
-            "or all of them at once)")  # fmt: skip
 
 
 def why_ended(name: str, stderr: str) -> str:

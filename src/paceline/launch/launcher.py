@@ -562,6 +562,8 @@ def lost_between(fleet: Fleet) -> Failure | None:
         if node.lost and away is not None and away.seconds > fleet.lease_s / 2:
             headline = outcome.own_pause(away.seconds, fleet.lease_s)
             return Failure("launcher", HERE, None, now, headline=headline)
+        if node.lost and node.cut_off_s:
+            return outcome.own_silence(node.cut_off_s, now)
         if node.lost:
             return Failure("lost", node.name, None, now, headline=node.why)
     for node in fleet.nodes:

@@ -174,6 +174,32 @@ def own_absence(failures: Sequence[Failure], away_s: float, lease_s: float) -> l
     return [us, *(failure for failure in failures if failure.time < us.time)]
 
 
+def own_line(failures: Sequence[Failure], silent_s: Mapping[str, float]) -> list[Failure]:
+    """The same failures; hosts that all fell silent together are not at fault each for itself.
+
+    Args:
+        failures: As known.
+        silent_s: By host, how long those were silent that were given up while nobody was heard.
+    """
+    lost = [failure for failure in failures if failure.host in silent_s and failure.kind == "lost"]
+    if not lost:
+        return list(failures)
+    us = own_silence(max(silent_s.values()), min(failure.time for failure in lost))
+    return [us, *(failure for failure in failures if failure not in lost)]
+
+
+def own_silence(silent_s: float, time: float) -> Failure:
+    """What is said when none of the hosts was heard for so long that they left.
+
+    Args:
+        silent_s: In seconds.
+        time: When, on our monotonic clock.
+    """
+    headline = (f"this launcher heard none of its hosts for {silent_s:.1f} s (its own line, or all "
+                "of them at once); nodes end their ranks then: see --lease")  # fmt: skip
+    return Failure("launcher", HERE, None, time, headline=headline)
+
+
 def own_pause(away_s: float, lease_s: float) -> str:
     """What is said of a launcher that was away for so long that its nodes left."""
     if away_s > lease_s:

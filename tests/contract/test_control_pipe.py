@@ -191,3 +191,18 @@ def test_the_ranks_of_a_fork_server_that_died_come_back(here: Here, script: Path
     here.until(lambda: any(message["event"] == "imported" for message in here.heard))
     here.job.add(request(script, {4: {}, 5: {}}))
     assert here.pid(4) != here.pid(5)
+
+
+def test_what_another_agent_of_the_job_ends_is_its_own(here: Here, script: Path) -> None:
+    """One that was cut off may still be at it when its host has another one."""
+    other = Here(script.parent / "package")
+    other.job.prepare({"python": sys.executable, "preload": [], "env": {}, "token": TOKEN})
+    assert here.job._server is not None
+    assert other.job._server is not None
+    try:
+        other.until(lambda: any(message["event"] == "imported" for message in other.heard))
+        marked = {process.pid for process in procs.job_processes(here.job.token, [], [])}
+        assert here.job._server.pid in marked
+        assert other.job._server.pid not in marked
+    finally:
+        other.job.close()

@@ -167,6 +167,8 @@ class NodeJob:
         self._sources: List[List[Any]] = []
         self._login: Message = {}
         self.token = ""
+        # A cut-off agent of this job may still end its own beside us: ours are not among them.
+        self._mark = os.urandom(8).hex()
         self.errors = 2  # descriptor of the fork server's own words
         self.ranks: List[Rank] = []
         self.running = False
@@ -205,9 +207,9 @@ class NodeJob:
                 ``unset`` (names to be removed), ``token``; ``defaults``: names of variables that
                 yield to what an activation script has set.
         """
-        self.token = request["token"]
+        self.token = "%s-%s" % (request["token"], self._mark)
         self._yielded = self._activated.intersection(request.get("defaults", ()))
-        request = dict(request, env=self._without_yielded(request["env"]))
+        request = dict(request, env=self._without_yielded(request["env"]), token=self.token)
         self._received, self._given_up = b"", False
         self._frozen_at.clear()
         env = environment(dict(os.environ) if self._base is None else self._base, request)

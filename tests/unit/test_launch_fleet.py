@@ -202,7 +202,7 @@ def test_a_silence_of_all_is_of_the_line_that_leads_to_all() -> None:
 
 def test_nobody_is_left_out_while_our_own_line_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "SILENT_S", 0.4)
-    monkeypatch.setattr(fleet_module, "WITNESS_S", 0.2)
+    monkeypatch.setattr(fleet_module, "OTHERS_S", 0.2)
 
     async def scene() -> tuple[list[bool], dict[str, float]]:
         agents = [Agent("n1"), Agent("n2"), Agent("n3")]

@@ -28,7 +28,7 @@ LOST = 0.65  # the same: it is given up, just before it begins to end its ranks 
 MOST_BEAT_S = 1.0  # between two renewals, whose answers also tell of the ranks
 QUICK_BEAT_S = 0.25  # the same while ranks can go on without a node
 SILENT_S = 2.5  # after which such a node is left out
-WITNESS_S = 1.25  # another node that was heard so lately shows that our own line is sound
+OTHERS_S = 1.25  # another node that was heard so lately shows that our own line is sound
 BEATS_A_SECOND = 500  # of all nodes together, at most
 OWN_TICK_S = 0.25  # how often we look whether we were away ourselves
 OWN_GAP_S = 1.0  # a shorter one is a busy machine's
@@ -347,7 +347,7 @@ class Fleet:
                 self.lose(node, why_silent(node.name, silence.seconds, node.channel.broken))
 
     def _hears_others(self, node: Node) -> bool:
-        since = asyncio.get_running_loop().time() - WITNESS_S
+        since = asyncio.get_running_loop().time() - OTHERS_S
         others = (one for one in self.everyone if one is not node and not one.lost)
         return any(one.channel.last_heard > since for one in others)
 

@@ -407,3 +407,41 @@ def test_a_wait_in_the_next_group_is_not_given_up(monkeypatch: pytest.MonkeyPatc
     while any(thread.name == "paceline-give-up" for thread in threading.enumerate()):
         time.sleep(0.01)
     assert given_up == []
+
+
+def test_a_wait_is_given_up_where_a_thread_of_gloos_never_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It wakes again and again for the rest of a message that nobody takes."""
+    control = cast(Any, SimpleNamespace(newer=lambda _: None))
+    comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
+    one = recovery.Recovery(0, comms, control, recovery.Nccl(), None, lambda *_: None)
+    given_up = threading.Event()
+    monkeypatch.setattr(recovery.waits, "asleep", lambda: False)
+    monkeypatch.setattr(recovery.waits, "give_up", given_up.set)
+    monkeypatch.setattr(recovery, "_AT_LAST_S", 0.2)
+    control.freed(1)
+    assert given_up.wait(20)
+    one.generation = 1  # which ends the thread
+
+
+def test_what_gloos_threads_use_of_a_cpu_is_no_computing() -> None:
+    """So a rank that is held in a collective is known by it, although such a thread never rests."""
+    talk, over, idle = recovery.Talk(), threading.Event(), []
+
+    def spin() -> None:
+        Path("/proc/thread-self/comm").write_text("pt_gloo_runloop")
+        while not over.is_set():
+            sum(range(1000))
+
+    busy = threading.Thread(target=spin)
+    busy.start()
+    try:
+        with talk:
+            watch = threading.Thread(target=lambda: idle.append(talk.idle_for(1.5, over.is_set)))
+            watch.start()
+            watch.join(20)  # a busy machine may take more than one attempt
+        assert idle == [True]
+    finally:
+        over.set()
+        busy.join()

@@ -75,6 +75,9 @@ _SOON_AGAIN = ((16, 1), (44, 1000))
 _OFTEN, _SELDOM, _RARELY = 0.001, 0.02, 0.5  # seconds between two looks whether all are there
 _LOOKS = 3  # at gloo asleep, with all its connections closed: what waits now waits for nothing
 _MANY_LOOKS = 20  # in more than a second; a connection that is not closed even then is not gloo's
+_AT_LAST_S = (
+    10.0  # after which no look is needed: a thread of gloo's may never sleep (see waits.py)
+)
 _STUCK_S = 3.0  # idle in a collective whose connections are cut; cutting frees in milliseconds
 _IDLE = 0.03  # share of a CPU below which a process does not compute, on a busy machine neither
 
@@ -367,17 +370,23 @@ class Talk:
     def idle_for(self, seconds: float, over: Callable[[], bool]) -> bool:
         """Whether this process stays in one of them and computes nothing for so long.
 
-        Watches until then, or until ``over``; for a thread of its own.
+        Watches until then, or until ``over``; for a thread of its own. What gloo's threads use of a
+        CPU is no computing.
         """
-        number, spent, since = self.number, time.process_time(), time.monotonic()
+        number, spent, since = self.number, _computed_s(), time.monotonic()
         while not over():
             time.sleep(seconds / 12)
-            now, used = time.monotonic(), time.process_time()
+            now, used = time.monotonic(), _computed_s()
             if not self.number or self.number != number or used - spent > _IDLE * seconds:
                 number, spent, since = self.number, used, now
             elif now - since >= seconds:
                 return True
         return False
+
+
+def _computed_s() -> float:
+    """CPU time that this process has used, without what gloo's threads have, in seconds."""
+    return time.process_time() - waits.spent_s()
 
 
 class Control:
@@ -791,12 +800,13 @@ class Recovery:
             return self.generation >= generation or self._control.newer(generation) is not None
 
         def give_up() -> None:
-            looks, pause = 0, _SELDOM
+            looks, pause, at_last = 0, _SELDOM, time.monotonic() + _AT_LAST_S
             while not over():
                 time.sleep(pause)
                 pause = min(_RARELY, 1.1 * pause)  # looking must not pass for computing
                 looks = looks + 1 if waits.asleep() else 0
-                if looks < (_LOOKS if self._links.ended() else _MANY_LOOKS):
+                enough = looks >= (_LOOKS if self._links.ended() else _MANY_LOOKS)
+                if not enough and time.monotonic() < at_last:
                     continue
                 with self._forming:  # what is waited for in the next group is not to be given up
                     if not over():

@@ -75,9 +75,7 @@ _SOON_AGAIN = ((16, 1), (44, 1000))
 _OFTEN, _SELDOM, _RARELY = 0.001, 0.02, 0.5  # seconds between two looks whether all are there
 _LOOKS = 3  # at gloo asleep, with all its connections closed: what waits now waits for nothing
 _MANY_LOOKS = 20  # in more than a second; a connection that is not closed even then is not gloo's
-_AT_LAST_S = (
-    10.0  # after which no look is needed: a thread of gloo's may never sleep (see waits.py)
-)
+_AT_LAST_S = 10.0  # after which no look is needed: a thread of gloo's may never sleep (waits.py)
 _STUCK_S = 3.0  # idle in a collective whose connections are cut; cutting frees in milliseconds
 _IDLE = 0.03  # share of a CPU below which a process does not compute, on a busy machine neither
 

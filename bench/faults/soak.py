@@ -63,6 +63,7 @@ class Kind:
         first: It strikes the host of rank 0, which writes, wherever that is by now.
         hosts: That it strikes.
         seen: Seconds after which a rank that it ends has done its last step, at most.
+        passes: It may be over before any host is given up; only where one was has it to be named.
     """
 
     promise: float
@@ -72,6 +73,7 @@ class Kind:
     first: bool = False
     hosts: int = 1
     seen: float = 0.5
+    passes: bool = False
 
     def struck(self, lab: Lab, host: str) -> set[str]:
         """The hosts that it strikes."""
@@ -194,7 +196,7 @@ KINDS = {
     "power off beside rank 0, on after 4 s": Kind(3.0, fault("power-off"), 4.0, first=True),
     "cable of rank 0 pulled for 6 s": Kind(3.0, fault("unplug"), 6.0, first=True),
     "2 % of packets lost for 3 s": Kind(1.0, fault("loss", "2"), 3.0, named=False),
-    "a firewall refuses everything for 6 s": Kind(10.0, fault("reject", "all"), 6.0),
+    "a firewall refuses everything for 6 s": Kind(10.0, fault("reject", "all"), 6.0, passes=True),
     "kill -9 of the store and of a rank": Kind(2.0, to_the_store(signal.SIGKILL)),
     "SIGSTOP of the store, and kill -9 of a rank": Kind(5.0, to_the_store(signal.SIGSTOP)),
     "SIGSEGV of a rank": Kind(1.0, send("rank", signal.SIGSEGV)),
@@ -333,10 +335,11 @@ def strike(one: Job, kind: str, host: str) -> Struck:
     told = [event for event in news if event.get("event") in telling]
     if told:
         found.told_s = max(0.0, float(str(told[0].get("time", wall))) - wall)
-    if about.named:
+    blamed = [text for event in news if (text := blame(event))]
+    given_up = blamed or any(event.get("event") == "lost" for event in told)
+    if about.named and (given_up or not about.passes):
         found.named = any(host in json.dumps(event) for event in told)
         right = about.struck(one.lab, host)
-        blamed = [text for event in news if (text := blame(event))]
         found.others = tuple(text for text in blamed if not any(name in text for name in right))
     one.struck.append(found)
     return found

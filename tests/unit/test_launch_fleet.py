@@ -133,8 +133,8 @@ def test_a_silent_node_is_lost_once_and_only_that_one() -> None:
 
 
 def test_a_connection_that_ended_is_not_told_as_a_host_without_power() -> None:
-    assert why_silent("n1", 6.6, True).startswith("the connection to n1 ended, and no other")
-    assert why_silent("n1", 6.6, False).startswith("no word from n1 for 6.6 s")
+    assert why_silent("n1", 6.6, broken=True).startswith("the connection to n1 ended, and no other")
+    assert why_silent("n1", 6.6, broken=False).startswith("no word from n1 for 6.6 s")
 
 
 def test_our_own_absence_is_nobodys_silence() -> None:
@@ -224,9 +224,31 @@ def test_nobody_is_left_out_while_our_own_line_is_silent(monkeypatch: pytest.Mon
     assert sorted(cut_off) == ["n1", "n2", "n3"]
     lost = [Failure("lost", host, None, 1.0, headline="no word") for host in cut_off]
     own = Failure("exception", "n1", 0, 0.5, headline="its own")
-    first, second = outcome.own_line([own, *lost], cut_off)
+    first, second = outcome.own_line([own, *lost], cut_off, 10.0)
     assert (first.kind, second) == ("launcher", own)
-    assert outcome.own_line([own, *lost], {}) == [own, *lost]
+    assert outcome.own_line([own, *lost], {}, 10.0) == [own, *lost]
+
+
+def test_the_last_host_that_falls_silent_is_not_our_own_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_module, "OTHERS_S", 0.3)
+
+    async def scene() -> tuple[Fleet, dict[str, float]]:
+        agents = [Agent("n1"), Agent("n2")]
+        fleet, _, losses = fleet_of(*agents, lease_s=2.0)
+        await asyncio.sleep(0.1)
+        agents[0].silent = True
+        await asyncio.sleep(0.9)
+        agents[1].silent = True
+        while len(losses) < 2:
+            await asyncio.sleep(0.05)
+        await fleet.close()
+        return fleet, fleet.cut_off
+
+    fleet, cut_off = asyncio.run(scene())
+    assert cut_off == {}
+    assert [fleet.own_fault(node) for node in fleet.nodes] == ["", ""]
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ class Attempt:
             away.seconds if away else 0.0,
             self._fleet.lease_s,
         )
-        known = outcome.own_line(known, self._fleet.cut_off)
+        known = outcome.own_line(known, self._fleet.cut_off, self._fleet.lease_s)
         wished = all(failure.wished for failure in known)
         if wished and self._interrupts.received:
             return await self._stop_for_user()

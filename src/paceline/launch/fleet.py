@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from paceline.launch import outcome
 from paceline.launch.decide import Found
-from paceline.launch.outcome import how_it_died
 from paceline.remote.channel import Channel
 from paceline.remote.fanout import all_of
 from paceline.spec.errors import PacelineError
@@ -153,7 +153,7 @@ class Node:
         if event.kind == "import failed":
             trouble = Trouble("import", event["traceback"])
         elif event.kind == "fork server died":
-            trouble = Trouble("died", how_it_died(event))
+            trouble = Trouble("died", outcome.how_it_died(event))
         else:
             self.loaded = dict(event.fields)
         self.settle(trouble)
@@ -342,14 +342,29 @@ class Fleet:
             if silence.seconds > min(self.lease_s * DOUBT, SILENT_S / 2 if quick else math.inf):
                 node.channel.look_again()
             if silence.seconds > self.lease_s * LOST or (quick and silence.alone):
-                if not self._hears_others(node) and len(self.everyone) > 1:
+                if self._fell_silent_with_all(node):
                     node.cut_off_s = silence.seconds
-                self.lose(node, why_silent(node.name, silence.seconds, node.channel.broken))
+                broken = node.channel.broken
+                self.lose(node, why_silent(node.name, silence.seconds, broken=broken))
 
     def _hears_others(self, node: Node) -> bool:
         since = asyncio.get_running_loop().time() - OTHERS_S
         others = (one for one in self.everyone if one is not node and not one.lost)
         return any(one.channel.last_heard > since for one in others)
+
+    def _fell_silent_with_all(self, node: Node) -> bool:
+        """Whether all others that were left were heard last when it was: nothing tells it apart."""
+        heard = node.channel.last_heard
+        others = [one for one in self.everyone if one is not node]
+        then = [one for one in others if abs(one.channel.last_heard - heard) < OTHERS_S]
+        return bool(then) and all(one.lost or one in then for one in others)
+
+    def own_fault(self, node: Node) -> str:
+        """What of this launcher itself, not of the node, explains its loss; empty where nothing."""
+        away = self.absence
+        if away is not None and away.seconds > self.lease_s / 2:
+            return outcome.own_pause(away.seconds, self.lease_s)
+        return outcome.own_silence(node.cut_off_s, self.lease_s) if node.cut_off_s else ""
 
     @property
     def cut_off(self) -> dict[str, float]:
@@ -472,7 +487,7 @@ def _imported(node: Node) -> str:
     return f"torch {torch}" if torch else "Python alone" if node.loaded else ""
 
 
-def why_silent(name: str, seconds: float, broken: bool) -> str:
+def why_silent(name: str, seconds: float, *, broken: bool) -> str:
     """Why a node is given up of which nothing was heard for so long, as far as we can see it.
 
     Args:

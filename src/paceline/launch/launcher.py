@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.launch import decide, notify, outcome, prepare
+from paceline.launch import decide, notify, prepare
 from paceline.launch.allowance import STARTS
 from paceline.launch.collect import Results
 from paceline.launch.control import Actions, Control
@@ -557,13 +557,10 @@ def _nobody(event: Event) -> None:
 
 def lost_between(fleet: Fleet) -> Failure | None:
     """The loss of a node, or of its fork server, before the ranks of an attempt ran."""
-    now, away = time.monotonic(), fleet.absence
+    now = time.monotonic()
     for node in fleet.nodes:
-        if node.lost and away is not None and away.seconds > fleet.lease_s / 2:
-            headline = outcome.own_pause(away.seconds, fleet.lease_s)
-            return Failure("launcher", HERE, None, now, headline=headline)
-        if node.lost and node.cut_off_s:
-            return outcome.own_silence(node.cut_off_s, now)
+        if node.lost and (ours := fleet.own_fault(node)):
+            return Failure("launcher", HERE, None, now, headline=ours)
         if node.lost:
             return Failure("lost", node.name, None, now, headline=node.why)
     for node in fleet.nodes:

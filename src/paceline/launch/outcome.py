@@ -174,30 +174,30 @@ def own_absence(failures: Sequence[Failure], away_s: float, lease_s: float) -> l
     return [us, *(failure for failure in failures if failure.time < us.time)]
 
 
-def own_line(failures: Sequence[Failure], silent_s: Mapping[str, float]) -> list[Failure]:
+def own_line(
+    failures: Sequence[Failure], silent_s: Mapping[str, float], lease_s: float
+) -> list[Failure]:
     """The same failures; hosts that all fell silent together are not at fault each for itself.
 
     Args:
         failures: As known.
         silent_s: By host, how long those were silent that were given up while nobody was heard.
+        lease_s: How long nodes go on without us.
     """
     lost = [failure for failure in failures if failure.host in silent_s and failure.kind == "lost"]
     if not lost:
         return list(failures)
-    us = own_silence(max(silent_s.values()), min(failure.time for failure in lost))
+    headline = own_silence(max(silent_s.values()), lease_s)
+    first = min(failure.time for failure in lost)
+    us = Failure("launcher", HERE, None, first, headline=headline)
     return [us, *(failure for failure in failures if failure not in lost)]
 
 
-def own_silence(silent_s: float, time: float) -> Failure:
-    """What is said when none of the hosts was heard for so long that they left.
-
-    Args:
-        silent_s: In seconds.
-        time: When, on our monotonic clock.
-    """
-    headline = (f"this launcher heard none of its hosts for {silent_s:.1f} s (its own line, or all "
-                "of them at once); nodes end their ranks then: see --lease")  # fmt: skip
-    return Failure("launcher", HERE, None, time, headline=headline)
+def own_silence(silent_s: float, lease_s: float) -> str:
+    """What is said when none of the hosts was heard for so long that they left."""
+    heard = f"this launcher heard none of its hosts for {silent_s:.1f} s"
+    return (f"{heard} (its own line, or all of them at once), and nodes end their ranks before the "
+            f"lease of {lease_s:g} s is over")  # fmt: skip
 
 
 def own_pause(away_s: float, lease_s: float) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.launch import decide, muster, outcome
+from paceline.launch import decide, muster
 from paceline.launch.decide import Found, Supplies
 from paceline.launch.fleet import Fleet, Node, together
 from paceline.launch.outset import trains
@@ -291,11 +291,11 @@ def lost_nodes_named(fleet: Fleet) -> Iterator[None]:
 
 
 def went_away(fleet: Fleet, node: Node, why: str) -> NodeError:
-    """A host was lost before its ranks ran: its own doing, unless this launcher was away."""
-    name, away = node.name, fleet.absence
-    if away is not None and away.seconds > fleet.lease_s / 2:
+    """A host was lost before its ranks ran: its own doing, unless it was this launcher's."""
+    name = node.name
+    if ours := fleet.own_fault(node):
         return NodeError(
-            f"{outcome.own_pause(away.seconds, fleet.lease_s)}, while the nodes were starting",
+            f"{ours}; that was while the nodes were starting",
             found=f"{name}: {why}",
             remedy="Run again; --lease SECONDS is how long nodes wait for this launcher",
         )

@@ -367,7 +367,7 @@ def frozen(way: str, size: int, folder: Path, slot: int, after: float) -> dict[s
         if begun and time.monotonic() - begun > after and not launcher.ranks[slot].frozen:
             launcher.freeze(slot)
 
-    return trial(way, size, folder, act=act)
+    return trial(way, size, folder, act=act, pause=LONGER_S)
 
 
 def main(folder: Path, what: str, *args: str) -> None:

@@ -17,7 +17,8 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/paceline(_
 _COLLECTIVES = re.compile(r"/torch/(distributed|nn/parallel)/")
 _WAITS = ("_engine_run_backward", "run_backward")  # gradients are exchanged inside
 _WRAPPERS = {"wrapper", "inner", "_call_impl", "_wrapped_call_impl"}
-_OUR_WAITS, _OURS = "/paceline/train/waits.py", "/paceline/train/"
+_OURS = "/paceline/train/"
+_OUR_WAITS = re.compile(rf"{_OURS}(waits|direct)\.py")
 # what stands around a model's own code, or around files, waits for nobody by itself
 _AROUND = {"forward", "_run_ddp_forward", "inner_forward"}
 _WORK = re.compile(
@@ -97,7 +98,7 @@ def waits(stand: Stand) -> bool:
             return False
         if _COLLECTIVES.search(frame.file) and frame.function not in _WRAPPERS:
             return frame.function not in _AROUND
-        if frame.function in _WAITS or _OUR_WAITS in frame.file or _begins_anew(frame):
+        if frame.function in _WAITS or _OUR_WAITS.search(frame.file) or _begins_anew(frame):
             return True
     return False
 

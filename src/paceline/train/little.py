@@ -1,10 +1,11 @@
-"""Little messages among three and more ranks over gloo: everybody sends to everybody at once.
+"""Little messages among ranks over gloo: everybody sends to everybody at once.
 
 gloo's all-reduce passes parts around a ring, each in several messages: of 40 kB among four ranks
 every rank sends 72 segments, one after the other, and what counts is how often a thread has to be
 woken. Where all send what they have directly, or a part to the rank that adds it up and the sum
-to all, there are one or two such rounds (``bench/broadcast/small.py``). Sums are made in rank
-order, so that the place of an element does not matter.
+to all, there are one or two such rounds. They go over connections of our own as soon as a group has
+them (:mod:`paceline.train.direct`). Sums are made in rank order, so that the place of an element
+does not matter.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.train import waits
+from paceline.train.direct import Lines, lines
 
 MOST = 1 << 18
 """Bytes of a vector up to which it is worth it, over all lines."""
@@ -22,30 +24,41 @@ _AT_ONCE = 1 << 12  # bytes up to which each rank gets all, and adds up by itsel
 
 def fits(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> bool:
     """Whether a vector on this many ranks is better sent so."""
-    return vector.device.type == "cpu" and pays(vector.nbytes, ranks, group)
+    on_cpus = vector.device.type == "cpu" and "gloo" in dist.get_backend(group)
+    return on_cpus and ranks > 1 and 0 < vector.nbytes <= MOST
 
 
 def pays(size: int, ranks: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether so many bytes on CPUs are better sent so."""
+    """Whether so many bytes of gradients on CPUs are better averaged so than in buckets."""
     return ranks > 2 and 0 < size <= MOST and "gloo" in dist.get_backend(group)
 
 
 def rows(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
     """Every rank's tensor, of any shape, in rank order: ``[ranks, …]``; a collective."""
-    return _swapped(vector.expand(ranks, *vector.shape).contiguous(), group)
+    return _rows(vector, ranks, group, lines(group))
 
 
 def add_up(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> None:
     """The sum over all ranks in place, of any shape; the same bits everywhere; a collective."""
+    ours = lines(group)
     if vector.nbytes <= _AT_ONCE:
-        vector.copy_(_total(rows(vector, ranks, group)))
+        vector.copy_(_total(_rows(vector, ranks, group, ours)))
         return
     count = vector.numel()
     length = -(-count // ranks)
     parts = vector.new_zeros(ranks * length)
     parts[:count] = vector.reshape(-1)
-    own = _total(_swapped(parts.view(ranks, length), group))
-    vector.copy_(rows(own, ranks, group).view(-1)[:count].view_as(vector))
+    sent = parts.view(ranks, length)
+    own = _total(ours.swapped(sent) if ours else _swapped(sent, group))
+    vector.copy_(_rows(own, ranks, group, ours).view(-1)[:count].view_as(vector))
+
+
+def _rows(
+    vector: Tensor, ranks: int, group: dist.ProcessGroup | None, ours: Lines | None
+) -> Tensor:
+    if ours:
+        return ours.rows(vector)
+    return _swapped(vector.expand(ranks, *vector.shape).contiguous(), group)
 
 
 def _swapped(sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:

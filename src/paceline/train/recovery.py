@@ -59,7 +59,7 @@ from torch.distributed.constants import default_pg_timeout
 from paceline.spec import jobenv
 from paceline.spec.errors import JobError
 from paceline.spec.failure import ECHO, silent_peer
-from paceline.train import waits
+from paceline.train import direct, waits
 from paceline.train.comms import Comms
 from paceline.train.stop import wait_for_idle_workers
 from paceline.train.world import World
@@ -70,8 +70,6 @@ _FORMING = timedelta(seconds=20)  # for connections of a new group among ranks t
 _CALLING = timedelta(seconds=0.5)  # for one try to reach the store of a new group
 _RESTING = 60.0  # seconds after which no thread of a group that was left has anything to do
 _NO_CONNECTION = (7, 10)  # states of TCP: closed, which a new socket is, too, and listening
-# TCP_THIN_LINEAR_TIMEOUTS, and TCP_RTO_MAX_MS of Linux 6.15, which Python does not name
-_SOON_AGAIN = ((16, 1), (44, 1000))
 _OFTEN, _SELDOM, _RARELY = 0.001, 0.02, 0.5  # seconds between two looks whether all are there
 _LOOKS = 3  # at gloo asleep, with all its connections closed: what waits now waits for nothing
 _MANY_LOOKS = 20  # in more than a second; a connection that is not closed even then is not gloo's
@@ -217,7 +215,8 @@ class Gloo:
             with self._lock:
                 new = self._new()
                 for fd in new:
-                    _come_back_soon(fd)
+                    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
+                        direct.come_back_soon(one)
                 self._known |= new
                 self._before = None
 
@@ -231,6 +230,7 @@ class Gloo:
             self._of_stores |= self._new()
 
     def cut(self, *, former: bool = False) -> None:
+        direct.cut()  # none is made before a group is whole
         with self._lock:
             for fd, what in {**self._known, **({} if former else self._new())}.items():
                 if _shut(fd, what):
@@ -259,17 +259,6 @@ class Gloo:
                     _shut(fd, what)
             for fd in new:
                 _knock(fd, self._ranks)
-
-
-def _come_back_soon(fd: int) -> None:
-    """Has what a short break of the line has swallowed sent again soon after it.
-
-    The kernel doubles its pause with each try: 1.5 s without a line become 3.
-    """
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
-        for option, value in _SOON_AGAIN:
-            with contextlib.suppress(OSError):  # an older kernel, or no TCP
-                one.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _knock(fd: int, ranks: int) -> None:

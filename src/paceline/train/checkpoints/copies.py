@@ -25,6 +25,7 @@ from paceline.train.checkpoints.format import Damaged
 from paceline.train.checkpoints.receiver import Receiver, Refused, Talk, send
 from paceline.train.checkpoints.store import Store
 from paceline.train.comms import Comms
+from paceline.train.direct import own_address
 from paceline.train.disks import who_sees
 
 PART = 0.05
@@ -175,15 +176,6 @@ def leads(hosts: Sequence[str], sees: Sequence[bool]) -> list[int]:
     """The ranks that take copies: one for each host other than rank 0's with a disk of its own."""
     first = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
     return sorted(rank for host, rank in first.items() if host != hosts[0] and not sees[rank])
-
-
-def own_address() -> str:
-    """Of this host, as the job's other hosts reach it: by which it reaches the first of them."""
-    known = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    family, kind, _, _, place = socket.getaddrinfo(known, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as asking:
-        asking.connect(place)  # sends nothing
-        return str(asking.getsockname()[0])
 
 
 class _Sender:

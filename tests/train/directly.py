@@ -1,0 +1,228 @@
+"""Run by the tests: what ranks send each other over connections of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import forking
+import torch
+import torch.distributed as dist
+
+from paceline.spec.failure import ECHO, WAITED
+from paceline.train import direct, recovery
+from paceline.train.comms import Comms
+from paceline.train.world import World
+
+TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+SHAPES = [(), (3,), (2, 5), (1000,), (30_000,)]  # in one round, and in two
+
+
+def joined() -> Comms:
+    """A group that has its connections."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    comms = Comms(World(int(os.environ["RANK"]), dist.get_world_size()), torch.device("cpu"))
+    for _ in range(direct._USUAL):
+        comms.barrier()
+    return comms
+
+
+def of(group: dist.ProcessGroup | None = None) -> direct.Lines | None:
+    return direct._known.groups[group or dist.distributed_c10d._get_default_group()].lines
+
+
+def refused(act: Callable[[], object]) -> str:
+    with contextlib.suppress(SystemExit):
+        try:
+            act()
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def drawn(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return 9 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def alike(folder: Path) -> None:
+    """The same, to the bit, as what all ranks know without sending anything."""
+    comms = joined()
+    assert of() is not None
+    rank, size = comms.world.rank, comms.world.size
+    for kind in TYPES:
+        for shape in SHAPES:
+            every = [drawn(one, shape).to(kind) for one in range(size)]
+            assert torch.equal(comms._rows(every[rank]), torch.stack(every))
+            total = every[0].clone()
+            for one in every[1:]:
+                total += one
+            assert torch.equal(comms.sum(every[rank].clone()), total), (kind, shape)
+    assert comms.texts("é" * rank) == ["é" * one for one in range(size)]
+    assert comms.most(torch.tensor([float(rank), -float(rank)])) == [size - 1.0, 0.0]
+
+
+def apart(folder: Path) -> None:
+    """Groups have connections of their own, also where different threads use them at once."""
+    comms = joined()
+    other = Comms(comms.world, comms.device, comms.new_group())
+    found: list[float] = []
+
+    def use() -> None:
+        for _ in range(200):
+            found.append(float(other.sum(torch.full((500,), 2.0))[0]))
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    for _ in range(200):
+        assert float(comms.sum(torch.ones(500))[0]) == comms.world.size
+    thread.join()
+    assert found == [2.0 * comms.world.size] * 200
+    assert of(other.group) is not of()
+
+
+def let_go(folder: Path) -> None:
+    """A group that nobody has any more keeps no connection."""
+    comms = joined()
+
+    before = len(of()._sockets)  # type: ignore[union-attr]
+    known = len(recovery._sockets())
+    for one in list(of()._sockets.values()):  # type: ignore[union-attr]
+        assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    comms.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    assert not direct._known.groups
+    assert known - len(recovery._sockets()) >= before == comms.world.size - 1
+
+
+def freed(folder: Path) -> None:
+    """Who waits for a rank that does not come is freed from another thread, and stays so."""
+    comms = joined()
+    if comms.world.rank == 0:
+        time.sleep(2)
+        os._exit(0)
+    threading.Timer(0.3, direct.cut).start()
+    began = time.monotonic()
+    said = refused(comms.barrier)
+    took = time.monotonic() - began
+    again = refused(comms.barrier)
+    note(folder, {"said": [said, again], "took": took})
+    os._exit(0)
+
+
+def lost(folder: Path) -> None:
+    """Who waits for a rank that dies hears it as from gloo."""
+    comms = joined()
+    if comms.world.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = refused(comms.barrier)
+    assert ECHO.search(said), said
+    note(folder, {"said": [said]})
+    os._exit(0)
+
+
+def late(folder: Path) -> None:
+    """The group's timeout holds, whatever it was when the connections were made."""
+    comms = joined()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
+    if comms.world.rank == 0:
+        time.sleep(1.5)
+        os._exit(0)
+    said = refused(comms.barrier)
+    assert WAITED.search(said), said
+    note(folder, {"said": [said]})
+    os._exit(0)
+
+
+def unlike(folder: Path) -> None:
+    """Ranks that do not call the same are told, instead of taking one message for another."""
+    comms = joined()
+    said = refused(lambda: comms.sum(torch.ones(4 + comms.world.rank)))
+    note(folder, {"said": [said]})
+    os._exit(0)
+
+
+def out_of_reach(folder: Path) -> None:
+    """Where one rank's address leads nowhere, gloo carries all, in this group and the next."""
+    if os.environ["RANK"] == "1":
+        direct.own_address = lambda: "127.0.0.1"
+        listening = direct._listening
+
+        def elsewhere(cuts: int, ranks: int) -> socket.socket | None:
+            one = listening(cuts, ranks)
+            assert one is not None
+            one.close()  # nobody listens there any more
+            shut = direct._card
+            direct._card = lambda _, key: shut(Closed(one), key)  # type: ignore[arg-type]
+            return socket.create_server(("127.0.0.1", 0))
+
+        class Closed:
+            def __init__(self, one: socket.socket) -> None:
+                self.place = "127.0.0.1", 9
+
+            def getsockname(self) -> tuple[str, int]:
+                return self.place
+
+        direct._listening = elsewhere
+    direct._MAKING_S = 1.0
+    comms = joined()
+    assert of() is None
+    assert direct._known.in_vain
+    assert float(comms.sum(torch.ones(5))[0]) == comms.world.size
+    began = time.monotonic()
+    other = Comms(comms.world, comms.device, comms.new_group())
+    for _ in range(direct._USUAL):
+        other.barrier()
+    assert of(other.group) is None
+    assert time.monotonic() - began < 1.0  # nobody tries again
+    assert float(other.sum(torch.ones(5))[0]) == comms.world.size
+
+
+def strangers(folder: Path) -> None:
+    """Who calls without the key is not taken for a rank, and holds nobody up."""
+    listening = direct._listening
+    callers = []
+
+    def beset(cuts: int, ranks: int) -> socket.socket | None:
+        one = listening(cuts, ranks)
+        assert one is not None
+        for said in (b"", b"x" * 20, b"GET / HTTP/1.1\r\n\r\n" * 3):
+            caller = socket.create_connection(one.getsockname())
+            caller.sendall(said)
+            caller.shutdown(socket.SHUT_WR)
+            callers.append(caller)
+        return one
+
+    direct._listening = beset
+    comms = joined()
+    assert of() is not None
+    assert float(comms.sum(torch.ones(5))[0]) == comms.world.size
+
+
+def note(folder: Path, found: object) -> None:
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def main(folder: Path, what: str, sizes: str) -> None:
+    for size in map(int, sizes.split(",")):
+        here = folder / str(size)
+        here.mkdir()
+        statuses = forking.run(size, lambda here=here: globals()[what](here))
+        assert statuses == [-9 if what == "lost" and not one else 0 for one in range(size)], (
+            statuses
+        )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,63 @@
+"""Connections of our own among ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+
+from paceline.explain import stacks
+
+SCRIPT = str(Path(__file__).with_name("directly.py"))
+
+
+def found(folder: Path, what: str, *sizes: int) -> list[dict[str, Any]]:
+    """What the ranks have noted, of all sizes of the world."""
+    ranks.run_ok(1, [SCRIPT, str(folder), what, ",".join(map(str, sizes))], folder)
+    return [json.loads(one.read_text()) for one in sorted(folder.rglob("*.json"))]
+
+
+def test_they_carry_what_gloo_would(tmp_path: Path) -> None:
+    found(tmp_path, "alike", 2, 3, 4)
+
+
+@pytest.mark.parametrize("what", ["apart", "let_go", "out_of_reach", "strangers"])
+def test_a_group_has_its_own_or_none(tmp_path: Path, what: str) -> None:
+    found(tmp_path, what, 3)
+
+
+def test_who_waits_is_freed(tmp_path: Path) -> None:
+    waiting = found(tmp_path, "freed", 2, 3)
+    assert len(waiting) == 3
+    for one in waiting:
+        assert one["took"] < 1.5
+        assert all("GivenUp: its connections were cut" in said for said in one["said"])
+
+
+@pytest.mark.parametrize(("what", "says"), [("lost", "by peer"), ("late", "500ms for rank 0")])
+def test_it_is_said_as_gloo_does(tmp_path: Path, what: str, says: str) -> None:
+    for one in found(tmp_path, what, 2, 3):
+        assert says in one["said"][0]
+
+
+def test_ranks_that_differ_are_told(tmp_path: Path) -> None:
+    for one in found(tmp_path, "unlike", 2):
+        assert "bytes in operation" in one["said"][0]
+
+
+def test_who_waits_there_is_seen_to_wait() -> None:
+    stack = [
+        'File "/x/paceline/train/direct.py", line 180 in _sleep',
+        'File "/x/paceline/train/little.py", line 60 in _rows',
+        'File "/x/paceline/train/comms.py", line 206 in barrier',
+        'File "/home/me/train.py", line 40 in <module>',
+    ]
+    stand = stacks.Stand("n1", 0, "S", stacks.parse(stack))
+    assert stacks.waits(stand)
+    assert stacks.where(stand) == "barrier (train.py, line 40)"

@@ -68,7 +68,7 @@ def content(training: Training) -> dict[str, Any]:
     done = training.progress
     return {
         "state": json.loads(json.dumps(state, default=torch.Tensor.tolist)),
-        "at": [done.step, done.epoch, done.offset, done.steps],
+        "at": [done.step, done.epoch, done.offset, done.steps, done.some_absent],
         "best": training.extras["best"].state_dict(),
     }
 
@@ -81,6 +81,7 @@ def handed(
     harm: Callable[[train.Session], object] = lambda session: None,
     identity: str = "3",
     within: str = "100 of Samples",
+    idle: bool = False,
 ) -> None:
     """Rank 1 gives to rank 2; rank 0 keeps what it has. Leaves what each rank had and has."""
     torch.set_num_threads(1)
@@ -92,6 +93,8 @@ def handed(
         elif identity != "3":
             training.identity = {"size": identity}
         training.within = {"training samples": within if rank == 2 else "100 of Samples"}
+        for progress in (session.progress, training.progress):
+            progress.some_absent = idle and rank != 2
         before = content(training)
         harm(session)
         problem = ""
@@ -101,6 +104,7 @@ def handed(
             problem = f"{error.message}\n{error.found}"
         except RuntimeError as error:  # another rank has gone
             problem = f"RuntimeError: {error}"
+        session.progress.some_absent = training.progress.some_absent
         (folder / f"{rank}.json").write_text(
             json.dumps(
                 {
@@ -209,6 +213,7 @@ def main(folder: Path) -> None:
         "behind": {"afresh": False},
         "in small pieces": {"harm": small},
         "two models": {"names": ("one", "two")},
+        "beside who idles": {"idle": True},
         "wrong": {"harm": flipped, "afresh": False},
         "another": {"identity": "4", "afresh": False},
         "another loader": {"within": "200 of Other", "afresh": False},

@@ -29,7 +29,9 @@ def read(folder: Path) -> list[Found]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 
 
-@pytest.mark.parametrize("name", ["afresh", "behind", "in small pieces", "two models"])
+@pytest.mark.parametrize(
+    "name", ["afresh", "behind", "in small pieces", "two models", "beside who idles"]
+)
 def test_the_taker_has_the_givers_state_and_nobody_else(worlds: Path, name: str) -> None:
     first, giver, taker = read(worlds / name)
     assert taker["before"] != giver["before"]

@@ -116,6 +116,10 @@ class Journal:
     def state_dict(self) -> dict[str, object]:
         """What is not recorded yet, the same on every rank; a collective."""
         self._reduce()
+        return self.gathered()
+
+    def gathered(self) -> dict[str, object]:
+        """The same right after :meth:`gather`, of which ranks may have had other parts to do."""
         some = {"counts": dict(self._open.counts)} if self._open.counts else {}
         since = time.time() - _UNHEARD_S
         recent = [[when, line(one).decode()] for when, one in self._recent if when >= since]

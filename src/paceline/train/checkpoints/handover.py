@@ -61,7 +61,10 @@ def give(
     for one in training.extras.values():
         if isinstance(one, Journal):
             one.gather()
-    extras = {name: one.state_dict() for name, one in training.extras.items()}
+    extras = {
+        name: one.gathered() if isinstance(one, Journal) else one.state_dict()
+        for name, one in training.extras.items()
+    }
     taking, own = rank in takers, dict[str, Tensor]()
     if rank == source or (taking and afresh):
         state, own = _own(training, extras)

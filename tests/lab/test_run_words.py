@@ -253,6 +253,14 @@ def test_a_script_with_a_world_of_its_own_is_stopped(site: Site) -> None:
     assert site.leftovers() == ""
 
 
+@pytest.mark.parametrize("script", ["own_world.py", "train.py"])
+def test_any_world_may_be_allowed(site: Site, script: str) -> None:
+    ended = site.run("--any-world", script)
+    assert ended.code == 0, ended.err
+    assert len(ended.events("world joined")) == 2
+    assert "none called" not in ended.err
+
+
 def test_all_nodes_start_again_after_a_failure(site: Site) -> None:
     ended = site.run("--no-torch", "--max-restarts", "1", "end.py", "once")
     assert ended.code == 0, ended.err

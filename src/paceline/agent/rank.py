@@ -56,8 +56,7 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int,
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != own]
     _take_debug_level()
-    if not request.get("any_world"):
-        watch_world(events)
+    watch_world(events, any_world=bool(request.get("any_world")))
     return lambda: run(request["entry"], request["workdir"], events)
 
 
@@ -200,8 +199,13 @@ def _fresh_randomness() -> None:
         processes.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
 
 
-def watch_world(events: int) -> None:
-    """Makes ``init_process_group`` check that the world is the planned one, and say so."""
+def watch_world(events: int, *, any_world: bool = False) -> None:
+    """Makes ``init_process_group`` say which world it has joined, and check that it was planned.
+
+    Args:
+        events: Descriptor to which events are written.
+        any_world: Other worlds than the planned one are well.
+    """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         return
@@ -212,17 +216,17 @@ def watch_world(events: int) -> None:
         collectives.begin()
         result = original(*args, **kwargs)
         collectives.answer_on(events)
-        _assert_world(distributed, events)
+        _tell_world(distributed, events, any_world)
         return result
 
     distributed.init_process_group = init_process_group
     distributed.distributed_c10d.init_process_group = init_process_group
 
 
-def _assert_world(distributed: Any, events: int) -> None:
+def _tell_world(distributed: Any, events: int, any_world: bool) -> None:
     found = (distributed.get_rank(), distributed.get_world_size())
     planned = (int(os.environ["RANK"]), int(os.environ["PACELINE_WORLD_SIZE"]))
-    if found != planned:
+    if found != planned and not any_world:
         raise RuntimeError(
             "the world is not the planned one: this process became rank %d of %d, "
             "but the plan says rank %d of %d. The script passed its own rank or world size to "

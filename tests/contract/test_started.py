@@ -223,7 +223,7 @@ def test_with_a_command_ends_what_it_has_left_in_a_group_of_its_own() -> None:
         )
         assert process.stdout is not None
         assert await asyncio.wait_for(process.stdout.readline(), PATIENCE_S) == b"up\n"
-        pids = [pid for pid, _ in this_machine.of_session(process.pid)]
+        pids = [pid for pid, _ in this_machine.started_by(process.pid)]
         assert len(pids) == 2
         await end_group(process)
         for pid in pids:
@@ -246,5 +246,34 @@ def test_what_a_command_leaves_that_ends_by_itself_is_ended_with_it() -> None:
         os.kill(pid, 0)
         await command.end(0.0)
         await gone(pid)
+
+    asyncio.run(go())
+
+
+def test_what_a_command_leaves_in_a_session_of_its_own_is_ended_with_it() -> None:
+    """As Open MPI's ssh, whose host has no power: it also keeps the command's pipes open."""
+    left = (
+        "import subprocess, sys, time; "
+        "print(subprocess.Popen(['sleep', '999'], start_new_session=True).pid, flush=True); "
+        "time.sleep(999)"
+    )
+
+    async def nobody_else() -> list[Channel]:
+        return []
+
+    async def go() -> None:
+        command = _Command(1, HOSTS, [sys.executable] * 2)
+        start = Start((sys.executable, "-c", left), {}, (), "T_NODE")
+        await command.begin(start, [("127.0.0.1", 1)], b"k" * 32)
+        while not command.words:
+            await asyncio.sleep(0.01)
+        command.peers.channels = nobody_else  # type: ignore[method-assign]
+        await command.connect()
+        assert command._process is not None
+        os.kill(command._process.pid, signal.SIGKILL)
+        while command.status is None:
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(command.end(0.0), PATIENCE_S)
+        await gone(int(command.words))
 
     asyncio.run(go())

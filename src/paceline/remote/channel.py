@@ -28,7 +28,7 @@ from paceline.agent.lanes import AT_ONCE, Joiner, Lanes, Waiting, lane_of
 from paceline.agent.pace import Pace
 from paceline.remote import protocol, reconnection, this_machine, warm
 from paceline.remote.agent_code import agent_code
-from paceline.remote.link import Link, ProcessLink
+from paceline.remote.link import Link, ProcessLink, ended
 from paceline.remote.openssh import (
     Refusal,
     SshOptions,
@@ -768,5 +768,5 @@ async def show_host_key(host: Host, options: SshOptions) -> str | None:
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+            await ended(process)
     return pinned_key(words.decode(errors="replace"))

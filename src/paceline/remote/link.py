@@ -12,6 +12,16 @@ from typing import Protocol
 from paceline.remote.openssh import SSH_FAILED
 
 LAST_WORDS_S = 0.5  # after the child's end
+_LOOK_S = 0.01
+
+
+async def ended(process: asyncio.subprocess.Process) -> None:
+    """Waits for the end of a child, whoever still holds its pipes.
+
+    For that asyncio's own ``wait`` waits, too, up to Python 3.12: a child's child may keep them.
+    """
+    while process.returncode is None:
+        await asyncio.sleep(_LOOK_S)
 
 
 class Writer(Protocol):
@@ -89,7 +99,7 @@ class ProcessLink:
     async def over(self) -> bool:
         """By the child's exit status: ssh passes that of the remote command on."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._process.wait(), LAST_WORDS_S)
+            await asyncio.wait_for(ended(self._process), LAST_WORDS_S)
         status = self._process.returncode
         return status is not None and 0 <= status < SSH_FAILED
 
@@ -97,8 +107,8 @@ class ProcessLink:
         """Kills the child, which so cannot pass on that its input has ended."""
         self._signal(signal.SIGKILL)
         try:
-            with contextlib.suppress(asyncio.TimeoutError):  # a grandchild may hold the pipes
-                await asyncio.wait_for(self._process.wait(), LAST_WORDS_S)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(ended(self._process), LAST_WORDS_S)
         finally:
             self._let_go()
 
@@ -119,7 +129,7 @@ class ProcessLink:
         self.writer.close()
         try:
             try:
-                await asyncio.wait_for(self._process.wait(), patience_s or 0.001)
+                await asyncio.wait_for(ended(self._process), patience_s or 0.001)
             except asyncio.TimeoutError:
                 await self._insist()
             with contextlib.suppress(asyncio.TimeoutError):
@@ -130,10 +140,10 @@ class ProcessLink:
     async def _insist(self) -> None:
         self._signal(signal.SIGTERM)
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._process.wait(), 2.0)
+            await asyncio.wait_for(ended(self._process), 2.0)
         if self._process.returncode is None:
             self._signal(signal.SIGKILL)
-            await self._process.wait()
+            await ended(self._process)
 
     def _let_go(self) -> None:
         """Closes the pipes, which a grandchild may hold open, before the event loop goes."""

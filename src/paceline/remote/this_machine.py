@@ -93,15 +93,19 @@ def started(pid: int) -> float | None:
         return None
 
 
-def of_session(leader: int) -> list[tuple[int, float]]:
-    """The processes of a session, each with when it began."""
+def started_by(leader: int) -> list[tuple[int, float]]:
+    """The processes of a session, and those below its leader, each with when it began."""
     if Path("/proc/self/stat").exists():
-        pids = [stat.pid for stat in procs.all_stats().values() if stat.session == leader]
+        stats = procs.all_stats()
+        pids = {stat.pid for stat in stats.values() if stat.session == leader}
+        pids |= procs.descendants([leader], stats)
     else:
         import psutil
 
-        pids = [pid for pid in psutil.pids() if _session(pid) == leader]
-    return [(pid, began) for pid in pids if (began := started(pid)) is not None]
+        pids = {pid for pid in psutil.pids() if _session(pid) == leader}
+        with contextlib.suppress(psutil.Error):
+            pids |= {one.pid for one in psutil.Process(leader).children(recursive=True)}
+    return [(pid, began) for pid in sorted(pids) if (began := started(pid)) is not None]
 
 
 def _session(pid: int) -> int | None:

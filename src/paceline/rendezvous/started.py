@@ -16,6 +16,7 @@ from typing import Protocol
 from paceline.agent import caller
 from paceline.remote import this_machine
 from paceline.remote.channel import Channel
+from paceline.remote.link import ended
 from paceline.remote.transport import Reached, nobody
 from paceline.rendezvous.endpoint import own_addresses
 from paceline.rendezvous.listener import Connection, Listener, caller_command, caller_config
@@ -236,6 +237,7 @@ class _Command:
         self._name, self._words = "", bytearray()
         self._reading: asyncio.Task[None] | None = None
         self._left: asyncio.Task[list[tuple[int, float]]] | None = None
+        self._started: list[tuple[int, float]] = []
 
     async def begin(self, start: Start, addresses: Sequence[tuple[str, int]], key: bytes) -> None:
         """Starts it; ``addresses`` and ``key``: of the launcher, which its agents call."""
@@ -271,6 +273,11 @@ class _Command:
     async def connect(self) -> Sequence[Channel]:
         """Its agents' channels, once all have called."""
         self.channels = await self.peers.channels()
+        if self._process is not None:
+            # Open MPI's ssh has a session of its own, and where its host loses power it stays
+            # behind, with the command's pipes: later nothing leads from the command to it.
+            pid = self._process.pid
+            self._started = await asyncio.to_thread(this_machine.started_by, pid)
         return self.channels
 
     @property
@@ -306,9 +313,9 @@ class _Command:
         if self._process is None or self._reading is None or self._left is None:
             return
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._process.wait(), patience_s or 0.01)
+            await asyncio.wait_for(ended(self._process), patience_s or 0.01)
         await end_group(self._process)
-        for pid, began in await self._left:
+        for pid, began in (*await self._left, *self._started):
             this_machine.send(pid, began, signal.SIGKILL)
         await asyncio.wait([self._reading], timeout=0.5)
         self._reading.cancel()
@@ -330,7 +337,7 @@ async def said_by(argv: Sequence[str], env: Mapping[str, str | None]) -> tuple[i
     words = bytearray()
     try:
         await asyncio.wait_for(_read(process.stdout, words), PROBE_S)
-        await asyncio.wait_for(process.wait(), PROBE_S)
+        await asyncio.wait_for(ended(process), PROBE_S)
     except asyncio.TimeoutError:
         words += f"\nOperation timed out: no end within {PROBE_S:.0f} s".encode()
     status = process.returncode
@@ -350,24 +357,24 @@ async def left_by(process: asyncio.subprocess.Process) -> list[tuple[int, float]
     As hydra, which ends with the agents that it can still reach, leaves its ssh to a host without
     power: that waits there for ever. At that moment, for its number may be another's later.
     """
-    await process.wait()
-    return await asyncio.to_thread(this_machine.of_session, process.pid)
+    await ended(process)
+    return await asyncio.to_thread(this_machine.started_by, process.pid)
 
 
 async def end_group(process: asyncio.subprocess.Process) -> None:
     """Ends a command that leads a session: politely, then with all that it has started."""
     left: list[tuple[int, float]] = []
     if process.returncode is None:
-        left = await asyncio.to_thread(this_machine.of_session, process.pid)
+        left = await asyncio.to_thread(this_machine.started_by, process.pid)
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(process.wait(), TERM_PATIENCE_S)
+            await asyncio.wait_for(ended(process), TERM_PATIENCE_S)
     if process.returncode is None:  # so the group is still its own
         # macOS says "not permitted" of a group that has just ended
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        await ended(process)
     for pid, began in left:  # as an ssh to a host without power, which would wait there for ever
         this_machine.send(pid, began, signal.SIGKILL)
     transport = getattr(process, "_transport", None)  # asyncio offers no other access

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.remote.link import ended
 from paceline.rendezvous.started import Starter
 from paceline.schedulers.scheduler import Scheduler
 from paceline.spec.errors import ConnectError, GoneError, PacelineError, SettingError
@@ -34,7 +35,7 @@ async def ask(*argv: str, patience_s: float = ASK_PATIENCE_S) -> str:
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+            await ended(process)
     return words.decode(errors="replace")
 
 

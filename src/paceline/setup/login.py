@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from paceline.remote.link import ended
 from paceline.remote.openssh import Refusal, SshOptions, classify, pinned_key, ssh_command
 from paceline.spec.hosts import Host
 
@@ -88,7 +89,7 @@ async def run(host: Host, options: SshOptions, remote: list[str], script: str = 
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+            await ended(process)
     words = err.decode(errors="replace")
     status = process.returncode if process.returncode is not None else 255
     refusal = classify(words, status, host) if status == 255 else None

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from launches import PATIENCE_S, SOURCE, Site, eventually, project_at
+from transports import largest_difference
 
 pytestmark = pytest.mark.lab
 SECRET = "hunter2-0123456789-abcdef"
@@ -197,6 +198,33 @@ def test_a_node_that_is_lost_comes_back_only_where_it_can_be_dialled(site: Site)
     screen = (folder / "run/screen.txt").read_text()
     assert "n3" in screen
     assert "paceline: finished" in screen
+
+
+def test_who_is_left_of_a_host_that_supervised_saves_what_it_has(site: Site) -> None:
+    """Nobody is there to tell the others to train on: each host saves to its own disk."""
+    steps = "250"
+    undisturbed = site.run("outlive.py", steps)
+    assert undisturbed.code == 0, undisturbed.err
+    left = site.run("--detach", "outlive.py", steps)
+    assert left.code == 0, left.err
+    said = folder_of(site, "n1", left.directory) / "run/logs/n1/0.log"
+    assert eventually(lambda: said.exists() and "step 60\n" in said.read_text())
+    site.lab.fault("power-off", "n1")
+    try:
+        assert eventually(lambda: not any("rank" in line for host in ("n2", "n3")
+                                          for _, line in site.lab.processes(host)))  # fmt: skip
+        manifests = ".cache/paceline/runs/*/checkpoints/*/manifest.json"
+        kept = [int(one.parent.name) for host in ("n2", "n3")
+                for one in site.lab.home(host).glob(manifests)]  # fmt: skip
+    finally:
+        site.lab.heal()
+    last = max(int(line.split()[1]) for line in said.read_text().splitlines() if "step" in line)
+    assert max(kept) >= last, kept
+    assert max(kept) % 50, kept  # no checkpoint was due
+    ended = site.run("--run-dir", str(left.directory), "outlive.py", steps)
+    assert ended.code == 0, ended.err
+    assert left.events("resumed")[-1]["step"] == max(kept)
+    assert largest_difference(undisturbed.directory, left.directory) < 1e-10
 
 
 def test_kept_it_is_watched_to_its_end(site: Site) -> None:

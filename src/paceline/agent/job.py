@@ -369,6 +369,13 @@ class NodeJob:
         for rank in self._alive():
             rank.tell(data)
 
+    def tell_one(self, line: Message) -> None:
+        """The same to the first rank alone of those that can go on without others."""
+        able = [rank for rank in self._alive() if rank.replaced]
+        if able:
+            first = min(able, key=lambda rank: rank.rank)
+            first.tell(json.dumps(line).encode() + b"\n")
+
     def readable(self, fd: int) -> None:
         """Reads from one of :meth:`readers`."""
         if self._channel is not None and fd == self._channel.fileno():

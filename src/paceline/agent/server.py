@@ -44,6 +44,7 @@ from .transfer import ARRIVING, DEPARTING, Arrivals, Departures
 TICK_S = 0.05
 CLOSING_S = 0.6  # from KILL to the end of the agent itself
 LAST_GRACE_S = 3.0  # at most, between TERM and KILL when the launcher has gone
+TOGETHER = 0.35  # of that for ranks to save what they have together; then one does alone
 CLEANING_S = 3.0  # at most, for the folders of the job: their disk may hang
 CHUNK = 1 << 16
 GUARD_KILLED = "its guard (the agent's parent process) was killed"
@@ -97,6 +98,7 @@ class Agent:
         self._wake_write = wake_write
         self._words: Optional[int] = None  # of the fork server
         self._leaving_at: Optional[float] = None
+        self._alone_at: Optional[float] = None
         self._term = False
         self._parent = os.getppid()  # the guard
 
@@ -214,6 +216,9 @@ class Agent:
 
     def _watch_launcher(self) -> None:
         if self._leaving_at is not None:
+            if self._alone_at is not None and time.monotonic() >= self._alone_at:
+                self._alone_at = None
+                self.job.tell_one({"control": "alone"})
             return
         if over := self.stream.over(leased=self.lease.seconds is not None):
             self.leave(*over)
@@ -266,6 +271,8 @@ class Agent:
             self.job.stop(signal.SIGKILL, 0.0)
         elif self.job.running:
             self.job.stop(signal.SIGTERM, grace)
+            # Who waits for a rank that is gone, or for word of it, would wait until KILL.
+            self._alone_at = time.monotonic() + TOGETHER * grace
 
     def end_warm(self, place: Place, seconds: float) -> None:
         """Begins the end of the conversation, after which the next one is waited for."""

@@ -115,12 +115,22 @@ class Word:
     planned: bool
     holds: bool = False
 
+    @property
+    def alone(self) -> bool:
+        """Nobody says who trains on: the launcher is gone, and other ranks with it."""
+        return not self.members
+
     def place(self, slot: int) -> World | None:
         """That of a slot; ``None`` where it is no member."""
         for rank, (one, host, local_rank, local_size) in enumerate(self.members):
             if one == slot:
                 return World(rank, len(self.members), local_rank, local_size, host, True)
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """The agent is about to end this rank, and the launcher says nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +144,7 @@ class Save:
     number: int
 
 
-def understood(line: str) -> Word | Save | str:
+def understood(line: str) -> Word | Save | Alone | str:
     """A line of the launcher: a word, or why there is none, or another wish.
 
     Raises:
@@ -145,6 +155,8 @@ def understood(line: str) -> Word | Save | str:
         raise ValueError(line)
     if said.get("control") == "end":
         return str(said.get("why", "")) or "the launcher ends the job"
+    if said.get("control") == "alone":
+        return Alone()
     try:
         if said.get("control") == "save":
             return Save(int(said["number"]))
@@ -385,6 +397,7 @@ class Control:
 
     Attributes:
         save_asked: Number of the last checkpoint that the launcher asked for; 0: none.
+        parting: All ranks save and end together: none is to do so alone.
         freed: Called when connections were cut for this generation.
     """
 
@@ -395,6 +408,7 @@ class Control:
         self._end = ""
         self._ended = False
         self.save_asked = 0
+        self.parting = False
         self.freed: Callable[[int], None] = lambda generation: None
         with contextlib.suppress(OSError):
             os.set_inheritable(descriptor, False)
@@ -417,8 +431,13 @@ class Control:
             self._end, self._ended = self._end or "the launcher is gone", True
             self._changed.notify_all()
 
-    def _take(self, said: Word | Save | str) -> None:
+    def _take(self, said: Word | Save | Alone | str) -> None:
         with self._changed:
+            if isinstance(said, Alone):
+                if self.parting:
+                    return
+                latest = 0 if self._word is None else self._word.generation
+                said = Word(latest + 1, (), "", 0, False)
             if isinstance(said, Save):
                 self.save_asked = max(self.save_asked, said.number)
             elif isinstance(said, str):
@@ -492,6 +511,8 @@ class Recovery:
         hand_over: Gives models from one rank to others.
         let_in: Gives a whole training from one rank to newcomers.
         begin_anew: Has everything begin anew in a new group, by collectives; can be called again.
+        leave_alone: Saves what this rank has, and ends it; does not return.
+        alone: It is to do so before its next batch.
         updates: Steps of optimizers done.
         fewer: Ranks were lost since everything last began anew.
         talk: Entered around what may talk to the other ranks, apart from events.
@@ -522,6 +543,8 @@ class Recovery:
         self._opened = 0  # generation in which others join before the next batch
         self._holds_group = False  # no batch is begun in the present one
         self.begin_anew: Callable[[], None] = lambda: None
+        self.leave_alone: Callable[[], None] = lambda: None
+        self.alone = False
         self.updates, self.fewer = 0, False
         self._done = 0  # events
         self._last: Any = None  # what the last of them gave
@@ -639,6 +662,10 @@ class Recovery:
         if least == most > self.generation:
             self._opened = least
 
+    def parts(self) -> None:
+        """See :class:`paceline.train.stop.Door`."""
+        self._control.parting = True
+
     @property
     def opens(self) -> bool:
         """Others are to be let in before the next batch."""
@@ -699,8 +726,12 @@ class Recovery:
         Where too few are there to train, in one after the other, until they are.
         """
         self._renew()
+        if self.alone:
+            self.leave_alone()
         while self._holds_group and not self.stale:
             self._stay()
+            if self.alone:
+                self.leave_alone()
             self._renew()
 
     def _stay(self) -> None:
@@ -717,7 +748,7 @@ class Recovery:
             self.regroup(RuntimeError("more nodes are there, or others"), At.RENEWAL)
 
     def _renew(self) -> None:
-        while self.opens or (self.stale and self._all_come_here):
+        while not self.alone and (self.opens or (self.stale and self._all_come_here)):
             if self.opens:
                 self._open()
                 continue
@@ -767,6 +798,8 @@ class Recovery:
             if word is None:
                 raise error
             tried = word.generation
+            if word.alone:
+                return self._go_alone(word)
             try:
                 self._form(word)
                 met = self._settle(at)
@@ -779,6 +812,13 @@ class Recovery:
             break
         self._say_regrouped(began)
         return met
+
+    def _go_alone(self, word: Word) -> Met:
+        """Nobody else is there any more, as far as this rank knows, and its batch is void."""
+        self._comms.world, self.alone = World(0, 1, 0, 1, self._comms.world.host, True), True
+        with self._forming:
+            self.generation = word.generation
+        return Met(False)
 
     def _see_freed(self, generation: int) -> None:
         """Frees the computing thread where cut connections do not; says so if that is in vain."""

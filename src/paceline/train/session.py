@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -641,10 +641,17 @@ class Session(Member):
         recovery.step, recovery.say = lambda: self.progress.step, self.event
         recovery.hand_over = lambda *to: give_models(self.models, *to)
         recovery.let_in, recovery.begin_anew = self._let_in, self._begin_anew
+        recovery.leave_alone = self._leave_alone
 
     def _let_in(self, comms: Comms, source: int, takers: Sequence[int]) -> None:
         assert self._kept is not None
         give(self._kept, comms, source, takers, afresh=comms.world.rank in takers)
+
+    def _leave_alone(self) -> NoReturn:
+        """Saves what this rank has, and ends it: others are lost, and so is the launcher."""
+        if self._keeper is None:
+            raise RuntimeError("the launcher is gone, and other ranks with it")
+        self._keeper.leave_alone()
 
     def _mark(self, name: str) -> None:
         """The start has come so far; of several models and trainings the first."""

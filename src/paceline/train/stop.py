@@ -88,13 +88,22 @@ class Wishes:
 
 
 class Door(Protocol):
-    """Where others come in, once all ranks know that they are there."""
+    """Where others come in, once all ranks know that they are there.
+
+    Attributes:
+        alone: This rank is the only one as far as it knows, and is to save and end.
+    """
+
+    alone: bool
 
     def knocked(self) -> int:
         """Number of the group in which others are to join, as far as this rank knows; 0: none."""
 
     def agreed(self, least: int, most: int) -> None:
         """Takes the least and the largest number that any rank knows."""
+
+    def parts(self) -> None:
+        """All ranks have agreed to save and end: none of them does so alone any more."""
 
 
 class Poll:

@@ -92,11 +92,13 @@ class Copies:
 
     Attributes:
         outcomes: How the rounds ended, in their order; on rank 0.
+        own_disk: This rank is known to have another folder than rank 0.
     """
 
     def __init__(self, comms: Comms, store: Store, keep: int, wanted: int | None) -> None:
         self._comms, self._store, self._keep, self._wanted = comms, store, keep, wanted
         self._key = b""
+        self.own_disk = False
         self._receiver: Receiver | None = None
         self._sender: _Sender | None = None
         self._former: _Sender | None = None
@@ -121,6 +123,7 @@ class Copies:
             return "there is no other host" if wanted and not rank else ""
         self._key = bytes.fromhex(said[0]["key"])
         sees = who_sees(self._comms, self._store.root)
+        self.own_disk = len(sees) == len(hosts) and not sees[rank]
         takers = leads(hosts, sees) if len(sees) == len(hosts) else []
         places = self._comms.texts(json.dumps(self._open() if rank in takers else None))
         if not len(places) == len(sees) == len(hosts):

@@ -260,6 +260,10 @@ class Keeper:
         save = self._notice.save or (self._comms.world.rank == 0 and late)  # by rank 0's clock
         asked = {"asked": self._asked_for(), "answered": self._answered}
         wishes = self._poll.ask(stop=stop, save=save, **asked)
+        if self._door is not None and self._door.alone:
+            self.leave_alone()
+        if self._door is not None and wishes.stop:
+            self._door.parts()
         if wishes.stop:
             self.regrouped()  # rank 0 may have been lost since the last batch
         if wishes.save or wishes.stop:
@@ -337,6 +341,29 @@ class Keeper:
                 print(stopped.render(), file=sys.stderr, flush=True)
             raise Quietly(Stopped.exit_code)
         raise stopped
+
+    def leave_alone(self) -> NoReturn:
+        """Saves this rank's state to its host's disk, and ends it; nobody else is there.
+
+        The token stays what it was, and so does a folder that rank 0 sees: the others may train on
+        beside a launcher that only this host does not hear, and they have taken, or take, another.
+
+        Raises:
+            Stopped: Always.
+        """
+        self._copies.close()
+        step = self._training.progress.step
+        own = self._writes or self._copies.own_disk
+        if own and not self._training.progress.updated:  # else it is in the middle of a step
+            self._writes, self._saved_step = True, -1
+            self.save()
+            self._writer.wait()
+            self.report()
+        where = f"checkpoint of step {self._good_step} in {self._store.root.parent}"
+        raise Stopped(
+            f"stopped after step {step}: the launcher is gone, and other ranks with it",
+            found=where if own and self._good_step == step else "this rank has saved nothing",
+        )
 
     def save(self, best: bool = False) -> None:
         """Makes a checkpoint of the present state; the training pays for the copy only."""

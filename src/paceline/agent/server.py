@@ -44,7 +44,7 @@ from .transfer import ARRIVING, DEPARTING, Arrivals, Departures
 TICK_S = 0.05
 CLOSING_S = 0.6  # from KILL to the end of the agent itself
 LAST_GRACE_S = 3.0  # at most, between TERM and KILL when the launcher has gone
-TOGETHER = 0.35  # of that for ranks to save what they have together; then one does alone
+TOGETHER = 0.5  # of that for ranks to save what they have together; then one does so alone
 CLEANING_S = 3.0  # at most, for the folders of the job: their disk may hang
 CHUNK = 1 << 16
 GUARD_KILLED = "its guard (the agent's parent process) was killed"

@@ -75,6 +75,17 @@ def test_a_script_that_fails_as_long_after_its_checkpoint_twice() -> None:
     assert [one.again for one in verdicts] == [True, True, False]
 
 
+def test_a_script_that_fails_by_the_clock() -> None:
+    """As one whose login ends after two hours: it goes on from its own checkpoint each time."""
+    allowance = Allowance(1, 3600)
+    assert all(allowance.after(raised(), one * 7200.0, ran_s=7190).again for one in range(9))
+    always = Allowance(9, 0)
+    assert [always.after(raised(), one * 7200.0, ran_s=7190).again for one in (0, 1)] == [
+        True,
+        False,
+    ]
+
+
 def test_what_chance_does_is_never_the_program() -> None:
     reset = Failure("exception", "n1", 0, headline="RuntimeError: Connection reset by peer",
                     traceback=TRACEBACK.format(line=3))  # fmt: skip

@@ -58,6 +58,7 @@ class Allowance:
         self._losses: dict[str, deque[float]] = {}
         self._vain = 0  # starts in a row that came to no step
         self._last: tuple[tuple[str, ...], int | None, float] | None = None
+        self._last_at = 0.0
 
     def after(self, failure: Failure, now: float, *, step: int | None = None,
               ran_s: float = 0.0) -> Verdict:  # fmt: skip
@@ -72,6 +73,7 @@ class Allowance:
         """
         mark = signature(failure)
         last, self._last = self._last, (mark, step, ran_s)
+        since_last, self._last_at = now - self._last_at, now
         _forget(self._times, now, self._window_s)
         if not self._most:
             return Verdict(False)
@@ -83,7 +85,9 @@ class Allowance:
                     " it is the program's own",
                     len(self._times),
                 )
-            if step is None and _as_long(ran_s, last[2]):
+            # What comes as seldom may come by the clock: a login that ends, a job of the system's.
+            lately = not self._window_s or since_last <= self._window_s
+            if step is None and lately and _as_long(ran_s, last[2]):
                 where = f" at {mark[-1]}" if mark[-1] else ""
                 return Verdict(
                     False,

@@ -252,6 +252,7 @@ def test_the_newest_and_the_best_on_so_many_hosts(tmp_path: Path, writer: Store)
     sender.wake()
     (first,) = rounds(told, 1)
     assert (first.step, first.hosts, first.problem) == (10, ("c",), "")
+    assert first.stood_in == {"b": "Connection refused"}  # which is told of once
     make(writer, 20)
     make(writer, 30)
     sender.wake()

@@ -15,8 +15,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.spec import jobenv
@@ -65,6 +65,7 @@ class Copied:
         seconds: That it took.
         hosts: That have it now.
         problem: Why it is on fewer hosts than were wanted; else empty.
+        stood_in: By host for which another one stood in, why.
     """
 
     step: int
@@ -72,6 +73,7 @@ class Copied:
     seconds: float
     hosts: tuple[str, ...]
     problem: str = ""
+    stood_in: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +256,8 @@ class _Sender:
 
     def _copy(self, name: str, step: int) -> None:
         """Until enough hosts have it; a host that fails is stood in for by the next."""
-        there, problems, sent, begun = self._there[name], [], 0, time.monotonic()
+        there, sent, begun = self._there[name], 0, time.monotonic()
+        problems: dict[str, str] = {}
         before = len(there)
         for peer in self._peers:
             if len(there) >= self._count:
@@ -268,13 +271,14 @@ class _Sender:
                 return  # pruned meanwhile: there is a newer one
             except (OSError, ValueError, Refused, Damaged) as problem:
                 said = str(getattr(problem, "strerror", None) or problem)
-                problems.append(f"{peer.host}: {said or type(problem).__name__}")
+                problems[peer.host] = said or type(problem).__name__
             if self._ended.is_set():
                 return
-        short = "; ".join(problems) if len(there) < min(self._count, len(self._peers)) else ""
+        enough = len(there) >= min(self._count, len(self._peers))
+        short = "" if enough else "; ".join(f"{host}: {why}" for host, why in problems.items())
         if len(there) > before or short:
-            seconds = time.monotonic() - begun
-            self._tell(Copied(step, sent, seconds, tuple(sorted(there)), short))
+            seconds, instead = time.monotonic() - begun, problems if enough else {}
+            self._tell(Copied(step, sent, seconds, tuple(sorted(there)), short, instead))
 
     def _send(self, peer: _Peer, name: str) -> int:
         begun = time.monotonic()

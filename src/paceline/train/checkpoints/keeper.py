@@ -124,6 +124,7 @@ class Keeper:
         self._saved_at, self._saved_step = time.monotonic(), -1
         self._full, self._fenced, self._good_step, self._took_over = "", "", 0, False
         self._uncopied, self._ending = "", False  # why, as it was last told
+        self._stood_in: set[str] = set()  # hosts in whose place others take copies, as last told
         self._callbacks, self._told_step = callbacks, 0
         self._in_parts = False
         self._writes = comms.world.rank == 0
@@ -425,6 +426,11 @@ class Keeper:
             self._tell("checkpoint copied", **figures(copied))
         if self._ending or self._training.progress.finished:
             return  # other ranks may have left
+        for host in copied.stood_in.keys() - self._stood_in:
+            others = ", ".join(copied.hosts)
+            text = f"{host} takes no copies of checkpoints ({copied.stood_in[host]}): {others} does"
+            self._tell("warning", warning=text)
+        self._stood_in = set(copied.stood_in)
         known, self._uncopied = self._uncopied, copied.problem
         if copied.problem:
             where = f"only on {', '.join(copied.hosts)}" if copied.hosts else "on no other host"

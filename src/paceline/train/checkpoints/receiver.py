@@ -197,7 +197,10 @@ class Receiver:
         free = shutil.disk_usage(self._root).free
         if free < needed + SPARE:
             shutil.rmtree(made, ignore_errors=True)
-            room = f"{needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free"
+            room = (
+                f"{needed / 1e6:.1f} MB needed besides the {SPARE / 1e6:.0f} MB that copies leave,"
+                f" {free / 1e6:.1f} MB free"
+            )
             raise Refused(f"the disk of {self._root} is too full: {room}")
         goes_on = False
         try:

@@ -51,6 +51,7 @@ def training(
     steps: int = STEPS,
     unused: bool = False,
     late: bool = False,
+    compiled: bool = False,
 ) -> None:
     """Leaves its parameters and losses in the folder.
 
@@ -61,7 +62,7 @@ def training(
     with train.join(run_dir=folder, seed=4, check_every=7, log_every=5, quiet=True) as session:
         network = session.place(Net())
         made = torch.optim.AdamW(network.parameters(), 3e-3)
-        model = session.prepare(network, made, communication=asked, unused=unused)
+        model = session.prepare(network, made, communication=asked, unused=unused, compile=compiled)
         exchange = session.models.first.exchange
         if exchange is not None and exchange.method is not None:
             exchange.buckets(30_000, 10_000)
@@ -109,6 +110,14 @@ def every_way(root: Path) -> None:
             training(root / "late", asked, resume="11", late=True)
 
 
+def compiled(root: Path) -> None:
+    """The compiler divides its graph by the buckets, which codes have smaller than it knows."""
+    torch.set_num_threads(1)
+    compile_ = torch.compile
+    torch.compile = lambda model: compile_(model, backend="eager")  # type: ignore[assignment]
+    training(root / "compiled", "int8", compiled=True)
+
+
 def seldom(root: Path, steps: int) -> None:
     """Parameters that some steps leave out, in 4 bits."""
     torch.set_num_threads(1)
@@ -119,6 +128,7 @@ def seldom(root: Path, steps: int) -> None:
 def main() -> None:
     root = Path(sys.argv[1])
     forking.run_ok(2, lambda: every_way(root))
+    forking.run_ok(2, lambda: compiled(root))
     forking.run_ok(3, lambda: seldom(root, 12))
     forking.run_ok(2, lambda: seldom(root, 15))
     found = {
@@ -131,6 +141,10 @@ def main() -> None:
     found["late"] = {
         "equal": equal(root / "int4" / "whole", root / "late"),
         "loss": end(root / "late")[1],
+    }
+    found["compiled"] = {
+        "equal": equal(root / "int8" / "whole", root / "compiled"),
+        "loss": end(root / "compiled")[1],
     }
     (root / "found.json").write_text(json.dumps(found))
     (root / "owing.json").write_text(json.dumps(owing.worlds(root)))

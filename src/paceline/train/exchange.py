@@ -522,6 +522,9 @@ def lay_out(
         finally:
             torch_dist._compute_bucket_assignment_by_size = assign
             torch_dist._DEFAULT_FIRST_BUCKET_BYTES = usual
+        # The reducer has its sizes. torch's compiler reads this one, to divide its graphs, and has
+        # none below the usual first bucket's.
+        model.bucket_bytes_cap = max(size, usual)
         model._has_rebuilt_buckets = False
         made()
         if as_made:

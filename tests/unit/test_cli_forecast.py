@@ -20,7 +20,9 @@ from paceline.spec.settings import Setting
 
 
 class Fake:
-    """Hosts of two kinds; n3 takes three times as long."""
+    """Hosts of two kinds; n3 takes three times as long, and n2 as many times as is said."""
+
+    slow_n2 = 1.0
 
     def __init__(self, hosts: int, **given: Any) -> None:
         self.cluster = Cluster(tuple(Host(f"n{number + 1}") for number in range(hosts)))
@@ -31,10 +33,11 @@ class Fake:
         names = tuple(host.name for host in hosts)
         self.tried.append((" ".join(names), tuple(batches), tuple(parts)))
         every = [*batches, *(round(64 * part) for part in parts)]
-        slow = 3 if "n3" in names else 1
+        slow = 3 if "n3" in names else self.slow_n2 if "n2" in names else 1
+        computing = {name: 0.01 * (self.slow_n2 if name == "n2" else 1) for name in names}
         timed = tuple(Timed(one, slow * 0.01 * one / len(names)) for one in dict.fromkeys(every))
         wire = Wire(1000, 0.01, 0.001) if len(names) > 1 else None
-        return Probe(names, 640, 64, 10, 1000, 1, timed, wire)
+        return Probe(names, 640, 64, 10, 1000, 1, timed, wire, computing=computing)
 
 
 KINDS = {"n1": "a", "n2": "a", "n3": "b", "n4": "b"}
@@ -55,6 +58,27 @@ def test_one_of_each_kind_is_tried_alone_and_the_first_two_together() -> None:
     ]
     assert known.alone["n2"] == known.alone["n1"] != known.alone["n3"] == known.alone["n4"]
     assert known.hosts[:2] != ("n3", "n4")
+
+
+def test_hosts_of_a_kind_that_differ_are_tried_each(capsys: pytest.CaptureFixture[str]) -> None:
+    """Else the time for which one waits for the other would be the link's."""
+    fake = Fake(3)
+    fake.slow_n2 = 2.5
+    known = forecast.look(fake, 3)  # type: ignore[arg-type]
+    assert [names for names, _, _ in fake.tried] == ["n1", "n3", "n1 n2", "n2"]
+    assert known.alone["n2"] != known.alone["n1"]
+    assert "n2 computes 2.5 times as long as n1" in capsys.readouterr().err
+    alike = Fake(3)
+    alike.slow_n2 = 1.2
+    forecast.look(alike, 3)  # type: ignore[arg-type]
+    assert [names for names, _, _ in alike.tried] == ["n1", "n3", "n1 n2"]
+
+
+@pytest.mark.parametrize("price", ["nan", "inf", "1e400", "-1"])
+def test_a_price_is_a_number(price: str) -> None:
+    done = CliRunner().invoke(program, ["forecast", "--price", price, "image"])
+    assert done.exit_code != 0
+    assert "--price" in str(done.exception) + done.output
 
 
 def test_every_host_on_request_and_the_batch_of_each_kept() -> None:

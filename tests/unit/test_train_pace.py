@@ -258,6 +258,17 @@ def test_a_straggler_is_named_once_with_its_cause(
     assert CAUSES[cause] in found[0].said("rank 1 on n2")
 
 
+def test_what_takes_a_cpu_is_told_from_a_quota_only_where_that_is_seen() -> None:
+    queued = {"queued": {1: 0.02}}
+    seen, unseen = (told(looks(own={1: 0.02}, facts=facts))[0]
+                    for facts in ({**queued, "throttled": {}}, queued))  # fmt: skip
+    assert seen is not None
+    assert unseen is not None
+    assert (seen.cause, unseen.cause) == ("cpu", "cpu")
+    assert "quota" not in seen.detail
+    assert "or for a quota, which is not seen there" in unseen.detail
+
+
 @pytest.mark.parametrize(("ranks", "dropped"), [(2, [1]), (4, [2, 3])])
 def test_nobody_is_slow_beside_ranks_that_were_dropped(ranks: int, dropped: list[int]) -> None:
     """Who has no samples computes nothing, and waits for those who have."""

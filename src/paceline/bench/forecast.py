@@ -25,6 +25,7 @@ from paceline.spec.terminal import wrapped
 
 STEEPEST = 16.0  # a g beyond which nothing changes
 LEAST_SPREAD = 0.02  # a step is never known better
+UNLIKE = 1.25  # times the other's time for computing: hosts of a kind are not alike
 UNKNOWN = 0.5  # an error bar of more than this part of the step says nothing
 GOOD = 0.8  # an efficiency that is worth having
 BEYOND = 0.06  # of a step that was not seen, besides: what the laws leave out (bench/forecast)
@@ -91,6 +92,8 @@ class Probe:
         sent: Bytes that are sent as a part of the gradients', between two ranks and of more.
         balance: How the training shares its batches: "even", "auto" or weights of hosts. The
             probe's own are even.
+        computing: Seconds of computing in a step of the largest batch, by host; empty where they
+            are not known.
     """
 
     hosts: tuple[str, ...]
@@ -105,6 +108,17 @@ class Probe:
     device: str = "cpu"
     sent: tuple[float, float] = (1.0, 1.0)
     balance: Balance = "even"
+    computing: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def unlike(self) -> tuple[str, str, float] | None:
+        """Its quickest and its slowest host, and by how much, where they differ."""
+        if len(self.computing) < 2:
+            return None
+        quick = min(self.computing, key=lambda host: self.computing[host])
+        slow = max(self.computing, key=lambda host: self.computing[host])
+        times = self.computing[slow] / self.computing[quick]
+        return (quick, slow, times) if times >= UNLIKE else None
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Probe:
@@ -135,6 +149,7 @@ class Probe:
             str(said["device"]),
             (float(said["sent"][0]), float(said["sent"][1])),
             _balance(said.get("balance", "even")),
+            _computing(said["hosts"], by_batch[max(by_batch)]),
         )
 
 
@@ -142,6 +157,15 @@ def _balance(said: Any) -> Balance:
     if isinstance(said, Mapping):
         return {str(host): float(weight) for host, weight in said.items()}
     return "auto" if said == "auto" else "even"
+
+
+def _computing(hosts: Sequence[Any], steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """That of each host's slowest rank; empty where it is not known of all."""
+    found: dict[str, float] = {}
+    for number, host in enumerate(map(str, hosts)):
+        each = [float(one["computing"][number]) for one in steps if "computing" in one]
+        found[host] = max(found.get(host, 0.0), statistics.median(each) if each else 0.0)
+    return found if all(found.values()) else {}
 
 
 def _timed(batch: int, steps: Sequence[Mapping[str, Any]]) -> Timed:

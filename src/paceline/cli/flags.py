@@ -29,9 +29,15 @@ class Seconds(click.FloatRange):
 
 
 class Number(click.FloatRange):
-    """A number with a lower bound."""
+    """A number with a lower bound; not an infinite one, and none that is no number."""
 
     name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is no number that can be", param, ctx)
+        return found
 
 
 class Duration(Seconds):

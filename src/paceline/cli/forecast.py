@@ -358,6 +358,13 @@ def look(probing: Probing, most: int) -> model.Model:
         own = max(tried)
         batches = [2 * own] if weak else [own, max(2 * min(tried), 2)]
         pair = probing.on(hosts[:2], batches=batches)
+    if like and pair is not None and (differ := pair.unlike) is not None:
+        quick, slow, times = differ
+        say(f"paceline: {slow} computes {times:.1f} times as long as {quick}, of the same kind:"
+            " each host alone", err=True)  # fmt: skip
+        alone |= {host.name: probing.on([host], batches=tried)
+                  for host in hosts if host.name in like}  # fmt: skip
+        like.clear()
     return model.model(alone, pair, rates, like)
 
 

@@ -119,7 +119,7 @@ class Probe:
         self._about: dict[str, Any] = {}
         self._sizes: tuple[int, ...] = ()
         self._balance: Wish = "even"
-        self._notes: list[tuple[float, float, float, float]] = []
+        self._notes: list[tuple[float, float, float, float, float]] = []
         self._began = self._since = time.perf_counter()
         self._waited, self._last, self._round, self._warm = 0.0, 0, 1, WARM
 
@@ -164,8 +164,13 @@ class Probe:
         """Leaves out what was no training; the next step is not settled."""
         self._since, self._waited, self._last = time.perf_counter(), waited, 0
 
-    def stepped(self, samples: int, waited: float) -> None:
+    def stepped(self, samples: int, waited: float, computed: float) -> None:
         """After each global step.
+
+        Args:
+            samples: Of it, over all ranks.
+            waited: Seconds in which this rank waited for its data, from its beginning.
+            computed: Seconds for which this rank computed in it; 0 where it is not known.
 
         Raises:
             Quietly: All is known.
@@ -175,7 +180,8 @@ class Probe:
             torch.get_device_module(device).synchronize()
         now, step = time.perf_counter(), self._member.progress.step
         settled = step > self._warm and self._last == samples
-        self._notes.append((samples, now - self._since, waited - self._waited, settled))
+        since = now - self._since, waited - self._waited
+        self._notes.append((samples, *since, settled, computed))
         self._since, self._waited, self._last = now, waited, samples
         if step <= self._warm or (step - self._warm) % self._round:
             return
@@ -241,15 +247,16 @@ def steps_of(rows: Tensor, batches: Sequence[int]) -> list[dict[str, Any]]:
     """The steps that count, in the order in which they were done.
 
     Args:
-        rows: Of all ranks: samples, seconds, seconds of waiting for data, whether it counts; shape
-            ``[ranks, steps, 4]``. An epoch may be as short as a step: then all of a batch count.
+        rows: Of all ranks: samples, seconds, seconds of waiting for data, whether it counts, and
+            seconds of computing; shape ``[ranks, steps, 5]``. An epoch may be as short as a step:
+            then all of a batch count.
         batches: That were to be tried.
     """
     notes = rows[0].tolist()
-    settled = {int(samples) for samples, _, _, counts in notes if counts}
+    settled = {int(note[0]) for note in notes if note[3]}
     return [
         {"batch": int(note[0]), "seconds": rows[:, at, 1].tolist(),
-         "data": rows[:, at, 2].tolist()}
+         "data": rows[:, at, 2].tolist(), "computing": rows[:, at, 4].tolist()}
         for at, note in enumerate(notes)
         if int(note[0]) in batches and (note[3] or int(note[0]) not in settled)
     ]  # fmt: skip

@@ -1006,7 +1006,7 @@ class Session(Member):
             self._communicate(look)
             self._division.look(look, done.step)
         if self._probe is not None:
-            self._probe.stepped(batch.total, loader.waited)
+            self._probe.stepped(batch.total, loader.waited, self._pace.computed())
         if self._proof is not None:
             self._proof.stepped()
         if done.step <= max(self._newcomers.values(), default=-1):

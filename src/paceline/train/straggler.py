@@ -301,7 +301,9 @@ def _cause(slow: _Slow, looks: Sequence[Look], facts: Tensor | None, steps: int)
     if (off := more("throttled")) >= need:
         return "quota", f"{1e3 * off:.0f} ms a step"
     if (queued := more("queued")) >= need:
-        return "cpu", f"it waits {1e3 * queued:.0f} ms a step for one"
+        unseen = facts is not None and facts[rank, VITALS.index("throttled")].isnan()
+        or_so = ", or for a quota, which is not seen there" if unseen else ""
+        return "cpu", f"it waits {1e3 * queued:.0f} ms a step for one{or_so}"
     if (stolen := more("stolen")) >= need:
         return "stolen", f"{1e3 * stolen:.0f} ms a step"
     if more("faults") >= 1 and more("swapped") > 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from paceline.launch.allowance import STARTS, Allowance, span
 from paceline.spec.failure import Failure
 
@@ -73,6 +75,24 @@ def test_a_script_that_fails_as_long_after_its_checkpoint_twice() -> None:
     allowance = Allowance(9, 3600)
     verdicts = [allowance.after(raised(), float(n), ran_s=s) for n, s in enumerate((60, 20, 22))]
     assert [one.again for one in verdicts] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("lines", "own"),
+    [
+        (["epoch 1 step 35 loss 0.53", "epoch 1 step 70 loss 0.31"], False),
+        (["step 35 loss 0.53 (3.1 it/s)", "step 35 loss 0.52 (2.9 it/s)"], True),
+        (["12:30:01 step 35", "12:30:44 step 35"], True),
+        (["35%|###| 35/100 [00:03<00:06, 9.9it/s]", "70%|###| 70/100 [00:03<00:03, 9it/s]"], False),
+        (["training", "training"], True),  # it does not count
+        (["step 35", ""], True),  # nothing is known of one
+    ],
+)
+def test_a_script_that_counts_on_fails_by_chance(lines: list[str], own: bool) -> None:
+    allowance = Allowance(9, 3600)
+    verdicts = [allowance.after(raised(), 4.0 * n, ran_s=4, told=one) for n, one in
+                enumerate(lines)]  # fmt: skip
+    assert [one.again for one in verdicts] == [True, not own]
 
 
 def test_a_script_that_fails_by_the_clock() -> None:

@@ -24,6 +24,8 @@ AS_LONG_S = 2.0  # time, and a little more: a start is never as long as another
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals by which the kernel ends a program for what it did itself."""
 
+_MEASURES = re.compile(r"\d{1,20}(?:[.:,]\d{1,20}){1,9}(?:e[+-]?\d{1,3})?")
+_COUNTS = re.compile(r"\d{1,20}")
 _PLACE = re.compile(r'^\s{0,40}File "([^"\n]{1,4096})", line (\d{1,9})', re.MULTILINE)
 
 
@@ -57,11 +59,11 @@ class Allowance:
         self._times: deque[float] = deque()
         self._losses: dict[str, deque[float]] = {}
         self._vain = 0  # starts in a row that came to no step
-        self._last: tuple[tuple[str, ...], int | None, float] | None = None
+        self._last: tuple[tuple[str, ...], int | None, float, str] | None = None
         self._last_at = 0.0
 
     def after(self, failure: Failure, now: float, *, step: int | None = None,
-              ran_s: float = 0.0) -> Verdict:  # fmt: skip
+              ran_s: float = 0.0, told: str = "") -> Verdict:  # fmt: skip
         """Counts a failure and says whether the job goes on after it.
 
         Args:
@@ -70,9 +72,11 @@ class Allowance:
             step: Of the session in which it happened; ``None`` for a script, whose steps nobody
                 knows.
             ran_s: How long the ranks had run; by this a script is told that comes as far each time.
+            told: The last line that a rank had written: by the numbers in it, such as a step's, a
+                script may be seen to have come to another place.
         """
         mark = signature(failure)
-        last, self._last = self._last, (mark, step, ran_s)
+        last, self._last = self._last, (mark, step, ran_s, told)
         since_last, self._last_at = now - self._last_at, now
         _forget(self._times, now, self._window_s)
         if not self._most:
@@ -87,7 +91,8 @@ class Allowance:
                 )
             # What comes as seldom may come by the clock: a login that ends, a job of the system's.
             lately = not self._window_s or since_last <= self._window_s
-            if step is None and lately and _as_long(ran_s, last[2]):
+            elsewhere = _other_place(told, last[3])
+            if step is None and lately and _as_long(ran_s, last[2]) and not elsewhere:
                 where = f" at {mark[-1]}" if mark[-1] else ""
                 return Verdict(
                     False,
@@ -134,6 +139,12 @@ def _as_long(ran_s: float, last_s: float) -> bool:
     """
     shorter, longer = sorted((ran_s, last_s))
     return longer <= shorter * AS_LONG + AS_LONG_S
+
+
+def _other_place(told: str, before: str) -> bool:
+    """Whether two last lines count otherwise; a rate or a time of day counts nothing."""
+    now, then = (_COUNTS.findall(_MEASURES.sub("", line)) for line in (told, before))
+    return bool(now and then) and now != then
 
 
 def _forget(times: deque[float], now: float, window_s: float) -> None:

@@ -13,6 +13,7 @@ from paceline.spec.events import Event
 from paceline.spec.failure import Failure
 from paceline.spec.job import Job
 
+_LINE = 300  # bytes of a line
 _HOSTS = ("lost", "agent", "lease", "forkserver", "launcher")
 # A program that crashes would do so again.
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT,
@@ -44,6 +45,9 @@ class Outset:
     Args:
         job: Of which it is.
         ranks: How many there are.
+
+    Attributes:
+        told: By rank, the end of the last line that it has written for people.
     """
 
     def __init__(self, job: Job, ranks: int) -> None:
@@ -54,6 +58,7 @@ class Outset:
         self._shown = False  # a script has: to people, or to its other ranks
         self._from = 0  # the step of the checkpoint that it goes on from
         self._step = 0  # the latest that was told
+        self.told: dict[int, str] = {}
 
     def heard(self, event: Event) -> None:
         """What an agent or a rank says."""
@@ -63,10 +68,17 @@ class Outset:
             self.session = True
         elif event.kind in ("output", "world joined"):
             self._shown = True
+            if event["stream"] == "out" and (line := event.blob.rstrip().rpartition(b"\n")[2]):
+                self.told[event.rank or 0] = line[-_LINE:].decode(errors="replace")
         elif event.kind == "resumed":
             self._from = max(self._from, event["step"] or 0)
         elif event.kind in ("heartbeat", "progress", "metrics"):
             self._step = max(self._step, event["step"] or 0)
+
+    @property
+    def last_told(self) -> str:
+        """That of the first rank which has written anything."""
+        return self.told[min(self.told)] if self.told else ""
 
     @property
     def over(self) -> bool:

@@ -71,7 +71,8 @@ class Restarts:
                 self._begin_again(outset, verdict.number)
                 return True
             self._note(f"paceline: not begun again: {verdict.why}")
-        verdict = self.allowance.after(failure, time.monotonic(), ran_s=ran_s)
+        told = "" if outset is None else outset.last_told
+        verdict = self.allowance.after(failure, time.monotonic(), ran_s=ran_s, told=told)
         self._count = f", {verdict.number} of {self._request.job.max_restarts.value}"
         if verdict.why:
             self._note(f"paceline: not started again: {verdict.why}")

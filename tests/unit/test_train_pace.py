@@ -36,11 +36,14 @@ def noted(*ranks: list[tuple[float, float, float]]) -> Tensor:
 def test_a_rank_that_waits_for_another_moves_no_bytes() -> None:
     """Rank 1 needs 0.1 s more in each step; the exchange itself takes 0.01 s."""
     seconds = noted([(0.2, 0.0, 0.11)] * 10, [(0.2, 0.1, 0.01)] * 10)
-    shares = Totals(seconds.sum(dim=1), 10).shares()
+    totals = Totals(seconds.sum(dim=1), 10, torch.tensor([80.0, 80.0]))
+    shares = totals.shares()
     assert round(shares["waiting"], 9) == 0.5
     assert round(shares["moving"], 9) == 0.05
     assert round(shares["computing"], 9) == 0.45
     assert torch.allclose(seconds.sum(dim=2), torch.full((2, 10), 0.2, dtype=torch.float64))
+    idle = Totals(totals.seconds, 10, torch.tensor([0.0, 80.0]))  # it waits all the time
+    assert idle.shares()["waiting"] < 1e-9
 
 
 def test_a_look_has_every_step_once() -> None:

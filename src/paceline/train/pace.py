@@ -43,6 +43,7 @@ the session's own records and proofs.
 """
 _DATA, _COMPUTING, _WAITING, _MOVING, _SAVING, _OTHER = range(len(PARTS))
 
+_IDLE = 0.1  # of the most samples of a rank: who has fewer had nothing to do in most steps
 _EVERY = 5  # steps between two looks, at first
 _MOST = 512
 _COST = 0.005  # part of the time that looks may take
@@ -328,7 +329,7 @@ class Pace:
         seconds = divided(notes[:, :, :_TIMES])
         samples, numbers = notes[:, :, _TIMES:].unbind(2)
         look = Look(sent.first, seconds, samples, numbers, facts, self._every)
-        some = Totals(seconds.sum(dim=1), count)
+        some = Totals(seconds.sum(dim=1), count, samples.sum(dim=1))
         self.totals = some if self.totals is None else self.totals + some
         self._new = some if self._new is None else self._new + some
         a_step = max(float(notes[:, :, 0].mean()), 1e-9)
@@ -482,17 +483,22 @@ class Totals:
     Attributes:
         seconds: Of each rank and part.
         steps: How many.
+        samples: Of each rank.
     """
 
     seconds: Tensor
     steps: int
+    samples: Tensor
 
     def __add__(self, more: Totals) -> Totals:
-        return Totals(self.seconds + more.seconds, self.steps + more.steps)
+        samples = self.samples + more.samples
+        return Totals(self.seconds + more.seconds, self.steps + more.steps, samples)
 
     def shares(self) -> dict[str, float]:
-        """Parts of the time of the rank that waited most for others."""
-        rank = int(self.seconds[:, _WAITING].argmax())
+        """Parts of the time of the rank that waited most for others, of those that had work."""
+        at_work = self.samples >= _IDLE * self.samples.max()
+        waited = self.seconds[:, _WAITING].where(at_work, -1.0)
+        rank = int(waited.argmax())
         part = self.seconds[rank] / self.seconds[rank].sum().clamp(min=1e-9)
         return dict(zip(PARTS, part.tolist(), strict=True))
 

@@ -229,6 +229,30 @@ def test_nobody_is_left_out_while_our_own_line_is_silent(monkeypatch: pytest.Mon
     assert outcome.own_line([own, *lost], {}, 10.0) == [own, *lost]
 
 
+@pytest.mark.parametrize("at_a_loss", [False, True])
+def test_a_way_that_broke_counts_sooner_where_ranks_have_lost_somebody(
+    monkeypatch: pytest.MonkeyPatch, at_a_loss: bool
+) -> None:
+    """Else it is dialled again for longer: sshd may just have started anew."""
+    monkeypatch.setattr(fleet_module, "SILENT_S", 0.4)
+    monkeypatch.setattr(fleet_module, "OTHERS_S", 0.2)
+
+    async def scene() -> list[bool]:
+        agents = [Agent("n1"), Agent("n2")]
+        fleet, _, losses = fleet_of(*agents, lease_s=8.0)
+        fleet.watchful, fleet.at_a_loss = True, at_a_loss
+        await asyncio.sleep(0.1)
+        agents[1].silent = agents[1].broken = True
+        for _ in range(400 if at_a_loss else 30):
+            await asyncio.sleep(0.05)
+            if losses:
+                break
+        await fleet.close()
+        return [node.lost for node in fleet.nodes]
+
+    assert asyncio.run(scene()) == [False, at_a_loss]
+
+
 def test_the_last_host_that_falls_silent_is_not_our_own_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -250,6 +250,7 @@ class Fleet:
         self.lease_s = lease_s
         self.trying = asyncio.Lock()  # held while nodes try each other's addresses
         self.watchful = False  # the ranks can go on without a node: its silence counts sooner
+        self.at_a_loss = False  # ranks wait to hear who is lost
         self._absence: Absence | None = None  # the longest of our own
         self._ticked = (time.monotonic(), _awake_or_not())
         self._on_event, self._on_lost = on_event, on_lost
@@ -337,8 +338,9 @@ class Fleet:
             silence.beat_s = self._beat_s
             await asyncio.sleep(silence.beat_s)
             silence.look(loop.time(), node.channel.last_heard, others=self._hears_others(node))
-            # a way that broke says that somebody was there to break it: that is no silence
-            quick = self.watchful and not node.channel.broken
+            # a way that broke says that somebody was there to break it: that is no silence, unless
+            # the ranks have lost connections, too
+            quick = self.watchful and (not node.channel.broken or self.at_a_loss)
             if silence.seconds > min(self.lease_s * DOUBT, SILENT_S / 2 if quick else math.inf):
                 node.channel.look_again()
             if silence.seconds > self.lease_s * LOST or (quick and silence.alone):

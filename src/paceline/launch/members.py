@@ -302,6 +302,11 @@ class Members:
         return able and not self._over and all(one.able for one in members if one.standing == "in")
 
     @property
+    def at_a_loss(self) -> bool:
+        """Whether ranks had an error in a collective, and wait to hear who is lost."""
+        return any(one.interrupted_at is not None for one in self._standing("in"))
+
+    @property
     def members(self) -> tuple[int, ...]:
         """Slots of the present generation in rank order."""
         return self._generation.members

@@ -333,12 +333,13 @@ class Recoveries:
         try:
             while True:
                 self._fleet.watchful = self._members.recovers
+                self._fleet.at_a_loss = self._members.at_a_loss
                 self.act()
                 await asyncio.sleep(TICK_S)
                 if self._broken is not None:
                     raise self._broken
         finally:
-            self._fleet.watchful = False
+            self._fleet.watchful = self._fleet.at_a_loss = False
             tasks = [*self._tasks]
             for task in tasks:
                 task.cancel()

@@ -227,6 +227,25 @@ def test_who_is_left_of_a_host_that_supervised_saves_what_it_has(site: Site) -> 
     assert largest_difference(undisturbed.directory, left.directory) < 1e-10
 
 
+def test_a_model_that_is_lost_with_its_host_on_its_way_home_is_made_again(site: Site) -> None:
+    """All ranks have ended well, and nobody else has it: the last steps are done once more."""
+    large = ("--nnodes", "2:3", "outlive.py", "24", "0", "60000")
+    with site.start(*large) as launch:
+        launch.wait_for("] step 24\n")
+        site.lab.fault("slow", "n1", "4mbit")
+        events = launch.directory / "events.jsonl"
+        assert eventually(lambda: events.read_text().count('"rank ended"') == 3)
+        site.lab.fault("power-off", "n1")
+        try:
+            ended = launch.end()
+        finally:
+            site.lab.heal()
+    assert ended.code == 0, ended.err
+    assert "going on with n2, n3; starting all nodes again" in ended.err
+    undisturbed = site.run(*large)
+    assert largest_difference(undisturbed.directory, ended.directory) < 1e-10
+
+
 def test_kept_it_is_watched_to_its_end(site: Site) -> None:
     kept = site.run("--keep", "--no-torch", "count.py", "20", "0.1")
     assert kept.code == 0, kept.err

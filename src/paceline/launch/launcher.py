@@ -274,9 +274,16 @@ class Launcher:
                     if (lost := lost_between(fleet)) is None:
                         raise
                     result, never_ran = Result(1, lost), error if starts == 1 else None
-                self._failure = failure = result.failure
                 leaving = attempt.recoveries.leaving if attempt else []
                 recalled = attempt is not None and attempt.recalled
+                failure, brought = result.failure, False
+                again = self._request.elastic and not (recalled or interrupts.received)
+                if again and attempt is not None and result.exit_code == 0:
+                    brought = attempt.outset.session  # which resumes from a copy on another host
+                if brought:
+                    await self._bring_home(fleet, interrupts)
+                    failure, outset = self._results.lacking(fleet), None
+                self._failure = failure
                 if interrupts.received or (failure is None and not recalled):
                     break
                 if attempt is not None and (why := attempt.recoveries.refused):
@@ -294,11 +301,13 @@ class Launcher:
         finally:
             await muster.close()
             self._screen.unwatch()
-        await self._bring_home(fleet, interrupts)
+        if not brought:
+            await self._bring_home(fleet, interrupts)
         if interrupts.received and failure is not None:
             signum = interrupts.received[0]
             return replace(result, exit_code=128 + signum, interrupted=signum)
-        if result.exit_code == 0 and (lacking := self._results.lacking(fleet)):
+        lacking = failure if brought else self._results.lacking(fleet)
+        if result.exit_code == 0 and lacking is not None:
             self._failure = lacking
             return replace(result, exit_code=1, failure=lacking)
         return result

@@ -1,4 +1,4 @@
-"""A training in float64 with Adam: ``outlive.py STEPS [PAUSE]``. Every rank tells its steps.
+"""A training in float64 with Adam: ``outlive.py STEPS [PAUSE [WIDTH]]``. Ranks tell their steps.
 
 While there is a file ``struck``, steps take long (PAUSE, a quarter of a second): what befalls it
 befalls it before its end. While there is a file ``loading``, the ranks do so before they train.
@@ -39,7 +39,8 @@ print("loading", flush=True)
 while Path("loading").exists():
     time.sleep(0.05)
 torch.manual_seed(3)
-network = nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+width = int(sys.argv[3]) if len(sys.argv) > 3 else 32
+network = nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, 1)).double()
 network = session.place(network)
 model = session.prepare(network, torch.optim.Adam(network.parameters(), lr=2e-3))
 loader = session.loader(Samples(), 48, workers=0)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.agent import gloo as agent_gloo
 from paceline.train import gloo
 
 DATA = 0x5511_2233_4455_6677  # as long as a pointer
@@ -87,3 +88,7 @@ def test_this_thread_is_among_those_of_the_process() -> None:
     assert own.state == "R"
     assert own.cpu_s > 0
     assert not own.of_gloo
+
+
+def test_agent_and_training_mean_the_same_threads() -> None:
+    assert (gloo.LOOPS, gloo.WORKERS) == (agent_gloo.LOOPS, agent_gloo.WORKERS)

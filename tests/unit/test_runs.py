@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,44 @@ def test_a_supervisor_that_died_without_a_word_is_the_cause() -> None:
     said = conclude(from_run(folder), load_all())
     assert said.text.startswith("the supervisor was killed or its host n2 restarted")
     assert [rule.code for rule, _ in said.found] == ["launcher-killed"]
+
+
+def test_of_a_run_whose_supervisor_died_it_is_said_since_when_and_how_it_goes_on() -> None:
+    folder = left_elsewhere("one", **{HOME: 2000.0, STANDS: "lost"})
+    typed = {"command": "paceline run -H n1,n2 --detach 'my train.py'", "folder": str(Path.cwd())}
+    plan = {"typed": typed, "settings": {"lease_s": {"value": 7.0}},
+            "nodes": [{"host": "n1"}, {"host": "n2"}]}  # fmt: skip
+    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "logs/n1").mkdir(parents=True)
+    (folder / "logs/n1/0.log").write_text("a line\n")
+    now = time.time()
+    (folder / "ranks.json").write_text(json.dumps({"time": now, "ranks": [], "hang": ""}))
+    said = call("status", "one").output
+    assert "one: lost\n  its supervisor on n2 was killed, or its host went down " in said
+    assert time.strftime("at %Y-%m-%d %H:%M:%S", time.localtime(now)) in said
+    assert "  the nodes end their ranks: nobody renews the lease of 7 s\n" in said
+    assert "  checkpoint: none is known of, it begins anew\n" in said
+    again = "paceline run --run-dir runs/one -H n1,n2 --detach 'my train.py'"
+    assert f"  to resume: {again}\n" in said
+    assert json.loads(call("status", "one", "--json").output)["lost"]["again"] == again
+    where = {"time": now - 100, "ranks": [], "hang": ""}
+    (folder / "ranks.json").write_text(json.dumps(where))
+    saved = folder / "checkpoints/450"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
+    said = call("status", "one").output
+    assert "went down 1 min 40 s ago" in said
+    assert "  the nodes have ended their ranks: " in said
+    assert "  checkpoint: step 450, in runs/one/checkpoints; a later one would lie on n1" in said
+    shown = call("logs", "one")
+    assert "[n1/0] a line" in shown.stdout
+    assert f"  to resume: {again}\n" in shown.stderr
+    attached = call("attach", "one")
+    assert (attached.exit_code, f"  to resume: {again}\n" in attached.output) == (1, True)
+    os.chdir(folder)
+    at = Path.cwd()
+    again = f"(in {at.parents[1]}): paceline run --run-dir {at} -H n1,n2"
+    assert again in call("status", ".").output
 
 
 def test_a_run_is_explained_by_its_name() -> None:

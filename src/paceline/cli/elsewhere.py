@@ -25,6 +25,7 @@ import click
 
 from paceline.agent import control
 from paceline.cli.launch import read_cluster
+from paceline.cli.lost import ends_in_s
 from paceline.cli.runs import current_run, end, look_at, named_run
 from paceline.cli.sources import setting
 from paceline.cli.verb import say
@@ -182,6 +183,8 @@ class There:
         if self._follower is None or self._standing is None:
             raise ConnectError(f"{self._detached.host} cannot be asked now", found=self.trouble)
         if detached_of(self.path) is not None:  # else another follower has done it
+            if self._standing.word == "lost":
+                await self._ranks_ended()
             try:
                 await self._follower.finish(self._standing.word)
             except (ConnectionError, Silent) as problem:
@@ -191,6 +194,14 @@ class There:
             await self._follower.discard(
                 fetched=about is not None and started_here(about, self.path)
             )
+
+    async def _ranks_ended(self) -> None:
+        """What ranks save until the lease is over lies in the folder that is about to go there."""
+        wait_s = ends_in_s(self.path, time.time())
+        if wait_s > 0:
+            say(f"paceline: the run's supervisor is lost: its ranks have {wait_s:.0f} s to save"
+                " something, which is waited for", err=True)  # fmt: skip
+            await asyncio.sleep(wait_s)
 
     def _cut_off(self, problem: Exception) -> ConnectError:
         if isinstance(problem, ConnectError):

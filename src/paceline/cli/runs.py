@@ -15,6 +15,8 @@ from typing import Any
 import click
 
 from paceline.cli.flags import of_a_left_run
+from paceline.cli.lost import Lost, lost_run
+from paceline.cli.lost import lines as lost_lines
 from paceline.cli.sources import setting
 from paceline.cli.verb import Verb, say
 from paceline.launch import board
@@ -66,6 +68,7 @@ class RunState:
         ranks: Where each rank is: rank, host, step, phase and seconds of silence.
         hang: Who keeps the others waiting, one line, while it does.
         hosts: How busy each host is, as far as it is known: see ``launch/board.py``.
+        lost: Of one that was lost: what is known of its end.
     """
 
     path: Path
@@ -80,6 +83,7 @@ class RunState:
     hang: str = ""
     hosts: Sequence[Mapping[str, Any]] = ()
     away: Detached | None = None
+    lost: Lost | None = None
 
     @property
     def over(self) -> bool:
@@ -101,6 +105,7 @@ class RunState:
             "ranks": list(self.ranks),
             "hosts": list(self.hosts),
             "hang": self.hang or None,
+            "lost": self.lost.to_json() if self.lost else None,
         }
 
 
@@ -224,8 +229,9 @@ def look_at(path: Path) -> RunState:
     if said is not None:
         code = result.exit_code if result.exit_code != UNKNOWN else None
         return RunState(path, "ended", code, None, job, text, last)
-    word = "lost" if owner or lost(path) else "not started"
-    return RunState(path, word, None, None, job, "", last)
+    if owner or lost(path):
+        return RunState(path, "lost", None, None, job, "", last, lost=lost_run(path))
+    return RunState(path, "not started", None, None, job, "", last)
 
 
 def _where(path: Path) -> dict[str, Any]:
@@ -292,6 +298,8 @@ def describe(state: RunState) -> str:
     if state.away:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.away.since))
         lines.append(f"  supervisor: on {state.away.host} since {since}")
+    if state.lost:
+        lines += [f"  {line}" for line in lost_lines(state.lost, time.time())]
     if state.last:
         shown = ", ".join(_figure(name, value) for name, value in list(state.last.items())[:6])
         lines.append(f"  last record: {shown}")

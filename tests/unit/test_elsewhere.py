@@ -31,8 +31,14 @@ class Following:
 
     channel = Channel()
 
-    def __init__(self, *answers: Any) -> None:
+    def __init__(self, *answers: Any, behind: int = 0) -> None:
         self._answers = list(answers)
+        self._behind = behind  # after so many answers
+
+    @property
+    def behind(self) -> bool:
+        self._behind -= 1
+        return self._behind >= 0
 
     async def refresh(self) -> Standing:
         answer = self._answers.pop(0)
@@ -145,6 +151,14 @@ def test_what_ranks_save_after_their_supervisor_was_lost_comes_home_too(
 
     asyncio.run(comes_home())
     assert slept == ([] if waits is None else [pytest.approx(waits, abs=5)])
+
+
+def test_who_looks_once_looks_again_where_a_file_changed_meanwhile(way: Any) -> None:
+    """``ranks.json`` is written every second: of an old one nobody knows that it is old."""
+    for behind, looks in ((0, 1), (1, 2), (99, 4)):
+        following = Following(*[RUNNING] * 9, behind=behind)
+        asyncio.run(elsewhere._once(way(following)))
+        assert 9 - len(following._answers) == looks
 
 
 def test_what_cannot_be_written_here_does_not_end_the_run(way: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from paceline.cli.runs import describe
 from paceline.explain.conclude import conclude
 from paceline.explain.gather import from_run
 from paceline.explain.rules import load_all
+from paceline.launch.board import Waiting
 from paceline.report import explanation
 from paceline.rundir.ownership import HOME, STANDS
 from paceline.spec.detached import DETACHED, Detached
@@ -129,6 +131,31 @@ def test_status_names_a_rank_that_is_slow_now() -> None:
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({**slow, "event": "straggler over"}) + "\n")
     assert "slow:" not in call("status").output
+
+
+def test_status_of_a_job_that_waits_for_nodes_says_for_how_many_since_when_and_until_when() -> None:
+    folder = make("one", alive=True)
+    waits = Waiting.now("1 node of at least 2: dialling n2 again, for up to 10 minutes", 600.0)
+    ranks = [{"rank": 0, "host": "n1", "phase": "running", "state": "failed", "trouble": "SIGTERM"}]
+    where = {"time": time.time(), "ranks": ranks, "hang": "", "waits": asdict(waits)}
+    (folder / "ranks.json").write_text(json.dumps(where))
+    at = [time.strftime("%H:%M:%S", time.localtime(one)) for one in (waits.since, waits.until)]
+    said = call("status", "one").output
+    assert "runs/one: running, waits for nodes\n" in said
+    assert f"  {waits.text}, since {at[0]}, until " in said
+    assert f"{at[1]}\n" in said
+    assert "SIGTERM" not in said  # how the ranks of the last start ended
+    state = json.loads(call("status", "one", "--json").output)
+    assert (state["state"], state["waits"]) == ("running", asdict(waits))
+    rows = json.loads(call("runs", "--json").output)["runs"]
+    assert [row["state"] for row in rows] == ["waiting"]
+    (folder / "ranks.json").write_text(json.dumps({**where, "waits": None}))
+    assert "runs/one: running\n" in call("status", "one").output
+
+
+def test_the_end_of_a_wait_of_days_is_told_with_its_date() -> None:
+    assert Waiting("x", 1e9, 1e9 + 60).words.count("-") == 0
+    assert Waiting("x", 1e9, 1e9 + 3 * 86400).words.count("-") == 2
 
 
 def test_status_rounds_figures_for_people() -> None:

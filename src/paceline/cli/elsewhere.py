@@ -47,6 +47,7 @@ from paceline.transfer.follow import Follower, Forgotten, Standing, follow
 
 LOOK_EVERY_S = 0.5
 GOODBYE_S = 0.5
+MORE_LOOKS = 3  # of who looks once only, at files that change every second
 AGAIN_S = 2.0  # until the supervisor's host is dialled again
 
 
@@ -155,6 +156,11 @@ class There:
             known = replace(known, news=False)
         return known
 
+    @property
+    def behind(self) -> bool:
+        """Whether another look brings what the last could not."""
+        return self._follower is not None and self._follower.behind
+
     async def ask(self, wish: dict[str, Any]) -> dict[str, Any]:
         if self._follower is None:
             raise NodeError(self.trouble or f"{self._detached.host} cannot be asked now")
@@ -255,7 +261,12 @@ def up_to_date(path: Path) -> None:
 
 async def _once(way: There) -> None:
     try:
-        if (await way.look()).over:
+        standing = await way.look()
+        for _ in range(MORE_LOOKS):
+            if standing.over or not way.behind:
+                break
+            standing = await way.look()
+        if standing.over:
             await way.home()
     finally:
         await way.close()

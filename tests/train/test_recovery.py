@@ -195,6 +195,17 @@ def test_who_waits_for_the_rest_of_a_message_is_freed(tmp_path: Path) -> None:
     assert not [one for one in found if one[2] is None]
 
 
+def test_a_thread_of_gloos_that_is_woken_for_good_rests_once_its_connection_is_cut(
+    tmp_path: Path,
+) -> None:
+    """Else it takes a CPU from the training, which goes on in a new group."""
+    script = str(Path(__file__).with_name("resting.py"))
+    ranks.run_ok(2, [script, str(tmp_path)], tmp_path, 240)
+    names, *found = json.loads((tmp_path / "0.json").read_text())
+    assert names == ["gloo_tcp_loop", "pt_gloo_runloop"]
+    assert found == [True, True, True, []]
+
+
 def test_the_connection_to_the_store_is_cut_but_nobody_closes_it() -> None:
     """Who waits in vain gives up when gloo has closed all of its own."""
     links = Gloo()

@@ -289,6 +289,49 @@ def test_what_answers_cost_is_no_work_but_what_is_done_meanwhile_is(
     assert (rank.active_at > begun) == works
 
 
+SPINS = """
+import sys, threading
+def spin():
+    open("/proc/thread-self/comm", "w").write(sys.argv[1])
+    print("begins", flush=True)
+    while True:
+        pass
+threading.Thread(target=spin, daemon=True).start()
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("name", "works"), [("gloo_tcp_loop", False), ("python", True)])
+def test_what_gloos_loop_uses_of_a_cpu_is_no_work(name: str, works: bool) -> None:
+    """One that is woken for nothing never rests; what the others move is known by the bytes."""
+    rank = job.Rank(0, 0)
+    node = job.NodeJob(lambda *_: None, "")
+    node.ranks.append(rank)
+    with subprocess.Popen([sys.executable, "-c", SPINS, name], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.readline()
+        rank.process = procs.identify(process.pid)
+        now = time.monotonic()
+        rank.look(now)
+        begun, (before,) = rank.active_at, node.seen()
+        until = spent(process.pid) + 100
+        while spent(process.pid) < until:
+            time.sleep(0.05)
+        rank.look(now + job.WORK_S)
+        (after,) = node.seen()
+        assert (rank.active_at > begun) == works
+        assert (after["cpu_s"] - before["cpu_s"] > 0.5) == works
+        process.kill()
+
+
+def spent(pid: int) -> int:
+    """Clock ticks of a process."""
+    stat = procs.read_stat(pid)
+    assert stat is not None
+    return stat.cpu
+
+
 def test_what_has_not_arrived_is_not_sent() -> None:
     """As over a network that takes nothing any more."""
     with contextlib.ExitStack() as stack:

@@ -73,9 +73,9 @@ ENDS = {
 RANK = """
 import os, sys
 sys.path.insert(0, {source!r})
-from paceline.agent import rank, rank_exit
+from paceline.agent import gloo, rank, rank_exit
 with open("/proc/self/task/%d/comm" % os.getpid()) as file:
-    rank_exit.GLOO = file.read().strip()  # this thread passes for one of gloo
+    gloo.WORKERS = file.read().strip()  # this thread passes for one of gloo
 assert not rank_exit.is_safe()
 sys.path.pop(0)
 entry = {{"kind": "script", "target": {script!r}, "args": []}}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,14 @@ class Following:
 
     channel = Channel()
 
-    def __init__(self, *answers: Any) -> None:
+    def __init__(self, *answers: Any, behind: int = 0) -> None:
         self._answers = list(answers)
+        self._behind = behind  # after so many answers
+
+    @property
+    def behind(self) -> bool:
+        self._behind -= 1
+        return self._behind >= 0
 
     async def refresh(self) -> Standing:
         answer = self._answers.pop(0)
@@ -41,6 +49,9 @@ class Following:
 
     async def finish(self, _: str) -> None:
         await self.refresh()
+
+    async def discard(self, *, fetched: bool) -> None:
+        """Nothing lies there."""
 
     async def ask(self, _: Any) -> None:
         await self.refresh()
@@ -115,6 +126,39 @@ def test_a_run_that_somebody_else_has_brought_home_is_over(way: Any) -> None:
         assert (await there.look()).over
 
     asyncio.run(looks())
+
+
+@pytest.mark.parametrize(("ago_s", "waits"), [(1.0, 29.0), (31.0, None), (-500.0, 30.0)])
+def test_what_ranks_save_after_their_supervisor_was_lost_comes_home_too(
+    way: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ago_s: float, waits: float | None
+) -> None:
+    """Its folder on the host goes then: not before the lease is over, which ends the ranks."""
+    back = Detached("ab" * 6, "n2", "n2", "/x", 1.0).to_json()
+    lease = {"settings": {"lease_s": {"value": 30.0}}}
+    where = {"time": time.time() - ago_s, "ranks": [], "hang": ""}
+    for name, said in {"detached": back, "plan": lease, "ranks": where}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(said))
+    lost = Standing("lost", None)
+    there, slept = way(Following(lost, lost, lost)), list[float]()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def comes_home() -> None:
+        await there.look()
+        monkeypatch.setattr(elsewhere.asyncio, "sleep", sleep)
+        await there.home()
+
+    asyncio.run(comes_home())
+    assert slept == ([] if waits is None else [pytest.approx(waits, abs=5)])
+
+
+def test_who_looks_once_looks_again_where_a_file_changed_meanwhile(way: Any) -> None:
+    """``ranks.json`` is written every second: of an old one nobody knows that it is old."""
+    for behind, looks in ((0, 1), (1, 2), (99, 4)):
+        following = Following(*[RUNNING] * 9, behind=behind)
+        asyncio.run(elsewhere._once(way(following)))
+        assert 9 - len(following._answers) == looks
 
 
 def test_what_cannot_be_written_here_does_not_end_the_run(way: Any) -> None:

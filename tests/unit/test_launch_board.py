@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.runs import loads, whereabouts
-from paceline.launch.board import MOST_POINTS, Board, Curve, time_of
+from paceline.launch.board import MOST_POINTS, Board, Curve, Waiting, time_of
 from paceline.spec.events import PARTS, Event
 
 
@@ -110,6 +110,7 @@ def test_the_file_says_all_of_it() -> None:
     told(board, "rank frozen", "n2", 1, how="stopped", seconds=3.0, on="", pid=5)
     board.vitals("n2", {"time": 1.0, "cpu": [1, 2], "memory": [4, 1], "links": {}, "gpus": []})
     board.hang = "rank 1 on n2 stands still"
+    board.waits = Waiting("1 node of at least 2: waiting for n2", 1990.0, 2590.0)
     said = json.loads(json.dumps(board.to_json(7.0, 2000.0)))
     other = Board()
     assert other.read(said, 107.0, 2000.0)

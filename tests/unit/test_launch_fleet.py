@@ -17,6 +17,7 @@ from paceline.launch import muster as muster_module
 from paceline.launch import outcome, recovery, restart
 from paceline.launch.allowance import LOSSES, STARTS
 from paceline.launch.attempt import Attempt
+from paceline.launch.board import Waiting
 from paceline.launch.decide import Found
 from paceline.launch.fleet import (
     Fleet,
@@ -28,7 +29,7 @@ from paceline.launch.fleet import (
     why_silent,
 )
 from paceline.launch.launcher import Launcher
-from paceline.launch.members import End, Members, Regroup
+from paceline.launch.members import End, Members, Regroup, Wait
 from paceline.launch.muster import Muster
 from paceline.launch.outset import Outset
 from paceline.launch.prepare import Request, find_networks
@@ -352,10 +353,21 @@ def test_lost_hosts_are_dialled_again(transport: Dialling, told: str) -> None:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
         fleet.lose(fleet.nodes[1], "unplugged")
         muster = mustered(transport, fleet, notes)
-        restarts = Restarts(request_for(job, transport, "n1", "n2"), fleet, notes.append)
+        waits = list[Any]()
+        restarts = Restarts(
+            request_for(job, transport, "n1", "n2"), fleet, notes.append, waits.append
+        )
         lost = Failure("lost", "n2", None, headline="unplugged")
         assert await restarts.allowed(lost, [], 1.0)
         found = await restarts.line_up(muster)
+        dialling = "dialling n2 again, for up to 1.2 s"
+        if f"paceline: {dialling}" in notes:
+            begun, over = waits
+            assert begun.text == f"1 node of at least 2: {dialling}"
+            assert begun.until - begun.since == pytest.approx(1.2, abs=0.01)
+            assert over is None
+        else:
+            assert waits == []
         await muster.close()
         await fleet.close()
         return fleet, found, notes
@@ -767,6 +779,32 @@ def test_a_fork_server_that_cannot_import_is_told_of_once(monkeypatch: pytest.Mo
     asyncio.run(asyncio.wait_for(scene(), 20))
 
 
+def test_ranks_that_wait_for_nodes_say_for_how_many_and_until_when(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recovery, "PAUSE_S", 0.01)
+    plan: Any = SimpleNamespace(nodes=[part_of("n1", 0), part_of("n2", 1)], master_addr="::1",
+                                master_port=1)  # fmt: skip
+
+    async def scene() -> None:
+        fleet, _, _ = fleet_of(Agent("n1"), lease_s=5.0)
+        members = able(Members({0: "n1", 1: "n2"}, least=2, patience_s=60.0), 0, 1)
+        recoveries = Recoveries(plan, members, fleet, Mock(), Mock(), None, Mock(), Mock(),
+                                Mock())  # fmt: skip
+        assert recoveries.waits is None
+        members._waiting_since = 1.0
+        await recoveries._tell_wait(Wait(("n2",)))
+        waits = recoveries.waits
+        assert waits is not None
+        text = "1 node of at least 2: waiting for n2, with the training's state in memory"
+        assert (waits.text, round(waits.until - waits.since)) == (text, 60)
+        members._waiting_since = None
+        assert recoveries.waits is None
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
+
+
 def part_of(host: str, *slots: int) -> Any:
     return SimpleNamespace(
         host=host, address="127.0.0.1", ranks=[SimpleNamespace(rank=slot) for slot in slots]
@@ -927,11 +965,12 @@ class Flaky(Slow):
         return [Agent(name)]
 
 
-def gathered(transport: Any, least: int, patience_s: float, *names: str) -> Any:
+def gathered(transport: Any, least: int, patience_s: float, *names: str, **more: Any) -> Any:
     notes: list[str] = []
     hosts = [Host(name) for name in names]
     found = asyncio.run(muster_module.gather(
-        transport, hosts, ["python3"] * len(hosts), least, patience_s, notes.append))  # fmt: skip
+        transport, hosts, ["python3"] * len(hosts), least, patience_s, notes.append,
+        **more))  # fmt: skip
     return [channel.host.name for channel in found[0]], found[1], notes
 
 
@@ -998,14 +1037,44 @@ def test_who_answers_while_the_others_import_has_a_part_from_the_beginning(
     assert opened == ["n1", "n2", "n3"]
 
 
+def test_where_everybody_is_is_written_down_while_nodes_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No attempt does it then, and who asks from elsewhere reads that file."""
+    monkeypatch.setattr(launcher_module, "WHERE_S", 0.01)
+    written = list[Waiting | None]()
+    launcher: Any = Launcher.__new__(Launcher)
+    launcher._attempt = launcher._waits = launcher._telling = None
+    launcher.recorder = Mock(where=lambda: written.append(launcher._waiting()))
+    waits = Waiting.now("1 node of at least 2", 60.0)
+
+    async def scene() -> None:
+        launcher._wait(None)
+        assert not written
+        launcher._wait(waits)
+        while len(written) < 3:
+            await asyncio.sleep(0.01)
+        launcher._wait(None)
+        assert written[-1] is None
+        count = len(written)
+        await asyncio.sleep(0.1)
+        assert len(written) == count
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
+    assert set(written) == {waits, None}
+
+
 def test_waits_for_as_many_as_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[Waiting]()
     with pytest.raises(ConnectError, match="1 host can be reached, at least 2 are needed: n2") as e:
         gathered(Slow(n1=0, n2=None), 2, 0.5, "n1", "n2")
     assert "n2: no route: n2: off" in e.value.found
     monkeypatch.setattr(muster_module, "PAUSES_S", (0.2,))
-    there, _, notes = gathered(Flaky(n2=2), 2, 9, "n1", "n2")
+    there, _, notes = gathered(Flaky(n2=2), 2, 9, "n1", "n2", waits=seen.append)
     assert there == ["n1", "n2"]
-    assert notes == ["paceline: 1 host of at least 2: waiting up to 9 s for n2 (no route: n2: off)"]
+    text = "1 host of at least 2: waiting up to 9 s for n2 (no route: n2: off)"
+    assert notes == [f"paceline: {text}"]
+    assert [(one.text, round(one.until - one.since)) for one in seen] == [(text, 9)]
     began = time.monotonic()
     with pytest.raises(ConnectError) as none:
         gathered(Slow(n1=None), 1, 0, "n1")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from paceline.launch.board import Board
+from paceline.launch.board import Board, Waiting
 from paceline.launch.picture import (
     FINE,
     PLAIN,
@@ -162,6 +162,13 @@ def test_long_names_can_be_told_apart() -> None:
         assert all(f"ster-{rank} " in rows[rank + 2] for rank in range(2))
         assert rows[-1].endswith("? help")
         assert " 0.25 __" in screen
+
+
+def test_a_job_that_waits_for_nodes_says_so_in_the_words_of_status() -> None:
+    board = trained(2)
+    waits = board.waits = Waiting.now("1 node of at least 2: dialling n2 again", 600.0)
+    shown = " ".join(drawn(board, columns=120).split())
+    assert f"waits for nodes: {waits.words}" in shown
 
 
 def test_a_failure() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from paceline.cli.runs import describe
 from paceline.explain.conclude import conclude
 from paceline.explain.gather import from_run
 from paceline.explain.rules import load_all
+from paceline.launch.board import Waiting
 from paceline.report import explanation
 from paceline.rundir.ownership import HOME, STANDS
 from paceline.spec.detached import DETACHED, Detached
@@ -130,6 +133,31 @@ def test_status_names_a_rank_that_is_slow_now() -> None:
     assert "slow:" not in call("status").output
 
 
+def test_status_of_a_job_that_waits_for_nodes_says_for_how_many_since_when_and_until_when() -> None:
+    folder = make("one", alive=True)
+    waits = Waiting.now("1 node of at least 2: dialling n2 again, for up to 10 minutes", 600.0)
+    ranks = [{"rank": 0, "host": "n1", "phase": "running", "state": "failed", "trouble": "SIGTERM"}]
+    where = {"time": time.time(), "ranks": ranks, "hang": "", "waits": asdict(waits)}
+    (folder / "ranks.json").write_text(json.dumps(where))
+    at = [time.strftime("%H:%M:%S", time.localtime(one)) for one in (waits.since, waits.until)]
+    said = call("status", "one").output
+    assert "runs/one: running, waits for nodes\n" in said
+    assert f"  {waits.text}, since {at[0]}, until " in said
+    assert f"{at[1]}\n" in said
+    assert "SIGTERM" not in said  # how the ranks of the last start ended
+    state = json.loads(call("status", "one", "--json").output)
+    assert (state["state"], state["waits"]) == ("running", asdict(waits))
+    rows = json.loads(call("runs", "--json").output)["runs"]
+    assert [row["state"] for row in rows] == ["waiting"]
+    (folder / "ranks.json").write_text(json.dumps({**where, "waits": None}))
+    assert "runs/one: running\n" in call("status", "one").output
+
+
+def test_the_end_of_a_wait_of_days_is_told_with_its_date() -> None:
+    assert Waiting("x", 1e9, 1e9 + 60).words.count("-") == 0
+    assert Waiting("x", 1e9, 1e9 + 3 * 86400).words.count("-") == 2
+
+
 def test_status_rounds_figures_for_people() -> None:
     last = {"step": 12, "loss": 0.2478179237433748}
     said = describe(runs.RunState(Path("runs/a"), "ended", 0, last=last))
@@ -165,6 +193,44 @@ def test_a_supervisor_that_died_without_a_word_is_the_cause() -> None:
     said = conclude(from_run(folder), load_all())
     assert said.text.startswith("the supervisor was killed or its host n2 restarted")
     assert [rule.code for rule, _ in said.found] == ["launcher-killed"]
+
+
+def test_of_a_run_whose_supervisor_died_it_is_said_since_when_and_how_it_goes_on() -> None:
+    folder = left_elsewhere("one", **{HOME: 2000.0, STANDS: "lost"})
+    typed = {"command": "paceline run -H n1,n2 --detach 'my train.py'", "folder": str(Path.cwd())}
+    plan = {"typed": typed, "settings": {"lease_s": {"value": 7.0}},
+            "nodes": [{"host": "n1"}, {"host": "n2"}]}  # fmt: skip
+    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "logs/n1").mkdir(parents=True)
+    (folder / "logs/n1/0.log").write_text("a line\n")
+    now = time.time()
+    (folder / "ranks.json").write_text(json.dumps({"time": now, "ranks": [], "hang": ""}))
+    said = call("status", "one").output
+    assert "one: lost\n  its supervisor on n2 was killed, or its host went down " in said
+    assert time.strftime("at %Y-%m-%d %H:%M:%S", time.localtime(now)) in said
+    assert "  the nodes end their ranks: nobody renews the lease of 7 s\n" in said
+    assert "  checkpoint: none is known of, it begins anew\n" in said
+    again = "paceline run --run-dir runs/one -H n1,n2 --detach 'my train.py'"
+    assert f"  to resume: {again}\n" in said
+    assert json.loads(call("status", "one", "--json").output)["lost"]["again"] == again
+    where = {"time": now - 100, "ranks": [], "hang": ""}
+    (folder / "ranks.json").write_text(json.dumps(where))
+    saved = folder / "checkpoints/450"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
+    said = call("status", "one").output
+    assert "went down 1 min 40 s ago" in said
+    assert "  the nodes have ended their ranks: " in said
+    assert "  checkpoint: step 450, in runs/one/checkpoints; a later one would lie on n1" in said
+    shown = call("logs", "one")
+    assert "[n1/0] a line" in shown.stdout
+    assert f"  to resume: {again}\n" in shown.stderr
+    attached = call("attach", "one")
+    assert (attached.exit_code, f"  to resume: {again}\n" in attached.output) == (1, True)
+    os.chdir(folder)
+    at = Path.cwd()
+    again = f"(in {at.parents[1]}): paceline run --run-dir {at} -H n1,n2"
+    assert again in call("status", ".").output
 
 
 def test_a_run_is_explained_by_its_name() -> None:

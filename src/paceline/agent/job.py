@@ -18,6 +18,7 @@ from . import (
     collectives,
     facts,
     forkserver,
+    gloo,
     held,
     memory,
     procs,
@@ -44,6 +45,7 @@ CHILD_S = 0.3  # the same of the stack of a child of a rank
 WHILE_S = 0.01  # between two looks whether they have
 MOST_CHILDREN = 16  # of a rank that are looked at
 BUSY = 0.02  # of a CPU: who uses less does nothing
+ROUNDED = 4.0  # ticks by which the work of a process and of some of its threads may be apart
 WORK_S = 2.0  # within which it is counted, at most
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -71,6 +73,8 @@ class Rank:
         self.replaced = False  # if it is lost: others go on without it
         self._since = self.active_at  # and the ticks that it had used then
         self._cpu = 0
+        self._loops = gloo.Loops()
+        self._moved = 0  # ticks that gloo's loops had worked then
         self._for_us = 0.0  # ticks, since
 
     def look(self, now: float) -> None:
@@ -82,14 +86,16 @@ class Rank:
             self.held.look(now, stat, False)
             return
         self._for_us += self.seen.take_cpu() * TICKS
-        own, seconds = stat.cpu - self._cpu - self._for_us, now - self._since
+        moved = self._loops.ticks(self.process.pid, now)
+        of_loops, seconds = moved - self._moved, now - self._since
+        own = stat.cpu - self._cpu - self._for_us - of_loops
         # One tick says nothing: a process that only waits comes to one every few seconds.
-        worked = own > max(1.0, BUSY * TICKS * seconds)
+        worked = own > max(ROUNDED if of_loops else 1.0, BUSY * TICKS * seconds)
         if worked:
             self.active_at = now
         self.held.look(now, stat, worked)
         if worked or seconds >= WORK_S:
-            self._cpu, self._since, self._for_us = stat.cpu, now, 0.0
+            self._cpu, self._moved, self._since, self._for_us = stat.cpu, moved, now, 0.0
 
     def note(self, said: Message) -> None:
         """Hears whether others go on without it: then a signal that stopped it is soon told of."""
@@ -512,10 +518,11 @@ class NodeJob:
         """What every living rank was doing when :meth:`dump_stacks` looked.
 
         ``stack`` (innermost line first; empty if it has not come whole), ``state`` as ``ps`` shows
-        it, ``cpu_s`` that it and its children have used so far, ``moved``: bytes that they have
-        read and written, ``sent``: those that it has written to others than us and that have
-        arrived, ``switches``: how often they have waited for something new; ``call``, ``on`` and
-        ``readers``: what it waits in. Not to be called in the loop.
+        it, ``cpu_s`` that it and its children have used so far, without what gloo's loops have
+        (what those move is among the bytes), ``moved``: bytes that they have read and written,
+        ``sent``: those that it has written to others than us and that have arrived, ``switches``:
+        how often they have waited for something new; ``call``, ``on`` and ``readers``: what it
+        waits in. Not to be called in the loop.
 
         Args:
             closely: Also what the ``children`` of each rank do.
@@ -531,6 +538,7 @@ class NodeJob:
             below = sorted(procs.descendants([rank.process.pid], stats))
             pids = [rank.process.pid, *below]
             ticks = sum(stats[pid].cpu for pid in pids if pid in stats)
+            ticks -= sum(gloo.ticks(pids[0], gloo.threads(pids[0], gloo.LOOPS)).values())
             about: Message = {"rank": rank.rank, "pid": rank.process.pid, "cpu_s": ticks / TICKS}
             about["moved"] = sum(procs.bytes_moved(pid) for pid in pids)
             told = rank.heard - rank.of_children

@@ -58,10 +58,11 @@ def parse_stat(text: str) -> Stat:
     )
 
 
-def read_stat(pid: int) -> Optional[Stat]:
-    """The state of a process; ``None`` when there is none."""
+def read_stat(pid: int, task: Optional[int] = None) -> Optional[Stat]:
+    """The state of a process, or of one of its threads; ``None`` when there is none."""
+    of = "" if task is None else "/task/%d" % task
     try:
-        return parse_stat(Path("/proc/%d/stat" % pid).read_text(errors="replace"))
+        return parse_stat(Path("/proc/%d%s/stat" % (pid, of)).read_text(errors="replace"))
     except (OSError, ValueError):
         return None
 

@@ -19,24 +19,14 @@ import sys
 import threading
 from typing import Any, Callable, List
 
-GLOO = "pt_gloo_runloop"
+from . import gloo
+
 _FLUSH_FAILED = 120  # Python's own status for output that could not be written
 
 
 def is_safe() -> bool:
     """False when threads of gloo are there, so that an ordinary end may abort."""
-    try:
-        return not any(_name(task) == GLOO for task in os.listdir("/proc/self/task"))
-    except OSError:
-        return True
-
-
-def _name(task: str) -> str:
-    try:
-        with open("/proc/self/task/%s/comm" % task) as file:
-            return file.read().strip()
-    except OSError:  # it has just ended
-        return ""
+    return not gloo.threads("self", gloo.WORKERS)
 
 
 def status_of(leaving: SystemExit) -> int:

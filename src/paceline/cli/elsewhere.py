@@ -25,6 +25,7 @@ import click
 
 from paceline.agent import control
 from paceline.cli.launch import read_cluster
+from paceline.cli.lost import ends_in_s
 from paceline.cli.runs import current_run, end, look_at, named_run
 from paceline.cli.sources import setting
 from paceline.cli.verb import say
@@ -46,6 +47,7 @@ from paceline.transfer.follow import Follower, Forgotten, Standing, follow
 
 LOOK_EVERY_S = 0.5
 GOODBYE_S = 0.5
+MORE_LOOKS = 3  # of who looks once only, at files that change every second
 AGAIN_S = 2.0  # until the supervisor's host is dialled again
 
 
@@ -154,6 +156,11 @@ class There:
             known = replace(known, news=False)
         return known
 
+    @property
+    def behind(self) -> bool:
+        """Whether another look brings what the last could not."""
+        return self._follower is not None and self._follower.behind
+
     async def ask(self, wish: dict[str, Any]) -> dict[str, Any]:
         if self._follower is None:
             raise NodeError(self.trouble or f"{self._detached.host} cannot be asked now")
@@ -182,6 +189,8 @@ class There:
         if self._follower is None or self._standing is None:
             raise ConnectError(f"{self._detached.host} cannot be asked now", found=self.trouble)
         if detached_of(self.path) is not None:  # else another follower has done it
+            if self._standing.word == "lost":
+                await self._ranks_ended()
             try:
                 await self._follower.finish(self._standing.word)
             except (ConnectionError, Silent) as problem:
@@ -191,6 +200,14 @@ class There:
             await self._follower.discard(
                 fetched=about is not None and started_here(about, self.path)
             )
+
+    async def _ranks_ended(self) -> None:
+        """What ranks save until the lease is over lies in the folder that is about to go there."""
+        wait_s = ends_in_s(self.path, time.time())
+        if wait_s > 0:
+            say(f"paceline: the run's supervisor is lost: its ranks have {wait_s:.0f} s to save"
+                " something, which is waited for", err=True)  # fmt: skip
+            await asyncio.sleep(wait_s)
 
     def _cut_off(self, problem: Exception) -> ConnectError:
         if isinstance(problem, ConnectError):
@@ -244,7 +261,12 @@ def up_to_date(path: Path) -> None:
 
 async def _once(way: There) -> None:
     try:
-        if (await way.look()).over:
+        standing = await way.look()
+        for _ in range(MORE_LOOKS):
+            if standing.over or not way.behind:
+                break
+            standing = await way.look()
+        if standing.over:
             await way.home()
     finally:
         await way.close()

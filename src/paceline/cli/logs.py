@@ -12,12 +12,12 @@ from typing import IO
 import click
 
 from paceline.cli.flags import of_a_left_run
-from paceline.cli.verb import Verb
+from paceline.cli.verb import Verb, say
 from paceline.explain.gather import log_files
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
-from paceline.spec.terminal import clean
+from paceline.spec.terminal import clean, for_reader
 
 LOOK_EVERY_S = 0.3
 MOST_BACK = 32 << 20  # bytes from the end in which last lines are looked for
@@ -40,6 +40,7 @@ def command(ctx: click.Context, /, rank: int | None, host: str | None, tail: int
     With -H also a run that was started from another machine.
     """
     from paceline.cli.elsewhere import as_far_as_possible, kept_up_to_date, meant
+    from paceline.cli.runs import describe, look_at
 
     path = meant(ctx, ended=True)
     readers: dict[Path, Reader] = {}
@@ -60,6 +61,8 @@ def command(ctx: click.Context, /, rank: int | None, host: str | None, tail: int
     else:
         as_far_as_possible(path)
         show()
+    if (state := look_at(path)).lost:  # nobody else says why there is no more
+        say(for_reader(describe(state), sys.stderr), err=True)
     if not readers and (rank is not None or host is not None):
         which = [f"rank {rank}"] if rank is not None else []
         raise SettingError(

@@ -53,7 +53,8 @@ class Row:
 
     Attributes:
         run: Its folder below runs/, or its name on the host where it was left.
-        state: ``running``, ``ended``, ``failed``, ``stopped``, ``lost``, or a scheduler's word.
+        state: ``running``, ``waiting`` (for nodes), ``ended``, ``failed``, ``stopped``, ``lost``,
+            or a scheduler's word.
         exit_code: Once it has ended.
         started: In seconds since 1970; 0: not known.
         hosts: Their names.
@@ -219,13 +220,17 @@ def of_left(left: Left) -> Row:
     lines = (records.parsed(line) for line in left.metrics.splitlines())
     recorded = [line for line in lines if isinstance(line, dict)]
     where = records.parsed(left.where)
-    step, steps = _steps(where if isinstance(where, dict) else {}, recorded)
+    where = where if isinstance(where, dict) else {}
+    word = "waiting" if word == "running" and where.get("waits") else word
+    step, steps = _steps(where, recorded)
     typed = shell_text(about.command) if about.command else ""
     return Row(left.name, word, code, about.started, about.hosts, step, steps, best_of(recorded),
                typed, about.run_id, left.host.name, here=False)  # fmt: skip
 
 
 def _word(state: RunState, result: Result) -> str:
+    if state.waits:
+        return "waiting"
     if state.word != "ended":
         return state.word
     return _how(result, state.exit_code)

@@ -8,13 +8,15 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
 from paceline.cli.flags import of_a_left_run
+from paceline.cli.lost import Lost, lost_run
+from paceline.cli.lost import lines as lost_lines
 from paceline.cli.sources import setting
 from paceline.cli.verb import Verb, say
 from paceline.launch import board
@@ -66,6 +68,8 @@ class RunState:
         ranks: Where each rank is: rank, host, step, phase and seconds of silence.
         hang: Who keeps the others waiting, one line, while it does.
         hosts: How busy each host is, as far as it is known: see ``launch/board.py``.
+        waits: Too few nodes are there, and it waits for others.
+        lost: Of one that was lost: what is known of its end.
     """
 
     path: Path
@@ -80,6 +84,8 @@ class RunState:
     hang: str = ""
     hosts: Sequence[Mapping[str, Any]] = ()
     away: Detached | None = None
+    waits: board.Waiting | None = None
+    lost: Lost | None = None
 
     @property
     def over(self) -> bool:
@@ -101,6 +107,8 @@ class RunState:
             "ranks": list(self.ranks),
             "hosts": list(self.hosts),
             "hang": self.hang or None,
+            "waits": asdict(self.waits) if self.waits else None,
+            "lost": self.lost.to_json() if self.lost else None,
         }
 
 
@@ -215,17 +223,20 @@ def look_at(path: Path) -> RunState:
     if owner is not None and owner_alive(owner):
         where, slow = _where(path), _straggler(path)
         return RunState(path, "running", None, owner, job, "", last, slow, where.get("ranks", ()),
-                        where.get("hang", ""), where.get("hosts", ()))  # fmt: skip
+                        where.get("hang", ""), where.get("hosts", ()),
+                        waits=where.get("waits"))  # fmt: skip
     away = detached_of(path)
     if away is not None and not ended_since(path, away):
         where, slow = _where(path), _straggler(path)
         return RunState(path, "running", None, None, job, "", last, slow, where.get("ranks", ()),
-                        where.get("hang", ""), where.get("hosts", ()), away)  # fmt: skip
+                        where.get("hang", ""), where.get("hosts", ()), away,
+                        where.get("waits"))  # fmt: skip
     if said is not None:
         code = result.exit_code if result.exit_code != UNKNOWN else None
         return RunState(path, "ended", code, None, job, text, last)
-    word = "lost" if owner or lost(path) else "not started"
-    return RunState(path, word, None, None, job, "", last)
+    if owner or lost(path):
+        return RunState(path, "lost", None, None, job, "", last, lost=lost_run(path))
+    return RunState(path, "not started", None, None, job, "", last)
 
 
 def _where(path: Path) -> dict[str, Any]:
@@ -234,7 +245,9 @@ def _where(path: Path) -> dict[str, Any]:
     if said is None or not fits(board.SHAPE, said):
         return {}
     ago = max(0.0, time.time() - said["time"])
-    return {**said, "ranks": [_since(one, ago) for one in said["ranks"]]}
+    waits = said.get("waits")
+    return {**said, "ranks": [_since(one, ago) for one in said["ranks"]],
+            "waits": None if waits is None else board.waiting_of(waits)}  # fmt: skip
 
 
 def _since(rank: dict[str, Any], ago: float) -> dict[str, Any]:
@@ -281,7 +294,10 @@ def status(ctx: click.Context, /, as_json: bool, **_: object) -> None:
 def describe(state: RunState) -> str:
     """A few lines for people."""
     ended = f", exit status {state.exit_code}" if state.exit_code is not None else ""
-    lines = [f"{state.path}: {state.word}{ended}"]
+    waits = ", waits for nodes" if state.waits else ""
+    lines = [f"{state.path}: {state.word}{ended}{waits}"]
+    if state.waits:
+        lines.append(f"  {state.waits.words}")
     if state.job:
         lines.append(f"  {state.job.title}")
     if state.owner and state.word == "running":
@@ -292,10 +308,14 @@ def describe(state: RunState) -> str:
     if state.away:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.away.since))
         lines.append(f"  supervisor: on {state.away.host} since {since}")
+    if state.lost:
+        lines += [f"  {line}" for line in lost_lines(state.lost, time.time())]
     if state.last:
         shown = ", ".join(_figure(name, value) for name, value in list(state.last.items())[:6])
         lines.append(f"  last record: {shown}")
-    lines += [f"  {line}" for line in [*whereabouts(state.ranks), *loads(state.hosts)]]
+    # while nodes are waited for, what has become of the ranks of the last start is no news
+    ranks = [one for one in state.ranks if not (state.waits and one.get("trouble"))]
+    lines += [f"  {line}" for line in [*whereabouts(ranks), *loads(state.hosts)]]
     if state.hang:
         lines.append(f"  hangs: {state.hang}")
     if state.slow:

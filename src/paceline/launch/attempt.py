@@ -353,7 +353,8 @@ class Attempt:
             self._ended.set()
 
     def _where(self, ranks: list[dict[str, Any]], hang: str) -> None:
-        self._recorder.board.hang = hang
+        # Ranks that have no group, or too few nodes, wait for nobody who could be named.
+        self._recorder.board.hang = "" if self.recoveries.under_way else hang
         self._screen.aside(aside(ranks))
 
     def _interface(self, host: str) -> str:

@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline.spec.events import PARTS, Event
@@ -55,7 +55,8 @@ _HOST = record(
 )  # fmt: skip
 SHAPE = record(
     {"hosts": each(_HOST, 1 << 20), "progress": free,
-     "slow": maybe(record(rank=RANK, cause=SMALL, part=number))},
+     "slow": maybe(record(rank=RANK, cause=SMALL, part=number)),
+     "waits": maybe(record(text=text(LONG_TEXT), since=number, until=number))},
     time=number, ranks=each(_RANK, 1 << 20), hang=text(LONG_TEXT),
 )  # fmt: skip
 """Of ``ranks.json``: what it lacks is not known."""
@@ -131,6 +132,35 @@ class Slow:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """Too few nodes are there, and the job waits for others.
+
+    Attributes:
+        text: How many are there, and whom it waits for.
+        since: When that began, in seconds since 1970.
+        until: How long it does so, in seconds since 1970.
+    """
+
+    text: str
+    since: float
+    until: float
+
+    @classmethod
+    def now(cls, text: str, patience_s: float, ago_s: float = 0.0) -> Waiting:
+        """One that begins, or has begun some seconds ago."""
+        since = time.time() - ago_s
+        return cls(text, round(since, 3), round(since + patience_s, 3))
+
+    @property
+    def words(self) -> str:
+        """A line for people."""
+        since, until = (time.localtime(one) for one in (self.since, self.until))
+        other_day = since[:3] != until[:3]  # a patience may be of days
+        end = time.strftime("%Y-%m-%d %H:%M:%S" if other_day else "%H:%M:%S", until)
+        return f"{self.text}, since {time_of(self.since)}, until {end}"
+
+
+@dataclass(frozen=True, slots=True)
 class News:
     """Something that a person wants to know of, in a line.
 
@@ -191,6 +221,7 @@ class Board:
         self.progress: dict[str, Any] = {}
         self.slow: Slow | None = None
         self.hang = ""
+        self.waits: Waiting | None = None
         self.curves: dict[str, Curve] = {}
         self.last: dict[str, float] = {}
         self.news: deque[News] = deque(maxlen=MOST_NEWS)
@@ -388,6 +419,7 @@ class Board:
             "ranks": [_rank_json(self.ranks[rank], now) for rank in sorted(self.ranks)],
             "hosts": [_host_json(host) for host in hosts],
             "hang": self.hang,
+            "waits": None if self.waits is None else asdict(self.waits),
             "slow": None if self.slow is None else {
                 "rank": self.slow.rank, "cause": self.slow.cause, "part": self.slow.part
             },
@@ -407,9 +439,16 @@ class Board:
         self.hosts = {one["name"]: _host_of(one) for one in said.get("hosts", ())}
         self.progress = dict(said.get("progress") or {})
         self.hang = said["hang"]
+        waits = said.get("waits")
+        self.waits = None if waits is None else waiting_of(waits)
         slow = said.get("slow")
         self.slow = None if slow is None else Slow(slow["rank"], slow["cause"], slow["part"])
         return True
+
+
+def waiting_of(said: Mapping[str, Any]) -> Waiting:
+    """What ``ranks.json`` says of a job that waits for nodes."""
+    return Waiting(said["text"], said["since"], said["until"])
 
 
 def _rank_json(rank: RankState, now: float) -> dict[str, Any]:

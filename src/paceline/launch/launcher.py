@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.launch import decide, notify, prepare
 from paceline.launch.allowance import STARTS
+from paceline.launch.board import Waiting
 from paceline.launch.collect import Results
 from paceline.launch.control import Actions, Control
 from paceline.launch.decide import Supplies
@@ -41,6 +42,7 @@ from paceline.transfer.checkpoints import send_checkpoints
 if TYPE_CHECKING:
     from paceline.launch.attempt import Attempt
 
+WHERE_S = 1.0  # between two tellings of where everybody is while nodes are waited for
 LATE_S = 30.0  # for hosts that have answered to be able to start ranks, when all others are
 SOON_S = 0.02  # the logins are under way by then, and leave time for other work
 LATER = "paceline.launch.attempt"  # what running ranks need is imported meanwhile
@@ -78,6 +80,9 @@ class Launcher:
         self._muster: Muster | None = None
         self._fleet: Fleet | None = None
         self._supplies = Supplies()
+        self._waits: Waiting | None = None  # outside of an attempt
+        self._telling: asyncio.Task[None] | None = None  # of that
+        self.recorder.waits = self._waiting
         self._asked: set[asyncio.Task[None]] = set()  # schedulers, about lost nodes
 
     async def run(self) -> Result:
@@ -173,12 +178,14 @@ class Launcher:
                 self._request, self._on_event, self._on_lost,
                 lambda reached: self._screen.starting("connecting", reached, count),
                 self._screen.note, lost is not None,
-                self._later if self._request.transport.redials else None,
+                self._later if self._request.transport.redials else None, self._wait,
             )  # fmt: skip
         except PacelineError:
             if lost is None:
                 raise
             raise lost from None
+        finally:
+            self._wait(None)
         self._fleet, here = fleet, len(fleet.everyone)
         self._screen.starting("connecting", here, here)
         for node in fleet.everyone:
@@ -190,6 +197,29 @@ class Launcher:
             who = ", ".join(f"{host} ({why or 'no answer'})" for host, why in self._missing.items())
             self._screen.note(f"paceline: beginning with {here} of {count} hosts, without {who}")
         return fleet
+
+    def _waiting(self) -> Waiting | None:
+        """Whether the job waits for nodes, now."""
+        running = self._attempt
+        return self._waits or (None if running is None else running.recoveries.waits)
+
+    def _wait(self, waiting: Waiting | None) -> None:
+        """Where everybody is is written down while nodes are waited for, as while ranks run."""
+        if waiting is self._waits:
+            return
+        self._waits = waiting
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        if waiting is None:
+            self.recorder.where()
+        else:
+            self._telling = asyncio.ensure_future(self._tell_where())
+
+    async def _tell_where(self) -> None:
+        while True:
+            self.recorder.where()
+            await asyncio.sleep(WHERE_S)
 
     def _read_supplies(self, soon_s: float = 0.0) -> asyncio.Future[Supplies]:
         """What the nodes may have to be sent, read in a thread of its own: it takes a while."""
@@ -249,7 +279,7 @@ class Launcher:
             interrupts: The user's signals.
         """
         job = self._request.job
-        restarts = Restarts(self._request, fleet, self._screen.note)
+        restarts = Restarts(self._request, fleet, self._screen.note, self._wait)
         self._supplies = supplies
         muster = self._muster = Muster(
             self._request.transport, fleet, lambda host: decide.python_of(job, host),

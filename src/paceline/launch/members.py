@@ -332,6 +332,11 @@ class Members:
         return self._waiting_since is not None and not self._over
 
     @property
+    def awaited(self) -> tuple[int, float]:
+        """How many nodes are needed, and for how long they are waited for, in seconds."""
+        return self._least, self._patience_s
+
+    @property
     def finished(self) -> bool:
         """Whether the ranks of a session have ended in order, the one that saves among them."""
         first = self._slots[self._generation.members[0]]

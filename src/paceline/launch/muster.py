@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 
 from paceline.launch.allowance import span
+from paceline.launch.board import Waiting
 from paceline.launch.fleet import Fleet, Node
 from paceline.remote.channel import LOGINS_AT_ONCE, Channel
 from paceline.remote.transport import Reached, Transport, nobody
@@ -18,6 +19,13 @@ from paceline.spec.hosts import Host
 LAST_CALL_S = 5.0  # for the others, once there are enough hosts to begin
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 5.0)  # between two calls of one host; the last one for ever
 TOO_LATE_S = 30.0  # a host that asked for its own end is about to go: no call before
+
+
+Waits = Callable[["Waiting | None"], None]
+
+
+def unseen(waiting: Waiting | None) -> None:
+    """Is told what nobody looks at."""
 
 
 class Dialling:
@@ -67,7 +75,7 @@ class Dialling:
 
 async def gather(transport: Transport, hosts: Sequence[Host], pythons: Sequence[str], least: int,
                  patience_s: float, note: Callable[[str], None], reached: Reached = nobody,
-                 later: list[Dialling] | None = None,
+                 later: list[Dialling] | None = None, waits: Waits = unseen,
                  ) -> tuple[list[Channel], dict[str, str]]:  # fmt: skip
     """As many of the hosts as answer, in their order, and of the others by name why not.
 
@@ -82,6 +90,7 @@ async def gather(transport: Transport, hosts: Sequence[Host], pythons: Sequence[
         note: Tells the user.
         reached: Told how many answered by now.
         later: Gets the calls of the others, which go on; ``None``: they are ended.
+        waits: Told once that too few are there and others are waited for; by whom, until when.
 
     Raises:
         ConnectError: There are too few; names the missing ones.
@@ -107,8 +116,10 @@ async def gather(transport: Transport, hosts: Sequence[Host], pythons: Sequence[
                 raise _too_few(missing, here, least, now - began)
             if not told and not undecided and enough_at is None:
                 told = True
-                note(f"paceline: {counted(here, 'host')} of at least {least}: waiting up to"
-                     f" {span(patience_s)} for {_named(missing)}")  # fmt: skip
+                text = f"{counted(here, 'host')} of at least {least}: waiting up to"
+                text += f" {span(patience_s)} for {_named(missing)}"
+                note(f"paceline: {text}")
+                waits(Waiting.now(text, patience_s, now - began))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), 0.2)
     except BaseException:

@@ -386,6 +386,8 @@ class _Drawing:
         told = [(one.bad, f"{time_of(one.time)}  {one.text}") for one in self._board.news]
         if self._board.hang:
             told.append((True, f"hangs: {self._board.hang}"))
+        if self._board.waits:
+            told.append((True, f"waits for nodes: {self._board.waits.words}"))
         lines: list[Text] = []
         for bad, text in reversed(told[-most:]):
             parts = textwrap.wrap(text, self._columns - 3)[:2]

@@ -124,6 +124,7 @@ async def connect(request: Request, on_event: Callable[[Node, Event], None],
                   on_lost: Callable[[Node, str], None], reached: Reached = nobody,
                   note: Callable[[str], None] | None = None, again: bool = False,
                   later: list[muster.Dialling] | None = None,
+                  waits: muster.Waits = muster.unseen,
                   ) -> tuple[Fleet, dict[str, str]]:  # fmt: skip
     """Has an agent started on every host, or on enough of them where the job can do with fewer.
 
@@ -134,6 +135,7 @@ async def connect(request: Request, on_event: Callable[[Node, Event], None],
         note: Tells the user that hosts are waited for; ``None`` waits for none.
         again: Somebody was lost since the first time: also a session goes on with fewer then.
         later: Gets the calls of hosts that are not waited for, which go on; ``None`` ends them.
+        waits: Told that too few are there and others are waited for.
 
     Returns:
         The nodes that are there, and why the others are not, by host.
@@ -145,7 +147,15 @@ async def connect(request: Request, on_event: Callable[[Node, Event], None],
         least = request.least_again(trains(job)) if again else request.least
         patience_s = request.patience_s if note else 0.0
         channels, missing = await muster.gather(
-            request.transport, hosts, pythons, least, patience_s, note or _nobody, reached, later
+            request.transport,
+            hosts,
+            pythons,
+            least,
+            patience_s,
+            note or _nobody,
+            reached,
+            later,
+            waits,
         )
     else:
         channels = await request.transport.open(hosts, pythons, reached)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.launch.board import Board
+from paceline.launch.board import Board, Waiting
 from paceline.launch.fleet import Node
 from paceline.launch.screen import MAX_PARTIAL, Screen
 from paceline.rundir.directory import RunDirectory, short
@@ -79,6 +79,7 @@ class Recorder:
         self._begin: list[Mapping[str, Any]] = []
         self._end: deque[Mapping[str, Any]] = deque(maxlen=MOST_EVENTS)
         self.called: Callable[[], Mapping[str, str]] = dict  # hosts on their way back, and how
+        self.waits: Callable[[], Waiting | None] = lambda: None  # whether the job waits for nodes
         self.resumable = False  # the training was stopped, and there is a checkpoint
 
     @property
@@ -112,6 +113,7 @@ class Recorder:
     def where(self) -> None:
         """Writes down who is where, for whoever asks for the state of the run."""
         self.board.called(self.called())
+        self.board.waits = self.waits()
         with contextlib.suppress(NodeError):  # a full disk is told of by what must be written
             about = self.board.to_json(time.monotonic(), time.time())
             self._directory.write_json(names.RANKS, about, durable=False)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline.launch.board import Waiting
 from paceline.launch.fleet import Fleet, Node
 from paceline.launch.members import (
     TOO_SOON,
@@ -38,6 +39,7 @@ from paceline.spec import jobenv
 from paceline.spec.errors import GoneError, PacelineError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Recovery, place, silent_peer
+from paceline.spec.helptext import counted
 from paceline.spec.plan import NodePlan, Plan
 
 TICK_S = 0.1
@@ -91,6 +93,7 @@ class Recoveries:
         self._closed = False
         self._broken: BaseException | None = None
         self._leaving: list[Node] = []
+        self._waits: Waiting | None = None  # since too few nodes were left the last time
         self._fresh: set[int] = set()  # further ranks that did not train yet
         self._away: dict[str, asyncio.Task[None]] = {}  # hosts that are lost, and who dials them
 
@@ -153,6 +156,11 @@ class Recoveries:
     def under_way(self) -> bool:
         """Whether ranks have no group in which they train at present: their silence is no hang."""
         return self._members.recovers and (self._members.waiting or not self._members.settled)
+
+    @property
+    def waits(self) -> Waiting | None:
+        """That too few nodes are left, and the ranks wait for others; ``None`` when they do not."""
+        return self._waits if self._members.recovers and self._members.waiting else None
 
     # --- what is told ------------------------------------------------------------------------
 
@@ -582,10 +590,14 @@ class Recoveries:
             self._say(f"{self._who(news.slot)} could not join again{last}: left out")
 
     async def _tell_wait(self, news: Wait) -> None:
+        self._waits = None
         await asyncio.sleep(PAUSE_S)
         if self._members.waiting:  # no spare has taken a place at once
-            self._say(f"too few nodes are left: waiting for {listed(news.missing)}, with the "
-                      "training's state in memory")  # fmt: skip
+            words = f"waiting for {listed(news.missing)}, with the training's state in memory"
+            self._say(f"too few nodes are left: {words}")
+            (least, patience_s), here = self._members.awaited, self.hosts - len(news.missing)
+            text = f"{counted(here, 'node')} of at least {least}: {words}"
+            self._waits = Waiting.now(text, patience_s)
 
     def _say(self, text: str, seconds: float | None = None) -> None:
         self._screen.note(f"paceline: {text}")

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline.launch.allowance import LOSSES, STARTS, Allowance, span
+from paceline.launch.board import Waiting
 from paceline.launch.fleet import Fleet, Node
-from paceline.launch.muster import Muster
+from paceline.launch.muster import Muster, Waits, unseen
 from paceline.launch.outcome import about_full_disk, size_words
 from paceline.launch.outset import Outset, by_chance
 from paceline.launch.prepare import Request
@@ -26,10 +27,13 @@ class Restarts:
         request: What is to run, and where.
         fleet: The nodes.
         note: Tells the user.
+        waits: Told that too few nodes are there and others are waited for, and ``None`` when that
+            is over.
     """
 
-    def __init__(self, request: Request, fleet: Fleet, note: Callable[[str], None]) -> None:
-        job = request.job
+    def __init__(self, request: Request, fleet: Fleet, note: Callable[[str], None],
+                 waits: Waits = unseen) -> None:  # fmt: skip
+        job, self._waits = request.job, waits
         self._request, self._fleet, self._note = request, fleet, note
         self.allowance = Allowance(job.max_restarts.value, job.restart_window_s.value)
         self._order = [host.name for host in request.hosts]
@@ -166,9 +170,15 @@ class Restarts:
             return False
         patience = span(self._patience_s)
         if names := ", ".join(muster.called):
-            self._note(f"paceline: dialling {names} again, for up to {patience}")
-            if await muster.until(lambda: len(self._there()) >= least, self._patience_s):
-                return True
+            dialling = f"dialling {names} again, for up to {patience}"
+            self._note(f"paceline: {dialling}")
+            here = f"{counted(len(self._there()), 'node')} of at least {least}"
+            self._waits(Waiting.now(f"{here}: {dialling}", self._patience_s))
+            try:
+                if await muster.until(lambda: len(self._there()) >= least, self._patience_s):
+                    return True
+            finally:
+                self._waits(None)
         here = f"{counted(len(self._there()), 'node')} of at least {least}"
         if muster.called:
             names = ", ".join(muster.missing)

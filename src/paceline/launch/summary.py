@@ -124,9 +124,14 @@ def _to_resume(outcome: RunOutcome) -> list[str]:
     if not outcome.resumable:
         return []
     argv = [*outcome.command] or ["paceline", *sys.argv[1:]]
-    if not any(word.split("=")[0] == "--run-dir" for word in argv):
-        argv[2:2] = ["--run-dir", short(outcome.path)]
-    return [f"to resume: {shell_text(argv)}"]
+    return [f"to resume: {shell_text(to_resume(argv, short(outcome.path)))}"]
+
+
+def to_resume(argv: Sequence[str], path: str) -> list[str]:
+    """The words of a command as it goes on in the run directory ``path``."""
+    if any(word.split("=")[0] == "--run-dir" for word in argv):
+        return [*argv]
+    return [*argv[:2], "--run-dir", path, *argv[2:]]
 
 
 def last_lines(log: Path, begins: int = 0, count: int = LAST_LINES) -> str:

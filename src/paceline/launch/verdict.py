@@ -72,7 +72,8 @@ class Look:
 
     Attributes:
         stand: Where it stood.
-        cpu_s: CPU time that it and its children had used.
+        cpu_s: CPU time that it and its children had used, without that of gloo's loops: one that
+            is woken for nothing uses a whole CPU, and what the others move is in ``sent``.
         pid: On its host.
         moved: Bytes that they had read from and written to files and pipes.
         sent: Bytes that it had written, without those that a network has not taken yet.

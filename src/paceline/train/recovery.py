@@ -59,7 +59,7 @@ from torch.distributed.constants import default_pg_timeout
 from paceline.spec import jobenv
 from paceline.spec.errors import JobError
 from paceline.spec.failure import ECHO, silent_peer
-from paceline.train import direct, waits
+from paceline.train import direct, gloo, waits
 from paceline.train.comms import Comms
 from paceline.train.stop import wait_for_idle_workers
 from paceline.train.world import World
@@ -73,7 +73,8 @@ _NO_CONNECTION = (7, 10)  # states of TCP: closed, which a new socket is, too, a
 _OFTEN, _SELDOM, _RARELY = 0.001, 0.02, 0.5  # seconds between two looks whether all are there
 _LOOKS = 3  # at gloo asleep, with all its connections closed: what waits now waits for nothing
 _MANY_LOOKS = 20  # in more than a second; a connection that is not closed even then is not gloo's
-_AT_LAST_S = 10.0  # after which no look is needed: a thread of gloo's may never sleep (waits.py)
+_AT_LAST_S = 10.0  # after which no look is needed: a thread of gloo's may never sleep (gloo.py)
+_QUIET_LOOKS, _QUIET_S = 10, 0.1  # seconds between looks, after which what is left is quieted
 _STUCK_S = 3.0  # idle in a collective whose connections are cut; cutting frees in milliseconds
 _IDLE = 0.03  # share of a CPU below which a process does not compute, on a busy machine neither
 
@@ -207,6 +208,9 @@ class Gloo:
     While a group is made, a rank may also wait for a connection that a lost rank was to make, or
     try to make one again and again. So sockets are cut to the end of that, and whoever waits gets
     connections that end at once.
+
+    A connection that gloo has not closed a second later it never will: that wakes its thread
+    all the time, and is quieted (:func:`paceline.train.gloo.quieten`).
     """
 
     def __init__(self) -> None:
@@ -244,9 +248,12 @@ class Gloo:
     def cut(self, *, former: bool = False) -> None:
         direct.cut()  # none is made before a group is whole
         with self._lock:
-            for fd, what in {**self._known, **({} if former else self._new())}.items():
-                if _shut(fd, what):
-                    self._ended[fd] = what
+            known = {**self._known, **({} if former else self._new())}
+            shut = {fd: what for fd, what in known.items() if _shut(fd, what)}
+            self._ended |= shut
+            # Not of the group that is being made: gloo may still add to its epoll.
+            if whole := dict(shut.items() & self._known.items()):
+                threading.Thread(target=self._quieten, args=(whole,), daemon=True).start()
             self._known.clear()
             if self._before is not None and not former:
                 made = threading.Thread(target=self._cut_on, args=(self._before,), daemon=True)
@@ -258,6 +265,23 @@ class Gloo:
             self._of_stores = dict(self._of_stores.items() & now)
             self._ended = dict((self._ended.items() & now) - self._of_stores.items())
             return self._before is None and not self._ended
+
+    def _quieten(self, shut: dict[int, str]) -> None:
+        """Lets gloo's thread sleep that is woken for good by one of these.
+
+        Looks are counted, not seconds: where the process was stopped, gloo's thread has had its
+        turn between them, too. What it closes gives an error to whoever waits.
+        """
+        for _ in range(_QUIET_LOOKS):
+            time.sleep(_QUIET_S)
+            with self._lock:
+                shut = dict(shut.items() & _sockets().items() - self._of_stores.items())
+            if not shut:
+                return
+        with self._lock:
+            for fd, what in shut.items():
+                if gloo.quieten(fd, what) and self._ended.get(fd) == what:
+                    del self._ended[fd]
 
     def _cut_on(self, forming: dict[int, str]) -> None:
         """Cuts what the making of this group still begins, until it is over."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
@@ -15,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from paceline.spec.errors import JobError
+from paceline.train import gloo
 from paceline.train.comms import Comms
 
 _STOP = (signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: what batch systems are asked to send early
 _SAVE = (signal.SIGUSR2,)
 SECONDS = 0.5
 _MOST_STEPS = 64  # steps may become slower at any time: evaluation, a busy disk
-_WORKERS = "pt_gloo_runloop"
 _LOOKS = 3
 _MOST_SECONDS = 2.0
 
@@ -180,13 +178,5 @@ def wait_for_idle_workers() -> None:
     idle = 0
     while idle < _LOOKS and time.monotonic() < deadline:
         time.sleep(0.002)
-        busy = any(map(_is_busy, Path("/proc/self/task").glob("*")))
+        busy = any(one.name == gloo.WORKERS and one.state == "R" for one in gloo.tasks())
         idle = 0 if busy else idle + 1
-
-
-def _is_busy(task: Path) -> bool:
-    """True for a worker thread that runs or wants to; False where this cannot be seen."""
-    with contextlib.suppress(OSError):
-        name, _, rest = (task / "stat").read_text().partition(")")
-        return _WORKERS in name and rest.split()[0] == "R"
-    return False

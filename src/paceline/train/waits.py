@@ -8,19 +8,16 @@ thread waits there (:func:`apart`), or DDP waits for a promise that can be broke
 (:func:`promised`). :func:`give_up` ends all of them with an error, as a connection's end should.
 
 What is given up stays where it is, with a thread of gloo's that sleeps. Its group must outlive it
-(:func:`unfinished`), for the destructor would wait for that thread. It need not sleep: where a
-collective has failed in the middle of a message, gloo has nowhere to put the rest, leaves it in the
-socket, and is woken for it again and again, for as long as the process lives.
+(:func:`unfinished`), for the destructor would wait for that thread. Where a collective has failed
+in the middle of a message it does not sleep before it is made to (:mod:`paceline.train.gloo`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -28,11 +25,11 @@ from torch import Tensor
 from torch.futures import Future
 
 from paceline.spec.failure import GIVEN_UP
+from paceline.train import gloo
 
 T = TypeVar("T")
 
 _LOOK_S = 0.05  # seconds between two looks whether a wait was given up
-_OF_GLOO = ("gloo_tcp_loop", "pt_gloo_runloop")  # its threads, as the system lists them
 
 
 class GivenUp(RuntimeError):
@@ -190,18 +187,13 @@ def unfinished() -> bool:
 
 def asleep() -> bool:
     """Whether gloo's threads, and those that wait in it, do nothing and want nothing."""
-    return all(one[0] not in "RD" for one in _of_gloo())
+    return all(one.state not in "RD" for one in _of_gloo())
 
 
 def spent_s() -> float:
     """CPU time that gloo's threads, and those that wait in it, have used so far, in seconds."""
-    return sum(int(one[11]) + int(one[12]) for one in _of_gloo()) / os.sysconf("SC_CLK_TCK")
+    return sum(one.cpu_s for one in _of_gloo())
 
 
-def _of_gloo() -> Iterator[list[str]]:
-    """Of each such thread, what the system says of it, from its state on (proc(5), stat)."""
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-            if name.startswith(_OF_GLOO) or int(task.name) in _waits.threads:
-                yield rest.split()
+def _of_gloo() -> Iterator[gloo.Task]:
+    return (one for one in gloo.tasks() if one.of_gloo or one.number in _waits.threads)

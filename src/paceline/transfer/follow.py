@@ -91,6 +91,11 @@ class Follower:
         self._same: dict[str, str] = {}  # what is here of growing files is theirs: path → inode
         self._gate = asyncio.Semaphore(UNDER_WAY)
 
+    @property
+    def behind(self) -> bool:
+        """Whether a file has changed while it was read, and is here as it was before."""
+        return bool(self._owed)
+
     async def refresh(self) -> Standing:
         """Brings what is new.
 

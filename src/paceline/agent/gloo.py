@@ -1,0 +1,67 @@
+"""gloo's threads in a process, by the names that the system has for them.
+
+``paceline.train.gloo`` knows the same names: neither of the two can import the other.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Dict, List, Union
+
+from . import procs
+
+LOOPS = "gloo_tcp_loop"  # move what goes over connections
+WORKERS = "pt_gloo_runloop"  # run collectives
+LISTED_S = 5.0  # a process may have hundreds of threads: they are listed again after so long
+
+
+def threads(pid: Union[int, str], name: str) -> List[int]:
+    """Numbers of a process's threads of that name; none where it cannot be seen."""
+    folder = "/proc/%s/task" % pid
+    try:
+        return [int(task) for task in os.listdir(folder) if _name(folder, task) == name]
+    except OSError:
+        return []
+
+
+def _name(folder: str, task: str) -> str:
+    try:
+        with open("%s/%s/comm" % (folder, task)) as file:
+            return file.read().strip()
+    except OSError:  # it has just ended
+        return ""
+
+
+def ticks(pid: int, tasks: List[int]) -> Dict[int, int]:
+    """Clock ticks that each of a process's threads has worked so far, of those that are there."""
+    stats = {task: procs.read_stat(pid, task) for task in tasks}
+    return {task: stat.cpu for task, stat in stats.items() if stat is not None}
+
+
+class Loops:
+    """What one process's loops of gloo work: no computing, and for some of them nothing at all.
+
+    epoll wakes such a thread again and again for a message that nobody takes any more. That the
+    others move something is known by the bytes that go.
+    """
+
+    def __init__(self) -> None:
+        self._pid = 0
+        self._listed_at = 0.0
+        self._tasks: List[int] = []
+        self._known: Dict[int, int] = {}
+        self._total = 0
+
+    def ticks(self, pid: int, now: float) -> int:
+        """Clock ticks that they have worked since they were first seen.
+
+        Args:
+            pid: The process, the same each time.
+            now: Seconds of the monotonic clock.
+        """
+        if pid != self._pid or now - self._listed_at >= LISTED_S:
+            self._pid, self._listed_at, self._tasks = pid, now, threads(pid, LOOPS)
+        told = ticks(pid, self._tasks)
+        self._total += sum(count - self._known.get(task, count) for task, count in told.items())
+        self._known = told
+        return self._total

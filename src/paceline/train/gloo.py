@@ -1,0 +1,125 @@
+"""gloo's threads, as the system lists them, and what wakes one of them for good.
+
+Where a collective has failed in the middle of a message, gloo has nowhere to put the rest, and
+leaves it in the socket. For as long as it lies there epoll tells gloo's thread again and again that
+there is something to read, which takes a whole CPU. That the connection was cut changes nothing,
+for gloo does not come as far as reading its end. So whoever has cut it has epoll say so once more,
+and never again (:func:`quieten`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import re
+import select
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOPS = "gloo_tcp_loop"  # move what goes over connections
+WORKERS = "pt_gloo_runloop"  # run collectives
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_MODIFY = 3  # EPOLL_CTL_MOD
+_WANTED = select.EPOLLIN | select.EPOLLOUT
+_REGISTERED = re.compile(
+    r"^tfd: +(\d+) +events: +([0-9a-f]+) +data: +([0-9a-f]+) +pos:\d+ +ino:([0-9a-f]+)",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A thread of this process.
+
+    Attributes:
+        number: As the system numbers it.
+        name: At most 15 bytes of it.
+        state: As in proc(5): R where it runs, or wants to.
+        cpu_s: CPU time that it has used, in seconds.
+    """
+
+    number: int
+    name: str
+    state: str
+    cpu_s: float
+
+    @property
+    def of_gloo(self) -> bool:
+        return self.name in (LOOPS, WORKERS)
+
+
+def tasks() -> Iterator[Task]:
+    """The threads of this process, without those that are just ending."""
+    for folder in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            text = (folder / "stat").read_text(errors="replace")
+            name, _, rest = text.partition("(")[2].rpartition(")")
+            said = rest.split()
+            cpu_s = (int(said[11]) + int(said[12])) / _TICKS
+            yield Task(int(folder.name), name, said[0], cpu_s)
+
+
+class _Event(ctypes.Structure):
+    """struct epoll_event, which on x86-64 has no gap."""
+
+    if platform.machine() in ("x86_64", "AMD64"):
+        _pack_ = 1
+        _layout_ = "ms"  # which a later Python wants to be told
+    _fields_ = [("events", ctypes.c_uint32), ("data", ctypes.c_uint64)]
+
+
+def quieten(fd: int, what: str) -> bool:
+    """Has epoll speak of a connection that was cut only once more.
+
+    Nothing else changes: gloo keeps the descriptor, and can take it out of its epoll and close it
+    as ever. gloo may do so at this moment, and the number may get another meaning. That does no
+    harm. What is changed is a registration, which belongs to one number, one connection and one
+    epoll, and ends with any of them. Each group has an epoll of its own, and no connection comes to
+    it once the group is made: so there is this registration, or none.
+
+    Args:
+        fd: Its descriptor.
+        what: What that is, as ``/proc/self/fd`` has it.
+
+    Returns:
+        Whether an epoll knew it.
+    """
+    found = False
+    for epoll in _epolls():
+        try:
+            held = os.dup(epoll)  # from here on it stays what it is
+        except OSError:
+            continue
+        try:
+            for number, events, data, inode in _registered(held):
+                if number == fd and f"socket:[{inode}]" == what and events & _WANTED:
+                    found = _once(held, fd, data) or found
+        finally:
+            os.close(held)
+    return found
+
+
+def _epolls() -> Iterator[int]:
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if str(one.readlink()) == "anon_inode:[eventpoll]":
+                yield int(one.name)
+
+
+def _registered(epoll: int) -> Iterator[tuple[int, int, int, int]]:
+    """Descriptor, wanted events, data and inode of each; nothing where the system tells less."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/self/fdinfo/{epoll}").read_text()
+        for fd, events, data, inode in _REGISTERED.findall(text):
+            yield int(fd), int(events, 16), int(data, 16), int(inode, 16)
+
+
+def _once(epoll: int, fd: int, data: int) -> bool:
+    """Asks for nothing but the end of the connection, which is always told, and for that once."""
+    event = _Event(select.EPOLLONESHOT, data)
+    changed: int = ctypes.CDLL(None).epoll_ctl(epoll, _MODIFY, fd, ctypes.byref(event))
+    return changed == 0

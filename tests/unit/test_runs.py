@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
@@ -151,6 +152,23 @@ def test_status_of_a_job_that_waits_for_nodes_says_for_how_many_since_when_and_u
     assert [row["state"] for row in rows] == ["waiting"]
     (folder / "ranks.json").write_text(json.dumps({**where, "waits": None}))
     assert "runs/one: running\n" in call("status", "one").output
+
+
+@pytest.mark.parametrize(("ago", "over", "told"), [(1, False, True), (60, False, False),
+                                                   (1, True, False)])  # fmt: skip
+def test_status_of_a_batch_says_where_its_ranks_are(
+    ago: float, over: bool, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as that is of now: it may wait in its queue once more."""
+    folder = make("batch", code=None)
+    state = SimpleNamespace(over=over, exit_code=0, describe=lambda: "RUNNING")
+    job = SimpleNamespace(state=lambda: state, title="Slurm job 2", job="2")
+    monkeypatch.setattr(runs, "found_in", lambda path: job)
+    where = {"time": time.time() - ago, "ranks": [], "hang": "rank 1 on n2 sleeps"}
+    (folder / "ranks.json").write_text(json.dumps(where))
+    said = describe(runs.look_at(folder))
+    assert "RUNNING" in said
+    assert ("hangs: rank 1 on n2 sleeps" in said) == told
 
 
 def test_the_end_of_a_wait_of_days_is_told_with_its_date() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from paceline.spec.terminal import clean, for_reader
 LAST_BYTES = 64 << 10  # of metrics.jsonl, to find the last record
 LOOK_EVERY_S = 0.2  # while a run is being stopped
 PATIENCE_S = 30.0
+FRESH_S = 10.0  # of a batch, which may wait in its queue once more: it is written each second
 SILENT_S = 5.0  # of a rank that is told of: others say where they are each second
 _NAMED = 4  # ranks in a line
 _SIGNS = (names.PLAN, names.EVENTS, names.OWNER, BATCH_FILE, DETACHED)
@@ -219,18 +221,13 @@ def look_at(path: Path) -> RunState:
     job = found_in(path)
     if job is not None and (state := job.state()) is not None:
         code = state.exit_code if state.over else None
-        return RunState(path, state.describe(), code, owner, job, text, last)
+        batch = RunState(path, state.describe(), code, owner, job, text, last)
+        return batch if state.over else _going_on(batch, FRESH_S)
     if owner is not None and owner_alive(owner):
-        where, slow = _where(path), _straggler(path)
-        return RunState(path, "running", None, owner, job, "", last, slow, where.get("ranks", ()),
-                        where.get("hang", ""), where.get("hosts", ()),
-                        waits=where.get("waits"))  # fmt: skip
+        return _going_on(RunState(path, "running", None, owner, job, "", last))
     away = detached_of(path)
     if away is not None and not ended_since(path, away):
-        where, slow = _where(path), _straggler(path)
-        return RunState(path, "running", None, None, job, "", last, slow, where.get("ranks", ()),
-                        where.get("hang", ""), where.get("hosts", ()), away,
-                        where.get("waits"))  # fmt: skip
+        return _going_on(RunState(path, "running", None, None, job, "", last, away=away))
     if said is not None:
         code = result.exit_code if result.exit_code != UNKNOWN else None
         return RunState(path, "ended", code, None, job, text, last)
@@ -239,12 +236,24 @@ def look_at(path: Path) -> RunState:
     return RunState(path, "not started", None, None, job, "", last)
 
 
-def _where(path: Path) -> dict[str, Any]:
+def _going_on(state: RunState, fresh_s: float = math.inf) -> RunState:
+    """The same with where everybody is, if that was written within so many seconds."""
+    where = _where(state.path, fresh_s)
+    if not where and fresh_s < math.inf:
+        return state
+    return replace(state, slow=_straggler(state.path), ranks=where.get("ranks", ()),
+                   hang=where.get("hang", ""), hosts=where.get("hosts", ()),
+                   waits=where.get("waits"))  # fmt: skip
+
+
+def _where(path: Path, fresh_s: float = math.inf) -> dict[str, Any]:
     """Where everybody is, as the launcher has written it last; empty where that is not known."""
     said = records.read_object(path / names.RANKS)
     if said is None or not fits(board.SHAPE, said):
         return {}
     ago = max(0.0, time.time() - said["time"])
+    if ago > fresh_s:
+        return {}
     waits = said.get("waits")
     return {**said, "ranks": [_since(one, ago) for one in said["ranks"]],
             "waits": None if waits is None else board.waiting_of(waits)}  # fmt: skip

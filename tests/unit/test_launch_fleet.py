@@ -1037,6 +1037,15 @@ def test_who_answers_while_the_others_import_has_a_part_from_the_beginning(
     assert opened == ["n1", "n2", "n3"]
 
 
+@pytest.mark.parametrize(("waits", "told"), [(True, ""), (False, "rank 0 waits")])
+def test_ranks_without_a_group_are_not_said_to_hang(waits: bool, told: str) -> None:
+    attempt: Any = Attempt.__new__(Attempt)
+    attempt._recorder, attempt._screen = Mock(), Mock()
+    attempt.recoveries = Mock(under_way=waits)
+    attempt._where([], "rank 0 waits")
+    assert attempt._recorder.board.hang == told
+
+
 def test_where_everybody_is_is_written_down_while_nodes_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

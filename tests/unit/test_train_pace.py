@@ -347,8 +347,6 @@ def test_nobody_is_named_for_what_costs_nothing_or_all_have() -> None:
     near = {**LINKS, "there": LINKS["here"]}
     assert told(looks(moving=0.03, facts=near)) == []  # ranks of one host
     assert told(looks(moving=0.001, facts=LINKS)) == []  # behind computing
-    crowded = {**LINKS, "queued": {0: 0.02}}
-    assert told(looks(moving=0.03, facts=crowded)) == []  # what moves bytes waits for CPUs, too
     assert told(looks(ranks=1, own={0: 0.1})) == []
 
 

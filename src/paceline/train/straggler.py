@@ -29,7 +29,6 @@ EVIDENT = 0.3  # of the time that a rank needs more: what explains so much of it
 SLOW_LINK = 0.6  # of the others' rate: a link below this is slow
 BURST = 10  # usual steps: a step that takes longer counts as one of so many
 SLOW_WAY = 0.88  # of the other way's, between two hosts
-CROWDED = 0.5  # of the time that a link costs, for which ranks wait for CPUs: it says nothing
 TELLING = 10_000  # bytes of a step that say something of a link
 AS_LOST = 0.005  # of bytes were sent again: it may be this, and not the rate, that is slow
 LOSSY = 0.01  # of a connection's bytes were sent again: something on its way loses them
@@ -358,10 +357,6 @@ def _slow_link(
     spared = moving / 2 if pair else float(sent[rank]) / usual
     excess = min(moving, float(sending[rank])) - spared
     if excess < least:
-        return None
-    # Where ranks wait for CPUs, so do the threads and the kernel's work that move their bytes.
-    queued = facts[:, VITALS.index("queued")].nan_to_num(0.0).max() / steps
-    if float(queued) >= CROWDED * excess:
         return None
     slower, known = 0, [look for look in looks if look.facts is not None]
     for look in known:

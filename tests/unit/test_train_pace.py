@@ -283,6 +283,11 @@ def test_nobody_is_slow_beside_ranks_that_were_dropped(ranks: int, dropped: list
     before = looks(8, ranks=ranks, own={dropped[0]: 0.02})
     after = [replace(one, first_step=one.first_step + 40) for one in idle]
     assert [one and one.rank for one in told(before + after)] == [dropped[0]]
+    links = looks(16, ranks=3, own={1: 0.0}, moving=0.03, facts=LINKS)
+    assert [one and one.rank for one in told(links)] == [1]
+    for look in links:
+        look.samples[1] = 0.0
+    assert told(links) == []  # its bytes are on their way for as long as the others compute
     slow = looks(16, ranks=4, own={2: 0.02, 3: -0.009})
     for look in slow:
         look.samples[3] = 0.0

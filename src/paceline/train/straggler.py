@@ -344,6 +344,9 @@ def _slow_link(
     sent, sending, here, there = (facts[:, VITALS.index(name)] for name in names)
     sent, sending = sent / steps, sending / steps
     far = (here != there) & (sent > TELLING)  # a host's own ranks are near
+    # Who has no share sends its zeros while the others, which are to take them, compute.
+    idle = sorted({*range(len(far))}.difference(_at_work(looks)))
+    far[idle] = False
     if int(far.sum()) < 2:
         return None
     rates = sent / sending.clamp(min=1e-6)

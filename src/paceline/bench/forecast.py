@@ -164,6 +164,7 @@ def _computing(hosts: Sequence[Any], steps: Sequence[Mapping[str, Any]]) -> dict
     found: dict[str, float] = {}
     for number, host in enumerate(map(str, hosts)):
         each = [float(one["computing"][number]) for one in steps if "computing" in one]
+        each = [one for one in each if one > 0]  # of quick steps not all are noted
         found[host] = max(found.get(host, 0.0), statistics.median(each) if each else 0.0)
     return found if all(found.values()) else {}
 

@@ -52,8 +52,7 @@ def test_it_ends_after_some_steps_at_each_batch(
     assert (len(set(found.hosts)), found.bytes, found.wire) == (1, 12, None)
     assert {8, 4, 2} >= {one.batch for one in found.timed} >= ({8, 4, 2} if samples > 8 else {8})
     assert all(0 <= one.data <= one.seconds for one in found.timed)
-    longest = max(one.seconds for one in found.timed)
-    assert all(0 < one <= longest for one in found.computing.values())  # of so short steps some
+    assert all(0 < one < 1 for one in found.computing.values())  # of so short steps, of some
 
 
 @pytest.mark.parametrize(

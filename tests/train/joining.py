@@ -84,7 +84,8 @@ def dying(slot: int, step: int, where: str = "step", *, newcomer: bool = False) 
 
 
 def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: str = "5",
-             device: str = "cpu", communication: str = "exact") -> None:  # fmt: skip
+             device: str = "cpu", communication: str = "exact", meets: bool = False,
+             ) -> None:  # fmt: skip
     """One whole training; its rank 0 leaves what came of it."""
     global SLOT, NEWCOMER
     SLOT, NEWCOMER = int(os.environ["RANK"]), "PACELINE_NEWCOMER" in os.environ
@@ -119,6 +120,8 @@ def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: 
                 at(session, "step")
                 inputs, targets = batch
                 step = session.progress.step
+                if meets:
+                    session.comms.barrier()
                 done = session.step(cross_entropy(model(inputs), targets, reduction="none"))
                 seen.note(step, session.progress.step, batch, done)
             with session.averaged():
@@ -280,6 +283,7 @@ def main(folder: Path, *only: str) -> None:
     run("plain: killed before it joins", 3, at=_each_of(*both), again=2)
     run("plain: killed when it joins", 3, at=dying(1, 9), again=2, saw=joining_killed)
     run("plain: without checkpoints", 2, at=dying(1, 9), checkpoint="", whole=True)
+    run("plain: meets in each batch", 2, at=dying(1, 9), meets=True, whole=True)
     run("local", 2, communication="local:6")
     run("local: killed", 3, at=dying(1, 9), communication="local:6")
     run("plain: astray", 3, ending, at=_each_of(dying(1, 9), counting))

@@ -776,6 +776,8 @@ class Recovery:
             if self.opens:
                 self._open()
                 continue
+            # How often each rank was given the batch that comes differs; from here on it is alike.
+            self._of, self._passes, self._void, self._holds = -1, 0, (-1, 0), False
             generation, place, self._plain = self.generation, self._comms.world, True
             try:
                 self.begin_anew()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import random
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, dataloader
 
 from paceline.launch.members import WORKER_KILLED
 from paceline.spec.errors import SettingError
+from paceline.train import data
 from paceline.train.data import Draws, Fetch, Wanted, _moved, ahead, allowed, loader_workers
 from paceline.train.loader import Batch
 
@@ -156,6 +160,33 @@ def test_a_worker_that_was_killed_is_told_from_one_that_left(
     gc.collect()  # the worker's pipes
     assert WORKER_KILLED.search(said)
     assert "exited unexpectedly" in before
+
+
+@pytest.mark.parametrize("how", [ConnectionResetError, EOFError, FileNotFoundError])
+def test_a_worker_that_was_killed_while_it_handed_a_batch_over(
+    how: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection ends before the process has, and torch says no more than that."""
+    fork = multiprocessing.get_context("fork")
+    worker = fork.Process(target=time.sleep, args=(60,), daemon=True)
+
+    class Given:
+        _workers = (worker,)
+
+        def __iter__(self) -> Given:
+            return self
+
+        def __next__(self) -> object:
+            threading.Timer(0.2, worker.kill).start()
+            raise how
+
+    fetch = Fetch(Noisy(), CPU, workers=1)
+    monkeypatch.setattr(data, "DataLoader", lambda *_, **__: Given())
+    worker.start()
+    with pytest.raises(RuntimeError) as caught:
+        next(fetch([wanted(0, 4)]))
+    assert WORKER_KILLED.search(str(caught.value))
+    worker.join()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -124,6 +124,7 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
         os.kill(os.getpid(), signal.SIGINT)
         raise
     except BaseException as error:
+        _hear_of_no_child()
         if call is not None:
             call.keep(error)
         _tell_exception(error, events)
@@ -248,6 +249,13 @@ def _trim(error: BaseException) -> BaseException:
 def _is_ours(filename: str) -> bool:
     ours = os.path.dirname(filename) == os.path.dirname(__file__)
     return ours or filename == runpy.__file__ or filename.startswith("<frozen runpy")
+
+
+def _hear_of_no_child() -> None:
+    """From here on no handler of SIGCHLD raises, as torch's does when a worker was killed."""
+    for _ in range(2):  # it may raise here, once
+        with contextlib.suppress(Exception):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _tell_exception(error: BaseException, events: int) -> None:

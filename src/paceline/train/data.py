@@ -7,6 +7,7 @@ import queue
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ _Answers = Generator[tuple["Wanted[T]", tuple[Any, ...]], None, None]
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MOST_WORKERS = 8
 _LEFT = "exited unexpectedly"  # says torch of a worker process
+_ENDING_S = 1.0  # from the end of a process's connections to its own, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,23 +245,33 @@ class Fetch:
                 if isinstance(made, _Failed):
                     raise made.take()
                 yield self._orders.given.get(), tuple(made)
-        except RuntimeError as error:
-            if _LEFT in str(error) and (killed := _killed(getattr(given, "_workers", ()))):
+        except (RuntimeError, OSError, EOFError) as error:
+            workers = getattr(given, "_workers", ())
+            left = not isinstance(error, RuntimeError) or _LEFT in str(error)
+            if left and (killed := _killed(workers, wait=not isinstance(error, RuntimeError))):
                 raise RuntimeError(killed) from error
             raise
 
 
-def _killed(workers: Iterable[BaseProcess]) -> str:
+def _killed(workers: Iterable[BaseProcess], *, wait: bool = False) -> str:
     """Which signal has ended a worker process, in torch's words; empty where none has.
 
     torch says it where SIGCHLD tells it of the end, but not where it finds the process gone: then
     a worker that was ended from outside looks like one that has left by itself.
+
+    Args:
+        workers: All of them.
+        wait: Something that one of them was to send did not come, so its end may be near.
     """
-    for one in workers:
-        if one.exitcode is not None and one.exitcode < 0:
-            how = signal.strsignal(-one.exitcode)
-            return f"DataLoader worker (pid {one.pid}) is killed by signal: {how}"
-    return ""
+    until = time.monotonic() + _ENDING_S * wait
+    while True:
+        for one in workers:
+            if one.exitcode is not None and one.exitcode < 0:
+                how = signal.strsignal(-one.exitcode)
+                return f"DataLoader worker (pid {one.pid}) is killed by signal: {how}"
+        if time.monotonic() >= until:
+            return ""
+        time.sleep(0.01)
 
 
 def _copied(made: _Answers[T], device: torch.device, pins: bool) -> _Answers[T]:

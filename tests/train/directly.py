@@ -38,8 +38,8 @@ def joined() -> Comms:
     return comms
 
 
-def of(group: dist.ProcessGroup | None = None) -> direct.Lines | None:
-    return direct._known.groups[group or dist.distributed_c10d._get_default_group()].lines
+def of(group: dist.ProcessGroup | None = None) -> direct.Mesh | None:
+    return direct._known.groups[group or dist.distributed_c10d._get_default_group()].mesh
 
 
 def refused(act: Callable[[], object]) -> str:

@@ -307,12 +307,11 @@ class Launcher:
                 leaving = attempt.recoveries.leaving if attempt else []
                 recalled = attempt is not None and attempt.recalled
                 failure, brought = result.failure, False
-                again = self._request.elastic and not (recalled or interrupts.received)
-                if again and attempt is not None and result.exit_code == 0:
-                    brought = attempt.outset.session  # which resumes from a copy on another host
-                if brought:
+                if attempt is not None and result.exit_code == 0 and self._goes_on_from_copies(
+                    attempt, interrupts
+                ):  # fmt: skip
                     await self._bring_home(fleet, interrupts)
-                    failure, outset = self._results.lacking(fleet), None
+                    failure, outset, brought = self._results.lacking(fleet), None, True
                 self._failure = failure
                 if interrupts.received or (failure is None and not recalled):
                     break
@@ -341,6 +340,11 @@ class Launcher:
             self._failure = lacking
             return replace(result, exit_code=1, failure=lacking)
         return result
+
+    def _goes_on_from_copies(self, attempt: Attempt, interrupts: Interrupts) -> bool:
+        """Whether other hosts could make the results again if they are lost with rank 0's."""
+        wanted = not (attempt.recalled or interrupts.received)
+        return wanted and self._request.elastic and attempt.outset.session
 
     async def _bring_home(self, fleet: Fleet, interrupts: Interrupts) -> None:
         """The results; who has asked twice for the end does not wait for large ones."""

@@ -6,7 +6,7 @@ two CPUs an all-reduce took 5 ms. Here the thread that has something to say send
 itself, looks for a moment whether the answers are there, and sleeps in the kernel until they are:
 0.2 to 0.4 ms of the same (``bench/broadcast/small.py``).
 
-The connections of a group are made in one of its first operations (:func:`lines`), over addresses
+The connections of a group are made in one of its first operations (:func:`mesh_of`), over addresses
 and keys that gloo carries, and end like gloo's: with the process, or when they are cut
 (:func:`cut`). Where they cannot be made, gloo carries all.
 """
@@ -108,7 +108,7 @@ def _shut(one: socket.socket) -> None:
         one.shutdown(socket.SHUT_RDWR)
 
 
-class Lines:
+class Mesh:
     """This rank's connections to all others of a group; one thread at a time uses them.
 
     Args:
@@ -281,14 +281,14 @@ def _content(tensor: Tensor) -> memoryview:
 @dataclass(slots=True)
 class _Group:
     asked: int = 0
-    lines: Lines | None = field(default=None, repr=False)
+    mesh: Mesh | None = field(default=None, repr=False)
 
 
 class _Known:
     """What this process knows of its groups.
 
     Attributes:
-        in_vain: Lines could not be made although all ranks were there: not tried again.
+        in_vain: No mesh could be made although all ranks were there: not tried again.
     """
 
     def __init__(self) -> None:
@@ -301,7 +301,7 @@ class _Known:
 _known = _Known()
 
 
-def lines(group: dist.ProcessGroup | None) -> Lines | None:
+def mesh_of(group: dist.ProcessGroup | None) -> Mesh | None:
     """Those of a group over gloo; ``None`` while, and where, gloo is to carry what is sent.
 
     To be asked by all its ranks alike, once for each operation.
@@ -313,11 +313,11 @@ def lines(group: dist.ProcessGroup | None) -> Lines | None:
     known = _known.groups.setdefault(group, _Group())
     known.asked += 1
     if known.asked == _USUAL and group.size() <= MANY:
-        known.lines = _made(group)
-    return known.lines
+        known.mesh = _made(group)
+    return known.mesh
 
 
-def _made(group: dist.ProcessGroup) -> Lines | None:
+def _made(group: dist.ProcessGroup) -> Mesh | None:
     """A collective."""
     cuts, ranks = _open.cuts, group.size()
     key = secrets.token_bytes(_KEY)
@@ -330,7 +330,7 @@ def _made(group: dist.ProcessGroup) -> Lines | None:
         with contextlib.suppress(OSError):  # all learn of it now; if a rank is lost, from gloo
             sockets = _connected(listening, places, group.rank(), cuts)
         if all(map(any, _all_gathered(bytes([len(sockets) == ranks - 1]), group))):
-            return Lines(group, sockets, cuts)
+            return Mesh(group, sockets, cuts)
     _close(sockets)
     _known.in_vain = True
     return None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.train import waits
-from paceline.train.direct import Lines, lines
+from paceline.train.direct import Mesh, mesh_of
 
 MOST = 1 << 18
 """Bytes of a vector up to which it is worth it, over all lines."""
@@ -35,29 +35,27 @@ def pays(size: int, ranks: int, group: dist.ProcessGroup | None) -> bool:
 
 def rows(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
     """Every rank's tensor, of any shape, in rank order: ``[ranks, …]``; a collective."""
-    return _rows(vector, ranks, group, lines(group))
+    return _rows(vector, ranks, group, mesh_of(group))
 
 
 def add_up(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> None:
     """The sum over all ranks in place, of any shape; the same bits everywhere; a collective."""
-    ours = lines(group)
+    mesh = mesh_of(group)
     if vector.nbytes <= _AT_ONCE:
-        vector.copy_(_total(_rows(vector, ranks, group, ours)))
+        vector.copy_(_total(_rows(vector, ranks, group, mesh)))
         return
     count = vector.numel()
     length = -(-count // ranks)
     parts = vector.new_zeros(ranks * length)
     parts[:count] = vector.reshape(-1)
     sent = parts.view(ranks, length)
-    own = _total(ours.swapped(sent) if ours else _swapped(sent, group))
-    vector.copy_(_rows(own, ranks, group, ours).view(-1)[:count].view_as(vector))
+    own = _total(mesh.swapped(sent) if mesh else _swapped(sent, group))
+    vector.copy_(_rows(own, ranks, group, mesh).view(-1)[:count].view_as(vector))
 
 
-def _rows(
-    vector: Tensor, ranks: int, group: dist.ProcessGroup | None, ours: Lines | None
-) -> Tensor:
-    if ours:
-        return ours.rows(vector)
+def _rows(vector: Tensor, ranks: int, group: dist.ProcessGroup | None, mesh: Mesh | None) -> Tensor:
+    if mesh:
+        return mesh.rows(vector)
     return _swapped(vector.expand(ranks, *vector.shape).contiguous(), group)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
 from paceline.explain import stacks
+from paceline.spec.failure import ECHO, silent_peer
+from paceline.train import direct
 
 SCRIPT = str(Path(__file__).with_name("directly.py"))
 
@@ -61,3 +65,19 @@ def test_who_waits_there_is_seen_to_wait() -> None:
     stand = stacks.Stand("n1", 0, "S", stacks.parse(stack))
     assert stacks.waits(stand)
     assert stacks.where(stand) == "barrier (train.py, line 40)"
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ECONNABORTED])
+def test_an_end_is_known_for_what_it_is_and_whose_it_is(number: int) -> None:
+    """The socket itself does not know its other end any more."""
+
+    class Silent:
+        def send(self, _: object) -> int:
+            raise OSError(number, os.strerror(number))
+
+    room = memoryview(bytearray(4))
+    one = direct._Both(2, Silent(), "[10.0.0.2]:4567", 1, room, room)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError) as caught:
+        one.move()
+    assert ECHO.search(str(caught.value))
+    assert silent_peer(str(caught.value)) == ("" if number == errno.ECONNABORTED else "10.0.0.2")

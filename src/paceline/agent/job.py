@@ -74,6 +74,7 @@ class Rank:
         self._since = self.active_at  # and the ticks that it had used then
         self._cpu = 0
         self._loops = gloo.Loops()
+        self.loops_seen = gloo.Loops()  # when it was looked at
         self._moved = 0  # ticks that gloo's loops had worked then
         self._for_us = 0.0  # ticks, since
 
@@ -538,7 +539,7 @@ class NodeJob:
             below = sorted(procs.descendants([rank.process.pid], stats))
             pids = [rank.process.pid, *below]
             ticks = sum(stats[pid].cpu for pid in pids if pid in stats)
-            ticks -= sum(gloo.ticks(pids[0], gloo.threads(pids[0], gloo.LOOPS)).values())
+            ticks -= rank.loops_seen.ticks(pids[0], time.monotonic())
             about: Message = {"rank": rank.rank, "pid": rank.process.pid, "cpu_s": ticks / TICKS}
             about["moved"] = sum(procs.bytes_moved(pid) for pid in pids)
             told = rank.heard - rank.of_children

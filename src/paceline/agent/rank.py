@@ -226,8 +226,10 @@ def watch_world(events: int, *, any_world: bool = False) -> None:
 
 def _tell_world(distributed: Any, events: int, any_world: bool) -> None:
     found = (distributed.get_rank(), distributed.get_world_size())
-    planned = (int(os.environ["RANK"]), int(os.environ["PACELINE_WORLD_SIZE"]))
-    if found != planned and not any_world:
+    planned = found
+    if not any_world:
+        planned = (int(os.environ["RANK"]), int(os.environ["PACELINE_WORLD_SIZE"]))
+    if found != planned:
         raise RuntimeError(
             "the world is not the planned one: this process became rank %d of %d, "
             "but the plan says rank %d of %d. The script passed its own rank or world size to "

@@ -358,9 +358,11 @@ def look(probing: Probing, most: int) -> model.Model:
         own = max(tried)
         batches = [2 * own] if weak else [own, max(2 * min(tried), 2)]
         pair = probing.on(hosts[:2], batches=batches)
-    if like and pair is not None and (differ := pair.unlike) is not None:
+    taken_alike = len(hosts) > 1 and hosts[1].name in like
+    if taken_alike and pair is not None and (differ := pair.unlike) is not None:
         quick, slow, times = differ
-        say(f"paceline: {slow} computes {times:.1f} times as long as {quick}, of the same kind:"
+        kind = ", of the same kind" if hosts[1].name in kinds else ""
+        say(f"paceline: {slow} computes {times:.1f} times as long as {quick}{kind}:"
             " each host alone", err=True)  # fmt: skip
         alone |= {host.name: probing.on([host], batches=tried)
                   for host in hosts if host.name in like}  # fmt: skip

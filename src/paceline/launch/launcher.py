@@ -313,6 +313,8 @@ class Launcher:
                     await self._bring_home(fleet, interrupts)
                     failure, outset, brought = self._results.lacking(fleet), None, True
                 self._failure = failure
+                if brought and failure is not None and failure.kind != "lost":
+                    break  # no other host could change that: the disk here is full
                 if interrupts.received or (failure is None and not recalled):
                     break
                 if attempt is not None and (why := attempt.recoveries.refused):

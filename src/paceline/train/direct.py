@@ -66,7 +66,10 @@ def own_address() -> str:
         OSError: It cannot be known.
     """
     known = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    family, kind, _, _, place = socket.getaddrinfo(known, 9, type=socket.SOCK_DGRAM)[0]
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(known, 9, type=socket.SOCK_DGRAM)[0]
+    except UnicodeError as error:  # no name that can be
+        raise OSError(str(error)) from None
     with socket.socket(family, kind) as asking:
         asking.connect(place)  # sends nothing
         return str(asking.getsockname()[0])
@@ -124,6 +127,7 @@ class Mesh:
         # Everybody begins with another one.
         after = [(self._rank + number) % self._ranks for number in range(1, self._ranks)]
         self._sockets = {one: sockets[one] for one in after}
+        self._names = {one: _name(sockets[one], one) for one in after}
         self._cuts, self._number = cuts, 0
         self._group = weakref.ref(group)  # which has these, until nobody has it
 
@@ -150,7 +154,9 @@ class Mesh:
         """
         self._number = (self._number + 1) % (1 << 32)
         left = {
-            rank: _Both(rank, one, self._number, given[rank], _content(came[rank]))
+            rank: _Both(
+                rank, one, self._names[rank], self._number, given[rank], _content(came[rank])
+            )
             for rank, one in self._sockets.items()
         }
         try:
@@ -202,9 +208,15 @@ class _Both:
     """A message to another rank and the one from it, as far as they have come."""
 
     def __init__(
-        self, rank: int, one: socket.socket, number: int, given: memoryview, room: memoryview
+        self,
+        rank: int,
+        one: socket.socket,
+        name: str,
+        number: int,
+        given: memoryview,
+        room: memoryview,
     ) -> None:
-        self.socket, self._rank, self._number = one, rank, number
+        self.socket, self._rank, self._peer, self._number = one, rank, name, number
         self._going = memoryview(b"".join((_HEAD.pack(number, len(given)), given)))
         self._head, self._room = bytearray(_HEAD.size), room
         self._coming: list[memoryview] = [memoryview(self._head), room]
@@ -260,13 +272,13 @@ class _Both:
                 "same line of the script, or have different data"
             )
 
-    @property
-    def _peer(self) -> str:
-        """As gloo writes it."""
-        with contextlib.suppress(OSError):
-            address, port, *_ = self.socket.getpeername()
-            return f"[{address}]:{port}"
-        return f"of rank {self._rank}"
+
+def _name(one: socket.socket, rank: int) -> str:
+    """Of the other end, as gloo writes it; a connection that has ended does not know it."""
+    with contextlib.suppress(OSError):
+        address, port, *_ = one.getpeername()
+        return f"[{address}]:{port}"
+    return f"of rank {rank}"
 
 
 def _content(tensor: Tensor) -> memoryview:
@@ -403,6 +415,7 @@ def _connected(
 
 def _close(sockets: Mapping[int, socket.socket]) -> None:
     for one in sockets.values():
+        _shut(one)  # also where a child of this process has it, too
         one.close()
 
 
@@ -411,7 +424,8 @@ def _prepared(one: socket.socket, until: float) -> socket.socket:
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         one.setsockopt(socket.SOL_SOCKET, buffer, _BUFFER)
-    come_back_soon(one)
+    if waits.heeded():  # else the kernel is as patient with it as with gloo's
+        come_back_soon(one)
     return one
 
 

@@ -602,6 +602,8 @@ class Recovery:
     def _again(self, act: Callable[[], T], error: RuntimeError) -> T:
         while True:
             met = self.regroup(error, At.OPERATION)
+            if self.alone and not self._holds:  # what this rank has is no result of all
+                self.leave_alone()
             if met.finished:
                 return met.result  # type: ignore[no-any-return]
             try:

@@ -1146,7 +1146,8 @@ class Session(Member):
     ) -> None:
         # Then all ranks end together. After a failure the others may be inside a collective.
         agreed = error is None or isinstance(error, (Stopped, Quietly))
-        if agreed:  # the last evaluation may have lost the first rank
+        alone = self._recovery is not None and self._recovery.alone
+        if agreed and not alone:  # the last evaluation may have lost the first rank
             self._follow()
         if self._keeper is not None:
             self._keeper.close(failed=not agreed)

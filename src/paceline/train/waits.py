@@ -94,6 +94,11 @@ def arm() -> None:
     _waits.may_end = True
 
 
+def heeded() -> bool:
+    """Whether waits may be given up: a lost rank is made good here."""
+    return _waits.may_end
+
+
 def wait(work: dist.Work | None, moved: Tensor) -> None:
     """Waits until a collective that was begun is over.
 

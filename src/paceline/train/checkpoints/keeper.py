@@ -347,7 +347,8 @@ class Keeper:
         """Saves this rank's state to its host's disk, and ends it; nobody else is there.
 
         The token stays what it was, and so does a folder that rank 0 sees: the others may train on
-        beside a launcher that only this host does not hear, and they have taken, or take, another.
+        beside a launcher that only this host does not hear. What they save then is of a later step,
+        or of a larger token where rank 0 was lost.
 
         Raises:
             Stopped: Always.

@@ -18,7 +18,8 @@ _LOOK_S = 0.01
 async def ended(process: asyncio.subprocess.Process) -> None:
     """Waits for the end of a child, whoever still holds its pipes.
 
-    For that asyncio's own ``wait`` waits, too, up to Python 3.12: a child's child may keep them.
+    asyncio's own ``wait`` waits for those, too, in some versions of Python (3.11 is one): a
+    child's child may keep them.
     """
     while process.returncode is None:
         await asyncio.sleep(_LOOK_S)

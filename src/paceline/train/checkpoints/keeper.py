@@ -261,10 +261,11 @@ class Keeper:
         save = self._notice.save or (self._comms.world.rank == 0 and late)  # by rank 0's clock
         asked = {"asked": self._asked_for(), "answered": self._answered}
         wishes = self._poll.ask(stop=stop, save=save, **asked)
-        if self._door is not None and self._door.alone:
-            self.leave_alone()
-        if self._door is not None and wishes.stop:
-            self._door.parts()
+        if self._door is not None:
+            if self._door.alone:
+                self.leave_alone()
+            if wishes.stop:
+                self._door.parts()
         if wishes.stop:
             self.regrouped()  # rank 0 may have been lost since the last batch
         if wishes.save or wishes.stop:

@@ -131,7 +131,9 @@ def by_session(make: Any, samples: int, steps: int) -> tuple[list[float], dict[s
         session = train.join(run_dir=folder, check_every=10**9, log_every=10**9, device="cpu")
         module = make()
         model = session.prepare(module, optimizer_of(module), overlap="auto")
-        data = TensorDataset(torch.randint(0, 256, (samples * session.world.size, 129)))
+        # One epoch: at the end of each, updates that come late are taken, and nothing is hidden.
+        samples_in_all = steps * samples * session.world.size
+        data = TensorDataset(torch.randint(0, 256, (samples_in_all, 129)))
         loader = session.loader(data, samples * session.world.size, workers=0)
         for _ in session.epochs(loader, steps=steps):
             for (inputs,) in loader:

@@ -42,6 +42,38 @@ def test_with_time_to_spare_the_network_is_free_for_the_last_bucket() -> None:
     assert last_first(ready, seconds, 7.0) == [0, 1, 3, 2]  # it waits from 2.8 to 3.0
 
 
+def a_step(order: list[int], forward: float, backward: float, line: float) -> float:
+    """Seconds between steps with late updates, by those of a bucket in each."""
+    arrived, busy, now, ends = [0.0] * len(order), 0.0, 0.0, []
+    for _ in range(8):
+        for bucket in reversed(range(len(order))):
+            now = max(now, arrived[bucket]) + forward
+        ready = [now + backward * (bucket + 1) for bucket in range(len(order))]
+        now = ready[-1]
+        for bucket in order:
+            busy = max(busy, ready[bucket]) + line
+            arrived[bucket] = busy
+        ends.append(now)
+    return ends[-1] - ends[-2]
+
+
+@pytest.mark.parametrize("buckets", [12, 24])
+@pytest.mark.parametrize("line", [300.0, 400.0, 600.0])
+def test_the_order_hides_nearly_all_that_can_be_hidden(buckets: int, line: float) -> None:
+    """Milliseconds: 100 of the forward pass, 200 of the backward pass, so many of the line."""
+    each, forward, backward = line / buckets, 100 / buckets, 200 / buckets
+    ready = [100 + backward * (one + 1) for one in range(buckets)]
+    order = last_first(ready, [each] * buckets, 300.0)
+    # Beside the line: the last bucket to come is computed with, and then the next step's first.
+    assert a_step(order, forward, backward, each) <= line + 6 * backward
+
+
+def test_a_network_that_is_busy_for_longer_than_ranks_compute_waits_for_no_bucket() -> None:
+    """A step of 7 s in which ranks compute for 3.5; sending takes 5.6 of them."""
+    _, wire, _ = trial({(0, False): 7.0, (125_000, False): 7.0}, a_bucket=(1.4,) * 4)
+    assert ("late", 0, 1, 2, 3) in wire.said
+
+
 def test_sizes_are_tried_only_where_they_change_no_result() -> None:
     assert [one.size for one in ways(48_000_000, 2)] == [6_000_000, 3_000_000, 1_500_000]
     assert ways(48_000_000, 3) == ways(48_000_000, 16) == []
@@ -60,9 +92,12 @@ class Wire:
     method: Any = None
     nbytes = 4_000_000
 
-    def __init__(self) -> None:
+    def __init__(self, a_bucket: tuple[float, ...]) -> None:
         self.said: list[Any] = []
-        self.times = [SimpleNamespace(ready=one, begun=one, done=one + 5.0) for one in range(3)]
+        self.times = [
+            SimpleNamespace(ready=one, begun=one, done=one + lasting)
+            for one, lasting in enumerate(a_bucket)
+        ]
 
     def buckets(self, size: int, first: int, *, plain: bool = False) -> None:
         self.said.append((size, first, "plain" if plain else "hook"))
@@ -85,11 +120,12 @@ class Wire:
 
 
 def trial(seconds: dict[tuple[int, bool], float], moving: float = 0.5, asked: str = "auto",
-          ranks: int = 2, fading: bool = False) -> tuple[Overlap, Wire, int]:  # fmt: skip
+          ranks: int = 2, fading: bool = False, a_bucket: tuple[float, ...] = (5.0,) * 3,
+          ) -> tuple[Overlap, Wire, int]:  # fmt: skip
     """A whole trial of a model of 4 MB, with steps of so many seconds by size and lateness."""
     network = nn.Linear(1000, 1000, bias=False)
     updater = Updater(network, torch.optim.SGD(network.parameters(), lr=1.0), None, None, None)
-    wire = Wire()
+    wire = Wire(a_bucket)
     updater.exchange = wire  # type: ignore[assignment]
     comms = Comms(World(0, ranks), torch.device("cpu"))
     overlap = Overlap(updater, comms, asked)

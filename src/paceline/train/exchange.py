@@ -451,7 +451,8 @@ def last_first(ready: Sequence[float], seconds: Sequence[float], step: float = 0
     Args:
         ready: Moment at which each bucket is complete.
         seconds: For which each is on its way.
-        step: Seconds of a step.
+        step: Seconds of a step that waits for no bytes. A network that is busy for longer has
+            nothing to spare, and each moment for which it waits makes every step longer.
     """
     order: list[int] = []
     left, now = set(range(len(ready))), ready[0] if ready else 0.0

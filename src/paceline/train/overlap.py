@@ -34,7 +34,7 @@ _WARM = 2  # steps after a change that do not count: DDP lays its buckets out on
 _EXPOSED = 0.05  # part of a step that is worth the trouble
 _BETTER = 0.98  # of the time of the way that needs nothing
 _CLEARLY = 0.9  # of the others' time: no other has to be tried
-_MOVING = PARTS.index("moving")
+_COMPUTING, _MOVING = PARTS.index("computing"), PARTS.index("moving")
 _STEP = [PARTS.index(one) for one in ("computing", "waiting", "moving")]
 
 
@@ -90,6 +90,7 @@ class Overlap:
 
     def __init__(self, updater: Updater, comms: Comms, asked: str) -> None:
         self._updater, self._comms, self._asked = updater, comms, asked
+        self._computing = 0.0  # seconds of a step
         self._in_vain: set[str] = set()  # codes by which late updates were tried and are no better
         self.again(0)
 
@@ -146,6 +147,7 @@ class Overlap:
         counted = look.seconds[:, steps >= self._since + _WARM]
         if counted.shape[1] < 2:
             return False
+        self._computing = float(counted[:, :, _COMPUTING].max(dim=0).values.median())
         whole = counted[:, :, _STEP].sum(2)
         seconds = float(whole.max(dim=0).values.median())
         self.seconds[self.way] = min(seconds, self.seconds.get(self.way, seconds))
@@ -187,7 +189,7 @@ class Overlap:
     def _order(self) -> tuple[int, ...]:
         times = self._exchange.times
         lasting = [one.done - one.begun for one in times]
-        mine = last_first([one.ready for one in times], lasting, self.seconds[self.way])
+        mine = last_first([one.ready for one in times], lasting, self._computing)
         return tuple(int(one) for one in self._comms.rows(torch.tensor(mine))[0])
 
     def use(self, way: Way, *, watched: bool = False) -> None:

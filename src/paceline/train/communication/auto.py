@@ -9,6 +9,7 @@ quicker shows in nothing. All ranks measure together and decide by the slowest, 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,13 +22,13 @@ from paceline.train.comms import Comms
 from paceline.train.communication import METHODS, forecast
 from paceline.train.communication.coded import Coded
 from paceline.train.communication.codes import BLOCK
-from paceline.train.communication.forecast import Choice, Measured, chosen
+from paceline.train.communication.forecast import CANDIDATES, NEARLY, Choice, Measured, chosen
 from paceline.train.communication.wire import Wire
 from paceline.train.exchange import Exchange
 from paceline.train.pace import PARTS, Look
 
 _FIRST = 2  # steps that do not count: memory, caches and buckets are new
-_STEPS, _SOON = 5, 2  # that do, and before the first choice that holds
+_STEPS = 5  # that do
 _EARLY = 3  # steps after each of which there is a choice for the time being
 _DEAR, _MEANWHILE = 1.0, "int8"  # seconds of all bytes: not even the first step is exact then
 _LONG, _LARGE = 0.1, 1 << 24  # seconds or bytes of a probe that says how quick the line is
@@ -35,6 +36,10 @@ _SAMPLE = 1 << 20  # elements that are coded for a measurement
 _CHANGED = 0.15  # part of a step by which communication differs from before: worth a look
 _COST = 0.002  # part of the time that looking again may take
 _MOVING, _WAITING = PARTS.index("moving"), PARTS.index("waiting")
+
+
+_EACH = 1.5e-3  # seconds that a bucket takes on busy processors, before it is known
+_TRIALS = 4  # ways and numbers of buckets, before one of them is to stay
 
 
 class Auto:
@@ -69,6 +74,8 @@ class Auto:
         self._changed, self._since, self._again = 0, 0, 0
         self._begun: int | None = None
         self._line, self._fresh = self._measured(), True  # no look has used it yet
+        self._tried: dict[tuple[str, int], float] = {}  # seconds of a step, by way and buckets
+        self._each = _EACH if comms.device.type == "cpu" else 0.0  # see Measured
         self._early: list[float] = []  # seconds that the slowest rank computed, by step
         if self._line.sent["exact"] / self._line.rate > _DEAR:
             dear = replace(self._line, computing=_DEAR)
@@ -82,7 +89,9 @@ class Auto:
         self._early.append(slowest)
         if slowest > 0:
             least = min(one for one in self._early if one > 0)
-            choice = chosen(replace(self._line, computing=least, late=self._lates()))
+            choice = chosen(
+                replace(self._line, computing=least, late=self._lates(), each=self._each)
+            )
             if choice.way != self._way:
                 self._use(choice)
                 self._since = len(self._early)
@@ -104,26 +113,33 @@ class Auto:
         fresh = look.seconds[:, own >= self._since + _FIRST]
         last = int(own[-1]) + 1
         self._seen += list(fresh.unbind(1))
-        if len(self._seen) < (_STEPS if self.settled else _SOON):
+        if len(self._seen) < _STEPS:
             return ""
         steps, self._seen = torch.stack(self._seen, dim=1), []
         if self.settled and not self._due(steps, last):
             return ""
-        first = not self.settled
+        first, now = not self.settled, self._now_used
         still = steps[:, :, _MOVING] + steps[:, :, _WAITING]
         computing = float((steps.sum(2) - still).median(1).values.max())
-        if not self._fresh:
+        if not (first or self._fresh or self._in_vain):
             self._line = self._measured()
         self._fresh = False
-        # while messages are made, a CPU computes less
-        pure = max(computing - self._line.coding[self._way], 1e-6)
-        measured = replace(self._line, computing=pure, late=self._lates())
-        choice, self.settled = chosen(measured, "" if first else self._way), True
+        # while a CPU has to do with messages, it computes less
+        pure = max(computing - self._line.own(self._way), 1e-6)
+        measured = replace(self._line, computing=pure, late=self._lates(), each=self._each)
+        if first:
+            a_step = float(steps.sum(2).max(0).values.median())
+            measured, choice, self.settled = self._tried_out(measured, a_step)
+            if not self.settled:
+                self._use(choice)
+                self._since = last
+                return ""
+        else:
+            choice = chosen(measured, self._way)
         self._counts_on_late = choice.way in measured.late
         a_step = max(float(steps.sum(2).mean()), 1e-6)
         self._again = last + max(100, int(self._spent / _COST / a_step))
         self._usual, self._since, self.since = None, last, self._since
-        now = (self._way, self.choice.buckets if self.choice else 0)
         if choice.way == now[0] and not first:
             return ""
         if (choice.way, choice.buckets) != now and {choice.way, now[0]} != {"exact"}:
@@ -132,15 +148,53 @@ class Auto:
         self.choice = choice
         return choice.said(measured)
 
+    @property
+    def _now_used(self) -> tuple[str, int]:
+        """The way, and in how many buckets: 0 where they are DDP's."""
+        return _used(self.choice) if self.choice else ("exact", 0)
+
+    def _tried_out(self, measured: Measured, seconds: float) -> tuple[Measured, Choice, bool]:
+        """What is to be used, after the way in use took so many seconds a step.
+
+        Nothing that was measured before tells how long codes wait for a processor while ranks
+        compute. So what is expected is compared with what comes, and where it is far off, another
+        number of buckets or another way is tried; in the end the best of what was tried is taken.
+
+        Returns:
+            What is known now, the choice, and whether it is to stay.
+        """
+        now = self._now_used
+        if now[0] != "exact":
+            corrected = measured.corrected(*now, seconds)
+            # the most that was seen: it is not the same in all numbers
+            each = max(corrected.each, measured.each if self._tried else 0.0)
+            measured, self._each = replace(measured, each=each), each
+            self._tried[now] = seconds
+        choice = chosen(measured)
+        if choice.way == "exact":
+            return measured, choice, True
+        if _used(choice) not in self._tried and len(self._tried) < _TRIALS:
+            return measured, choice, False
+        least = NEARLY * min(self._tried.values())
+        enough = [one for one, took in self._tried.items() if took <= least]
+        way, buckets = min(enough, key=lambda one: (CANDIDATES.index(one[0]), self._tried[one]))
+        took = {one[0]: s for one, s in sorted(self._tried.items(), key=lambda one: -one[1])}
+        return measured, Choice(way, buckets, {**choice.seconds, **took}), True
+
     def _due(self, steps: Tensor, last: int) -> bool:
         """Whether the network is to be measured again."""
-        if self._counts_on_late and not self._late(self._way):
-            return True  # it was tried, and is no quicker
+        if self._in_vain:
+            return True
         moving = float(steps[:, :, _MOVING].mean() / steps.sum(2).mean().clamp(min=1e-9))
         if self._usual is None:
             self._usual = moving
         self._changed = self._changed + 1 if abs(moving - self._usual) > _CHANGED else 0
         return self._changed >= 2 or last >= self._again
+
+    @property
+    def _in_vain(self) -> bool:
+        """The choice counts on late updates, which were tried since, and are no quicker."""
+        return self._counts_on_late and not self._late(self._way)
 
     def _lates(self) -> frozenset[str]:
         return frozenset(way for way in forecast.CANDIDATES if self._late(way))
@@ -148,17 +202,26 @@ class Auto:
     def _measured(self) -> Measured:
         """Line and coding, by the slowest; computing is not known here. A collective."""
         ways, line, began = forecast.CANDIDATES, self._exchange.line(), time.perf_counter()
-        latency, rate = self._probe()
+        latency, rate, handling = self._probe()
         coding = [self._code(way) for way in ways]
-        found = [latency, 1 / rate, *coding, time.perf_counter() - began]
+        found = [latency, 1 / rate, *coding, handling, time.perf_counter() - began]
         slowest = self._comms.most(torch.tensor(found, dtype=torch.float64))
         self._spent = slowest.pop()  # what it costs to look again
+        handling = slowest.pop()
         sent = {
             way: METHODS[way](line, self._wire).sent(self._exchange.elements, line.ranks)
             for way in ways
         }
         by_way = dict(zip(ways, slowest[2:], strict=True))
-        return Measured(0.0, self._exchange.nbytes, slowest[0], 1 / slowest[1], sent, by_way)
+        return Measured(
+            0.0,
+            self._exchange.nbytes,
+            slowest[0],
+            1 / slowest[1],
+            sent,
+            by_way,
+            handling=handling,
+        )
 
     def _code(self, way: str) -> float:
         """Seconds for making and reading all messages of a step."""
@@ -177,18 +240,34 @@ class Auto:
             seconds.append(self._now() - began)
         return min(seconds) * self._exchange.elements / count
 
-    def _probe(self) -> tuple[float, float]:
-        """Seconds of a collective of a few bytes, and bytes a second that this rank sends."""
+    def _probe(self) -> tuple[float, float, float]:
+        """Of the line.
+
+        Returns:
+            Seconds of a collective of a few bytes, bytes a second that this rank sends, and
+            seconds for which that takes the processor that computes, a byte.
+        """
         latency = min(self._sum(256) for _ in range(4))
         size, ranks = 1 << 14, self._wire.ranks
         while True:
             self._sum(256)  # all begin together
+            worked = time.process_time()
             seconds = self._sum(size // 4)
+            worked = time.process_time() - worked
             longest = self._comms.most(torch.tensor([seconds], dtype=torch.float64))[0]
             if longest >= _LONG or size >= _LARGE:
                 sent = 2 * (ranks - 1) / ranks * size
-                return latency, sent / max(seconds - latency, 1e-9)
+                handling = 0.0 if self._to_spare else worked / sent
+                return latency, sent / max(seconds - latency, 1e-9), handling
             size *= 4
+
+    @property
+    def _to_spare(self) -> bool:
+        """Whether bytes are moved by a processor that does not compute."""
+        if self._comms.device.type != "cpu":
+            return True
+        computing = torch.get_num_threads() * self._comms.world.local_size
+        return len(os.sched_getaffinity(0)) > computing
 
     def _sum(self, elements: int) -> float:
         tensor = torch.zeros(elements, device=self._comms.device)
@@ -220,10 +299,20 @@ class Auto:
         if self.choice is None or not self.settled:
             return {}
         one = self.choice
-        return {"way": one.way, "buckets": one.buckets, "seconds": dict(one.seconds)}
+        return {
+            "way": one.way,
+            "buckets": one.buckets,
+            "seconds": dict(one.seconds),
+            "each": self._each,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on with what was chosen, and looks at it again after some steps."""
         if state.get("way") in forecast.CANDIDATES:
             self._use(Choice(state["way"], int(state["buckets"]), dict(state["seconds"])))
+            self._each = float(state.get("each", self._each))
             self.settled, self._again = True, 0
+
+
+def _used(choice: Choice) -> tuple[str, int]:
+    return choice.way, 0 if choice.way == "exact" else choice.buckets

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.spec.figures import lasting
 
@@ -13,6 +13,7 @@ NEARLY = 1.05
 """So near to the quickest, the way that leaves out less is taken."""
 _FORWARD = 1 / 3  # part of computing in which no gradient is ready
 _BUCKETS = (1, 2, 4, 8, 16)
+_AS_QUICK = 1.03  # so near to the quickest, fewer buckets are taken
 _LEAST_BUCKET = 1 << 16  # bytes
 _WON = 0.5  # part of what late updates could save at best that is counted on (bench/overlap)
 
@@ -29,6 +30,10 @@ class Measured:
         sent: Bytes that a rank sends in a step, by way.
         coding: Seconds of a step for making and reading messages, by way.
         late: Ways by which updates may come late: bytes pass beside the next forward pass, too.
+        each: Seconds that a bucket of codes takes beyond its latency, its bytes and their coding:
+            who codes and sends waits for a processor that computes, on every rank.
+        handling: Seconds for which a processor that would compute handles a byte that is sent,
+            and one that comes; 0 where there is one to spare.
     """
 
     computing: float
@@ -38,6 +43,8 @@ class Measured:
     sent: Mapping[str, int]
     coding: Mapping[str, float]
     late: frozenset[str] = frozenset()
+    each: float = 0.0
+    handling: float = 0.0
 
     def seconds(self, way: str, buckets: int) -> float:
         """Of a step in so many buckets; by the better of two ways to hide them."""
@@ -52,30 +59,49 @@ class Measured:
         Either all is computed and one bucket is waited for, or the line is always busy but while
         the first bucket of a step is computed.
         """
-        line = self.sent[way] / self.rate
-        computed = self.computing + line / buckets + self.latency
-        sent = line + buckets * self.latency + self.computing / buckets
-        return self.coding[way] + max(computed, sent)
+        line, latency = self.sent[way] / self.rate, self._latency(way)
+        computed = self.computing + line / buckets + latency
+        sent = line + buckets * latency + self.computing / buckets
+        return self.own(way) + max(computed, sent)
 
     def _in_time(self, way: str, buckets: int) -> float:
-        """A bucket is sent while the gradients of the next are computed.
+        """A bucket is sent while the gradients of the next are computed."""
+        apart, last, busy = self._ends(way, buckets)
+        latency = self._latency(way)
+        return apart + max(last + latency, busy + buckets * latency)
+
+    def _ends(self, way: str, buckets: int) -> tuple[float, float, float]:
+        """Seconds in which nothing is sent, and of two ends, but for latencies, the later counts.
 
         Either the last gradient has to be waited for and then its bucket, or the line is always
         busy from the first bucket on.
         """
         backward = (1 - _FORWARD) * self.computing
         line = self.sent[way] / self.rate
-        ends = max(
-            backward + line / buckets + self.latency,
-            backward / buckets + line + buckets * self.latency,
-        )
-        return _FORWARD * self.computing + self.coding[way] + ends
+        apart = _FORWARD * self.computing + self.own(way)
+        return apart, backward + line / buckets, backward / buckets + line
+
+    def own(self, way: str) -> float:
+        """Seconds that a processor has to do with messages, and does not compute."""
+        return self.coding[way] + self.handling * self.sent[way]
+
+    def _latency(self, way: str) -> float:
+        return self.latency if way == "exact" else self.latency + self.each
+
+    def corrected(self, way: str, buckets: int, seconds: float) -> Measured:
+        """With what is known since a step by codes, not a late one, took so many seconds."""
+        plain = replace(self, each=0.0)
+        apart, last, busy = plain._ends(way, buckets)
+        ends = seconds - apart
+        latency = max(0.0, min(ends - last, (ends - busy) / buckets))
+        return replace(self, each=max(0.0, latency - self.latency))
 
     def best(self, way: str) -> tuple[int, float]:
         """Into how many buckets gradients are best divided, and the seconds of a step then."""
         most = max(1, self.gradients // _LEAST_BUCKET)
         every = {one: self.seconds(way, one) for one in _BUCKETS if one <= most}
-        found = min(every, key=lambda one: every[one])
+        least = min(every.values())
+        found = min(one for one, seconds in every.items() if seconds <= _AS_QUICK * least)
         return found, every[found]
 
 

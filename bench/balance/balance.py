@@ -174,10 +174,15 @@ def run(name: str, case: Case, folder: Path, balance: str, ranks: list[int], ste
     return [json.loads((folder / f"{mine}.json").read_text()) for mine in ranks]
 
 
-def rate(found: Any, batch: int, start: int, stop: int) -> float:
-    """Samples a second of the steps from one to the other, by their median."""
+def rate(found: Any, case: Case, start: int, stop: int) -> float:
+    """Samples a second of the steps from one to the other, by their median.
+
+    Under a quota by all of them: there some wait for the next period, and others do not.
+    """
     ends = found["ends"][start:stop]
-    return batch / statistics.median(b - a for a, b in itertools.pairwise(ends))
+    if case.quotas:
+        return case.batch * (len(ends) - 1) / (ends[-1] - ends[0])
+    return case.batch / statistics.median(b - a for a, b in itertools.pairwise(ends))
 
 
 def settled(shares: list[int], start: int, stop: int) -> int:
@@ -190,7 +195,7 @@ def settled(shares: list[int], start: int, stop: int) -> int:
 def measured(name: str, case: Case, folder: Path) -> list[str]:
     """Rows of the table."""
     few = [run(name, case, folder / f"alone-{r}", "even", [r], FEW)[0] for r in range(case.ranks)]
-    own = [rate(one, case.batch, 3, FEW) for one in few]
+    own = [rate(one, case, 3, FEW) for one in few]
     both, rows = list(range(case.ranks)), []
     even = run(name, case, folder / "even", "even", both, FEW)
     steps = STEPS if case.later == 1 else 2 * STEPS  # 20 of each part are for finding the shares
@@ -201,8 +206,8 @@ def measured(name: str, case: Case, folder: Path) -> list[str]:
         parts |= {", slow": (half, late), ", quick again": (late, steps)}
     for what, (start, stop) in parts.items():
         rates = [*own[:-1], own[-1] / (case.later if what == ", slow" else 1.0)]
-        reached = rate(auto[0], case.batch, start + 20, stop) / sum(rates)
-        evenly = rate(even[0], case.batch, 3, FEW) / sum(own) if not what else None
+        reached = rate(auto[0], case, start + 20, stop) / sum(rates)
+        evenly = rate(even[0], case, 3, FEW) / sum(own) if not what else None
         last = [one["shares"][stop - 1] for one in auto]
         rows.append(
             f"| {name}{what} | {sum(rates):.0f} | {'' if evenly is None else f'{evenly:.2f}'} |"

@@ -181,6 +181,7 @@ def test_all_ranks_decide_alike_and_look_again(network: dict[str, float]) -> Non
             if number == 10 and rank == 0:
                 network["rate"] = 20e6 / 8
             moving = 0.02 if number < 11 else 0.5
+            moving = moving if exchange.method else 0.25
             said.append(one.looked(look(5 * number, 0.14, moving)))
             ways.append(exchange.method.name if exchange.method else "exact")
         other, again = made(rank, told)
@@ -212,7 +213,7 @@ def test_what_late_updates_did_not_win_is_not_counted_on(
         one.late = lambda way: way in hoped
         ways = []
         for number in range(4):
-            one.looked(look(5 * number, 0.14, 0.02))
+            one.looked(look(5 * number, 0.14, 0.02 if exchange.method else 0.07))
             ways.append(exchange.method.name if exchange.method else "exact")
             if number:
                 hoped.discard("exact")
@@ -260,7 +261,8 @@ def test_where_steps_take_longer_than_expected_other_buckets_are_tried(
         for number in range(20):
             used = exchange.nbytes // exchange.layout[0] if exchange.method else 0
             buckets.append(used)
-            said = said or one.looked(look(5 * number, 0.14, 0.06 + a_bucket * used))
+            moving = 0.06 + a_bucket * used if used else 0.2
+            said = said or one.looked(look(5 * number, 0.14, moving))
         return buckets, said, one.settled
 
     network["rate"] = 400e6 / 8
@@ -271,6 +273,54 @@ def test_where_steps_take_longer_than_expected_other_buckets_are_tried(
     assert buckets[-1] == min(tried)
     assert f"takes about {0.2 + a_bucket * buckets[-1]:.3f} s" in said
     assert settled
+
+
+def settled_one(network: dict[str, float], moving: dict[str, float], looks: int) -> list[str]:
+    """Ways by look, with steps that compute for 0.14 s and move bytes for so long by each way."""
+
+    def body(rank: int, told: Both) -> list[str]:
+        one, exchange = made(rank, told)
+        ways = []
+        for number in range(looks):
+            name = exchange.method.name if exchange.method else "exact"
+            one.looked(look(5 * number, 0.14, moving[name]))
+            ways.append(exchange.method.name if exchange.method else "exact")
+        return ways
+
+    ways, other = both(body)
+    assert ways == other
+    return ways
+
+
+def test_what_was_tried_holds_when_it_looks_again(network: dict[str, float]) -> None:
+    codes = {"fp16": 0.14, "int8": 0.02, "int4": 0.02}
+    ways = settled_one(network, {"exact": 0.25, **codes}, 80)
+    assert set(ways[5:]) == {"int8"}
+
+
+def test_exact_averages_that_were_seen_to_be_quicker_stay(network: dict[str, float]) -> None:
+    ways = settled_one(network, {"exact": 0.01, "fp16": 0.2, "int8": 0.2, "int4": 0.2}, 30)
+    assert set(ways[5:]) == {"exact"}
+
+
+def test_ranks_that_are_late_in_turn_speak_for_no_other_way(network: dict[str, float]) -> None:
+    """In each step another one; that is no time of a bucket."""
+
+    def body(rank: int, told: Both) -> list[str]:
+        one, exchange = made(rank, told)
+        ways = []
+        for number in range(12):
+            some = look(5 * number, 0.1, 0.02 if exchange.method else 0.3)
+            for step in range(5):
+                late = (5 * number + step) % 2
+                some.seconds[late, step, PARTS.index("computing")] = 0.3 if step % 5 > 2 else 0.1
+                some.seconds[1 - late, step, PARTS.index("waiting")] = 0.2 if step % 5 > 2 else 0.0
+            one.looked(some)
+            ways.append(exchange.method.name if exchange.method else "exact")
+        return ways
+
+    network["rate"] = 100e6 / 8
+    assert set(both(body)[0][4:]) == {"int4"}
 
 
 def test_a_processor_that_moves_bytes_does_not_compute_meanwhile() -> None:

@@ -389,3 +389,34 @@ def test_a_resumed_share_is_no_larger_at_once_than_an_even_one(
         if batch.last:
             break
     assert counts == pieces
+
+
+def of_a_quota(rank: int, step: int, samples: int) -> float:
+    """Rank 1 computes for a third of each 0.1 s, as a container may; then it waits for the next."""
+    alone = samples * 0.00078
+    return alone if rank == 0 else alone + 0.067 * int(alone / 0.033)
+
+
+def test_a_share_that_only_looked_better_is_taken_back_and_not_tried_soon_again() -> None:
+    job = Job(2, 128, of_a_quota).run(460)
+    limited = job.controller.shares[1]
+    assert limited <= 42  # 0.033 s of computing
+    bad = [one for one in job.steps[20:] if one > 0.1]
+    assert 0 < len(bad) <= 2 * LOOKS  # it is tried again now and then, ever more seldom
+    assert job.mean(20, 460) < 0.08
+    assert len(job.changed) <= 8
+
+
+def test_who_was_held_and_gets_quicker_is_held_no_longer() -> None:
+    quick_at = 60
+
+    def work(rank: int, step: int, samples: int) -> float:
+        alone = samples * 0.00078
+        if rank == 0:
+            return alone
+        if step >= quick_at:
+            return alone / 3
+        return alone if alone < 0.033 else alone + 0.15
+
+    job = Job(2, 128, work).run(90)
+    assert job.controller.shares[1] > 85

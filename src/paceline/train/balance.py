@@ -41,6 +41,9 @@ _GROWTH = 4  # times its former share that a rank gets at most
 _STEADY, _BELIEVED = 0.95, 0.7  # most of a step that is taken for fixed; at first
 _SMALL_CHANGES = 8  # below _AT_ONCE, until a speed changes again
 _REST = 200  # steps that a dropped rank rests before it is tried again; doubled each time
+_WORSE = 1.1  # times the former step: a change of shares was none for the better
+_HELD, _LONGEST = 200, 3200  # steps for which it is not tried again; doubled each time, to so many
+_QUICKER = 0.8  # times its former cost: what was seen of a rank before holds no longer
 _DATA, _COMPUTING, _MOVING, _OTHER = map(PARTS.index, ("data", "computing", "moving", "other"))
 
 
@@ -176,6 +179,22 @@ def fastest(
     return tuple(shares)
 
 
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    """A rank that would not do with more.
+
+    Attributes:
+        most: Samples that it does in time.
+        cost: Seconds of each of them, when it did well.
+        until, rest: Until which step it gets no more, and how many steps that are.
+    """
+
+    most: int
+    cost: float
+    until: int
+    rest: int
+
+
 class _Speed:
     """What is known of one rank's speed.
 
@@ -290,6 +309,9 @@ class Controller:
         self._before = False  # the look before saw something to win
         self._useless: int | None = None  # by the look before
         self.resting = dict(resting or {})
+        self._former: tuple[Shares, list[float]] | None = None  # with each rank's seconds
+        self._held: dict[int, _Hold] = {}
+        self._free: frozenset[int] = frozenset()  # of those that were held
 
     def look(self, look: Look) -> Advice | None:
         """What these measurements say; ``None`` while they say too little."""
@@ -328,6 +350,15 @@ class Controller:
 
     def take(self, shares: Shares, step: int) -> None:
         """These are the shares from a step on, by its number."""
+        known = all(
+            one.steps for one, share in zip(self._speeds, self.shares, strict=True) if share
+        )
+        took = (
+            [one.seconds(n) if n else 0.0 for one, n in zip(self._speeds, self.shares, strict=True)]
+            if known
+            else []
+        )
+        self._former = (self.shares, took) if known else None
         for rank, speed in enumerate(self._speeds):
             if shares[rank] != self.shares[rank]:
                 speed.share_changes(self.shares[rank])
@@ -342,6 +373,10 @@ class Controller:
         out = frozenset(r for r, share in enumerate(self.shares) if not share)
         inside = [r for r in range(len(speeds)) if r not in out]
         now = max(speeds[r].seconds(self.shares[r]) for r in inside)
+        if (former := self._worse(step)) is not None:
+            shares, took = former
+            return Advice(shares, now, took, moving, (now - took) / (now + moving), True)
+        self._release(step)
         best = self._best(out) if self._may_win(inside, now, moving) else self.shares
         then = max(speeds[r].seconds(best[r]) for r in inside)
         win = max(0.0, (now - then) / (now + moving))
@@ -378,10 +413,45 @@ class Controller:
         samples = sum(self.shares) + sum(self._speeds[r].overhead for r in inside)
         return now - samples / rate >= WORTH * (now + moving)
 
+    def _worse(self, step: int) -> tuple[Shares, float] | None:
+        """The shares before the last change, and their seconds, where steps are longer since.
+
+        What a rank is allowed of a CPU by the 0.1 s is such a case: a share that fits into that is
+        computed at full speed, and one a little larger waits for the next.
+        """
+        former, self._former = self._former, None
+        if former is None:
+            return None
+        shares, took = former
+        longest = max(took)
+        late = [
+            rank
+            for rank, share in enumerate(self.shares)
+            if share > shares[rank] > 0 and self._speeds[rank].seconds(share) > _WORSE * longest
+        ]
+        for rank in late:
+            held = self._held.get(rank)
+            rest = min(_LONGEST, 2 * held.rest) if held else _HELD
+            now = self._speeds[rank].seconds(self.shares[rank]) / self.shares[rank]
+            most = max(shares[rank], int(longest / now))  # that it does in time at its worst
+            self._held[rank] = _Hold(most, took[rank] / shares[rank], step + rest, rest)
+        return (shares, longest) if late else None
+
+    def _release(self, step: int) -> None:
+        """Of the ranks that are held those that may have more again."""
+        for rank, held in self._held.items():
+            share, speed = self.shares[rank], self._speeds[rank]
+            if share and speed.seconds(share) / share < _QUICKER * held.cost:
+                self._held[rank] = _Hold(held.most, held.cost, step, held.rest)
+        self._free = frozenset(rank for rank, held in self._held.items() if held.until <= step)
+
     def _best(self, out: frozenset[int]) -> Shares:
         speeds, samples = self._speeds, sum(self.shares)
         even_share = samples / len(speeds)
         most = [max(_GROWTH * one, even_share) if one else math.inf for one in self.shares]
+        for rank, held in self._held.items():
+            if rank not in self._free:
+                most[rank] = min(most[rank], held.most)
         inside = [r for r in range(len(speeds)) if r not in out]
         if sum(most[r] for r in inside) < samples:
             most = [math.inf] * len(speeds)

@@ -9,7 +9,6 @@ quicker shows in nothing. All ranks measure together and decide by the slowest, 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +23,7 @@ from paceline.train.communication.coded import Coded
 from paceline.train.communication.codes import BLOCK
 from paceline.train.communication.forecast import CANDIDATES, NEARLY, Choice, Measured, chosen
 from paceline.train.communication.wire import Wire
+from paceline.train.data import allowed
 from paceline.train.exchange import Exchange
 from paceline.train.pace import PARTS, Look
 
@@ -66,7 +66,7 @@ class Auto:
     ) -> None:
         self._exchange, self._comms, self._take, self._late = exchange, comms, take, late
         self._counts_on_late = False  # the choice does
-        self._wire = Wire(exchange.line())
+        self._wire, self._worked = Wire(exchange.line()), 0.0  # CPU seconds of the last sum
         self.choice: Choice | None = None
         self.settled, self.since = False, 0
         self._seen: list[Tensor] = []  # seconds of each rank and part, by step
@@ -75,10 +75,11 @@ class Auto:
         self._begun: int | None = None
         self._line, self._fresh = self._measured(), True  # no look has used it yet
         self._tried: dict[tuple[str, int], float] = {}  # seconds of a step, by way and buckets
+        self._off: dict[str, float] = {}  # by way: times the forecast that its steps took
         self._each = _EACH if comms.device.type == "cpu" else 0.0  # see Measured
         self._early: list[float] = []  # seconds that the slowest rank computed, by step
         if self._line.sent["exact"] / self._line.rate > _DEAR:
-            dear = replace(self._line, computing=_DEAR)
+            dear = replace(self._line, computing=_DEAR, each=self._each)
             self._use(Choice(_MEANWHILE, dear.best(_MEANWHILE)[0], {}))
 
     def stepped(self, computing: Callable[[], float]) -> None:
@@ -122,20 +123,23 @@ class Auto:
         still = steps[:, :, _MOVING] + steps[:, :, _WAITING]
         computing = float((steps.sum(2) - still).median(1).values.max())
         if not (first or self._fresh or self._in_vain):
+            least = self._line.handling  # other threads of a rank may be at work by now
             self._line = self._measured()
+            self._line = replace(self._line, handling=min(least, self._line.handling))
         self._fresh = False
         # while a CPU has to do with messages, it computes less
         pure = max(computing - self._line.own(self._way), 1e-6)
         measured = replace(self._line, computing=pure, late=self._lates(), each=self._each)
         if first:
-            a_step = float(steps.sum(2).max(0).values.median())
+            # Bytes move on all ranks at once; who waits for whom may change from step to step.
+            a_step = computing + float(steps[0, :, _MOVING].median())
             measured, choice, self.settled = self._tried_out(measured, a_step)
             if not self.settled:
                 self._use(choice)
                 self._since = last
                 return ""
         else:
-            choice = chosen(measured, self._way)
+            choice = chosen(measured, self._way, self._off)
         self._counts_on_late = choice.way in measured.late
         a_step = max(float(steps.sum(2).mean()), 1e-6)
         self._again = last + max(100, int(self._spent / _COST / a_step))
@@ -163,14 +167,17 @@ class Auto:
         Returns:
             What is known now, the choice, and whether it is to stay.
         """
-        now = self._now_used
+        now, plain = self._now_used, replace(measured, late=frozenset())
         if now[0] != "exact":
             corrected = measured.corrected(*now, seconds)
             # the most that was seen: it is not the same in all numbers
             each = max(corrected.each, measured.each if self._tried else 0.0)
             measured, self._each = replace(measured, each=each), each
-            self._tried[now] = seconds
-        choice = chosen(measured)
+            won = plain.seconds(*now) - measured.seconds(*now) if now[0] in measured.late else 0.0
+            self._tried[now] = seconds - max(0.0, won)
+        elif seconds < plain.best("exact")[1]:  # otherwise other buckets may yet be better
+            self._off["exact"] = seconds / plain.best("exact")[1]
+        choice = chosen(measured, off=self._off)
         if choice.way == "exact":
             return measured, choice, True
         if _used(choice) not in self._tried and len(self._tried) < _TRIALS:
@@ -179,6 +186,7 @@ class Auto:
         enough = [one for one, took in self._tried.items() if took <= least]
         way, buckets = min(enough, key=lambda one: (CANDIDATES.index(one[0]), self._tried[one]))
         took = {one[0]: s for one, s in sorted(self._tried.items(), key=lambda one: -one[1])}
+        self._off |= {one: s / measured.best(one)[1] for one, s in took.items()}
         return measured, Choice(way, buckets, {**choice.seconds, **took}), True
 
     def _due(self, steps: Tensor, last: int) -> bool:
@@ -251,13 +259,11 @@ class Auto:
         size, ranks = 1 << 14, self._wire.ranks
         while True:
             self._sum(256)  # all begin together
-            worked = time.process_time()
             seconds = self._sum(size // 4)
-            worked = time.process_time() - worked
             longest = self._comms.most(torch.tensor([seconds], dtype=torch.float64))[0]
             if longest >= _LONG or size >= _LARGE:
                 sent = 2 * (ranks - 1) / ranks * size
-                handling = 0.0 if self._to_spare else worked / sent
+                handling = 0.0 if self._to_spare else self._worked / sent
                 return latency, sent / max(seconds - latency, 1e-9), handling
             size *= 4
 
@@ -267,14 +273,15 @@ class Auto:
         if self._comms.device.type != "cpu":
             return True
         computing = torch.get_num_threads() * self._comms.world.local_size
-        return len(os.sched_getaffinity(0)) > computing
+        return allowed() > computing
 
     def _sum(self, elements: int) -> float:
         tensor = torch.zeros(elements, device=self._comms.device)
-        began = self._now()
+        began, worked = self._now(), time.process_time()
         self._comms.event(
             lambda: self._comms.come() if self._comms.stale else self._wire.sum(tensor)
         )
+        self._worked = time.process_time() - worked
         return self._now() - began
 
     def _now(self) -> float:
@@ -303,14 +310,16 @@ class Auto:
             "way": one.way,
             "buckets": one.buckets,
             "seconds": dict(one.seconds),
-            "each": self._each,
+            "known": {"ranks": self._wire.ranks, "each": self._each, "off": dict(self._off)},
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on with what was chosen, and looks at it again after some steps."""
         if state.get("way") in forecast.CANDIDATES:
             self._use(Choice(state["way"], int(state["buckets"]), dict(state["seconds"])))
-            self._each = float(state.get("each", self._each))
+            known = state.get("known", {})
+            if known.get("ranks") == self._wire.ranks:
+                self._each, self._off = float(known["each"]), dict(known["off"])
             self.settled, self._again = True, 0
 
 

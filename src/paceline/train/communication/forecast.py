@@ -133,15 +133,16 @@ class Choice:
         )
 
 
-def chosen(measured: Measured, now: str = "") -> Choice:
+def chosen(measured: Measured, now: str = "", off: Mapping[str, float] | None = None) -> Choice:
     """The way that leaves out least among those that are nearly as quick as the quickest.
 
     Args:
         measured: By all ranks.
         now: The way in use: it stays where another is hardly quicker.
+        off: By way how many times as long as was forecast its steps took, where they were seen.
     """
     found = {way: measured.best(way) for way in CANDIDATES}
-    seconds = {way: one[1] for way, one in found.items()}
+    seconds = {way: one[1] * (off or {}).get(way, 1.0) for way, one in found.items()}
     quickest = min(seconds.values())
     way = next(one for one in CANDIDATES if seconds[one] <= NEARLY * quickest)
     less = now in seconds and CANDIDATES.index(now) < CANDIDATES.index(way)

@@ -95,7 +95,7 @@ def owing(folder: Path, asked: str, dies: int, again: int, behind: int | None) -
     torch.set_num_threads(1)
     choice._SMALLEST = 1 << 14  # several buckets
     seconds = dict.fromkeys(forecast.CANDIDATES, 1.0)
-    auto.chosen = lambda *_: forecast.Choice("int4", 3, seconds)
+    auto.chosen = lambda *_, **__: forecast.Choice("int4", 3, seconds)
     source = torch.Generator().manual_seed(3)
     inputs = torch.randn(SAMPLES, 16, generator=source, dtype=torch.float64)
     data = TensorDataset(inputs, (inputs[:, :4] + inputs[:, 4:8]).argmax(1))

@@ -392,6 +392,25 @@ def test_bytes_sent_again_are_of_the_host_that_the_ways_have_in_common(
     assert [(one.rank, one.cause) for one in found if one] == [(rank, "link") for rank in named]
 
 
+@pytest.mark.parametrize(
+    ("beside", "named"),
+    [
+        ([1.37, 1.12, 0.99], []),  # one look alone; seen on two hosts whose links are alike
+        ([1.51, 1.26, 0.98], [1]),  # these on a slow one
+        ([1.31, 1.15, 1.15], [1]),
+        ([2.0, 2.0, 2.0], [1]),
+    ],
+)
+def test_of_two_hosts_one_sends_more_slowly_in_more_than_one_look(
+    beside: list[float], named: list[int]
+) -> None:
+    run = []
+    for number, longer in enumerate(beside):
+        facts = ring([0.028 / longer, 0.028], [0.0, 0.0])
+        run.append(looks(3, ranks=2, moving=0.03, facts=facts)[number])
+    assert [(one.rank, one.cause) for one in told(run) if one] == [(r, "link") for r in named]
+
+
 def test_a_busiest_connection_that_changes_is_not_taken_for_one() -> None:
     """Where all send to all: rank 2 sends to the lossy host 1, then to host 0."""
     facts = ring([0.020, 0.025, 0.031], [0.06, 0.07, 0.09])

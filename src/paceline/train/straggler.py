@@ -29,6 +29,7 @@ EVIDENT = 0.3  # of the time that a rank needs more: what explains so much of it
 SLOW_LINK = 0.6  # of the others' rate: a link below this is slow
 BURST = 10  # usual steps: a step that takes longer counts as one of so many
 SLOW_WAY = 0.88  # of the other way's, between two hosts
+STILL = 0.92  # of the other way's without the look in which it was slowest
 TELLING = 10_000  # bytes of a step that say something of a link
 AS_LOST = 0.005  # of bytes were sent again: it may be this, and not the rate, that is slow
 LOSSY = 0.01  # of a connection's bytes were sent again: something on its way loses them
@@ -368,6 +369,8 @@ def _slow_link(
         slower += float(each[rank] - each[order[-1]]) >= LITTLE * least * (0.5 if pair else 1)
     if slower < len(known) - pair:  # of a pair each may once have sent for as long as the other
         return None
+    if pair and not _still_slower(known, rank, order[-1]):
+        return None
     resent = float(facts[rank, VITALS.index("resent")]) / steps / float(sent[rank])
     lost = f", {resent:.1%} sent again" if resent > 0.001 else ""
     losses = _losses(looks)
@@ -387,6 +390,19 @@ def _slow_link(
         rank = other  # both to it and from it the way is slow: it is the one between
     detail = f"{float(rates[rank]) / 1e6:.1f} MB/s, others {usual / 1e6:.1f}{lost}"
     return rank, excess, detail
+
+
+def _still_slower(looks: Sequence[Look], rank: int, other: int) -> bool:
+    """Whether a way between two hosts is the slower one even without one look, its slowest."""
+    sums = []
+    for look in looks:
+        assert look.facts is not None
+        sent, sending = (look.facts[:, VITALS.index(name)] for name in ("sent", "sending"))
+        sums.append(torch.stack([sent, sending.clamp(min=1e-6)])[:, [rank, other]])
+    every = torch.stack(sums)  # [looks, sent and sending, the two]
+    beside = (every[:, 0, 0] / every[:, 1, 0]) / (every[:, 0, 1] / every[:, 1, 1])
+    rest = every[beside.argsort()[1:]].sum(dim=0)
+    return len(rest) == 0 or float(rest[0, 0] / rest[1, 0]) <= STILL * float(rest[0, 1] / rest[1, 1])
 
 
 _Ways = dict[tuple[float, float], tuple[float, float, float]]

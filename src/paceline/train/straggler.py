@@ -401,8 +401,8 @@ def _still_slower(looks: Sequence[Look], rank: int, other: int) -> bool:
         sums.append(torch.stack([sent, sending.clamp(min=1e-6)])[:, [rank, other]])
     every = torch.stack(sums)  # [looks, sent and sending, the two]
     beside = (every[:, 0, 0] / every[:, 1, 0]) / (every[:, 0, 1] / every[:, 1, 1])
-    rest = every[beside.argsort()[1:]].sum(dim=0)
-    return len(rest) == 0 or float(rest[0, 0] / rest[1, 0]) <= STILL * float(rest[0, 1] / rest[1, 1])
+    (sent, of_other), (sending, others) = every[beside.argsort()[1:]].sum(dim=0).tolist()
+    return sent * others <= STILL * of_other * sending
 
 
 _Ways = dict[tuple[float, float], tuple[float, float, float]]

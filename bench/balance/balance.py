@@ -5,8 +5,9 @@
 Ranks over gloo on this machine, started by torchrun's variables. A rank's samples cost time by
 sleeping (``sleep``: the machine's own load matters little), or it computes under a CPU quota of a
 control group (``quota``: needs root and control groups, version 1 or 2). The sum of the rates is
-that of each rank alone, under the same conditions, measured before; a job's is that of its last
-steps. Settled is the step after which the shares were within a tenth of the last ones.
+that of ranks that train by themselves at the same time, under the same conditions, measured before;
+a job's is that of its last steps. Settled is the step after which the shares were within a tenth of
+the last ones.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,12 +42,14 @@ class Case:
         quotas: Part of a CPU that each rank may have, by control group; 0: all of it.
         later: From the middle of the run to three quarters: factor of the last rank's cost.
         batch: Global batch.
+        layers: Of what computes under a quota; a sample costs in proportion.
     """
 
     costs: tuple[float, ...] = ()
     quotas: tuple[float, ...] = ()
     later: float = 1.0
     batch: int = 64
+    layers: int = 4
 
     @property
     def ranks(self) -> int:
@@ -59,6 +63,9 @@ CASES = {
     "a GPU and a CPU, 20 to 1": Case((0.0006, 0.012), batch=256),
     "2 ranks, one three times as slow for a quarter of the steps": Case((0.003, 0.003), later=3.0),
     "2 ranks, one with a third of a CPU": Case(quotas=(1.0, 0.33), batch=128),
+    "2 ranks, one with a third of a CPU, longer steps": Case(
+        quotas=(1.0, 0.33), batch=128, layers=16
+    ),
 }
 STEPS, FEW = 80, 12
 
@@ -82,7 +89,7 @@ def rank(case: Case, folder: Path, balance: str, steps: int) -> None:
             super().__init__()
             self.layers = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
             # Much computing and few parameters: what a step costs besides its samples is little.
-            maps = (1, *[24] * 4)
+            maps = (1, *[24] * case.layers)
             both = [nn.Conv2d(a, b, 3, padding=1) for a, b in itertools.pairwise(maps)]
             self.inner = nn.Sequential(*both, nn.AdaptiveAvgPool2d(4)) if computes else None
 
@@ -185,6 +192,25 @@ def rate(found: Any, case: Case, start: int, stop: int) -> float:
     return case.batch / statistics.median(b - a for a, b in itertools.pairwise(ends))
 
 
+def alone(name: str, case: Case, folder: Path) -> list[float]:
+    """Each rank's own rate, by itself but at the same time: two CPUs may be one core's threads."""
+    parts = case.quotas or (1.0,) * case.ranks
+    steps = [round(FEW * part / min(parts)) for part in parts]
+
+    def one(rank: int) -> Any:
+        where = folder / f"alone-{rank}"
+        return run(name, case, where, "even", [rank], steps[rank])[0]["ends"]
+
+    with ThreadPoolExecutor(case.ranks) as pool:
+        ends = [*pool.map(one, range(case.ranks))]
+    begin, end = max(one[3] for one in ends), min(one[-1] for one in ends)
+    rates = []
+    for each in ends:
+        both = [moment for moment in each if begin <= moment <= end]
+        rates.append(case.batch * (len(both) - 1) / (both[-1] - both[0]))
+    return rates
+
+
 def settled(shares: list[int], start: int, stop: int) -> int:
     """Steps after ``start`` until the share was about what it is before ``stop``."""
     last = shares[stop - 1]
@@ -194,8 +220,7 @@ def settled(shares: list[int], start: int, stop: int) -> int:
 
 def measured(name: str, case: Case, folder: Path) -> list[str]:
     """Rows of the table."""
-    few = [run(name, case, folder / f"alone-{r}", "even", [r], FEW)[0] for r in range(case.ranks)]
-    own = [rate(one, case, 3, FEW) for one in few]
+    own = alone(name, case, folder)
     both, rows = list(range(case.ranks)), []
     even = run(name, case, folder / "even", "even", both, FEW)
     steps = STEPS if case.later == 1 else 2 * STEPS  # 20 of each part are for finding the shares

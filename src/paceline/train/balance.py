@@ -247,9 +247,17 @@ class _Speed:
         self._costs.extend(new)
         return changed
 
-    def share_changes(self, share: float) -> None:
-        """What was seen was seen with this share, which is another one from now on."""
-        self._before = (share, self.seconds(share)) if self._costs else None
+    def share_changes(self, share: float, *, early: bool = False) -> None:
+        """What was seen was seen with this share, which is another one from now on.
+
+        Args:
+            early: In the first steps of the process, most of which take longer than later ones.
+                The difference would be taken for a cost that does not depend on the share.
+        """
+        self._before = None
+        if self._costs:
+            cost = min(self._costs) if early else self.cost
+            self._before = (share, cost * (share + self.overhead))
         self._costs.clear()
 
     def _learn(self, share: float, took: float) -> None:
@@ -304,6 +312,7 @@ class Controller:
         self.shares, self.least, self.drops = shares, least, drops
         self._speeds = [_Speed() for _ in shares]
         self._since = -1  # the first step with these shares; unknown before the first look
+        self._looks = 0
         self._size = 0.0  # elements of a sample
         self._small = 0
         self._before = False  # the look before saw something to win
@@ -315,6 +324,7 @@ class Controller:
 
     def look(self, look: Look) -> Advice | None:
         """What these measurements say; ``None`` while they say too little."""
+        self._looks += 1
         if self._since < 0:
             self._since = look.first_step
         # The first step after a change starts things up, and a look may reach behind it.
@@ -361,7 +371,7 @@ class Controller:
         self._former = (self.shares, took) if known else None
         for rank, speed in enumerate(self._speeds):
             if shares[rank] != self.shares[rank]:
-                speed.share_changes(self.shares[rank])
+                speed.share_changes(self.shares[rank], early=self._looks == 1)
         self.shares, self._since, self._before = shares, step, False
 
     def speeds(self) -> list[list[float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -55,6 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # ssh has it run a lab's ProxyCommand. bash would read the start-up files of whoever runs the
     # tests, as its input is a socket, and pyenv's leaves a lock behind when a test kills it.
     os.environ["SHELL"] = "/bin/sh"
+    # nohup has it ignored, and what is started inherits that: tests of closed terminals would wait
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ.setdefault("PACELINE_OPT_REPORT", "no")  # only its own tests are worth its time
     if not hasattr(config, "workerinput"):
         return

@@ -402,7 +402,7 @@ def _still_slower(looks: Sequence[Look], rank: int, other: int) -> bool:
     every = torch.stack(sums)  # [looks, sent and sending, the two]
     beside = (every[:, 0, 0] / every[:, 1, 0]) / (every[:, 0, 1] / every[:, 1, 1])
     (sent, of_other), (sending, others) = every[beside.argsort()[1:]].sum(dim=0).tolist()
-    return sent * others <= STILL * of_other * sending
+    return bool(sent * others <= STILL * of_other * sending)
 
 
 _Ways = dict[tuple[float, float], tuple[float, float, float]]

@@ -9,7 +9,8 @@ slowly (``data``), a slow link (``link``), larger samples (``batch``). It counts
 is named with the right cause within 20 steps, and nobody else before. A healthy run has what
 belongs to training and is nobody's fault: first steps that take longer, evaluations, checkpoints,
 samples of all lengths, a collection of garbage, a hiccup of the data, ranks that are late in turn,
-a network that is slow for all. It counts when nobody is named.
+a network that is slow for all, also with a small model whose steps are nothing but its bytes. It
+counts when nobody is named.
 
 Needs root, ``ip`` and ``tc``, and a machine on which nothing else runs: what else computes there is
 a straggler's cause like any other. Prints a table and what went wrong; writes all looks.
@@ -40,12 +41,14 @@ from typing import Any
 WITHIN, ONSET, WIDTH, SAMPLES = 20, 14, 256, 8
 STEP = 0.020  # seconds of computing of a step, about
 USUAL = 1.4 * STEP  # of a whole step
+SHORT_STEPS, SHORTER = 200, 8  # of a healthy run whose steps are short, and by what
 EACH = 2  # CPUs of a rank: it computes on one, and its gradients travel by the other
 FAULTS = ("cpu", "quota", "data", "link", "batch")
 CALM = (
     "plain", "first step", "evaluation", "checkpoints", "lengths", "garbage", "hiccup", "in turn",
-    "slow network",
+    "slow network", "short steps",
 )  # fmt: skip
+SLOW_FOR_ALL = ("slow network", "short steps")
 _NEWNET = 0x40000000
 
 
@@ -73,7 +76,9 @@ class Case:
 
     @property
     def steps(self) -> int:
-        return (ONSET if self.mid else 0) + WITHIN + 2 if self.planted else 44
+        if self.planted:
+            return (ONSET if self.mid else 0) + WITHIN + 2
+        return SHORT_STEPS if self.kind == "short steps" else 44
 
 
 def cases(world: int, size: int, planted: int, healthy: int, kinds: list[str]) -> list[Case]:
@@ -255,7 +260,7 @@ class World:
         elif case.kind == "link":
             both = self.size > 2 and case.number % 2 == 0
             self._shape(case.rank, 60 + 100 * case.strength, both=both)
-        elif case.kind == "slow network":
+        elif case.kind in SLOW_FOR_ALL:
             for rank in range(self.size):
                 self._shape(rank, 60 + 100 * case.strength, both=False)
 
@@ -386,7 +391,7 @@ class Ranks:
         session.progress.step = session.progress.epoch = session.progress.offset = 0
         self.told, self.looks = [], []
         self._ask("heal", case.number, wait=True)
-        network = _network()
+        network = _network(1 if case.kind == "short steps" else 4)
         model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=1e-4))
         take = session._lookout.take
 
@@ -403,7 +408,7 @@ class Ranks:
         if case.kind == "checkpoints":
             session.checkpoints(every="7", resume="never")
         onset = ONSET if case.mid and case.planted else 0
-        if (case.planted and not onset) or case.kind == "slow network":
+        if (case.planted and not onset) or case.kind in SLOW_FOR_ALL:
             self._ask("strike", case.number, wait=True)
             data.struck = True
         waiting, done = bool(onset), 0
@@ -440,10 +445,10 @@ class Ranks:
             time.sleep(0.006)
 
 
-def _network() -> Any:
+def _network(layers: int = 4) -> Any:
     from torch import nn
 
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
 
 
 def _padded(samples: list[Any]) -> Any:
@@ -486,6 +491,8 @@ class Samples:
         self.made += 1
         if case.kind == "lengths":
             tokens = int(tokens * (0.7 + 0.6 * ((number * 2654435761) % 1000) / 1000))
+        if case.kind == "short steps":
+            tokens = max(1, tokens // SHORTER)
         if self.struck:
             tokens = int(tokens * self.larger)
         if case.kind == "hiccup" and case.rank == self.ranks.rank and self.made == 20 * SAMPLES:

@@ -393,22 +393,42 @@ def test_bytes_sent_again_are_of_the_host_that_the_ways_have_in_common(
 
 
 @pytest.mark.parametrize(
-    ("beside", "named"),
+    ("back", "beside", "named"),
     [
-        ([1.37, 1.12, 0.99], []),  # one look alone; seen on two hosts whose links are alike
-        ([1.51, 1.26, 0.98], [1]),  # these on a slow one
-        ([1.31, 1.15, 1.15], [1]),
-        ([2.0, 2.0, 2.0], [1]),
+        (0.06, [1.37, 1.12, 0.99], []),  # one look alone; seen on two hosts whose links are alike
+        (0.06, [1.51, 1.26, 0.98], [1]),  # these on a slow one
+        (0.06, [1.31, 1.15, 1.15], [1]),
+        (0.06, [2.0, 2.0, 2.0], [1]),
+        (0.02, [1.33, 1.15, 1.2], []),  # what comes of ticks: alike, with short steps
+        (0.02, [1.22] * 9, [1]),
+        (0.02, [1.33, 1.15, 1.2, 1.0, 1.0, 1.2, 0.9, 1.2, 1.2], []),
     ],
 )
 def test_of_two_hosts_one_sends_more_slowly_in_more_than_one_look(
-    beside: list[float], named: list[int]
+    back: float, beside: list[float], named: list[int]
 ) -> None:
+    """Seconds of the way back, and of the other one as multiples of them."""
     run = []
     for number, longer in enumerate(beside):
-        facts = ring([0.028 / longer, 0.028], [0.0, 0.0])
-        run.append(looks(3, ranks=2, moving=0.03, facts=facts)[number])
+        facts = ring([back, longer * back], [0.0, 0.0])
+        run.append(looks(len(beside), ranks=2, moving=back, facts=facts)[number])
     assert [(one.rank, one.cause) for one in told(run) if one] == [(r, "link") for r in named]
+
+
+def test_a_connection_that_was_busy_once_says_nothing_of_later() -> None:
+    """Weights went along it in the first steps; gradients take others."""
+    first, *others = looks(moving=0.03, facts=ring([0.002, 0.031, 0.002], [0.0] * 3))
+    assert first.facts is not None
+    later = first.facts.clone()
+    later[:, VITALS.index("sent")] = 500.0
+    assert told([first, *(replace(look, facts=later) for look in others)]) == []
+
+
+def test_times_are_told_in_units_that_show_them() -> None:
+    said = Straggler(1, "link", 0.0004, 0.3).summed("n2")
+    assert "waited 0.4 ms a step" in said
+    assert "by 21 ms a step" in Straggler(1, "cpu", 0.021, 0.3).said("n2")
+    assert "by 1.25 s a step" in Straggler(1, "cpu", 1.25, 0.3).said("n2")
 
 
 def test_a_busiest_connection_that_changes_is_not_taken_for_one() -> None:

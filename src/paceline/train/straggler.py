@@ -28,8 +28,12 @@ OVER = 0.5  # of both, below which a rank that was named keeps up again
 EVIDENT = 0.3  # of the time that a rank needs more: what explains so much of it is the cause
 SLOW_LINK = 0.6  # of the others' rate: a link below this is slow
 BURST = 10  # usual steps: a step that takes longer counts as one of so many
-SLOW_WAY = 0.88  # of the other way's, between two hosts
-STILL = 0.92  # of the other way's without the look in which it was slowest
+SLOW_WAY = 0.84  # of the rate of the way back, between two hosts
+STILL_SLOW = 0.90  # of it, without the look in which it was slowest
+CLEARLY = 0.006  # seconds of a step: more than what comes of a kernel that counts in ticks of 4 ms
+STEADY, SLOW_STEADILY = 9, 0.83  # looks, after which less is enough: it is below this in them all
+HELD_UP, AS_HELD_UP = 1.25, 0.1  # times the usual step; part of a look that says nothing then
+SLOW_AGAIN = 0.92  # of it: a way that was named before keeps its name
 TELLING = 10_000  # bytes of a step that say something of a link
 AS_LOST = 0.005  # of bytes were sent again: it may be this, and not the rate, that is slow
 LOSSY = 0.01  # of a connection's bytes were sent again: something on its way loses them
@@ -78,16 +82,23 @@ class Straggler:
         """For people, who know it by this name."""
         why = CAUSES[self.cause] + (f" ({self.detail})" if self.detail else "")
         return (
-            f"{who} holds the others up by {self.seconds:.3f} s a step"
+            f"{who} holds the others up by {_lasting(self.seconds)} a step"
             f" ({self.part:.0%} of it): {why}"
         )
 
     def summed(self, who: str) -> str:
         """For people, at the end of a training."""
         return (
-            f"{who}, for which the others waited {self.seconds:.3f} s a step"
+            f"{who}, for which the others waited {_lasting(self.seconds)} a step"
             f" ({self.part:.0%} of it): {CAUSES[self.cause]}"
         )
+
+
+def _lasting(seconds: float) -> str:
+    """What is often much less than a second."""
+    if seconds >= 0.9995:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.{0 if seconds >= 0.00995 else 1}f} ms"
 
 
 class Judge:
@@ -110,24 +121,22 @@ class Judge:
         if len(look.seconds) < 2 or not look.samples.shape[1]:
             return False
         self._looks.append(look)
-        while self._steps() - self._looks[0].samples.shape[1] >= GROUP * GROUPS:
+        while len(self._looks) > max(STEADY, len(_latest(self._looks))):
             del self._looks[0]
         before = self.named
-        if self._steps() < GROUP * GROUPS - FIRST:
+        if _steps(self._looks) < GROUP * GROUPS - FIRST:
             return False
         found = judged(self._looks, before)
         if found is not None:
             cost = self._cost.setdefault((found.rank, found.cause), [0.0, 0.0])
-            steps = self._steps() if before is None else look.samples.shape[1]
+            since = (_several if found.cause == "link" else _latest)(self._looks)
+            steps = _steps(since) if before is None else look.samples.shape[1]
             cost[0], cost[1] = cost[0] + found.seconds * steps, cost[1] + found.part * steps
         self.named = found
         if found is None or before is None:
             gone = before is not None and before.rank not in _at_work(self._looks)
             return found is not before and not gone  # who was dropped does not keep up again
         return (found.rank, found.cause) != (before.rank, before.cause)
-
-    def _steps(self) -> int:
-        return sum(one.samples.shape[1] for one in self._looks)
 
     def worst(self, steps: int) -> Straggler | None:
         """The one that has cost most, over so many steps of the whole training.
@@ -139,6 +148,23 @@ class Judge:
         (rank, cause), (seconds, part) = max(self._cost.items(), key=lambda one: one[1][0])
         found = Straggler(rank, cause, seconds / max(steps, 1), part / max(steps, 1))
         return found if found.part >= MENTIONED else None
+
+
+def _steps(looks: Sequence[Look]) -> int:
+    return sum(one.samples.shape[1] for one in looks)
+
+
+def _latest(looks: Sequence[Look]) -> Sequence[Look]:
+    """Those of the last steps: as many as have to agree."""
+    first = len(looks) - 1
+    while first > 0 and _steps(looks[first:]) < GROUP * GROUPS:
+        first -= 1
+    return looks[first:]
+
+
+def _several(looks: Sequence[Look]) -> Sequence[Look]:
+    """The same, and a few at least: of short steps one has many, but is one moment of a link."""
+    return looks[-max(GROUPS, len(_latest(looks))) :]
 
 
 def without(look: Look, steps: int) -> Look:
@@ -178,34 +204,30 @@ def judged(looks: Sequence[Look], before: Straggler | None = None) -> Straggler 
         looks: At least as many steps as are needed, the latest last.
         before: Who did so before: it is not taken back for a little.
     """
-    seconds = torch.cat([look.seconds for look in looks], dim=1)
+    latest = _latest(looks)
+    seconds = torch.cat([look.seconds for look in latest], dim=1)
     a_step = float(seconds.sum(dim=2).mean(dim=0).median())
-    least = max(WORTH * a_step, LEAST)
+    whole = max(a_step, float(seconds.sum(dim=2).mean()), 1e-9)  # with what comes in bursts
+    least = max(WORTH * whole, LEAST)
     at_work = _at_work(looks)
     slow = _slow_rank(seconds[at_work], a_step, least, _among(before, at_work))
-    moves = seconds[0, :, _AT["moving"]]  # the same of every rank
-    moving = float(moves.mean())
-    if slow is None and moving < OVER * least:  # what nearly always is the case ends here
-        return None
-    facts = facts_of(looks)
-    steps = sum(look.samples.shape[1] * look.every for look in looks)
-    if slow is not None:
-        rank, excess = at_work[slow.rank], slow.excess
-        theirs = None if facts is None else facts[at_work]
-        cause, detail = _cause(slow, [_of(look, at_work) for look in looks], theirs, steps)
-        # What stops a process stops it for many steps at once, and data come so, too. Without such
-        # a cause a rank is only slow when it is so nearly always.
-        if not (slow.lasting if cause in IN_BURSTS else slow.steady):
-            return None
-    else:
-        again = before is not None and before.cause == "link"
-        link = _slow_link(moves, looks, facts, least * (OVER if again else 1), steps)
+    if slow is None:
+        link = _slow_link(_several(looks), least, before)
+        if link is None and len(looks) >= STEADY:
+            link = _slow_link(looks, least, before, steadily=True)
         if link is None:
             return None
         rank, excess, detail = link
-        cause = "link"
-    whole = float(seconds.sum(dim=2).mean())  # what comes in bursts is no part of most steps
-    return Straggler(rank, cause, excess, excess / max(a_step, whole, 1e-9), detail)
+        return Straggler(rank, "link", excess, excess / whole, detail)
+    rank, facts = at_work[slow.rank], facts_of(latest)
+    theirs = None if facts is None else facts[at_work]
+    steps = sum(look.samples.shape[1] * look.every for look in latest)
+    cause, detail = _cause(slow, [_of(look, at_work) for look in latest], theirs, steps)
+    # What stops a process stops it for many steps at once, and data come so, too. Without such
+    # a cause a rank is only slow when it is so nearly always.
+    if not (slow.lasting if cause in IN_BURSTS else slow.steady):
+        return None
+    return Straggler(rank, cause, slow.excess, slow.excess / whole, detail)
 
 
 def _at_work(looks: Sequence[Look]) -> list[int]:
@@ -335,49 +357,84 @@ def _beside_others(work: Tensor, rank: int) -> float:
     return float(work[rank]) / usual if usual > 0 else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    """What ranks sent to other hosts in each step, ``[ranks]``, and the ranks that did.
+
+    Attributes:
+        bytes: On the busiest connection.
+        seconds: In which these were on their way.
+        here: Stand for the addresses of its two ends.
+        there: Likewise.
+        ranks: Those with anything to tell, the slowest first.
+    """
+
+    bytes: Tensor
+    seconds: Tensor
+    here: Tensor
+    there: Tensor
+    ranks: list[int]
+
+    @property
+    def rates(self) -> Tensor:
+        """Bytes a second."""
+        return self.bytes / self.seconds.clamp(min=1e-6)
+
+
+def _sending(looks: Sequence[Look], facts: Tensor, steps: int) -> _Sending:
+    """In so many steps, in which these facts were seen altogether."""
+    names = ("sent", "sending", "here", "there")
+    sent, seconds, here, there = (facts[:, VITALS.index(name)] for name in names)
+    found = _Sending(sent / steps, seconds / steps, here, there, [])
+    # Who has no share sends its zeros while the others, which are to take them, compute.
+    # A host's own ranks are near, and a connection that was busy once says nothing of later.
+    least = torch.stack([look.facts[:, VITALS.index("sent")] / (look.samples.shape[1] * look.every)
+                         for look in looks if look.facts is not None]).amin(dim=0)  # fmt: skip
+    far = (here != there) & (least > TELLING)
+    asked = [rank for rank in _at_work(looks) if far[rank]]
+    return replace(found, ranks=sorted(asked, key=lambda rank: float(found.rates[rank])))
+
+
 def _slow_link(
-    moves: Tensor, looks: Sequence[Look], facts: Tensor | None, least: float, steps: int
+    looks: Sequence[Look], least: float, before: Straggler | None, *, steadily: bool = False
 ) -> tuple[int, float, str] | None:
-    """The rank whose bytes are on their way for much longer than others', and what that costs."""
+    """The rank whose bytes are on their way for much longer than others', and what that costs.
+
+    Args:
+        looks: In which it is so.
+        least: Seconds of a step below which it costs nothing worth a name.
+        before: Who held the others up before.
+        steadily: They are many, and between two hosts a little is enough.
+    """
+    if before is not None and before.cause == "link":
+        least *= OVER
+    moves = torch.cat([look.seconds[0, :, _AT["moving"]] for look in looks])  # the same of all
+    moving = float(moves.mean())
+    if moving < OVER * least:  # what nearly always is the case ends here
+        return None
+    facts, steps = facts_of(looks), sum(look.samples.shape[1] * look.every for look in looks)
     if facts is None:
         return None
-    names = ("sent", "sending", "here", "there")
-    sent, sending, here, there = (facts[:, VITALS.index(name)] for name in names)
-    sent, sending = sent / steps, sending / steps
-    far = (here != there) & (sent > TELLING)  # a host's own ranks are near
-    # Who has no share sends its zeros while the others, which are to take them, compute.
-    idle = sorted({*range(len(far))}.difference(_at_work(looks)))
-    far[idle] = False
-    if int(far.sum()) < 2:
+    ways = _sending(looks, facts, steps)
+    if len(ways.ranks) < 2:
         return None
-    rates = sent / sending.clamp(min=1e-6)
-    order = [number for number in rates.argsort().tolist() if far[number]]
-    rank, other, usual = order[0], order[1], float(rates[order[-1]])
-    pair = len(order) == 2  # each waits for the other's bytes, so both ways are slower
-    if float(rates[rank]) > (SLOW_WAY if pair else SLOW_LINK) * usual:
+    known = [look for look in looks if look.facts is not None]
+    if len(ways.ranks) == 2:
+        again = before is not None and (before.rank, before.cause) == (ways.ranks[0], "link")
+        excess = _slower_than_back(ways, known, moving, least, again=again, steadily=steadily)
+    elif steadily:
         return None
-    moving = float(moves.mean())
-    # What it would take on a link like the best of them.
-    spared = moving / 2 if pair else float(sent[rank]) / usual
-    excess = min(moving, float(sending[rank])) - spared
-    if excess < least:
+    else:
+        excess = _slower_than_others(ways, known, moving, least)
+    if excess is None:
         return None
-    slower, known = 0, [look for look in looks if look.facts is not None]
-    for look in known:
-        assert look.facts is not None
-        each = look.facts[:, VITALS.index("sending")] / (look.samples.shape[1] * look.every)
-        slower += float(each[rank] - each[order[-1]]) >= LITTLE * least * (0.5 if pair else 1)
-    if slower < len(known) - pair:  # of a pair each may once have sent for as long as the other
-        return None
-    if pair and not _still_slower(known, rank, order[-1]):
-        return None
-    resent = float(facts[rank, VITALS.index("resent")]) / steps / float(sent[rank])
-    lost = f", {resent:.1%} sent again" if resent > 0.001 else ""
+    rank, other, best = ways.ranks[0], ways.ranks[1], ways.ranks[-1]
+    resent = float(facts[rank, VITALS.index("resent")]) / steps / float(ways.bytes[rank])
     losses = _losses(looks)
     if max([resent, *(part for _, part, _ in losses.values())]) >= AS_LOST:
         # Both ends of a way see the same losses: only several ways say which end it is.
         host = _common_end(losses)
-        found = [number for number in range(len(here)) if float(here[number]) == host]
+        found = [number for number, one in enumerate(ways.here.tolist()) if one == host]
         if host is None or not found:
             return None
         worst = max(part for way, (_, part, _) in losses.items() if host in way)
@@ -385,24 +442,90 @@ def _slow_link(
     # A rate is the same in every step; what is lost is sent again in some.
     if float((moves >= OVER * excess).double().mean()) < OFTEN:
         return None
+    rates, here, there = ways.rates, ways.here, ways.there
     nearly = float(rates[other]) < float(rates[rank]) / SLOW_LINK
     if nearly and there[rank] == here[other] and there[other] != here[rank]:
         rank = other  # both to it and from it the way is slow: it is the one between
-    detail = f"{float(rates[rank]) / 1e6:.1f} MB/s, others {usual / 1e6:.1f}{lost}"
+    lost = f", {resent:.1%} sent again" if resent > 0.001 else ""
+    detail = f"{float(rates[rank]) / 1e6:.1f} MB/s, others {float(rates[best]) / 1e6:.1f}{lost}"
     return rank, excess, detail
 
 
-def _still_slower(looks: Sequence[Look], rank: int, other: int) -> bool:
-    """Whether a way between two hosts is the slower one even without one look, its slowest."""
-    sums = []
-    for look in looks:
-        assert look.facts is not None
-        sent, sending = (look.facts[:, VITALS.index(name)] for name in ("sent", "sending"))
-        sums.append(torch.stack([sent, sending.clamp(min=1e-6)])[:, [rank, other]])
-    every = torch.stack(sums)  # [looks, sent and sending, the two]
-    beside = (every[:, 0, 0] / every[:, 1, 0]) / (every[:, 0, 1] / every[:, 1, 1])
-    (sent, of_other), (sending, others) = every[beside.argsort()[1:]].sum(dim=0).tolist()
-    return bool(sent * others <= STILL * of_other * sending)
+def _slower_than_others(
+    ways: _Sending, looks: Sequence[Look], moving: float, least: float
+) -> float | None:
+    """Seconds of a step that the slowest of several ways costs: beside one like the best."""
+    rank, best = ways.ranks[0], ways.ranks[-1]
+    usual = float(ways.rates[best])
+    if float(ways.rates[rank]) > SLOW_LINK * usual:
+        return None
+    excess = min(moving, float(ways.seconds[rank])) - float(ways.bytes[rank]) / usual
+    more = [_longer(look, rank, best) for look in looks]
+    return excess if excess >= least and min(more) >= LITTLE * least else None
+
+
+def _slower_than_back(
+    ways: _Sending,
+    looks: Sequence[Look],
+    moving: float,
+    least: float,
+    *,
+    again: bool,
+    steadily: bool,
+) -> float | None:
+    """Seconds of a step that the slower way between two hosts costs.
+
+    Each of the two waits for the other's bytes and for its answers, so the way back is slower,
+    too, and a healthy network of two has one that is a little slower at any time. So it must be
+    slower without the look in which it was slowest, too, and clearly so or for long, and looks
+    with steps that something has held up do not count.
+    """
+    rank, other = ways.ranks
+    excess = min(moving, float(ways.seconds[rank])) - moving / 2
+    if excess < least:
+        return None
+    if again or steadily:
+        beside = float(ways.rates[rank] / ways.rates[other])
+        return excess if beside <= (SLOW_AGAIN if again else SLOW_STEADILY) else None
+    sound = [look for look in looks if _held_up(look) <= AS_HELD_UP]
+    if len(sound) < max(GROUPS - 1, OFTEN * len(looks)):
+        return None
+    each = torch.stack([_of_pair(look, rank, other) for look in sound])
+    every, steps = each.sum(dim=0), sum(look.samples.shape[1] * look.every for look in sound)
+    more = float(every[1, 0] - every[1, 1]) / steps
+    slowest = min(range(len(each)), key=lambda one: _beside(each[one]))
+    clearly = _beside(every) <= SLOW_WAY and more >= CLEARLY
+    return excess if clearly and _beside(every - each[slowest]) <= STILL_SLOW else None
+
+
+def _held_up(look: Look) -> float:
+    """By how much single steps of a look stood still for longer than the others: a part of it.
+
+    A slow link is slow in every step. What comes now and then is something else, and lengthens the
+    time in which bytes were on their way as well.
+    """
+    still = look.seconds[:, :, [_AT["waiting"], _AT["moving"]]].sum(dim=2).amax(dim=0)
+    usual = still.median()
+    return float((still - usual)[still > HELD_UP * usual].sum() / still.sum().clamp(min=1e-9))
+
+
+def _of_pair(look: Look, rank: int, other: int) -> Tensor:
+    """Bytes of these two, and seconds in which they were on their way: ``[2, the two]``."""
+    assert look.facts is not None
+    names = [VITALS.index("sent"), VITALS.index("sending")]
+    return look.facts[[rank, other]][:, names].T.clamp(min=1e-6)
+
+
+def _beside(pair: Tensor) -> float:
+    """The first one's rate as a part of the other's, of bytes and seconds ``[2, the two]``."""
+    return float(pair[0, 0] / pair[1, 0] * pair[1, 1] / pair[0, 1])
+
+
+def _longer(look: Look, rank: int, other: int) -> float:
+    """Seconds of a step by which a rank's bytes are longer on their way than another's."""
+    assert look.facts is not None
+    each = look.facts[:, VITALS.index("sending")] / (look.samples.shape[1] * look.every)
+    return float(each[rank] - each[other])
 
 
 _Ways = dict[tuple[float, float], tuple[float, float, float]]

@@ -82,7 +82,7 @@ class Vitals:
 
     def read(self) -> list[float]:
         """One number for each of :data:`VITALS`, since the last call."""
-        if self._looks % _REFRESH == 0:
+        if self._looks % _REFRESH == 0 or self._looks <= 2:  # the first bytes are other ones
             self._refresh()
         self._looks += 1
         now = {

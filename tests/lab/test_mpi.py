@@ -178,6 +178,11 @@ def test_the_demo_of_intels_containers(transport: Transport) -> None:
     assert (project / "mnist_cnn.pt").exists()
 
 
+def test_a_forecast(transport: Transport) -> None:
+    """Several runs, one after the other, each of which starts the nodes anew."""
+    transport.forecasts()
+
+
 def test_the_users_own_mpirun(transport: Transport) -> None:
     """A script that only knows RANK, started by mpirun, through `paceline env`."""
     mpiexec_path = transport.options[-1]

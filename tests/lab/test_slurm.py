@@ -241,6 +241,11 @@ def test_the_four_rungs_in_one_batch(site: Site, slurm: Slurm) -> None:
     assert "JobState=COMPLETED" in slurm.job(number_of(done.stderr))
 
 
+def test_a_forecast(inside: Transport) -> None:
+    """Several runs, one after the other, each of which starts the nodes anew."""
+    inside.forecasts()
+
+
 # --- submitted
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -109,6 +110,19 @@ class Transport:
             self.host, argv, env=env, timeout=PATIENCE_S, check=True, cwd=self.site.project
         )
         return done.stdout
+
+    def forecasts(self) -> None:
+        """``paceline forecast`` tries the image recipe on one host and on both."""
+        env = {"PYTHONPATH": str(SOURCE), **(self.env or {})}
+        words = ["forecast", *self.options, "--out", str(self.site.fresh()), "-p", "1"]
+        argv = [sys.executable, "-m", "paceline", *words, "--seconds", "0", "--json", "image"]
+        done = self.site.lab.exec(
+            self.host, argv, env=env, timeout=2 * TEST_LIMIT_S, cwd=self.site.project
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)["forecasts"]
+        assert [one["names"] for one in found] == [["n1"], ["n1", "n2"]]
+        assert all(one["seconds"] > 0 and not one["declined"] for one in found)
 
     def waits(self, directory: Path, ranks: int) -> bool:
         """Until so many ranks have written that they wait."""

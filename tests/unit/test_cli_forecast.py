@@ -237,7 +237,8 @@ def test_logs_of_a_try_that_failed_stay(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(launcher, "run_job", run_job)
     monkeypatch.setattr(summary, "report_failure", lambda outcome: "logs are in …")
-    via = SimpleNamespace(transport=object())
+    monkeypatch.setattr(forecast, "transport_of", lambda params, what: object())
+    via = SimpleNamespace()
     ctx = SimpleNamespace(params={"seconds": 0.0})
     job = Job("t", Entry("script", "job.py"), str(tmp_path), "python3")
     probing = forecast.Probing(ctx, job, Cluster((Host("n1"),)), via, False)  # type: ignore[arg-type]

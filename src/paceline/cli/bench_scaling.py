@@ -15,7 +15,7 @@ from paceline.bench import scaling
 from paceline.cli.launch import job_of, launch_options, prepare
 from paceline.cli.train import options_of, training
 from paceline.cli.verb import Verb, say
-from paceline.cli.via import submit, via_of
+from paceline.cli.via import submit, transport_of
 from paceline.launch.entry import entry_of, opens_store
 from paceline.recipes import RECIPES
 from paceline.schedulers.scheduler import Scheduler
@@ -134,11 +134,7 @@ def run_once(ctx: click.Context, job: Job, cluster: Cluster, layout: scaling.Lay
     from paceline.launch.launcher import run_job
     from paceline.launch.summary import report_failure
 
-    screen, transport = Listening(told), via_of(ctx.params).transport
-    if transport is None:
-        raise SettingError(
-            "bench scaling runs here, not in a batch", remedy="In an allocation, type it again"
-        )
+    screen, transport = Listening(told), transport_of(ctx.params, "bench scaling")
     began, clock = time.time(), time.monotonic()
     outcome = run_job(shaped, cluster, transport, screen, run_dir=where, parent=where.parent,
                       package=package)  # fmt: skip

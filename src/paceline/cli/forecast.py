@@ -25,7 +25,7 @@ from paceline.cli.launch import FORECASTS, forecasts_near, job_of, launch_option
 from paceline.cli.runs import find_run
 from paceline.cli.train import options_of, training
 from paceline.cli.verb import Verb, say
-from paceline.cli.via import Via, submit
+from paceline.cli.via import Via, submit, transport_of
 from paceline.launch.entry import entry_of, opens_store, preload_of
 from paceline.recipes import RECIPES, options_to_argv
 from paceline.recipes.argv import parse
@@ -301,16 +301,12 @@ class Probing:
             environment=replace(environment, public=public),
             nnodes=Setting(len(hosts), Source.COMMAND_LINE),
         )
-        if self.via.transport is None:
-            raise SettingError(
-                "paceline forecast runs here, not in a batch",
-                remedy="In an allocation, type it again",
-            )
         with contextlib.ExitStack() as leaving:
             folder = Path(tempfile.mkdtemp(prefix="paceline-forecast-"))
             leaving.callback(shutil.rmtree, folder, ignore_errors=True)
-            outcome = run_job(shaped, Cluster(tuple(hosts)), self.via.transport,
-                              Listening(self.told), run_dir=folder / "run", parent=folder,
+            transport = transport_of(self.ctx.params, "paceline forecast")
+            outcome = run_job(shaped, Cluster(tuple(hosts)), transport, Listening(self.told),
+                              run_dir=folder / "run", parent=folder,
                               package=self.package)  # fmt: skip
             if outcome.result.exit_code:
                 leaving.pop_all()  # it holds the logs that the report names

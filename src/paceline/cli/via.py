@@ -177,6 +177,24 @@ def via_of(params: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     return Via("run", manner.scheduler, manner.scheduler.start(options))
 
 
+def transport_of(params: Mapping[str, Any], what: str) -> Transport:
+    """For one run of a command that does several: none serves a second one.
+
+    Args:
+        params: Of the command.
+        what: Its name, for people.
+
+    Raises:
+        SettingError: It would be a batch.
+    """
+    transport = via_of(params).transport
+    if transport is None:
+        raise SettingError(
+            f"{what} runs here, not in a batch", remedy="In an allocation, type it again"
+        )
+    return transport
+
+
 def ssh_of(params: Mapping[str, Any]) -> SshOptions:
     """How to log in."""
     return SshOptions(params["ssh_config"], params["accept_new_host_keys"])

@@ -112,6 +112,30 @@ def test_too_few_are_waited_for_and_named(site: Site) -> None:
     assert "1 host can be reached, at least 2 are needed: n2 did not answer" in ended.err
 
 
+def test_stated_weights_while_a_host_is_away(site: Site) -> None:
+    """It belongs to the job, so its weight is no mistake: at the beginning, and at a resume."""
+    site.lab.fault("power-off", "n3")
+    directory = site.fresh()
+    options = ["--run-dir", str(directory), *LEASE, "--nnodes", "2:3", "-p", "1"]
+    recipe = ["image", "--balance", "n1=3,n2=1,n3=1", "--global-batch", "80", "--epochs", "9999"]
+    argv = site.argv(*options, *recipe, hosts="n1,n2,n3", verb="train")
+    with Launch(site, argv, directory) as job:
+        job.wait_for("shares of the global batch: n1 60, n2 20")
+        site.lab.undo("power-off", "n3")
+        job.wait_for("shares of the global batch: n1 48, n2 16, n3 16")
+        job.signal(signal.SIGINT)
+        ended = job.end()
+    assert ended.code == 130, ended.err
+    assert "beginning with 2 of 3 hosts, without n3 (" in ended.err
+    site.lab.fault("power-off", "n2")
+    with Launch(site, argv, directory) as job:
+        job.wait_for("shares of the global batch: n1 60, n3 20")
+        job.signal(signal.SIGINT)
+        ended = job.end()
+    assert ended.code == 130, ended.err
+    assert "resumed" in ended.out + ended.err
+
+
 def test_a_node_that_is_asked_to_end_is_let_go(site: Site) -> None:
     """As a machine that is about to be taken away: the script has time to save, and goes on."""
     with launch(site, "n1,n2", "--nnodes", "1:2", *script(site)) as job:

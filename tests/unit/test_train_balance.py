@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from paceline.spec.balance import refuse_weights
 from paceline.spec.errors import SettingError
 from paceline.train import balance
 from paceline.train.balance import Controller, even
@@ -292,6 +293,11 @@ def test_hosts_share_by_their_weights() -> None:
     assert balance.by_host({"n1": 3, "n2": 1}, hosts, 80) == (30, 30, 20)
 
 
+def test_hosts_that_are_away_or_came_later_have_their_part_of_the_weights() -> None:
+    assert balance.by_host({"n1": 3, "n2": 1, "n3": 1}, ["n1", "n2"], 80) == (60, 20)
+    assert balance.by_host({"n1": 3, "n2": 1}, ["n1", "n4"], 70) == (42, 28)  # their mean
+
+
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
@@ -302,8 +308,20 @@ def test_hosts_share_by_their_weights() -> None:
 )
 def test_wrong_weights_are_refused(weights: dict[str, float], said: str) -> None:
     with pytest.raises(SettingError, match=said) as refused:
-        balance.by_host(weights, ["n1", "n2"], 80)
+        refuse_weights(weights, ["n1", "n2"])
     assert refused.value.remedy
+
+
+def test_weights_are_for_all_hosts_of_the_plan_whoever_is_there() -> None:
+    """Also of one that was away when the job began, or is lost at a restart."""
+    world = World(0, 1, host="n1", hosts=("n1", "n2"))
+    comms = Comms(world, torch.device("cpu"))
+    division = Division(comms, cast(Journal, None), Progress())
+    division.check({"n1": 3, "n2": 1}, False, 8)
+    with pytest.raises(SettingError, match="no host of this job is called n3"):
+        division.check({"n1": 3, "n2": 1, "n3": 1}, False, 8)
+    with pytest.raises(SettingError, match="no weight for n2"):
+        division.check({"n1": 3}, False, 8)
 
 
 def test_a_resumed_run_has_its_shares() -> None:

@@ -15,13 +15,16 @@ import click
 from paceline.cli.launch import job_of, launch, launch_options, prepare
 from paceline.cli.sources import toml_of
 from paceline.cli.verb import ALL, Verb, say
+from paceline.cli.via import Via
 from paceline.launch.entry import COMPILER
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
 from paceline.recipes.argv import as_flags, known, option_names
 from paceline.recipes.effect import has_effect
 from paceline.recipes.options import Options
 from paceline.recipes.reference import catalogue
+from paceline.spec.balance import refuse_weights, weights_of
 from paceline.spec.helptext import Row, Section
+from paceline.spec.hosts import Cluster
 from paceline.spec.job import Data, Entry, Input, Job
 from paceline.spec.rundir import used
 
@@ -62,7 +65,18 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
     options = options_of(ctx, name, argv)
     cluster, via = prepare(ctx)
     with training(ctx, name, options) as job:
+        refuse_names(options, job, cluster, via, fastest=ctx.params["fastest"])
         return launch(ctx, job, cluster, via, package=True, after=_where)
+
+
+def refuse_names(options: Options, job: Job, cluster: Cluster, via: Via, *, fastest: bool) -> None:
+    """SettingError for weights of other hosts, before anything starts; the ranks look, too."""
+    weights = weights_of(options.balance)
+    if isinstance(weights, str) or fastest or via.kind != "run" or not via.scheduler.knows_hosts:
+        return
+    from paceline.launch.decide import choose_hosts
+
+    refuse_weights(weights, [host.name for host in choose_hosts(job, cluster)])
 
 
 def options_of(ctx: click.Context, name: str, argv: Sequence[str]) -> Options:

@@ -217,7 +217,11 @@ def plan_of(request: Request, fleet: Fleet, supplies: Supplies, port: Setting[in
     plan = decide.make_plan(
         request.job, request.run_id, found, supplies, port, notes, attempt, spares
     )
-    return replace(plan, dialects=(*request.transport.dialects, *plan.dialects))
+    dialects = (*request.transport.dialects, *plan.dialects)
+    there, meant = ([host.name for host in hosts] for hosts in (fleet.hosts, request.hosts))
+    if not set(meant).issuperset(there):  # nobody knew who would come: these stand for places
+        meant = there if len(there) == len(meant) else []
+    return replace(plan, dialects=dialects, hosts=tuple(meant))
 
 
 async def get_to_know(node: Node, fleet: Fleet, request: Request, supplies: Supplies) -> None:

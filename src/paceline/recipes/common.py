@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import train
 from paceline.recipes.optimization import Batching, batching, optimizer
-from paceline.recipes.options import Options, copies_of, limits_of, weights_of
+from paceline.recipes.options import Options, copies_of, limits_of
+from paceline.spec.balance import weights_of
 from paceline.train import Best
 from paceline.train.device import choose_device, look
 

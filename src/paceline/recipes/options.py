@@ -6,7 +6,6 @@ imports torch: the launcher reads and refuses options before anything starts.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -170,7 +169,7 @@ class Options:
                 remedy="500 (steps), 10m (minutes), epoch, never, or several: epoch,10m",
             )
         copies_of(self.checkpoint_copies)
-        weights_of(self.balance)
+        balance.weights_of(self.balance)
         balance.refuse(
             self.balance,
             drop_slow=self.drop_slow,
@@ -231,34 +230,6 @@ def copies_of(said: str) -> int | None:
             f"--checkpoint-copies {said}: no number of copies", remedy="1, 0 for none, or auto"
         )
     return int(said)
-
-
-def weights_of(balance: str) -> Literal["auto", "even"] | dict[str, float]:
-    """What ``--balance`` says: ``auto``, ``even``, or weights of hosts.
-
-    Raises:
-        SettingError: Anything else, or a weight that is not greater than 0.
-    """
-    if balance == "auto":
-        return "auto"
-    if balance == "even":
-        return "even"
-    weights: dict[str, float] = {}
-    for word in balance.split(","):
-        name, _, number = (one.strip() for one in word.partition("="))
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = math.nan
-        if not name or not 0 < weight < math.inf or name in weights:
-            twice = f"{name} has a weight already" if name in weights else ""
-            raise SettingError(
-                f"--balance {balance}: cannot be understood",
-                found=twice or f"{word!r} is no host with a weight greater than 0",
-                remedy="auto, even, or a weight for each host: --balance n1=3,n2=1",
-            )
-        weights[name] = weight
-    return weights
 
 
 def limits_of(micro_batch: str) -> Literal["auto"] | int | dict[str, int]:

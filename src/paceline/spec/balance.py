@@ -1,9 +1,16 @@
-"""What ``--balance`` does not go with."""
+"""What ``--balance`` says, and what it does not go with."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
 from paceline.spec import communication as ways
 from paceline.spec.errors import SettingError
+
+MOST_WEIGHT = 1e100
+"""Of a host: sums of larger ones may be no numbers any more."""
 
 
 def refuse(
@@ -39,3 +46,64 @@ def refuse(
             found="ranks that step alone need samples of their own, as many as the others",
             remedy="--balance even, or another way to communicate",
         )
+
+
+def weights_of(balance: str) -> Literal["auto", "even"] | dict[str, float]:
+    """What ``--balance`` says: ``auto``, ``even``, or weights of hosts.
+
+    Raises:
+        SettingError: Anything else, or a weight that is not greater than 0.
+    """
+    if balance == "auto":
+        return "auto"
+    if balance == "even":
+        return "even"
+    weights: dict[str, float] = {}
+    for word in balance.split(","):
+        name, _, number = (one.strip() for one in word.partition("="))
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not 0 < weight <= MOST_WEIGHT or name in weights:
+            twice = f"{name} has a weight already" if name in weights else ""
+            raise SettingError(
+                f"--balance {balance}: cannot be understood",
+                found=twice or f"{word!r} is no host with a weight greater than 0",
+                remedy="auto, even, or a weight for each host: --balance n1=3,n2=1",
+            )
+        weights[name] = weight
+    return weights
+
+
+def refuse_weights(weights: Mapping[str, float], hosts: Sequence[str]) -> None:
+    """For weights that are not those of the job's hosts.
+
+    Args:
+        weights: By the name of the host.
+        hosts: All that the job may run on, also those that are not there now.
+
+    Raises:
+        SettingError: A host has none or is no host of the job, or a weight is not greater than 0.
+    """
+    names = list(dict.fromkeys(hosts))
+    text = ",".join(f"{name}={weight:g}" for name, weight in weights.items())
+    right = ",".join(f"{name}={weights.get(name, 1):g}" for name in names)
+    if unknown := [name for name in weights if name not in names]:
+        raise SettingError(
+            f"--balance {text}: no host of this job is called {', '.join(unknown)}",
+            found=f"its hosts are {', '.join(names)}",
+            remedy=f"--balance {right}",
+        )
+    if missing := [name for name in names if name not in weights]:
+        raise SettingError(
+            f"--balance {text}: there is no weight for {', '.join(missing)}",
+            found=f"the hosts of this job are {', '.join(names)}",
+            remedy=f"--balance {right}",
+        )
+    for name, weight in weights.items():
+        if not 0 < weight < math.inf:
+            raise SettingError(
+                f"--balance {text}: the weight of {name} must be greater than 0",
+                remedy="leave a host that is to do nothing out of the job",
+            )

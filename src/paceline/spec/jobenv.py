@@ -18,6 +18,7 @@ MASTER_PORT = "MASTER_PORT"
 RUN_ID = "PACELINE_RUN_ID"
 ATTEMPT = "PACELINE_ATTEMPT"
 HOST = "PACELINE_HOST"  # the host's name in the description
+HOSTS = "PACELINE_HOSTS"  # names of all hosts that the job may run on, with commas between
 PLANNED_WORLD = "PACELINE_WORLD_SIZE"  # asserted by every rank after it has joined
 RUN_DIR = "PACELINE_RUN_DIR"
 """Folder on this node for the run's files. What rank 0 leaves there is brought back to the
@@ -83,8 +84,8 @@ SENTENCE = "PACELINE_TEXT"  # all of it for a person, in one line
 
 _OURS = {RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE,
          MASTER_ADDR, MASTER_PORT, "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
-         RUN_ID, ATTEMPT, HOST, PLANNED_WORLD, RUN_DIR, HOME_DIR, DATA_DIR, DATA_HOME, INPUTS,
-         EVENT_FD, CONTROL_FD, NEWCOMER, PROBE, TOKEN}  # fmt: skip
+         RUN_ID, ATTEMPT, HOST, HOSTS, PLANNED_WORLD, RUN_DIR, HOME_DIR, DATA_DIR, DATA_HOME,
+         INPUTS, EVENT_FD, CONTROL_FD, NEWCOMER, PROBE, TOKEN}  # fmt: skip
 
 
 def is_ours(name: str) -> bool:

@@ -104,6 +104,7 @@ class Plan:
         spares: Nodes without ranks, for when one is lost.
         typed: ``command`` that started it, ``folder`` in which it was typed, and ``paceline``, its
             version.
+        hosts: Names of all on which it may run, also of those that were not there.
     """
 
     run_id: str
@@ -121,6 +122,7 @@ class Plan:
     restarts: int = 0
     spares: tuple[NodePlan, ...] = ()
     typed: Mapping[str, str] = field(default_factory=dict)
+    hosts: tuple[str, ...] = ()
 
     def rank_env(self, node: NodePlan, rank: RankPlan) -> dict[str, str]:
         """The variables by which one rank knows its place (torchrun's names and ours)."""
@@ -144,6 +146,7 @@ class Plan:
             jobenv.RUN_ID: self.run_id,
             jobenv.ATTEMPT: str(self.attempt),
             jobenv.HOST: node.host,
+            jobenv.HOSTS: ",".join(self.hosts),
         }
         others = launched.in_words_of(self.dialects, place)  # the user's own go before them
         given = {*self.environment, *node.env}

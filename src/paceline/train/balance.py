@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.spec.errors import SettingError
 from paceline.train.order import part
 from paceline.train.pace import PARTS, Look
 
@@ -488,36 +487,16 @@ def by_host(
     """Shares as weights of hosts say; the ranks of a host share its part.
 
     Args:
-        weights: By the name of the host.
+        weights: By the name of the host. Some may not be there now; one that has none, as it came
+            later, gets their mean: only of what was stated, for it knows nothing else and has to
+            find the same.
         hosts: Of each rank.
         samples: Of a global batch.
         least: Smallest share.
-
-    Raises:
-        SettingError: The weights are not those of the job's hosts, or not greater than 0.
     """
-    names = list(dict.fromkeys(hosts))
-    text = ",".join(f"{name}={weight:g}" for name, weight in weights.items())
-    right = ",".join(f"{name}={weights.get(name, 1):g}" for name in names)
-    if unknown := [name for name in weights if name not in names]:
-        raise SettingError(
-            f"--balance {text}: no host of this job is called {', '.join(unknown)}",
-            found=f"its hosts are {', '.join(names)}",
-            remedy=f"--balance {right}",
-        )
-    if missing := [name for name in names if name not in weights]:
-        raise SettingError(
-            f"--balance {text}: there is no weight for {', '.join(missing)}",
-            found=f"the hosts of this job are {', '.join(names)}",
-            remedy=f"--balance {right}",
-        )
-    for name, weight in weights.items():
-        if not 0 < weight < math.inf:
-            raise SettingError(
-                f"--balance {text}: the weight of {name} must be greater than 0",
-                remedy="leave a host that is to do nothing out of the job",
-            )
-    return apportioned(samples, [weights[host] / hosts.count(host) for host in hosts], least)
+    mean = sum(weights.values()) / len(weights)
+    each = [weights.get(host, mean) / hosts.count(host) for host in hosts]
+    return apportioned(samples, each, least)
 
 
 def resumed(

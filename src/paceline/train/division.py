@@ -7,7 +7,7 @@ kept in checkpoints and resumed.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -37,7 +37,6 @@ Wish = Literal["auto", "even"] | Mapping[str, float]
 
 LOOKS = 8
 """Most steps between two looks where shares follow the speeds."""
-_MOST_WEIGHT = 1e100  # of a host: sums of larger ones may be no numbers any more
 _OF_STATISTICS = 4  # samples from which batch normalisation makes its statistics, at least
 
 
@@ -99,7 +98,8 @@ class Division:
                 remedy=f"--global-batch {8 * ranks}, or --balance even",
             )
         if not isinstance(wish, str):
-            by_host(wish, self._comms.texts(self._comms.world.host), global_batch)
+            there = self._comms.texts(self._comms.world.host)
+            balance.refuse_weights(wish, self._comms.world.hosts or there)
 
     def begin(
         self,
@@ -107,7 +107,6 @@ class Division:
         drop_slow: bool,
         global_batch: int,
         models: Models,
-        there: Mapping[str, float] | None = None,
     ) -> None:
         """Takes the shares with which the training begins.
 
@@ -116,7 +115,6 @@ class Division:
             drop_slow: A rank without which steps would be faster gets nothing.
             global_batch: Samples of a step.
             models: Of the session.
-            there: Weights of the hosts that are there now, where ``wish`` has some for others.
 
         Raises:
             SettingError: The models cannot be trained so.
@@ -136,7 +134,7 @@ class Division:
         resting = self._resting()
         shares: Shares | None = None
         if not isinstance(wish, str):
-            shares = by_host(there or wish, self._hosts, global_batch, least)
+            shares = by_host(wish, self._hosts, global_batch, least)
         elif wish == "auto" and self._kept:
             shares = resumed(self._kept, self._hosts, global_batch, least)
         elif wish == "auto" == former and self.shares is not None:
@@ -170,12 +168,7 @@ class Division:
         self._kept = self.state_dict()
         self.shares, self._controller, self._hosts = None, None, ()
         self._named.clear()
-        wish, there = self._wish, dict[str, float]()
-        if not isinstance(wish, str):  # a host may be gone, and another one new
-            hosts = dict.fromkeys(self._comms.texts(self._comms.world.host))
-            # Of what was stated alone: who comes knows nothing else, and has to find the same.
-            there = {host: wish.get(host, _mean(wish.values())) for host in hosts}
-        self.begin(wish, self._drop_slow, self._global_batch, models, there or None)
+        self.begin(self._wish, self._drop_slow, self._global_batch, models)
 
     def fitted(self, found: Sequence[tuple[str, int]]) -> list[int]:
         """Limits of the ranks, from what fits now and what a checkpoint was trained with.
@@ -289,10 +282,6 @@ class Division:
         self._fits = [(str(host), int(limit)) for host, limit in state.get("fits", ())]
 
 
-def _mean(weights: Collection[float]) -> float:
-    return sum(weights) / len(weights)
-
-
 def _typed(wish: Wish) -> str:
     if isinstance(wish, str):
         return wish
@@ -304,7 +293,8 @@ def _are_weights(wish: object) -> bool:
     if not isinstance(wish, Mapping) or not all(isinstance(host, str) for host in wish):
         return False
     numbers = [one for one in wish.values() if isinstance(one, (int, float))]
-    return len(numbers) == len(wish) and not any(_MOST_WEIGHT < n < math.inf for n in numbers)
+    most = balance.MOST_WEIGHT
+    return len(numbers) == len(wish) and not any(most < one < math.inf for one in numbers)
 
 
 def _steps_alone(models: Models) -> bool:

@@ -843,7 +843,8 @@ class Recovery:
 
     def _go_alone(self, word: Word) -> Met:
         """Nobody else is there any more, as far as this rank knows, and its batch is void."""
-        self._comms.world, self.alone = World(0, 1, 0, 1, self._comms.world.host, True), True
+        before, self.alone = self._comms.world, True
+        self._comms.world = World(0, 1, 0, 1, before.host, True, before.hosts)
         with self._forming:
             self.generation = word.generation
         return Met(False)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import rundir
+from paceline.spec.balance import weights_of
 from paceline.spec.communication import refuse
 from paceline.spec.errors import JobError, SettingError
 from paceline.spec.failure import ASTRAY
@@ -276,7 +277,7 @@ class Session(Member):
         limit: int | Mapping[str, int] = 0,
         workers: int | None = None,
         collate: Collate | None = None,
-        balance: Wish = "even",
+        balance: str | Mapping[str, float] = "even",
         drop_slow: bool = False,
     ) -> Loader:
         """Batches for training: each rank's share of every global batch of ``global_batch``.
@@ -297,7 +298,8 @@ class Session(Member):
             collate: Makes a batch of a list of samples, as a ``DataLoader``'s ``collate_fn`` does.
             balance: How much of each batch a rank gets: ``"even"``; ``"auto"``, in proportion to
                 what it manages, measured while training; or a weight for each host, which its
-                ranks share. Whatever it is, the order of samples and the gradient stay.
+                ranks share, as a mapping or as ``--balance`` has it (``"n1=3,n2=1"``). Whatever it
+                is, the order of samples and the gradient stay.
             drop_slow: With ``"auto"``, a rank without which steps would be faster gets nothing.
 
         Raises:
@@ -319,9 +321,10 @@ class Session(Member):
         elif lengths is not None:
             visited = by_length(visited, lengths, global_batch)
         check_limit(limit)
+        wish: Wish = weights_of(balance) if isinstance(balance, str) else balance
         if self._probe is not None:  # hosts are tried alone, too
-            balance, drop_slow = self._probe.shared_by(balance), False
-        self._division.check(balance, drop_slow, global_batch)
+            wish, drop_slow = self._probe.shared_by(wish), False
+        self._division.check(wish, drop_slow, global_batch)
         loader = (self._probe.loader if self._probe else Loader)(
             Fetch(data, self.device, workers, collate),
             visited,
@@ -332,13 +335,13 @@ class Session(Member):
             self.models.unsynced,
         )
         loader.same_limit = isinstance(limit, int)
-        loader.balance, loader.drop_slow = balance, drop_slow
+        loader.balance, loader.drop_slow = wish, drop_slow
         loader.begun = self._iterates
         return loader
 
     def _own_limit(self, limits: Mapping[str, int]) -> int:
         """This rank's, of limits by host; a collective."""
-        hosts = [*dict.fromkeys(self.comms.texts(self.world.host))]
+        hosts = [*dict.fromkeys(self.world.hosts or self.comms.texts(self.world.host))]
         text = ",".join(f"{host}={limit}" for host, limit in limits.items())
         unknown = [name for name in limits if name not in hosts]
         if unknown and self._probe is None:

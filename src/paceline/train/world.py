@@ -22,6 +22,7 @@ class World:
         host: The node's name, for people.
         joined: True when a process group has to be made: somebody launched this process as one
             of a world (also a world of one); False for a script started by hand.
+        hosts: Names of all nodes on which the job may run, where its launcher tells them.
     """
 
     rank: int = 0
@@ -30,6 +31,7 @@ class World:
     local_size: int = 1
     host: str = "localhost"
     joined: bool = False
+    hosts: tuple[str, ...] = ()
 
 
 def read(environ: Mapping[str, str]) -> World:
@@ -55,6 +57,7 @@ def read(environ: Mapping[str, str]) -> World:
         local_size=_number(environ, jobenv.LOCAL_WORLD_SIZE, 1, 1),
         host=host,
         joined=True,
+        hosts=tuple(filter(None, environ.get(jobenv.HOSTS, "").split(","))),
     )
 
 

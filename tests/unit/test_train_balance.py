@@ -222,9 +222,23 @@ def test_a_rank_that_makes_steps_slower_is_named_and_dropped_where_allowed(drops
     assert drops or min(job.controller.shares) >= 1
 
 
-def test_rank_0_is_never_dropped() -> None:
+def test_rank_0_is_named_and_never_dropped() -> None:
     job = Job(2, 60, speeds([0.001] * 2, [0.2, 0.0]), drops=True).run(60)
     assert job.controller.shares == (1, 59)
+    found = next(one for one in job.advice if one.useless is not None)
+    assert found.useless == 0
+    comms, journal = World(0, 2), SimpleNamespace(say=Mock(), event=Mock(), tell=Mock())
+    division = Division(
+        cast(Comms, SimpleNamespace(world=comms)), cast(Journal, journal), Progress()
+    )
+    division._called = ["rank 0 on n1", "rank 1 on n2"]
+    division._controller = cast(Controller, SimpleNamespace(look=lambda look: found, take=Mock()))
+    division._wish, division._hosts = "auto", ("n1", "n2")
+    journal.record = Mock()
+    division.look(cast(Look, None), 60)
+    (said,) = journal.tell.call_args_list
+    assert "rank 0 on n1 makes the job slower" in said.kwargs["warning"]
+    assert said.kwargs["warning"].endswith("leave its host out of the job: rank 0 is never dropped")
 
 
 def test_a_dropped_rank_is_tried_again() -> None:

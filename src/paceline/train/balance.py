@@ -396,7 +396,7 @@ class Controller:
         chance *= 2 + math.sqrt(2 * math.log(len(inside)))
         useless, without = self._look_for_useless(out, then, moving)
         confirmed, self._useless = useless is not None and useless == self._useless, useless
-        if confirmed and useless is not None and self.drops:
+        if confirmed and useless and self.drops:  # never rank 0, which all need
             rest = 2 * self.resting[useless][1] if useless in self.resting else _REST
             self.resting[useless] = step + rest, rest
             shares = self._best(out | {useless})
@@ -474,8 +474,8 @@ class Controller:
         """A rank without which a step would be faster, and how fast."""
         inside = [r for r in range(len(self.shares)) if r not in out]
         slow = max(inside, key=lambda r: self._speeds[r].seconds(self.least))
-        if slow == 0 or len(inside) < 2 or self._speeds[slow].seconds(self.least) < 0.999 * then:
-            return None, 0.0  # another rank is the last to finish, or rank 0, which all need
+        if len(inside) < 2 or self._speeds[slow].seconds(self.least) < 0.999 * then:
+            return None, 0.0  # another rank is the last to finish
         shares = self._best(out | {slow})
         without = max(self._speeds[r].seconds(shares[r]) for r in inside if r != slow)
         return (slow, without) if (then - without) / (then + moving) >= WORTH else (None, without)

@@ -194,7 +194,7 @@ class Division:
         if self._wish == "even":
             self._offer(advice)
             return
-        dropped = advice.act and advice.useless is not None
+        dropped = advice.useless is not None and not advice.shares[advice.useless]
         if advice.useless is not None and advice.useless not in self._named:
             self._named.add(advice.useless)
             self._name(advice, dropped)
@@ -249,11 +249,11 @@ class Division:
         assert advice.useless is not None
         who = self._called[advice.useless]
         with_it, without = advice.whole[1], advice.without + advice.moving
-        what = (
-            "it gets nothing to do (--drop-slow)"
-            if dropped
-            else "--drop-slow gives it nothing to do; better leave it out of the job"
-        )
+        what = "--drop-slow gives it nothing to do; better leave it out of the job"
+        if dropped:
+            what = "it gets nothing to do (--drop-slow)"
+        elif advice.useless == 0:
+            what = "leave its host out of the job: rank 0 is never dropped"
         text = (
             f"{who} makes the job slower: a step takes {with_it:.3f} s with it, {without:.3f} s"
             f" without, as its smallest share already takes that long; {what}"

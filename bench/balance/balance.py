@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,8 @@ def rank(case: Case, folder: Path, balance: str, steps: int) -> None:
             data = TensorDataset(*(one.double() for one in data.tensors))
         model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=1e-3))
         loader = session.loader(data, case.batch, balance=balance)
+        if meeting := os.environ.get("CASE_MEETING"):
+            meet(Path(meeting), mine, case.ranks)
         for _ in session.epochs(loader, steps=steps):
             for batch in loader:
                 wanted, targets = batch
@@ -123,6 +125,13 @@ def rank(case: Case, folder: Path, balance: str, steps: int) -> None:
         checked = [*flat[:2000].tolist()]
     found = {"ends": ends, "shares": shares, "end": checked}
     (folder / f"{mine}.json").write_text(json.dumps(found))
+
+
+def meet(folder: Path, mine: int, ranks: int) -> None:
+    """Until all of them are there: under a quota a process takes long to import torch."""
+    (folder / f"ready-{mine}").touch()
+    while not all((folder / f"ready-{other}").exists() for other in range(ranks)):
+        time.sleep(0.01)
 
 
 class Group:
@@ -148,8 +157,9 @@ class Group:
         self.folder.rmdir()
 
 
-def run(name: str, case: Case, folder: Path, balance: str, ranks: list[int], steps: int) -> Any:
-    """What these ranks of a case found, together."""
+def run(name: str, case: Case, folder: Path, balance: str, ranks: list[int], steps: int,
+        meeting: Path | None = None) -> Any:  # fmt: skip
+    """What these ranks of a case found, together; others that begin with them meet in a folder."""
     folder.mkdir(parents=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -161,8 +171,10 @@ def run(name: str, case: Case, folder: Path, balance: str, ranks: list[int], ste
             "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CASE_RANK": str(mine),
             "PACELINE_HOST": f"n{mine + 1}",
+            **({"CASE_MEETING": str(meeting)} if meeting else {}),
         }  # fmt: skip
         argv = [sys.executable, __file__, name, "--folder", str(folder), "--balance", balance]
+        argv += ["--batch", str(case.batch)]
         one = subprocess.Popen([*argv, "--steps", str(steps)], env=environ, stdout=subprocess.PIPE)
         started.append(one)
         if case.quotas and case.quotas[mine]:
@@ -193,21 +205,28 @@ def rate(found: Any, case: Case, start: int, stop: int) -> float:
 
 
 def alone(name: str, case: Case, folder: Path) -> list[float]:
-    """Each rank's own rate, by itself but at the same time: two CPUs may be one core's threads."""
+    """Each rank's own rate, by itself but at the same time: two CPUs may be one core's threads.
+
+    What computes does so with the part of a batch that it would have: many samples at once take
+    longer than as many in smaller batches.
+    """
     parts = case.quotas or (1.0,) * case.ranks
-    steps = [round(FEW * part / min(parts)) for part in parts]
+    sizes = [case.batch] * case.ranks
+    if case.quotas:
+        sizes = [round(case.batch * part / sum(parts)) for part in parts]
 
     def one(rank: int) -> Any:
-        where = folder / f"alone-{rank}"
-        return run(name, case, where, "even", [rank], steps[rank])[0]["ends"]
+        where, asked = folder / f"alone-{rank}", replace(case, batch=sizes[rank])
+        steps = 3 * FEW if case.quotas else FEW
+        return run(name, asked, where, "even", [rank], steps, folder)[0]["ends"]
 
     with ThreadPoolExecutor(case.ranks) as pool:
         ends = [*pool.map(one, range(case.ranks))]
     begin, end = max(one[3] for one in ends), min(one[-1] for one in ends)
     rates = []
-    for each in ends:
+    for each, size in zip(ends, sizes, strict=True):
         both = [moment for moment in each if begin <= moment <= end]
-        rates.append(case.batch * (len(both) - 1) / (both[-1] - both[0]))
+        rates.append(size * (len(both) - 1) / (both[-1] - both[0]))
     return rates
 
 
@@ -249,9 +268,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--balance", default="auto")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--batch", type=int, help="of a rank")
     options = parser.parse_args()
     if options.folder:
-        rank(CASES[options.cases[0]], options.folder, options.balance, options.steps)
+        case = replace(CASES[options.cases[0]], batch=options.batch)
+        rank(case, options.folder, options.balance, options.steps)
         return
     import torch
 

@@ -201,13 +201,32 @@ def test_text_json_and_picture() -> None:
     known = two_hosts(0.01, 0.004, 0.3)
     found = forecast.forecast(known, [1, 2, 4], price=2.0)
     text = forecast.table(found, known)
-    assert all(len(line) <= 88 for line in text.splitlines())
+    assert all(len(line) <= 80 for line in text.splitlines())
     assert "limited by the link" in text
     said = json.loads(json.dumps(forecast.to_json(found, known)))
     assert [one["hosts"] for one in said["forecasts"]] == [1, 2, 4]
     assert said["forecasts"][1]["low"] < said["forecasts"][1]["seconds"]
     assert forecast.picture(found).count("<circle") == 3
     assert "fastest: " in forecast.conclusion(found)
+
+
+def test_of_many_hosts_some_numbers_are_forecast() -> None:
+    assert forecast.sizes(3) == [1, 2, 3]
+    assert forecast.sizes(32) == list(range(1, 33))
+    assert forecast.sizes(100)[31:] == [32, 48, 64, 96, 100]
+    assert forecast.sizes(64)[31:] == [32, 48, 64]
+    assert len(forecast.sizes(forecast.MOST_HOSTS)) < 50
+
+
+@pytest.mark.parametrize(
+    ("price", "said"), [(12345.678, "12,345.68"), (0.5, "0.50"), (0.0123, "0.012")]
+)
+def test_little_money_is_told_too(price: float, said: str) -> None:
+    known = two_hosts(0.01, 0.004, 0.3)
+    (one,) = forecast.forecast(known, [1], price=1.0)
+    head, line, *_ = forecast.table([replace(one, price=price)], known).splitlines()
+    assert head.endswith("price")
+    assert line.endswith(f" {said}")
 
 
 def test_what_other_ways_send_is_what_they_send() -> None:

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from paceline.bench.forecast import Probe, Timed, Wire
 from paceline.cli import bench_scaling, forecast, program
 from paceline.launch import launcher, summary
-from paceline.spec.errors import JobError, SettingError
+from paceline.spec.errors import ConnectError, JobError, SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
 from paceline.spec.settings import Setting
@@ -41,6 +41,9 @@ class Fake:
 
 
 KINDS = {"n1": "a", "n2": "a", "n3": "b", "n4": "b"}
+
+
+measured_links = forecast.links
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +89,30 @@ def test_every_host_on_request_and_the_batch_of_each_kept() -> None:
     forecast.look(fake, 3)  # type: ignore[arg-type]
     assert [names for names, _, _ in fake.tried] == ["n1", "n2", "n3", "n1 n2"]
     assert fake.tried[-1][1] == (128,)
+
+
+def test_hosts_that_are_away_are_named_before_anything_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from paceline.checks import examine
+
+    async def examined(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(refusals={"n3": {"found": "it did not answer"}}, evidence={})
+
+    monkeypatch.setattr(examine, "examine", examined)
+    monkeypatch.setattr(forecast, "links", measured_links)
+    hosts = tuple(map(Host, ("n1", "n2", "n3")))
+    params = {"python": None, "iface": None, "ssh_config": None, "accept_new_host_keys": False,
+              "weak": False}  # fmt: skip
+    probing = SimpleNamespace(
+        cluster=Cluster(hosts),
+        ctx=SimpleNamespace(params=params),
+        via=SimpleNamespace(scheduler=SimpleNamespace(direct=True)),
+    )
+    with pytest.raises(ConnectError, match="1 host cannot be reached: n3") as refused:
+        forecast.look(probing, 3)  # type: ignore[arg-type]
+    assert "n3: it did not answer" in refused.value.render()
+    assert "-H n1,n2" in refused.value.render()
 
 
 def test_one_host_alone() -> None:
@@ -266,6 +293,7 @@ def test_incomplete_steps_are_an_error_of_the_job(said: str, tmp_path: Path) -> 
         ((), "nothing to forecast"),
         (("image", "--find-lr"), "train nothing"),
         (("image", "--plan"), "--plan does not apply"),
+        (("imgae",), "there is no recipe or script imgae\n  remedy: did you mean image?"),
         (("--compare", ".", "image"), "--compare takes a run"),
         (("--compare", "."), ". is no run directory"),
         (("--compare", "short"), "does not tell what a step took"),  # its name below runs/

@@ -78,6 +78,18 @@ def test_the_file_counts_as_typed() -> None:
         parse_options("image", [], from_table("image", {"skip_damaged": True}))
 
 
+def test_weights_of_hosts_may_be_a_table_of_the_file() -> None:
+    table = {"balance": {"n1": 3, "n2": 1.5}, "micro_batch": {"n2": 8}}
+    options = parse_options("image", [], from_table("image", table))
+    assert (options.balance, options.micro_batch) == ("n1=3,n2=1.5", "n2=8")
+
+
+@pytest.mark.parametrize(("key", "value"), [("drop_slow", "yes"), ("steps", "many"), ("steps", [])])
+def test_what_the_file_says_wrongly_is_the_files(key: str, value: object) -> None:
+    with pytest.raises(SettingError, match=r"paceline.toml \[train.image\] " + key):
+        from_table("image", {key: value})
+
+
 @pytest.mark.parametrize(
     ("table", "line", "kept"),
     [

@@ -428,7 +428,7 @@ def test_times_are_told_in_units_that_show_them() -> None:
     said = Straggler(1, "link", 0.0004, 0.3).summed("n2")
     assert "waited 0.4 ms a step" in said
     assert "by 21 ms a step" in Straggler(1, "cpu", 0.021, 0.3).said("n2")
-    assert "by 1.25 s a step" in Straggler(1, "cpu", 1.25, 0.3).said("n2")
+    assert "by 1.2 s a step" in Straggler(1, "cpu", 1.2, 0.3).said("n2")
 
 
 def test_a_busiest_connection_that_changes_is_not_taken_for_one() -> None:

@@ -32,6 +32,8 @@ BEYOND = 0.06  # of a step that was not seen, besides: what the laws leave out (
 ROUNDS_S = 0.005  # that gloo loses on pieces of fewer bytes for each rank, among so many ranks
 SHORT, MANY = 1 << 18, 4
 MOST_BATCH = 64  # times the asked global batch that is looked at
+MOST_HOSTS = 1024  # further than that nobody can see from two
+EACH = 32  # up to so many every number is forecast
 MOST_CHOICES = 5000  # subsets of uneven hosts that are tried one by one
 SHARDED_BYTES = 1.5  # parameters are gathered twice and gradients scattered once
 # of the bytes, between two ranks and of more; from the least lossy on
@@ -588,6 +590,19 @@ class Forecast:
         return self.steps * self.step.seconds
 
 
+def sizes(most: int) -> list[int]:
+    """The numbers of hosts that are forecast, up to so many: all of the small ones.
+
+    Beyond these each power of two, what lies half-way to the next, and the last.
+    """
+    found = list(range(1, min(most, EACH) + 1))
+    size = EACH
+    while size < most:
+        found += [one for one in (size + size // 2, 2 * size) if one < most]
+        size *= 2
+    return [*found, most] if most > EACH else found
+
+
 def forecast(known: Model, counts: Sequence[int], *, weak: bool = False,
              price: float | None = None) -> list[Forecast]:  # fmt: skip
     """For each number of hosts, the fastest of those that there are.
@@ -727,7 +742,7 @@ def table(found: Sequence[Forecast], known: Model) -> str:
         if not one.declined:
             off = (one.step.high - one.step.low) / 2 / one.step.seconds
             row = f"{lasting(one.step.seconds)} ±{off:.0%}"
-            price = f"{one.price:>10,.2f}" if one.price is not None else ""
+            price = f"{_money(one.price):>10}" if one.price is not None else ""
             lines.append(
                 f"{one.hosts:<6}{one.batch:>8,}{row:>20}{one.speedup:>10.2f}{one.efficiency:>12.0%}"
                 f"{lasting(one.total):>14}{price}"
@@ -736,6 +751,11 @@ def table(found: Sequence[Forecast], known: Model) -> str:
             lines.append(f"{one.hosts:<6}{one.batch:>8,}{'?':>20}")
         lines.append(wrapped(f"{'':<6}{advice(one, known)}", 80))
     return "\n".join(lines)
+
+
+def _money(price: float) -> str:
+    """In whole hundredths, but for what is less than a few of them."""
+    return f"{price:,.2f}" if price >= 0.095 else f"{price:.2g}"
 
 
 def conclusion(found: Sequence[Forecast]) -> str:

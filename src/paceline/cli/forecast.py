@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import difflib
 import importlib.util
 import itertools
 import json
@@ -32,7 +33,7 @@ from paceline.recipes.argv import parse
 from paceline.remote import this_machine
 from paceline.rundir.records import is_regular, number, read_object, read_records, whole, words
 from paceline.spec import jobenv, rundir
-from paceline.spec.errors import JobError, PacelineError, SettingError
+from paceline.spec.errors import ConnectError, JobError, PacelineError, SettingError
 from paceline.spec.figures import lasting
 from paceline.spec.helptext import counted
 from paceline.spec.hosts import Cluster, Host
@@ -59,9 +60,10 @@ class Forecast(Verb):
 @click.command("forecast", cls=Forecast, context_settings={"allow_interspersed_args": False})
 @launch_options
 @click.option("-m", "--module", is_flag=True, help="WHAT is a Python module.")
-@click.option("--up-to", type=click.IntRange(1), metavar="N",
+@click.option("--up-to", type=click.IntRange(1, model.MOST_HOSTS), metavar="N",
               help="Forecast up to N hosts; those beyond the named ones are taken to be like the"
-              " last. Default: the named ones.")  # fmt: skip
+              f" last, and of more than {model.EACH} only some numbers are forecast. Default: the"
+              " named ones.")  # fmt: skip
 @click.option(
     "--weak",
     is_flag=True,
@@ -118,7 +120,7 @@ def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], modu
         with results_in(folder):
             most = up_to or len(cluster.hosts)
             known = look(Probing(ctx, job, cluster, via, package), most)
-            found = model.forecast(known, range(1, most + 1), weak=weak, price=ctx.params["price"])
+            found = model.forecast(known, model.sizes(most), weak=weak, price=ctx.params["price"])
             made = {"command": known_by(asdict(job.entry)), "made": time.time(),
                     "ranks": known.ranks, "weak": weak, "conclusion": model.conclusion(found),
                     **model.to_json(found, known)}  # fmt: skip
@@ -181,6 +183,12 @@ def job_for(ctx: click.Context, what: str, args: tuple[str, ...],
         with training(ctx, what, options) as job:
             yield job, True
         return
+    if not module and not Path(what).exists():
+        near = difflib.get_close_matches(what, RECIPES, 1)
+        if near:
+            raise SettingError(
+                f"there is no recipe or script {what}", remedy=f"did you mean {near[0]}?"
+            )
     entry = entry_of(what, args, module=module)
     refuse_without_steps(entry)
     yield job_of(ctx, entry, name=Path(what).stem, own_store=opens_store(entry),
@@ -339,8 +347,8 @@ def look(probing: Probing, most: int) -> model.Model:
     ctx, hosts = probing.ctx, probing.cluster.hosts
     weak = ctx.params["weak"]
     parts = [1.0, 0.5] if weak else [1.0, 0.5, 1 / most]
+    rates, kinds = links(probing)  # before anything that takes long: all have to be there
     first = probing.on(hosts[:1], parts=parts)
-    rates, kinds = links(probing)
     alone, like = {hosts[0].name: first}, dict[str, str]()
     tried = [one.batch for one in first.timed]
     for host in hosts[1:]:
@@ -367,7 +375,10 @@ def look(probing: Probing, most: int) -> model.Model:
 
 
 def links(probing: Probing) -> tuple[dict[tuple[str, str], float], dict[str, str]]:
-    """Bits a second between every two hosts, and what kind of machine each is; where ssh leads."""
+    """Bits a second between every two hosts, and what kind of machine each is; where ssh leads.
+
+    ConnectError names the hosts that cannot be reached.
+    """
     hosts, ctx = probing.cluster.hosts, probing.ctx
     if len(hosts) < 2 or not probing.via.scheduler.direct:
         return {}, {}
@@ -387,6 +398,13 @@ def links(probing: Probing) -> tuple[dict[tuple[str, str], float], dict[str, str
     )
     ssh = SshOptions(ctx.params["ssh_config"], ctx.params["accept_new_host_keys"])
     scene = asyncio.run(examine(hosts, ssh, wishes, "full", only=("ports", "link")))
+    if away := scene.refusals:
+        raise ConnectError(
+            f"{counted(len(away), 'host')} cannot be reached: {', '.join(away)}",
+            found="\n".join(f"{name}: {said['found']}" for name, said in away.items()),
+            remedy="paceline check says more, or leave it out: -H "
+            + ",".join(host.name for host in hosts if host.name not in away),
+        )
     pairs = (scene.evidence.get("link") or {}).get("pairs", [])
     rates = {(p["source"], p["target"]): bits(p) for p in pairs
              if "bytes" in p and p["seconds"] > 0}  # fmt: skip

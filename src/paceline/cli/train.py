@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +19,12 @@ from paceline.cli.verb import ALL, Verb, say
 from paceline.cli.via import Via
 from paceline.launch.entry import COMPILER
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
-from paceline.recipes.argv import as_flags, known, option_names
+from paceline.recipes.argv import as_flags, known, option_names, typed_in
 from paceline.recipes.effect import has_effect
 from paceline.recipes.options import Options
 from paceline.recipes.reference import catalogue
 from paceline.spec.balance import refuse_weights, weights_of
+from paceline.spec.errors import SettingError
 from paceline.spec.helptext import Row, Section
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Data, Entry, Input, Job
@@ -186,13 +188,24 @@ def from_table(name: str, table: Mapping[str, Any]) -> list[str]:
     """The flags that ``[train.NAME]`` of paceline.toml stands for.
 
     Raises:
-        SettingError: A key is no option of the recipe.
+        SettingError: A key is no option of the recipe, or its value none of the option.
     """
-    kind = recipe(name).options
+    kind, where = recipe(name).options, f"paceline.toml [train.{name}]"
     flags: list[str] = []
     for key, value in table.items():
-        known(f"paceline.toml [train.{name}]", key.replace("_", "-"), option_names(kind))
-        flags += as_flags(f"--{key.replace('_', '-')}", value)
+        known(where, key.replace("_", "-"), option_names(kind))
+        if isinstance(value, dict):  # of hosts: balance = { n1 = 3, n2 = 1 }
+            value = ",".join(f"{host}={one}" for host, one in value.items())
+        words = as_flags(f"--{key.replace('_', '-')}", value)
+        try:
+            typed_in(kind, words, where)
+        except SettingError as error:
+            raise SettingError(
+                f"{where} {key} = {json.dumps(value)} cannot be understood",
+                found=error.message,
+                remedy=f"paceline train {name} --help-all lists all options with their values",
+            ) from None
+        flags += words
     return flags
 
 

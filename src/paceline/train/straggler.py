@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from paceline.spec.figures import lasting
 from paceline.train.pace import PARTS, Look
 from paceline.train.vitals import VITALS
 
@@ -28,7 +29,7 @@ OVER = 0.5  # of both, below which a rank that was named keeps up again
 EVIDENT = 0.3  # of the time that a rank needs more: what explains so much of it is the cause
 SLOW_LINK = 0.6  # of the others' rate: a link below this is slow
 BURST = 10  # usual steps: a step that takes longer counts as one of so many
-SLOW_WAY = 0.84  # of the rate of the way back, between two hosts
+SLOW_WAY = 0.85  # of the rate of the way back, between two hosts
 STILL_SLOW = 0.90  # of it, without the look in which it was slowest
 CLEARLY = 0.006  # seconds of a step: more than what comes of a kernel that counts in ticks of 4 ms
 STEADY, SLOW_STEADILY = 9, 0.83  # looks, after which less is enough: it is below this in them all
@@ -82,23 +83,16 @@ class Straggler:
         """For people, who know it by this name."""
         why = CAUSES[self.cause] + (f" ({self.detail})" if self.detail else "")
         return (
-            f"{who} holds the others up by {_lasting(self.seconds)} a step"
+            f"{who} holds the others up by {lasting(self.seconds)} a step"
             f" ({self.part:.0%} of it): {why}"
         )
 
     def summed(self, who: str) -> str:
         """For people, at the end of a training."""
         return (
-            f"{who}, for which the others waited {_lasting(self.seconds)} a step"
+            f"{who}, for which the others waited {lasting(self.seconds)} a step"
             f" ({self.part:.0%} of it): {CAUSES[self.cause]}"
         )
-
-
-def _lasting(seconds: float) -> str:
-    """What is often much less than a second."""
-    if seconds >= 0.9995:
-        return f"{seconds:.2f} s"
-    return f"{1e3 * seconds:.{0 if seconds >= 0.00995 else 1}f} ms"
 
 
 class Judge:

@@ -155,6 +155,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     monkeypatch.setattr(forecast_verb, "fastest_of",
                         lambda job, cluster, run: (Cluster(cluster.hosts[:1]), "so"))  # fmt: skip
     monkeypatch.setattr(examine, "examine", examined)
+    monkeypatch.setattr(forecast_verb, "links", lambda probing: ({}, {}))  # what it tries follows
     monkeypatch.setattr(leave, "leave", lambda leaving, _: done.is_done(
         "left", leaving.supervisor, leaving.options["keep_results"]))  # fmt: skip
     monkeypatch.setattr(use, "run_here", lambda *words: done.is_done("here", words))

@@ -84,6 +84,28 @@ class Look:
         }
 
 
+def at_work(looks: Sequence[Look]) -> list[int]:
+    """The ranks that have samples: beside one that was dropped all others would be slow."""
+    return [rank for rank, some in enumerate(looks[-1].samples.sum(dim=1).tolist()) if some]
+
+
+def facts_of(looks: Sequence[Look]) -> Tensor | None:
+    """What was seen in all of them together, ``[ranks, facts]``."""
+    known = [look.facts for look in looks if look.facts is not None]
+    if not known:
+        return None
+    every = torch.stack(known)
+    total = every.nansum(dim=0).where(~every.isnan().all(dim=0), math.nan)
+    for name in ("here", "there", "swapped"):  # no differences
+        total[:, VITALS.index(name)] = every[-1, :, VITALS.index(name)]
+    return total
+
+
+def steps_of(looks: Sequence[Look]) -> int:
+    """How many steps these looks stand for, with those that are not noted."""
+    return sum(look.samples.shape[1] * look.every for look in looks)
+
+
 class _Host:
     """Moments on the CPU, in seconds."""
 

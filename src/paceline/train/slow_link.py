@@ -1,0 +1,272 @@
+"""Whose link is slow: decided from what the kernel counts of each rank's busiest connection. Pure.
+
+A connection knows for how long bytes of it were on their way, so ranks with slower links than the
+others show, and between two hosts the slower direction. What hosts lose is told apart from what
+they are slow at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from paceline.train.pace import PARTS, Look, at_work, facts_of, steps_of
+from paceline.train.vitals import VITALS
+
+SEVERAL = 3  # looks that have to agree: one is a moment of its link like no other
+SLOW = 0.6  # of the best way's rate: one below this is slow
+LONGER = 0.4  # of what is worth a name: by that it takes longer in each look
+SLOW_WAY = 0.85  # of the rate of the way back, between two hosts
+STILL_SLOW = 0.90  # of it, without the look in which it was slowest
+CLEARLY = 0.006  # seconds of a step: more than what comes of a kernel that counts in ticks of 4 ms
+STEADY, SLOW_STEADILY = 9, 0.83  # looks, after which less is enough: it is below this in them all
+SLOW_AGAIN = 0.92  # of it: a way that was named before keeps its name
+HELD_UP, AS_HELD_UP = 1.25, 0.1  # times the usual step; part of a look that says nothing then
+MOSTLY = 2 / 3  # of the steps are slow on a slow link, whose bytes may be hidden behind computing
+TELLING = 10_000  # bytes of a step that say something of a link
+AS_LOST = 0.005  # of bytes were sent again: it may be this, and not the rate, that is slow
+LOSSY = 0.01  # of a connection's bytes were sent again: something on its way loses them
+AS_LOSSY = 0.25  # of the worst: a connection that loses so much belongs to the same trouble
+SURELY = 5_000  # bytes sent again, below which it may be chance
+ACQUITS = 200_000  # bytes that came through without such losses: both ends are sound
+_WAITING, _MOVING = PARTS.index("waiting"), PARTS.index("moving")
+_Ways = dict[tuple[float, float], tuple[float, float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLink:
+    """A rank whose link holds the others up.
+
+    Attributes:
+        rank: Which.
+        seconds: Of a step that it costs.
+        detail: What was seen, for people.
+    """
+
+    rank: int
+    seconds: float
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    """What ranks sent to other hosts in each step, ``[ranks]``, and the ranks that did.
+
+    Attributes:
+        bytes: On the busiest connection.
+        seconds: In which these were on their way.
+        here: Stand for the addresses of its two ends.
+        there: Likewise.
+        ranks: Those with anything to tell, the slowest first.
+    """
+
+    bytes: Tensor
+    seconds: Tensor
+    here: Tensor
+    there: Tensor
+    ranks: list[int]
+
+    @property
+    def rates(self) -> Tensor:
+        """Bytes a second."""
+        return self.bytes / self.seconds.clamp(min=1e-6)
+
+
+def _sending(looks: Sequence[Look], facts: Tensor, steps: int) -> _Sending:
+    """In so many steps, in which these facts were seen altogether."""
+    names = ("sent", "sending", "here", "there")
+    sent, seconds, here, there = (facts[:, VITALS.index(name)] for name in names)
+    found = _Sending(sent / steps, seconds / steps, here, there, [])
+    # Who has no share sends its zeros while the others, which are to take them, compute.
+    # A host's own ranks are near, and a connection that was busy once says nothing of later.
+    least = torch.stack([look.facts[:, VITALS.index("sent")] / (look.samples.shape[1] * look.every)
+                         for look in looks if look.facts is not None]).amin(dim=0)  # fmt: skip
+    far = (here != there) & (least > TELLING)
+    asked = [rank for rank in at_work(looks) if far[rank]]
+    return replace(found, ranks=sorted(asked, key=lambda rank: float(found.rates[rank])))
+
+
+def slow_link(looks: Sequence[Look], least: float, named: int | None) -> SlowLink | None:
+    """The rank whose bytes are on their way for much longer than others', if there is one.
+
+    Args:
+        looks: One after the other, the latest last.
+        least: Seconds of a step below which it costs nothing worth a name.
+        named: The rank whose link was the slow one before: it is not taken back for a little.
+    """
+    least = least if named is None else least / 2
+    found = _slow_in(looks[-SEVERAL:], least, named)
+    if found is None and len(looks) >= STEADY:
+        found = _slow_in(looks, least, named, steadily=True)
+    return found
+
+
+def _slow_in(
+    looks: Sequence[Look], least: float, named: int | None, *, steadily: bool = False
+) -> SlowLink | None:
+    """The same in all of these looks; ``steadily``: between two hosts a little is enough."""
+    moves = torch.cat([look.seconds[0, :, _MOVING] for look in looks])  # the same of all
+    moving, known = float(moves.mean()), [look for look in looks if look.facts is not None]
+    facts, steps = facts_of(known), steps_of(looks)
+    if moving < least / 2 or facts is None:  # what nearly always is the case ends here
+        return None
+    ways = _sending(known, facts, steps)
+    if len(ways.ranks) < 2 or (steadily and len(ways.ranks) > 2):
+        return None
+    if len(ways.ranks) == 2:
+        again = named == ways.ranks[0]
+        seconds = _slower_than_back(ways, known, moving, least, again=again, steadily=steadily)
+    else:
+        seconds = _slower_than_others(ways, known, moving, least)
+    if seconds is None:
+        return None
+    resent = float(facts[ways.ranks[0], VITALS.index("resent")]) / steps
+    lost, losses = resent / float(ways.bytes[ways.ranks[0]]), _losses(known)
+    if max([lost, *(part for _, part, _ in losses.values())]) >= AS_LOST:
+        return _lossy(ways, losses, seconds)
+    # A rate is the same in every step; what is lost is sent again in some.
+    if float((moves >= seconds / 2).double().mean()) < MOSTLY:
+        return None
+    return SlowLink(_slow_end(ways), seconds, _told(ways, lost))
+
+
+def _slow_end(ways: _Sending) -> int:
+    """Of the slowest way the rank whose link it is: its own, or that of whom it sends to."""
+    rank, other = ways.ranks[0], ways.ranks[1]
+    rates, here, there = ways.rates, ways.here, ways.there
+    nearly = float(rates[other]) < float(rates[rank]) / SLOW
+    # Both to the other and from it the way is slow: it is the one between.
+    return other if nearly and there[rank] == here[other] and there[other] != here[rank] else rank
+
+
+def _told(ways: _Sending, lost: float) -> str:
+    """What was seen, for people; ``lost``: part of the bytes."""
+    slow, best = (float(ways.rates[rank]) / 1e6 for rank in (ways.ranks[0], ways.ranks[-1]))
+    again = f", {lost:.1%} sent again" if lost > 0.001 else ""
+    return f"{slow:.1f} MB/s, others {best:.1f}{again}"
+
+
+def _lossy(ways: _Sending, losses: _Ways, seconds: float) -> SlowLink | None:
+    """Bytes are lost: both ends of a way see that, so only several ways say which end it is."""
+    host = _common_end(losses)
+    found = [number for number, one in enumerate(ways.here.tolist()) if one == host]
+    if host is None or not found:
+        return None
+    worst = max(part for way, (_, part, _) in losses.items() if host in way)
+    return SlowLink(found[0], seconds, f"{worst:.1%} of the bytes on it are sent again")
+
+
+def _slower_than_others(
+    ways: _Sending, looks: Sequence[Look], moving: float, least: float
+) -> float | None:
+    """Seconds of a step that the slowest of several ways costs: beside one like the best."""
+    rank, best = ways.ranks[0], ways.ranks[-1]
+    usual = float(ways.rates[best])
+    if float(ways.rates[rank]) > SLOW * usual:
+        return None
+    excess = min(moving, float(ways.seconds[rank])) - float(ways.bytes[rank]) / usual
+    more = [_longer(look, rank, best) for look in looks]
+    return excess if excess >= least and min(more) >= LONGER * least else None
+
+
+def _slower_than_back(
+    ways: _Sending,
+    looks: Sequence[Look],
+    moving: float,
+    least: float,
+    *,
+    again: bool,
+    steadily: bool,
+) -> float | None:
+    """Seconds of a step that the slower way between two hosts costs.
+
+    Each of the two waits for the other's bytes and for its answers, so the way back is slower,
+    too, and a healthy network of two has one that is a little slower at any time. So it must be
+    slower without the look in which it was slowest, too, and clearly so or for long, and looks
+    with steps that something has held up do not count.
+    """
+    rank, other = ways.ranks
+    excess = min(moving, float(ways.seconds[rank])) - moving / 2
+    if excess < least:
+        return None
+    if again or steadily:
+        beside = float(ways.rates[rank] / ways.rates[other])
+        return excess if beside <= (SLOW_AGAIN if again else SLOW_STEADILY) else None
+    sound = [look for look in looks if _held_up(look) <= AS_HELD_UP]
+    if len(sound) < max(SEVERAL - 1, MOSTLY * len(looks)):
+        return None
+    each = torch.stack([_of_pair(look, rank, other) for look in sound])
+    every, steps = each.sum(dim=0), steps_of(sound)
+    more = float(every[1, 0] - every[1, 1]) / steps
+    slowest = min(range(len(each)), key=lambda one: _beside(each[one]))
+    clearly = _beside(every) <= SLOW_WAY and more >= CLEARLY
+    return excess if clearly and _beside(every - each[slowest]) <= STILL_SLOW else None
+
+
+def _held_up(look: Look) -> float:
+    """By how much single steps of a look stood still for longer than the others: a part of it.
+
+    A slow link is slow in every step. What comes now and then is something else, and lengthens the
+    time in which bytes were on their way as well.
+    """
+    still = look.seconds[:, :, [_WAITING, _MOVING]].sum(dim=2).amax(dim=0)
+    usual = still.median()
+    return float((still - usual)[still > HELD_UP * usual].sum() / still.sum().clamp(min=1e-9))
+
+
+def _of_pair(look: Look, rank: int, other: int) -> Tensor:
+    """Bytes of these two, and seconds in which they were on their way: ``[2, the two]``."""
+    assert look.facts is not None
+    names = [VITALS.index("sent"), VITALS.index("sending")]
+    return look.facts[[rank, other]][:, names].T.clamp(min=1e-6)
+
+
+def _beside(pair: Tensor) -> float:
+    """The first one's rate as a part of the other's, of bytes and seconds ``[2, the two]``."""
+    return float(pair[0, 0] / pair[1, 0] * pair[1, 1] / pair[0, 1])
+
+
+def _longer(look: Look, rank: int, other: int) -> float:
+    """Seconds of a step by which a rank's bytes are longer on their way than another's."""
+    assert look.facts is not None
+    each = look.facts[:, VITALS.index("sending")] / (look.samples.shape[1] * look.every)
+    return float(each[rank] - each[other])
+
+
+def _losses(looks: Sequence[Look]) -> _Ways:
+    """Of each way between two hosts, in one direction: bytes, and how many of them again.
+
+    A rank's busiest connection may be another one in each look, so they are taken one by one.
+
+    Returns:
+        By addresses of sender and receiver: bytes sent, part of them and bytes sent again.
+    """
+    sums: dict[tuple[float, float], list[float]] = {}
+    columns = [VITALS.index(name) for name in ("here", "there", "sent", "resent")]
+    for look in looks:
+        if look.facts is not None:
+            for here, there, sent, resent in look.facts[:, columns].tolist():
+                if here != there and sent > 0 and resent >= 0:  # all of them are known
+                    way = sums.setdefault((here, there), [0.0, 0.0])
+                    way[0], way[1] = way[0] + sent, way[1] + resent
+    return {way: (sent, resent / sent, resent) for way, (sent, resent) in sums.items()}
+
+
+def _common_end(losses: _Ways) -> float | None:
+    """The one host that all ways with losses have in common, where all others are sound.
+
+    ``None`` where it is not certain: between two hosts only, when a single way loses bytes, and
+    when several hosts may.
+    """
+    worst = max((part for _, part, _ in losses.values()), default=0.0)
+    least = max(LOSSY, AS_LOSSY * worst)
+    bad = [way for way, (_, part, resent) in losses.items() if part >= least and resent >= SURELY]
+    good = [way for way, (sent, part, _) in losses.items() if part < least and sent >= ACQUITS]
+    suspects = {end for way in bad for end in way} - {end for way in good for end in way}
+    if len(bad) < 2 or len(suspects) != 1:
+        return None
+    (host,) = suspects
+    return host if all(host in way for way in bad) else None

@@ -136,6 +136,18 @@ def test_stated_weights_while_a_host_is_away(site: Site) -> None:
     assert "resumed" in ended.out + ended.err
 
 
+def test_who_trains_on_still_knows_the_hosts_that_are_gone(site: Site) -> None:
+    with launch(site, "n1,n2,n3", "--nnodes", "2:3", "-p", "1", "weights.py") as job:
+        job.wait_for("an epoch of 3", times=3)
+        site.lab.fault("power-off", "n2")
+        job.wait_for("an epoch of 2", times=2)
+        job.signal(signal.SIGINT)
+        ended = job.end()
+    assert ended.code == 130, ended.err
+    assert "shares of the global batch: n1 60, n3 20" in ended.out + ended.err
+    assert "starting all nodes again" not in ended.err
+
+
 def test_a_node_that_is_asked_to_end_is_let_go(site: Site) -> None:
     """As a machine that is about to be taken away: the script has time to save, and goes on."""
     with launch(site, "n1,n2", "--nnodes", "1:2", *script(site)) as job:

@@ -924,7 +924,8 @@ class Recovery:
         dist.distributed_c10d._set_pg_timeout(self._longest)
         client.set_timeout(self._timeout)
         self.fewer = self.fewer or place.size < self._comms.world.size
-        self.store, self._comms.world = client, place
+        self.store = client
+        self._comms.world = replace(place, hosts=self._comms.world.hosts)
         self._holds_group = word.holds
         with self._forming:
             self.generation = word.generation

@@ -238,7 +238,7 @@ def test_rank_0_is_named_and_never_dropped() -> None:
     division.look(cast(Look, None), 60)
     (said,) = journal.tell.call_args_list
     assert "rank 0 on n1 makes the job slower" in said.kwargs["warning"]
-    assert said.kwargs["warning"].endswith("leave its host out of the job: rank 0 is never dropped")
+    assert said.kwargs["warning"].endswith("name another host first (-H), or leave its host out")
 
 
 def test_a_dropped_rank_is_tried_again() -> None:

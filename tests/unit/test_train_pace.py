@@ -401,6 +401,7 @@ def test_bytes_sent_again_are_of_the_host_that_the_ways_have_in_common(
         (0.06, [2.0, 2.0, 2.0], [1]),
         (0.02, [1.33, 1.15, 1.2], []),  # what comes of ticks: alike, with short steps
         (0.02, [1.22] * 9, [1]),
+        (0.02, [3.0, *[1.0] * 8], []),
         (0.02, [1.33, 1.15, 1.2, 1.0, 1.0, 1.2, 0.9, 1.2, 1.2], []),
     ],
 )
@@ -469,6 +470,22 @@ def test_recorded_runs() -> None:
             continue
         assert {one[:2] for one in named} == {(run["rank"], run["kind"])}
         assert 0 < named[0][2] <= 20
+
+
+def test_of_three_hosts_the_one_with_the_slow_link_is_named_and_no_other() -> None:
+    """Looks of a lab's hosts at 100 Mbit/s, of which one has 50 or 20: each sends to both others,
+    now more to the one, now to the other.
+    """
+    with gzip.open(RECORDED.with_name("three_hosts.json.gz"), "rt") as file:
+        recorded = json.load(file)
+    for run in recorded:
+        judge, named = Judge(), set()
+        for kept in run["looks"]:
+            held = {name: _tensor(kept[name]) for name in ("samples", "elements", "facts")}
+            seconds = torch.tensor(kept["seconds"]).double()
+            if judge.take(Look(kept["first_step"], seconds, **held)):
+                named.add((judge.named.rank, judge.named.cause) if judge.named else None)
+        assert named - {None} == {(run["rank"], "link")}
 
 
 def _tensor(rows: list[list[float | None]]) -> Tensor:

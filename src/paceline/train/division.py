@@ -253,7 +253,7 @@ class Division:
         if dropped:
             what = "it gets nothing to do (--drop-slow)"
         elif advice.useless == 0:
-            what = "leave its host out of the job: rank 0 is never dropped"
+            what = "rank 0 is never dropped: name another host first (-H), or leave its host out"
         text = (
             f"{who} makes the job slower: a step takes {with_it:.3f} s with it, {without:.3f} s"
             f" without, as its smallest share already takes that long; {what}"

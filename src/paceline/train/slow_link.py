@@ -17,7 +17,8 @@ from paceline.train.pace import PARTS, Look, at_work, facts_of, steps_of
 from paceline.train.vitals import VITALS
 
 SEVERAL = 3  # looks that have to agree: one is a moment of its link like no other
-SLOW = 0.6  # of the best way's rate: one below this is slow
+SLOW, STILL = 0.6, 0.75  # of the best way's rate: one below this is slow; it was before
+ALIKE = 1.4  # times the slowest way's rate: below this a way belongs to the same trouble
 LONGER = 0.4  # of what is worth a name: by that it takes longer in each look
 SLOW_WAY = 0.85  # of the rate of the way back, between two hosts
 STILL_SLOW = 0.90  # of it, without the look in which it was slowest
@@ -98,16 +99,27 @@ def slow_link(looks: Sequence[Look], least: float, named: int | None) -> SlowLin
         named: The rank whose link was the slow one before: it is not taken back for a little.
     """
     least = least if named is None else least / 2
-    found = _slow_in(looks[-SEVERAL:], least, named)
+    found = _slow_in(looks[-SEVERAL:], least, named, looks[:-SEVERAL])
     if found is None and len(looks) >= STEADY:
         found = _slow_in(looks, least, named, steadily=True)
     return found
 
 
 def _slow_in(
-    looks: Sequence[Look], least: float, named: int | None, *, steadily: bool = False
+    looks: Sequence[Look],
+    least: float,
+    named: int | None,
+    former: Sequence[Look] = (),
+    *,
+    steadily: bool = False,
 ) -> SlowLink | None:
-    """The same in all of these looks; ``steadily``: between two hosts a little is enough."""
+    """The same in all of these looks.
+
+    Args:
+        looks, least, named: As above.
+        former: Looks before them: what ways manage that are not seen in these.
+        steadily: Between two hosts a little is enough.
+    """
     moves = torch.cat([look.seconds[0, :, _MOVING] for look in looks])  # the same of all
     moving, known = float(moves.mean()), [look for look in looks if look.facts is not None]
     facts, steps = facts_of(known), steps_of(looks)
@@ -119,34 +131,25 @@ def _slow_in(
     if len(ways.ranks) == 2:
         again = named == ways.ranks[0]
         seconds = _slower_than_back(ways, known, moving, least, again=again, steadily=steadily)
+        found = None if seconds is None else SlowLink(ways.ranks[0], seconds, _told(ways))
     else:
-        seconds = _slower_than_others(ways, known, moving, least)
-    if seconds is None:
+        earlier = [look for look in former if look.facts is not None]
+        found = _slower_than_others(ways, known, earlier, moving, least, named)
+    if found is None:
         return None
-    resent = float(facts[ways.ranks[0], VITALS.index("resent")]) / steps
-    lost, losses = resent / float(ways.bytes[ways.ranks[0]]), _losses(known)
+    resent = facts[found.rank, VITALS.index("resent")] / steps
+    lost, losses = float(resent / ways.bytes[found.rank].clamp(min=1)), _losses(known)
     if max([lost, *(part for _, part, _ in losses.values())]) >= AS_LOST:
-        return _lossy(ways, losses, seconds)
+        return _lossy(ways, losses, found.seconds)
     # A rate is the same in every step; what is lost is sent again in some.
-    if float((moves >= seconds / 2).double().mean()) < MOSTLY:
-        return None
-    return SlowLink(_slow_end(ways), seconds, _told(ways, lost))
+    lasts = float((moves >= found.seconds / 2).double().mean()) >= MOSTLY
+    return found if lasts else None
 
 
-def _slow_end(ways: _Sending) -> int:
-    """Of the slowest way the rank whose link it is: its own, or that of whom it sends to."""
-    rank, other = ways.ranks[0], ways.ranks[1]
-    rates, here, there = ways.rates, ways.here, ways.there
-    nearly = float(rates[other]) < float(rates[rank]) / SLOW
-    # Both to the other and from it the way is slow: it is the one between.
-    return other if nearly and there[rank] == here[other] and there[other] != here[rank] else rank
-
-
-def _told(ways: _Sending, lost: float) -> str:
-    """What was seen, for people; ``lost``: part of the bytes."""
+def _told(ways: _Sending) -> str:
+    """What was seen between two hosts, for people."""
     slow, best = (float(ways.rates[rank]) / 1e6 for rank in (ways.ranks[0], ways.ranks[-1]))
-    again = f", {lost:.1%} sent again" if lost > 0.001 else ""
-    return f"{slow:.1f} MB/s, others {best:.1f}{again}"
+    return f"{slow:.1f} MB/s, others {best:.1f}"
 
 
 def _lossy(ways: _Sending, losses: _Ways, seconds: float) -> SlowLink | None:
@@ -160,16 +163,88 @@ def _lossy(ways: _Sending, losses: _Ways, seconds: float) -> SlowLink | None:
 
 
 def _slower_than_others(
-    ways: _Sending, looks: Sequence[Look], moving: float, least: float
-) -> float | None:
-    """Seconds of a step that the slowest of several ways costs: beside one like the best."""
-    rank, best = ways.ranks[0], ways.ranks[-1]
-    usual = float(ways.rates[best])
-    if float(ways.rates[rank]) > SLOW * usual:
+    ways: _Sending,
+    looks: Sequence[Look],
+    former: Sequence[Look],
+    moving: float,
+    least: float,
+    named: int | None,
+) -> SlowLink | None:
+    """The end that the slow ones of several ways have in common, and what that costs.
+
+    A rank's busiest connection may be another one in each look, so all that were seen count.
+    """
+    ranks = set(ways.ranks)
+    rates = _rates(former, ranks) | _rates(looks, ranks)
+    slowest, best = min(rates.values()), max(rates.values())
+    if slowest > (SLOW if named is None else STILL) * best:
         return None
-    excess = min(moving, float(ways.seconds[rank])) - float(ways.bytes[rank]) / usual
-    more = [_longer(look, rank, best) for look in looks]
-    return excess if excess >= least and min(more) >= LONGER * least else None
+    bad = [way for way, rate in rates.items() if rate <= ALIKE * slowest]
+    host = _slow_end(bad, [way for way in rates if way not in bad])
+    of_host = [rank for rank, one in enumerate(ways.here.tolist()) if one == host]
+    if not of_host:
+        return None
+    rank = max(of_host, key=lambda one: float(ways.seconds[one]))
+    costs = [_most(look, bad, best, moving) for look in looks]
+    known = [cost for cost in costs if cost is not None]
+    if len(known) < max(1, len(looks) - 1) or (named != rank and min(known) < LONGER * least):
+        return None
+    seconds = sum(known) / len(known)
+    told = f"{slowest / 1e6:.1f} MB/s, others {best / 1e6:.1f}"
+    return SlowLink(rank, seconds, told) if seconds >= least else None
+
+
+def _rates(looks: Sequence[Look], ranks: set[int]) -> dict[tuple[float, float], float]:
+    """Bytes a second of each way between two hosts, by the addresses of sender and receiver."""
+    sums: dict[tuple[float, float], list[float]] = {}
+    for look in looks:
+        for rank, (way, sent, seconds) in enumerate(_ways_of(look)):
+            if rank in ranks and way[0] != way[1] and sent > TELLING:
+                one = sums.setdefault(way, [0.0, 0.0])
+                one[0], one[1] = one[0] + sent, one[1] + seconds
+    return {way: sent / max(seconds, 1e-6) for way, (sent, seconds) in sums.items()}
+
+
+def _ways_of(look: Look) -> list[tuple[tuple[float, float], float, float]]:
+    """Of each rank's busiest connection: its ends, bytes and seconds of a step."""
+    assert look.facts is not None
+    columns = [VITALS.index(name) for name in ("here", "there", "sent", "sending")]
+    steps = look.samples.shape[1] * look.every
+    rows = look.facts[:, columns].tolist()
+    return [((here, there), sent / steps, seconds / steps) for here, there, sent, seconds in rows]
+
+
+def _most(
+    look: Look, bad: Sequence[tuple[float, float]], best: float, moving: float
+) -> float | None:
+    """Seconds of a step that its slowest way costs beside the best; ``None``: none was seen.
+
+    Args:
+        look: Of some steps.
+        bad: The slow ways.
+        best: Bytes a second of the best one.
+        moving: Seconds of a step in which bytes move and nothing else happens.
+    """
+    ways = [one for one in _ways_of(look) if one[0] in bad]
+    return max((min(moving, took) - sent / best for _, sent, took in ways), default=None)
+
+
+def _slow_end(
+    bad: Sequence[tuple[float, float]], good: Sequence[tuple[float, float]]
+) -> float | None:
+    """The host that all slow ways have in common; ``None`` where several may be meant.
+
+    One that no quick way touches is slow both ways. Otherwise it is slow in what it sends, or in
+    what it receives.
+    """
+    sound = {end for way in good for end in way}
+    both = {end for way in bad for end in way if all(end in one for one in bad)} - sound
+    if len(both) == 1:
+        return both.pop()
+    senders, receivers = {here for here, _ in bad}, {there for _, there in bad}
+    if len(senders) == 1:
+        return senders.pop()
+    return receivers.pop() if len(receivers) == 1 else None
 
 
 def _slower_than_back(
@@ -185,25 +260,25 @@ def _slower_than_back(
 
     Each of the two waits for the other's bytes and for its answers, so the way back is slower,
     too, and a healthy network of two has one that is a little slower at any time. So it must be
-    slower without the look in which it was slowest, too, and clearly so or for long, and looks
-    with steps that something has held up do not count.
+    slower without the look in which it was slowest, too, and clearly so or for long; of a few looks
+    those with steps that something has held up do not count. What a link like any other would
+    spare is not seen of two: it is taken to be half of the time.
     """
     rank, other = ways.ranks
-    excess = min(moving, float(ways.seconds[rank])) - moving / 2
-    if excess < least:
+    seconds = min(moving, float(ways.seconds[rank])) - moving / 2
+    counted = [look for look in looks if steadily or again or _held_up(look) <= AS_HELD_UP]
+    if seconds < least or len(counted) < max(SEVERAL - 1, MOSTLY * len(looks)):
         return None
-    if again or steadily:
-        beside = float(ways.rates[rank] / ways.rates[other])
-        return excess if beside <= (SLOW_AGAIN if again else SLOW_STEADILY) else None
-    sound = [look for look in looks if _held_up(look) <= AS_HELD_UP]
-    if len(sound) < max(SEVERAL - 1, MOSTLY * len(looks)):
-        return None
-    each = torch.stack([_of_pair(look, rank, other) for look in sound])
-    every, steps = each.sum(dim=0), steps_of(sound)
-    more = float(every[1, 0] - every[1, 1]) / steps
+    each = torch.stack([_of_pair(look, rank, other) for look in counted])
+    every = each.sum(dim=0)
+    if again:
+        return seconds if _beside(every) <= SLOW_AGAIN else None
     slowest = min(range(len(each)), key=lambda one: _beside(each[one]))
+    if _beside(every - each[slowest]) > STILL_SLOW:
+        return None
+    more = float(every[1, 0] - every[1, 1]) / steps_of(counted)
     clearly = _beside(every) <= SLOW_WAY and more >= CLEARLY
-    return excess if clearly and _beside(every - each[slowest]) <= STILL_SLOW else None
+    return seconds if clearly or (steadily and _beside(every) <= SLOW_STEADILY) else None
 
 
 def _held_up(look: Look) -> float:
@@ -227,13 +302,6 @@ def _of_pair(look: Look, rank: int, other: int) -> Tensor:
 def _beside(pair: Tensor) -> float:
     """The first one's rate as a part of the other's, of bytes and seconds ``[2, the two]``."""
     return float(pair[0, 0] / pair[1, 0] * pair[1, 1] / pair[0, 1])
-
-
-def _longer(look: Look, rank: int, other: int) -> float:
-    """Seconds of a step by which a rank's bytes are longer on their way than another's."""
-    assert look.facts is not None
-    each = look.facts[:, VITALS.index("sending")] / (look.samples.shape[1] * look.every)
-    return float(each[rank] - each[other])
 
 
 def _losses(looks: Sequence[Look]) -> _Ways:

@@ -219,7 +219,8 @@ def test_of_many_hosts_some_numbers_are_forecast() -> None:
 
 
 @pytest.mark.parametrize(
-    ("price", "said"), [(12345.678, "12,345.68"), (0.5, "0.50"), (0.0123, "0.012")]
+    ("price", "said"),
+    [(12345.678, "12,345.68"), (0.5, "0.50"), (0.0123, "0.012"), (1e-8, "<0.001")],
 )
 def test_little_money_is_told_too(price: float, said: str) -> None:
     known = two_hosts(0.01, 0.004, 0.3)

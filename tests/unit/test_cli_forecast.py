@@ -446,6 +446,7 @@ def test_the_fastest_hosts_of_a_forecast_are_taken(tmp_path: Path) -> None:
     job, cluster = job_on(3)
     chosen, why = forecast.fastest_of(job, cluster, run)
     assert [host.name for host in chosen.hosts] == ["n1", "n3"]
+    assert chosen.among == ("n1", "n2", "n3")  # of which weights may be stated
     assert "n1, n3 (2 of 3 hosts): 0.1 s a step" in why
     with pytest.raises(SettingError, match="needs a forecast") as raised:  # n4 was not looked at
         forecast.fastest_of(job, job_on(4)[1], run)

@@ -6,15 +6,17 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from paceline.launch import decide, view
 from paceline.launch.decide import Found, Place, Supplies
 from paceline.launch.entry import entry_argv
+from paceline.launch.prepare import Request, names_of
 from paceline.recipes.data import on_this_host
 from paceline.remote.network import NodeNetwork
+from paceline.remote.transport import Transport
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Data, Entry, Environment, Job
@@ -546,3 +548,20 @@ def test_what_was_sent_besides_is_told_to_the_ranks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(name, told.value)
     assert on_this_host(Path("/w/runs/1/model")) == Path("/c/jobs/x/input0/model")
     assert on_this_host(Path("/w/runs/10")) == Path("/w/runs/10")
+
+
+@pytest.mark.parametrize(
+    ("described", "came", "among", "names"),
+    [
+        ("n1 n2 n3", "n1 n3", "", "n1 n2 n3"),  # one is away
+        ("n1 n3", "n1 n3", "n1 n2 n3", "n1 n2 n3"),  # chosen among others
+        ("node0 node1", "n1 n2", "", "n1 n2"),  # typed on each: nobody knew who would come
+        ("node0 node1", "n1", "", ""),
+    ],
+)
+def test_ranks_are_told_the_names_of_all_hosts(
+    described: str, came: str, among: str, names: str
+) -> None:
+    hosts, there = (tuple(map(Host, text.split())) for text in (described, came))
+    request = Request(job(), hosts, cast(Transport, None), among=tuple(among.split()))
+    assert names_of(request, there) == tuple(names.split())

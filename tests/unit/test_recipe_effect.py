@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 from pathlib import Path
 
@@ -84,7 +85,14 @@ def test_weights_of_hosts_may_be_a_table_of_the_file() -> None:
     assert (options.balance, options.micro_batch) == ("n1=3,n2=1.5", "n2=8")
 
 
-@pytest.mark.parametrize(("key", "value"), [("drop_slow", "yes"), ("steps", "many"), ("steps", [])])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("drop_slow", "yes"), ("steps", "many"), ("steps", []), ("balance", {"n1": "a"}),
+        ("balance", {}), ("balance", True), ("micro_batch", {"n1": 1.5}), ("steps", {"n1": 3}),
+        ("steps", datetime.date(2000, 1, 1)),
+    ],
+)  # fmt: skip
 def test_what_the_file_says_wrongly_is_the_files(key: str, value: object) -> None:
     with pytest.raises(SettingError, match=r"paceline.toml \[train.image\] " + key):
         from_table("image", {key: value})

@@ -23,7 +23,7 @@ from paceline.train import balance
 from paceline.train.balance import Controller, even
 from paceline.train.comms import Comms
 from paceline.train.data import Fetch
-from paceline.train.division import Division
+from paceline.train.division import Division, wished
 from paceline.train.journal import Journal
 from paceline.train.loader import Loader, Progress
 from paceline.train.models import Models
@@ -336,6 +336,13 @@ def test_weights_are_for_all_hosts_of_the_plan_whoever_is_there() -> None:
         division.check({"n1": 3, "n2": 1, "n3": 1}, False, 8)
     with pytest.raises(SettingError, match="no weight for n2"):
         division.check({"n1": 3}, False, 8)
+
+
+def test_a_script_says_weights_as_a_mapping_or_as_they_are_typed() -> None:
+    assert wished("n1=3,n2=1") == {"n1": 3.0, "n2": 1.0} == wished({"n1": 3.0, "n2": 1.0})
+    assert wished("auto") == "auto"
+    with pytest.raises(SettingError, match="balance='Auto' cannot be understood"):
+        wished("Auto")
 
 
 def test_a_resumed_run_has_its_shares() -> None:

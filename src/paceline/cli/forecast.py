@@ -24,7 +24,7 @@ from paceline.bench.forecast import Probe
 from paceline.cli.flags import Number, Seconds
 from paceline.cli.launch import FORECASTS, forecasts_near, job_of, launch_options, prepare
 from paceline.cli.runs import find_run
-from paceline.cli.train import options_of, training
+from paceline.cli.train import options_of, refuse_names, training
 from paceline.cli.verb import Verb, say
 from paceline.cli.via import Via, submit, transport_of
 from paceline.launch.entry import entry_of, opens_store, preload_of
@@ -112,7 +112,7 @@ def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], modu
     from paceline.rundir.directory import fresh_path
 
     folder = out or fresh_path(Path(rundir.DEFAULT_PARENT), FORECASTS.rstrip("-"))
-    with job_for(ctx, what, args, module) as (job, package):
+    with job_for(ctx, what, args, module, cluster, via) as (job, package):
         if via.kind == "submit":
             ctx.exit(submit(ctx, job, folder, via.scheduler, "--out"))
         hosts = choose_hosts(job, cluster)
@@ -169,18 +169,19 @@ def unwritable(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def job_for(ctx: click.Context, what: str, args: tuple[str, ...],
-            module: bool) -> Iterator[tuple[Job, bool]]:  # fmt: skip
+def job_for(ctx: click.Context, what: str, args: tuple[str, ...], module: bool,
+            cluster: Cluster, via: Via) -> Iterator[tuple[Job, bool]]:  # fmt: skip
     """The job that is tried, and whether our own package goes with it.
 
     Raises:
-        SettingError: It does not train with paceline.train.
+        SettingError: It does not train with paceline.train, or not on these hosts.
     """
     if what in RECIPES and not module and not Path(what).is_file():
         options = options_of(ctx, what, args)
         if options.find_lr or options.find_batch:
             raise SettingError("--find-lr and --find-batch train nothing that could be forecast")
         with training(ctx, what, options) as job:
+            refuse_names(options, job, cluster, via)
             yield job, True
         return
     if not module and not Path(what).exists():
@@ -441,7 +442,8 @@ def fastest_of(job: Job, cluster: Cluster, run: Path) -> tuple[Cluster, str]:
             "--fastest chooses how many hosts are taken, and so does --nnodes",
             remedy="Leave out one of the two",
         )
-    names = {host.name for host in cluster.hosts}
+    names_of = [host.name for host in cluster.hosts]
+    names = set(names_of)
     command, others = known_by(asdict(job.entry)), list[str]()
     folders, files = forecasts_near(run)
     for path in sorted(filter(is_regular, files), key=_changed, reverse=True):
@@ -467,7 +469,8 @@ def fastest_of(job: Job, cluster: Cluster, run: Path) -> tuple[Cluster, str]:
             hosts = tuple(host for host in cluster.hosts if host.name in best["names"])
             many = f"{len(hosts)} of {counted(len(names), 'host')}"
             why = f"fastest by {path}: {', '.join(host.name for host in hosts)} ({many}):"
-            return replace(cluster, hosts=hosts), f"{why} {lasting(best['seconds'])} a step"
+            chosen = replace(cluster, hosts=hosts, among=tuple(names_of))
+            return chosen, f"{why} {lasting(best['seconds'])} a step"
     looked = f"looked at {len(files)} in {', '.join(map(str, sorted(folders)))}"
     raise SettingError(
         "--fastest needs a forecast of this command on these hosts",

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from paceline.launch.entry import COMPILER
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
 from paceline.recipes.argv import as_flags, known, option_names, typed_in
 from paceline.recipes.effect import has_effect
-from paceline.recipes.options import Options
+from paceline.recipes.options import Options, limits_of
 from paceline.recipes.reference import catalogue
 from paceline.spec.balance import refuse_weights, weights_of
 from paceline.spec.errors import SettingError
@@ -67,14 +67,14 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
     options = options_of(ctx, name, argv)
     cluster, via = prepare(ctx)
     with training(ctx, name, options) as job:
-        refuse_names(options, job, cluster, via, fastest=ctx.params["fastest"])
+        refuse_names(options, job, cluster, via)
         return launch(ctx, job, cluster, via, package=True, after=_where)
 
 
-def refuse_names(options: Options, job: Job, cluster: Cluster, via: Via, *, fastest: bool) -> None:
+def refuse_names(options: Options, job: Job, cluster: Cluster, via: Via) -> None:
     """SettingError for weights of other hosts, before anything starts; the ranks look, too."""
     weights = weights_of(options.balance)
-    if isinstance(weights, str) or fastest or via.kind != "run" or not via.scheduler.knows_hosts:
+    if isinstance(weights, str) or via.kind != "run" or not via.scheduler.knows_hosts:
         return
     from paceline.launch.decide import choose_hosts
 
@@ -184,6 +184,10 @@ def with_data(job: Job, folder: str) -> Job:
     return dataclasses.replace(job, entry=entry, inputs=(*job.inputs, Input(folder)))
 
 
+OF_HOSTS: dict[str, Callable[[str], object]] = {"balance": weights_of, "micro-batch": limits_of}
+"""Options that may have a number for each host, and what understands them."""
+
+
 def from_table(name: str, table: Mapping[str, Any]) -> list[str]:
     """The flags that ``[train.NAME]`` of paceline.toml stands for.
 
@@ -193,15 +197,19 @@ def from_table(name: str, table: Mapping[str, Any]) -> list[str]:
     kind, where = recipe(name).options, f"paceline.toml [train.{name}]"
     flags: list[str] = []
     for key, value in table.items():
-        known(where, key.replace("_", "-"), option_names(kind))
-        if isinstance(value, dict):  # of hosts: balance = { n1 = 3, n2 = 1 }
-            value = ",".join(f"{host}={one}" for host, one in value.items())
-        words = as_flags(f"--{key.replace('_', '-')}", value)
+        flag = key.replace("_", "-")
+        known(where, flag, option_names(kind))
+        asked = value
+        if isinstance(value, dict) and flag in OF_HOSTS:  # balance = { n1 = 3, n2 = 1 }
+            asked = ",".join(f"{host}={one}" for host, one in value.items())
+        words = as_flags(f"--{flag}", asked)
         try:
             typed_in(kind, words, where)
+            if flag in OF_HOSTS:
+                OF_HOSTS[flag](str(asked))
         except SettingError as error:
             raise SettingError(
-                f"{where} {key} = {json.dumps(value)} cannot be understood",
+                f"{where} {key} = {json.dumps(value, default=str)} cannot be understood",
                 found=error.message,
                 remedy=f"paceline train {name} --help-all lists all options with their values",
             ) from None

@@ -645,7 +645,7 @@ def request_of(job: Job, cluster: Cluster, transport: Transport, package: Packag
     """A job on the hosts of a cluster that it asks for. SettingError when there are too few."""
     hosts = decide.choose_hosts(job, cluster)
     request = Request(job, hosts, transport, package, tuple(cluster.notes), inspect, plan,
-                      keep_warm_s)  # fmt: skip
+                      keep_warm_s, among=cluster.among)  # fmt: skip
     if left is not None:
         return replace(request, run_id=left.run_id, supplies=left.supplies)
     return replace(request, run_id=plan.run_id) if plan else request

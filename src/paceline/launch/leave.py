@@ -320,9 +320,9 @@ class _Start:
         leaving = self._leaving
         hidden = Redactor(secrets_of(leaving.job, leaving.cluster))
         here = trees is None
-        cluster = Cluster(tuple(
+        cluster = replace(leaving.cluster, hosts=tuple(
             host if here else _seen_from_elsewhere(host) for host in leaving.cluster.hosts
-        ), leaving.cluster.source, leaving.cluster.notes)  # fmt: skip
+        ))  # fmt: skip
         return {
             "run_id": self._request.run_id,
             "key": self._key.hex(),

@@ -63,6 +63,7 @@ class Request:
             in seconds.
         supplies: What may have to be sent to the nodes, where that was read before.
         run_id: Names the run.
+        among: Names of all hosts that were described, where ``hosts`` were chosen among them.
     """
 
     job: Job
@@ -75,6 +76,7 @@ class Request:
     keep_warm_s: float = 0.0
     supplies: Supplies | None = None
     run_id: str = field(default_factory=lambda: secrets.token_hex(6))
+    among: tuple[str, ...] = ()
 
     @property
     def least(self) -> int:
@@ -218,10 +220,23 @@ def plan_of(request: Request, fleet: Fleet, supplies: Supplies, port: Setting[in
         request.job, request.run_id, found, supplies, port, notes, attempt, spares
     )
     dialects = (*request.transport.dialects, *plan.dialects)
-    there, meant = ([host.name for host in hosts] for hosts in (fleet.hosts, request.hosts))
-    if not set(meant).issuperset(there):  # nobody knew who would come: these stand for places
-        meant = there if len(there) == len(meant) else []
-    return replace(plan, dialects=dialects, hosts=tuple(meant))
+    return replace(plan, dialects=dialects, hosts=names_of(request, fleet.hosts))
+
+
+def names_of(request: Request, there: Sequence[Host]) -> tuple[str, ...]:
+    """Of all hosts on which the job may run; none where nobody knows them yet.
+
+    Args:
+        request: What is to run, and where.
+        there: Hosts that are connected.
+    """
+    if request.among:
+        return request.among
+    came, meant = ([host.name for host in hosts] for hosts in (there, request.hosts))
+    if set(meant).issuperset(came):
+        return tuple(meant)
+    # Nobody knew who would come: what is described stands for places.
+    return tuple(came) if len(came) == len(meant) else ()
 
 
 async def get_to_know(node: Node, fleet: Fleet, request: Request, supplies: Supplies) -> None:

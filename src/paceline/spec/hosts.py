@@ -56,11 +56,13 @@ class Cluster:
         source: Where the description came from, for people ("hostfile, line form: openmpi").
         notes: Choices made where the description was ambiguous, one sentence each
             ("`a:2` was read as 2 slots").
+        among: Names of all hosts that were described, where these were chosen among them.
     """
 
     hosts: tuple[Host, ...]
     source: str = ""
     notes: tuple[str, ...] = ()
+    among: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [host.name for host in self.hosts]

@@ -40,6 +40,20 @@ LOOKS = 8
 _OF_STATISTICS = 4  # samples from which batch normalisation makes its statistics, at least
 
 
+def wished(said: str | Mapping[str, float]) -> Wish:
+    """What a script asks for, also as it would be typed. SettingError where that is nothing."""
+    if not isinstance(said, str):
+        return said
+    try:
+        return balance.weights_of(said)
+    except SettingError as error:
+        raise SettingError(
+            f"balance={said!r} cannot be understood",
+            found=error.found,
+            remedy='balance="auto", "even", or a weight for each host: "n1=3,n2=1"',
+        ) from None
+
+
 class Division:
     """A session's shares. Every rank has one and calls it in the same order.
 

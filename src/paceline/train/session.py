@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import rundir
-from paceline.spec.balance import weights_of
 from paceline.spec.communication import refuse
 from paceline.spec.errors import JobError, SettingError
 from paceline.spec.failure import ASTRAY
@@ -37,7 +36,7 @@ from paceline.train.communication import choice
 from paceline.train.communication.choice import Communication
 from paceline.train.counted import Counted
 from paceline.train.data import Collate, Data, Fetch, allowed, loader_workers, order_of
-from paceline.train.division import LOOKS, Division, Wish, needs_two
+from paceline.train.division import LOOKS, Division, needs_two, wished
 from paceline.train.exchange import Exchange
 from paceline.train.insync import Proof
 from paceline.train.loader import Batch, Loader, Shard, check_limit
@@ -321,7 +320,7 @@ class Session(Member):
         elif lengths is not None:
             visited = by_length(visited, lengths, global_batch)
         check_limit(limit)
-        wish: Wish = weights_of(balance) if isinstance(balance, str) else balance
+        wish = wished(balance)
         if self._probe is not None:  # hosts are tried alone, too
             wish, drop_slow = self._probe.shared_by(wish), False
         self._division.check(wish, drop_slow, global_batch)

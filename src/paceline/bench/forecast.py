@@ -755,9 +755,9 @@ def table(found: Sequence[Forecast], known: Model) -> str:
 
 def _money(price: float) -> str:
     """In whole hundredths, but for what is less than a few of them."""
-    if price and price < 0.001:
+    if 0 < price < 0.001:
         return "<0.001"
-    return f"{price:,.2f}" if price >= 0.095 or not price else f"{price:.2g}"
+    return f"{price:.2g}" if 0 < price < 0.095 else f"{price:,.2f}"
 
 
 def conclusion(found: Sequence[Forecast]) -> str:

@@ -442,8 +442,8 @@ def fastest_of(job: Job, cluster: Cluster, run: Path) -> tuple[Cluster, str]:
             "--fastest chooses how many hosts are taken, and so does --nnodes",
             remedy="Leave out one of the two",
         )
-    names_of = [host.name for host in cluster.hosts]
-    names = set(names_of)
+    described = tuple(host.name for host in cluster.hosts)
+    names = set(described)
     command, others = known_by(asdict(job.entry)), list[str]()
     folders, files = forecasts_near(run)
     for path in sorted(filter(is_regular, files), key=_changed, reverse=True):
@@ -469,7 +469,7 @@ def fastest_of(job: Job, cluster: Cluster, run: Path) -> tuple[Cluster, str]:
             hosts = tuple(host for host in cluster.hosts if host.name in best["names"])
             many = f"{len(hosts)} of {counted(len(names), 'host')}"
             why = f"fastest by {path}: {', '.join(host.name for host in hosts)} ({many}):"
-            chosen = replace(cluster, hosts=hosts, among=tuple(names_of))
+            chosen = replace(cluster, hosts=hosts, among=described)
             return chosen, f"{why} {lasting(best['seconds'])} a step"
     looked = f"looked at {len(files)} in {', '.join(map(str, sorted(folders)))}"
     raise SettingError(

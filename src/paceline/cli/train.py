@@ -19,7 +19,7 @@ from paceline.cli.verb import ALL, Verb, say
 from paceline.cli.via import Via
 from paceline.launch.entry import COMPILER
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
-from paceline.recipes.argv import as_flags, known, option_names, typed_in
+from paceline.recipes.argv import as_flags, known, option_names, values
 from paceline.recipes.effect import has_effect
 from paceline.recipes.options import Options, limits_of
 from paceline.recipes.reference import catalogue
@@ -184,7 +184,7 @@ def with_data(job: Job, folder: str) -> Job:
     return dataclasses.replace(job, entry=entry, inputs=(*job.inputs, Input(folder)))
 
 
-OF_HOSTS: dict[str, Callable[[str], object]] = {"balance": weights_of, "micro-batch": limits_of}
+OF_HOSTS: dict[str, Callable[[str], object]] = {"balance": weights_of, "micro_batch": limits_of}
 """Options that may have a number for each host, and what understands them."""
 
 
@@ -195,26 +195,36 @@ def from_table(name: str, table: Mapping[str, Any]) -> list[str]:
         SettingError: A key is no option of the recipe, or its value none of the option.
     """
     kind, where = recipe(name).options, f"paceline.toml [train.{name}]"
-    flags: list[str] = []
+    names, asked = option_names(kind), dict[str, list[str]]()
     for key, value in table.items():
         flag = key.replace("_", "-")
-        known(where, flag, option_names(kind))
-        asked = value
-        if isinstance(value, dict) and flag in OF_HOSTS:  # balance = { n1 = 3, n2 = 1 }
-            asked = ",".join(f"{host}={one}" for host, one in value.items())
-        words = as_flags(f"--{flag}", asked)
-        try:
-            typed_in(kind, words, where)
-            if flag in OF_HOSTS:
-                OF_HOSTS[flag](str(asked))
-        except SettingError as error:
-            raise SettingError(
-                f"{where} {key} = {json.dumps(value, default=str)} cannot be understood",
-                found=error.message,
-                remedy=f"paceline train {name} --help-all lists all options with their values",
-            ) from None
-        flags += words
+        known(where, flag, names)
+        if isinstance(value, dict) and key.replace("-", "_") in OF_HOSTS:
+            value = ",".join(f"{host}={one}" for host, one in value.items())
+        asked[key] = as_flags(f"--{flag}", value)
+    flags = [word for words in asked.values() for word in words]
+    try:
+        refuse_values(kind, flags, where)
+    except SettingError:
+        for key, words in asked.items():  # which it is
+            try:
+                refuse_values(kind, words, where)
+            except SettingError as error:
+                raise SettingError(
+                    f"{where} {key} = {json.dumps(table[key], default=str)} cannot be understood",
+                    found=error.message,
+                    remedy=f"paceline train {name} --help-all lists all options with their values",
+                ) from None
+        raise
     return flags
+
+
+def refuse_values(kind: type[Options], flags: Sequence[str], where: str) -> None:
+    """SettingError for a value that is none of its option."""
+    said = values(kind, flags, where)
+    for field, understand in OF_HOSTS.items():
+        if field in said:
+            understand(str(said[field]))
 
 
 def recipe_job(ctx: click.Context, name: str, options: Options) -> Job:

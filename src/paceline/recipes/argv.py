@@ -62,7 +62,7 @@ def parse(kind: type[O], argv: Sequence[str], prog: str) -> O:
         raise SystemExit(0)
     rest, default = _from_record(kind, list(argv))
     start: Any = kind() if default is None else default
-    made: O = dataclasses.replace(start, **_values(kind, rest, prog))
+    made: O = dataclasses.replace(start, **values(kind, rest, prog))
     return made
 
 
@@ -73,10 +73,10 @@ def typed_in(kind: type, argv: Sequence[str], prog: str) -> frozenset[str]:
         place = without.index("--like")
         del without[place : place + 2]
     words = [word for word in without if not word.startswith("--like=")]
-    return frozenset(_values(kind, words, prog))
+    return frozenset(values(kind, words, prog))
 
 
-def _values(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
+def values(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
     """What flags say, by field."""
     parser = _Parser(prog, option_names(kind))
     hints = typing.get_type_hints(kind)

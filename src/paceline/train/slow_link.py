@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,10 @@ LONGER = 0.4  # of what is worth a name: by that it takes longer in each look
 SLOW_WAY = 0.85  # of the rate of the way back, between two hosts
 STILL_SLOW = 0.90  # of it, without the look in which it was slowest
 CLEARLY = 0.006  # seconds of a step: more than what comes of a kernel that counts in ticks of 4 ms
-STEADY, SLOW_STEADILY = 9, 0.83  # looks, after which less is enough: it is below this in them all
+STEADY, SLOW_STEADILY = (
+    9,
+    0.83,
+)  # looks, after which less is enough: below this in all of them together
 SLOW_AGAIN = 0.92  # of it: a way that was named before keeps its name
 HELD_UP, AS_HELD_UP = 1.25, 0.1  # times the usual step; part of a look that says nothing then
 MOSTLY = 2 / 3  # of the steps are slow on a slow link, whose bytes may be hidden behind computing
@@ -34,7 +38,8 @@ AS_LOSSY = 0.25  # of the worst: a connection that loses so much belongs to the 
 SURELY = 5_000  # bytes sent again, below which it may be chance
 ACQUITS = 200_000  # bytes that came through without such losses: both ends are sound
 _WAITING, _MOVING = PARTS.index("waiting"), PARTS.index("moving")
-_Ways = dict[tuple[float, float], tuple[float, float, float]]
+_Way = tuple[float, float]  # the addresses of sender and receiver
+_Ways = dict[_Way, tuple[float, float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +86,11 @@ def _sending(looks: Sequence[Look], facts: Tensor, steps: int) -> _Sending:
     names = ("sent", "sending", "here", "there")
     sent, seconds, here, there = (facts[:, VITALS.index(name)] for name in names)
     found = _Sending(sent / steps, seconds / steps, here, there, [])
-    # Who has no share sends its zeros while the others, which are to take them, compute.
     # A host's own ranks are near, and a connection that was busy once says nothing of later.
-    least = torch.stack([look.facts[:, VITALS.index("sent")] / (look.samples.shape[1] * look.every)
+    least = torch.stack([look.facts[:, VITALS.index("sent")] / steps_of([look])
                          for look in looks if look.facts is not None]).amin(dim=0)  # fmt: skip
     far = (here != there) & (least > TELLING)
+    # Who has no share sends its zeros while the others, which are to take them, compute.
     asked = [rank for rank in at_work(looks) if far[rank]]
     return replace(found, ranks=sorted(asked, key=lambda rank: float(found.rates[rank])))
 
@@ -121,9 +126,12 @@ def _slow_in(
         steadily: Between two hosts a little is enough.
     """
     moves = torch.cat([look.seconds[0, :, _MOVING] for look in looks])  # the same of all
-    moving, known = float(moves.mean()), [look for look in looks if look.facts is not None]
-    facts, steps = facts_of(known), steps_of(looks)
-    if moving < least / 2 or facts is None:  # what nearly always is the case ends here
+    moving = float(moves.mean())
+    if moving < least / 2:  # what nearly always is the case ends here
+        return None
+    known, steps = [look for look in looks if look.facts is not None], steps_of(looks)
+    facts = facts_of(known)
+    if facts is None:
         return None
     ways = _sending(known, facts, steps)
     if len(ways.ranks) < 2 or (steadily and len(ways.ranks) > 2):
@@ -142,8 +150,10 @@ def _slow_in(
     if max([lost, *(part for _, part, _ in losses.values())]) >= AS_LOST:
         return _lossy(ways, losses, found.seconds)
     # A rate is the same in every step; what is lost is sent again in some.
-    lasts = float((moves >= found.seconds / 2).double().mean()) >= MOSTLY
-    return found if lasts else None
+    if float((moves >= found.seconds / 2).double().mean()) < MOSTLY:
+        return None
+    losing = f", {lost:.1%} sent again" if lost > 0.001 else ""
+    return replace(found, detail=found.detail + losing)
 
 
 def _told(ways: _Sending) -> str:
@@ -194,29 +204,35 @@ def _slower_than_others(
     return SlowLink(rank, seconds, told) if seconds >= least else None
 
 
-def _rates(looks: Sequence[Look], ranks: set[int]) -> dict[tuple[float, float], float]:
-    """Bytes a second of each way between two hosts, by the addresses of sender and receiver."""
-    sums: dict[tuple[float, float], list[float]] = {}
+class _Sent(NamedTuple):
+    """What a rank sent on its busiest connection, altogether."""
+
+    way: _Way
+    bytes: float
+    seconds: float
+    again: float  # bytes that were sent again
+
+
+def _sent_in(look: Look) -> list[_Sent]:
+    """By rank."""
+    assert look.facts is not None
+    names = ("here", "there", "sent", "sending", "resent")
+    rows = look.facts[:, [VITALS.index(name) for name in names]].tolist()
+    return [_Sent((here, there), *rest) for here, there, *rest in rows]
+
+
+def _rates(looks: Sequence[Look], ranks: set[int]) -> dict[_Way, float]:
+    """Bytes a second of each way between two hosts."""
+    sums: dict[_Way, list[float]] = {}
     for look in looks:
-        for rank, (way, sent, seconds) in enumerate(_ways_of(look)):
-            if rank in ranks and way[0] != way[1] and sent > TELLING:
+        for rank, (way, sent, seconds, _) in enumerate(_sent_in(look)):
+            if rank in ranks and way[0] != way[1] and sent > TELLING * steps_of([look]):
                 one = sums.setdefault(way, [0.0, 0.0])
                 one[0], one[1] = one[0] + sent, one[1] + seconds
     return {way: sent / max(seconds, 1e-6) for way, (sent, seconds) in sums.items()}
 
 
-def _ways_of(look: Look) -> list[tuple[tuple[float, float], float, float]]:
-    """Of each rank's busiest connection: its ends, bytes and seconds of a step."""
-    assert look.facts is not None
-    columns = [VITALS.index(name) for name in ("here", "there", "sent", "sending")]
-    steps = look.samples.shape[1] * look.every
-    rows = look.facts[:, columns].tolist()
-    return [((here, there), sent / steps, seconds / steps) for here, there, sent, seconds in rows]
-
-
-def _most(
-    look: Look, bad: Sequence[tuple[float, float]], best: float, moving: float
-) -> float | None:
+def _most(look: Look, bad: Sequence[_Way], best: float, moving: float) -> float | None:
     """Seconds of a step that its slowest way costs beside the best; ``None``: none was seen.
 
     Args:
@@ -225,13 +241,18 @@ def _most(
         best: Bytes a second of the best one.
         moving: Seconds of a step in which bytes move and nothing else happens.
     """
-    ways = [one for one in _ways_of(look) if one[0] in bad]
-    return max((min(moving, took) - sent / best for _, sent, took in ways), default=None)
+    steps = steps_of([look])
+    return max(
+        (
+            min(moving, one.seconds / steps) - one.bytes / steps / best
+            for one in _sent_in(look)
+            if one.way in bad
+        ),
+        default=None,
+    )
 
 
-def _slow_end(
-    bad: Sequence[tuple[float, float]], good: Sequence[tuple[float, float]]
-) -> float | None:
+def _slow_end(bad: Sequence[_Way], good: Sequence[_Way]) -> float | None:
     """The host that all slow ways have in common; ``None`` where several may be meant.
 
     One that no quick way touches is slow both ways. Otherwise it is slow in what it sends, or in
@@ -312,15 +333,13 @@ def _losses(looks: Sequence[Look]) -> _Ways:
     Returns:
         By addresses of sender and receiver: bytes sent, part of them and bytes sent again.
     """
-    sums: dict[tuple[float, float], list[float]] = {}
-    columns = [VITALS.index(name) for name in ("here", "there", "sent", "resent")]
+    sums: dict[_Way, list[float]] = {}
     for look in looks:
-        if look.facts is not None:
-            for here, there, sent, resent in look.facts[:, columns].tolist():
-                if here != there and sent > 0 and resent >= 0:  # all of them are known
-                    way = sums.setdefault((here, there), [0.0, 0.0])
-                    way[0], way[1] = way[0] + sent, way[1] + resent
-    return {way: (sent, resent / sent, resent) for way, (sent, resent) in sums.items()}
+        for way, sent, _, again in _sent_in(look):
+            if way[0] != way[1] and sent > 0 and again >= 0:  # all of them are known
+                one = sums.setdefault(way, [0.0, 0.0])
+                one[0], one[1] = one[0] + sent, one[1] + again
+    return {way: (sent, again / sent, again) for way, (sent, again) in sums.items()}
 
 
 def _common_end(losses: _Ways) -> float | None:

@@ -51,6 +51,14 @@ def over(site: Site, job: Launch) -> Ended:
     return job.end()
 
 
+def interrupted(job: Launch) -> Ended:
+    """By Ctrl-C, for what was to be seen has been."""
+    job.signal(signal.SIGINT)
+    ended = job.end()
+    assert ended.code == 130, ended.err
+    return ended
+
+
 def places(text: str) -> list[str]:
     """What each start of a rank was told of its place."""
     return re.findall(r"began \S+ (.*), run", text)
@@ -98,9 +106,7 @@ def test_begins_with_the_least_and_takes_in_who_is_late(site: Site) -> None:
         assert "beginning with 1 of 2 hosts, without n2 (" in job.err
         site.lab.undo("power-off", "n2")
         job.wait_for("rank 1 of 2")
-        job.signal(signal.SIGINT)
-        ended = job.end()
-    assert ended.code == 130, ended.err
+        ended = interrupted(job)
     assert "n2 is here; starting all nodes again" in ended.err
 
 
@@ -123,16 +129,12 @@ def test_stated_weights_while_a_host_is_away(site: Site) -> None:
         job.wait_for("shares of the global batch: n1 60, n2 20")
         site.lab.undo("power-off", "n3")
         job.wait_for("shares of the global batch: n1 48, n2 16, n3 16")
-        job.signal(signal.SIGINT)
-        ended = job.end()
-    assert ended.code == 130, ended.err
+        ended = interrupted(job)
     assert "beginning with 2 of 3 hosts, without n3 (" in ended.err
     site.lab.fault("power-off", "n2")
     with Launch(site, argv, directory) as job:
         job.wait_for("shares of the global batch: n1 60, n3 20")
-        job.signal(signal.SIGINT)
-        ended = job.end()
-    assert ended.code == 130, ended.err
+        ended = interrupted(job)
     assert "resumed" in ended.out + ended.err
 
 
@@ -141,9 +143,7 @@ def test_who_trains_on_still_knows_the_hosts_that_are_gone(site: Site) -> None:
         job.wait_for("an epoch of 3", times=3)
         site.lab.fault("power-off", "n2")
         job.wait_for("an epoch of 2", times=2)
-        job.signal(signal.SIGINT)
-        ended = job.end()
-    assert ended.code == 130, ended.err
+        ended = interrupted(job)
     assert "shares of the global batch: n1 60, n3 20" in ended.out + ended.err
     assert "starting all nodes again" not in ended.err
 
@@ -238,8 +238,6 @@ def test_a_session_takes_a_late_host_in_and_a_spare_in_its_place(site: Site) -> 
         job.wait_for("[1]")
         site.lab.undo("power-off", "n3")  # which has no part any more, and n1 stays away
         assert eventually(lambda: "rank 0 on n3 is back" in job.err), job.err
-        job.signal(signal.SIGINT)
-        ended = job.end()
-    assert ended.code == 130, ended.err
+        ended = interrupted(job)
     assert "n3 was lost" in ended.err
     assert "starting all nodes again" not in ended.err

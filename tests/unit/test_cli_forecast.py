@@ -102,8 +102,8 @@ def test_hosts_that_are_away_are_named_before_anything_is_tried(
     monkeypatch.setattr(examine, "examine", examined)
     monkeypatch.setattr(forecast, "links", measured_links)
     hosts = tuple(map(Host, ("n1", "n2", "n3")))
-    params = {"python": None, "iface": None, "ssh_config": None, "accept_new_host_keys": False,
-              "weak": False}  # fmt: skip
+    params = {"hosts": "n1,n2,n3", "python": None, "iface": None, "ssh_config": None,
+              "accept_new_host_keys": False, "weak": False}  # fmt: skip
     probing = SimpleNamespace(
         cluster=Cluster(hosts),
         ctx=SimpleNamespace(params=params),

@@ -16,8 +16,9 @@ from paceline.remote.channel import Channel
 from paceline.remote.fanout import reach_all
 from paceline.remote.network import LOOPBACK
 from paceline.remote.openssh import SshOptions
-from paceline.spec.errors import PacelineError
+from paceline.spec.errors import ConnectError, PacelineError
 from paceline.spec.finding import Finding, Outcome
+from paceline.spec.helptext import counted
 from paceline.spec.hosts import Host
 
 GOODBYE_S = 2.0
@@ -63,6 +64,16 @@ async def examine(hosts: Sequence[Host], ssh: SshOptions, wishes: Wishes, level:
         return await ask(channels, scene, level, progress, only)
     finally:
         await asyncio.gather(*(channel.close(GOODBYE_S) for channel in channels.values()))
+
+
+def all_there(scene: Scene, remedy: str = "") -> None:
+    """ConnectError that names the hosts that did not let us in, where there are some."""
+    if away := scene.refusals:
+        raise ConnectError(
+            f"{counted(len(away), 'host')} cannot be reached: {', '.join(away)}",
+            found="\n".join(f"{name}: {said['found']}" for name, said in away.items()),
+            remedy=f"paceline check names the cause of each{remedy}",
+        )
 
 
 async def ask(channels: Mapping[str, Channel], scene: Scene, level: Level,

@@ -22,18 +22,13 @@ if TYPE_CHECKING:
 def write(hosts: Sequence[Host], ssh: SshOptions, given: Mapping[str, Any]) -> None:
     """Looks at the hosts and writes a file for each; ConnectError for those that refuse."""
     from paceline.checks.check import Wishes
-    from paceline.checks.examine import examine
+    from paceline.checks.examine import all_there, examine
     from paceline.launch.affinity import gpus_seen
 
     pythons = {host.name: host.python or this_machine.default_python() for host in hosts}
     wishes = Wishes(pythons, dict.fromkeys(pythons, str(Path.cwd())), interface=given["iface"])
     scene = asyncio.run(examine(hosts, ssh, wishes, "quick"))
-    if scene.refusals:
-        raise ConnectError(
-            f"{', '.join(scene.refusals)} cannot be looked at",
-            found="\n".join(f"{name}: {why['found']}" for name, why in scene.refusals.items()),
-            remedy="paceline check names the cause of each",
-        )
+    all_there(scene)
     machines = []
     for host in hosts:
         facts = scene.facts[host.name]

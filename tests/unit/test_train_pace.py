@@ -472,6 +472,19 @@ def test_recorded_runs() -> None:
         assert 0 < named[0][2] <= 20
 
 
+def test_of_a_hosts_ranks_one_that_sends_to_others_is_named() -> None:
+    """The first rank of each host sends to its second one, whose link is the host's."""
+    facts = {
+        "here": {rank: 10.0 + rank // 2 for rank in range(6)},
+        "there": {rank: 10.0 + (rank + 1) // 2 % 3 for rank in range(6)},
+        "sent": dict.fromkeys(range(6), 2e6),
+        "sending": {0: 0.04, 1: 0.002, 2: 0.04, 3: 0.03, 4: 0.04, 5: 0.002},
+        "resent": {},
+    }
+    found = told(looks(ranks=6, moving=0.03, facts=facts))
+    assert [(one.rank, one.cause) for one in found if one] == [(3, "link")]
+
+
 def test_of_three_hosts_the_one_with_the_slow_link_is_named_and_no_other() -> None:
     """Looks of a lab's hosts at 100 Mbit/s, of which one has 50 or 20: each sends to both others,
     now more to the one, now to the other.

@@ -191,10 +191,9 @@ def _slower_than_others(
         return None
     bad = [way for way, rate in rates.items() if rate <= ALIKE * slowest]
     host = _slow_end(bad, [way for way in rates if way not in bad])
-    of_host = [rank for rank, one in enumerate(ways.here.tolist()) if one == host]
-    if not of_host:
+    rank = next((one for one in ways.ranks if float(ways.here[one]) == host), None)
+    if rank is None:
         return None
-    rank = max(of_host, key=lambda one: float(ways.seconds[one]))
     costs = [_most(look, bad, best, moving) for look in looks]
     known = [cost for cost in costs if cost is not None]
     if len(known) < max(1, len(looks) - 1) or (named != rank and min(known) < LONGER * least):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from paceline.train.comms import Comms
 from paceline.train.lookout import Lookout
 from paceline.train.pace import PARTS, Look, Pace, Rate, Totals, divided, elements
+from paceline.train.slow_link import LASTING, SEVERAL, STEADY, recent
 from paceline.train.straggler import CAUSES, Judge, Straggler
 from paceline.train.vitals import VITALS, Vitals
 from paceline.train.world import World
@@ -499,6 +500,20 @@ def test_of_three_hosts_the_one_with_the_slow_link_is_named_and_no_other() -> No
             if judge.take(Look(kept["first_step"], seconds, **held)):
                 named.add((judge.named.rank, judge.named.cause) if judge.named else None)
         assert named - {None} == {(run["rank"], "link")}
+
+
+def test_of_short_steps_so_many_have_to_agree_that_they_last() -> None:
+    """A fifth of a second, in which something outside held one way up, is no slow link."""
+    run = looks(count=40, ranks=2, moving=0.01)
+    a_look = 5 * float(run[0].seconds[0, 0].sum())
+    assert len(recent(run[: int(0.5 / a_look)])) == 0
+    assert len(recent(run)) == math.ceil(LASTING / a_look)
+    slow = [replace(one, seconds=100 * one.seconds) for one in run]
+    assert len(recent(slow)) == SEVERAL
+    judge, short = Judge(), [replace(one, seconds=one.seconds / 3) for one in run]
+    for one in short:
+        judge.take(one)
+    assert len(judge._looks) == len(recent(short)) > STEADY
 
 
 def _tensor(rows: list[list[float | None]]) -> Tensor:

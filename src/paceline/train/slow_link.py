@@ -18,6 +18,7 @@ from paceline.train.pace import PARTS, Look, at_work, facts_of, steps_of
 from paceline.train.vitals import VITALS
 
 SEVERAL = 3  # looks that have to agree: one is a moment of its link like no other
+LASTING = 0.75  # seconds for which: what comes from outside may hold a link up for a third of one
 SLOW, STILL = 0.6, 0.75  # of the best way's rate: one below this is slow; it was before
 ALIKE = 1.4  # times the slowest way's rate: below this a way belongs to the same trouble
 LONGER = 0.4  # of what is worth a name: by that it takes longer in each look
@@ -104,10 +105,25 @@ def slow_link(looks: Sequence[Look], least: float, named: int | None) -> SlowLin
         named: The rank whose link was the slow one before: it is not taken back for a little.
     """
     least = least if named is None else least / 2
-    found = _slow_in(looks[-SEVERAL:], least, named, looks[:-SEVERAL])
+    if not (latest := recent(looks)):
+        return None
+    found = _slow_in(latest, least, named, looks[: -len(latest)])
     if found is None and len(looks) >= STEADY:
         found = _slow_in(looks, least, named, steadily=True)
     return found
+
+
+def recent(looks: Sequence[Look]) -> Sequence[Look]:
+    """The latest looks that have to agree: several, and of short steps so many that they last.
+
+    None where they do not last yet.
+    """
+    seconds = 0.0
+    for number, look in enumerate(reversed(looks), 1):
+        seconds += float(look.seconds.sum(dim=2).mean()) * steps_of([look])
+        if number >= SEVERAL and seconds >= LASTING:
+            return looks[-number:]
+    return ()
 
 
 def _slow_in(

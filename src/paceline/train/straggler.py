@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.spec.figures import lasting
 from paceline.train.pace import PARTS, Look, at_work, facts_of, steps_of
-from paceline.train.slow_link import SEVERAL, STEADY, slow_link
+from paceline.train.slow_link import STEADY, recent, slow_link
 from paceline.train.vitals import VITALS
 
 GROUP, GROUPS = 5, 3  # steps, and how many groups of them have to agree
@@ -102,16 +102,16 @@ class Judge:
         if len(look.seconds) < 2 or not look.samples.shape[1]:
             return False
         self._looks.append(look)
-        while len(self._looks) > max(STEADY, len(_latest(self._looks))):
-            del self._looks[0]
+        of_links = len(recent(self._looks)) or len(self._looks)
+        del self._looks[: -max(STEADY, len(_latest(self._looks)), of_links)]
         before = self.named
         if _steps(self._looks) < GROUP * GROUPS - FIRST:
             return False
         found = judged(self._looks, before)
         if found is not None:
             cost = self._cost.setdefault((found.rank, found.cause), [0.0, 0.0])
-            since = self._looks[-SEVERAL:] if found.cause == "link" else _latest(self._looks)
-            steps = _steps(since) if before is None else look.samples.shape[1]
+            since = recent if found.cause == "link" else _latest
+            steps = _steps(since(self._looks)) if before is None else look.samples.shape[1]
             cost[0], cost[1] = cost[0] + found.seconds * steps, cost[1] + found.part * steps
         self.named = found
         if found is None or before is None:

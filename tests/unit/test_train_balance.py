@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paceline.spec.balance import refuse_weights
+from paceline.spec.balance import refuse_limits, refuse_weights
 from paceline.spec.errors import SettingError
 from paceline.train import balance
 from paceline.train.balance import Controller, even
@@ -324,6 +324,15 @@ def test_wrong_weights_are_refused(weights: dict[str, float], said: str) -> None
     with pytest.raises(SettingError, match=said) as refused:
         refuse_weights(weights, ["n1", "n2"])
     assert refused.value.remedy
+
+
+def test_wrong_limits_are_refused() -> None:
+    refuse_limits({"n2": 8}, ["n1", "n2", "n2"])
+    with pytest.raises(SettingError, match="no host of this job is called n9") as refused:
+        refuse_limits({"n9": 8}, ["n1", "n2"])
+    assert refused.value.remedy == "--micro-batch n2=8"
+    with pytest.raises(SettingError, match="at least 1 sample"):
+        refuse_limits({"n1": 0}, ["n1", "n2"])
 
 
 def test_weights_are_for_all_hosts_of_the_plan_whoever_is_there() -> None:

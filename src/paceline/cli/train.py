@@ -23,7 +23,7 @@ from paceline.recipes.argv import as_flags, known, option_names, values
 from paceline.recipes.effect import has_effect
 from paceline.recipes.options import Options, limits_of
 from paceline.recipes.reference import catalogue
-from paceline.spec.balance import refuse_weights, weights_of
+from paceline.spec.balance import refuse_limits, refuse_weights, weights_of
 from paceline.spec.errors import SettingError
 from paceline.spec.helptext import Row, Section
 from paceline.spec.hosts import Cluster
@@ -72,13 +72,18 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
 
 
 def refuse_names(options: Options, job: Job, cluster: Cluster, via: Via) -> None:
-    """SettingError for weights of other hosts, before anything starts; the ranks look, too."""
-    weights = weights_of(options.balance)
-    if isinstance(weights, str) or via.kind != "run" or not via.scheduler.knows_hosts:
+    """SettingError for what is said of other hosts, before anything starts; the ranks look, too."""
+    weights, limits = weights_of(options.balance), limits_of(options.micro_batch)
+    of_hosts = isinstance(weights, Mapping) or isinstance(limits, Mapping)
+    if not of_hosts or via.kind != "run" or not via.scheduler.knows_hosts:
         return
     from paceline.launch.decide import choose_hosts
 
-    refuse_weights(weights, [host.name for host in choose_hosts(job, cluster)])
+    names = [host.name for host in choose_hosts(job, cluster)]
+    if isinstance(weights, Mapping):
+        refuse_weights(weights, names)
+    if isinstance(limits, Mapping):
+        refuse_limits(limits, names)
 
 
 def options_of(ctx: click.Context, name: str, argv: Sequence[str]) -> Options:

@@ -107,3 +107,28 @@ def refuse_weights(weights: Mapping[str, float], hosts: Sequence[str]) -> None:
                 f"--balance {text}: the weight of {name} must be greater than 0",
                 remedy="leave a host that is to do nothing out of the job",
             )
+
+
+def refuse_limits(limits: Mapping[str, int], hosts: Sequence[str]) -> None:
+    """For numbers of samples computed at once that are not those of the job's hosts.
+
+    Args:
+        limits: By the name of the host; a host without one has no limit.
+        hosts: All that the job may run on, also those that are not there now.
+
+    Raises:
+        SettingError: One is for no host of the job, or below 1.
+    """
+    names = list(dict.fromkeys(hosts))
+    text = ",".join(f"{name}={limit}" for name, limit in limits.items())
+    if unknown := [name for name in limits if name not in names]:
+        raise SettingError(
+            f"--micro-batch {text}: no host of this job is called {', '.join(unknown)}",
+            found=f"its hosts are {', '.join(names)}",
+            remedy=f"--micro-batch {names[-1]}={next(iter(limits.values()))}",
+        )
+    if min(limits.values(), default=1) < 1:
+        raise SettingError(
+            f"--micro-batch {text}: a host computes at least 1 sample at once",
+            remedy="leave hosts out that are to have no limit",
+        )

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import rundir
+from paceline.spec.balance import refuse_limits
 from paceline.spec.communication import refuse
 from paceline.spec.errors import JobError, SettingError
 from paceline.spec.failure import ASTRAY
@@ -340,20 +341,9 @@ class Session(Member):
 
     def _own_limit(self, limits: Mapping[str, int]) -> int:
         """This rank's, of limits by host; a collective."""
-        hosts = [*dict.fromkeys(self.world.hosts or self.comms.texts(self.world.host))]
-        text = ",".join(f"{host}={limit}" for host, limit in limits.items())
-        unknown = [name for name in limits if name not in hosts]
-        if unknown and self._probe is None:
-            raise SettingError(
-                f"--micro-batch {text}: no host of this job is called {', '.join(unknown)}",
-                found=f"its hosts are {', '.join(hosts)}",
-                remedy=f"--micro-batch {hosts[-1]}={next(iter(limits.values()))}",
-            )
-        if min(limits.values(), default=1) < 1:
-            raise SettingError(
-                f"--micro-batch {text}: a host computes at least 1 sample at once",
-                remedy="leave hosts out that are to have no limit",
-            )
+        probes = self._probe is not None  # hosts are tried alone, too
+        hosts = [*limits] if probes else self.world.hosts or self.comms.texts(self.world.host)
+        refuse_limits(limits, hosts)
         return limits.get(self.world.host, 0)
 
     def shard(self, data: Data, size: int = 512, *, collate: Collate | None = None) -> Shard:

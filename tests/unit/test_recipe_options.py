@@ -68,6 +68,8 @@ def test_defaults_need_no_flags() -> None:
         (["--balance", "auto", "--shard"], "--shard"),
         (["--balance", "auto", "--communication", "local"], "--balance even"),
         (["--drop-slow"], "--balance auto --drop-slow"),
+        (["--overlap", "later"], "'backward', 'auto', 'late'"),
+        (["--overlap", "late", "--ema", "0.9"], "--ema"),
     ],
 )
 def test_refusals(argv: list[str], told: str) -> None:

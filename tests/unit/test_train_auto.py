@@ -368,6 +368,14 @@ def test_who_asks_for_nothing_is_told_what_there_is() -> None:
     assert said[0].startswith("communication takes 81% of a step of 0.74 s; --communication")
     assert "at best: " in said[0]
     assert "int8 0.292 s" in said[0]
+    assert "--overlap late" not in said[0]
+
+    def forgoes(rank: int, told: Both) -> list[str]:
+        one, _ = made(rank, told, "exact")
+        one.forgone = lambda: True
+        return [one.looked(look(5 * number, 0.14, 0.6)) for number in range(6)]
+
+    assert any("By --overlap late gradients travel" in one for one in both(forgoes)[0])
     assert not any(
         both(lambda rank, told: made(rank, told, "exact")[0].looked(look(0, 0.2, 0.02, 20)))
     )

@@ -13,11 +13,12 @@ from torch import nn
 from torch.futures import Future
 
 from paceline.spec.errors import SettingError
+from paceline.spec.overlap import OverlapName, refuse
 from paceline.train.comms import Comms
 from paceline.train.communication.exact import Exact
 from paceline.train.exchange import Line, last_first
-from paceline.train.late import Late, as_they_are, possible
-from paceline.train.overlap import Overlap, Way, check_overlap, ways
+from paceline.train.late import Late, as_they_are, obstacle
+from paceline.train.overlap import Overlap, Way, check_late, ways
 from paceline.train.pace import PARTS, Look
 from paceline.train.update import Updater
 from paceline.train.world import World
@@ -80,10 +81,37 @@ def test_sizes_are_tried_only_where_they_change_no_result() -> None:
     assert ways(400, 2) == []  # nothing to divide
 
 
-def test_an_unknown_way_is_refused() -> None:
-    check_overlap("auto")
-    with pytest.raises(SettingError, match="forward"):
-        check_overlap("forward")
+@pytest.mark.parametrize(
+    ("asked", "besides", "told"),
+    [
+        ("forward", {}, "backward, auto, late"),
+        ("late", {"clipped": True}, "--clip-norm"),
+        ("late", {"scaled": True}, "fp16"),
+        ("late", {"averaged": True}, "--ema"),
+        ("late", {"compiled": True}, "--compile"),
+        ("late", {"sharded": True}, "--shard"),
+        ("late", {"several": True}, "several models"),
+        ("late", {"communication": "powersgd:8"}, "--communication powersgd:8"),
+        ("late", {"communication": "local"}, "--communication local"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_refused(asked: str, besides: Any, told: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        refuse(asked, **besides)
+    assert told in caught.value.render()
+    for other in ("auto", "backward"):
+        refuse(other, **besides)
+    refuse("late", communication="int8")
+
+
+def test_late_is_refused_where_parameters_cannot_be_watched() -> None:
+    module, cpu = nn.Linear(2, 2), torch.device("cpu")
+    check_late(module, torch.optim.SGD(module.parameters()), cpu)
+    with pytest.raises(SettingError, match="late cannot be had"):
+        check_late(module, torch.optim.LBFGS(module.parameters()), cpu)
+    with pytest.raises(SettingError) as caught:
+        check_late(module, torch.optim.SGD(module.parameters()), torch.device("cuda", 0))
+    assert "cuda:0" in caught.value.render()
 
 
 class Wire:
@@ -119,16 +147,16 @@ class Wire:
     def stood(self, began: float, ended: float) -> None: ...
 
 
-def trial(seconds: dict[tuple[int, bool], float], moving: float = 0.5, asked: str = "auto",
+def trial(seconds: dict[tuple[int, bool], float], moving: float = 0.5, asked: OverlapName = "auto",
           ranks: int = 2, fading: bool = False, a_bucket: tuple[float, ...] = (5.0,) * 3,
-          ) -> tuple[Overlap, Wire, int]:  # fmt: skip
+          recovers: bool = False) -> tuple[Overlap, Wire, int]:  # fmt: skip
     """A whole trial of a model of 4 MB, with steps of so many seconds by size and lateness."""
     network = nn.Linear(1000, 1000, bias=False)
     updater = Updater(network, torch.optim.SGD(network.parameters(), lr=1.0), None, None, None)
     wire = Wire(a_bucket)
     updater.exchange = wire  # type: ignore[assignment]
     comms = Comms(World(0, ranks), torch.device("cpu"))
-    overlap = Overlap(updater, comms, asked)
+    overlap = Overlap(updater, comms, asked, recovers=recovers)
     overlap._comms = SimpleNamespace(world=comms.world, rows=lambda one: one[None])  # type: ignore[assignment]
     looks = 0
     while not overlap.done:
@@ -194,6 +222,19 @@ def test_updates_are_not_late_unasked() -> None:
     overlap, wire, _ = trial({(125_000, True): 0.1}, asked="backward")
     assert overlap.way == Way()
     assert "watched" not in wire.said
+
+
+def test_where_lost_ranks_are_recovered_from_updates_are_late_only_for_who_asks() -> None:
+    seconds = {(125_000, True): 0.1}
+    overlap, wire, _ = trial(seconds, recovers=True)
+    assert "watched" not in wire.said
+    # nobody can tell in a trial without a network whether there is one
+    overlap._comms = Comms(World(0, 2), torch.device("cpu"))
+    assert (overlap.may_be_late(), overlap.forgone()) == (False, True)
+    overlap, _, _ = trial(seconds, recovers=True, asked="late")
+    assert overlap.way.late
+    assert not overlap.forgone()
+    assert not trial(seconds, recovers=True, asked="backward")[0].forgone()
 
 
 def test_a_checkpoint_knows_the_way() -> None:
@@ -275,10 +316,13 @@ def test_every_way_of_reading_counts(read: Any) -> None:
 
 def test_updates_are_late_only_where_each_element_is_by_itself() -> None:
     module = Two()
-    assert possible(module, torch.optim.AdamW(module.parameters()))
-    assert not possible(module, torch.optim.LBFGS(module.parameters()))
+    assert not obstacle(module, torch.optim.AdamW(module.parameters()))
+    assert "LBFGS" in obstacle(module, torch.optim.LBFGS(module.parameters()))
     rnn = nn.LSTM(2, 2)  # reads them from a list of its own
-    assert not possible(rnn, torch.optim.SGD(rnn.parameters()))
+    assert "LSTM" in obstacle(rnn, torch.optim.SGD(rnn.parameters()))
+    hooked = torch.optim.SGD(module.parameters())
+    hooked.register_step_post_hook(lambda *_: None)
+    assert "hooks" in obstacle(module, hooked)
 
 
 def test_a_failed_exchange_is_raised_where_it_is_missed() -> None:

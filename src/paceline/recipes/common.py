@@ -128,7 +128,7 @@ def prepare(
         clip_norm=options.clip_norm or None,
         compile=options.compile,
         communication=options.communication,
-        overlap="auto",
+        overlap=options.overlap,
     )
     if options.ema:
         session.average(options.ema, start=options.ema_start)

@@ -14,8 +14,9 @@ from typing import ClassVar, Literal
 from paceline.recipes.argv import at_least, below_one, known
 from paceline.recipes.data import NAMED, PAIRS, TEXTS, HubSource, is_path
 from paceline.recipes.published import FILES, IMAGENET
-from paceline.spec import balance, communication
+from paceline.spec import balance, communication, overlap
 from paceline.spec.errors import SettingError
+from paceline.spec.overlap import OverlapName
 
 Dtype = Literal["float32", "float64", "bf16", "fp16"]
 Device = Literal["auto", "cpu", "cuda", "xpu"]
@@ -111,6 +112,10 @@ class Options:
     """How gradients are averaged over the processes: exact, or for slow links fp16 and bf16 (half
     the bytes), int8 (a quarter), int4 (a fifth; an eighth between two processes), powersgd,
     local (steps apart; costs loss), or auto, which measures and chooses."""
+    overlap: OverlapName = "auto"
+    """What the exchange of gradients may run beside: the backward pass only, also the next forward
+    pass where that is quicker and ranks that are lost are not recovered from in place (auto), or
+    in any case, so that a lost rank has the job start again from its newest checkpoint (late)."""
     run_dir: str = ""
     """Folder for the run's files (default: runs/NAME-DATE-TIME)."""
     checkpoint_every: str = "epoch,10m"
@@ -196,6 +201,15 @@ class Options:
         communication.refuse(
             self.communication,
             sharded=self.shard,
+            scaled=self.dtype == "fp16",
+            averaged=bool(self.ema),
+        )
+        overlap.refuse(
+            self.overlap,
+            communication=self.communication,
+            sharded=self.shard,
+            compiled=self.compile,
+            clipped=bool(self.clip_norm),
             scaled=self.dtype == "fp16",
             averaged=bool(self.ema),
         )

@@ -95,7 +95,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "seed",
     ),
     "Computing": ("device", "dtype", "fast", "compile", "shard", "backend", "communication",
-                  "balance", "drop_slow", "workers"),
+                  "overlap", "balance", "drop_slow", "workers"),
     "Run directory and checkpoints": (
         "run_dir", "resume", "checkpoint_every", "keep", "checkpoint_copies", "when_full",
         "log_every", "watch", "watch_devices", "check_every",

@@ -28,17 +28,19 @@ ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad)
 _HIDDEN = (nn.RNNBase, torch.jit.ScriptModule)  # they keep their parameters in other places, too
 
 
-def possible(module: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether updates may come late: what reads parameters can be seen, and no step needs all."""
-    plain = all(type(one._parameters) is dict for one in module.modules())
-    return (
-        plain
-        and type(optimizer) in ELEMENTWISE
-        and not any(isinstance(one, _HIDDEN) for one in module.modules())
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and not any(group.get("capturable") for group in optimizer.param_groups)
-    )
+def obstacle(module: nn.Module, optimizer: Optimizer) -> str:
+    """Why updates cannot come late; empty where reads are seen and no step needs all at once."""
+    for one in module.modules():
+        if type(one._parameters) is not dict or isinstance(one, _HIDDEN):
+            return f"a {type(one).__name__} reads its parameters where it cannot be seen"
+    if type(optimizer) not in ELEMENTWISE:
+        known = ", ".join(one.__name__ for one in ELEMENTWISE)
+        return f"{type(optimizer).__name__} may need all gradients at once; {known} do not"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "the optimizer has hooks, which are called for a whole step"
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return "the optimizer is capturable"
+    return ""
 
 
 class Late:

@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from paceline.spec.errors import SettingError
+from paceline.spec.overlap import OverlapName
 from paceline.train.comms import Comms
 from paceline.train.communication.coded import Coded
 from paceline.train.communication.exact import Exact
 from paceline.train.exchange import Exchange, last_first
-from paceline.train.late import Late, possible
+from paceline.train.late import Late, obstacle
 from paceline.train.pace import PARTS, Look
 from paceline.train.update import Updater
-
-OVERLAPS = ("backward", "auto")
-"""What ``overlap`` may be: exchange beside the backward pass, or also beside the next forward."""
 
 _PARTS = (8, 16, 32)  # of the gradients make a bucket
 _FIRST = 4  # the first bucket is so much smaller
@@ -38,14 +38,18 @@ _COMPUTING, _MOVING = PARTS.index("computing"), PARTS.index("moving")
 _STEP = [PARTS.index(one) for one in ("computing", "waiting", "moving")]
 
 
-def check_overlap(asked: str) -> None:
-    """Refuses what cannot be.
+def check_late(module: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+    """Refuses ``late`` for what can have no late updates.
 
     Raises:
-        SettingError: Says what there is instead.
+        SettingError: Says why.
     """
-    if asked not in OVERLAPS:
-        raise SettingError(f"overlap={asked!r}: there is no such way", remedy="backward or auto")
+    why = obstacle(module, optimizer)
+    if device.type != "cpu":
+        why = f"this rank's model is on {device}: updates come late on CPUs only"
+    if why:
+        remedy = "--overlap auto, which has updates come late where they can"
+        raise SettingError("--overlap late cannot be had here", found=why, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,9 @@ class Overlap:
     Args:
         updater: Of the model.
         comms: Of all ranks.
-        asked: One of :data:`OVERLAPS`.
+        asked: One of :data:`paceline.spec.overlap.OverlapName`.
+        recovers: Lost ranks may be recovered from in place, but where ``late`` was asked for: of a
+            step that is half taken then there would be no way back.
 
     Attributes:
         seconds: Of a step, by way, as far as ways have been tried.
@@ -88,8 +94,11 @@ class Overlap:
 
     seconds: dict[Way, float]
 
-    def __init__(self, updater: Updater, comms: Comms, asked: str) -> None:
-        self._updater, self._comms, self._asked = updater, comms, asked
+    def __init__(
+        self, updater: Updater, comms: Comms, asked: OverlapName, *, recovers: bool = False
+    ) -> None:
+        self._updater, self._comms = updater, comms
+        self._asked, self._recovers = asked, recovers
         self._computing = 0.0  # seconds of a step
         self._in_vain: set[str] = set()  # codes by which late updates were tried and are no better
         self.again(0)
@@ -125,15 +134,20 @@ class Overlap:
         return self._tries and self.may_be_late() and code not in self._in_vain
 
     def may_be_late(self) -> bool:
+        """Whether updates may come late."""
+        wanted = self._asked == "late" or (self._asked == "auto" and not self._recovers)
+        return wanted and self._could_be_late()
+
+    def forgone(self) -> bool:
+        """Whether updates would come late if lost ranks were not recovered from in place."""
+        recovers = self._asked == "auto" and self._recovers
+        return recovers and self._tries and self._could_be_late()
+
+    def _could_be_late(self) -> bool:
         """Whether nothing needs all gradients or all new parameters at once."""
         one = self._updater
-        return (
-            self._asked == "auto"
-            and one.clip_norm is None
-            and one.scaler is None
-            and one.average is None
-            and possible(one.module, one.optimizer)
-        )
+        at_once = (one.clip_norm, one.scaler, one.average)
+        return at_once == (None, None, None) and not obstacle(one.module, one.optimizer)
 
     def looked(self, look: Look, step: int) -> bool:
         """Takes a look at the last steps, after ``step`` steps of this process.

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.spec import overlap as overlaps
 from paceline.spec import rundir
 from paceline.spec.balance import refuse_limits
 from paceline.spec.communication import refuse
 from paceline.spec.errors import JobError, SettingError
 from paceline.spec.failure import ASTRAY
+from paceline.spec.overlap import OverlapName
 from paceline.train import device as devices
 from paceline.train import parallel, report, weights, world
 from paceline.train.average import Average
@@ -56,7 +58,7 @@ from paceline.train.newcomer import (
     sources,
 )
 from paceline.train.order import Stated, by_length, stated
-from paceline.train.overlap import Overlap, check_overlap
+from paceline.train.overlap import Overlap, check_late
 from paceline.train.pace import Look, Pace, counted
 from paceline.train.probe import Probe, asked
 from paceline.train.recovery import Control, Exchanged, Recovery
@@ -98,6 +100,7 @@ class Session(Member):
         self._proof: Proof | None = None
         self._pace = Pace(self.comms, self.models.module, self.device)
         self._lookout = Lookout(self)
+        self._late = False  # updates may come late although lost ranks could be recovered from
         self._recovery: Recovery | None = None
         self._control: Control | None = None
         self._start: Recording | Replay | None = None
@@ -137,7 +140,7 @@ class Session(Member):
         compile: bool = False,
         unused: bool = False,
         communication: str = "exact",
-        overlap: str = "backward",
+        overlap: OverlapName = "backward",
         name: str = "",
     ) -> nn.Module:
         """Makes the model train as one over all ranks and proves that all start equal.
@@ -161,19 +164,19 @@ class Session(Member):
                 or ``auto``, also the next forward pass, where that is quicker. A layer's step is
                 then taken when the module reads its parameters again: for scripts that reach
                 parameters through the module, not by a list that they keep. Where a lost rank is
-                recovered from, no step is taken so late.
+                recovered from in place, no step is taken so late; with ``late`` it is, and the job
+                starts again from its newest checkpoint instead.
             name: Of one of several models: in losses, records and checkpoints.
 
         Returns:
             What to call in the training loop. Evaluate and save with ``module`` itself.
 
         Raises:
-            SettingError: There is no such way to communicate, or not for this model; its gradients
-                are sparse or complex.
+            SettingError: There is no such way to communicate or to overlap, or not for this model;
+                its gradients are sparse or complex.
         """
         self.phase("start")
         self._changes("prepare")
-        check_overlap(overlap)
         if communication != "exact" and self.comms.mixed:
             raise SettingError(
                 f"--communication {communication} needs ranks on one kind of device",
@@ -187,8 +190,20 @@ class Session(Member):
             name=name,
             scaled=scaler is not None,
         )
+        overlaps.refuse(
+            overlap,
+            communication=communication,
+            sharded=parallel.is_sharded(module),
+            several=bool(name),
+            compiled=compile,
+            clipped=clip_norm is not None,
+            scaled=scaler is not None,
+        )
         self._overlap = None
         self.models.leave(name)
+        self._late = overlap == "late"
+        if self._late:
+            check_late(module, optimizer, self.device)
         updater = Updater(module, optimizer, schedule, scaler, clip_norm)
         self.models.add(name, updater)
         if not self.comms.alone:
@@ -205,11 +220,11 @@ class Session(Member):
                 )
             self._proof = Proof(self.comms, self.models.module)
         if updater.exchange is not None and not (name or compile or self._probe):
-            # Of a step that is half taken when a rank is lost there would be no way back.
-            hidden = overlap if self._recovery is None else "backward"
-            self._overlap = Overlap(updater, self.comms, hidden)
+            recovers = self._recovery is not None
+            self._overlap = Overlap(updater, self.comms, overlap, recovers=recovers)
             if updater.communication is not None:
                 updater.communication.late = self._overlap.may_be_late_by
+                updater.communication.forgone = self._overlap.forgone
         self.verify()
         self._pace = Pace(self.comms, self.models.first.model, self.device)
         self._lookout = Lookout(self)
@@ -236,6 +251,7 @@ class Session(Member):
         """
         updater = self.models[name]
         self._changes("average")
+        overlaps.refuse("late" if self._late else "auto", averaged=True)
         if updater.communication is not None:
             refuse(updater.communication.asked.name, averaged=True)
         updater.average = Average(updater.module, self.comms, decay, start, self._settle)
@@ -615,6 +631,8 @@ class Session(Member):
             return "recovery over NCCL has not been tried on a GPU"
         if parallel.is_sharded(self.models.module):
             return "parameters are spread over the ranks (FSDP)"
+        if self._late:
+            return overlaps.NOT_RECOVERED
         if self._aside:
             return "the script trains from two loaders at once, of which one would be divided anew"
         if any(isinstance(one, nn.SyncBatchNorm) for one in self.models.module.modules()):

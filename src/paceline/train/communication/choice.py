@@ -50,6 +50,7 @@ class Communication:
 
     Attributes:
         late: Says whether updates may come late by a way: then more bytes can be hidden.
+        forgone: Says whether they could if lost ranks were not recovered from in place.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Communication:
         self.asked, self._exchange, self._comms = communication.asked(text), exchange, comms
         self._optimizer = optimizer
         self.late: Callable[[str], bool] = lambda way: False
+        self.forgone: Callable[[], bool] = lambda: False
         self._auto: Auto | None = None
         self._seen: list[tuple[float, float]] = []  # of a step: communication, all of it
         self._told, self._steps = False, 0
@@ -227,10 +229,16 @@ class Communication:
             for way, one in sent.items()
             if way != "exact"
         )
-        return (
+        said = (
             f"{so_much}; --communication would make it at best: {others}"
             " (auto measures and chooses; in a script session.prepare(…, communication='auto'))"
         )
+        if self.forgone():
+            said += (
+                ". By --overlap late gradients travel beside the next forward pass, too, and the"
+                " job starts again when a rank is lost"
+            )
+        return said
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps; a collective. Nothing where averages are exact."""

@@ -730,7 +730,7 @@ def test_commands_from_up_to_down() -> None:
         source = {"PYTHONPATH": str(Path(paceline.lab.__file__).parents[2])}
         from_a_host = Lab.attach(name).exec("n1", argv, env=source, check=True)
         assert "slow 1mbit" in from_a_host.stdout
-        assert paceline_lab("fault", "--name", name, "slow", "n1", "--undo").returncode == 0
+        assert paceline_lab("fault", "slow", "n1", "--undo", "--name", name).returncode == 0
         assert paceline_lab("heal", "--name", name).returncode == 0
     finally:
         downs = [paceline_lab("down", "--name", name) for _ in range(2)]

@@ -207,7 +207,7 @@ class Fault(Verb):
         return [("Faults", rows)]
 
 
-@command.command("fault", cls=Fault, context_settings=_PASS_THROUGH)
+@command.command("fault", cls=Fault, context_settings={"ignore_unknown_options": True})
 @_NAME
 @click.option("--undo", is_flag=True, help="End the fault instead.")
 @click.argument("kind")
@@ -216,8 +216,6 @@ class Fault(Verb):
 def fault(name: str, undo: bool, kind: str, host: str, arguments: tuple[str, ...]) -> None:
     """Inject a fault into HOST; with --undo, end it."""
     lab = Lab.attach(name)
-    undo = undo or "--undo" in arguments
-    arguments = tuple(word for word in arguments if word != "--undo")
     (lab.undo if undo else lab.fault)(kind, host, *arguments)
     said = " ".join([kind, host, *arguments])
     say(f"fault ended: {said}" if undo else f"fault active: {said}")

@@ -298,10 +298,12 @@ def _slower_than_back(
     too, and a healthy network of two has one that is a little slower at any time. So it must be
     slower without the look in which it was slowest, too, and clearly so or for long; of a few looks
     those with steps that something has held up do not count. What a link like any other would
-    spare is not seen of two: it is taken to be half of the time.
+    spare is not seen of two: it is taken to be half of the time, or what the way back, which waits
+    for this one, needs less, where that is more.
     """
     rank, other = ways.ranks
-    seconds = min(moving, float(ways.seconds[rank])) - moving / 2
+    slow, back = float(ways.seconds[rank]), float(ways.bytes[rank] / ways.rates[other])
+    seconds = max(min(moving, slow) - moving / 2, min(moving, slow - back))
     counted = [look for look in looks if steadily or again or _held_up(look) <= AS_HELD_UP]
     if seconds < least or len(counted) < max(SEVERAL - 1, MOSTLY * len(looks)):
         return None

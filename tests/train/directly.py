@@ -22,6 +22,8 @@ import torch.distributed as dist
 from paceline.spec.failure import ECHO, WAITED
 from paceline.train import direct, recovery
 from paceline.train.comms import Comms
+from paceline.train.communication.wire import Wire
+from paceline.train.exchange import Line
 from paceline.train.world import World
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
@@ -89,6 +91,35 @@ def apart(folder: Path) -> None:
     thread.join()
     assert found == [2.0 * comms.world.size] * 200
     assert of(other.group) is not of()
+
+
+def large(folder: Path) -> None:
+    """Messages of some megabytes, and such as are shorter than their room, one behind the other."""
+    comms = joined()
+    group = comms.new_group()
+    rank, size = comms.world.rank, comms.world.size
+    wire = Wire(Line(group, rank, size))
+    draw = torch.Generator().manual_seed(7)
+    for turn in range(12):
+        length = int(torch.randint(1, 3_000_000, (), generator=draw)) // 8 * 8
+        # As codes of few kinds, which are packed to less where the line is slow, on some ranks.
+        every = torch.randint(0, 5, (size, size, length), dtype=torch.uint8, generator=draw)
+        wire._slow = lambda turn=turn: (turn + rank) % 3 == 0  # type: ignore[method-assign]
+        codes = length // 2 if turn % 2 else 0
+        assert torch.equal(wire.swap(every[rank], codes), every[:, rank]), turn
+        assert torch.equal(wire.share(every[rank, 0], codes), every[:, 0]), turn
+        assert (of(group) is None) == (2 * turn + 2 < direct._USUAL)
+    usual = next(iter(of()._sockets.values()))  # type: ignore[union-attr]
+    for one in of(group)._sockets.values():  # type: ignore[union-attr]
+        # the kernel goes on fitting its buffers to the line
+        was, of_little = (it.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) for it in (one, usual))
+        assert was != of_little
+
+
+def named(folder: Path) -> None:
+    """Connections go over the network that gloo was told to use."""
+    os.environ["MASTER_ADDR"], os.environ["GLOO_SOCKET_IFNAME"] = "192.0.2.1", "lo"
+    assert direct.own_address() == "127.0.0.1"
 
 
 def let_go(folder: Path) -> None:

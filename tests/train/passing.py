@@ -62,9 +62,9 @@ def rank(folder: Path) -> None:
     torch.set_num_threads(1)
     with train.join(run_dir=folder / "run", quiet=True) as session:
         plain = session.comms
-        model = parallel.replicated(nn.Linear(2, 2), session.device, plain)
         found = {}
         for stale in (False, True):
+            model = parallel.replicated(nn.Linear(2, 2), session.device, plain)
             mender = Counting(stale)
             comms = Comms(plain.world, plain.device, mender=mender)  # type: ignore[arg-type]
             for name, operation in begun(comms, model).items():

@@ -31,7 +31,11 @@ def test_they_carry_what_gloo_would(tmp_path: Path) -> None:
     found(tmp_path, "alike", 2, 3, 4)
 
 
-@pytest.mark.parametrize("what", ["apart", "let_go", "out_of_reach", "strangers"])
+def test_they_carry_what_is_large_or_shorter(tmp_path: Path) -> None:
+    found(tmp_path, "large", 2, 3)
+
+
+@pytest.mark.parametrize("what", ["apart", "named", "let_go", "out_of_reach", "strangers"])
 def test_a_group_has_its_own_or_none(tmp_path: Path, what: str) -> None:
     found(tmp_path, what, 3)
 
@@ -72,7 +76,7 @@ def test_an_end_is_known_for_what_it_is_and_whose_it_is(number: int) -> None:
     """The socket itself does not know its other end any more."""
 
     class Silent:
-        def send(self, _: object) -> int:
+        def sendmsg(self, _: object) -> int:
             raise OSError(number, os.strerror(number))
 
     room = memoryview(bytearray(4))

@@ -1,10 +1,12 @@
-"""Connections of our own among the ranks of a group, for messages that are little.
+"""Connections of our own among the ranks of a group, for messages that are little or coded.
 
 gloo hands each message to a thread of its own. Where ranks compute on all CPUs of a host that
 thread waits for one, and so does the thread that it wakes afterwards: of 40 kB among four ranks on
 two CPUs an all-reduce took 5 ms. Here the thread that has something to say sends and receives by
 itself, looks for a moment whether the answers are there, and sleeps in the kernel until they are:
-0.2 to 0.4 ms of the same (``bench/broadcast/small.py``).
+0.2 to 0.4 ms of the same (``bench/broadcast/small.py``). And gloo's thread asks for a connection's
+lock again and again while another one that sends on it has to wait for a CPU: of a step of 60 ms of
+two ranks with one CPU each, whose gradients go in codes, it used 7 for nothing.
 
 The connections of a group are made in one of its first operations (:func:`mesh_of`), over addresses
 and keys that gloo carries, and end like gloo's: with the process, or when they are cut
@@ -26,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -60,11 +63,19 @@ def come_back_soon(one: socket.socket) -> None:
 
 
 def own_address() -> str:
-    """Of this host, as the job's other hosts reach it: by which it reaches the first of them.
+    """Of this host, as the job's other hosts reach it, by the network that gloo uses.
+
+    That is the one that ``GLOO_SOCKET_IFNAME`` names, else that by which it reaches the first host.
 
     Raises:
         OSError: It cannot be known.
     """
+    if named := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
+        addresses = psutil.net_if_addrs().get(named, [])
+        for family in (socket.AF_INET, socket.AF_INET6):
+            for one in addresses:
+                if one.family == family and "%" not in one.address:  # none of the link's own
+                    return str(one.address)
     known = os.environ.get("MASTER_ADDR") or socket.gethostname()
     try:
         family, kind, _, _, place = socket.getaddrinfo(known, 9, type=socket.SOCK_DGRAM)[0]
@@ -118,10 +129,16 @@ class Mesh:
         group: Whose rank this is, and whose timeout holds.
         sockets: Of each other rank.
         cuts: That there had been when they were made.
+        large: Messages are no little ones: a thread that waits for them sleeps at once.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, sockets: dict[int, socket.socket], cuts: int
+        self,
+        group: dist.ProcessGroup,
+        sockets: dict[int, socket.socket],
+        cuts: int,
+        *,
+        large: bool,
     ) -> None:
         self._rank, self._ranks = group.rank(), group.size()
         # Everybody begins with another one.
@@ -129,24 +146,36 @@ class Mesh:
         self._sockets = {one: sockets[one] for one in after}
         self._names = {one: _name(sockets[one], one) for one in after}
         self._cuts, self._number = cuts, 0
+        self._looking = 0.0 if large else _LOOKING_S
         self._group = weakref.ref(group)  # which has these, until nobody has it
 
     def rows(self, message: Tensor) -> Tensor:
         """Every rank's tensor, of any shape, in rank order: ``[ranks, …]``."""
         came = message.new_empty(self._ranks, *message.shape)
         came[self._rank] = message
-        self._carry([_content(message)] * self._ranks, came)
+        self.carry([message] * self._ranks, came)
         return came
 
     def swapped(self, sent: Tensor) -> Tensor:
         """Row r goes to rank r; what came, in rank order."""
         came = torch.empty_like(sent)
         came[self._rank] = sent[self._rank]
-        self._carry([_content(row) for row in sent], came)
+        self.carry(sent, came)
         return came
 
-    def _carry(self, given: Sequence[memoryview], came: Tensor) -> None:
-        """Sends message r to rank r, and has the others' come into the rows.
+    def carry(
+        self,
+        given: Sequence[Tensor] | Tensor,
+        came: Sequence[Tensor] | Tensor,
+        *,
+        shorter: bool = False,
+    ) -> None:
+        """Sends message r to rank r, and has the others' come into the rows; this rank's stays.
+
+        Args:
+            given: By rank.
+            came: Likewise, contiguous.
+            shorter: Messages may be shorter than their room.
 
         Raises:
             RuntimeError: A connection has ended, or the ranks are in different operations; in the
@@ -155,10 +184,11 @@ class Mesh:
         self._number = (self._number + 1) % (1 << 32)
         left = {
             rank: _Both(
-                rank, one, self._names[rank], self._number, given[rank], _content(came[rank])
+                rank, one, self._names[rank], self._number, _content(given[rank]),
+                _content(came[rank]), shorter=shorter,
             )
             for rank, one in self._sockets.items()
-        }
+        }  # fmt: skip
         try:
             if len(left) < self._ranks - 1:
                 raise RuntimeError(GIVEN_UP)  # by an error before
@@ -183,7 +213,7 @@ class Mesh:
             now = time.perf_counter()
             if moved:
                 looked = now
-            elif now - looked < _LOOKING_S:
+            elif now - looked < self._looking:
                 os.sched_yield()  # what is to come may need this CPU
             else:
                 self._sleep(left, began)
@@ -215,11 +245,14 @@ class _Both:
         number: int,
         given: memoryview,
         room: memoryview,
+        *,
+        shorter: bool = False,
     ) -> None:
         self.socket, self._rank, self._peer, self._number = one, rank, name, number
-        self._going = memoryview(b"".join((_HEAD.pack(number, len(given)), given)))
-        self._head, self._room = bytearray(_HEAD.size), room
-        self._coming: list[memoryview] = [memoryview(self._head), room]
+        self._going = [memoryview(_HEAD.pack(number, len(given))), given]
+        self._head, self._room, self._shorter = bytearray(_HEAD.size), room, shorter
+        # Of one that may be shorter, what follows it could be of the next.
+        self._coming = [memoryview(self._head), *([] if shorter else [room])]
         self._missing = _HEAD.size + len(room)
 
     @property
@@ -241,9 +274,13 @@ class _Both:
 
     def _send(self) -> bool:
         try:
-            self._going = self._going[self.socket.send(self._going) :]
+            sent = self.socket.sendmsg(self._going)
         except BlockingIOError:
             return False
+        while self._going and sent >= len(self._going[0]):
+            sent -= len(self._going.pop(0))
+        if self._going:
+            self._going[0] = self._going[0][sent:]
         return True
 
     def _take(self) -> bool:
@@ -259,12 +296,16 @@ class _Both:
             self._check()
         if self._missing:
             done = _HEAD.size + len(self._room) - self._missing
-            body = max(0, done - _HEAD.size)
-            self._coming = [memoryview(self._head)[done:], self._room[body:]]
+            rest = self._room[max(0, done - _HEAD.size) :]
+            beside = not self._shorter or done >= _HEAD.size
+            self._coming = [memoryview(self._head)[done:], *([rest] if beside else [])]
         return True
 
     def _check(self) -> None:
         number, length = _HEAD.unpack(self._head)
+        if self._shorter and number == self._number and length <= len(self._room):
+            self._missing -= len(self._room) - length
+            self._room = self._room[:length]
         if (number, length) != (self._number, len(self._room)):
             raise RuntimeError(
                 f"rank {self._rank} sent {length} bytes in operation {number} where this rank is "
@@ -293,6 +334,7 @@ def _content(tensor: Tensor) -> memoryview:
 @dataclass(slots=True)
 class _Group:
     asked: int = 0
+    large: bool = False
     mesh: Mesh | None = field(default=None, repr=False)
 
 
@@ -313,23 +355,27 @@ class _Known:
 _known = _Known()
 
 
-def mesh_of(group: dist.ProcessGroup | None) -> Mesh | None:
+def mesh_of(group: dist.ProcessGroup | None, *, large: bool = False) -> Mesh | None:
     """Those of a group over gloo; ``None`` while, and where, gloo is to carry what is sent.
 
     To be asked by all its ranks alike, once for each operation.
+
+    Args:
+        group: ``None`` is the whole job's.
+        large: The messages of this operation are no little ones.
 
     Raises:
         RuntimeError: A rank was lost while they were made.
     """
     group = group or _get_default_group()
     known = _known.groups.setdefault(group, _Group())
-    known.asked += 1
+    known.asked, known.large = known.asked + 1, known.large or large
     if known.asked == _USUAL and group.size() <= MANY:
-        known.mesh = _made(group)
+        known.mesh = _made(group, large=known.large)
     return known.mesh
 
 
-def _made(group: dist.ProcessGroup) -> Mesh | None:
+def _made(group: dist.ProcessGroup, *, large: bool) -> Mesh | None:
     """A collective."""
     cuts, ranks = _open.cuts, group.size()
     key = secrets.token_bytes(_KEY)
@@ -341,8 +387,10 @@ def _made(group: dist.ProcessGroup) -> Mesh | None:
         sockets: dict[int, socket.socket] = {}
         with contextlib.suppress(OSError):  # all learn of it now; if a rank is lost, from gloo
             sockets = _connected(listening, places, group.rank(), cuts)
+            if not large:  # which the kernel fits to what a line holds
+                _widen(sockets)
         if all(map(any, _all_gathered(bytes([len(sockets) == ranks - 1]), group))):
-            return Mesh(group, sockets, cuts)
+            return Mesh(group, sockets, cuts, large=large)
     _close(sockets)
     _known.in_vain = True
     return None
@@ -422,11 +470,16 @@ def _close(sockets: Mapping[int, socket.socket]) -> None:
 def _prepared(one: socket.socket, until: float) -> socket.socket:
     one.settimeout(_remaining(until))
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        one.setsockopt(socket.SOL_SOCKET, buffer, _BUFFER)
     if waits.heeded():  # else the kernel is as patient with it as with gloo's
         come_back_soon(one)
     return one
+
+
+def _widen(sockets: Mapping[int, socket.socket]) -> None:
+    """Has the kernel take a whole little message at once, before anything is known of the line."""
+    for one in sockets.values():
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            one.setsockopt(socket.SOL_SOCKET, buffer, _BUFFER)
 
 
 def _remaining(until: float) -> float:

@@ -5,14 +5,15 @@ hook of each bucket that is full. The hook passes it on to one thread, the mover
 one after the other, in the same order on every rank, while the backward pass goes on. On an
 accelerator no thread is needed: there a stream of its own does the work.
 
-Plain exact averages need no hook where DDP's own path does as well, so by default there is none.
-There is one all the same where a lost rank is made good: what DDP waits for can then be given up
-(:mod:`paceline.train.waits`). And three and more ranks average a little model's gradients directly
-(:mod:`paceline.train.little`).
+Plain exact averages need no hook where DDP's own path does as well, so by default three and more
+ranks have none. There is one all the same where a lost rank is made good: what DDP waits for can
+then be given up (:mod:`paceline.train.waits`). They average a little model's gradients directly
+(:mod:`paceline.train.little`), and two ranks all of theirs (:mod:`paceline.train.direct`).
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -27,6 +28,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.futures import Future
 
+from paceline.spec import jobenv
 from paceline.train import little, waits
 from paceline.train.comms import Comms
 from paceline.train.late import Late
@@ -157,7 +159,7 @@ class Exchange:
         self.left: Method | None = None
         self._order: list[int] = []
         self._passes = self._count = 0  # since buckets were laid out; buckets of the last
-        self._directly = self._exact() if self._is_little else None
+        self._directly = self._exact() if self._is_little or self._of_two else None
         self._hook()
 
     @property
@@ -260,7 +262,7 @@ class Exchange:
         self.put_off(None)
         self.usual = usual_buckets(self._model.exchanged, over_gloo=self._over_gloo)
         self.left, self._method = self.left or self._method, None
-        self._directly = self._exact() if self._is_little else None
+        self._directly = self._exact() if self._is_little or self._of_two else None
 
     @property
     def _over_gloo(self) -> bool:
@@ -274,14 +276,23 @@ class Exchange:
     def _exact(self) -> Method:
         from paceline.train.communication.exact import Exact  # which is made for what is here
 
-        return Exact(self.line(), little=self._is_little)
+        return Exact(self.line(), little=self._is_little, directly=self._of_two)
 
     @property
     def _is_little(self) -> bool:
         """Whether ranks average this model's gradients directly, whatever their buckets."""
-        group, comms = self._model.process_group, self._comms
-        on_cpus = self._stream is None and not comms.mixed
-        return on_cpus and little.pays(self.nbytes, comms.world.size, group)
+        group = self._model.process_group
+        return self._on_cpus and little.pays(self.nbytes, self._comms.world.size, group)
+
+    @property
+    def _of_two(self) -> bool:
+        """Whether two ranks send each other all they have; in a probe they do as more would."""
+        over_gloo = self._on_cpus and "gloo" in dist.get_backend(self._model.process_group)
+        return over_gloo and self._comms.world.size == 2 and not os.environ.get(jobenv.PROBE)
+
+    @property
+    def _on_cpus(self) -> bool:
+        return self._stream is None and not self._comms.mixed
 
     def stood(self, began: Any, ended: Any) -> None:
         """The computing thread stood still for other ranks between these moments."""

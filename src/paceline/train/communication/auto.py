@@ -38,7 +38,7 @@ _COST = 0.002  # part of the time that looking again may take
 _MOVING, _WAITING = PARTS.index("moving"), PARTS.index("waiting")
 
 
-_EACH = 1.5e-3  # seconds that a bucket takes on busy processors, before it is known
+_EACH = 0.5e-3  # seconds that a bucket takes on busy processors, before it is known
 _TRIALS = 4  # ways and numbers of buckets, before one of them is to stay
 
 

@@ -16,16 +16,24 @@ class Exact:
         wire: On that line.
         little: The whole model's gradients are little (:mod:`paceline.train.little`). Not a single
             bucket's, for the sum must not depend on how gradients are divided.
+        directly: Two ranks send each other all they have by connections of their own
+            (:mod:`paceline.train.direct`): as many bytes as by gloo, and of two numbers there is
+            one sum.
     """
 
     name: ClassVar[str] = "exact"
 
-    def __init__(self, line: Line, wire: Wire | None = None, *, little: bool = False) -> None:
-        self._wire, self._little, self._width = wire or Wire(line), little, line.width
+    def __init__(
+        self, line: Line, wire: Wire | None = None, *, little: bool = False, directly: bool = False
+    ) -> None:
+        self._wire, self._width = wire or Wire(line), line.width
+        self._add_up = self._wire.sum if little else self._wire.around
+        if directly and line.ranks == 2:
+            self._add_up = self._wire.of_two
 
     def average(self, bucket: Bucket) -> None:
         bucket.flat.mul_(1.0 / self._wire.ranks)
-        (self._wire.sum if self._little else self._wire.around)(bucket.flat)
+        self._add_up(bucket.flat)
 
     def counted(self) -> None:
         pass

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.train import little
+from paceline.train.direct import mesh_of
 from paceline.train.exchange import Line
 from paceline.train.waits import apart, wait
 
@@ -30,6 +31,7 @@ class Wire:
     def __init__(self, line: Line) -> None:
         self.rank, self.ranks, self._group = line.rank, line.ranks, line.group
         self._lately: deque[tuple[float, int]] = deque(maxlen=_LATELY)  # seconds, bytes
+        self._spare = torch.empty(0, dtype=torch.uint8)
 
     def sum(self, tensor: Tensor) -> None:
         """The sum over all ranks, in place; the same bits on every rank."""
@@ -41,6 +43,18 @@ class Wire:
     def around(self, tensor: Tensor) -> None:
         """The same by the backend's own all-reduce, however little it is."""
         wait(dist.all_reduce(tensor, group=self._group, async_op=True), tensor)
+
+    def of_two(self, tensor: Tensor) -> None:
+        """The sum of two ranks' tensors on CPUs, in place, sent by this thread if it can be."""
+        mesh = mesh_of(self._group, large=True)
+        if mesh is None:
+            self.around(tensor)
+            return
+        if len(self._spare) < tensor.nbytes:
+            self._spare = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        other = self._spare[: tensor.nbytes].view(tensor.dtype)
+        mesh.carry([tensor] * 2, [other] * 2)
+        tensor += other
 
     def swap(self, messages: Tensor, codes: int = 0) -> Tensor:
         """Row r goes to rank r; what came, in rank order. uint8, shape ``[ranks, n]``.
@@ -85,7 +99,10 @@ class Wire:
             parcels = [made.get(id(one), one) for one in given]
             rooms = [came.new_empty(_HEAD + length) for _ in given]
         began = time.perf_counter()
-        apart(lambda: self._both_ways(others, parcels, rooms))
+        if (mesh := mesh_of(self._group, large=True)) is not None:
+            mesh.carry(parcels, rooms, shorter=bool(codes))
+        else:
+            apart(lambda: self._both_ways(others, parcels, rooms))
         sent = sum(len(parcels[one]) for one in others)
         self._lately.append((time.perf_counter() - began, max(sent, _MESSAGE)))
         if codes:

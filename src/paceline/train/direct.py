@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Protocol
 
 import psutil
 import torch
@@ -46,6 +47,7 @@ _PATIENCE = timedelta(minutes=30)  # torch's own, where a group's cannot be know
 _LOOKING_S = 1e-4  # before this thread sleeps; two CPUs need about half of that to wake another
 _ASLEEP_S = 60.0  # between two looks whether patience has ended
 _BUFFER = 1 << 19  # bytes that the kernel takes, and keeps, of each connection
+_PIECE = 1 << 18  # bytes of a message that are worked on together
 _KEY = 16  # bytes
 _HEAD = struct.Struct("=IQ")  # of a message: number of the operation, bytes that follow
 # TCP_THIN_LINEAR_TIMEOUTS, and TCP_RTO_MAX_MS of Linux 6.15, which Python does not name
@@ -169,6 +171,7 @@ class Mesh:
         came: Sequence[Tensor] | Tensor,
         *,
         shorter: bool = False,
+        work: Work | None = None,
     ) -> None:
         """Sends message r to rank r, and has the others' come into the rows; this rank's stays.
 
@@ -176,6 +179,7 @@ class Mesh:
             given: By rank.
             came: Likewise, contiguous.
             shorter: Messages may be shorter than their room.
+            work: To be done with those of two ranks meanwhile, which are as long as each other.
 
         Raises:
             RuntimeError: A connection has ended, or the ranks are in different operations; in the
@@ -185,7 +189,7 @@ class Mesh:
         left = {
             rank: _Both(
                 rank, one, self._names[rank], self._number, _content(given[rank]),
-                _content(came[rank]), shorter=shorter,
+                _content(came[rank]), shorter=shorter, work=work,
             )
             for rank, one in self._sockets.items()
         }  # fmt: skip
@@ -234,6 +238,16 @@ class Mesh:
         self._sockets = {}
 
 
+class Work(Protocol):
+    """What is done with a message piece by piece, while others of its pieces are on their way."""
+
+    def before(self, piece: slice) -> None:
+        """These bytes are about to be sent."""
+
+    def after(self, piece: slice) -> None:
+        """They were sent, and those that the other rank has in their place have come."""
+
+
 class _Both:
     """A message to another rank and the one from it, as far as they have come."""
 
@@ -247,9 +261,12 @@ class _Both:
         room: memoryview,
         *,
         shorter: bool = False,
+        work: Work | None = None,
     ) -> None:
         self.socket, self._rank, self._peer, self._number = one, rank, name, number
-        self._going = [memoryview(_HEAD.pack(number, len(given))), given]
+        self._before, self._given = memoryview(_HEAD.pack(number, len(given))), given
+        self._work, self._ready, self._done = work, 0 if work else len(given), 0
+        self._left = _HEAD.size + len(given)  # to send
         self._head, self._room, self._shorter = bytearray(_HEAD.size), room, shorter
         # Of one that may be shorter, what follows it could be of the next.
         self._coming = [memoryview(self._head), *([] if shorter else [room])]
@@ -257,31 +274,46 @@ class _Both:
 
     @property
     def over(self) -> bool:
-        return not self._going and not self._missing
+        return not self._left and not self._missing
 
     @property
     def wants(self) -> int:
         """What to wait for, as ``poll`` names it."""
-        return (select.POLLOUT if self._going else 0) | (select.POLLIN if self._missing else 0)
+        return (select.POLLOUT if self._left else 0) | (select.POLLIN if self._missing else 0)
 
     def move(self) -> bool:
         """Sends and takes what goes without waiting; whether anything did."""
         try:
-            sent = self._send() if self._going else False
-            return (self._take() if self._missing else False) or sent
+            sent = self._send() if self._left else False
+            moved = (self._take() if self._missing else False) or sent
         except OSError as error:
             raise RuntimeError(f"Read error {self._peer}: {error.strerror or error}") from error
+        if self._work and moved:
+            self._finish(self._work)
+        return moved
 
     def _send(self) -> bool:
+        sent = len(self._given) - self._left  # below 0 in the head
+        if self._work and self._ready <= max(0, sent):
+            piece = slice(self._ready, min(len(self._given), self._ready + _PIECE))
+            self._work.before(piece)
+            self._ready = piece.stop
+        parts = [self._before[sent:]] if sent < 0 else []
         try:
-            sent = self.socket.sendmsg(self._going)
+            self._left -= self.socket.sendmsg([*parts, self._given[max(0, sent) : self._ready]])
         except BlockingIOError:
             return False
-        while self._going and sent >= len(self._going[0]):
-            sent -= len(self._going.pop(0))
-        if self._going:
-            self._going[0] = self._going[0][sent:]
         return True
+
+    def _finish(self, work: Work) -> None:
+        """Does what there is to be done with pieces that have gone and come."""
+        gone, come = (max(0, len(self._given) - one) for one in (self._left, self._missing))
+        stop = min(gone, come)
+        if stop < len(self._given):
+            stop -= stop % _PIECE
+        if stop > self._done:
+            work.after(slice(self._done, stop))
+            self._done = stop
 
     def _take(self) -> bool:
         try:

@@ -27,13 +27,14 @@ class Exact:
         self, line: Line, wire: Wire | None = None, *, little: bool = False, directly: bool = False
     ) -> None:
         self._wire, self._width = wire or Wire(line), line.width
-        self._add_up = self._wire.sum if little else self._wire.around
-        if directly and line.ranks == 2:
-            self._add_up = self._wire.of_two
+        self._little, self._of_two = little, directly and line.ranks == 2
 
     def average(self, bucket: Bucket) -> None:
+        if self._of_two:
+            self._wire.mean_of_two(bucket.flat)
+            return
         bucket.flat.mul_(1.0 / self._wire.ranks)
-        self._add_up(bucket.flat)
+        (self._wire.sum if self._little else self._wire.around)(bucket.flat)
 
     def counted(self) -> None:
         pass

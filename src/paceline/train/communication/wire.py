@@ -6,6 +6,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,6 +24,25 @@ of it on a processor, and save a quarter of the bytes."""
 _MESSAGE = 1 << 16  # bytes; of shorter ones it cannot be seen how quick the line is
 _LATELY = 16  # messages: the kernel takes some at once, and others then wait for them
 _HEAD = 8  # bytes before a parcel: how long its packed codes are, 0 where they are as they were
+
+
+@dataclass(frozen=True, slots=True)
+class _Mean:
+    """Of two ranks' tensors, made in the place of this rank's; divided first, as DDP divides."""
+
+    mine: Tensor
+    other: Tensor
+
+    def before(self, piece: slice) -> None:
+        self.mine[self._elements(piece)] *= 0.5
+
+    def after(self, piece: slice) -> None:
+        elements = self._elements(piece)
+        self.mine[elements] += self.other[elements]
+
+    def _elements(self, piece: slice) -> slice:
+        size = self.mine.element_size()
+        return slice(piece.start // size, piece.stop // size)
 
 
 class Wire:
@@ -44,17 +64,17 @@ class Wire:
         """The same by the backend's own all-reduce, however little it is."""
         wait(dist.all_reduce(tensor, group=self._group, async_op=True), tensor)
 
-    def of_two(self, tensor: Tensor) -> None:
-        """The sum of two ranks' tensors on CPUs, in place, sent by this thread if it can be."""
+    def mean_of_two(self, tensor: Tensor) -> None:
+        """The mean of two ranks' tensors on CPUs, in place, sent by this thread if it can be."""
         mesh = mesh_of(self._group, large=True)
         if mesh is None:
+            tensor.mul_(1.0 / self.ranks)
             self.around(tensor)
             return
         if len(self._spare) < tensor.nbytes:
             self._spare = torch.empty(tensor.nbytes, dtype=torch.uint8)
         other = self._spare[: tensor.nbytes].view(tensor.dtype)
-        mesh.carry([tensor] * 2, [other] * 2)
-        tensor += other
+        mesh.carry([tensor] * 2, [other] * 2, work=_Mean(tensor, other))
 
     def swap(self, messages: Tensor, codes: int = 0) -> Tensor:
         """Row r goes to rank r; what came, in rank order. uint8, shape ``[ranks, n]``.

@@ -516,6 +516,28 @@ def test_of_short_steps_so_many_have_to_agree_that_they_last() -> None:
     assert len(judge._looks) == len(recent(short)) > STEADY
 
 
+def test_two_ranks_of_one_host_are_not_there_and_back() -> None:
+    """A rank's busiest connection may be a near one, and then the other host's are not seen."""
+    here, there = {0: 10.0, 1: 10.0, 2: 11.0, 3: 11.0}, dict.fromkeys(range(4), 11.0)
+    sending = {0: 0.03, 1: 0.02, 2: 0.002, 3: 0.002}
+    facts = {"here": here, "there": there, "sent": dict.fromkeys(range(4), 2e6),
+             "sending": sending, "resent": {}}  # fmt: skip
+    assert told(looks(ranks=4, moving=0.03, facts=facts)) == []
+
+
+def test_two_ways_of_three_hosts_are_no_pair() -> None:
+    """The third rank was left out, or says nothing: its host's slow link is not another's."""
+    run = looks(ranks=3, moving=0.03, facts=ring([0.002, 0.031, 0.031], [0.0] * 3))
+    for one in run:
+        one.samples[2] = 0
+    assert told(run) == []
+
+
+def test_a_way_that_is_neither_slow_nor_quick_acquits_nobody() -> None:
+    run = looks(ranks=3, moving=0.03, facts=ring([0.031, 0.018, 0.002], [0.0] * 3))
+    assert {one.rank for one in told(run) if one} == {1}
+
+
 def _tensor(rows: list[list[float | None]]) -> Tensor:
     return torch.tensor(
         [[math.nan if one is None else one for one in row] for row in rows]

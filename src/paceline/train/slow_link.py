@@ -7,14 +7,14 @@ they are slow at.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline.train.pace import PARTS, Look, at_work, facts_of, steps_of
+from paceline.train.pace import PARTS, Look, at_work, steps_of
 from paceline.train.vitals import VITALS
 
 SEVERAL = 3  # looks that have to agree: one is a moment of its link like no other
@@ -58,42 +58,34 @@ class SlowLink:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Sending:
-    """What ranks sent to other hosts in each step, ``[ranks]``, and the ranks that did.
+class _Sent(NamedTuple):
+    """What a rank sent on its busiest connection, altogether."""
 
-    Attributes:
-        bytes: On the busiest connection.
-        seconds: In which these were on their way.
-        here: Stand for the addresses of its two ends.
-        there: Likewise.
-        ranks: Those with anything to tell, the slowest first.
+    rank: int
+    way: _Way
+    bytes: float
+    seconds: float  # in which these were on their way
+    again: float  # bytes that were sent again
+
+
+def _sent_in(look: Look) -> list[_Sent]:
+    """By rank."""
+    assert look.facts is not None
+    names = ("here", "there", "sent", "sending", "resent")
+    rows = look.facts[:, [VITALS.index(name) for name in names]].tolist()
+    return [_Sent(rank, (here, there), *rest) for rank, (here, there, *rest) in enumerate(rows)]
+
+
+def _far(look: Look, working: Collection[int]) -> list[_Sent]:
+    """What went to other hosts, and is enough to say something of a link.
+
+    A host's own ranks are near; and who has no share sends its zeros while the others, which are
+    to take them, compute.
     """
-
-    bytes: Tensor
-    seconds: Tensor
-    here: Tensor
-    there: Tensor
-    ranks: list[int]
-
-    @property
-    def rates(self) -> Tensor:
-        """Bytes a second."""
-        return self.bytes / self.seconds.clamp(min=1e-6)
-
-
-def _sending(looks: Sequence[Look], facts: Tensor, steps: int) -> _Sending:
-    """In so many steps, in which these facts were seen altogether."""
-    names = ("sent", "sending", "here", "there")
-    sent, seconds, here, there = (facts[:, VITALS.index(name)] for name in names)
-    found = _Sending(sent / steps, seconds / steps, here, there, [])
-    # A host's own ranks are near, and a connection that was busy once says nothing of later.
-    least = torch.stack([look.facts[:, VITALS.index("sent")] / steps_of([look])
-                         for look in looks if look.facts is not None]).amin(dim=0)  # fmt: skip
-    far = (here != there) & (least > TELLING)
-    # Who has no share sends its zeros while the others, which are to take them, compute.
-    asked = [rank for rank in at_work(looks) if far[rank]]
-    return replace(found, ranks=sorted(asked, key=lambda rank: float(found.rates[rank])))
+    least = TELLING * steps_of([look])
+    sent = _sent_in(look)
+    return [one for one in sent
+            if one.rank in working and one.way[0] != one.way[1] and one.bytes > least]  # fmt: skip
 
 
 def slow_link(looks: Sequence[Look], least: float, named: int | None) -> SlowLink | None:
@@ -145,26 +137,23 @@ def _slow_in(
     moving = float(moves.mean())
     if moving < least / 2:  # what nearly always is the case ends here
         return None
-    known, steps = [look for look in looks if look.facts is not None], steps_of(looks)
-    facts = facts_of(known)
-    if facts is None:
-        return None
-    ways = _sending(known, facts, steps)
-    if len(ways.ranks) < 2 or (steadily and len(ways.ranks) > 2):
-        return None
-    if len(ways.ranks) == 2:
-        again = named == ways.ranks[0]
-        seconds = _slower_than_back(ways, known, moving, least, again=again, steadily=steadily)
-        found = None if seconds is None else SlowLink(ways.ranks[0], seconds, _told(ways))
+    known, working = [look for look in looks if look.facts is not None], at_work(looks)
+    far = [_far(look, working) for look in known]
+    hosts = {end for ways in far for one in ways for end in one.way}
+    if len(hosts) == 2:
+        found = _slower_than_back(known, far, moving, least, named, steadily=steadily)
+    elif len(hosts) > 2 and not steadily:
+        earlier = [_far(look, working) for look in former if look.facts is not None]
+        found = _slower_than_others(known, far, earlier, moving, least, named)
     else:
-        earlier = [look for look in former if look.facts is not None]
-        found = _slower_than_others(ways, known, earlier, moving, least, named)
+        return None
     if found is None:
         return None
-    resent = facts[found.rank, VITALS.index("resent")] / steps
-    lost, losses = float(resent / ways.bytes[found.rank].clamp(min=1)), _losses(known)
+    own = [one for ways in far for one in ways if one.rank == found.rank]
+    lost = sum(one.again for one in own) / max(1.0, sum(one.bytes for one in own))
+    losses = _losses(known)
     if max([lost, *(part for _, part, _ in losses.values())]) >= AS_LOST:
-        return _lossy(ways, losses, found.seconds)
+        return _lossy(far, losses, found.seconds, named)
     # A rate is the same in every step; what is lost is sent again in some.
     if float((moves >= found.seconds / 2).double().mean()) < MOSTLY:
         return None
@@ -172,26 +161,33 @@ def _slow_in(
     return replace(found, detail=found.detail + losing)
 
 
-def _told(ways: _Sending) -> str:
-    """What was seen between two hosts, for people."""
-    slow, best = (float(ways.rates[rank]) / 1e6 for rank in (ways.ranks[0], ways.ranks[-1]))
-    return f"{slow:.1f} MB/s, others {best:.1f}"
+def _told(slow: float, best: float) -> str:
+    """Bytes a second that were seen, for people."""
+    return f"{slow / 1e6:.1f} MB/s, others {best / 1e6:.1f}"
 
 
-def _lossy(ways: _Sending, losses: _Ways, seconds: float) -> SlowLink | None:
+def _rank_at(host: float, far: Sequence[Sequence[_Sent]], named: int | None) -> int | None:
+    """The rank of a host that is to be named: one that sends to others, and the same for long."""
+    ranks = {one.rank for ways in far for one in ways if one.way[0] == host}
+    return named if named in ranks else min(ranks, default=None)
+
+
+def _lossy(
+    far: Sequence[Sequence[_Sent]], losses: _Ways, seconds: float, named: int | None
+) -> SlowLink | None:
     """Bytes are lost: both ends of a way see that, so only several ways say which end it is."""
     host = _common_end(losses)
-    found = [number for number, one in enumerate(ways.here.tolist()) if one == host]
-    if host is None or not found:
+    rank = None if host is None else _rank_at(host, far, named)
+    if host is None or rank is None:
         return None
     worst = max(part for way, (_, part, _) in losses.items() if host in way)
-    return SlowLink(found[0], seconds, f"{worst:.1%} of the bytes on it are sent again")
+    return SlowLink(rank, seconds, f"{worst:.1%} of the bytes on it are sent again")
 
 
 def _slower_than_others(
-    ways: _Sending,
     looks: Sequence[Look],
-    former: Sequence[Look],
+    far: Sequence[Sequence[_Sent]],
+    former: Sequence[Sequence[_Sent]],
     moving: float,
     least: float,
     named: int | None,
@@ -200,59 +196,44 @@ def _slower_than_others(
 
     A rank's busiest connection may be another one in each look, so all that were seen count.
     """
-    ranks = set(ways.ranks)
-    rates = _rates(former, ranks) | _rates(looks, ranks)
+    rates = _rates(former) | _rates(far)
     slowest, best = min(rates.values()), max(rates.values())
     if slowest > (SLOW if named is None else STILL) * best:
         return None
     bad = [way for way, rate in rates.items() if rate <= ALIKE * slowest]
-    host = _slow_end(bad, [way for way in rates if way not in bad])
-    rank = next((one for one in ways.ranks if float(ways.here[one]) == host), None)
+    # What lies between says nothing of its ends: it may be slow for the same reason, or not.
+    good = [way for way, rate in rates.items() if way not in bad and rate > SLOW * best]
+    host = _slow_end(bad, good)
+    rank = None if host is None else _rank_at(host, far, named)
     if rank is None:
         return None
-    costs = [_most(look, bad, best, moving) for look in looks]
+    costs = [_most(look, ways, bad, best, moving) for look, ways in zip(looks, far, strict=True)]
     known = [cost for cost in costs if cost is not None]
     if len(known) < max(1, len(looks) - 1) or (named != rank and min(known) < LONGER * least):
         return None
     seconds = sum(known) / len(known)
-    told = f"{slowest / 1e6:.1f} MB/s, others {best / 1e6:.1f}"
-    return SlowLink(rank, seconds, told) if seconds >= least else None
+    return SlowLink(rank, seconds, _told(slowest, best)) if seconds >= least else None
 
 
-class _Sent(NamedTuple):
-    """What a rank sent on its busiest connection, altogether."""
-
-    way: _Way
-    bytes: float
-    seconds: float
-    again: float  # bytes that were sent again
-
-
-def _sent_in(look: Look) -> list[_Sent]:
-    """By rank."""
-    assert look.facts is not None
-    names = ("here", "there", "sent", "sending", "resent")
-    rows = look.facts[:, [VITALS.index(name) for name in names]].tolist()
-    return [_Sent((here, there), *rest) for here, there, *rest in rows]
-
-
-def _rates(looks: Sequence[Look], ranks: set[int]) -> dict[_Way, float]:
+def _rates(far: Sequence[Sequence[_Sent]]) -> dict[_Way, float]:
     """Bytes a second of each way between two hosts."""
     sums: dict[_Way, list[float]] = {}
-    for look in looks:
-        for rank, (way, sent, seconds, _) in enumerate(_sent_in(look)):
-            if rank in ranks and way[0] != way[1] and sent > TELLING * steps_of([look]):
-                one = sums.setdefault(way, [0.0, 0.0])
-                one[0], one[1] = one[0] + sent, one[1] + seconds
+    for ways in far:
+        for sent in ways:
+            one = sums.setdefault(sent.way, [0.0, 0.0])
+            one[0], one[1] = one[0] + sent.bytes, one[1] + sent.seconds
     return {way: sent / max(seconds, 1e-6) for way, (sent, seconds) in sums.items()}
 
 
-def _most(look: Look, bad: Sequence[_Way], best: float, moving: float) -> float | None:
+def _most(
+    look: Look, ways: Sequence[_Sent], bad: Sequence[_Way], best: float, moving: float
+) -> float | None:
     """Seconds of a step that its slowest way costs beside the best; ``None``: none was seen.
 
     Args:
         look: Of some steps.
-        bad: The slow ways.
+        ways: That were seen in it.
+        bad: The slow ones.
         best: Bytes a second of the best one.
         moving: Seconds of a step in which bytes move and nothing else happens.
     """
@@ -260,7 +241,7 @@ def _most(look: Look, bad: Sequence[_Way], best: float, moving: float) -> float 
     return max(
         (
             min(moving, one.seconds / steps) - one.bytes / steps / best
-            for one in _sent_in(look)
+            for one in ways
             if one.way in bad
         ),
         default=None,
@@ -284,39 +265,56 @@ def _slow_end(bad: Sequence[_Way], good: Sequence[_Way]) -> float | None:
 
 
 def _slower_than_back(
-    ways: _Sending,
     looks: Sequence[Look],
+    far: Sequence[Sequence[_Sent]],
     moving: float,
     least: float,
+    named: int | None,
     *,
-    again: bool,
     steadily: bool,
-) -> float | None:
-    """Seconds of a step that the slower way between two hosts costs.
+) -> SlowLink | None:
+    """The slower way between two hosts, and what that costs.
 
     Each of the two waits for the other's bytes and for its answers, so the way back is slower,
     too, and a healthy network of two has one that is a little slower at any time. So it must be
     slower without the look in which it was slowest, too, and clearly so or for long; of a few looks
-    those with steps that something has held up do not count. What a link like any other would
-    spare is not seen of two: it is taken to be half of the time, or what the way back, which waits
-    for this one, needs less, where that is more.
+    those with steps that something has held up do not count, nor those that do not know one
+    connection in each direction. What a link like any other would spare is not seen of two: it is
+    taken to be half of the time, or what the way back, which waits for this one, needs less, where
+    that is more.
     """
-    rank, other = ways.ranks
-    slow, back = float(ways.seconds[rank]), float(ways.bytes[rank] / ways.rates[other])
-    seconds = max(min(moving, slow) - moving / 2, min(moving, slow - back))
-    counted = [look for look in looks if steadily or again or _held_up(look) <= AS_HELD_UP]
-    if seconds < least or len(counted) < max(SEVERAL - 1, MOSTLY * len(looks)):
+    both = [(look, ways) for look, ways in zip(looks, far, strict=True) if _there_and_back(ways)]
+    enough = max(SEVERAL - 1, MOSTLY * len(looks))
+    if len(both) < enough:
         return None
-    each = torch.stack([_of_pair(look, rank, other) for look in counted])
+    rates = _rates([ways for _, ways in both])
+    way, back = sorted(rates, key=lambda one: rates[one])
+    again = named in {one.rank for _, ways in both for one in ways if one.way == way}
+    counted = [(look, ways) for look, ways in both
+               if steadily or again or _held_up(look) <= AS_HELD_UP]  # fmt: skip
+    every = torch.stack([_of_pair(ways, way) for _, ways in both]).sum(dim=0)
+    sent, slow = (every[:, 0] / steps_of([look for look, _ in both])).tolist()
+    seconds = min(moving, slow)
+    seconds = max(seconds - moving / 2, min(moving, slow - sent / rates[back]))
+    if seconds < least or len(counted) < enough:
+        return None
+    rank = _rank_at(way[0], [ways for _, ways in both], named)
+    found = None if rank is None else SlowLink(rank, seconds, _told(rates[way], rates[back]))
+    each = torch.stack([_of_pair(ways, way) for _, ways in counted])
     every = each.sum(dim=0)
     if again:
-        return seconds if _beside(every) <= SLOW_AGAIN else None
+        return found if _beside(every) <= SLOW_AGAIN else None
     slowest = min(range(len(each)), key=lambda one: _beside(each[one]))
     if _beside(every - each[slowest]) > STILL_SLOW:
         return None
-    more = float(every[1, 0] - every[1, 1]) / steps_of(counted)
+    more = float(every[1, 0] - every[1, 1]) / steps_of([look for look, _ in counted])
     clearly = _beside(every) <= SLOW_WAY and more >= CLEARLY
-    return seconds if clearly or (steadily and _beside(every) <= SLOW_STEADILY) else None
+    return found if clearly or (steadily and _beside(every) <= SLOW_STEADILY) else None
+
+
+def _there_and_back(ways: Sequence[_Sent]) -> bool:
+    """Whether these are one connection in each direction between two hosts."""
+    return len(ways) == 2 and ways[0].way == ways[1].way[::-1]
 
 
 def _held_up(look: Look) -> float:
@@ -330,11 +328,11 @@ def _held_up(look: Look) -> float:
     return float((still - usual)[still > HELD_UP * usual].sum() / still.sum().clamp(min=1e-9))
 
 
-def _of_pair(look: Look, rank: int, other: int) -> Tensor:
-    """Bytes of these two, and seconds in which they were on their way: ``[2, the two]``."""
-    assert look.facts is not None
-    names = [VITALS.index("sent"), VITALS.index("sending")]
-    return look.facts[[rank, other]][:, names].T.clamp(min=1e-6)
+def _of_pair(ways: Sequence[_Sent], way: _Way) -> Tensor:
+    """Bytes there and back, and seconds in which they were on their way: ``[2, 2]``."""
+    there, back = sorted(ways, key=lambda one: one.way != way)
+    both = [[there.bytes, back.bytes], [there.seconds, back.seconds]]
+    return torch.tensor(both, dtype=torch.float64).clamp(min=1e-6)
 
 
 def _beside(pair: Tensor) -> float:
@@ -352,7 +350,7 @@ def _losses(looks: Sequence[Look]) -> _Ways:
     """
     sums: dict[_Way, list[float]] = {}
     for look in looks:
-        for way, sent, _, again in _sent_in(look):
+        for _, way, sent, _, again in _sent_in(look):
             if way[0] != way[1] and sent > 0 and again >= 0:  # all of them are known
                 one = sums.setdefault(way, [0.0, 0.0])
                 one[0], one[1] = one[0] + sent, one[1] + again

@@ -121,7 +121,9 @@ class Transport:
         )
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)["forecasts"]
-        assert [one["names"] for one in found] == [["n1"], ["n1", "n2"]]
+        alone, both = (one["names"] for one in found)
+        assert alone in (["n1"], ["n2"])  # the one that was quicker
+        assert sorted(both) == ["n1", "n2"]
         assert all(one["seconds"] > 0 and not one["declined"] for one in found)
 
     def waits(self, directory: Path, ranks: int) -> bool:

@@ -331,6 +331,12 @@ def test_wrong_limits_are_refused() -> None:
     with pytest.raises(SettingError, match="no host of this job is called n9") as refused:
         refuse_limits({"n9": 8}, ["n1", "n2"])
     assert refused.value.remedy == "--micro-batch n2=8"
+    with pytest.raises(SettingError) as refused:
+        refuse_limits({"N1": 4, "n9": 8}, ["n1", "n2"])
+    assert refused.value.remedy == "--micro-batch n1=4"
+    with pytest.raises(SettingError) as refused:
+        refuse_weights({"N1": 3, "n2": 1}, ["n1", "n2"])
+    assert refused.value.remedy == "--balance n1=3,n2=1"
     with pytest.raises(SettingError, match="at least 1 sample"):
         refuse_limits({"n1": 0}, ["n1", "n2"])
 

@@ -88,7 +88,8 @@ def refuse_weights(weights: Mapping[str, float], hosts: Sequence[str]) -> None:
     """
     names = list(dict.fromkeys(hosts))
     text = ",".join(f"{name}={weight:g}" for name, weight in weights.items())
-    right = ",".join(f"{name}={weights.get(name, 1):g}" for name in names)
+    meant = {name.lower(): weight for name, weight in weights.items()}
+    right = ",".join(f"{name}={meant.get(name.lower(), 1):g}" for name in names)
     if unknown := [name for name in weights if name not in names]:
         raise SettingError(
             f"--balance {text}: no host of this job is called {', '.join(unknown)}",
@@ -125,10 +126,18 @@ def refuse_limits(limits: Mapping[str, int], hosts: Sequence[str]) -> None:
         raise SettingError(
             f"--micro-batch {text}: no host of this job is called {', '.join(unknown)}",
             found=f"its hosts are {', '.join(names)}",
-            remedy=f"--micro-batch {names[-1]}={next(iter(limits.values()))}",
+            remedy=f"--micro-batch {_meant(limits, names)}",
         )
     if min(limits.values(), default=1) < 1:
         raise SettingError(
             f"--micro-batch {text}: a host computes at least 1 sample at once",
-            remedy="leave hosts out that are to have no limit",
+            remedy="name only hosts that are to have a limit",
         )
+
+
+def _meant(limits: Mapping[str, int], names: Sequence[str]) -> str:
+    """The limits of hosts that there are, as they are typed; or one for the last of them."""
+    said = {name.lower(): limit for name, limit in limits.items()}
+    meant = {name: said[name.lower()] for name in names if name.lower() in said}
+    meant = meant or {names[-1]: next(iter(limits.values()))}
+    return ",".join(f"{name}={limit}" for name, limit in meant.items())

@@ -515,7 +515,16 @@ class Session(Member):
             steps: Ends after so many global steps instead, in however many epochs.
             every: Gives the number of the running epoch again after so many global steps, for
                 an evaluation in between (0: not).
+
+        Raises:
+            SettingError: The first argument is no loader of :meth:`loader`.
         """
+        if not isinstance(loader, Loader):
+            raise SettingError(
+                "session.epochs takes a loader first",
+                found=f"it was given {loader!r}",
+                remedy="session.epochs(loader, epochs), where loader = session.loader(…)",
+            )
         done, self._loader, loader.every = self.progress, loader, every
         self._begun += 1
         self._line = line_of_script()

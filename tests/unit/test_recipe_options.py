@@ -70,6 +70,7 @@ def test_defaults_need_no_flags() -> None:
         (["--drop-slow"], "--balance auto --drop-slow"),
         (["--overlap", "later"], "'backward', 'auto', 'late'"),
         (["--overlap", "late", "--ema", "0.9"], "--ema"),
+        (["--overlap", "late", "--clip-norm", "1"], "--clip-norm 0"),
     ],
 )
 def test_refusals(argv: list[str], told: str) -> None:

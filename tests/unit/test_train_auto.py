@@ -375,7 +375,7 @@ def test_who_asks_for_nothing_is_told_what_there_is() -> None:
         one.forgone = lambda: True
         return [one.looked(look(5 * number, 0.14, 0.6)) for number in range(6)]
 
-    assert any("By --overlap late gradients travel" in one for one in both(forgoes)[0])
+    assert any("By --overlap late (in a script" in one for one in both(forgoes)[0])
     assert not any(
         both(lambda rank, told: made(rank, told, "exact")[0].looked(look(0, 0.2, 0.02, 20)))
     )

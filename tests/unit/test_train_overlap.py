@@ -246,6 +246,8 @@ def test_a_checkpoint_knows_the_way() -> None:
     assert not again.done
     again.load_state_dict({})  # from a time before its end
     assert not again.done
+    again.load_state_dict({**kept, "late": False, "may_be_late": False})  # late ones not tried
+    assert not again.done
     again.load_state_dict(kept)
     assert again.done
     assert again.way == overlap.way
@@ -279,6 +281,7 @@ def test_who_reads_a_parameter_sees_it_stepped() -> None:
     late, _ = under_way(module, made)
     assert late.pending
     late.step()
+    assert not obstacle(module, made)  # they are watched by us
     made.param_groups[0]["lr"] = 99.0  # what a schedule does for the next step
     first, second = ([*as_they_are(one)] for one in module.children())
     assert torch.equal(second[0], before["second.weight"])

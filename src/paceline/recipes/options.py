@@ -115,7 +115,8 @@ class Options:
     overlap: OverlapName = "auto"
     """What the exchange of gradients may run beside: the backward pass only, also the next forward
     pass where that is quicker and ranks that are lost are not recovered from in place (auto), or
-    in any case, so that a lost rank has the job start again from its newest checkpoint (late)."""
+    where that is quicker and they could be, so that the job starts again from its newest checkpoint
+    when a rank is lost (late)."""
     run_dir: str = ""
     """Folder for the run's files (default: runs/NAME-DATE-TIME)."""
     checkpoint_every: str = "epoch,10m"

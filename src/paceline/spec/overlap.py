@@ -47,7 +47,7 @@ def refuse(
             remedy=f"one of {', '.join(get_args(OverlapName))}",
         )
     all_at_once = "it needs all gradients, or all new weights, at once"
-    beside = (
+    beside: tuple[tuple[str, bool, str], ...] = (
         (f"--communication {communication}", way_of(communication).name in _NEVER_LATE,
          "only averages that are made bucket by bucket can come late"),
         ("--shard", sharded, "FSDP exchanges parameters and gradients by itself"),
@@ -62,5 +62,7 @@ def refuse(
             raise SettingError(
                 f"--overlap late does not go with {what}",
                 found=found,
-                remedy="leave out one of the two",
+                remedy="--clip-norm 0, or leave --overlap late out"
+                if what == "--clip-norm"
+                else "leave out one of the two",
             )

@@ -31,7 +31,8 @@ _HIDDEN = (nn.RNNBase, torch.jit.ScriptModule)  # they keep their parameters in 
 def obstacle(module: nn.Module, optimizer: Optimizer) -> str:
     """Why updates cannot come late; empty where reads are seen and no step needs all at once."""
     for one in module.modules():
-        if type(one._parameters) is not dict or isinstance(one, _HIDDEN):
+        seen = type(one._parameters) in (dict, _Watched)
+        if not seen or isinstance(one, _HIDDEN):
             return f"a {type(one).__name__} reads its parameters where it cannot be seen"
     if type(optimizer) not in ELEMENTWISE:
         known = ", ".join(one.__name__ for one in ELEMENTWISE)

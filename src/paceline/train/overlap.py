@@ -243,7 +243,8 @@ class Overlap:
             return {}
         way = self.way
         kept = {"size": way.size, "first": way.first, "late": way.late, "order": [*way.order]}
-        return {"ranks": self._comms.world.size, "code": self._code(), **kept}
+        known = {"ranks": self._comms.world.size, "code": self._code()}
+        return {**known, "may_be_late": self.may_be_late(), **kept}
 
     def _code(self) -> str:
         method = self._exchange.method
@@ -258,6 +259,8 @@ class Overlap:
         if state.get("code", "") != self._code():
             return
         way = Way(state["size"], state["first"], state["late"], tuple(state["order"]))
+        if self.may_be_late() and not state.get("may_be_late", way.late):
+            return  # late updates were not tried, for then they could not be had
         if not way.late or self.may_be_late():
             self.use(way)
             self.done = True

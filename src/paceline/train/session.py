@@ -204,6 +204,8 @@ class Session(Member):
         self._late = overlap == "late"
         if self._late:
             check_late(module, optimizer, self.device)
+            if self._recovery is not None and self._recovery.told and self._recovery.able:
+                self._say_recoverable(self._recovery)
         updater = Updater(module, optimizer, schedule, scaler, clip_norm)
         self.models.add(name, updater)
         if not self.comms.alone:
@@ -1073,6 +1075,11 @@ class Session(Member):
             return
         if self._overlap.looked(look, self.progress.step):
             self.event("overlap settled", step=self.progress.step, **self._overlap.about())
+            if self._late and not self._overlap.way.late:
+                self.say(
+                    "overlap: steps are no shorter with late updates here; without --overlap late"
+                    " lost ranks are recovered from in place"
+                )
 
     @property
     def _saved(self) -> float:

@@ -235,8 +235,9 @@ class Communication:
         )
         if self.forgone():
             said += (
-                ". By --overlap late gradients travel beside the next forward pass, too, and the"
-                " job starts again when a rank is lost"
+                ". By --overlap late (in a script overlap='late') gradients travel beside the next"
+                " forward pass, too; with --max-restarts the job then starts again when a rank is"
+                " lost"
             )
         return said
 

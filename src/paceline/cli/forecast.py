@@ -181,8 +181,10 @@ def job_for(ctx: click.Context, what: str, args: tuple[str, ...], module: bool,
         if options.find_lr or options.find_batch:
             raise SettingError("--find-lr and --find-batch train nothing that could be forecast")
         if options.overlap == "late":
-            what_for = "what --overlap late hides is not forecast: steps may be shorter"
-            say(f"paceline: {what_for}", err=True)
+            say(
+                "paceline: what --overlap late hides is not forecast: steps may be shorter",
+                err=True,
+            )
         with training(ctx, what, options) as job:
             refuse_names(options, job, cluster, via)
             yield job, True

@@ -283,31 +283,31 @@ def _slower_than_back(
     taken to be half of the time, or what the way back, which waits for this one, needs less, where
     that is more.
     """
-    both = [(look, ways) for look, ways in zip(looks, far, strict=True) if _there_and_back(ways)]
+    known = [number for number, ways in enumerate(far) if _there_and_back(ways)]
     enough = max(SEVERAL - 1, MOSTLY * len(looks))
-    if len(both) < enough:
+    if len(known) < enough:
         return None
-    rates = _rates([ways for _, ways in both])
+    seen = [far[number] for number in known]
+    rates = _rates(seen)
     way, back = sorted(rates, key=lambda one: rates[one])
-    again = named in {one.rank for _, ways in both for one in ways if one.way == way}
-    counted = [(look, ways) for look, ways in both
-               if steadily or again or _held_up(look) <= AS_HELD_UP]  # fmt: skip
-    every = torch.stack([_of_pair(ways, way) for _, ways in both]).sum(dim=0)
-    sent, slow = (every[:, 0] / steps_of([look for look, _ in both])).tolist()
-    seconds = min(moving, slow)
-    seconds = max(seconds - moving / 2, min(moving, slow - sent / rates[back]))
+    again = named in {one.rank for ways in seen for one in ways if one.way == way}
+    pairs = {number: _of_pair(far[number], way) for number in known}
+    steps = steps_of([looks[number] for number in known])
+    sent, slow = (torch.stack([*pairs.values()]).sum(dim=0)[:, 0] / steps).tolist()
+    seconds = max(min(moving, slow) - moving / 2, min(moving, slow - sent / rates[back]))
+    counted = [one for one in known if steadily or again or _held_up(looks[one]) <= AS_HELD_UP]
     if seconds < least or len(counted) < enough:
         return None
-    rank = _rank_at(way[0], [ways for _, ways in both], named)
+    rank = _rank_at(way[0], seen, named)
     found = None if rank is None else SlowLink(rank, seconds, _told(rates[way], rates[back]))
-    each = torch.stack([_of_pair(ways, way) for _, ways in counted])
+    each = torch.stack([pairs[number] for number in counted])
     every = each.sum(dim=0)
     if again:
         return found if _beside(every) <= SLOW_AGAIN else None
     slowest = min(range(len(each)), key=lambda one: _beside(each[one]))
     if _beside(every - each[slowest]) > STILL_SLOW:
         return None
-    more = float(every[1, 0] - every[1, 1]) / steps_of([look for look, _ in counted])
+    more = float(every[1, 0] - every[1, 1]) / steps_of([looks[number] for number in counted])
     clearly = _beside(every) <= SLOW_WAY and more >= CLEARLY
     return found if clearly or (steadily and _beside(every) <= SLOW_STEADILY) else None
 

@@ -292,6 +292,7 @@ def test_incomplete_steps_are_an_error_of_the_job(said: str, tmp_path: Path) -> 
     [
         ((), "nothing to forecast"),
         (("image", "--find-lr"), "train nothing"),
+        (("image", "--communication", "local:5"), "steps of --communication local cannot"),
         (("image", "--plan"), "--plan does not apply"),
         (("imgae",), "there is no recipe or script imgae\n  remedy: did you mean image?"),
         (("--compare", ".", "image"), "--compare takes a run"),
@@ -459,6 +460,8 @@ def test_the_fastest_hosts_of_a_forecast_are_taken(tmp_path: Path) -> None:
         (None, {}, "looked at 0"),
         ({**TOLD, "weak": True}, {}, "--weak"),
         (TOLD, {"nproc_per_node": Setting(4)}, "1 rank on each host"),
+        ({**TOLD, "ranks": 2, "asked": 2}, {}, "2 ranks on each host"),
+        ({**TOLD, "asked": "cpu"}, {"nproc_per_node": Setting("gpu")}, "1 rank on each host"),
         ({**TOLD, "command": ["script", "other.py"]}, {}, "looked at 1"),
         ("{", {}, "is no forecast"),
         (TOLD, {"nnodes": Setting(2)}, "Leave out one of the two"),

@@ -655,7 +655,7 @@ def _unknown(known: Model, made: Forecast) -> str:
     if made.hosts == 1:
         return ""
     if not known.overlaps:
-        return "it needs steps on two hosts, and only one is named"
+        return "it needs steps on two hosts, and only one is named: -H with two"
     wide = (made.step.high - made.step.low) / 2 / made.step.seconds
     if wide > UNKNOWN:
         return (

@@ -32,7 +32,7 @@ from paceline.recipes import RECIPES, options_to_argv
 from paceline.recipes.argv import parse
 from paceline.remote import this_machine
 from paceline.rundir.records import is_regular, number, read_object, read_records, whole, words
-from paceline.spec import jobenv, rundir
+from paceline.spec import communication, jobenv, rundir
 from paceline.spec.errors import JobError, PacelineError, SettingError
 from paceline.spec.figures import lasting
 from paceline.spec.helptext import counted
@@ -122,7 +122,8 @@ def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], modu
             known = look(Probing(ctx, job, cluster, via, package), most)
             found = model.forecast(known, model.sizes(most), weak=weak, price=ctx.params["price"])
             made = {"command": known_by(asdict(job.entry)), "made": time.time(),
-                    "ranks": known.ranks, "weak": weak, "conclusion": model.conclusion(found),
+                    "ranks": known.ranks, "asked": job.nproc_per_node.value, "weak": weak,
+                    "conclusion": model.conclusion(found),
                     **model.to_json(found, known)}  # fmt: skip
             if ctx.params["as_json"]:
                 click.echo(json.dumps(made, indent=2))
@@ -180,6 +181,7 @@ def job_for(ctx: click.Context, what: str, args: tuple[str, ...], module: bool,
         options = options_of(ctx, what, args)
         if options.find_lr or options.find_batch:
             raise SettingError("--find-lr and --find-batch train nothing that could be forecast")
+        communication.refuse_forecast(options.communication)
         if options.overlap == "late":
             say(
                 "paceline: what --overlap late hides is not forecast: steps may be shorter",
@@ -462,7 +464,7 @@ def fastest_of(job: Job, cluster: Cluster, run: Path) -> tuple[Cluster, str]:
         ]
         if told.weak:
             others += [f"{path}: it is of --weak: a larger batch on more hosts"]
-        elif isinstance(asked, int) and asked != told.ranks:
+        elif asked not in (told.asked, told.ranks):
             others += [f"{path}: it is of {counted(told.ranks, 'rank')} on each host"]
         elif missing := sorted(names - told.hosts):
             others += [f"{path}: nothing is known there of {', '.join(missing)}"]
@@ -566,6 +568,7 @@ class Told:
         command: As of :func:`known_by`.
         weak: The batch of each host was fixed.
         ranks: On each host.
+        asked: How ``-p`` named them, if it did.
         hosts: Names of those that there were.
         forecasts: One for each number of hosts.
     """
@@ -574,6 +577,7 @@ class Told:
     command: list[str]
     weak: bool
     ranks: int
+    asked: int | str | None
     hosts: frozenset[str]
     forecasts: tuple[dict[str, Any], ...]
 
@@ -591,7 +595,9 @@ class Told:
                 f"{path} is no forecast", found="it is incomplete or damaged", remedy="Remove it"
             )
         entry = {"kind": typed[0], "target": typed[1], "args": typed[2:]}
-        return cls(path, known_by(entry), weak, ranks, frozenset(alone), tuple(every))
+        asked = said.get("asked")
+        asked = asked if isinstance(asked, int | str) else None
+        return cls(path, known_by(entry), weak, ranks, asked, frozenset(alone), tuple(every))
 
     def of(self, command: Sequence[str],
            nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:  # fmt: skip

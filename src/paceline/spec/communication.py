@@ -64,6 +64,16 @@ def asked(text: str) -> Asked:
     return Asked(name, number)
 
 
+def refuse_forecast(text: str) -> None:
+    """SettingError for a way whose steps are too unlike each other to be forecast."""
+    if asked(text).name == "local":
+        raise SettingError(
+            "steps of --communication local cannot be forecast",
+            found="they take as long as computing, and now and then one takes much longer",
+            remedy="forecast another way; between exchanges a step takes what it takes alone",
+        )
+
+
 _APART = ("local",)  # ranks step alone
 _CLASHES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "--shard": (

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.spec import jobenv, rundir
+from paceline.spec import communication, jobenv, rundir
 from paceline.spec.errors import SettingError
 from paceline.train import files, parallel
 from paceline.train.communication import METHODS
@@ -149,12 +149,8 @@ class Probe:
             "balance": self._balance,
         }
         only = self._models.first.communication
-        if only and only.asked.name == "local":
-            raise SettingError(
-                "steps of --communication local cannot be forecast",
-                found="they take as long as computing, and now and then one takes much longer",
-                remedy="forecast another way; between exchanges a step takes what it takes alone",
-            )
+        if only:
+            communication.refuse_forecast(only.asked.name)
         self._warm = loader.warm = SETTLING if only and only.asked.name != "exact" else WARM
         self._round = len(loader.sizes) * (1 + COUNTED)
         self._began = time.perf_counter()

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from paceline.cli.train import from_table
 from paceline.recipes import RECIPES, options_to_argv, parse_options
@@ -83,6 +84,17 @@ def test_weights_of_hosts_may_be_a_table_of_the_file() -> None:
     table = {"balance": {"n1": 3, "n2": 1.5}, "micro_batch": {"n2": 8}}
     options = parse_options("image", [], from_table("image", table))
     assert (options.balance, options.micro_batch) == ("n1=3,n2=1.5", "n2=8")
+
+
+def test_a_hosts_name_with_dots_stands_in_quotes() -> None:
+    table = tomllib.loads('[balance]\n"n1.cluster" = 3\nn2.cluster = 1\n')
+    with pytest.raises(SettingError, match="balance: n2 is no host with a number") as caught:
+        from_table("image", table)
+    (typed,) = [line for line in caught.value.render().splitlines() if "remedy" in line]
+    table["balance"] |= tomllib.loads(typed.partition(": ")[2])
+    del table["balance"]["n2"]
+    options = parse_options("image", [], from_table("image", table))
+    assert options.balance == "n1.cluster=3,n2.cluster=3"
 
 
 @pytest.mark.parametrize(

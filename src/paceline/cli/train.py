@@ -205,6 +205,13 @@ def from_table(name: str, table: Mapping[str, Any]) -> list[str]:
         flag = key.replace("_", "-")
         known(where, flag, names)
         if isinstance(value, dict) and key.replace("-", "_") in OF_HOSTS:
+            for host, one in value.items():
+                if isinstance(one, dict):  # TOML takes n1.cluster = 3 for a table n1
+                    raise SettingError(
+                        f"{where} {key}: {host} is no host with a number",
+                        found="in TOML a name with dots stands in quotes",
+                        remedy=f'"{host}.{next(iter(one), "DOMAIN")}" = 3',
+                    )
             value = ",".join(f"{host}={one}" for host, one in value.items())
         asked[key] = as_flags(f"--{flag}", value)
     flags = [word for words in asked.values() for word in words]

@@ -38,7 +38,8 @@ def refuse(
             "--balance auto does not go with --shard",
             found="in a sharded model ranks wait for each other in every layer, so their speeds"
             " cannot be told apart",
-            remedy="weights of hosts, such as --balance n1=3,n2=1, or leave --shard out",
+            remedy="a weight for each of your hosts, as in --balance n1=3,n2=1, or leave --shard"
+            " out",
         )
     if balance != "even" and ways.asked(communication).name == "local":
         raise SettingError(

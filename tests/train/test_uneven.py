@@ -25,10 +25,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worlds(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """What every rank of a world of 1 and one of 2 found."""
+    """What every rank of each world found, by the number of its ranks."""
     return {
         size: [json.loads((folder / f"{size}/{rank}.json").read_text()) for rank in range(size)]
-        for size in (1, 2)
+        for size in (1, 2, 3, 4)
     }
 
 
@@ -36,10 +36,16 @@ def apart(one: list[float], other: list[float]) -> float:
     return float(np.abs(np.array(one) - np.array(other)).max())
 
 
-@pytest.mark.parametrize("way", ["trained", "accumulated", "sharded", "partly used", "two models"])
-def test_weights_of_hosts_change_no_result(worlds: Any, way: str) -> None:
-    for found in worlds[2][: 1 if way == "sharded" else 2]:  # only rank 0 has whole weights
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("way", ["trained", "accumulated", "sharded", "partly used"])
+def test_weights_of_hosts_change_no_result(worlds: Any, way: str, size: int) -> None:
+    for found in worlds[size][: 1 if way == "sharded" else size]:  # only rank 0 has whole weights
         assert apart(found[way], worlds[1][0][way]) < 1e-10
+
+
+def test_weights_of_hosts_change_no_result_of_two_models(worlds: Any) -> None:
+    for found in worlds[2]:
+        assert apart(found["two models"], worlds[1][0]["two models"]) < 1e-10
 
 
 def test_a_limit_of_one_host_changes_no_result(worlds: Any) -> None:
@@ -64,12 +70,19 @@ def test_shares_by_speed_change_no_result(worlds: Any, way: str) -> None:
         assert apart(found[way]["end"], worlds[1][0]["auto"]["end"][:]) < 1e-10
 
 
-def test_a_rank_that_is_three_times_as_slow_gets_a_quarter(worlds: Any) -> None:
-    fast, slow = (found["auto"]["shares"][-1] for found in worlds[2])
-    assert 20 <= fast <= 28
-    assert fast + slow == 32
-    said = worlds[2][0]["said"]
-    assert "shares of the global batch: n1 2" in said
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_that_are_three_times_as_slow_get_a_third_as_much(worlds: Any, size: int) -> None:
+    fast, *slow = (found["auto"]["shares"][-1] for found in worlds[size])
+    assert abs(fast - 32 * 3 / (3 + len(slow))) <= 4
+    assert max(slow) - min(slow) <= 4
+    assert fast + sum(slow) == 32
+    assert "shares of the global batch: n1 " in worlds[size][0]["said"]
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_shares_by_speed_of_more_ranks_change_no_result(worlds: Any, size: int) -> None:
+    for found in worlds[size]:
+        assert apart(found["auto"]["end"], worlds[1][0]["auto"]["end"]) < 1e-10
 
 
 def test_a_rank_that_is_twenty_times_as_slow_gets_hardly_anything(worlds: Any) -> None:

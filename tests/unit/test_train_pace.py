@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import math
@@ -595,3 +596,27 @@ def test_bytes_on_a_connection_are_seen() -> None:
     if os.uname().sysname == "Linux":
         assert found["sent"] > 100_000
         assert found["here"] == found["there"]
+
+
+def test_the_connection_in_use_is_seen_among_many_that_were() -> None:
+    """As of a process whose former groups of ranks have left theirs, on which much was sent."""
+    with contextlib.ExitStack() as open_:
+        server = open_.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def connected() -> tuple[socket.socket, socket.socket]:
+            one = open_.enter_context(socket.create_connection(server.getsockname()))
+            return one, open_.enter_context(server.accept()[0])
+
+        def send(ends: tuple[socket.socket, socket.socket], left: int) -> None:
+            ends[0].sendall(b"x" * left)
+            while left:
+                left -= len(ends[1].recv(left))
+
+        for _ in range(10):
+            send(connected(), 300_000)
+        vitals, present = Vitals(), connected()
+        for _ in range(3):
+            send(present, 20_000)
+            found = dict(zip(VITALS, vitals.read(), strict=True))
+    if os.uname().sysname == "Linux":
+        assert 10_000 < found["sent"] < 60_000

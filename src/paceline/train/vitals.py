@@ -48,6 +48,8 @@ were sent again; ``here`` and ``there``: numbers that stand for the addresses of
 """
 
 _REFRESH = 20  # readings after which threads and connections are looked for again
+_OFTEN = 2  # first readings after each of which they are: the first bytes go other ways
+_BUSIEST = 8  # connections that are read: those on which most was sent since the last such time
 _DEAR = 6e-4  # seconds: a file that takes longer to read is left alone
 _TCP_INFO, _TCP_INFO_BYTES = 11, 232
 _BYTES_ACKED, _BUSY, _WINDOW, _RESENT = 120, 168, 176, 208  # places in the kernel's tcp_info
@@ -73,6 +75,7 @@ class Vitals:
         self._looks = 0
         self._before: dict[str, float] = {}
         self._links: dict[int, tuple[float, ...]] = {}
+        self._sent: dict[int, float] = {}  # by connection, when they were last looked for
         self.read()
 
     def _file(self, path: str) -> _File:
@@ -82,7 +85,7 @@ class Vitals:
 
     def read(self) -> list[float]:
         """One number for each of :data:`VITALS`, since the last call."""
-        if self._looks % _REFRESH == 0 or self._looks <= 2:  # the first bytes are other ones
+        if self._looks % _REFRESH == 0 or self._looks <= _OFTEN:
             self._refresh()
         self._looks += 1
         now = {
@@ -113,7 +116,12 @@ class Vitals:
                 files = [_File(task / "schedstat") for task in tasks]
                 files.sort(key=lambda file: -_number(file.text()))
                 self._tasks += files[: self._threads]
-        self._sockets = _connections()
+        sent = _connections()
+        busiest = sorted(sent, key=lambda one: -_more(sent[one], self._sent.get(one, 0.0)))
+        if 0 < self._looks <= _OFTEN:  # all that a new one has sent was sent since the last reading
+            new = sent.keys() - self._sent.keys()
+            self._links |= dict.fromkeys(new, (0.0, 0.0, 0.0))
+        self._sockets, self._sent = busiest[:_BUSIEST], sent
 
     def _queued(self) -> float:
         """The most of its computing threads."""
@@ -224,17 +232,21 @@ def _most(numbers: Iterable[float]) -> float:
 # -- connections ---------------------------------------------------------------------------
 
 
-def _connections() -> list[int]:
-    """Descriptors of TCP connections of this process."""
-    found = []
+def _connections() -> dict[int, float]:
+    """Bytes that have arrived on each TCP connection of this process, by descriptor."""
+    found = {}
     with contextlib.suppress(OSError):
         for path in sorted(Path("/proc/self/fd").iterdir())[:1024]:
             descriptor = int(path.name)
             with contextlib.suppress(OSError):
-                if stat.S_ISSOCK(os.fstat(descriptor).st_mode) and _tcp(descriptor) is not None:
-                    found.append(descriptor)
-    known = sorted(((_tcp(one) or (0.0,))[0], one) for one in found)
-    return [one for _, one in known[-8:]]
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode) and (one := _tcp(descriptor)):
+                    found[descriptor] = one[0]
+    return found
+
+
+def _more(now: float, before: float) -> float:
+    """Than before; all of it, where this descriptor was another connection's."""
+    return now - before if now >= before else now
 
 
 def _tcp(descriptor: int) -> tuple[float, float, float] | None:

@@ -28,17 +28,21 @@ _HEAD = 8  # bytes before a parcel: how long its packed codes are, 0 where they 
 
 @dataclass(frozen=True, slots=True)
 class _Mean:
-    """Of two ranks' tensors, made in the place of this rank's; divided first, as DDP divides."""
+    """Of two ranks' tensors, made in the place of this rank's; divided first, as DDP divides.
+
+    Both add in rank order: of two that are not numbers a sum is the first.
+    """
 
     mine: Tensor
     other: Tensor
+    rank: int
 
     def before(self, piece: slice) -> None:
         self.mine[self._elements(piece)] *= 0.5
 
     def after(self, piece: slice) -> None:
-        elements = self._elements(piece)
-        self.mine[elements] += self.other[elements]
+        mine, other = (one[self._elements(piece)] for one in (self.mine, self.other))
+        torch.add(*((other, mine) if self.rank else (mine, other)), out=mine)
 
     def _elements(self, piece: slice) -> slice:
         size = self.mine.element_size()
@@ -74,7 +78,7 @@ class Wire:
         if len(self._spare) < tensor.nbytes:
             self._spare = torch.empty(tensor.nbytes, dtype=torch.uint8)
         other = self._spare[: tensor.nbytes].view(tensor.dtype)
-        mesh.carry([tensor] * 2, [other] * 2, work=_Mean(tensor, other))
+        mesh.carry([tensor] * 2, [other] * 2, work=_Mean(tensor, other, self.rank))
 
     def swap(self, messages: Tensor, codes: int = 0) -> Tensor:
         """Row r goes to rank r; what came, in rank order. uint8, shape ``[ranks, n]``.

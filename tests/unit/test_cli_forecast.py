@@ -292,6 +292,7 @@ def test_incomplete_steps_are_an_error_of_the_job(said: str, tmp_path: Path) -> 
     [
         ((), "nothing to forecast"),
         (("image", "--find-lr"), "train nothing"),
+        (("image", "--batch-per-process", "8"), "remedy: --weak, or --global-batch"),
         (("image", "--communication", "local:5"), "steps of --communication local cannot"),
         (("image", "--plan"), "--plan does not apply"),
         (("imgae",), "there is no recipe or script imgae\n  remedy: did you mean image?"),

@@ -182,11 +182,19 @@ def job_for(ctx: click.Context, what: str, args: tuple[str, ...], module: bool,
         if options.find_lr or options.find_batch:
             raise SettingError("--find-lr and --find-batch train nothing that could be forecast")
         communication.refuse_forecast(options.communication)
+        if options.batch_per_process and not ctx.params["weak"]:
+            raise SettingError(
+                f"--batch-per-process {options.batch_per_process} has a larger global batch on more"
+                " hosts, and this forecast would be of the same on all",
+                remedy="--weak, or --global-batch in its place",
+            )
         if options.overlap == "late":
             say(
                 "paceline: what --overlap late hides is not forecast: steps may be shorter",
                 err=True,
             )
+        if options.drop_slow:
+            say("paceline: --drop-slow is not forecast: every host has its share", err=True)
         with training(ctx, what, options) as job:
             refuse_names(options, job, cluster, via)
             yield job, True

@@ -212,23 +212,25 @@ def slowest(run: Run) -> tuple[str, str] | None:
 # What helps against the causes of train/straggler.py.
 _REMEDIES = {
     "quota": "Give its control group more CPU time (cpu.max), or its host fewer ranks.",
-    "cpu": "End the other programs on its host (top shows them), or train with --balance auto.",
-    "stolen": "Move it to a host whose CPUs are its own, or train with --balance auto.",
+    "cpu": "End the other programs on its host (top shows them), or train with {by_speed}.",
+    "stolen": "Move it to a host whose CPUs are its own, or train with {by_speed}.",
     "swap": "Give its host fewer ranks or smaller batches, or more memory.",
-    "hot": "Look at the cooling of its host; until then --balance auto.",
-    "share": "Give its host a smaller weight (--balance), or train with --balance auto.",
+    "hot": "Look at the cooling of its host; until then {by_speed}.",
+    "share": "Give its host a smaller weight (--balance), or train with {by_speed}.",
     "batch": "Give every rank samples of like lengths.",
     "data": "Put its data on a faster disk, or load it with more workers.",
     "link": "Look at the cable, port and speed of its interface; paceline check measures links.",
-    "computing": "Train with --balance auto: each rank gets the share that suits its speed.",
+    "computing": "Train with {by_speed}: each rank gets the share that suits its speed.",
 }
+_BY_SPEED = '--balance auto (in a script session.loader(…, balance="auto"))'
 
 
 def _remedy(run: Run) -> str:
     """What helps against the cause for which a rank was slow."""
     causes = [event["cause"] for event in run.record.events
               if event.kind in ("straggler", "trained") and event["cause"]]  # fmt: skip
-    return _REMEDIES.get(str(causes[-1]), "") if causes else ""
+    found = _REMEDIES.get(str(causes[-1]), "") if causes else ""
+    return found.format(by_speed=_BY_SPEED)
 
 
 def last_step(run: Run) -> int:

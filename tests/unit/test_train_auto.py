@@ -98,6 +98,7 @@ class Standing:
     method: Any = None
     left: Any = None
     layout: tuple[int, int] = (0, 0)
+    late: None = None
 
     @property
     def nbytes(self) -> int:
@@ -198,6 +199,82 @@ def test_all_ranks_decide_alike_and_look_again(network: dict[str, float]) -> Non
     assert len(told) == 2
     assert told[0].startswith("communication: int8, by which a step takes about 0.")
     assert "at 240 Mbit/s" in told[0]
+
+
+def test_the_first_steps_are_not_said_in_4_bits(network: dict[str, float]) -> None:
+    """A tenth of the training, and at most 20 steps; also where it goes on."""
+
+    def body(rank: int, told: Both) -> list[Any]:
+        found: list[Any] = []
+        for steps, done in ((150, 0), (9, 0), (10_000, 0), (150, 11), (150, 15)):
+            one, exchange = made(rank, told, "int4")
+            one.load_state({"method": "int8", "rests": {}} if done else {})
+            one.begin(steps, done)
+            ways = [exchange.method.name]
+            for step in range(done + 1, done + 30):
+                one.stepped(step)
+                ways.append(exchange.method.name)
+            found.append((ways.count("int8"), ways[-1]))
+        return found
+
+    assert both(body) == [[(15, "int4"), (0, "int4"), (20, "int4"), (4, "int4"), (0, "int4")]] * 2
+
+
+def test_a_newcomer_says_its_first_step_as_the_others_do(network: dict[str, float]) -> None:
+    def body(rank: int, told: Both) -> list[str]:
+        names = []
+        for done in (3, 17):
+            one, exchange = made(rank, told, "int4")
+            one.begin(150, 0)
+            one.stepped(done)
+            newcomer, other = made(rank, told, "int4")
+            newcomer.begin(150, 0)
+            newcomer.take_alike(one.alike())
+            newcomer.renew()
+            names += [exchange.method.name, other.method.name]
+        return names
+
+    assert both(body) == [["int8", "int8", "int4", "int4"]] * 2
+
+
+def test_a_newcomer_takes_what_auto_chose_when_all_begin_anew(network: dict[str, float]) -> None:
+    """What is sent for it, all send; and then they go on alike, also with exact averages."""
+    network["rate"] = 20e9 / 8
+
+    def body(rank: int, told: Both) -> list[Any]:
+        one, exchange = made(rank, told)
+        one.begin(1000, 0)
+        for first in range(0, 20, 5):
+            one.looked(look(first, 0.14, 0.001))
+        exchange.layout = (7, 7)
+        one.take_alike(one.alike())
+        before = exchange.layout
+        one.renew()
+        return [before, exchange.layout, exchange.method, one.settled]
+
+    first, _ = both(body)
+    assert first == [(7, 7), (0, 0), None, True]
+
+
+def test_auto_judges_4_bits_by_steps_that_are_said_so(network: dict[str, float]) -> None:
+    network["rate"] = 20e6 / 8
+
+    def body(rank: int, told: Both) -> list[Any]:
+        one, exchange = made(rank, told)
+        one.begin(150, 0)
+        found = []
+        for first in range(0, 45, 5):
+            moving = 4.0 if exchange.method is None else 1.0 if first < 15 else 0.25
+            one.looked(look(first, 0.14, moving))
+            for step in range(first + 1, first + 6):
+                one.stepped(step)
+            found.append((exchange.method.name, one.settled))
+        return found
+
+    found, other = both(body)
+    assert found == other
+    assert found[:3] == [("int8", False)] * 2 + [("int4", False)]
+    assert found[-1] == ("int4", True)
 
 
 def test_what_late_updates_did_not_win_is_not_counted_on(

@@ -407,6 +407,13 @@ def mesh_of(group: dist.ProcessGroup | None, *, large: bool = False) -> Mesh | N
     return known.mesh
 
 
+def leave(group: dist.ProcessGroup | None) -> None:
+    """Ends the connections of a group that is over."""
+    known = None if group is None else _known.groups.pop(group, None)
+    if known is not None and known.mesh is not None:
+        known.mesh.close()
+
+
 def _made(group: dist.ProcessGroup, *, large: bool) -> Mesh | None:
     """A collective."""
     cuts, ranks = _open.cuts, group.size()

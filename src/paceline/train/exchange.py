@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 from torch.futures import Future
 
 from paceline.spec import jobenv
-from paceline.train import little, waits
+from paceline.train import direct, little, waits
 from paceline.train.comms import Comms
 from paceline.train.late import Late
 from paceline.train.parallel import Replica, bucket_megabytes, moving_buffers, settle_buckets
@@ -187,7 +187,7 @@ class Exchange:
         exchanged = {*self._model.exchanged}
         every = self._model.module.named_parameters()
         names = {one: name for name, one in every if one in exchanged}
-        world, void = self._comms.world, self._model.recovery is not None
+        world, void = self._comms.world, self._model.may_be_void
         unused = self._model.find_unused_parameters
         width = self.nbytes / self.elements
         return Line(self._group, world.rank, world.size, names, void, unused, width)
@@ -378,6 +378,18 @@ class Exchange:
             _average(self._method, bucket, now)
             future.set_result(bucket.flat)
         return future
+
+    def leave_group(self) -> None:
+        """Ends this exchange's own connections, whose threads would else stay; by all ranks.
+
+        DDP's reducer goes on to hold this object, which nobody uses any more.
+        """
+        group, self._group = self._group, None
+        self._method = self._directly = self.left = None
+        ours = group is not None and group is not _get_default_group()
+        if ours and self._stream is None and not self._comms.stale:
+            direct.leave(group)
+            dist.destroy_process_group(group)
 
     def close(self) -> None:
         """Ends the mover's thread; no backward pass may be running."""

@@ -40,6 +40,7 @@ class Models:
         """Ends the exchange of a model that is to be replaced, if there is one of that name."""
         if name in self._updaters and (exchange := self._updaters[name].exchange) is not None:
             exchange.close()
+            exchange.leave_group()
 
     def add(self, name: str, updater: Updater) -> None:
         """Takes a further model; one of the same name is replaced, and was left (:meth:`leave`).
@@ -106,10 +107,10 @@ class Models:
         alone = self._updaters.get(ALONE)
         return parallel.unsynced(alone.model) if alone else nullcontext()
 
-    def begin(self, steps: int) -> list[str]:
-        """Says how many steps the training has; returns what is to be told."""
-        said = [one.communication.begin(steps) for one in self if one.communication is not None]
-        return list(filter(None, said))
+    def begin(self, steps: int, step: int) -> list[str]:
+        """Says how many steps the training has, and are done; returns what is to be told."""
+        each = [one.communication for one in self if one.communication is not None]
+        return list(filter(None, [one.begin(steps, step) for one in each]))
 
     def note(self) -> None:
         """A step counts: :meth:`as_counted` gives what the models are now."""
@@ -146,11 +147,11 @@ class Models:
             return nullcontext(True)
         return self._counted.restored()
 
-    def stepped(self) -> None:
-        """To be called after each global step."""
+    def stepped(self, step: int) -> None:
+        """To be called after each global step, with the number of those that are done."""
         for one in self:
             if one.communication is not None:
-                one.communication.stepped()
+                one.communication.stepped(step)
         self._begin_step()
 
     def _begin_step(self) -> None:

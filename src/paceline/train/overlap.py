@@ -149,8 +149,10 @@ class Overlap:
         at_once = (one.clip_norm, one.scaler, one.average)
         return at_once == (None, None, None) and not obstacle(one.module, one.optimizer)
 
-    def looked(self, look: Look, step: int) -> bool:
+    def looked(self, look: Look, step: int, first: int = 0) -> bool:
         """Takes a look at the last steps, after ``step`` steps of this process.
+
+        Of the first ones, that may have taken longer than later ones, none counts.
 
         Returns:
             True when this one has settled it.
@@ -158,7 +160,7 @@ class Overlap:
         if self.done:
             return False
         steps = torch.arange(look.seconds.shape[1]) * look.every + look.first_step
-        counted = look.seconds[:, steps >= self._since + _WARM]
+        counted = look.seconds[:, steps >= max(self._since, first) + _WARM]
         if counted.shape[1] < 2:
             return False
         self._computing = float(counted[:, :, _COMPUTING].max(dim=0).values.median())

@@ -79,6 +79,7 @@ class Replica(DistributedDataParallel):
         stood: Beginnings and ends of these exchanges; whoever reads them clears them.
         mark: Gives a moment: of the CPU, or of an accelerator's stream.
         recovery: What makes good that a rank is lost; ``None``: nothing does.
+        may_be_void: What was exchanged may turn out not to count: a step is done once more then.
         exchanged: The parameters whose gradients are averaged: those that were trained when this
             was made or later (:meth:`widen`), also while a script has frozen some of them.
         some_idle: Says whether some rank has nothing to compute in this step. It does not know how
@@ -87,6 +88,7 @@ class Replica(DistributedDataParallel):
 
     mark: Callable[[], Any] = staticmethod(time.perf_counter)
     recovery: Recovery | None = None
+    may_be_void = False
     some_idle: Callable[[], bool] = staticmethod(lambda: False)
     _touches = _sent = False
 

@@ -216,6 +216,7 @@ class Session(Member):
                     module, self.device, self.comms, unused=unused, apart=bool(name)
                 )
                 replica.recovery = self._recovery
+                replica.may_be_void = self._recovery is not None and not self._late
                 updater.model, updater.exchange = replica, Exchange(replica, self.comms)
                 updater.communication = Communication(
                     communication, updater.exchange, self.comms, optimizer
@@ -546,7 +547,7 @@ class Session(Member):
         done.steps = steps or epochs * len(loader)
         if self._probe is not None:
             done.steps = self._probe.begin(loader, epochs, steps)
-        for said in self.models.begin(done.steps):
+        for said in self.models.begin(done.steps, done.step):
             self.say(said)
         self._journal.epochs = -(-done.steps // len(loader))
         self._log_every = self._log_every or _interval(len(loader))
@@ -1016,7 +1017,7 @@ class Session(Member):
         self._earlier = {}
         if self._recovery is not None:
             self._recovery.finished()
-        self.models.stepped()
+        self.models.stepped(done.step)
         look = self._pace.step(batch.total, loader.waited, self._saved)
         if (only := self._prepared().first.communication) is not None:
             only.computed(self._pace.computed)
@@ -1073,12 +1074,14 @@ class Session(Member):
         only = self.models.first.communication
         if self._overlap is None or (only is not None and not only.settled):
             return
-        if self._overlap.looked(look, self.progress.step):
+        first = 0 if only is None else only.first
+        if self._overlap.looked(look, self.progress.step, first):
             self.event("overlap settled", step=self.progress.step, **self._overlap.about())
             if self._late and not self._overlap.way.late:
+                gained = "; without --overlap late lost ranks are recovered from in place"
                 self.say(
-                    "overlap: steps are no shorter with late updates here; without --overlap late"
-                    " lost ranks are recovered from in place"
+                    "overlap: steps are no shorter with late updates here"
+                    + gained * (self._recovery is not None)
                 )
 
     @property

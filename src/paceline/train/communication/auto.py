@@ -50,6 +50,7 @@ class Auto:
         comms: Of all ranks.
         take: Sets a method by its name, with what the last one has not said.
         late: Says whether updates may come late by a way; the same on every rank.
+        first: Says how many steps of the training send more than later ones by the way in use.
 
     Attributes:
         choice: The last; ``None`` before the first step.
@@ -63,8 +64,10 @@ class Auto:
         comms: Comms,
         take: Callable[[str], None],
         late: Callable[[str], bool] = lambda way: False,
+        first: Callable[[], int] = lambda: 0,
     ) -> None:
         self._exchange, self._comms, self._take, self._late = exchange, comms, take, late
+        self._first_steps = first
         self._counts_on_late = False  # the choice does
         self._wire, self._worked = Wire(exchange.line()), 0.0  # CPU seconds of the last sum
         self.choice: Choice | None = None
@@ -93,12 +96,13 @@ class Auto:
             choice = chosen(
                 replace(self._line, computing=least, late=self._lates(), each=self._each)
             )
-            if choice.way != self._way:
+            if choice.way != self.way:
                 self._use(choice)
                 self._since = len(self._early)
 
     @property
-    def _way(self) -> str:
+    def way(self) -> str:
+        """In use."""
         return "exact" if self.choice is None else self.choice.way
 
     def looked(self, look: Look) -> str:
@@ -111,7 +115,7 @@ class Auto:
         if not self.settled and self._begun is None:
             self._begun = int(own[0])  # steps are counted from there
             self._since += self._begun
-        fresh = look.seconds[:, own >= self._since + _FIRST]
+        fresh = look.seconds[:, own >= max(self._since, self._first_steps()) + _FIRST]
         last = int(own[-1]) + 1
         self._seen += list(fresh.unbind(1))
         if len(self._seen) < _STEPS:
@@ -123,12 +127,14 @@ class Auto:
         still = steps[:, :, _MOVING] + steps[:, :, _WAITING]
         computing = float((steps.sum(2) - still).median(1).values.max())
         if not (first or self._fresh or self._in_vain):
+            if self._exchange.late is not None:
+                self._exchange.late.flush()  # its buckets are sent on the same connections
             least = self._line.handling  # other threads of a rank may be at work by now
             self._line = self._measured()
             self._line = replace(self._line, handling=min(least, self._line.handling))
         self._fresh = False
         # while a CPU has to do with messages, it computes less
-        pure = max(computing - self._line.own(self._way), 1e-6)
+        pure = max(computing - self._line.own(self.way), 1e-6)
         measured = replace(self._line, computing=pure, late=self._lates(), each=self._each)
         if first:
             # Bytes move on all ranks at once; who waits for whom may change from step to step.
@@ -139,7 +145,7 @@ class Auto:
                 self._since = last
                 return ""
         else:
-            choice = chosen(measured, self._way, self._off)
+            choice = chosen(measured, self.way, self._off)
         self._counts_on_late = choice.way in measured.late
         a_step = max(float(steps.sum(2).mean()), 1e-6)
         self._again = last + max(100, int(self._spent / _COST / a_step))
@@ -202,7 +208,7 @@ class Auto:
     @property
     def _in_vain(self) -> bool:
         """The choice counts on late updates, which were tried since, and are no quicker."""
-        return self._counts_on_late and not self._late(self._way)
+        return self._counts_on_late and not self._late(self.way)
 
     def _lates(self) -> frozenset[str]:
         return frozenset(way for way in forecast.CANDIDATES if self._late(way))
@@ -279,7 +285,7 @@ class Auto:
         tensor = torch.zeros(elements, device=self._comms.device)
         began, worked = self._now(), time.process_time()
         self._comms.event(
-            lambda: self._comms.come() if self._comms.stale else self._wire.sum(tensor)
+            lambda: self._comms.come() if self._comms.stale else self._wire.around(tensor)
         )
         self._worked = time.process_time() - worked
         return self._now() - began

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.spec import communication
+from paceline.spec import communication, jobenv
 from paceline.spec.figures import lasting
 from paceline.train.comms import Comms
 from paceline.train.communication import METHODS, coded
@@ -22,6 +23,10 @@ _WORTH = 0.2  # part of a step that communication may take before other ways are
 _LEAST = 0.01  # seconds of a step that it takes then
 _STEPS = 8  # that this is judged by
 _PARTS, _SMALLEST = 8, 1 << 18  # so many buckets, and the least bytes of one
+_FIRST, _MOST_FIRST = 0.1, 20
+"""Part of a training, and at most steps, whose gradients are not said in 4 bits but in 8: what
+optimizers make of the first gradients decides how soon the loss falls (``bench/slow_links``)."""
+_COARSE, _FINER = "int4", "int8"
 
 
 def check(text: str, *, sharded: bool, name: str, scaled: bool) -> None:
@@ -62,7 +67,9 @@ class Communication:
         self.forgone: Callable[[], bool] = lambda: False
         self._auto: Auto | None = None
         self._seen: list[tuple[float, float]] = []  # of a step: communication, all of it
-        self._told, self._steps = False, 0
+        self._told, self._steps, self._step = False, 0, 0
+        self._first = 0
+        self._given: dict[str, Any] | None = None  # another rank's choice, to go on with
         if self.asked.name == "auto":
             self._auto = self._automatic()
         else:
@@ -71,7 +78,8 @@ class Communication:
             exchange.send_buffers(False)
 
     def _automatic(self) -> Auto:
-        return Auto(self._exchange, self._comms, self._take, lambda way: self.late(way))
+        late, first = lambda way: self.late(way), lambda: self.first
+        return Auto(self._exchange, self._comms, self._take, late, first)
 
     def _as_asked(self) -> None:
         if self.asked.name == "exact":
@@ -90,15 +98,45 @@ class Communication:
         if self._auto is None:
             self._as_asked()
         elif not self._comms.alone:
-            kept = self._auto.state()
+            kept = self._auto.state() if self._given is None else self._given
             self._auto = self._automatic()
             self._auto.load_state(kept)
         elif left is not None:  # there is nobody to measure with
             self._take(left.name)
-        self._exchange.left = None
-        self.begin(self._steps)
+        self._exchange.left = self._given = None
+        self.begin(self._steps, self._step)
+
+    @property
+    def _finer(self) -> bool:
+        """Whether the next step is one of the first."""
+        return self._step < self._first
+
+    @property
+    def _way(self) -> str:
+        return self.asked.name if self._auto is None else self._auto.way
+
+    @property
+    def first(self) -> int:
+        """So many steps of the training send more than later ones by the way in use."""
+        return self._first if self._way == _COARSE else 0
+
+    def _at(self, steps: int, step: int) -> None:
+        """So many steps are done of those that the training has."""
+        self._steps, self._step = steps, step
+        few = int(_FIRST * steps)
+        self._first = 0 if os.environ.get(jobenv.PROBE) else min(few, _MOST_FIRST)
+
+    def _go_on(self, steps: int, step: int) -> None:
+        """The same, between two steps: it may be time for another way."""
+        before = self._finer
+        self._at(steps, step)
+        if self._finer != before and self._way == _COARSE and self._exchange.method is not None:
+            if self._exchange.late is not None:
+                self._exchange.late.flush()  # by the method that is left
+            self._take(_COARSE)
 
     def _take(self, name: str) -> None:
+        name = _FINER if name == _COARSE and self._finer else name
         method = METHODS[name](self._exchange.line())
         if isinstance(method, Local):
             method.comms = self._comms
@@ -118,9 +156,10 @@ class Communication:
         if (method := self._exchange.method) is not None:
             method.void()
 
-    def begin(self, steps: int) -> str:
-        """Says how many steps the training has; returns what is to be told."""
-        method, self._steps = self._exchange.method, steps
+    def begin(self, steps: int, step: int) -> str:
+        """Says how many steps the training has, and are done; returns what is to be told."""
+        self._go_on(steps, step)
+        method = self._exchange.method
         if not isinstance(method, (PowerSgd, Local)):
             return ""
         said = method.begin(steps)
@@ -149,8 +188,9 @@ class Communication:
         method = self._exchange.method
         return method.met() if isinstance(method, Local) else {}
 
-    def stepped(self) -> None:
-        """To be called after each step of the optimizer."""
+    def stepped(self, step: int) -> None:
+        """To be called after each step of the optimizer, with the number of those that are done."""
+        self._go_on(self._steps, step)
         method = self._exchange.method
         if not isinstance(method, Local):
             return
@@ -184,7 +224,9 @@ class Communication:
     @property
     def settled(self) -> bool:
         """The way is the one that is to stay: buckets may be fitted to it."""
-        return self._auto is None or self._auto.settled
+        if self._auto is None:
+            return self._step >= self.first
+        return self._auto.settled
 
     def computed(self, seconds: Callable[[], float]) -> None:
         """Takes how long this rank computed in the last step, if that matters; 0: not known."""
@@ -266,12 +308,17 @@ class Communication:
         kept: dict[str, Any] = {"method": "exact", "alike": {}}
         if method is not None:
             kept = {"method": method.name, "alike": method.alike()}
+        kept |= {"step": self._step, "steps": self._steps}
         return kept if self._auto is None else {**kept, "auto": self._auto.state()}
 
     def take_alike(self, state: dict[str, Any]) -> None:
-        """Takes what :meth:`alike` gave."""
-        if self._auto is not None:
-            self._auto.load_state(state.get("auto", {}))
+        """Takes what :meth:`alike` gave; :meth:`renew` comes next, and goes on with it.
+
+        Only this rank calls it, so nothing is sent here; and of a pass that counts on it what is
+        left to say is not known to have counted yet.
+        """
+        self._at(state.get("steps", self._steps), state.get("step", self._step))
+        self._given = state.get("auto", {})
         method = self._exchange.method
         if method is not None and state.get("method") == method.name:
             method.take_alike(state["alike"])
@@ -282,5 +329,6 @@ class Communication:
             self._auto.load_state(state.get("auto", {}))
         method = self._exchange.method
         if method is not None:
-            same = state.get("method") == method.name
+            both = {state.get("method"), method.name}
+            same = len(both) == 1 or both == {_COARSE, _FINER}  # which keep the same
             method.load_state(state["rests"] if same else {})

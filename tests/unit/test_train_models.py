@@ -299,6 +299,9 @@ def test_a_model_that_is_replaced_leaves_its_exchange(session: train.Session) ->
         def close(self) -> None:
             ended.append(", ".join(f"{one:g}" for one in session.models.lrs.values()))
 
+        def leave_group(self) -> None:
+            ended.append("its group")
+
     def added(lr: float) -> None:
         line(session, lr=lr)
         session.models.first.exchange = Wire()  # type: ignore[assignment]
@@ -309,7 +312,7 @@ def test_a_model_that_is_replaced_leaves_its_exchange(session: train.Session) ->
         session.prepare(nn.Linear(1, 1), session.models.first.optimizer, communication="int9")
     assert session._overlap is not None
     added(0.02)
-    assert ended == ["0.01"]  # before another took its place
+    assert ended == ["0.01", "its group"]  # before another took its place
     assert session._overlap is None
     session.models.close()
     assert ended == ["0.01", "0.02"]

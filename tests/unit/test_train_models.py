@@ -315,7 +315,7 @@ def test_a_model_that_is_replaced_leaves_its_exchange(session: train.Session) ->
     assert ended == ["0.01", "its group"]  # before another took its place
     assert session._overlap is None
     session.models.close()
-    assert ended == ["0.01", "0.02"]
+    assert ended == ["0.01", "its group", "0.02"]
     session.models.first.exchange = None
 
 

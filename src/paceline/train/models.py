@@ -257,8 +257,9 @@ class Models:
 
     def close(self) -> None:
         """Ends what exchanges gradients; no rank may be in a step."""
-        for name in self._updaters:
-            self.leave(name)
+        for one in self:
+            if one.exchange is not None:
+                one.exchange.close()
 
     def wait_with(self, before_step: Callable[[], None]) -> None:
         """Calls this before any optimizer changes parameters."""

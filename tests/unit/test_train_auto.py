@@ -98,7 +98,6 @@ class Standing:
     method: Any = None
     left: Any = None
     layout: tuple[int, int] = (0, 0)
-    late: None = None
 
     @property
     def nbytes(self) -> int:
@@ -114,6 +113,8 @@ class Standing:
         self.layout, self.method = (0, 0), None
 
     def put_off(self, late: None) -> None: ...
+
+    def flush(self) -> None: ...
 
 
 class Both:

@@ -317,6 +317,11 @@ class Exchange:
             self.watched()
             late.begin()
 
+    def flush(self) -> None:
+        """Takes the updates that are still to come: nothing is on its way any more."""
+        if self.late is not None:
+            self.late.flush()
+
     @property
     def _may_end(self) -> bool:
         """Whether ranks may be lost while DDP waits: it waits for promises then."""

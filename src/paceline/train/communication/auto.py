@@ -127,8 +127,7 @@ class Auto:
         still = steps[:, :, _MOVING] + steps[:, :, _WAITING]
         computing = float((steps.sum(2) - still).median(1).values.max())
         if not (first or self._fresh or self._in_vain):
-            if self._exchange.late is not None:
-                self._exchange.late.flush()  # its buckets are sent on the same connections
+            self._exchange.flush()  # late buckets are sent on the same connections
             least = self._line.handling  # other threads of a rank may be at work by now
             self._line = self._measured()
             self._line = replace(self._line, handling=min(least, self._line.handling))

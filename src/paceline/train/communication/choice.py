@@ -131,8 +131,7 @@ class Communication:
         before = self._finer
         self._at(steps, step)
         if self._finer != before and self._way == _COARSE and self._exchange.method is not None:
-            if self._exchange.late is not None:
-                self._exchange.late.flush()  # by the method that is left
+            self._exchange.flush()  # by the method that is left
             self._take(_COARSE)
 
     def _take(self, name: str) -> None:

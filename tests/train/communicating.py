@@ -12,6 +12,7 @@ import owing
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from launching import Job
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -53,17 +54,25 @@ def training(
     unused: bool = False,
     late: bool = False,
     compiled: bool = False,
+    launched: bool = False,
 ) -> None:
     """Leaves its parameters and losses in the folder.
 
     Args:
         late: Updates come late from the fourth of its steps on, and the first layer's come first.
+        launched: With a launcher that would mend a lost rank in place, which late updates replace.
     """
     torch.manual_seed(1)
     with train.join(run_dir=folder, seed=4, check_every=7, log_every=5, quiet=True) as session:
         network = session.place(Net())
         made = torch.optim.AdamW(network.parameters(), 3e-3)
-        model = session.prepare(network, made, communication=asked, unused=unused, compile=compiled)
+        overlap = "late" if launched and late else "auto"
+        model = session.prepare(
+            network, made, communication=asked, unused=unused, compile=compiled, overlap=overlap
+        )
+        assert (session._recovery is not None) == launched
+        if launched and session._overlap is not None:
+            session._overlap.done = True  # no other sizes are tried
         exchange = session.models.first.exchange
         if exchange is not None and exchange.method is not None:
             exchange.buckets(30_000, 10_000)
@@ -117,6 +126,39 @@ def every_way(root: Path) -> None:
     training(parts, "int4", resume="11", steps=FIRST)
 
 
+def launched(folder: Path, asked: str, late: bool) -> None:
+    """Under a launcher; what its codes leave out counts in the next step there, too."""
+    torch.set_num_threads(1)
+    wire._SLOW = 0.0
+    training(folder, asked, late=late, launched=True)
+
+
+def rate_looked_for(root: Path) -> None:
+    """A learning rate is looked for while updates come late, as if they did not."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for late in (False, True):
+        torch.manual_seed(1)
+        with train.join(run_dir=root / f"rate {late}", seed=4, quiet=True) as session:
+            network = session.place(Net())
+            made = torch.optim.AdamW(network.parameters(), 3e-3)
+            model = session.prepare(network, made, overlap="late")
+            exchange = session.models.first.exchange
+            assert exchange is not None
+            if late:
+                exchange.put_off(Late(network, made, exchange.stood))
+            before = {name: one.clone() for name, one in network.state_dict().items()}
+
+            def compute(batch: train.Batch, model: nn.Module = model) -> torch.Tensor:
+                inputs, targets = batch.data
+                return cross_entropy(model(inputs, True), targets, reduction="none")
+
+            train.find_lr(session, session.loader(data(), 32), compute, steps=20)
+            assert (exchange.late is not None) == late
+            after = network.state_dict()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def compiled(root: Path) -> None:
     """The compiler divides its graph by the buckets, which codes have smaller than it knows."""
     torch.set_num_threads(1)
@@ -135,6 +177,11 @@ def seldom(root: Path, steps: int) -> None:
 def main() -> None:
     root = Path(sys.argv[1])
     forking.run_ok(2, lambda: every_way(root))
+    by_launcher = [(asked, late) for asked in ("int4", "int8", "bf16") for late in (False, True)]
+    for asked, late in by_launcher:
+        folder = root / "launched" / f"{asked} {late}"
+        Job(lambda f=folder, a=asked, late=late: launched(f, a, late), 2, folder).run().ended_well()
+    forking.run_ok(2, lambda: rate_looked_for(root))
     forking.run_ok(2, lambda: compiled(root))
     forking.run_ok(3, lambda: seldom(root, 12))
     forking.run_ok(2, lambda: seldom(root, 15))
@@ -153,6 +200,14 @@ def main() -> None:
         "equal": equal(root / "int4" / "whole", root / "late"),
         "loss": end(root / "late")[1],
     }
+    for asked, late in by_launcher:
+        folder = root / "launched" / f"{asked} {late}"
+        found[f"launched {asked}{' late' * late}"] = {
+            "equal": equal(root / asked / "whole", folder),
+            "loss": end(folder)[1],
+        }
+    tables = [(root / f"rate {late}" / "lr-range.csv").read_text() for late in (False, True)]
+    assert tables[0] == tables[1]
     found["compiled"] = {
         "equal": equal(root / "int8" / "whole", root / "compiled"),
         "loss": end(root / "compiled")[1],

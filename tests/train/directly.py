@@ -18,7 +18,10 @@ from pathlib import Path
 import forking
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
 
+from paceline import train
 from paceline.spec.failure import ECHO, WAITED
 from paceline.train import direct, recovery
 from paceline.train.comms import Comms
@@ -135,6 +138,27 @@ def let_go(folder: Path) -> None:
     gc.collect()
     assert not direct._known.groups
     assert known - len(recovery._sockets()) >= before == comms.world.size - 1
+
+
+def replaced(folder: Path) -> None:
+    """A model that takes another's place takes its group's threads and connections, too."""
+    torch.set_num_threads(1)
+    held = []
+    with train.join(run_dir=folder, seed=1, quiet=True) as session:
+        for _ in range(5):
+            session.progress.step = session.progress.epoch = session.progress.offset = 0
+            network = nn.Linear(64, 64)
+            model = session.prepare(network, torch.optim.SGD(network.parameters(), 0.01))
+            loader = session.loader(TensorDataset(torch.randn(640, 64)), 32)
+            for _ in session.epochs(loader, steps=15):
+                for (inputs,) in loader:
+                    session.step(model(inputs).square().mean(1))
+            del network, model, loader
+            gc.collect()
+            held.append([len([*Path("/proc/self", one).iterdir()]) for one in ("task", "fd")])
+    threads, files = zip(*held[1:], strict=True)
+    assert len({*threads}) == 1, held
+    assert files[-1] < files[0] + 4, held  # gloo closes some a moment later
 
 
 def freed(folder: Path) -> None:

@@ -47,6 +47,7 @@ _PATIENCE = timedelta(minutes=30)  # torch's own, where a group's cannot be know
 _LOOKING_S = 1e-4  # before this thread sleeps; two CPUs need about half of that to wake another
 _ASLEEP_S = 60.0  # between two looks whether patience has ended
 _BUFFER = 1 << 19  # bytes that the kernel takes, and keeps, of each connection
+_AT_ONCE = 1 << 16  # bytes that have come, or the rest, before a thread that sleeps is woken
 _PIECE = 1 << 18  # bytes of a message that are worked on together
 _KEY = 16  # bytes
 _HEAD = struct.Struct("=IQ")  # of a message: number of the operation, bytes that follow
@@ -225,6 +226,7 @@ class Mesh:
     def _sleep(self, left: dict[int, _Both], began: float) -> None:
         asking = select.poll()
         for both in left.values():
+            both.wake_me()
             asking.register(both.socket, both.wants)
         patience = _patience(self._group()).total_seconds()
         remaining = began + patience - time.perf_counter()
@@ -280,6 +282,15 @@ class _Both:
     def wants(self) -> int:
         """What to wait for, as ``poll`` names it."""
         return (select.POLLOUT if self._left else 0) | (select.POLLIN if self._missing else 0)
+
+    def wake_me(self) -> None:
+        """Has the kernel wake who sleeps when there is something to do, not at each packet.
+
+        Of a message that may be shorter its head says how much is to come.
+        """
+        headless = self._shorter and self._missing > len(self._room)
+        least = 1 if headless else min(max(1, self._missing), _AT_ONCE)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
 
     def move(self) -> bool:
         """Sends and takes what goes without waiting; whether anything did."""

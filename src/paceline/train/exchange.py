@@ -17,7 +17,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, cast
 
@@ -316,6 +317,16 @@ class Exchange:
         if late is not None:
             self.watched()
             late.begin()
+
+    @contextmanager
+    def in_time(self) -> Iterator[None]:
+        """Within it no update comes late; to be entered and left between two steps."""
+        late, order = self.late, self._order
+        self.put_off(None)
+        try:
+            yield
+        finally:
+            self.put_off(late, order)
 
     def flush(self) -> None:
         """Takes the updates that are still to come: nothing is on its way any more."""

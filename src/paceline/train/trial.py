@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -27,6 +27,11 @@ def untouched(models: Models, device: torch.device, precision: Precision) -> Ite
         ValueError: There are several models.
     """
     real = models[ALONE]
+    with nullcontext() if real.exchange is None else real.exchange.in_time():
+        yield from _untouched(real, device, precision)
+
+
+def _untouched(real: Updater, device: torch.device, precision: Precision) -> Generator[Updater]:
     parallel.put_back(real.module)
     live = [*real.module.parameters(), *real.module.buffers()]
     kept = [parallel.own_part(one.detach()).clone() for one in live]

@@ -76,6 +76,8 @@ def test_a_slow_link_is_lifted_by_sending_less_and_by_a_larger_batch() -> None:
     assert found.better_batch >= 256
     (mild,) = forecast.forecast(two_hosts(0.01, 0.004, 0.272, g=8.0), [2])
     assert mild.communication == "fp16"  # the least lossy that hides the bytes
+    left_to_it = replace(two_hosts(0.01, 0.004, 0.3), communication="auto")  # which stayed exact
+    assert forecast.forecast(left_to_it, [4])[0].communication == ""
 
 
 def test_weak_scaling_does_more_samples_in_fewer_steps() -> None:

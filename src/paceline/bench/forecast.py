@@ -94,6 +94,7 @@ class Probe:
         sent: Bytes that are sent as a part of the gradients', between two ranks and of more.
         balance: How the training shares its batches: "even", "auto" or weights of hosts. The
             probe's own are even.
+        communication: The way to average gradients that was asked for.
         computing: Seconds of computing in a step of the largest batch, by host; empty where they
             are not known.
     """
@@ -110,6 +111,7 @@ class Probe:
     device: str = "cpu"
     sent: tuple[float, float] = (1.0, 1.0)
     balance: Balance = "even"
+    communication: str = "exact"
     computing: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -151,6 +153,7 @@ class Probe:
             str(said["device"]),
             (float(said["sent"][0]), float(said["sent"][1])),
             _balance(said.get("balance", "even")),
+            str(said.get("communication", "exact")),
             _computing(said["hosts"], by_batch[max(by_batch)]),
         )
 
@@ -299,6 +302,7 @@ class Model:
         spread: What the steps of two hosts may be wrong by, as a part of them.
         device: That computes: cpu, cuda, …
         balance: How the training shares its batches.
+        communication: The way to average gradients that was asked for.
     """
 
     alone: Mapping[str, Alone]
@@ -317,6 +321,7 @@ class Model:
     spread: float = LEAST_SPREAD
     device: str = "cpu"
     balance: Balance = "even"
+    communication: str = "exact"
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -386,6 +391,7 @@ def model(alone: Mapping[str, Probe], pair: Probe | None,
         rates=rates or {},
         probed=names,
         sent=pair.sent,
+        communication=pair.communication,
         device=pair.device,
         spread=max(one.spread for one in pair.timed),
     )
@@ -679,7 +685,7 @@ def _lifted(known: Model, made: Forecast) -> Forecast:
     """With what would lift the limit."""
     if made.hosts == 1:
         return made
-    if made.step.limit == "link" and known.sent == (1.0, 1.0):
+    if made.step.limit == "link" and known.sent == (1.0, 1.0) and known.communication == "exact":
         goal = 1.1 * (made.step.seconds - made.step.link)
         many = made.hosts * known.ranks > 2
         seconds = {name: step(known, made.names, made.batch, bytes_part=parts[many]).seconds

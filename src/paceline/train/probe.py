@@ -151,6 +151,7 @@ class Probe:
         only = self._models.first.communication
         if only:
             communication.refuse_forecast(only.asked.name)
+            self._about["communication"] = only.asked.name
         self._warm = loader.warm = SETTLING if only and only.asked.name != "exact" else WARM
         self._round = len(loader.sizes) * (1 + COUNTED)
         self._began = time.perf_counter()

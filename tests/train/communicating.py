@@ -55,11 +55,13 @@ def training(
     late: bool = False,
     compiled: bool = False,
     launched: bool = False,
+    looks: bool = False,
 ) -> None:
     """Leaves its parameters and losses in the folder.
 
     Args:
         late: Updates come late from the fourth of its steps on, and the first layer's come first.
+        looks: For a learning rate, before it goes on.
         launched: With a launcher that would mend a lost rank in place, which late updates replace.
     """
     torch.manual_seed(1)
@@ -78,6 +80,12 @@ def training(
             exchange.buckets(30_000, 10_000)
         loader, losses = session.loader(data(), 32, limit=10), []
         session.checkpoints(every="11", keep=0, resume=resume)
+        if looks:
+
+            def compute(batch: train.Batch) -> torch.Tensor:
+                return cross_entropy(model(batch.data[0], True), batch.data[1], reduction="none")
+
+            train.find_lr(session, loader, compute, steps=5)
         for _ in session.epochs(loader, steps=steps):
             for inputs, targets in loader:
                 rarely = not unused or session.progress.step % 3 == 0
@@ -114,7 +122,7 @@ def every_way(root: Path) -> None:
             for copy in [parts, root / "late"][: 1 + (asked == "int4")]:
                 shutil.copytree(whole / "checkpoints", copy / "checkpoints")
         dist.barrier()
-        training(parts, asked, resume="11")
+        training(parts, asked, resume="11", looks=True)
         if asked == "int4":
             wire._SLOW = 0.0  # codes are packed, as on a slow line
             training(root / "late", asked, resume="11", late=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -38,7 +39,11 @@ def tracked(url: str, folder: Path, *steps: int, patience: int = 60, **more: str
     """What is said while these steps are recorded."""
     extra = {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0123456789" * 4, "WANDB_MODE": "online"}
     words = ["-c", SCRIPT, str(folder), *map(str, (*steps, patience))]
-    (ended,) = ranks.run_ok(1, words, folder.parent / f"logs{steps[0]}", extra={**extra, **more})
+    logs = folder.parent / f"logs{steps[0]}"
+    # What wandb would remove at an ordinary end; its other process may still be there.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as leaves:
+        extra = {**extra, "TMPDIR": leaves, **more}
+        (ended,) = ranks.run_ok(1, words, logs, extra=extra)
     return ended.out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -326,6 +326,12 @@ def test_updates_are_late_only_where_each_element_is_by_itself() -> None:
     hooked = torch.optim.SGD(module.parameters())
     hooked.register_step_post_hook(lambda *_: None)
     assert "hooks" in obstacle(module, hooked)
+    rate = torch.tensor(0.1)  # a schedule changes it in place
+    assert "its lr" in obstacle(module, torch.optim.AdamW(module.parameters(), lr=rate))
+    made = torch.optim.SGD(module.parameters())
+    assert "compiled" in obstacle(cast(nn.Module, torch.compile(module)), made)
+    module.compile()
+    assert "compiled" in obstacle(module, made)
 
 
 def test_a_failed_exchange_is_raised_where_it_is_missed() -> None:

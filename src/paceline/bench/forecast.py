@@ -303,6 +303,7 @@ class Model:
         device: That computes: cpu, cuda, …
         balance: How the training shares its batches.
         communication: The way to average gradients that was asked for.
+        sharded: Parameters are spread over the ranks.
     """
 
     alone: Mapping[str, Alone]
@@ -322,6 +323,7 @@ class Model:
     device: str = "cpu"
     balance: Balance = "even"
     communication: str = "exact"
+    sharded: bool = False
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -391,6 +393,7 @@ def model(alone: Mapping[str, Probe], pair: Probe | None,
         rates=rates or {},
         probed=names,
         sent=pair.sent,
+        sharded=pair.sharded,
         communication=pair.communication,
         device=pair.device,
         spread=max(one.spread for one in pair.timed),
@@ -646,7 +649,7 @@ def _of(known: Model, hosts: int, one: Step, weak: bool, price: float | None) ->
     if why := _unknown(known, made):
         return replace(made, declined=why)
     shared = step(known, names, batch, by_speed=hosts > 1).seconds
-    if shared < 0.95 * found.seconds:
+    if shared < 0.95 * found.seconds and not known.sharded:
         made = replace(made, by_speed=shared)
     return _lifted(known, made)
 
@@ -685,7 +688,8 @@ def _lifted(known: Model, made: Forecast) -> Forecast:
     """With what would lift the limit."""
     if made.hosts == 1:
         return made
-    if made.step.limit == "link" and known.sent == (1.0, 1.0) and known.communication == "exact":
+    plain = known.sent == (1.0, 1.0) and known.communication == "exact" and not known.sharded
+    if made.step.limit == "link" and plain:
         goal = 1.1 * (made.step.seconds - made.step.link)
         many = made.hosts * known.ranks > 2
         seconds = {name: step(known, made.names, made.batch, bytes_part=parts[many]).seconds

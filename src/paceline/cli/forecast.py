@@ -33,6 +33,7 @@ from paceline.recipes.argv import parse
 from paceline.remote import this_machine
 from paceline.rundir.records import is_regular, number, read_object, read_records, whole, words
 from paceline.spec import communication, jobenv, rundir
+from paceline.spec.balance import refuse_weights
 from paceline.spec.errors import JobError, PacelineError, SettingError
 from paceline.spec.figures import lasting
 from paceline.spec.helptext import counted
@@ -365,6 +366,8 @@ def look(probing: Probing, most: int) -> model.Model:
     parts = [1.0, 0.5] if weak else [1.0, 0.5, 1 / most]
     rates, kinds = links(probing)  # before anything that takes long: all have to be there
     first = probing.on(hosts[:1], parts=parts)
+    if isinstance(first.balance, Mapping):
+        refuse_weights(first.balance, [host.name for host in hosts])
     alone, like = {hosts[0].name: first}, dict[str, str]()
     tried = [one.batch for one in first.timed]
     for host in hosts[1:]:

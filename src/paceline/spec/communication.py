@@ -43,7 +43,7 @@ def asked(text: str) -> Asked:
     Raises:
         SettingError: There is no such way, or no such number.
     """
-    found = re.fullmatch(r"([a-z0-9]+)(?::(\d{1,9}))?", text)
+    found = re.fullmatch(r"([a-z0-9]+)(?::(\d{1,9}))?", str(text))
     if found is None or found[1] not in WAYS:
         raise SettingError(
             f"--communication {text}: there is no such way", remedy=f"one of {', '.join(WAYS)}"

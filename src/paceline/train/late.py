@@ -25,12 +25,16 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad)
 """Each element's new value depends on nothing but its own gradient and state."""
 
+_COMPILED = "compiled code reads parameters where it cannot be seen"
 _HIDDEN = (nn.RNNBase, torch.jit.ScriptModule)  # they keep their parameters in other places, too
 
 
 def obstacle(module: nn.Module, optimizer: Optimizer) -> str:
     """Why updates cannot come late; empty where reads are seen and no step needs all at once."""
     for one in module.modules():
+        # That of torch.compile is known by its original: its class takes a second to import.
+        if "_orig_mod" in one._modules or one._compiled_call_impl is not None:
+            return _COMPILED
         seen = type(one._parameters) in (dict, _Watched)
         if not seen or isinstance(one, _HIDDEN):
             return f"a {type(one).__name__} reads its parameters where it cannot be seen"
@@ -41,7 +45,16 @@ def obstacle(module: nn.Module, optimizer: Optimizer) -> str:
         return "the optimizer has hooks, which are called for a whole step"
     if any(group.get("capturable") for group in optimizer.param_groups):
         return "the optimizer is capturable"
+    settings = [one for group in optimizer.param_groups for one in group.items()]
+    if found := [name for name, one in settings if name != "params" and _changes(one)]:
+        return f"its {found[0]} is a tensor, which a schedule may change before a step is taken"
     return ""
+
+
+def _changes(setting: object) -> bool:
+    """Whether what an optimizer was set to may become another value in place."""
+    parts = setting if isinstance(setting, (tuple, list)) else [setting]
+    return any(isinstance(one, Tensor) for one in parts)
 
 
 class Late:

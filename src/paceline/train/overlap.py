@@ -25,6 +25,7 @@ from paceline.train.communication.exact import Exact
 from paceline.train.exchange import Exchange, last_first
 from paceline.train.late import Late, obstacle
 from paceline.train.pace import PARTS, Look
+from paceline.train.parallel import Replica
 from paceline.train.update import Updater
 
 _PARTS = (8, 16, 32)  # of the gradients make a bucket
@@ -147,7 +148,10 @@ class Overlap:
         """Whether nothing needs all gradients or all new parameters at once."""
         one = self._updater
         at_once = (one.clip_norm, one.scaler, one.average)
-        return at_once == (None, None, None) and not obstacle(one.module, one.optimizer)
+        compiled = isinstance(one.model, Replica) and one.model.compiled
+        return not (
+            at_once != (None, None, None) or compiled or obstacle(one.module, one.optimizer)
+        )
 
     def looked(self, look: Look, step: int, first: int = 0) -> bool:
         """Takes a look at the last steps, after ``step`` steps of this process.

@@ -82,6 +82,7 @@ class Replica(DistributedDataParallel):
         may_be_void: What was exchanged may turn out not to count: a step is done once more then.
         exchanged: The parameters whose gradients are averaged: those that were trained when this
             was made or later (:meth:`widen`), also while a script has frozen some of them.
+        compiled: Its forward pass has been a part of compiled code.
         some_idle: Says whether some rank has nothing to compute in this step. It does not know how
             often the others call the model, so buffers are sent once in such a step.
     """
@@ -90,6 +91,7 @@ class Replica(DistributedDataParallel):
     recovery: Recovery | None = None
     may_be_void = False
     some_idle: Callable[[], bool] = staticmethod(lambda: False)
+    compiled = False
     _touches = _sent = False
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -168,6 +170,8 @@ class Replica(DistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **named: Any) -> Any:
         """Sends buffers. Where a rank is lost the pass is one of the module alone: its batch does
         not count, but a script is not to see an error."""
+        if torch.compiler.is_compiling():
+            self.compiled = True
         if self.recovery is None:
             return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]
         if not self.recovery.stale:

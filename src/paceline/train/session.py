@@ -1059,8 +1059,8 @@ class Session(Member):
     def _communicate(self, look: Look) -> None:
         """Has ways to send less thought of; of several models none is."""
         only = self.models.first.communication
-        hiding = self._overlap
-        if only is None or (hiding is not None and not hiding.done and only.settled):
+        hiding, several = self._overlap, len([*self.models]) > 1
+        if only is None or several or (hiding is not None and not hiding.done and only.settled):
             return  # what is exposed will be less
         if said := only.looked(look):
             self.say(said)

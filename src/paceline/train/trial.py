@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -20,14 +20,19 @@ from paceline.train.update import Updater
 def untouched(models: Models, device: torch.device, precision: Precision) -> Iterator[Updater]:
     """Within it the session's model may be updated; afterwards it is the former one.
 
-    Weights, buffers, optimizer and generators come back, also after an error; neither schedule nor
-    average is touched. Needs memory for another copy of the weights.
+    Weights, buffers, optimizer and generators come back, also after an error, and what codes have
+    left to say; neither schedule nor average is touched. Needs memory for another copy of the
+    weights.
 
     Raises:
         ValueError: There are several models.
     """
     real = models[ALONE]
-    with nullcontext() if real.exchange is None else real.exchange.in_time():
+    with ExitStack() as within:
+        if real.exchange is not None:
+            within.enter_context(real.exchange.in_time())
+        if real.communication is not None:
+            within.enter_context(real.communication.set_aside())
         yield from _untouched(real, device, precision)
 
 
@@ -51,8 +56,6 @@ def _untouched(real: Updater, device: torch.device, precision: Precision) -> Gen
             optimizer.load_state_dict(state)
         for group, former in zip(optimizer.param_groups, groups, strict=True):
             group.update(former)
-        if real.communication is not None:
-            real.communication.load_state({})
         parallel.put_back(real.module)
         with torch.no_grad():
             for one, former_values in zip(live, kept, strict=True):

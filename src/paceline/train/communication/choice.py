@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -14,9 +15,10 @@ from paceline.spec.figures import lasting
 from paceline.train.comms import Comms
 from paceline.train.communication import METHODS, coded
 from paceline.train.communication.auto import Auto
+from paceline.train.communication.exact import Exact
 from paceline.train.communication.local import Local
 from paceline.train.communication.powersgd import PowerSgd
-from paceline.train.exchange import Exchange, Line
+from paceline.train.exchange import Exchange, Line, Method
 from paceline.train.pace import PARTS, Look
 
 _WORTH = 0.2  # part of a step that communication may take before other ways are spoken of
@@ -134,13 +136,31 @@ class Communication:
             self._exchange.flush()  # by the method that is left
             self._take(_COARSE)
 
-    def _take(self, name: str) -> None:
-        name = _FINER if name == _COARSE and self._finer else name
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Within it averages are made in the same way by who has nothing to say of former steps.
+
+        To be entered and left between two steps; the former goes on where it was.
+        """
+        former = self._exchange.method
+        if former is not None and not isinstance(former, Exact):
+            self._exchange.method = self._made(former.name)
+        try:
+            yield
+        finally:
+            if former is not None:
+                self._exchange.method = former
+
+    def _made(self, name: str) -> Method:
         method = METHODS[name](self._exchange.line())
         if isinstance(method, Local):
             method.comms = self._comms
         if self.asked.number:
             method.number = self.asked.number  # type: ignore[attr-defined]
+        return method
+
+    def _take(self, name: str) -> None:
+        method = self._made(_FINER if name == _COARSE and self._finer else name)
         if (before := self._exchange.left or self._exchange.method) is not None:
             method.follow(before)
         self._exchange.method = method
@@ -255,7 +275,12 @@ class Communication:
         return self._advice(spent, whole)
 
     def _advice(self, moving: float, whole: float) -> str:
-        """What other ways would give, where communication costs so much of a step."""
+        """What other ways would give, where communication costs so much of a step.
+
+        Nothing where they cannot be had.
+        """
+        if self._comms.mixed:
+            return ""
         ranks, count = self._comms.world.size, self._exchange.elements
         so_much = f"communication takes {moving / whole:.0%} of a step of {lasting(whole)}"
         if count < coded.LEAST:  # it would be sent as it is

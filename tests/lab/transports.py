@@ -124,7 +124,9 @@ class Transport:
         alone, both = (one["names"] for one in found)
         assert alone in (["n1"], ["n2"])  # the one that was quicker
         assert sorted(both) == ["n1", "n2"]
-        assert all(one["seconds"] > 0 and not one["declined"] for one in found)
+        assert all(one["seconds"] > 0 for one in found)
+        # Beside other tests steps may differ too much to forecast by, and that is said.
+        assert all(not one["declined"] or "a busy host" in one["declined"] for one in found)
 
     def waits(self, directory: Path, ranks: int) -> bool:
         """Until so many ranks have written that they wait."""

@@ -37,6 +37,15 @@ def test_listing() -> None:
     assert "bert" not in weights
 
 
+@pytest.mark.parametrize("verb", ["train", "forecast"])
+def test_options_before_the_recipe_are_put_behind_it(verb: str) -> None:
+    argv = [sys.executable, "-m", "paceline", verb, "--epochs", "3", "image", "--shard"]
+    done = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "--epochs stands where a recipe is to be named" in done.stderr
+    assert f"paceline {verb} image --epochs 3 --shard" in done.stderr
+
+
 def test_a_listing_is_broken_between_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

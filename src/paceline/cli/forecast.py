@@ -24,7 +24,7 @@ from paceline.bench.forecast import Probe
 from paceline.cli.flags import Number, Seconds
 from paceline.cli.launch import FORECASTS, forecasts_near, job_of, launch_options, prepare
 from paceline.cli.runs import find_run
-from paceline.cli.train import options_of, refuse_names, training
+from paceline.cli.train import options_of, refuse_names, refuse_options_first, training
 from paceline.cli.verb import Verb, say
 from paceline.cli.via import Via, submit, transport_of
 from paceline.launch.entry import entry_of, opens_store, preload_of
@@ -48,7 +48,7 @@ SECONDS = 10.0
 
 
 class Forecast(Verb):
-    """Options of a recipe may stand among ours, as in ``train``; a script's are its own."""
+    """Behind a recipe's name its options may stand among ours; a script's are its own."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Sees first whether a recipe is named."""
@@ -102,6 +102,7 @@ def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], modu
         raise SettingError(
             "nothing to forecast", remedy="paceline forecast RECIPE or SCRIPT, with its arguments"
         )
+    refuse_options_first(what, args, "forecast")
     cluster, via = prepare(ctx)
     if ctx.params["plan_only"] and via.kind != "submit":
         raise SettingError(

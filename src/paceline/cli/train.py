@@ -24,6 +24,7 @@ from paceline.recipes.effect import has_effect
 from paceline.recipes.options import Options, limits_of
 from paceline.recipes.reference import catalogue
 from paceline.spec.balance import refuse_limits, refuse_weights, weights_of
+from paceline.spec.command import shell_text
 from paceline.spec.errors import SettingError
 from paceline.spec.helptext import Row, Section
 from paceline.spec.hosts import Cluster
@@ -59,7 +60,21 @@ def command(ctx: click.Context, /, chosen: str | None, options: tuple[str, ...],
         ctx.exit(0 if wants_help or help_all else 2)
     if wants_help or help_all:
         parse_options(chosen, ["--help-all" if help_all else "--help"])
+    refuse_options_first(chosen, options, "train")
     ctx.exit(train(ctx, chosen, options))
+
+
+def refuse_options_first(what: str, others: Sequence[str], verb: str) -> None:
+    """SettingError for an option of a recipe that stands before the recipe's name."""
+    if not what.startswith("-"):
+        return
+    named = next((word for word in others if word in RECIPES), "RECIPE")
+    behind = [word for word in (what, *others) if word != named]
+    raise SettingError(
+        f"{what} stands where a recipe is to be named",
+        found="it is no option of this command, and those of a recipe stand behind its name",
+        remedy=shell_text(["paceline", verb, named, *behind]),
+    )
 
 
 def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:

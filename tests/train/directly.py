@@ -183,6 +183,7 @@ def lost(folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     said = refused(comms.barrier)
     assert ECHO.search(said), said
+    assert refused(comms.barrier) == said  # who asks once more hears the same
     note(folder, {"said": [said]})
     os._exit(0)
 

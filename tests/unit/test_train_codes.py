@@ -609,7 +609,7 @@ def test_the_mover_computes_alone() -> None:
     try:
         mover = _Mover()
         job = SimpleNamespace(bucket=SimpleNamespace(number=0), order=[])
-        job.do = lambda failed: seen.append(torch.get_num_threads())
+        job.do = lambda: seen.append(torch.get_num_threads())
         mover.give(cast(Any, job))
         mover.close()
         other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))

@@ -68,8 +68,10 @@ def refuse_options_first(what: str, others: Sequence[str], verb: str) -> None:
     """SettingError for an option of a recipe that stands before the recipe's name."""
     if not what.startswith("-"):
         return
+    behind = [what, *others]
     named = next((word for word in others if word in RECIPES), "RECIPE")
-    behind = [word for word in (what, *others) if word != named]
+    if named in behind:
+        behind.remove(named)
     raise SettingError(
         f"{what} stands where a recipe is to be named",
         found="it is no option of this command, and those of a recipe stand behind its name",

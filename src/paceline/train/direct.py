@@ -149,6 +149,7 @@ class Mesh:
         self._sockets = {one: sockets[one] for one in after}
         self._names = {one: _name(sockets[one], one) for one in after}
         self._cuts, self._number = cuts, 0
+        self._ended = GIVEN_UP  # or the error that ended them, which says whose fault it is
         self._looking = 0.0 if large else _LOOKING_S
         self._group = weakref.ref(group)  # which has these, until nobody has it
 
@@ -196,12 +197,14 @@ class Mesh:
         }  # fmt: skip
         try:
             if len(left) < self._ranks - 1:
-                raise RuntimeError(GIVEN_UP)  # by an error before
+                raise RuntimeError(self._ended)
             self._move(left)
         except BaseException as error:
             self.close()
             if isinstance(error, RuntimeError) and _open.cuts != self._cuts:
                 raise waits.GivenUp(GIVEN_UP) from error
+            if isinstance(error, RuntimeError):
+                self._ended = str(error)
             raise
 
     def _move(self, left: dict[int, _Both]) -> None:

@@ -438,19 +438,12 @@ class _Job:
     mean: Future[Tensor]
     order: list[int]  # in which the buckets of its pass are to be sent; empty: as they come
 
-    def do(self, failed: Exception | None) -> Exception | None:
-        """Raises by who waits for it what went wrong, and returns it.
-
-        Args:
-            failed: The bucket before failed by this; where this one does, too, it is by that.
-        """
+    def do(self) -> None:
         try:
             _average(self.method, self.bucket, self.now)
             self.mean.set_result(self.bucket.flat)
-        except Exception as error:
-            self.mean.set_exception(failed or error)  # type: ignore[arg-type]
-            return failed or error
-        return None
+        except Exception as error:  # raised by who waits for it
+            self.mean.set_exception(error)  # type: ignore[arg-type]
 
 
 class _Mover:
@@ -475,13 +468,12 @@ class _Mover:
         self._alone.set()
         held: dict[int, _Job] = {}
         left: list[int] = []
-        failed: Exception | None = None
         while (job := self._waiting.get()) is not None:
             held[job.bucket.number] = job
             left = left or [*job.order] or [*held]
             del job  # none is held while waiting for the next
             while left and left[0] in held:
-                failed = held.pop(left.pop(0)).do(failed)
+                held.pop(left.pop(0)).do()
 
     def close(self) -> None:
         self._waiting.put(None)

@@ -148,10 +148,9 @@ class Overlap:
         """Whether nothing needs all gradients or all new parameters at once."""
         one = self._updater
         at_once = (one.clip_norm, one.scaler, one.average)
-        compiled = isinstance(one.model, Replica) and one.model.compiled
-        return not (
-            at_once != (None, None, None) or compiled or obstacle(one.module, one.optimizer)
-        )
+        if at_once != (None, None, None) or (isinstance(one.model, Replica) and one.model.compiled):
+            return False
+        return not obstacle(one.module, one.optimizer)
 
     def looked(self, look: Look, step: int, first: int = 0) -> bool:
         """Takes a look at the last steps, after ``step`` steps of this process.

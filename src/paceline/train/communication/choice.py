@@ -259,7 +259,7 @@ class Communication:
         if self._auto is not None:
             said = self._auto.looked(look)
             return f"communication: {said}" if said else ""
-        if self.asked.name != "exact" or self._told:
+        if self.asked.name != "exact" or self._told or self._comms.mixed:  # which have no other
             return ""
         parts = look.seconds.sum(0) / len(look.seconds)
         moving = parts[:, PARTS.index("moving")]
@@ -275,12 +275,7 @@ class Communication:
         return self._advice(spent, whole)
 
     def _advice(self, moving: float, whole: float) -> str:
-        """What other ways would give, where communication costs so much of a step.
-
-        Nothing where they cannot be had.
-        """
-        if self._comms.mixed:
-            return ""
+        """What other ways would give, where communication costs so much of a step."""
         ranks, count = self._comms.world.size, self._exchange.elements
         so_much = f"communication takes {moving / whole:.0%} of a step of {lasting(whole)}"
         if count < coded.LEAST:  # it would be sent as it is

@@ -477,6 +477,13 @@ def test_private_hidden_and_small_folders(tmp_path: Path) -> None:
     assert (tmp_path / "own" / "file").read_text() == "machine\n"
 
 
+def test_hosts_may_share_one_home() -> None:
+    with Lab(LabOptions(hosts=2, shared_home=True)) as lab:
+        lab.exec("n1", ["sh", "-c", "echo n1 > ~/file"], check=True)
+        assert ssh(lab, "n2", "cat file").stdout == "n1\n"
+        assert (lab.home("n2") / "file").read_text() == "n1\n"
+
+
 def test_another_python_and_a_host_without_sshd(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)

@@ -51,6 +51,7 @@ def command() -> None:
 @click.option("--no-sshd", multiple=True, metavar="HOST", help="A host without sshd.")
 @click.option("--private", multiple=True, metavar="PATH[:SIZE]", help="Each host has its own.")
 @click.option("--hide", multiple=True, metavar="PATH", help="Empty on every host.")
+@click.option("--shared-home", is_flag=True, help="All hosts have one HOME.")
 @click.option("--share", multiple=True, metavar="PATH", help="This machine's, below /tmp or /run.")
 def up(
     foreground: bool, interface_names: str | None, pythons: tuple[str, ...], **options: Any

@@ -39,6 +39,11 @@ def home_inside(plan: LabPlan) -> str:
     return f"{HOMES}/{plan.around.user}"
 
 
+def home_outside(plan: LabPlan, layout: Layout, name: str) -> Path:
+    """The folder of this machine that is HOME on the host called ``name``."""
+    return layout.home(plan.hosts[0].name if plan.options.shared_home else name)
+
+
 def search_path(host: HostPlan) -> str:
     """PATH on a host: its Python environment first."""
     return f"{Path(host.python).parent}:{USUAL_PATH}"
@@ -317,7 +322,7 @@ def _write_etc(layout: Layout, host: HostPlan, files: dict[str, str]) -> None:
 def _write_host(plan: LabPlan, layout: Layout, host: HostPlan) -> None:
     _write(layout.etc(host.name) / "boot_id", boot_id(plan, host))
     _write(layout.sshd_config(host.name), sshd_config(plan, layout, host))
-    ssh = layout.home(host.name) / ".ssh"
+    ssh = home_outside(plan, layout, host.name) / ".ssh"
     _write(ssh / "authorized_keys", layout.identity.with_suffix(".pub").read_text())
     _write(ssh / "config", f'Include "{layout.ssh_config}"\n')
     ssh.chmod(0o700)

@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 from paceline.hosts.lab import Layout
 from paceline.lab import files, kernel, network, processes
 from paceline.lab.available import find, missing
-from paceline.lab.files import home_inside
+from paceline.lab.files import home_inside, home_outside
 from paceline.lab.plan import MARKER, HostPlan, LabPlan, PrivateFolder
 
 # --- what it mounts: decided as a list (pure), then done
@@ -71,7 +71,7 @@ def host_mounts(plan: LabPlan, layout: Layout, host: HostPlan) -> tuple[Mount, .
         Mount("folder", "/run/lock"),
         Mount("file", MARKER, plan.options.name),
         Mount("folder", home_inside(plan)),
-        Mount("bind", home_inside(plan), str(layout.home(host.name))),
+        Mount("bind", home_inside(plan), str(home_outside(plan, layout, host.name))),
         Mount("folder", str(layout.root.parent), data="700"),
         *shared_again([str(layout.root), *plan.shared]),
         *_own_files(layout, host),

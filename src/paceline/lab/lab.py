@@ -164,7 +164,7 @@ class Lab:
 
     def home(self, name: str) -> Path:
         """HOME of a host, as seen from outside."""
-        return self.layout.home(self.plan.host(name).name)
+        return files.home_outside(self.plan, self.layout, self.plan.host(name).name)
 
     def home_inside(self) -> str:
         """HOME as processes on the hosts see it."""

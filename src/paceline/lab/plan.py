@@ -51,6 +51,7 @@ class LabOptions:
         private: ``PATH`` or ``PATH:SIZE``: folders of which every host has a view of its own:
             writes stay in the host. With a size the folder starts empty and can be filled.
         hide: Folders that are empty on every host.
+        shared_home: All hosts have one HOME, as on most clusters; otherwise each has its own.
         share: Folders below ``/tmp``, ``/var/tmp``, ``/run`` … (which every host has for itself)
             that are to be the machine's own. The running Python's environment and the
             working directory are shared without being named.
@@ -71,6 +72,7 @@ class LabOptions:
     no_sshd: tuple[str, ...] = ()
     private: tuple[str, ...] = ()
     hide: tuple[str, ...] = ()
+    shared_home: bool = False
     share: tuple[str, ...] = ()
 
 

@@ -120,7 +120,7 @@ class Simulated:
         return {}
 
     def build(self, request: Message) -> Message:
-        root = f"{self.facts['user']['cache']}/jobs/{request['run_id']}/{request['name']}"
+        root = f"{self.facts['user']['cache']}/jobs/{request['folder']}/{request['name']}"
         self.built.append(root)
         return {"root": root, "damaged": []}
 

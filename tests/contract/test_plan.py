@@ -150,7 +150,7 @@ def test_a_node_that_builds_elsewhere_than_it_told_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def elsewhere(agent: Simulated, request: dict[str, Any]) -> dict[str, Any]:
-        root = f"/elsewhere/paceline/jobs/{request['run_id']}/{request['name']}"
+        root = f"/elsewhere/paceline/jobs/{request['folder']}/{request['name']}"
         return {"root": root, "damaged": []}
 
     monkeypatch.setitem(simulated.ANSWERS, "build_tree", elsewhere)

@@ -78,7 +78,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
     "put_blobs": ({}, {}, b""),
     "put_file": ({}, {}, b""),
     "place": ({}, {}, b""),
-    "build_tree": ({"manifest": [ENTRY], "run_id": "r", "name": "code"},
+    "build_tree": ({"manifest": [ENTRY], "folder": "r", "name": "code"},
                    {"root": "/c/paceline/jobs/r/code", "damaged": []}, b""),
     "run_folder": ({"path": "/home/u/runs/1", "key": KEY},
                    {"shared": False, "folder": f"/c/paceline/runs/{KEY}"}, b""),

@@ -422,8 +422,8 @@ def test_the_same_code_is_used_where_it_is() -> None:
 @pytest.mark.parametrize("code", [OTHER, {**SAME, "exists": False}])
 def test_other_code_is_sent_to_a_known_place(code: dict[str, Any]) -> None:
     sent = placed(code)
-    assert (sent.how, sent.workdir) == ("shipped", "/c/paceline/jobs/run1/code/sub")
-    assert sent.copies == (Copy("code", "/w", "/c/paceline/jobs/run1/code"),)
+    assert (sent.how, sent.workdir) == ("shipped", "/c/paceline/jobs/run1-676b8bb8/code/sub")
+    assert sent.copies == (Copy("code", "/w", "/c/paceline/jobs/run1-676b8bb8/code"),)
     assert placed(None, ship=asked("always")) == sent
 
 
@@ -476,8 +476,8 @@ def test_further_folders_are_sent_and_named_by_their_copies() -> None:
     data = Supplies(inputs={"/here/d": TREE})
     the_entry = Entry("module", "m", ("--data", "/here/d", "x"))
     sent = placed(None, supplies=data, entry=the_entry)
-    assert sent.entry.args == ("--data", "/c/paceline/jobs/run1/input0", "x")
-    assert sent.copies == (Copy("input0", "/here/d", "/c/paceline/jobs/run1/input0"),)
+    assert sent.entry.args == ("--data", "/c/paceline/jobs/run1-676b8bb8/input0", "x")
+    assert sent.copies == (Copy("input0", "/here/d", "/c/paceline/jobs/run1-676b8bb8/input0"),)
     here = placed(None, Host("n1", local=True), data, entry=the_entry)
     assert (here.entry, here.copies) == (the_entry, ())
 

@@ -592,7 +592,7 @@ def test_a_hanging_disk_does_not_stop_the_agent(
             ("put_file", {**block, "key": KEY, "path": "f"}),
             ("place", {"key": KEY, "path": "f", "target": "g"}),
             ("put_blobs", {"contents": [[digest, 0]]}),
-            ("build_tree", {"run_id": "r", "name": "code", "manifest": [entry], **whole}),
+            ("build_tree", {"folder": "r", "name": "code", "manifest": [entry], **whole}),
             ("lacking_blobs", {"manifest": [entry]}),
             ("compare_tree", {"root": dead, "manifest": [entry]}),
             ("list_results", {"root": dead, "manifest": None}),
@@ -636,11 +636,14 @@ def test_hosts_of_one_disk_get_a_large_input_once(monkeypatch: pytest.MonkeyPatc
         async def request(self, op: str, paths: list[str]) -> Any:
             return {"paths": [{"exists": path.startswith(f"/{self.name}/")} for path in paths]}
 
-    async def made(channel: Disk, manifest: list[Any], where: Any, run_id: str, name: str) -> str:
+    async def made(channel: Disk, manifest: list[Any], where: Any, folder: str, name: str) -> str:
         return f"/{channel.name}/{name}"
 
     monkeypatch.setattr(supply, "send_tree", made)
-    nodes = [SimpleNamespace(channel=Disk(*one)) for one in (("a", "1"), ("b", "2"), ("a", "3"))]
+    nodes = [
+        SimpleNamespace(name=one[1], channel=Disk(*one))
+        for one in (("a", "1"), ("b", "2"), ("a", "3"))
+    ]
     copies: Any = [(node, Copy("input0", "/runs/1", "/there")) for node in nodes]
     first, later = asyncio.run(supply._once_a_disk(copies, "run"))
     assert [node.channel.identity for node, _ in first] == ["1", "2"]

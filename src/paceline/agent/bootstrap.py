@@ -54,7 +54,7 @@ def place(digest):
                 return ""
             before = os.umask(0o077)
             try:
-                os.makedirs(parent)
+                os.makedirs(parent, exist_ok=True)  # another agent may share the disk
             finally:
                 os.umask(before)
         return os.path.join(parent, digest) if ours_alone(parent) else ""
@@ -78,7 +78,8 @@ def content(folder):
         digest.update(("%s\0%d\0" % (name, len(data))).encode() + data)
     for compiled in (os.path.join(folder, COMPILED), os.path.join(inner, COMPILED)):
         for name in os.listdir(compiled) if os.path.lexists(compiled) else []:
-            if sys.implementation.cache_tag in name:  # a power cut may have cut it off
+            # a power cut may have cut it off; what an agent is writing has another ending
+            if sys.implementation.cache_tag in name and name.endswith(".pyc"):
                 with open(os.path.join(compiled, name), "rb") as file:
                     marshal.loads(file.read()[16:])
     return digest.hexdigest()
@@ -99,16 +100,21 @@ def whole(folder, digest):
         return False
 
 def unpack(folder, archive, digest):
-    """Puts the content in its place, unless another agent was faster."""
+    """Puts the content in its place, unless another agent was faster.
+
+    Agents of several hosts may share the disk, with equal process numbers.
+    """
     import io, shutil, zipfile
-    new = folder + ".new%d" % os.getpid()
-    old = folder + ".old%d" % os.getpid()
+    token = "".join("%02x" % byte for byte in bytearray(os.urandom(8)))
+    new, old = folder + ".new" + token, folder + ".old" + token
     before = os.umask(0o077)
     try:
         os.makedirs(new, 0o700)
         zipfile.ZipFile(io.BytesIO(archive)).extractall(new)
         if os.path.lexists(folder) and not whole(folder, digest):
             os.rename(folder, old)
+            if whole(old, digest):  # it was put in order meanwhile
+                os.rename(old, folder)
         if not os.path.lexists(folder):
             os.rename(new, folder)
     finally:

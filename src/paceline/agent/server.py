@@ -316,7 +316,7 @@ class Agent:
             self.copies.drop()
             detached.let_go(self.reading)
             for folder in [one for one in self.folders if not self._lasts(one)]:
-                snapshot.remove_tree(folder)
+                snapshot.discard_job_folder(folder)
                 self.folders.remove(folder)
             for key, served in self.run_keys.items():
                 with contextlib.suppress(OSError):

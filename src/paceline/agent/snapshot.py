@@ -6,6 +6,7 @@ A manifest is a list of ``[path, sha256, mode, size]``; paths are relative, ``/`
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -24,10 +25,11 @@ BLOCK = 1 << 20
 KEPT_S = 30 * 24 * 3600.0
 MARK = ".paceline-run"  # in a run's folder: we made it, so we may remove it; holds the key
 SIGN = ".paceline-seen-"  # begins the name of a file by which an agent shows that it writes here
+OWNER = ".paceline-agent"  # in a job's folder: names the agent that removes it
 OWN = (MARK, inside.INCOMING)
 _KEY = re.compile("[0-9a-f]{24}")
 _HASH = re.compile("[0-9a-f]{64}")
-_RUN_ID = re.compile("[0-9A-Za-z_-]{1,64}")
+_JOB = re.compile("[0-9A-Za-z_-]{1,64}")
 
 
 _place: List[Path] = []
@@ -116,15 +118,38 @@ def make_run_folder(key: str) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not folder.is_symlink() and folder.is_dir():
         return folder
-    new = folder.with_name(".new-%s-%d-%s" % (_boot(), os.getpid(), secrets.token_hex(8)))
-    new.mkdir(mode=0o700)
+    new = _private_folder(folder)
     try:
         (new / MARK).write_text(key)
-        new.rename(folder)  # with its mark in it from the first moment
-    except BaseException:
+        _publish(new, folder)  # with its mark in it from the first moment
+    finally:
         shutil.rmtree(str(new), ignore_errors=True)
-        raise
     return folder
+
+
+def _private_folder(folder: Path) -> Path:
+    """Makes an empty folder beside ``folder``, of a name that no other process gives.
+
+    Hosts, and containers of one host, may share a disk: process numbers are not enough.
+    """
+    new = folder.with_name(".new-%s-%d-%s" % (_boot(), os.getpid(), secrets.token_hex(8)))
+    new.mkdir(mode=0o700)
+    return new
+
+
+def _publish(new: Path, folder: Path) -> bool:
+    """Gives the finished folder ``new`` the name ``folder`` in one step.
+
+    False where another process was faster. The rename itself tells: on a network disk, what others
+    have made may be seen late.
+    """
+    try:
+        new.rename(folder)
+    except OSError as problem:
+        if problem.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
 
 
 def _boot() -> str:
@@ -175,11 +200,30 @@ def remove_tree(folder: Path) -> None:
         shutil.rmtree(str(aside), ignore_errors=True)
 
 
-def job_folder(run_id: str) -> Path:
-    """A folder for this run on this node. ValueError for what is no name of a run."""
-    if not _RUN_ID.fullmatch(run_id):
-        raise ValueError("not the name of a run: %r" % run_id[:100])
-    return cache_folder() / "jobs" / run_id
+def job_folder(name: str) -> Path:
+    """The folder of a job for what one host is sent. ValueError for what is no name of one."""
+    if not _JOB.fullmatch(name):
+        raise ValueError("not the name of a job's folder: %r" % name[:100])
+    return cache_folder() / "jobs" / name
+
+
+_AGENT = secrets.token_hex(8)  # names this process among all that share the disk
+
+
+def own_job_folder(folder: Path) -> None:
+    """Makes this agent the one that removes the folder at its end.
+
+    An earlier agent of the same host may still be ending: it leaves the folder then.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    inside.write_file(str(folder), OWNER, _AGENT.encode(), durable=False)
+
+
+def discard_job_folder(folder: Path) -> None:
+    """Removes the folder if this agent is still its owner."""
+    with contextlib.suppress(OSError):
+        if (folder / OWNER).read_text() == _AGENT:
+            remove_tree(folder)
 
 
 def forget_old(keep: str, max_age_s: float = KEPT_S) -> None:
@@ -226,7 +270,7 @@ def _is_run(path: Path) -> bool:
 
 # by folder of the cache, what in it is ours to remove: anything else was put there by somebody
 _KEPT: Dict[str, Callable[[Path], bool]] = {
-    "agent": _made_here(r"[0-9a-f]{8,64}(\.(new|old)[0-9]+)?|\.gone-[0-9a-f]{16}"),
+    "agent": _made_here(r"[0-9a-f]{8,64}(\.(new|old)[0-9a-f]+)?|\.gone-[0-9a-f]{16}"),
     "blobs": _made_here(r"[0-9a-f]{2}|\.gone-[0-9a-f]{16}"),
     "runs": _is_run,
     "jobs": _made_here(r"[0-9A-Za-z_-]{1,64}|\.gone-[0-9a-f]{16}"),
@@ -247,6 +291,8 @@ def materialise(root: str, manifest: List[Entry], first: bool = True,
                 last: bool = True) -> List[str]:  # fmt: skip
     """Builds the tree at ``root`` from the cache; nothing is there before it is whole.
 
+    Where several processes build the same tree, each builds its own and the last one's stays.
+
     Args:
         root: The tree's folder.
         manifest: Its files, or the next of them.
@@ -258,18 +304,30 @@ def materialise(root: str, manifest: List[Entry], first: bool = True,
         nothing and has to be repeated.
     """
     target = Path(root)
-    new = target.with_name(".new-" + target.name)
     if first:
-        shutil.rmtree(str(new), ignore_errors=True)
-        new.mkdir(parents=True, mode=0o700)
+        if root in _unfinished:
+            shutil.rmtree(str(_unfinished.pop(root)), ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _unfinished[root] = _private_folder(target)
+    if root not in _unfinished:
+        raise ValueError("the beginning of %s did not come" % root)
+    new = _unfinished[root]
     with inside.Folders(str(cache_folder())) as cache, inside.Folders(str(new)) as tree:
         damaged = sorted({sha256 for path, sha256, mode, _ in manifest
                           if not _copy(cache, sha256, tree, path, mode)})  # fmt: skip
     if last and not damaged:
-        if target.exists():
+        del _unfinished[root]
+        for _ in range(MOST_RIVALS):
+            if _publish(new, target):
+                return []
             remove_tree(target)
-        new.rename(target)
+        shutil.rmtree(str(new), ignore_errors=True)
+        raise OSError(errno.EEXIST, "it cannot be replaced", root)
     return damaged
+
+
+MOST_RIVALS = 100  # processes that publish the same tree at the same time
+_unfinished: Dict[str, Path] = {}  # by their final path, the trees that this process builds
 
 
 def _copy(cache: inside.Folders, sha256: str, tree: inside.Folders, path: str, mode: int) -> bool:

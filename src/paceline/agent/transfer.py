@@ -145,15 +145,16 @@ def put_blobs(agent: Agent, request: Message, blob: bytes) -> None:
 
 
 def build_tree(agent: Agent, request: Message, _: bytes) -> None:
-    """Builds ``manifest`` at ``name`` in the job's folder; answers the tree's folder.
+    """Builds ``manifest`` at ``name`` in the job's ``folder``; answers the tree's folder.
 
     A large tree comes in several requests, ``first`` to ``last``: it has its name with the last.
     ``damaged`` are hashes whose content has to be sent again, and with them the same request.
     """
 
     def work() -> None:
-        folder = snapshot.job_folder(request["run_id"])
+        folder = snapshot.job_folder(request["folder"])
         if folder not in agent.folders:
+            snapshot.own_job_folder(folder)
             agent.folders.append(folder)
         (name,) = inside.parts_of(request["name"])
         damaged = snapshot.materialise(

@@ -198,7 +198,7 @@ class Lasting(NamedTuple):
         if self.kept is not None:
             self.kept.close()
         for folder in self.folders:
-            snapshot.remove_tree(folder)
+            snapshot.discard_job_folder(folder)
 
 
 class Rest:

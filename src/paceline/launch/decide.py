@@ -22,6 +22,7 @@ from paceline.spec.nodes import NodeRange, bounds
 from paceline.spec.plan import Copy, NodePlan, Plan, RankPlan
 from paceline.spec.settings import TOML_NAME, Setting, Source
 from paceline.transfer.data import DataPlace, Folder
+from paceline.transfer.files import job_folder
 from paceline.transfer.tree import Tree, entry_at, relocate
 
 Facts = Mapping[str, Any]
@@ -465,7 +466,8 @@ def place_on(job: Job, found: Found, supplies: Supplies, run_id: str) -> Place:
         here = code_root(host, tree)
         how = _how_placed(job, host, here, found.code)
         if how == "shipped":
-            copies.append(Copy("code", str(tree.root), copy_target(found.facts, run_id, "code")))
+            target = copy_target(found.facts, job_folder(run_id, host.name), "code")
+            copies.append(Copy("code", str(tree.root), target))
             here = copies[0].target
         workdir = relocate(job.workdir, tree.root, here)
         entry = entry_at(job.entry, job.workdir, tree.root, here)
@@ -478,7 +480,8 @@ def place_on(job: Job, found: Found, supplies: Supplies, run_id: str) -> Place:
         workdir = str(found.facts["user"]["home"])  # a program runs there as well
     for number, path in enumerate(supplies.inputs):
         name = f"input{number}"
-        copies.append(Copy(name, path, copy_target(found.facts, run_id, name)))
+        target = copy_target(found.facts, job_folder(run_id, host.name), name)
+        copies.append(Copy(name, path, target))
     entry = with_inputs(entry, copies)
     if job.data is not None:
         entry = replace(entry, args=tuple(job.data.on_node(arg, data) for arg in entry.args))
@@ -521,11 +524,11 @@ def code_root(host: Host, tree: Tree) -> str:
     return host.workdir or str(tree.root)
 
 
-def copy_target(facts: Facts, run_id: str, name: str) -> str:
-    """Where a host's agent builds what it is sent for a run."""
+def copy_target(facts: Facts, folder: str, name: str) -> str:
+    """Where a host's agent builds what it is sent into the job's folder."""
     user = facts["user"]
     cache = user.get("cache") or f"{user['home']}/.cache/paceline"
-    return f"{cache}/jobs/{run_id}/{name}"
+    return f"{cache}/jobs/{folder}/{name}"
 
 
 def workdir_without_code(job: Job, host: Host, tree: Tree | None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from paceline.spec.plan import Copy
 from paceline.transfer import data
 from paceline.transfer.checkpoints import send_checkpoints
 from paceline.transfer.data import Folder
-from paceline.transfer.files import send_blocks, send_tree
+from paceline.transfer.files import is_out_of_space, job_folder, send_blocks, send_tree
 from paceline.transfer.tree import Tree
 
 
@@ -86,7 +87,7 @@ async def _send_package(node: Node, package: Tree, request: Request) -> str:
     nest = node.channel.nest
     waited = nest is not None and nest.waiting is not None
     if nest is None or not (waited or request.keep_warm_s):
-        return await send_folder(node, package, "paceline", request.run_id)
+        return await send_folder(node, package, "paceline", job_folder(request.run_id, node.name))
     name = f"{FOLDER}{nest.name}"
     root = decide.copy_target(node.facts, name, "paceline")
     if waited:
@@ -128,7 +129,7 @@ async def send_copies(wanted: Sequence[tuple[Node, Sequence[Copy]]], supplies: S
     async def send(node: Node, copy: Copy) -> None:
         tree = supplies.code if copy.name == "code" else supplies.inputs[copy.source]
         assert tree is not None
-        root = await send_folder(node, tree, copy.name, run_id)
+        root = await send_folder(node, tree, copy.name, job_folder(run_id, node.name))
         if root != copy.target:
             raise NodeError(f"{node.name} built {copy.source} in another place than it told",
                             found=f"{root} instead of {copy.target}")  # fmt: skip
@@ -151,11 +152,13 @@ async def _once_a_disk(
     copies: Sequence[tuple[Node, Copy]], run_id: str
 ) -> tuple[list[tuple[Node, Copy]], list[tuple[Node, Copy]]]:
     """The first copy for each disk, and those that will find it in their cache."""
-    channels = [node.channel for node, _ in copies]
+    nodes = [node for node, _ in copies]
     signs = await asyncio.gather(*(
-        send_tree(channel, [], Path, run_id, f"seen-{channel.identity}") for channel in channels
+        send_tree(node.channel, [], Path, job_folder(run_id, node.name),
+                  f"seen-{node.channel.identity}")
+        for node in nodes
     ))  # fmt: skip
-    seen = await _seen_earlier([node for node, _ in copies], signs)
+    seen = await _seen_earlier(nodes, signs)
     pairs = [*zip(copies, seen, strict=True)]
     return [copy for copy, other in pairs if not other], [copy for copy, other in pairs if other]
 
@@ -219,13 +222,13 @@ async def _appears(node: Node, folder: Folder) -> None:
     )
 
 
-async def send_folder(node: Node, tree: Tree, name: str, run_id: str) -> str:
+async def send_folder(node: Node, tree: Tree, name: str, folder: str) -> str:
     """Builds ``tree`` on the node out of what is cached there and what is sent; its folder.
 
     NodeError when the node cannot take it.
     """
     try:
-        root = await send_tree(node.channel, tree.manifest, tree.file, run_id, name)
+        root = await send_tree(node.channel, tree.manifest, tree.file, folder, name)
     except (AgentRefusal, FileNotFoundError) as refusal:
         if changed := await asyncio.to_thread(tree.changed):
             raise NodeError(
@@ -237,14 +240,21 @@ async def send_folder(node: Node, tree: Tree, name: str, run_id: str) -> str:
             ) from None
         if not isinstance(refusal, AgentRefusal):
             raise
-        raise NodeError(
-            f"{node.name} cannot take the files of {tree.root}",
-            found=refusal.found,
-            remedy=f"Make room for {(tree.size >> 20) + 1} MiB in ~/.cache/paceline on "
-            f"{node.name}, or set XDG_CACHE_HOME there to a folder on another disk",
-        ) from None
+        raise _cannot_take(node, tree, refusal) from None
     node.copies[name] = (root, tree.manifest)
     return root
+
+
+def _cannot_take(node: Node, tree: Tree, refusal: AgentRefusal) -> NodeError:
+    cache = str(node.facts["user"].get("cache") or "~/.cache/paceline")
+    remedy = f"Look there: ssh {node.host.address} ls -ld {shlex.quote(cache)}"
+    if is_out_of_space(refusal.found):
+        remedy = f"Make room for {(tree.size >> 20) + 1} MiB in {cache} on {node.name}"
+    return NodeError(
+        f"{node.name} cannot take the files of {tree.root}",
+        found=refusal.found,
+        remedy=f"{remedy}\nOr set XDG_CACHE_HOME on {node.name} to a folder on another disk",
+    )
 
 
 async def fork_servers_up(fleet: Fleet, nodes: Sequence[Node], job: Job) -> None:

@@ -232,7 +232,7 @@ def _about_blobs(fields: Fields, answer: Message) -> None:
     hashes = {entry[1] for entry in fields["manifest"]}
     _among(sorted({*answer.get("hashes", ()), *answer.get("damaged", ())}), hashes, "a hash")
     if "root" in answer and not answer["root"].endswith(
-        f"/jobs/{fields['run_id']}/{fields['name']}"
+        f"/jobs/{fields['folder']}/{fields['name']}"
     ):
         refuse("the folder of a tree", answer["root"], "one of the job's folder")
 

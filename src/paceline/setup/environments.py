@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 import shlex
 import subprocess
 import sys
@@ -90,7 +91,7 @@ async def _ship(channel: Channel, requirements: Path, wheels: Path | None) -> st
     manifest = await asyncio.to_thread(lambda: [
         [name, hash_file(file), 0o600, file.stat().st_size] for name, file in files.items()
     ])  # fmt: skip
-    return await send_tree(channel, manifest, files.__getitem__, run_id="setup", name="env")
+    return await send_tree(channel, manifest, files.__getitem__, secrets.token_hex(8), "env")
 
 
 async def _write(channel: Channel, path: str, text: str) -> None:

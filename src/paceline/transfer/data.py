@@ -17,7 +17,7 @@ from paceline.agent.snapshot import BLOCK, hash_file
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.spec.errors import NodeError
 from paceline.spec.helptext import counted
-from paceline.transfer.files import SMALL, SMALLEST, Window
+from paceline.transfer.files import SMALL, SMALLEST, Window, is_out_of_space
 
 Item = Sequence[Any]  # path, size, mtime in microseconds
 PIECE = 2000  # items in a message
@@ -243,7 +243,7 @@ async def send(
         for item in (item for item in place.missing if item[1] > SMALL):
             await _send_large(channel, folder, item, about, sent)
     except AgentRefusal as refusal:
-        if "space" in refusal.found or "quota" in refusal.found:
+        if is_out_of_space(refusal.found):
             raise _no_room(channel.host.name, folder, place, refusal.found) from None
         raise NodeError(
             f"{channel.host.name} cannot take the data in {folder.root}",

@@ -57,15 +57,28 @@ class Window:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
+def job_folder(run_id: str, host: str) -> str:
+    """Name of a host's own folder for what it is sent for a run.
+
+    Hosts may share their home directory, and each removes its folder when it is done.
+    """
+    return f"{run_id}-{hashlib.sha256(host.encode()).hexdigest()[:8]}"
+
+
+def is_out_of_space(found: str) -> bool:
+    """Whether an agent's words say that a disk is full, or that a quota is used up."""
+    return found.startswith(("No space left", "Disk quota exceeded", "Quota exceeded"))
+
+
 async def send_tree(channel: Channel, manifest: Sequence[Entry], where: Callable[[str], Path],
-                    run_id: str, name: str) -> str:  # fmt: skip
+                    folder: str, name: str) -> str:  # fmt: skip
     """Has a node build a tree out of what is cached there and what is sent; the tree's folder.
 
     Args:
         channel: To the node.
         manifest: Path, SHA-256, mode and size of every file.
         where: Says of a path where that file lies here.
-        run_id, name: The tree's name there; it goes when the agent goes.
+        folder, name: The job's folder there, and the tree's name in it; both go with the agent.
 
     Raises:
         AgentRefusal: The node cannot take it.
@@ -73,7 +86,7 @@ async def send_tree(channel: Channel, manifest: Sequence[Entry], where: Callable
     """
     starts = range(0, max(1, len(manifest)), PIECE)
     for start in starts:
-        about = {"run_id": run_id, "name": name, "first": start == 0, "last": start == starts[-1]}
+        about = {"folder": folder, "name": name, "first": start == 0, "last": start == starts[-1]}
         root = await _send_piece(channel, manifest[start : start + PIECE], where, about)
     return root
 

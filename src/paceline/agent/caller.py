@@ -327,6 +327,8 @@ def become_agent(config: Dict[str, Any], key: bytes) -> int:
     agent = subprocess.Popen(argv, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe)
     for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(one, lambda number, _: agent.send_signal(number))
+    for one in (signal.SIGUSR1, signal.SIGUSR2):  # meant for ranks
+        signal.signal(one, signal.SIG_IGN)
     own, addresses = (
         agent,
         sorted(config["addresses"], key=lambda a: a[0] != frames.getpeername()[0]),

@@ -60,6 +60,7 @@ class Rank:
         self.status: Optional[int] = None
         self.ended_at = 0.0
         self.told = False
+        self.group_signaled = False  # its child processes were asked to end, too
         self.fds: Dict[int, str] = {}  # read end -> "out" | "err" | "events"
         self.control: Optional[int] = None  # write end of the pipe by which it is told
         self.unsaid = bytearray()  # what did not fit into that pipe yet
@@ -130,9 +131,16 @@ class Rank:
 
     @property
     def over(self) -> bool:
-        """Ended, and everything it wrote was read (or waited for long enough)."""
+        """Ended, and everything it wrote was read (or waited for long enough).
+
+        Child processes that were asked to end with it have the grace period, too.
+        """
         if self.status is None:
             return False
+        if self.group_signaled and self.process is not None:
+            self.group_signaled = procs.session_lives(self.process.pid)
+            if self.group_signaled:
+                return False
         return not self.fds or time.monotonic() - self.ended_at > DRAIN_S
 
     def end_message(self) -> Message:
@@ -183,6 +191,7 @@ class NodeJob:
         self._channel: Optional[socket.socket] = None
         self._received = b""
         self._store: Optional[procs.Process] = None
+        self._runs_program = False  # not Python in the fork server's child
         self._unstarted: Deque[Tuple[Rank, Message]] = deque()
         self._stopping: Optional[int] = None  # the signal that this attempt's ranks are to get
         self._kill_at: Optional[float] = None
@@ -300,6 +309,7 @@ class NodeJob:
         ranks = [Rank(spec["rank"], spec["local_rank"]) for spec in request["ranks"]]
         self.ranks += ranks
         self.running = True
+        self._runs_program = request["entry"]["kind"] == "binary"
         self._kills_before = memory.kills()
         shared = {k: v for k, v in request.items() if k != "ranks"}
         env = self._without_yielded(request["env"])
@@ -438,7 +448,7 @@ class NodeJob:
         rank.process = process
         self._post({"event": "rank started", "rank": rank.rank, "pid": process.pid})
         if self._stopping is not None:  # it was ordered before the stop, and begins after it
-            self._signal_group(process, self._stopping)
+            self._signal(rank, self._stopping)
         with contextlib.suppress(OSError):  # a fork server that died is noticed by itself
             self._start_next()
 
@@ -589,9 +599,8 @@ class NodeJob:
         """Signals every rank; what lives after ``grace_s`` seconds is killed."""
         self._stopping = signum
         self._forget_unstarted(signum)
-        for rank in self.ranks:
-            if rank.process is not None and rank.status is None:
-                self._signal_group(rank.process, signum)
+        for rank in self._alive():
+            self._signal(rank, signum)
         deadline = time.monotonic() + grace_s
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
 
@@ -614,9 +623,20 @@ class NodeJob:
             rank.status, rank.ended_at = signum, time.monotonic()
         self._unstarted.clear()
 
-    def _signal_group(self, process: procs.Process, signum: int) -> None:
-        if procs.identify(process.pid) != process:
+    def _signal(self, rank: Rank, signum: int) -> None:
+        """Signals a rank, and its process group unless the rank has a handler of its own.
+
+        A rank that saves before it ends needs its data workers until then, and ends them itself.
+        A program may be a shell, whose handler runs only after its child has ended.
+        """
+        process = rank.process
+        if process is None or procs.identify(process.pid) != process:
             return
+        if not self._runs_program and procs.catches(process.pid, signum):
+            procs.send(process, signum)
+            signum = signal.SIGCONT
+        else:
+            rank.group_signaled = signum != signal.SIGKILL
         with contextlib.suppress(OSError):
             try:
                 os.killpg(process.pid, signum)
@@ -710,6 +730,8 @@ class NodeJob:
 
     def kill(self) -> int:
         """SIGKILLs every process of the job but fork server and store; returns how many."""
+        for rank in self.ranks:
+            rank.group_signaled = False  # nothing is waited for any more
         if self._server is None:
             return 0
         spare = [self._server.pid] if self._channel is not None else []

@@ -177,6 +177,21 @@ def send(process: Process, signum: int) -> bool:
     return True
 
 
+def catches(pid: int, signum: int) -> bool:
+    """Whether the process has a handler for the signal."""
+    try:
+        with open("/proc/%d/status" % pid) as file:
+            masks = [line.split()[1] for line in file if line.startswith("SigCgt:")]
+    except (OSError, IndexError):
+        return False
+    return bool(masks) and bool(int(masks[0], 16) >> (signum - 1) & 1)
+
+
+def session_lives(session: int) -> bool:
+    """Whether a process of this session runs, be its leader gone or not."""
+    return any(stat.session == session and stat.state not in "ZX" for stat in all_stats().values())
+
+
 def await_end(process: Process, seconds: float) -> bool:
     """Waits until a process is gone and waited for; False when it is not after that time.
 

@@ -18,6 +18,10 @@ from typing import Any, Callable, Dict, List
 from . import collectives, forkserver, master, procs, rank_exit, stackdump, title, warm
 
 Message = Dict[str, Any]
+USUAL = (  # what the agent, or the background of whoever started it, ignores
+    signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1,
+    signal.SIGUSR2,
+)  # fmt: skip
 TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
 
 
@@ -32,7 +36,7 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int,
         out, err, events: Write ends of the rank's pipes.
         control: Read end of the pipe by which the rank is told.
     """
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+    for signum in USUAL:
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _redirect(out, err)

@@ -638,8 +638,8 @@ def main(package: str, chosen_python: str, temporary: bool) -> int:
         chosen_python: The interpreter as the launcher named it.
         temporary: It could not be kept in the cache, so nothing is: all goes at the end.
     """
-    for signum in (signal.SIGHUP, signal.SIGINT):
-        signal.signal(signum, signal.SIG_IGN)
+    for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)  # batch systems send them to all, meant for ranks
     guards_errors = guard.fork_agent(package)  # returns in the agent only
     procs.adopt_orphans()
     input_fd, output_fd = os.dup(0), os.dup(1)

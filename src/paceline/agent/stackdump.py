@@ -45,18 +45,8 @@ def ask(process: procs.Process) -> Tuple[str, bool]:
     stat = procs.read_stat(process.pid)
     if stat is None:
         return "", False
-    comes = stat.state != "T" and catches(process.pid) and procs.send(process, SIGNAL)
+    comes = stat.state != "T" and procs.catches(process.pid, SIGNAL) and procs.send(process, SIGNAL)
     return stat.state, comes
-
-
-def catches(pid: int) -> bool:
-    """Whether the process has a handler for the signal: without one it would die of it."""
-    try:
-        with open("/proc/%d/status" % pid) as file:
-            masks = [line.split()[1] for line in file if line.startswith("SigCgt:")]
-    except (OSError, IndexError):
-        return False
-    return bool(masks) and bool(int(masks[0], 16) >> (SIGNAL - 1) & 1)
 
 
 class StackDump:

@@ -16,13 +16,13 @@ from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # USR1: of batch systems
 LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)
 WAKE_S = 0.5
 
 
 class Interrupts:
-    """Collects SIGINT, SIGTERM and SIGHUP instead of dying of them.
+    """Collects SIGINT, SIGTERM, SIGHUP and SIGUSR1 instead of dying of them.
 
     SIGINT or SIGHUP that was ignored when this process began stays so: that is how ``nohup``, and
     shells that start something in the background, say that it is to outlive the terminal.

@@ -232,7 +232,6 @@ class Fetch:
                 sampler=self._orders,
                 num_workers=self._workers,
                 collate_fn=_as_made,
-                worker_init_fn=_end_on_sigterm,
                 persistent_workers=True,
                 pin_memory=self._pins,
                 # of its own: the script's generators must not depend on how often a run resumed
@@ -477,12 +476,6 @@ class _Orders:
         for one in self.wanted:
             self.given.put(one)
             yield one.ids, one.draws
-
-
-def _end_on_sigterm(_: int) -> None:
-    """A worker has no state to save, unlike the process that it was forked from."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_DFL)
 
 
 class _Collated:

@@ -67,6 +67,7 @@ from paceline.train.stop import Poll, Quietly, Stopped, leave
 from paceline.train.update import Updater, each_loss, loss_of
 from paceline.train.usage import Usage
 from paceline.train.watch import Watch
+from paceline.train.worker_signals import protect_data_workers
 
 T = TypeVar("T")
 _ALIKE = 3  # steps in which a newcomer is compared with those to which it has come
@@ -94,6 +95,7 @@ class Session(Member):
         mixed: bool = False,
     ) -> None:
         super().__init__(place, device, precision, folder, reporter, mixed=mixed)
+        protect_data_workers()
         self.leaves_group = True
         self._seed, self._log_every, self._check_every = seed, log_every, check_every
         self.models = Models()
@@ -577,6 +579,8 @@ class Session(Member):
             if self._keeper is not None:
                 best = self._best is not None and self._best.step == done.step
                 self._keeper.after_evaluation(best, ended or done.finished)
+                if not done.finished:
+                    self._keeper.look_up(at_once=True)
                 self._keeper.settle()
         self.verify()
         self._lookout.sum_up(self._pace, done.step - begun, loader.waited)
@@ -1044,7 +1048,8 @@ class Session(Member):
         if self._start is not None and self.comms.mender is self._start:
             self._started()
         if self._keeper is not None:
-            self._keeper.after_step()
+            pauses = not done.finished and (ended or loader.pauses())
+            self._keeper.after_step(before_pause=pauses)
         elif self._poll is not None and self._poll.due():
             self._poll.ask()
         self._pace.leave(self._saved)

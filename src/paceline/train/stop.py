@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from paceline.spec import jobenv
 from paceline.spec.errors import JobError
 from paceline.train import gloo
 from paceline.train.comms import Comms
@@ -19,6 +21,7 @@ from paceline.train.comms import Comms
 _STOP = (signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: what batch systems are asked to send early
 _SAVE = (signal.SIGUSR2,)
 SECONDS = 0.5
+MIN_REPEAT_S = 2.0  # a scheduler and the launcher may both pass on one and the same request
 _MOST_STEPS = 64  # steps may become slower at any time: evaluation, a busy disk
 _LOOKS = 3
 _MOST_SECONDS = 2.0
@@ -46,6 +49,8 @@ class Notice:
         self.stop = ""
         self.save = False
         self._before: dict[int, object] = {}
+        self._launched = jobenv.EVENT_FD in os.environ
+        self._stop_at = 0.0
 
     def open(self) -> None:
         """Begins to listen, where this is the main thread (signals go nowhere else)."""
@@ -57,12 +62,16 @@ class Notice:
         if number in _SAVE:
             self.save = True
             return
-        self.stop = signal.Signals(number).name
-        # Who asks twice does not want to wait for the next poll.
-        signal.signal(number, signal.SIG_DFL)
+        if not self.stop:
+            self.stop, self._stop_at = signal.Signals(number).name, time.monotonic()
+        elif not self._launched and time.monotonic() - self._stop_at > MIN_REPEAT_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def close(self) -> None:
-        """Puts the former handlers back."""
+        """Puts the former handlers back, unless the launcher is ending this process anyway."""
+        if self.stop and self._launched:
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._before.clear()

@@ -239,19 +239,26 @@ class Keeper:
 
     # -- on the way ----------------------------------------------------------------------
 
-    def after_step(self) -> None:
+    def after_step(self, *, before_pause: bool = False) -> None:
         """To be called after every global step; saves and stops when it is time.
+
+        Args:
+            before_pause: The script has control next, and may do for long what it likes.
 
         Raises:
             Stopped: After the state was saved.
         """
         if self._owed or self._policy.due_by_step(self._training.progress.step):
             self.save()
-        self.look_up()
+        self.look_up(at_once=before_pause)
 
-    def look_up(self) -> None:
-        """To be called also in evaluation, as often on every rank."""
-        if not self._poll.due():
+    def look_up(self, *, at_once: bool = False) -> None:
+        """To be called also in evaluation, as often on every rank.
+
+        Args:
+            at_once: Asks all ranks now, and not only about twice a second.
+        """
+        if not self._poll.due() and not at_once:
             return
         self.report()
         self._tell_saved()

@@ -1,0 +1,87 @@
+"""Keeps data workers alive while the process that started them reacts to a signal.
+
+A scheduler, and many a user, signals every process of a job at once. A rank that saves before it
+ends may need further batches until then, so its workers leave such signals to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def protect_data_workers() -> None:
+    """Protects the workers that any DataLoader of this process starts from now on."""
+    start_iterator = DataLoader._get_iterator
+    if getattr(start_iterator, "protects_workers", False):
+        return
+
+    @functools.wraps(start_iterator)
+    def start_protected(loader: DataLoader[Any]) -> Any:
+        if loader.num_workers == 0:
+            return start_iterator(loader)
+        own_init = loader.worker_init_fn
+        # Inherited by fork and by exec: so nothing ends a worker before its handlers are set.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        loader.worker_init_fn = _WorkerInit(own_init, mask)
+        try:
+            iterator: Any = start_iterator(loader)
+        finally:
+            loader.worker_init_fn = own_init
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _end_by_kill(iterator._workers, id(iterator))
+        return iterator
+
+    start_protected.protects_workers = True  # type: ignore[attr-defined]
+    DataLoader._get_iterator = start_protected  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class _WorkerInit:
+    """Runs in a new worker: sets its signal handlers, then calls the script's own function."""
+
+    own_init: Callable[[int], None] | None
+    mask: Iterable[int]
+
+    def __call__(self, worker: int) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, _leave_to_parent)
+            signal.siginterrupt(number, False)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+        if self.own_init is not None:
+            self.own_init(worker)
+
+
+def _leave_to_parent(number: int, frame: FrameType | None) -> None:
+    """Does nothing. Programs that a worker starts have no handler, unlike with SIG_IGN."""
+
+
+def _end_by_kill(workers: Iterable[BaseProcess], iterator: int) -> None:
+    """Makes ``terminate`` end these workers although they do not die of SIGTERM.
+
+    Args:
+        workers: Of one iterator.
+        iterator: Its ``id``, by which torch knows them.
+    """
+    for worker in workers:
+        process: Any = worker._popen  # type: ignore[attr-defined]
+        process.terminate = functools.partial(_kill, weakref.ref(process), iterator)
+
+
+def _kill(reference: weakref.ref[Any], iterator: int) -> None:
+    with contextlib.suppress(ValueError):  # torch has forgotten them already
+        signal_handling._remove_worker_pids(iterator)  # or it would report their end as a failure
+    if (process := reference()) is not None:
+        process.kill()

@@ -278,3 +278,35 @@ def test_closed_outputs_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.isatty() is False
     assert err is not None
     out.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["run", "--data", "A", "--data", "B", "x.py"], "--data"),
+        (["run", "-H", "a", "--hosts=b", "x.py"], "-H/--hosts"),
+        (["run", "-p", "2", "-p3", "x.py"], "-p/--nproc-per-node"),
+        (["logs", "--rank", "1", "--rank", "2"], "--rank"),
+        (["lab", "up", "--name", "a", "--name", "b"], "--name"),
+        (["train", "image", "--data", "digits", "--data", "dummy"], "--data"),
+        (["train", "image", "--preset=imagenet", "--lr", "1", "--lr=2"], "--lr"),
+    ],
+)
+def test_a_second_value_is_refused_instead_of_dropping_the_first(
+    words: list[str], flag: str
+) -> None:
+    with pytest.raises(SettingError, match=rf"^{flag} is given"):
+        program.main(words, standalone_mode=False)
+
+
+def test_options_that_may_stand_twice(folder: Path) -> None:
+    (folder / "x.py").write_text("")
+    words = ["run", "--env", "A=1", "--env", "B=2", "--plan", "x.py", "--data", "A", "--data", "B"]
+    assert CliRunner().invoke(program, words).exit_code == 0
+
+
+def test_a_typed_option_still_wins_over_the_file(folder: Path) -> None:
+    (folder / "paceline.toml").write_text("[train.image]\nepochs = 2\n")
+    done = CliRunner().invoke(program, ["train", "image", "--epochs", "1", "--plan", "-v"])
+    assert done.exit_code == 0
+    assert "--epochs=1" in done.output

@@ -18,7 +18,7 @@ from paceline.cli.sources import toml_of
 from paceline.cli.verb import ALL, Verb, say
 from paceline.cli.via import Via
 from paceline.launch.entry import COMPILER
-from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
+from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe, typed_fields
 from paceline.recipes.argv import as_flags, known, option_names, values
 from paceline.recipes.effect import has_effect
 from paceline.recipes.options import Options, limits_of
@@ -111,8 +111,9 @@ def options_of(ctx: click.Context, name: str, argv: Sequence[str]) -> Options:
     shared = ["--backend", ctx.params["backend"]] if ctx.params["backend"] else []
     table = toml_of(ctx).get("train", {}).get(name, {})
     options = parse_options(name, [*shared, *argv], from_table(name, table))
-    counts = {key: value for key, value in table.items()
-              if has_effect(key.replace("-", "_"), options)}  # fmt: skip
+    typed = typed_fields(name, argv)
+    counts = {key: value for key, value in table.items() if (field := key.replace("-", "_"))
+              not in typed and has_effect(field, options)}  # fmt: skip
     words = "options" if "options" in ctx.params else "args"
     ctx.params[words] = (*from_table(name, counts), *argv)
     return options

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
 from paceline.cli.help import has_more, help_of
 from paceline.cli.sources import WithSettings
+from paceline.spec.errors import SettingError
 from paceline.spec.helptext import Row, Section
 from paceline.spec.terminal import clean
 
@@ -42,6 +44,24 @@ class Verb(WithSettings):
         more["context_settings"] = {**CONTEXT, **passed_on, **given}
         super().__init__(*args, **more)
 
+    def make_parser(self, ctx: click.Context) -> Any:
+        """click's parser, which refuses a second value of an option instead of dropping the first.
+
+        Raises:
+            SettingError: By the parser; names the option.
+        """
+        parser = super().make_parser(ctx)
+        parse = parser.parse_args
+
+        def parse_once(args: list[str]) -> Any:
+            values, rest, order = parse(args)
+            if not ctx.resilient_parsing:
+                _refuse_repeated(order)
+            return values, rest, order
+
+        parser.parse_args = parse_once  # type: ignore[method-assign]
+        return parser
+
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The options, and --help-all where the help is short at first."""
         params = super().get_params(ctx)
@@ -60,6 +80,26 @@ class Verb(WithSettings):
         from paceline.recipes.reference import sections_of
 
         return sections_of(self.options_of, everything=True)
+
+
+_INSTEAD = {  # how to name several things with an option that takes one value
+    "hosts": "-H A,B names several hosts",
+    "data": "Name one folder that holds all the data (links in it are followed)",
+    "gres": "--gres A,B names several resources",
+}
+
+
+def _refuse_repeated(order: Sequence[click.Parameter]) -> None:
+    """SettingError for an option of one value that was typed several times."""
+    for param, times in Counter(order).items():
+        if times == 1 or not isinstance(param, click.Option):
+            continue
+        if not (param.is_flag or param.multiple or param.count or param.hidden):
+            flag = "/".join(sorted(param.opts, key=len))
+            raise SettingError(
+                f"{flag} is given {times} times and takes one value",
+                remedy=_INSTEAD.get(param.name or "", "Keep one of them"),
+            )
 
 
 def _show_all(ctx: click.Context, option: click.Parameter, value: bool) -> None:

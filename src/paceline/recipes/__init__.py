@@ -110,13 +110,18 @@ def parse_options(name: str, argv: Sequence[str], filed: Sequence[str] = ()) -> 
     preset = usual if chosen is None else chosen
     # what is typed comes last, so that it wins
     options = parse(kind, [*(preset or ()), *filed, *typed], prog)
+    own = typed_in(kind, typed, prog)  # refuses an option that is typed twice
     options.validate()
-    own = typed_in(kind, typed, prog)
     if any(word.partition("=")[0] == "--like" for word in typed):
         decided = frozenset(field.name for field in fields(kind))
     else:
         decided = own | typed_in(kind, chosen or (), prog)
     return settled(options, own, typed_in(kind, filed, prog) - own, decided)
+
+
+def typed_fields(name: str, argv: Sequence[str]) -> frozenset[str]:
+    """The options that these flags set themselves, by field."""
+    return typed_in(recipe(name).options, _preset(name, argv)[1], f"paceline train {name}")
 
 
 def _preset(name: str, argv: Sequence[str]) -> tuple[Sequence[str] | None, list[str]]:
@@ -142,4 +147,5 @@ def options_to_argv(options: Options) -> list[str]:
     return to_argv(options)
 
 
-__all__ = ["RECIPES", "Options", "Recipe", "options_to_argv", "parse_options", "recipe", "use_of"]
+__all__ = ["RECIPES", "Options", "Recipe", "options_to_argv", "parse_options", "recipe",
+           "typed_fields", "use_of"]  # fmt: skip

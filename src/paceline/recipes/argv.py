@@ -67,21 +67,25 @@ def parse(kind: type[O], argv: Sequence[str], prog: str) -> O:
 
 
 def typed_in(kind: type, argv: Sequence[str], prog: str) -> frozenset[str]:
-    """The fields that these flags set themselves; what ``--like`` brings is not among them."""
+    """The fields that these flags set themselves; what ``--like`` brings is not among them.
+
+    Raises:
+        SettingError: A flag of one value is given twice.
+    """
     without = list(argv)
     if "--like" in argv[:-1]:
         place = without.index("--like")
         del without[place : place + 2]
     words = [word for word in without if not word.startswith("--like=")]
-    return frozenset(values(kind, words, prog))
+    return frozenset(values(kind, words, prog, once=True))
 
 
-def values(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
-    """What flags say, by field."""
+def values(kind: type, argv: Sequence[str], prog: str, *, once: bool = False) -> dict[str, Any]:
+    """What flags say, by field: the last of several, unless ``once`` makes them an error."""
     parser = _Parser(prog, option_names(kind))
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        parser.add_field(field, hints[field.name])
+        parser.add_field(field, hints[field.name], once)
     given, surplus = parser.parse_known_intermixed_args([_dashed(word) for word in argv])
     if surplus:
         parser.refuse(surplus[0])
@@ -95,7 +99,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(prog, add_help=False, allow_abbrev=False)
         self._names = names
 
-    def add_field(self, field: dataclasses.Field[Any], hint: Any) -> None:
+    def add_field(self, field: dataclasses.Field[Any], hint: Any, once: bool) -> None:
         """The option, or the words without one, that a field stands for."""
         flag = "--" + field.name.replace("_", "-")
         several, literal = typing.get_origin(hint) is tuple, typing.get_origin(hint) is Literal
@@ -103,6 +107,8 @@ class _Parser(argparse.ArgumentParser):
         if hint in (bool, bool | None):
             self.add_argument(flag, action=argparse.BooleanOptionalAction, **more)
             return
+        if once:
+            more["action"] = _StoreOnce
         if literal:
             more["choices"] = typing.get_args(hint)
         elif several:
@@ -128,6 +134,16 @@ class _Parser(argparse.ArgumentParser):
             if near
             else f"{self.prog} --help lists all options",
         )
+
+
+class _StoreOnce(argparse.Action):
+    """Stores an option's value, and refuses a second one instead of dropping the first."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, flag: str | None = None) -> None:
+        if flag and hasattr(namespace, self.dest):
+            hint = "name all values behind one" if self.nargs else "keep one of them"
+            raise SettingError(f"{flag} is given more than once", remedy=hint)
+        setattr(namespace, self.dest, values)
 
 
 def _number(kind: type[O], what: str) -> Callable[[str], O]:

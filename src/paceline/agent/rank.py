@@ -205,7 +205,7 @@ def _fresh_randomness() -> None:
 
 
 def watch_world(events: int, *, any_world: bool = False) -> None:
-    """Makes ``init_process_group`` say which world it has joined, and check that it was planned.
+    """Makes joining and leaving the world events, and checks that the world was planned.
 
     Args:
         events: Descriptor to which events are written.
@@ -226,6 +226,16 @@ def watch_world(events: int, *, any_world: bool = False) -> None:
 
     distributed.init_process_group = init_process_group
     distributed.distributed_c10d.init_process_group = init_process_group
+    destroy = distributed.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: Any = None) -> Any:
+        if distributed.is_initialized() and group in (None, distributed.group.WORLD):
+            _tell(events, {"kind": "event", "event": "world left", "rank": distributed.get_rank()})
+        return destroy(group)
+
+    distributed.destroy_process_group = destroy_process_group
+    distributed.distributed_c10d.destroy_process_group = destroy_process_group
 
 
 def _tell_world(distributed: Any, events: int, any_world: bool) -> None:

@@ -166,6 +166,7 @@ def _kind(by: Literal["rank", "agent", "launcher"], needs: str = "", may: str = 
 KINDS: dict[str, Kind] = {
     # what a program in a rank tells, through the pipe to its agent; it may tell others, too
     "world joined": _kind("rank", may="world_size backend"),
+    "world left": _kind("rank"),
     "joined": _kind("rank", may="world device backend"),
     "prepared": _kind("rank", may="parameters"),
     "resumed": _kind("rank", may="step source"),

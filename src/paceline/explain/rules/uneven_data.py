@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from signal import SIGTERM
 
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match
@@ -16,7 +17,15 @@ _STEP = re.compile(r"(?i)\bstep\D{0,3}(\d+)")
 def match(evidence: Evidence) -> Match | None:
     early = _ended_well_before_others(evidence)
     waiting = next(evidence.search(PEER_GONE), None)
-    if early is None or waiting is None or evidence.end_of(waiting[0]) == early:
+    if (
+        early is None
+        or waiting is None
+        or (waiting[0].host, waiting[0].rank)
+        == (
+            early.host,
+            early.rank,
+        )
+    ):
         return None
     where = early.where
     at = _last_step(evidence, early)
@@ -26,10 +35,23 @@ def match(evidence: Evidence) -> Match | None:
 
 
 def _ended_well_before_others(evidence: Evidence) -> Event | None:
+    """The first rank that ended well, or left its group, before the first one failed."""
     bad = [end.time for end in evidence.ends if end["code"] != 0]
-    good = [end for end in evidence.ends if end["code"] == 0]
+    if not bad:
+        return None
     # Before the first that failed: newcomers to a job that is over end well, too.
-    return next((end for end in good if bad and end.time < min(bad) + APART_S), None)
+    until = min(bad) + APART_S
+    good = [end for end in evidence.ends if end["code"] == 0]
+    return next((event for event in [*good, *_left(evidence)] if event.time < until), None)
+
+
+def _left(evidence: Evidence) -> list[Event]:
+    """By whom a group was destroyed that then ended well, or only because it was told to."""
+    last = {e.rank: e for e in evidence.events if e.kind in ("world joined", "world left")}
+    wished = {end.rank for end in evidence.ends if end["code"] == 0 or end["signal"] == SIGTERM}
+    raised = {e.rank for e in evidence.events if e.kind == "exception"}
+    return [event for rank, event in last.items()
+            if event.kind == "world left" and rank in wished - raised]  # fmt: skip
 
 
 def _last_step(evidence: Evidence, end: Event) -> str:

@@ -217,6 +217,16 @@ def test_an_exception_is_the_program_s_own(site: Site) -> None:
     assert "failed first: rank 1 on n2: ValueError: boom" in ended.err
 
 
+def test_an_exception_right_after_a_loss_is_the_program_s_own_too(site: Site) -> None:
+    """The others went on without the lost host: it is no reason to begin anew."""
+    with running(site, "--nnodes", "1:3", "member.py", LONG, "bereft", "0") as launch:
+        site.lab.fault("power-off", "n3")
+        ended = launch.end()
+    assert ended.code == 1
+    assert "failed first: rank 0 on n1: ValueError: boom" in ended.err
+    assert len(ended.events("started")) == 1
+
+
 def test_an_exception_that_may_pass(site: Site) -> None:
     with running(site, "--max-restarts", "1", "member.py", LONG, "fails", "1") as launch:
         back(launch)

@@ -74,6 +74,7 @@ class Node:
         lost: True after the connection has ended or fallen silent.
         why: Why it is lost; empty while it is not.
         lost_at: When that became known, on the monotonic clock.
+        outlived: Its loss is over: the other ranks have trained on without it.
         cut_off_s: How long it had been silent then together with all others, which tells of our own
             line more than of it, in seconds; 0 where it was alone.
         active_at: When one of its ranks worked or said a word last, as far as it was asked, on our
@@ -96,6 +97,7 @@ class Node:
     lost: bool = False
     why: str = ""
     lost_at: float = 0.0
+    outlived: bool = False
     cut_off_s: float = 0.0
     active_at: float | None = None
     copies: dict[str, tuple[str, list[list[object]]]] = field(default_factory=dict)

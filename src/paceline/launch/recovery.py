@@ -571,6 +571,8 @@ class Recoveries:
                 self._say(f"{why}: after {news.seconds:.1f} s {others} {do}", news.seconds)
                 return
             self.done.append(Recovery(who, why, round(news.seconds, 3)))
+            for node in self._fleet.nodes:
+                node.outlived = node.outlived or (node.lost and node.name in news.hosts)
             text = f"{why}: {others} trained on after {news.seconds:.1f} s, no step is done again"
             self._say(text, news.seconds)
         elif isinstance(news, Joined):

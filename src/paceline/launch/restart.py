@@ -120,8 +120,8 @@ class Restarts:
         """
         if failure.rank is None or failure.echo or failure.wished:
             return False
-        losses = [node.lost_at for node in self._fleet.nodes if node.lost]
-        return all(abs(failure.time - at) > self._fleet.lease_s for at in losses)
+        lost = [node for node in self._fleet.nodes if node.lost and not node.outlived]
+        return all(abs(failure.time - node.lost_at) > self._fleet.lease_s for node in lost)
 
     def _there(self) -> list[Node]:
         """The nodes that can have ranks: those that had some first, as they were."""

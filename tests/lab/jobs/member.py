@@ -2,7 +2,8 @@
 
 ``member.py SECONDS [WAY [SLOT]]``: to the end of them, or until a file ``over`` is there; of that
 slot something special: ``fails`` raises once, ``dies`` is killed once, ``orphan`` kills its agent,
-``unable`` says that it cannot recover, ``late`` is a newcomer that takes its time, ``short`` one
+``bereft`` raises soon after another is
+lost, ``unable`` says that it cannot recover, ``late`` is a newcomer that takes its time, ``short`` one
 that fails. After ``dies`` and ``orphan`` it is over when all are together again.
 """
 
@@ -49,6 +50,7 @@ def asked_to_stop(*_: object) -> None:
 
 
 step, seen = 0, 0
+raise_at = 10 if special == "fails" and not NEWCOMER else -1
 signal.signal(signal.SIGTERM, asked_to_stop)
 threading.Thread(target=listen, daemon=True).start()
 if NEWCOMER:
@@ -71,13 +73,15 @@ while time.monotonic() < end and not Path("over").exists():
             members = [member["slot"] for member in group["members"]]
             tell("regrouped", generation=group["generation"], step=step, seconds=0.01)
             print("group", group["generation"], members, group["store"]["port"], flush=True)
+            if special == "bereft" and not group.get("planned"):
+                raise_at = step + 10
             together = group.get("planned") and len(members) == int(os.environ["WORLD_SIZE"])
             if together and way in ("dies", "orphan"):
                 end = min(end, time.monotonic() + 0.5)
             if NEWCOMER and not step:
                 print("joined", flush=True)
                 step = 1
-    if special == "fails" and not NEWCOMER and step == 10:
+    if step == raise_at:
         raise ValueError("boom")
     if special == "dies" and not NEWCOMER and step == 10:
         os.kill(os.getpid(), signal.SIGKILL)

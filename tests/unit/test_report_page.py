@@ -186,6 +186,39 @@ def test_a_loss_is_told_where_it_was(tmp_path: Path) -> None:
     assert "the others trained on after a rank was lost." in visible(text_of(tmp_path / "run"))
 
 
+def test_a_start_without_a_lost_host_is_no_loss_of_the_others(tmp_path: Path) -> None:
+    """A script without a session: all ranks are stopped, and n1 goes on alone until it fails."""
+    path = made(tmp_path / "run", failed=True)
+    events = path / names.EVENTS
+    rank_0 = {"host": "n1", "rank": 0}
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    told = [one for one in told if one["time"] < BEGAN + 12] + [
+        {"time": BEGAN + at, **fields} for at, fields in (
+            (12, {"event": "lost", "host": "n2", "why": "switched off"}),
+            (13, {"event": "rank ended", **rank_0, "code": None, "signal": 15}),
+            (13, {"event": "ended", "attempt": 0, "exit_code": 1}),
+            (14, {"event": "started", "attempt": 1, "world_size": 1}),
+            (15, {"event": "rank started", **rank_0, "pid": 11}),
+            (38, {"event": "exception", **rank_0, "type": "ValueError", "message": "boom"}),
+            (39, {"event": "rank ended", **rank_0, "code": 1, "signal": None}),
+        )
+    ]  # fmt: skip
+    lines(events, told)
+    result = json.loads((path / names.RESULT).read_text())
+    result["first_failure"] |= rank_0
+    (path / names.RESULT).write_text(json.dumps(result))
+    run = run_in(path)
+    first, second = run.line.rows
+    assert [mark.what for mark in first.marks] == ["failed"]
+    assert [mark.what for mark in second.marks] == ["lost"]
+    assert [(round(one.at - run.line.moments[0].at), one.text) for one in run.line.moments] == [
+        (0, "n2 was lost: switched off"),
+        (2, "all ranks were started again (attempt 2)"),
+        (26, "rank 0 on n1: ValueError: boom"),
+    ]
+    assert "Rank 0 on n1 failed; rank 1 on n2 was lost for good" in visible(text_of(path))
+
+
 def test_steps_are_not_taken_for_evaluations(tmp_path: Path) -> None:
     """Where several epochs pass between two records of the pace, as they do in quick trainings."""
     folder = made(tmp_path / "run")

@@ -153,23 +153,62 @@ def timeline(events: Sequence[Event], records: Sequence[Mapping[str, Any]], plan
 
 def _consequences(events: Sequence[Event], failed: tuple[str, int | None, str] | None,
                   asked: bool) -> set[int]:  # fmt: skip
-    """Which ends of ranks were no losses: the last ones, once the job was stopped or failed."""
-    since = math.inf
-    if failed:
-        since = min((one.time for one in events if _is_failure(one, failed)), default=math.inf)
-    elif asked:
-        since = 0.0
-    found, going = set[int](), set[int | None]()
-    for at in range(len(events) - 1, -1, -1):
+    """Which ends of ranks were no losses: the last of an attempt that was stopped or failed."""
+    starts = [at for at, event in enumerate(events) if event.kind == "started"]
+    found = set[int]()
+    for begin, end in itertools.pairwise([-1, *starts, len(events)]):
+        is_last = end == len(events)
+        cause = _failure_in(events, failed) if is_last else _cause_of_end(events, begin, end)
+        if cause is not None or (is_last and asked):
+            found |= _told_to_end(events, begin, end, cause)
+    return found
+
+
+def _settled(events: Sequence[Event], begin: int, end: int) -> int:
+    """The place in an attempt after which no loss was outlived."""
+    return max((at for at in range(begin + 1, end) if events[at].kind == "regroup"), default=begin)
+
+
+def _cause_of_end(events: Sequence[Event], begin: int, end: int) -> int | None:
+    """What ended an attempt that was followed by another: a lost host, else the first failure."""
+    tail = range(_settled(events, begin, end) + 1, end)
+    lost = [at for at in tail if events[at].kind == "lost"]
+    return min(lost or [at for at in tail if _ended_badly(events[at])], default=None)
+
+
+def _told_to_end(events: Sequence[Event], begin: int, end: int, cause: int | None) -> set[int]:
+    """The bad ends of an attempt that followed from its cause, or from a signal (``None``)."""
+    found, going, since = set[int](), set[int | None](), -math.inf
+    if cause is not None:
+        after_loss = events[cause].kind == "lost"  # which others may have felt before it was known
+        begin = _settled(events, begin, cause) if after_loss else begin
+        since = -math.inf if after_loss else events[cause].time - 0.5
+    for at in range(end - 1, begin, -1):
         event = events[at]
         if event.kind == "rank started":
             going.add(event.rank)
-        elif event.kind == "started":
+        by_itself = cause is not None and event.where in (events[cause].where, events[cause].host)
+        if _ended_badly(event) and not by_itself and event.rank not in going:
+            found |= {at} if event.time >= since else set()
+    return found
+
+
+def _ended_badly(event: Event) -> bool:
+    return event.kind == "exception" or (event.kind == "rank ended" and event["code"] != 0)
+
+
+def _failure_in(events: Sequence[Event],
+                failed: tuple[str, int | None, str] | None) -> int | None:  # fmt: skip
+    """The event that tells of the first failure: the first in the last life of its rank."""
+    found = None
+    for at in range(len(events) - 1, -1, -1) if failed else ():
+        event = events[at]
+        if failed and _is_failure(event, failed):
+            found = at
+        begins = event.kind == "started" or (event.kind == "rank started" and failed
+                                             and event.rank == failed[1])  # fmt: skip
+        if found is not None and begins:
             break
-        ended = event.kind == "exception" or (event.kind == "rank ended" and event["code"] != 0)
-        own = failed is not None and _is_failure(event, failed)
-        if ended and not own and event.rank not in going and event.time >= since - 0.5:
-            found.add(at)
     return found
 
 
@@ -234,10 +273,14 @@ class _Scene:
         at, kind = event.time - self.began, event.kind
         if kind == "started":
             self.members.append((at, ()))
-            for track in self.tracks.values():
-                track.ended = False
-                track.now(at, "starting")
+            size = event["world_size"] or len(self.tracks)
+            for rank, track in self.tracks.items():
                 track.release(at)
+                if rank < size:
+                    track.ended = False
+                    track.now(at, "starting")
+                elif track.doing != "gone":  # an attempt with fewer ranks
+                    track.now(at, None)
         elif kind == "regroup":
             members = event["members"] or ()
             self.members.append((at, tuple(members)))
@@ -408,13 +451,20 @@ def _begin(span: Span) -> float:
 
 def _moments(events: Sequence[Event], began: float,
              failed: tuple[str, int | None, str] | None) -> Iterable[Moment]:  # fmt: skip
-    said_bad, lost_at = False, -math.inf
+    lost_at, failure = -math.inf, _failure_in(events, failed)
+    told = [(event.time, str(event["text"])) for event in events if event.kind == "recovery"]
     over = [event for event in events if event.kind in _SLOW_ENDS]
-    for event in events:
+    for index, event in enumerate(events):
         at = event.time - began
+        if failed and index == failure:
+            yield Moment(at, f"{place(failed[0], failed[1])}: {failed[2]}", "bad")
         if event.kind == "lost":
             lost_at = at
-        if event.kind == "started" and event["attempt"]:
+            outlived = any(0 <= when - event.time < 60 and event.host in text
+                           for when, text in told)  # fmt: skip
+            if not outlived and index != failure:
+                yield Moment(at, f"{event.host} was lost: {event['why']}", "bad")
+        elif event.kind == "started" and event["attempt"]:
             yield Moment(
                 at, f"all ranks were started again (attempt {event['attempt'] + 1})", "good"
             )
@@ -456,15 +506,12 @@ def _moments(events: Sequence[Event], began: float,
             yield Moment(at, str(event["words"]), "note")
         elif event.kind == "stopped early":
             yield Moment(at, f"stopped early at step {event['step']}: {event['why']}", "note")
-        elif failed and not said_bad and _is_failure(event, failed):
-            said_bad = True
-            yield Moment(at, f"{place(failed[0], failed[1])}: {failed[2]}", "bad")
         elif event.kind in ("resumed", "stopped") and event.rank == 0:
             more = event["source"] if event.kind == "resumed" else event["why"]
             yield Moment(
                 at, f"{event.kind} at step {event['step']}" + f": {more}" * bool(more), "note"
             )
-    if failed and not said_bad:
+    if failed and failure is None:
         yield Moment(events[-1].time - began, f"{place(failed[0], failed[1])}: {failed[2]}", "bad")
 
 

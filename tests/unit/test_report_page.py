@@ -219,6 +219,16 @@ def test_a_start_without_a_lost_host_is_no_loss_of_the_others(tmp_path: Path) ->
     assert "Rank 0 on n1 failed; rank 1 on n2 was lost for good" in visible(text_of(path))
 
 
+def test_the_share_of_computing_is_that_of_the_terminal(tmp_path: Path) -> None:
+    path = made(tmp_path / "run")
+    assert "76% of a step (mean of all ranks)" in visible(text_of(path))
+    event = {"time": BEGAN + 39, "host": "n1", "rank": 0, "event": "trained", "steps": 150,
+             "parts": {"computing": 0.39, "waiting": 0.61}}  # fmt: skip
+    with (path / names.EVENTS).open("a") as events:
+        events.write(json.dumps(event) + "\n")
+    assert "39% of a step (rank that waited most)" in visible(text_of(path))
+
+
 def test_steps_are_not_taken_for_evaluations(tmp_path: Path) -> None:
     """Where several epochs pass between two records of the pace, as they do in quick trainings."""
     folder = made(tmp_path / "run")
@@ -411,9 +421,14 @@ def test_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         made(tmp_path / "runs" / name)
     typed = CliRunner().invoke
-    assert typed(program, ["report", "a"]).output == "runs/a/report.html\n"
-    assert typed(program, ["report", "a", "--out", "x.html"]).output == "x.html\n"
-    assert typed(program, ["report", "a", "b", "--to", "test.accuracy=0.95"]).exit_code == 0
+    told = typed(program, ["report", "a"]).output.splitlines()
+    assert told[0] == "Finished: 2 ranks on 2 hosts trained 150 steps in 40 s."
+    assert "Took            40 s" in told
+    assert told[-1] == "runs/a/report.html"
+    assert typed(program, ["report", "a", "--out", "x.html"]).output.endswith("\nx.html\n")
+    both = typed(program, ["report", "a", "b", "--to", "test.accuracy=0.95"])
+    assert both.exit_code == 0
+    assert re.search(r"^a +Finished: .* 150 steps", both.output, re.M)
     assert (tmp_path / "runs/comparison.html").is_file()
     assert typed(program, ["report", "a", "b", "--to", "accuracy"]).exit_code == 2
     assert "several runs" in str(typed(program, ["report", "a", "--to", "loss=1"]).exception.remedy)  # type: ignore[union-attr]
@@ -458,6 +473,9 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
         browser.press("ArrowRight")
         readout = browser.ask(f"document.querySelector('#r{number}').textContent")
         assert readout == "n1 → n2: 900 Mbit/s"
+        flat = browser.ask("document.querySelector('[aria-label^=lr]').textContent")  # always 0.1
+        assert "0.09" in flat
+        assert "0.11" in flat
         browser.printed(tmp_path / "page.pdf")
     assert browser.complaints == []
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")

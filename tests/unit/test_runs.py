@@ -177,9 +177,10 @@ def test_the_end_of_a_wait_of_days_is_told_with_its_date() -> None:
 
 
 def test_status_rounds_figures_for_people() -> None:
-    last = {"step": 12, "loss": 0.2478179237433748}
+    at = time.mktime((2026, 11, 26, 12, 3, 44, 0, 0, -1))
+    last = {"step": 12, "time": at, "loss": 0.2478179237433748}
     said = describe(runs.RunState(Path("runs/a"), "ended", 0, last=last))
-    assert "last record: step 12, loss 0.247818" in said.splitlines()[-1]
+    assert "last record (12:03:44): step 12, loss 0.247818" in said.splitlines()[-1]
 
 
 def left_elsewhere(name: str, **more: object) -> Path:

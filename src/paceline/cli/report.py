@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import click
 
 from paceline.cli.flags import RUN_DIR_OF, F, with_settings
 from paceline.cli.runs import current_run, find_run
-from paceline.cli.verb import Verb, say
+from paceline.cli.verb import Verb
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError, SettingError
 
@@ -63,7 +64,7 @@ def of_runs(command: F) -> F:
 @click.pass_context
 def command(ctx: click.Context, /, runs: tuple[str, ...], goals: tuple[Goal, ...],
             out: Path | None, **_: object) -> None:  # fmt: skip
-    """Write one HTML page that shows what happened in RUN.
+    """Print how RUN went, and write one HTML page that shows what happened in it.
 
     With several: what differed between them, and their curves over each other.
 
@@ -73,6 +74,7 @@ def command(ctx: click.Context, /, runs: tuple[str, ...], goals: tuple[Goal, ...
     """
     from paceline.cli.elsewhere import as_far_as_possible
     from paceline.report import compare, story
+    from paceline.report.findings import draw
     from paceline.report.write import run_in, write
     from paceline.rundir.directory import short
 
@@ -91,7 +93,7 @@ def command(ctx: click.Context, /, runs: tuple[str, ...], goals: tuple[Goal, ...
     else:
         page, target = compare.page_of(found, goals), paths[0].parent / COMPARISON
     write(page, out or target)
-    say(short((out or target).absolute()))
+    draw([page.outcome], page.open_tables, [short((out or target).absolute())], sys.stdout)
 
 
 def explained(path: Path) -> None:

@@ -320,8 +320,7 @@ def describe(state: RunState) -> str:
     if state.lost:
         lines += [f"  {line}" for line in lost_lines(state.lost, time.time())]
     if state.last:
-        shown = ", ".join(_figure(name, value) for name, value in list(state.last.items())[:6])
-        lines.append(f"  last record: {shown}")
+        lines.append(f"  last record{_written(state.last)}: {_figures(state.last)}")
     # while nodes are waited for, what has become of the ranks of the last start is no news
     ranks = [one for one in state.ranks if not (state.waits and one.get("trouble"))]
     lines += [f"  {line}" for line in [*whereabouts(ranks), *loads(state.hosts)]]
@@ -332,6 +331,17 @@ def describe(state: RunState) -> str:
     if state.failure:
         lines.append(f"  failed first: {state.failure}")
     return "\n".join(lines)
+
+
+def _written(record: Mapping[str, Any]) -> str:
+    """`` (12:03:44)``: when a record was written, by this machine's clock."""
+    at = records.number(record.get("time"))
+    return f" ({time.strftime('%H:%M:%S', time.localtime(at))})" if 0 < at < 1e11 else ""
+
+
+def _figures(record: Mapping[str, Any]) -> str:
+    shown = [(name, value) for name, value in record.items() if name != "time"]
+    return ", ".join(_figure(name, value) for name, value in shown[:6])
 
 
 def _figure(name: str, value: Any) -> str:

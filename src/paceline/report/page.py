@@ -118,6 +118,16 @@ class Page:
     figures: Sequence[tuple[str, str]] = ()
     sections: Sequence[Section] = field(default_factory=tuple)
 
+    @property
+    def open_tables(self) -> list[tuple[list[str], list[list[str]]]]:
+        """Titles and rows of what a terminal shows of it: the figures, else the tables that are
+        not folded away."""
+        if self.figures:
+            return [(["figure", "value"], [[*figure] for figure in self.figures])]
+        parts = [part for section in self.sections for part in section.parts]
+        return [([*part.titles], [[*row] for row in part.rows])
+                for part in parts if isinstance(part, Table) and not part.folded]  # fmt: skip
+
 
 # -- as HTML -------------------------------------------------------------------------------
 

@@ -255,12 +255,25 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
         yield "Steps", f"{step:,}"
     if rate := figures.mean_rate(run.records):
         yield "Samples/s", shown(rate)
-    if run.divided:
-        yield "Computing", f"{run.divided[0].part('computing'):.0%} of a step"
+    if computing := _computing(run):
+        yield "Computing", computing
     for curve in headline(run.curves):
         best = curve.best
         more = f" (best {shown(best.value)})" if best.value != curve.last.value else ""
         yield f"{curve.metric}, {curve.split}", f"{shown(curve.last.value)}{more}"
+
+
+def _computing(run: Run) -> str:
+    """The share of computing, with the number that the training itself has told at its end."""
+    trained = run.last("trained")
+    parts = trained["parts"] if trained else None
+    if isinstance(parts, dict) and "computing" in parts:
+        seen_by = " (rank that waited most)" if run.ranks > 1 else ""
+        return f"{number(parts['computing']):.0%} of a step{seen_by}"
+    if not run.divided:
+        return ""
+    mean = " (mean of all ranks)" if run.ranks > 1 else ""
+    return f"{run.divided[0].part('computing'):.0%} of a step{mean}"
 
 
 def headline(curves: Sequence[Curve], most: int = 4) -> list[Curve]:
@@ -507,7 +520,8 @@ def _label(run: Run, rank: int | None) -> str:
 
 
 def _efficiency(every: Divided, ranks: Sequence[Divided], labels: Mapping[int | None, str]) -> str:
-    text = f"Of the time of a step, {every.part('computing'):.0%} was computing on average"
+    mean = " (mean of all ranks)" if len(ranks) > 1 else ""
+    text = f"Of the time of a step{mean}, {every.part('computing'):.0%} was computing"
     rest = [(every.part(name), PART_NAMES[name]) for name in PARTS if name != "computing"]
     said = [f"{part:.0%} {name}" for part, name in sorted(rest, reverse=True) if part >= 0.005]
     text += f"; {', '.join(said)}." if said else "."

@@ -109,7 +109,9 @@ function curves(picture, look, width) {
     axisLabel: {color: look.soft, hideOverlap: true, showMinLabel: true, showMaxLabel: true, formatter: function (at) {
       return number(picture.over === 'step' ? at : +at.toFixed(1));
     }}});
+  var flat = low === high ? 0.1 * Math.max(Math.abs(low), 1e-9) : 0;  /* else the axis would be far too wide */
   option.yAxis = axis(look, {type: log ? 'log' : 'value', scale: true,
+    min: flat ? low - flat : null, max: flat ? high + flat : null, interval: flat || null,
     name: picture.metric + (log ? ' (logarithmic)' : ''), nameTextStyle: {color: look.soft, align: 'left'},
     axisLabel: {color: look.soft, formatter: number}});
   if (narrow && picture.series.length > 1) {

@@ -15,7 +15,17 @@ import types
 import zipfile
 from typing import Any, Callable, Dict, List
 
-from . import collectives, forkserver, master, procs, rank_exit, stackdump, title, warm
+from . import (
+    collectives,
+    forkserver,
+    gradient_watch,
+    master,
+    procs,
+    rank_exit,
+    stackdump,
+    title,
+    warm,
+)
 
 Message = Dict[str, Any]
 USUAL = (  # what the agent, or the background of whoever started it, ignores
@@ -61,6 +71,9 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int,
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != own]
     _take_debug_level()
     watch_world(events, any_world=bool(request.get("any_world")))
+    several = rank["env"].get("WORLD_SIZE", "1") != "1" and not request.get("any_world")
+    if several and request["entry"]["kind"] != "binary":
+        gradient_watch.GradientWatch(os.getpid(), events, gradient_watch.SOURCE).install()
     return lambda: run(request["entry"], request["workdir"], events)
 
 

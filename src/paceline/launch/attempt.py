@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.launch import decide, lines, outcome
+from paceline.launch import decide, independence, lines, outcome
 from paceline.launch.allowance import Allowance, Verdict
 from paceline.launch.arrivals import ArrivalWatch
 from paceline.launch.beats import aside
@@ -53,13 +53,13 @@ class Attempt:
                  screen: Screen, recorder: Recorder, allowance: Allowance,
                  stand_in: StandIn, rejoin: Rejoin | None) -> None:  # fmt: skip
         self.plan = plan
-        self.joined = 0
         self.watching = False
         self._job = job
         self._fleet = fleet
         self._interrupts = interrupts
         self._screen = screen
         self._recorder = recorder
+        self._reports: list[Event] = []
         self._failures: list[Failure] = []
         self._early: list[Failure] = []  # not failures unless others still needed them
         self._broken: Exception | None = None  # what sees to recoveries
@@ -278,8 +278,8 @@ class Attempt:
         rank = -1 if event.rank is None else event.rank
         self.outset.heard(event)
         self._arrivals.starts.heard(event, time.monotonic())
-        if event.kind == "world joined":
-            self.joined += 1
+        if event.kind in (independence.REPORT, "prepared"):
+            self._reports.append(event)
         elif event.kind in ("rank frozen", "rank thawed"):
             self._hangs.frozen(event)
         elif event.kind == "heartbeat":
@@ -311,6 +311,10 @@ class Attempt:
             self._hangs.ended(node.name, rank)
         else:
             self.fail(failure)
+
+    def describe_independence(self) -> str:
+        """One sentence if the ranks did not work together, else empty."""
+        return independence.describe_independence(self.plan.world_size, self._reports)
 
     @property
     def recalled(self) -> bool:

@@ -471,8 +471,8 @@ class Launcher:
             self.actions.runs(None)
             self._recoveries += attempt.recoveries.done
         await first_of(asyncio.gather(*self._asked), interrupts.wait(2))
-        if result.exit_code == 0 and plan.world_size > 1 and not attempt.joined:
-            self._warn_never_joined(plan)
+        if result.exit_code == 0 and (text := attempt.describe_independence()):
+            self._screen.note(f"paceline: {text}")
         return result, attempt
 
     def _take_in(self, node: Node, running: Attempt) -> None:
@@ -546,15 +546,6 @@ class Launcher:
         )
         for text in plan.notes:
             self._screen.note(f"paceline: note: {text}")
-
-    def _warn_never_joined(self, plan: Plan) -> None:
-        job = self._request.job
-        spawns = job.own_store  # processes of the script's own, which nobody counts
-        if job.entry.kind not in ("binary", "function") and job.needs_torch and not spawns:
-            self._screen.note(
-                f"paceline: warning: {plan.world_size} ranks ran, but none called "
-                "init_process_group: they may have trained separate models"
-            )
 
     # --- what agents say ---------------------------------------------------------------------
 

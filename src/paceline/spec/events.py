@@ -62,6 +62,7 @@ FIELDS: dict[str, Shape] = {
     "bucket_bytes": SIZE,  # of gradients that travel together; 0: DDP's own
     "backend": SMALL,  # of torch.distributed
     "backends": each(SMALL, 50),  # that torch was built with
+    "calls": SIZE,  # collectives
     "cause": SMALL,  # why a rank is slow: see train/straggler.py
     "code": maybe(whole(0, 255)),  # exit status; null after a signal
     "copy": text(),  # a folder on the host
@@ -72,6 +73,7 @@ FIELDS: dict[str, Shape] = {
     "epoch": number,
     "epochs": maybe(number),
     "error": text(LONG_TEXT),
+    "exchanges": flag,  # gradients, or in a way that cannot be seen
     "executable": text(),  # path of the interpreter
     "exit_code": whole(),
     "first_bytes": SIZE,  # of the bucket that is sent first
@@ -82,7 +84,9 @@ FIELDS: dict[str, Shape] = {
     "hooked": flag,  # the script shows its exceptions itself
     "hosts": each(text(255)),
     "how": SMALL,  # a rank is held up: see agent/held.py
+    "in_children": flag,  # programs that it started have done most of its work
     "its_host": text(255),  # of the rank that it is about
+    "largest_call": SIZE,  # elements of the largest tensor in a collective
     "late": flag,  # a layer takes its step when its next forward pass asks for it
     "megabytes": number,  # 10**6 bytes
     "memory": MEMORY,  # what the memory killer left: see agent/memory.py
@@ -90,6 +94,7 @@ FIELDS: dict[str, Shape] = {
     "message": text(LONG_TEXT),  # of the exception
     "nccl": SMALL,  # version
     "on": text(),  # what holds it up
+    "optimizer_steps": SIZE,  # that were counted: not those after the first exchange of gradients
     "origin": maybe(RANK),  # the rank that met what all raise
     "parameters": SIZE,  # of the model
     "part": number,  # of the time of a step
@@ -191,6 +196,9 @@ KINDS: dict[str, Kind] = {
     "model saved": _kind("rank", may="step sha256 folder"),
     "model kept elsewhere": _kind("rank", may="folder"),
     "shares": _kind("rank", may="step shares why"),  # of the global batch, from that step on
+    "gradient exchange": _kind(
+        "rank", may="optimizer_steps calls largest_call exchanges in_children"
+    ),  # what a rank, or a process that it started, has exchanged; told at its end
     "slow rank": _kind("rank", may="warning"),
     "warning": _kind("rank", may="warning"),
     "failed": _kind("rank", may="error"),

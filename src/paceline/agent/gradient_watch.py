@@ -1,0 +1,258 @@
+"""Finds out whether a process that trains exchanges gradients with other processes.
+
+Torch's flight recorder lists the latest collectives, also those that C++ code begins. It is read
+after the first optimizer steps and at the end; a rank then tells the agent what it has seen. When
+the recorder cannot answer, the process counts as one that exchanges.
+
+The text of this module also runs in processes that the script spawns, so it imports nothing of
+this package.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import resource
+import sys
+import time
+from typing import Any, Callable, Dict, List, Optional
+
+EVENT = "gradient exchange"
+ENOUGH_ELEMENTS = 32  # in one collective: metrics have fewer, gradients of real models have more
+NOT_GRADIENTS = ("Byte", "Long")  # pickled objects, sizes and counts
+OTHER_LIBRARIES = ("mpi4py.MPI", "horovod", "torchft")  # exchange gradients without c10d's groups
+LAST_FINALIZER = -100  # priority: after those of the script
+
+try:
+    SOURCE: Optional[str] = globals()["__loader__"].get_source(__name__)
+except (KeyError, AttributeError, OSError):  # in a spawned process, which got it as text
+    SOURCE = None
+
+
+class GradientWatch:
+    """Watches this process, and those that it forks or spawns with ``multiprocessing``.
+
+    Args:
+        rank_pid: The rank's process.
+        events: The rank's descriptor for events; a process below it opens it by way of ``/proc``.
+        source: Text of this module.
+    """
+
+    def __init__(self, rank_pid: int, events: int, source: Optional[str]) -> None:
+        self._rank_pid = rank_pid
+        self._events = events
+        self._source = source
+        self._started_cpu_s = time.process_time()
+        self._hook: Any = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._since_ns = time.time_ns()
+        self._steps = 0
+        self._largest_parameter = 0
+        self._calls = 0
+        self._largest_call = 0
+        self._exchanges = False
+
+    def install(self) -> None:
+        """Hooks into the modules concerned, now or when the script imports them."""
+        os.register_at_fork(after_in_child=self._begin)
+        atexit.register(self.tell)  # runs after those that the script registers
+        _after_import(
+            {
+                "torch.optim.optimizer": self._watch_optimizers,
+                "multiprocessing.util": self._watch_children,
+                "multiprocessing.spawn": self._watch_spawned,
+            }
+        )
+
+    def _watch_optimizers(self, module: Any) -> None:
+        self._hook = module.register_optimizer_step_post_hook(self._after_step)
+
+    def _watch_children(self, module: Any) -> None:
+        module.register_after_fork(self, GradientWatch._tell_at_child_end)
+
+    def _watch_spawned(self, module: Any) -> None:
+        """Sends this module's text ahead of the main module, which the child imports next."""
+        original = module.get_preparation_data
+        watch = _InSpawned(self._rank_pid, self._events, self._source)
+
+        def get_preparation_data(*args: Any, **kwargs: Any) -> Any:
+            data = original(*args, **kwargs)
+            data["gradient_watch"] = watch
+            return data
+
+        module.get_preparation_data = get_preparation_data
+
+    def _tell_at_child_end(self) -> None:
+        """Such a child ends without what was registered with ``atexit``."""
+        util: Any = sys.modules["multiprocessing.util"]
+        util.Finalize(None, self.tell, exitpriority=LAST_FINALIZER)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Looks after 1, 2, 4, 8, … steps, until gradients have been exchanged."""
+        torch: Any = sys.modules["torch"]
+        if torch.compiler.is_compiling():  # it would become part of the compiled step
+            return
+        self._steps += 1
+        if self._steps & (self._steps - 1):
+            return
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        largest = max((one.numel() for one in parameters), default=0)
+        self._largest_parameter = min(self._largest_parameter or largest, largest)
+        if any(hasattr(one, "device_mesh") for one in parameters):  # sharded: one model for all
+            self._exchanges = True
+        self._look()
+        if self._exchanges and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _look(self) -> None:
+        if self._exchanges:
+            return
+        try:
+            self._exchanges = self._has_exchanged()
+        except Exception:  # the recorder's form is torch's to change
+            self._exchanges = True
+
+    def _has_exchanged(self) -> bool:
+        if any(name in sys.modules for name in OTHER_LIBRARIES):
+            return True
+        rpc: Any = sys.modules.get("torch.distributed.rpc.api")
+        if rpc is not None and (rpc._ALL_WORKER_NAMES or rpc._is_current_rpc_agent_set()):
+            return True
+        entries = [e for e in _recorded() if e.get("time_created_ns", 0) >= self._since_ns]
+        self._calls = max(self._calls, len(entries))
+        self._largest_call = max([self._largest_call, *map(_elements, entries)])
+        if any(entry.get("is_p2p") for entry in entries) or _is_incomplete(entries):
+            return True
+        return self._largest_call >= max(1, min(self._largest_parameter, ENOUGH_ELEMENTS))
+
+    def tell(self) -> None:
+        """Tells what this process has done; to be called at its end."""
+        self._look()
+        is_rank = os.getpid() == self._rank_pid
+        if is_rank and self._exchanges:
+            return
+        if not is_rank and not (self._steps or self._calls):
+            return
+        message = {
+            "kind": "event", "event": EVENT, "optimizer_steps": self._steps, "calls": self._calls,
+            "largest_call": self._largest_call, "exchanges": self._exchanges,
+            "in_children": self._works_in_children(),
+        }  # fmt: skip
+        _write(self._rank_pid, self._events, message)
+
+    def _works_in_children(self) -> bool:
+        """Whether programs that this process started have done most of its work."""
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime > time.process_time() - self._started_cpu_s
+
+
+class _InSpawned:
+    """Pickled into a spawned process, it installs a watch there."""
+
+    def __init__(self, rank_pid: int, events: int, source: Optional[str]) -> None:
+        self._arguments = (rank_pid, events)
+        self._source = source
+
+    def __reduce__(self) -> Any:
+        if self._source is None:
+            return (dict, ())
+        install = "\nGradientWatch(*ARGUMENTS, SOURCE_TEXT).install()\n"
+        names = {
+            "__name__": "gradient_watch", "ARGUMENTS": self._arguments, "SOURCE_TEXT": self._source,
+        }  # fmt: skip
+        return (exec, (self._source + install, names))
+
+
+class _ImportHook:
+    """Calls a function with a module as soon as it has been imported."""
+
+    def __init__(self, callbacks: Dict[str, Callable[[Any], None]]) -> None:
+        self._callbacks = callbacks
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        callback = self._callbacks.pop(name, None)
+        if callback is None:
+            return None
+        import importlib.util
+
+        spec = importlib.util.find_spec(name)
+        loader: Any = spec.loader if spec is not None else None
+        if loader is None:
+            return spec
+        original = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            original(module)
+            callback(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def _after_import(callbacks: Dict[str, Callable[[Any], None]]) -> None:
+    missing = {}
+    for name, callback in callbacks.items():
+        if name in sys.modules:
+            callback(sys.modules[name])
+        else:
+            missing[name] = callback
+    if missing:
+        sys.meta_path.insert(0, _ImportHook(missing))  # type: ignore[arg-type]
+
+
+def _recorded() -> List[Dict[str, Any]]:
+    """The latest collectives of all groups, as torch has recorded them."""
+    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
+    entries: List[Dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if hasattr(c10d, name):
+            entries += json.loads(getattr(c10d, name)(True, False)).get("entries", [])
+    return entries
+
+
+def _elements(entry: Dict[str, Any]) -> int:
+    """Size of the largest tensor in a collective that may hold gradients."""
+    sizes = entry["input_sizes"] + entry["output_sizes"]
+    dtypes = entry["input_dtypes"] + entry["output_dtypes"]
+    tensors = zip(sizes, dtypes)
+    return max(
+        (math.prod(size) for size, dtype in tensors if dtype not in NOT_GRADIENTS), default=0
+    )
+
+
+def _is_incomplete(entries: List[Dict[str, Any]]) -> bool:
+    """Whether a group has done more than was recorded, such as sends and receives of gloo."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    world = getattr(c10d, "_world", None)
+    if world is None:
+        return False
+    recorded: Dict[str, int] = {}
+    for entry in entries:
+        group = str(entry["process_group"][0])
+        recorded[group] = max(recorded.get(group, 0), int(entry["collective_seq_id"]))
+    return any(
+        group._get_sequence_number_for_group() > recorded.get(str(name), 0)
+        for group, name in world.pg_names.items()
+    )
+
+
+def _write(rank_pid: int, events: int, message: Dict[str, Any]) -> None:
+    line = json.dumps(message).encode() + b"\n"
+    try:
+        if os.getpid() == rank_pid:
+            os.write(events, line)
+            return
+        fd = os.open("/proc/%d/fd/%d" % (rank_pid, events), os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(fd, line)
+        finally:
+            os.close(fd)
+    except OSError:  # the rank has ended, and nobody reads it
+        pass

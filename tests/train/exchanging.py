@@ -1,0 +1,56 @@
+"""Trains a small model for five steps; the argument says how the ranks exchange gradients."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 5
+
+
+def train(how: str, rank: int, world_size: int) -> None:
+    if how != "no group":
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    model: nn.Module = nn.Linear(2, 1)
+    if how.startswith("ddp"):
+        model = DistributedDataParallel(model)
+    elif how == "fsdp":
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        model(torch.ones(4, 2)).sum().backward()
+        if how == "own":
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        elif how == "average at the end" and step == STEPS - 1:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.data)
+        elif how == "send":
+            activations = torch.ones(4)
+            dist.send(activations, 1) if rank == 0 else dist.recv(activations, 0)
+        elif how == "metrics":
+            dist.all_reduce(torch.ones(1))
+        optimizer.step()
+        optimizer.zero_grad()
+    if how == "ddp, long evaluation":
+        for _ in range(2100):  # more than torch's recorder keeps
+            dist.all_reduce(torch.ones(1))
+    if how != "no group":
+        dist.destroy_process_group()
+
+
+def spawned(index: int, how: str) -> None:
+    train(how, 2 * int(os.environ["RANK"]) + index, 4)
+
+
+if __name__ == "__main__":
+    how, processes = sys.argv[1:]
+    if processes == "spawned":
+        mp.spawn(spawned, (how,), 2)
+    elif how != "nothing":
+        train(how, int(os.environ["RANK"]), 2)

@@ -1,0 +1,66 @@
+"""A run says that its ranks trained separate models, unless they exchanged gradients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("exchanging.py")
+WARNING = "paceline: warning: the ranks exchanged no gradients"
+SEPARATE_MODELS = "paceline: note: the ranks exchanged nothing: each trained a model of its own"
+INDEPENDENT = "paceline: note: the ranks exchanged nothing: each worked independently"
+
+
+def run(folder: Path, how: str, processes: str, *options: str) -> str:
+    words = ["run", "-p", "2", "--run-dir", "run", *options, str(SCRIPT), how, processes]
+    argv = [sys.executable, "-m", "paceline", *words]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=140)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "processes"),
+    [
+        ("ddp", "ranks"),
+        ("ddp", "spawned"),
+        ("ddp, long evaluation", "ranks"),
+        ("fsdp", "ranks"),
+        ("own", "ranks"),
+        ("average at the end", "ranks"),
+        ("send", "ranks"),
+    ],
+)
+def test_ranks_that_exchange_gradients_are_not_warned(
+    tmp_path: Path, how: str, processes: str
+) -> None:
+    assert "the ranks exchanged" not in run(tmp_path, how, processes)
+
+
+@pytest.mark.parametrize(
+    ("how", "processes", "expected"),
+    [
+        ("metrics", "ranks", f"{WARNING} (at most 1 elements at a time)"),
+        ("metrics", "spawned", f"{WARNING} (at most 1 elements at a time)"),
+        ("no group", "ranks", SEPARATE_MODELS),
+        ("nothing", "ranks", INDEPENDENT),
+    ],
+)
+def test_ranks_on_their_own_are_told(
+    tmp_path: Path, how: str, processes: str, expected: str
+) -> None:
+    lines = run(tmp_path, how, processes).splitlines()
+    assert [line.startswith(expected) for line in lines].count(True) == 1, lines
+
+
+def test_torch_is_watched_when_the_script_imports_it(tmp_path: Path) -> None:
+    assert WARNING in run(tmp_path, "metrics", "ranks", "--no-torch")
+
+
+def test_a_program_is_not_judged(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "paceline", "run", "-p", "2", "--no-python", "hostname"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert "the ranks exchanged" not in done.stderr

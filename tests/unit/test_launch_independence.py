@@ -1,0 +1,49 @@
+"""What a launcher says of ranks that did not work together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.launch.independence import describe_independence
+from paceline.spec.events import Event
+
+
+def report(rank: int, **fields: Any) -> Event:
+    alone = {"optimizer_steps": 0, "calls": 0, "largest_call": 0, "exchanges": False}
+    return Event("gradient exchange", "n1", rank, 0.0, {**alone, "in_children": False, **fields})
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [report(0, optimizer_steps=3)],  # rank 1 exchanged gradients, or left by os._exit
+        [report(0, optimizer_steps=3), report(1, optimizer_steps=3, exchanges=True)],
+        [report(0, calls=1), report(1, calls=1)],  # an evaluation
+        [report(0, in_children=True), report(1)],  # programs of its own
+        [report(0, optimizer_steps=3), report(1, optimizer_steps=3), Event("prepared", "n1", 0)],
+        [report(0, optimizer_steps=3, calls=2), report(1, calls=2)],  # the other one evaluates
+    ],
+)
+def test_it_says_nothing_where_it_cannot_know(events: list[Event]) -> None:
+    assert describe_independence(2, events) == ""
+
+
+def test_one_rank_is_no_subject() -> None:
+    assert describe_independence(1, [report(0, optimizer_steps=3)]) == ""
+
+
+def test_independent_ranks_get_a_note_and_groups_without_gradients_a_warning() -> None:
+    training = [report(rank, optimizer_steps=3) for rank in (0, 1)]
+    metrics = [report(rank, optimizer_steps=3, calls=9, largest_call=2) for rank in (0, 1)]
+    assert describe_independence(2, [report(0), report(1)]).startswith("note: ")
+    assert describe_independence(2, training).startswith("note: the ranks exchanged nothing: each")
+    assert describe_independence(2, metrics).startswith("warning: the ranks exchanged no gradients")
+    assert "at most 2 elements" in describe_independence(2, metrics)
+
+
+def test_a_process_that_the_rank_spawned_counts_for_it() -> None:
+    spawned = [report(rank, optimizer_steps=3, calls=9) for rank in (0, 1)]
+    parents = [report(0, in_children=True), report(1, in_children=True)]
+    assert describe_independence(2, spawned + parents).startswith("warning: ")

@@ -96,6 +96,61 @@ def test_the_commands_agree_with_the_compose_file(folder: Path) -> None:
     assert re.search(r"^FROM base:1$", file, re.MULTILINE)
 
 
+def test_a_machine_gets_the_keys_of_its_own_containers_only(tmp_path: Path) -> None:
+    """The copy lines as typed, with a stand-in for ssh that unpacks below a folder of the name."""
+    machines = tmp_path / "machines"
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f'#!/bin/sh\nmkdir -p {machines}/$1; cd {machines}/$1 && exec sh -c "$2"\n')
+    ssh.chmod(0o755)
+    words = [
+        "--launcher",
+        "10.0.0.9",
+        "--worker",
+        "w0=10.0.0.9",
+        "--worker",
+        "w3=10.0.0.12",
+        *WORDS,
+    ]
+    made(tmp_path / "a set", *words)
+    lines = (tmp_path / "a set" / "commands.sh").read_text().splitlines()
+    for line in (line for line in lines if line.startswith("tar ")):
+        env = {"PATH": f"{ssh.parent}:/usr/bin:/bin"}
+        subprocess.run(["sh", "-c", line], cwd=tmp_path / "a set", env=env, check=True)
+    assert sorted(path.name for path in machines.iterdir()) == ["10.0.0.11", "10.0.0.12"]
+    common = {"Containerfile", "rank.sh", "sshd.sh", "workload"}
+    for address, folders in (
+        ("10.0.0.11", {"ssh_worker-w1"}),
+        ("10.0.0.12", {"ssh_worker-w2", "ssh_worker-w3"}),
+    ):
+        bundle = machines / address / "a set"
+        assert {path.name for path in bundle.iterdir()} == common | folders
+        keys = [path for path in bundle.rglob("*") if "PRIVATE KEY" in _text(path)]
+        assert {path.parent.name for path in keys} == folders
+        assert all(path.stat().st_mode & 0o077 == 0 for path in keys)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
+def test_compose_asks_the_machine_for_its_group_ids(tmp_path: Path) -> None:
+    service = made(tmp_path, "--gpus", "intel", *WORDS)["services"]["w1"]
+    assert [group.split(":")[0] for group in service["group_add"]] == [
+        "${VIDEO_GROUP_ID", "${RENDER_GROUP_ID",
+    ]  # fmt: skip
+    getent = tmp_path / "bin" / "getent"
+    getent.parent.mkdir()
+    getent.write_text("#!/bin/sh\necho render:x:992:me; echo video:x:39:\n")
+    getent.chmod(0o755)
+    lines = (tmp_path / "commands.sh").read_text().splitlines()
+    (line,) = [line for line in lines if line.endswith(">.env")]
+    env = {"PATH": f"{getent.parent}:/usr/bin:/bin"}
+    subprocess.run(["sh", "-c", line], cwd=tmp_path, env=env, check=True)
+    found = (tmp_path / ".env").read_text().split()
+    assert found == ["RENDER_GROUP_ID=992", "VIDEO_GROUP_ID=39"]
+
+
 def test_a_base_that_has_the_user_gives_it_your_uid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -205,8 +204,11 @@ def sets(cluster: tuple[Site, Docker]) -> Callable[..., Path]:
         out = home / f"set{len(list(home.iterdir()))}"
         own += [*mounts, *words, "--out", str(out), *command]
         Transport(site, ()).verb("setup", "containers", *own)
+        lines = (out / "commands.sh").read_text().splitlines()
+        build = next(line for line in lines if line.startswith("docker build"))
         for name in ("n1", "n2") if first else ():
-            typed(site, name, out, "docker build").check_returncode()
+            built = site.lab.exec(name, ["sh", "-c", build], cwd=out, timeout=TEST_LIMIT_S)
+            built.check_returncode()
         return out
 
     return make
@@ -257,12 +259,16 @@ def test_the_demo_of_intels_containers_in_a_set(
 
 
 def runs(site: Site, folder: Path, *workers: str) -> list[str]:
-    """What ranks say. Every line of commands.sh, on the machine that it names."""
+    """What ranks say. Every line of commands.sh, on the machine that it names.
+
+    A worker's machine has only what the copy line brought into the home that it has for itself.
+    """
+    places = {name: copied(site, name, folder) for name in workers}
     with contextlib.ExitStack() as stack:
         stack.callback(site.lab.exec, "n1", ["docker", "kill", "paceline-launcher"])
         for name in workers:
             line = line_of(folder, f"--name=paceline-w{name[1:]} ")
-            stack.enter_context(site.lab.popen(name, ["sh", "-c", line], cwd=folder))
+            stack.enter_context(site.lab.popen(name, ["sh", "-c", line], cwd=places[name]))
             stack.callback(site.lab.exec, name, ["docker", "kill", f"paceline-w{name[1:]}"])
             assert eventually(lambda n=name: has_sshd(site, n))
         line = line_of(folder, "docker run", "--name=paceline-launcher ")
@@ -283,8 +289,12 @@ def line_of(folder: Path, *words: str) -> str:
     return line
 
 
-def typed(site: Site, host: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The one line of commands.sh with these words."""
-    return site.lab.exec(
-        host, ["sh", "-c", line_of(folder, *words)], cwd=folder, timeout=TEST_LIMIT_S
-    )
+def copied(site: Site, host: str, folder: Path) -> Path:
+    """The folder on a worker's machine, as the copy line has made it."""
+    address = site.lab.address(host)
+    line = line_of(folder, "tar -cf", f"ssh {address} ")
+    site.lab.exec("n1", ["sh", "-c", line], cwd=folder, timeout=TEST_LIMIT_S).check_returncode()
+    place = site.lab.home(host) / folder.name
+    own = f"ssh_worker-w{host[1:]}"
+    assert sorted(path.name for path in place.glob("ssh_*")) == [own]
+    return Path(site.lab.home_inside()) / folder.name

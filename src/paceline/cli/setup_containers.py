@@ -15,7 +15,6 @@ from paceline.setup.container_set import (
     MPIS,
     UID,
     ContainerSet,
-    device_groups,
     workers_of,
     written,
 )
@@ -73,8 +72,8 @@ def command(workers: tuple[str, ...], launcher: str, image: str, mpi: str, proce
         activate=parse_scripts(activate),
         gpus=gpus or "",
         mounts=parse_mounts(mounts),
-        groups=device_groups(),
         uid=os.getuid() or UID,
+        folder=out.resolve().name,
     )
     written(out, made)
     say((out / "commands.sh").read_text(encoding="utf-8"), nl=False)

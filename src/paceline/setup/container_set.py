@@ -6,8 +6,6 @@ that what one file says is what the others expect.
 
 from __future__ import annotations
 
-import contextlib
-import grp
 import ipaddress
 import json
 import os
@@ -38,7 +36,10 @@ DEVICES = {
     "cdi": ("nvidia.com/gpu=all",),
 }
 BY_PATH = "/dev/dri/by-path"  # by which Level Zero tells cards apart; --device does not bring it
-# Each machine's own numbers, so found where the line is typed
+# Each machine's own numbers, so found where the line is typed; older ones have no ``render``
+_GROUP_ID = "_GROUP_ID"
+_VIDEO = "${VIDEO_GROUP_ID:?type the line for .env of commands.sh first}"
+_RENDER = "${RENDER_GROUP_ID:-${VIDEO_GROUP_ID}}"
 _GROUPS = """$(getent group render video | cut -d: -f3 | sed 's/^/--group-add=/')"""
 
 
@@ -77,8 +78,8 @@ class ContainerSet:
         activate: Scripts in the image that are sourced before mpirun and each rank.
         gpus: Whose GPUs the containers see, and how; empty for none.
         mounts: Further folders, ``SOURCE:TARGET[:ro]`` each.
-        groups: Ids of the groups ``render`` and ``video`` here, for the Compose file.
         uid: Of the user in the containers, to whom the keys on the machines must belong.
+        folder: Name of the set's folder, also in the home of each worker's machine.
     """
 
     base: str
@@ -95,8 +96,8 @@ class ContainerSet:
     activate: tuple[str, ...] = ()
     gpus: str = ""
     mounts: tuple[str, ...] = ()
-    groups: tuple[int, ...] = ()
     uid: int = UID
+    folder: str = "paceline-containers"
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -353,16 +354,46 @@ def volumes(made: ContainerSet, ssh_folder: str) -> list[str]:
 
 
 def commands(made: ContainerSet) -> str:
-    """What to type, machine by machine, in this folder."""
-    build = ["docker", "build", "-t", made.image, "-f", "Containerfile", "."]
-    lines = ["# On every machine, in a copy of this folder:", shell_text(build)]
+    """What to type on each machine. A machine gets the keys of its own containers only."""
+    build = shell_text(["docker", "build", "-t", made.image, "-f", "Containerfile", "."])
+    machines: dict[str, list[Worker]] = {}
     for worker in made.workers:
-        name = f"paceline-{worker.alias}"
-        line = run_line(made, name, folder_of(worker), sshd_command())
-        lines += ["", f"# On {worker.address}: the worker {worker.alias}", line]
+        machines.setdefault(worker.address, []).append(worker)
+    remote = {a: workers for a, workers in machines.items() if not _is_launcher(made, a)}
+    lines = ["# On the launching machine, in this folder:", build]
+    if remote:
+        lines += ["", "# There, too: copy to each machine what its workers need, and no other keys"]
+        lines += [_copy_line(made, address, workers) for address, workers in remote.items()]
+    for address, workers in machines.items():
+        aliases = ", ".join(worker.alias for worker in workers)
+        place = f"in ~/{made.folder}" if address in remote else "in this folder"
+        lines += ["", f"# On {address}, {place}: {aliases}"]
+        lines += [build] if address in remote else []
+        for worker in workers:
+            name = f"paceline-{worker.alias}"
+            lines.append(run_line(made, name, folder_of(worker), sshd_command()))
     launch = run_line(made, "paceline-launcher", "ssh_launcher", mpirun_command(made))
-    lines += ["", "# On the launching machine, once the workers are up:", launch]
+    lines += ["", "# On the launching machine, in this folder, once the workers are up:", launch]
+    lines += ["", "# Instead of all that, if one machine runs all of it:", *_compose_lines(made)]
     return "\n".join(lines) + "\n"
+
+
+def _is_launcher(made: ContainerSet, address: str) -> bool:
+    return address in (made.launcher, "localhost", "127.0.0.1", "::1")
+
+
+def _copy_line(made: ContainerSet, address: str, workers: list[Worker]) -> str:
+    """Sends a machine's part of the set; ``tar`` keeps owners and modes, which sshd looks at."""
+    parts = ["Containerfile", "rank.sh", "sshd.sh", "workload", *map(folder_of, workers)]
+    folder = shell_text([made.folder])
+    unpack = f"mkdir -p {folder} && tar -C {folder} -xpf -"
+    return f"{shell_text(['tar', '-cf', '-', *parts])} | {shell_text(['ssh', address, unpack])}"
+
+
+def _compose_lines(made: ContainerSet) -> list[str]:
+    """Compose reads the machine's own group ids from ``.env``."""
+    ids = f"getent group render video | awk -F: '{{ print toupper($1) \"{_GROUP_ID}=\" $3 }}' >.env"
+    return [ids] * (made.gpus in ("intel", "amd")) + ["docker compose up --build"]
 
 
 def compose(made: ContainerSet) -> dict[str, object]:
@@ -395,7 +426,7 @@ def _service(made: ContainerSet, ssh_folder: str, words: list[str]) -> dict[str,
     if devices := DEVICES.get(made.gpus):
         service["devices"] = list(devices)
     if made.gpus in ("intel", "amd"):
-        service["group_add"] = [str(group) for group in made.groups]
+        service["group_add"] = [_VIDEO, _RENDER]
     if made.gpus == "nvidia":
         wanted = {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
         service["deploy"] = {"resources": {"reservations": {"devices": [wanted]}}}
@@ -417,15 +448,6 @@ def written(out: Path, made: ContainerSet) -> None:
     (out / "workload").mkdir(exist_ok=True)
     if os.getuid() == 0:
         _give_to(made.uid, out)
-
-
-def device_groups() -> tuple[int, ...]:
-    """Ids of the groups that may use GPUs here, where there are such groups."""
-    found = []
-    for name in ("render", "video"):
-        with contextlib.suppress(KeyError):
-            found.append(grp.getgrnam(name).gr_gid)
-    return tuple(found)
 
 
 def _give_to(uid: int, out: Path) -> None:

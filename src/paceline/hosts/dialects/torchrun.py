@@ -10,6 +10,7 @@ from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Host
 
 LABEL = "torchrun's variables"
+MAX_LISTED = 4  # hosts in a remedy
 MARK = "TORCHELASTIC_RUN_ID"  # set by torchrun only; the others are set by many launchers
 
 
@@ -68,8 +69,18 @@ def hosts_from_ends(
     raise HostsError(
         f"{label}: {unnamed} of {nodes} hosts have no name in it",
         found=f"node 0: {first or 'not named'}; this machine: {here}, node rank {_said(rank)}",
-        remedy="name all hosts: a host file or a list such as `-H n1,n2`",
+        remedy=_to_name_all(first, here, rank, nodes, slots),
     )
+
+
+def _to_name_all(first: str, here: str, rank: int | None, nodes: int, slots: int | None) -> str:
+    """The list of hosts as far as it is known, to be completed."""
+    if nodes > MAX_LISTED:
+        return "name all hosts: a host file or a list such as `-H n1,n2`"
+    known = {0: first, **({rank: here} if rank else {})}
+    count = f":{slots}" if slots else ""
+    hosts = ",".join(f"{known.get(node) or f'NODE{node}'}{count}" for node in range(nodes))
+    return f"name all hosts: a host file, or `-H {hosts}` with names in place of NODE…"
 
 
 def _checked(label: str, address: str) -> str:

@@ -59,7 +59,8 @@ def command(
     also win over whatever else describes a host.
 
     Dialects: plain, slots (openmpi, deepspeed), colon (mpich, intel), port, tlt, list, slurm,
-    pbs, ssh-config, accelerate, toml; to read only: mpi, torchrun, kubernetes.
+    pbs, ssh-config, accelerate, toml; to read only: inventory (ansible, json, yaml),
+    mpi, torchrun, kubernetes.
     """
     if target:
         refuse_beside(ctx, "--write", ("as_json",))

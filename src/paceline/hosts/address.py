@@ -44,6 +44,9 @@ def check_address(text: str) -> str:
             raise UnreadableError("an IPv6 address (`fd00::1`, with a number `[fd00::1]:2`)")
     elif re.fullmatch(r"[0-9.]+", text):
         if not _is_v4(text):
+            plain = re.sub(r"\b0+(?=[0-9])", "", text)
+            if _is_v4(plain):
+                raise UnreadableError(f"`{plain}`: to some programs a leading zero means octal")
             raise UnreadableError("an IPv4 address of four numbers from 0 to 255")
     elif not _NAME.fullmatch(text):
         raise UnreadableError(A_HOST)

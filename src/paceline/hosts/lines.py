@@ -1,6 +1,7 @@
 """The line grammar that all host files share: ``[user@]host[:n] [key=value …]  # comment``.
 
-One grammar reads every line dialect, so a file that mixes them is understood too. Reading it gives
+One grammar reads every line dialect, so a file that mixes them is understood too. A line may also
+be an ssh call (``ssh me@host -p 2222``) or one of ``/etc/hosts`` (``10.0.0.2 n2``). Reading gives
 mentions. What ``:n`` and repeated mentions mean is decided by rules, also in docs/hosts.md. The
 number after a colon
 
@@ -15,11 +16,21 @@ counting one.
 
 from __future__ import annotations
 
+import getopt
+import ipaddress
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paceline.hosts.address import Word, canonical, check_user, read_word, whole_number, with_number
+from paceline.hosts.address import (
+    Word,
+    canonical,
+    check_address,
+    check_user,
+    read_word,
+    whole_number,
+    with_number,
+)
 from paceline.hosts.dialect import Colon, Parsed, Reading, UnreadableError, bad_line
 from paceline.hosts.nodelist import split_list
 from paceline.spec.errors import HostsError
@@ -41,12 +52,67 @@ _KEYS = {
     "port": "port",
     "interface": "interface",
     "ifname": "interface",
+    "address": "address",
+    "ip": "address",
+    "key": "identity_file",
+    "ansible_host": "address",
+    "ansible_ssh_host": "address",
+    "ansible_user": "user",
+    "ansible_ssh_user": "user",
+    "ansible_port": "port",
+    "ansible_ssh_port": "port",
+    "ansible_private_key_file": "identity_file",
+    "ansible_ssh_private_key_file": "identity_file",
     "max_slots": "",
     "slots_max": "",
     "binding": "",
 }  # what other programs write → field of Mention; "" is accepted, noted and not used
-_LEGAL = ("slots", "max_slots", "user", "port", "interface")
+_FIELDS = frozenset(_KEYS.values())
+_LEGAL = ("slots", "max_slots", "user", "port", "interface", "address", "key")
 _FORM = "a list with commas (`n1,n2`) or a line `[user@]host[:n] [slots=n]`"
+
+_BLANKS = "\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000"
+_INVISIBLE = "\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff"
+_PASTED = (
+    (re.compile(f"[{_BLANKS}]"), " "),
+    (re.compile(f"[{_INVISIBLE}]"), ""),
+    (re.compile(r"(?<=[0-9])[\u2010-\u2015\u2212](?=[0-9])"), "-"),  # of a range
+    (re.compile("[\u201c-\u201f]"), '"'),
+    (re.compile(r"(?<![^\s,;=])([\"'])([^\"']*)\1(?![^\s,;=])"), r"\2"),
+)
+"""What text that was copied from a page or a table carries along, and what it stands for."""
+
+_SSH_FLAGS = "46AaCfGgKkMNnqsTtVvXxYyB:b:c:D:E:e:F:I:i:J:L:l:m:O:o:P:p:Q:R:S:W:w:"
+_SSH_SETTINGS = {"-l": "user", "-p": "port", "-i": "identity_file"}
+_SSH_CHANGES_THE_WAY = ("-b", "-F", "-I", "-J", "-o", "-W")
+
+_FOREIGN_FORMS = (
+    (
+        re.compile(r"rank\s*\d+\s*="),
+        "one host a line with its number of processes, `n1 slots=2`: "
+        "this is a rankfile, which binds Open MPI's ranks to cores",
+    ),
+    (
+        re.compile(r"\^|-[xwga]\s"),
+        "hosts only, one a line or `node[01-04]`: `^FILE`, `-w`, `-x` and `-g` are options of "
+        "pdsh. Give FILE to -H, and leave out the hosts that `-x` excludes",
+    ),
+    (
+        re.compile(r"@[\w*:.-]+(\s|$)|[%*]\w*$"),
+        "a login name before the `@`; of a group its hosts, which `nodeset -e @gpu` prints",
+    ),
+    (
+        re.compile(r"[^#]*\{[^{}]*(,|\.\.)[^{}]*\}"),
+        "`node[01-04,07]`: ranges in braces are the shell's",
+    ),
+    (
+        re.compile(r"\S+ (ssh-|ecdsa-|sk-)"),
+        "host names only: this is a known_hosts file, whose first column holds them",
+    ),
+    (re.compile(r"(export\s+)?[A-Za-z_]\w*=\S"), "a host before the first `key=value`"),
+    (re.compile(r"<[?!A-Za-z]"), "one host a line: this is XML or a web page"),
+)
+"""Lines of other programs' files, and what to write instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +120,7 @@ class Mention:
     """One host on one line, as written.
 
     Attributes:
+        name: What the user calls the host, if it has an address of its own.
         number: What followed the colon; not yet known whether slots or port.
         unused: Keys that say nothing to us, as written.
         line: Counts from 1.
@@ -66,6 +133,8 @@ class Mention:
     slots: int | None = None
     port: int | None = None
     interface: str | None = None
+    identity_file: str | None = None
+    name: str | None = None
     unused: tuple[str, ...] = ()
     line: int = 1
     text: str = ""
@@ -86,17 +155,70 @@ def split_lines(text: str) -> list[str]:
 
 
 def bare(line: str) -> str:
-    """The line without its comment and surrounding blanks."""
-    return line.split("#", 1)[0].strip()
+    """The line without its comment, quotes, invisible characters and surrounding blanks."""
+    body = "" if line.lstrip().startswith((";", "//")) else line.split("#", 1)[0]
+    for pattern, replacement in _PASTED:
+        body = pattern.sub(replacement, body)
+    return body.strip()
 
 
 def read_line(text: str) -> list[Mention]:
     """The mentions of one line without comment. Raises UnreadableError."""
-    tidy = re.sub(r"\s*([,=])\s*", r"\1", text)
+    tidy = re.sub(r"\s*[,;]\s*", ",", re.sub(r"\s*=\s*", "=", text))
     head, *options = tidy.split()
+    if (head == "ssh" and options) or head.startswith("ssh://") or _has_flags(options):
+        return _ssh_call(options if head == "ssh" else [head, *options])
+    if _is_address(head) and options and not any("=" in word for word in options):
+        return _hosts_entry(head, options)
     settings = _options(options)
     words = [word for item in _items(head) for word in read_word(item)]
     return [_mention(word, settings) for word in words]
+
+
+def _has_flags(words: Sequence[str]) -> bool:
+    return any(re.match(r"-[A-Za-z46]", word) for word in words)
+
+
+def _ssh_call(words: list[str]) -> list[Mention]:
+    """The host of ``[ssh] [user@]host -p N -i KEY`` or ``ssh://user@host:N``."""
+    try:
+        flags, rest = getopt.gnu_getopt(words, _SSH_FLAGS)
+    except getopt.GetoptError as problem:
+        raise UnreadableError(f"an ssh call as ssh takes it ({problem.msg})") from None
+    if len(rest) != 1:
+        raise UnreadableError("one host and no command in an ssh call: `ssh me@n1 -p 2222`")
+    settings = {_SSH_SETTINGS[flag]: value for flag, value in flags if flag in _SSH_SETTINGS}
+    elsewhere = [flag for flag, _ in flags if flag in _SSH_CHANGES_THE_WAY]
+    if elsewhere:
+        raise UnreadableError(
+            f"an ssh call without `{elsewhere[0]}`: put that into a `Host` block of ~/.ssh/config "
+            "and write the block's name here"
+        )
+    target = re.sub(r"^ssh://|/$", "", rest[0])
+    return [_mention(replace(word, number=None), _with_port(settings, word.number))
+            for word in read_word(target)]  # fmt: skip
+
+
+def _with_port(settings: dict[str, str], number: int | None) -> dict[str, str]:
+    return settings if number is None else {"port": str(number), **settings}
+
+
+def _hosts_entry(address: str, names: list[str]) -> list[Mention]:
+    """A line of ``/etc/hosts``; nothing for the addresses that every machine gives itself."""
+    ip = ipaddress.ip_address(address)
+    if ip.is_loopback or ip.is_multicast or ip.is_unspecified or address == "255.255.255.255":
+        return []
+    if not all(re.match("[A-Za-z]", name) for name in names):
+        raise UnreadableError(_expected_after_host(names[0]))
+    return [Mention(address, name=check_address(names[0]))]
+
+
+def _is_address(word: str) -> bool:
+    try:
+        ipaddress.ip_address(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _located(label: str, number: int, line: str) -> list[Mention]:
@@ -106,7 +228,8 @@ def _located(label: str, number: int, line: str) -> list[Mention]:
     try:
         mentions = read_line(body) if body else []
     except UnreadableError as problem:
-        raise bad_line(label, number, line, problem.expected) from None
+        forms = (advice for pattern, advice in _FOREIGN_FORMS if pattern.match(body))
+        raise bad_line(label, number, line, next(forms, problem.expected)) from None
     return [_at(mention, number, line) for mention in mentions]
 
 
@@ -130,11 +253,12 @@ def _options(words: list[str]) -> dict[str, str]:
         if not equals or not value:
             raise UnreadableError(_expected_after_host(word))
         field = key.lower().replace("-", "_")
-        if field not in _KEYS:
+        if field not in _KEYS and not field.startswith("ansible_"):
             raise UnreadableError(f"for the key `{key}` {did_you_mean(key, _LEGAL)}")
-        if (_KEYS[field] or field) in found:
+        meaning = _KEYS.get(field) or field
+        if meaning in found:
             raise UnreadableError(f"`{key}` once on a line")
-        found[_KEYS[field] or field] = value
+        found[meaning] = value
     return found
 
 
@@ -146,14 +270,17 @@ def _expected_after_host(word: str) -> str:
 
 def _mention(word: Word, settings: dict[str, str]) -> Mention:
     slots, port, user = settings.get("slots"), settings.get("port"), settings.get("user")
+    address = settings.get("address")
     return Mention(
-        address=word.address,
+        address=word.address if address is None else check_address(address),
+        name=word.address if address is not None else None,
         user=check_user(user) if user else word.user,
         number=word.number,
         slots=None if slots is None else whole_number(slots, "slots", MOST_SLOTS),
         port=None if port is None else whole_number(port, "a port", 65535),
         interface=settings.get("interface"),
-        unused=tuple(key for key in settings if not _KEYS.get(key, "")),
+        identity_file=settings.get("identity_file"),
+        unused=tuple(key for key in settings if key not in _FIELDS),
     )
 
 
@@ -166,7 +293,11 @@ SSH_PORT = 22
 
 def parse_lines(reading: Reading) -> Parsed:
     """Hosts and notes of a text in the line grammar."""
-    mentions = read_mentions(reading)
+    return hosts_of(reading, read_mentions(reading))
+
+
+def hosts_of(reading: Reading, mentions: Sequence[Mention]) -> Parsed:
+    """Hosts and notes of the mentions. Raises HostsError where they contradict each other."""
     meanings = [colon_meaning(m, mentions, reading.colon) for m in mentions]
     _check_slots(reading.label, mentions, meanings)
     settled = [settle(m, meaning) for m, meaning in zip(mentions, meanings, strict=True)]
@@ -207,13 +338,20 @@ def settle(mention: Mention, meaning: Colon | None) -> Mention:
 def merge(label: str, mentions: Sequence[Mention]) -> tuple[tuple[Host, ...], list[str]]:
     """One host for each address and port, in the order of first mention, with notes."""
     groups: dict[tuple[str, int | None], list[Mention]] = {}
+    second_addresses = []
     for mention in mentions:
-        groups.setdefault((canonical(mention.address), mention.port), []).append(mention)
+        named = canonical(mention.name or mention.address)
+        group = groups.setdefault((named, None if mention.name else mention.port), [])
+        if group and mention.name and canonical(mention.address) != canonical(group[0].address):
+            taken = group[0].address
+            second_addresses.append(f"`{mention.name}` has several addresses: {taken} is taken")
+        else:
+            group.append(mention)
     each_is_a_slot = any(_repeats_bare(group) for group in groups.values())
     shared = _shared_addresses(list(groups))
     hosts = [_host(label, group, each_is_a_slot, shared) for group in groups.values()]
     notes = [_repeat_note(h, g) for h, g in zip(hosts, groups.values(), strict=True) if len(g) > 1]
-    return tuple(hosts), _few(notes)
+    return tuple(hosts), [*_few(notes), *second_addresses[:3]]
 
 
 def _host(label: str, group: list[Mention], each_is_a_slot: bool, shared: set[str]) -> Host:
@@ -222,14 +360,16 @@ def _host(label: str, group: list[Mention], each_is_a_slot: bool, shared: set[st
         if (other.user, other.interface) != (first.user, first.interface):
             expected = f"the user and interface that line {first.line} gives this host"
             raise bad_line(label, other.line, other.text, expected)
-    ambiguous = canonical(first.address) in shared
+    name = first.name or first.address
+    ambiguous = canonical(name) in shared
     return Host(
-        name=with_number(first.address, first.port) if ambiguous else first.address,
+        name=with_number(name, first.port) if ambiguous else name,
         address=first.address,
         slots=_slots(group, each_is_a_slot),
         user=first.user,
         port=first.port,
         interface=first.interface,
+        identity_file=first.identity_file,
     )
 
 

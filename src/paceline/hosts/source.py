@@ -103,7 +103,7 @@ def means_file(word: str, folder: Collection[str]) -> bool:
     """
     if "/" in word or word.startswith((".", "~")):
         return True
-    if set(word) & set(",[@:"):
+    if set(word) & set(",;[@:"):
         return False
     lowered = word.lower()
     usual = nearest(lowered, _FILE_NAMES, cutoff=0.85)
@@ -146,7 +146,7 @@ def _numbered(word: str) -> bool:
 
 
 def _single_note(source: str) -> str:
-    if set(source) & set(",[@:"):
+    if set(source) & set(",;[@:"):
         return ""
     return f"`{source}` was read as one host: there is no file of that name"
 
@@ -305,6 +305,12 @@ def _followed(parsed: Parsed, source: str, folder: Path, context: _Context) -> C
         return _cluster(parsed, source)
     onward = _Context(context.environ, context.cwd, context.colon, None)
     where = folder if _exists(folder / parsed.follow.path) else context.cwd
+    if not _exists(_path(parsed.follow.path, where)):
+        raise HostsError(
+            f"{source} names the host file {parsed.follow.path}, which does not exist",
+            found=f"neither in {folder} nor in {context.cwd}",
+            remedy="correct its path there, or name the hosts here: -H FILE or -H n1,n2",
+        )
     cluster = _file(parsed.follow.path, parsed.follow.dialect, where, onward)
     return Cluster(cluster.hosts, f"{source} → {cluster.source}", parsed.notes + cluster.notes)
 

@@ -17,6 +17,7 @@ _PACKAGE = "paceline.hosts.dialects"
 # first environment that is there (the scheduler before what runs inside it).
 _MODULES = {
     "toml": "toml_tables",
+    "inventory": "inventory",
     "accelerate": "accelerate",
     "ssh-config": "ssh_config",
     "tlt": "tlt",
@@ -41,6 +42,9 @@ ALIASES = {
     "paceline": "toml",
     "k8s": "kubernetes",
     "ssh": "ssh-config",
+    "ansible": "inventory",
+    "json": "inventory",
+    "yaml": "inventory",
 }
 
 ENVIRONMENTS = ("slurm", "pbs", "kubernetes", "torchrun", "mpi")
@@ -49,7 +53,7 @@ ENVIRONMENTS = ("slurm", "pbs", "kubernetes", "torchrun", "mpi")
 ALLOCATIONS = ("slurm", "pbs")
 """Of these, the batch systems': who means this machine alone is told of their hosts."""
 
-TYPED = ("slurm", "list")
+TYPED = ("inventory", "slurm", "list")
 """Dialects in which hosts may be typed on the command line; the last for whatever is left."""
 
 

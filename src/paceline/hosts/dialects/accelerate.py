@@ -15,14 +15,16 @@ from paceline.hosts.lines import split_lines
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster
 
-_MARK = re.compile(r"^(compute_environment|num_machines|main_process_ip|machine_rank)\s*:", re.M)
+MARK = re.compile(
+    r"^(compute_environment|num_machines|main_process_ip|machine_rank|deepspeed_\w+)\s*:", re.M
+)
 DEFAULT_PORT = 29500
 
 
 def detect(reading: Reading) -> bool:
     """The ending of the file, or a key at the start of a line that only this file has."""
     ending = reading.label.endswith((".yaml", ".yml"))
-    return bool(reading.text) and (ending or bool(_MARK.search(reading.text)))
+    return bool(reading.text) and (ending or bool(MARK.search(reading.text)))
 
 
 def parse(reading: Reading) -> Parsed:

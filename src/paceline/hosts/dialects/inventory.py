@@ -1,0 +1,231 @@
+"""Lists of hosts in JSON or YAML, and Ansible's inventories (INI, YAML, JSON).
+
+All are read as groups that hold hosts and other groups. A host's keys are those of the line
+grammar. All hosts are taken, in the order of the file, each once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.hosts.address import canonical
+from paceline.hosts.dialect import (
+    Dialect,
+    Parsed,
+    Reading,
+    UnreadableError,
+    bad_line,
+    shown,
+)
+from paceline.hosts.dialects.accelerate import MARK as ACCELERATE
+from paceline.hosts.lines import Mention, bare, hosts_of, read_line, split_lines
+from paceline.spec.errors import HostsError
+
+_INI_HEADER = re.compile(r"\[([A-Za-z_][\w.-]*)(?::(vars|children))?\]")
+_INI_RANGE = re.compile(r"\[([0-9]+):([0-9]+)\]")
+_JSON = re.compile(r"\s*(\{|\[\s*[\"{\]])")
+_YAML = re.compile(r"^(hosts|nodes|machines|workers|servers|all)\s*:\s*(\[.*)?$|^-\s+\S", re.M)
+_ENDINGS = (".json", ".yaml", ".yml")
+_NAMES = ("name", "host", "hostname", "address", "ip", "public_ip", "private_ip")
+_LISTS = ("hosts", "nodes", "machines", "workers", "servers", "instances")
+_DEPTH = 16
+_FORM = '`["n1", "n2"]`, `[{"host": "n1", "slots": 2}]` or `{"hosts": […]}`'
+
+
+@dataclass
+class _Group:
+    """What a group says of itself: hosts with their keys, keys for all of them, inner groups."""
+
+    hosts: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    keys: dict[str, str] = field(default_factory=dict)
+    children: list[str] = field(default_factory=list)
+
+
+def detect(reading: Reading) -> bool:
+    """A JSON list or object, a YAML list, or headers as in an Ansible inventory."""
+    if _JSON.match(reading.text):
+        return True
+    if any(_INI_HEADER.fullmatch(bare(line)) for line in split_lines(reading.text)):
+        return True
+    is_list = reading.label.endswith(_ENDINGS) or bool(_YAML.search(reading.text))
+    return is_list and bool(reading.text) and not ACCELERATE.search(reading.text)
+
+
+def parse(reading: Reading) -> Parsed:
+    """The hosts of all groups, each once."""
+    is_ini = any(_INI_HEADER.fullmatch(bare(line)) for line in split_lines(reading.text))
+    groups = _ini_groups(reading) if is_ini else _document_groups(reading)
+    mentions: dict[tuple[str, int | None], Mention] = {}
+    for name in groups:
+        for host, keys in groups[name].hosts:
+            for mention in _mentions(reading, host, {**_inherited(groups, name), **keys}):
+                key = (canonical(mention.name or mention.address), mention.port)
+                mentions.setdefault(key, mention)
+    parsed = hosts_of(reading, list(mentions.values()))
+    with_hosts = [name for name in groups if groups[name].hosts and name]
+    if len(with_hosts) < 2:
+        return parsed
+    note = f"hosts of all groups are taken: {', '.join(with_hosts)}"
+    return Parsed(parsed.hosts, (*parsed.notes, note))
+
+
+def _mentions(reading: Reading, host: str, keys: Mapping[str, str]) -> list[Mention]:
+    """The host read as a line; in INI files it may already hold keys."""
+    line = " ".join([host, *(f"{key}={value}" for key, value in keys.items())])
+    try:
+        if any(re.search(r"\s", value) for value in keys.values()):
+            raise UnreadableError("values without blanks")
+        return [m for m in read_line(bare(line)) if m.address] if bare(line) else []
+    except UnreadableError as problem:
+        raise HostsError(
+            f"{reading.label}: a host cannot be read",
+            found=shown(line),
+            remedy=f"expected {problem.expected}",
+        ) from None
+
+
+def _inherited(groups: Mapping[str, _Group], name: str, depth: int = 0) -> dict[str, str]:
+    """Keys of the group and of the groups that it is in; the inner group wins."""
+    keys: dict[str, str] = dict(groups["all"].keys) if "all" in groups else {}
+    if depth < _DEPTH:
+        for outer, group in groups.items():
+            if name in group.children:
+                keys.update(_inherited(groups, outer, depth + 1))
+    return {**keys, **groups[name].keys}
+
+
+# --- INI
+
+
+def _ini_groups(reading: Reading) -> dict[str, _Group]:
+    groups: dict[str, _Group] = {}
+    name, kind = "", ""
+    for number, line in enumerate(split_lines(reading.text), start=1):
+        body = bare(line)
+        header = _INI_HEADER.fullmatch(body)
+        if header:
+            name, kind = header[1], header[2] or ""
+            groups.setdefault(name, _Group())
+        elif body and kind == "children":
+            groups[name].children.append(body)
+        elif body and kind == "vars":
+            key, equals, value = body.partition("=")
+            if not equals:
+                raise bad_line(reading.label, number, line, "`key=value`")
+            if key.strip().startswith("ansible_"):
+                groups[name].keys[key.strip()] = value.strip()
+        elif body:
+            host, *options = re.sub(r"\s*=\s*", "=", body).split()
+            if not all("=" in option for option in options):
+                raise bad_line(reading.label, number, line, "a host and `key=value` pairs")
+            keys = dict(option.split("=", 1) for option in options)
+            groups.setdefault(name, _Group()).hosts.append((_INI_RANGE.sub(r"[\1-\2]", host), keys))
+    return groups
+
+
+# --- JSON and YAML
+
+
+def _document_groups(reading: Reading) -> dict[str, _Group]:
+    import yaml  # costs 20 ms; JSON is YAML but for tabs
+
+    try:
+        document = yaml.safe_load(reading.text.replace("\t", "  "))
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:
+        mark = getattr(problem, "problem_mark", None)
+        lines = split_lines(reading.text)
+        number = min(mark.line + 1 if mark else 1, len(reading.text.splitlines()) or 1)
+        raise bad_line(reading.label, number, lines[number - 1], f"JSON or YAML: {_FORM}") from None
+    groups: dict[str, _Group] = {}
+    _add_group(reading, groups, "", document, 0)
+    if not any(group.hosts for group in groups.values()):
+        raise bad_line(reading.label, 1, split_lines(reading.text.strip())[0], _FORM)
+    return groups
+
+
+def _add_group(reading: Reading, groups: dict[str, _Group], name: str, node: Any,
+               depth: int) -> None:  # fmt: skip
+    """Adds what stands at one place of the document, and the groups within."""
+    if depth > _DEPTH:
+        raise HostsError(
+            f"{reading.label}: too many groups within groups", remedy=f"expected {_FORM}"
+        )
+    group = groups.setdefault(name, _Group())
+    if isinstance(node, list) or _is_table(node):
+        group.hosts += _entries(reading, node)
+        return
+    if not isinstance(node, Mapping):
+        return
+    shared = node.get("_meta", {})
+    variables = shared.get("hostvars", {}) if isinstance(shared, Mapping) else {}
+    group.keys.update(_keys(node.get("vars")))
+    for key, value in node.items():
+        if key in _LISTS:
+            group.hosts += _entries(reading, value)
+        elif key == "children" and isinstance(value, list):
+            group.children += [str(child) for child in value]
+        elif key in ("children", "all") and isinstance(value, Mapping):
+            inner = value if key == "children" else {key: value}
+            for child, content in inner.items():
+                group.children.append(str(child))
+                _add_group(reading, groups, str(child), content, depth + 1)
+        elif isinstance(value, Mapping) and {"hosts", "children"} & set(value):
+            _add_group(reading, groups, str(key), value, depth + 1)
+    if isinstance(variables, Mapping):
+        for other in groups.values():
+            other.hosts = [
+                (host, {**keys, **_keys(variables.get(host))}) for host, keys in other.hosts
+            ]
+
+
+def _is_table(node: Any) -> bool:
+    """``{"n1": 2, "n2": 2}``: names with numbers of processes."""
+    return (
+        isinstance(node, Mapping) and bool(node) and not set(node) & {*_LISTS, "num_machines"}
+        and all(isinstance(value, int) and not isinstance(value, bool) for value in node.values())
+    )  # fmt: skip
+
+
+def _entries(reading: Reading, node: Any) -> Iterator[tuple[str, dict[str, str]]]:
+    """The hosts of a list, or of an object whose keys they are."""
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            is_count = isinstance(value, int) and not isinstance(value, bool)
+            yield str(name), {"slots": str(value)} if is_count else _keys(value)
+        return
+    for entry in node if isinstance(node, list) else [node]:
+        if isinstance(entry, (str, int)):
+            yield str(entry), {}
+            continue
+        named = [key for key in _NAMES if isinstance(entry, Mapping) and entry.get(key)]
+        if not named:
+            raise HostsError(
+                f"{reading.label}: a host cannot be read",
+                found=shown(str(entry)),
+                remedy=f"expected {_FORM}",
+            )
+        keys = {k: v for k, v in entry.items() if k not in _NAMES}
+        address = next((entry[key] for key in named[1:] if "ip" in key or key == "address"), None)
+        more = {} if address is None else {"address": str(address)}
+        yield str(entry[named[0]]), {**{str(k): str(v) for k, v in keys.items()}, **more}
+
+
+def _keys(node: Any) -> dict[str, str]:
+    """Ansible's keys of a host or a group that concern the way to it; others may be anything."""
+    pairs = node.items() if isinstance(node, Mapping) else ()
+    return {
+        str(key): str(value)
+        for key, value in pairs
+        if str(key).startswith("ansible_") or key in ("slots", "user", "port", "address")
+    }
+
+
+DIALECT = Dialect(
+    name="inventory",
+    title="JSON, YAML or Ansible inventory",
+    detect=detect,
+    parse=parse,
+)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from paceline.cli import main
 from paceline.cli.hosts import command
 from paceline.hosts import DIALECTS
 from paceline.spec.errors import HostsError, SettingError
@@ -99,3 +100,20 @@ def test_the_documentation_names_every_dialect() -> None:
     assert documented == set(DIALECTS)
     for name in DIALECTS:
         assert name in (command.help or "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["run train.py", "hosts n1,n2", "explain x.log", "check", "train minimal", "runs", "lab up"],
+)
+def test_a_removed_current_folder_is_an_error_of_its_own(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    assert "the current folder was removed" in capsys.readouterr().err

@@ -10,13 +10,13 @@ import contextlib
 import os
 import signal
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 import paceline
 from paceline.cli.verb import Registered, Registry
-from paceline.spec.errors import PacelineError
+from paceline.spec.errors import PacelineError, SettingError
 from paceline.spec.terminal import for_reader
 
 # verb → (module of its command, one line for --help)
@@ -101,8 +101,30 @@ def main(argv: list[str] | None = None) -> None:
     try:
         program.main(args=argv, prog_name="paceline")
     except PacelineError as error:
-        sys.stderr.write(for_reader(error.render(), sys.stderr) + "\n")
-        sys.exit(error.exit_code)
+        _refuse(error)
+    except FileNotFoundError:
+        if (error := _removed_folder()) is None:
+            raise
+        _refuse(error)
     finally:  # all is said; a further Ctrl-C while the interpreter ends shall not change the status
         with contextlib.suppress(ValueError):  # only a main thread may say so
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _refuse(error: PacelineError) -> NoReturn:
+    sys.stderr.write(for_reader(error.render(), sys.stderr) + "\n")
+    sys.exit(error.exit_code)
+
+
+def _removed_folder() -> PacelineError | None:
+    """The error if this process stands in a folder that was removed; else ``None``."""
+    try:
+        os.getcwd()  # noqa: PTH109 - pathlib's calls this one
+    except FileNotFoundError:
+        was = os.environ.get("PWD", "")
+        return SettingError(
+            "the current folder was removed while this shell stood in it",
+            found=f"{was} was the current folder" if was else "",
+            remedy='Change to a folder that exists, such as: cd ~. If it was made anew: cd "$PWD"',
+        )
+    return None

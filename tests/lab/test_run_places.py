@@ -320,6 +320,6 @@ def test_other_login_shells() -> None:
     for shell in ("bash", "dash", "csh", "tcsh", "fish", "zsh", "ksh"):
         found = subprocess.run(["sh", "-c", f"command -v {shell}"], capture_output=True)
         if found.returncode == 0:
-            done = subprocess.run([shell, "-c", line], input=b"print('agent')\n",
+            done = subprocess.run([shell, "-c", line], input=b"exec('print(\"agent\")')\n",
                                   capture_output=True, timeout=PATIENCE_S)  # fmt: skip
             assert done.stdout == b"agent\n", (shell, done.stderr)

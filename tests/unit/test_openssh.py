@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.remote import openssh
+from paceline.remote.agent_code import agent_code
 from paceline.remote.openssh import BOOT_S, SshOptions, agent_command, classify
 from paceline.spec.hosts import Host
 
@@ -73,6 +75,46 @@ RECORDED = [
      "login refused", "ssh-copy-id -p 2222 me@10.77.0.12"),
     ("paceline-boot: no Python: tried /py python3\n", "no Python", "[hosts.n2]"),
     ("This account is currently not available.\n", "login shell fails", "chsh"),
+    ("Access denied by pam_slurm_adopt: you have no active jobs on this node\n"
+     "Connection closed by 10.30.1.14 port 22\n", "no job on this host", "salloc"),
+    ("Access denied: user me (uid=1) has no active jobs on this node.\n"
+     "Connection closed by 10.30.1.14 port 22\n", "no job on this host", "-w n2"),
+    ("Your account has expired; please contact your system administrator.\n"
+     "Connection closed by 10.30.1.14 port 22\n", "account expired", "chage -l"),
+    ("WARNING: Your password has expired.\nPassword change required but no TTY available.\n",
+     "password expired", "ssh -p 2222 me@10.77.0.12"),
+    ("You are required to change your password immediately (administrator enforced).\n",
+     "password expired", "new password"),
+    ("Unable to negotiate with 10.30.1.14 port 22: no matching host key type found. Their offer: "
+     "ssh-rsa,ssh-dss\n", "only old host keys", "HostKeyAlgorithms +ssh-rsa`"),
+    ("Unable to negotiate with 10.30.1.14 port 22: no matching key exchange method found. Their "
+     "offer: diffie-hellman-group1-sha1\n", "no common algorithm",
+     "KexAlgorithms +diffie-hellman-group1-sha1"),
+    ("sign_and_send_pubkey: signing failed for ED25519 \"/home/u/.ssh/id_ed25519\" from agent: "
+     "agent refused operation\nu@10.30.1.14: Permission denied (publickey).\n",
+     "the ssh agent refuses to sign", "ssh-add"),
+    ("System is booting up. Unprivileged users are not permitted to log in yet. Please come back "
+     "later. For technical details, see pam_nologin(8).\nConnection closed by 10.0.0.4 port 22\n",
+     "logins are closed", "/run/nologin"),
+    ("Down for maintenance until Friday.\nConnection closed by 10.0.0.4 port 22\n",
+     "the host refused", "journalctl"),
+    ("Too many logins for 'me'.\nConnection to 10.0.0.4 closed by remote host.\n",
+     "too many sessions", "maxlogins"),
+    ("channel 0: open failed: administratively prohibited: open failed\nstdio forwarding failed\n"
+     "Connection closed by UNKNOWN port 65535\n", "the ssh config's proxy fails", "ssh -G n2"),
+    ("ssh: Could not resolve hostname gate: Name or service not known\n"
+     "Connection closed by UNKNOWN port 65535\n", "the ssh config's proxy fails", "ProxyJump"),
+    ("/home/me/.ssh/config: line 3: Bad configuration option: usekeychain\n"
+     "/home/me/.ssh/config: terminating, 1 bad configuration options\n",
+     "the ssh config is wrong", "the line"),
+    ("Bad owner or permissions on /home/me/.ssh/config\n", "the ssh config is wrong", "chmod 600"),
+    ("Load key \"/home/me/.ssh/id\": error in libcrypto\nme@n2: Permission denied (publickey).\n",
+     "private key cannot be read", "ssh-keygen -yf"),
+    ("kex_exchange_identification: banner line contains invalid characters\n"
+     "Not allowed at this time\n", "this machine is barred", "PerSourcePenalties"),
+    ("paceline-boot: another shell\n", "its start-up file starts another shell", "case $- in"),
+    ("paceline-boot: input\n", "its start-up file reads standard input", "StdinNull"),
+    ("open terminal failed: not a terminal\n", "its start-up file needs a terminal", "tmux"),
 ]  # fmt: skip
 
 
@@ -118,7 +160,8 @@ def test_the_call() -> None:
     assert argv[-3:] == ["--", "10.77.0.12", "'a b' ';'"]
     options = " ".join(argv)
     for wanted in ("-F /c", "BatchMode=yes", "StrictHostKeyChecking=yes", "ForwardAgent=no",
-                   "-l me", "-p 2222", "ControlMaster=no"):  # fmt: skip
+                   "-l me", "-p 2222", "ControlMaster=no", "RemoteCommand=none", "RequestTTY=no",
+                   "LogLevel=INFO"):  # fmt: skip
         assert wanted in options
     accepting = openssh.ssh_command(HOST, SshOptions(None, True), [])
     assert "StrictHostKeyChecking=accept-new" in accepting
@@ -149,5 +192,46 @@ def test_an_agent_that_is_told_nothing_ends() -> None:
     assert command != agent_command(sys.executable)
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
         assert child.wait(30) == 0
-    said = subprocess.run(command, input=b"print(7)\n", capture_output=True, timeout=30)
+    said = subprocess.run(command, input=b"exec('print(7)')\n", capture_output=True, timeout=30)
     assert said.stdout == b"7\n"
+
+
+def test_what_came_instead_of_the_agent_is_shown() -> None:
+    found = classify("", 0, HOST, "This host is for file transfer only\n")
+    assert "This host is for file transfer only" in found.found
+    assert "ForceCommand" in found.remedy
+    assert not found.passing
+    silent = classify("", 3, HOST)
+    assert "status 3" in silent.found
+    assert "exit" in silent.remedy
+    closed = classify("", 1, HOST, "This account is currently not available.\n")
+    assert closed.cause == "login shell fails"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh", "dash", "ksh"])
+def test_a_shell_in_place_of_the_login_shell_runs_none_of_our_code(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    done = subprocess.run([shell], input=agent_code().first_line, capture_output=True, timeout=30)
+    assert done.stdout == b""
+    found = classify(done.stderr.decode(), done.returncode, HOST)
+    assert found.cause == "its start-up file starts another shell"
+
+
+@pytest.mark.parametrize("eaten", [0, 1])
+def test_a_start_up_file_may_read_a_line(eaten: int) -> None:
+    lines = [openssh.GUARD_LINE, b"exec('print(7)')\n"]
+    said = subprocess.run(
+        agent_command(sys.executable),
+        input=b"".join(lines[eaten:]),
+        capture_output=True,
+        timeout=30,
+    )
+    assert said.stdout == b"7\n"
+
+
+def test_code_of_which_the_beginning_was_read_is_not_run() -> None:
+    said = subprocess.run(
+        agent_command(sys.executable), input=b"print(7)\n", capture_output=True, timeout=30
+    )
+    assert (said.stdout, said.stderr) == (b"", b"paceline-boot: input\n")

@@ -36,7 +36,14 @@ from paceline.remote.agent_code import leave_line
 from paceline.remote.channel import LOGINS_AT_ONCE, TRIES, Channel, LoginRefused, Wrap, connect
 from paceline.remote.fanout import refusals, wait_without_threads
 from paceline.remote.link import ProcessLink
-from paceline.remote.openssh import SshOptions, agent_command, classify, ssh_command
+from paceline.remote.openssh import (
+    ANOTHER_COMMAND,
+    NO_ANSWER,
+    SshOptions,
+    agent_command,
+    classify,
+    ssh_command,
+)
 from paceline.remote.transport import Transport
 from paceline.rendezvous.listener import caller_command, caller_config
 from paceline.rundir import way_back
@@ -390,7 +397,7 @@ class _Start:
     def _no_supervisor(self, login: Login) -> PacelineError:
         words = login.words.strip()
         refusal = classify(words, login.status, self._host)
-        known = refusal.cause != "ended without an answer"
+        known = refusal.cause not in (NO_ANSWER, ANOTHER_COMMAND)
         return NodeError(
             f"the supervisor on {self._host.name} ended before the run began",
             found=refusal.found

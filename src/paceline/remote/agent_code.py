@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline import agent
+from paceline.remote.openssh import GUARD_LINE
 
 _FOLDER = Path(agent.__file__).parent
 _SENT_ALONE = ("bootstrap.py", "again.py", "leave.py")
@@ -31,7 +32,7 @@ class AgentCode:
 
     Attributes:
         digest: SHA-256 of the content. The node caches under it, and runs nothing else.
-        first_line: Python source, sent before anything else.
+        first_line: What is sent before anything else: Python source behind the guard's line.
         files: The agent's files by name.
     """
 
@@ -94,7 +95,7 @@ def _first_line(digest: str) -> bytes:
 
 
 def _line(files: Sequence[str], call: str) -> bytes:
-    """One line that reads the rest at once: the remote command reads its line byte by byte."""
+    """The guard's line, and one that reads the rest at once: lines are read byte by byte there."""
     sources = [(_FOLDER / file).read_text(encoding="utf-8") for file in files]
     rest = "\n".join([*sources, call, ""]).encode()
-    return f"exec({_READ % {'count': len(rest)}!a})\n".encode("ascii") + rest
+    return GUARD_LINE + f"exec({_READ % {'count': len(rest)}!a})\n".encode("ascii") + rest

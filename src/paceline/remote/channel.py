@@ -30,6 +30,8 @@ from paceline.remote import protocol, reconnection, this_machine, warm
 from paceline.remote.agent_code import agent_code
 from paceline.remote.link import Link, ProcessLink, ended
 from paceline.remote.openssh import (
+    ANOTHER_COMMAND,
+    NO_ANSWER,
     Refusal,
     SshOptions,
     agent_command,
@@ -227,14 +229,16 @@ class Channel:
         )
 
     def _refusal(self, timed_out: bool) -> Refusal:
-        if timed_out and not self.stderr.strip():
+        refusal = classify(self.stderr, self._link.status, self.host, self.noise)
+        if timed_out and refusal.cause in (NO_ANSWER, ANOTHER_COMMAND):
+            words = f"\n{refusal.found}" if self.stderr.strip() else ""
             return Refusal(
                 "no answer",
-                f"connected, but no agent answered within {HELLO_TIMEOUT_S:.0f} s",
+                f"connected, but no agent answered within {HELLO_TIMEOUT_S:.0f} s{words}",
                 f"Look at the shell start-up files of that user on {self.host.name}: "
                 "one of them may wait for input, or for a lock",
             )
-        return classify(self.stderr, self._link.status, self.host)
+        return refusal
 
     # --- talking -----------------------------------------------------------------------------
 

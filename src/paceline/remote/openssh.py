@@ -17,13 +17,22 @@ CONNECT_TIMEOUT_S = 10
 SSH_FAILED = 255  # its own exit status; every other is that of the command there
 BOOT_S = 120
 """How long an agent's process waits for its first word: a connection may have ended untold."""
+GUARD_LINE = b'exec /bin/sh -c "echo paceline-boot: another shell >&2; exit 3"\n'
+"""Sent before the agent's code: a start-up file may have replaced the login shell by one that reads
+commands from standard input. Any shell runs this line, and nothing after it. Python skips it."""
 # One POSIX line without single quotes, exclamation marks or newlines: any login shell passes it on.
+_READ_CODE = (
+    "import select,sys;r=sys.stdin.buffer.raw.readline;"
+    f"select.select([0],[],[],{BOOT_S})[0] or sys.exit();"
+    r"l=r();l=r() if l[:6]==b\"exec /\" else l;"
+    r"exec(l) if l[:5]==b\"exec(\" else sys.exit(\"paceline-boot: input\")"
+)
 _FIND_PYTHON = (
     'for p in "$@"; do if command -v "$p" >/dev/null 2>&1; then '
-    'exec "$p" -I -c "import select;import sys;exec(sys.stdin.buffer.raw.readline()'
-    f'if select.select([0],[],[],{BOOT_S})[0]else str())" "$p"; fi; done; '
+    f'exec "$p" -I -c "{_READ_CODE}" "$p"; fi; done; '
     "echo paceline-boot: no Python: tried $* >&2; exit 127"
 )
+NO_ANSWER, ANOTHER_COMMAND = "ended without an answer", "another command ran"
 FALLBACK_PYTHONS = ("python3", "/usr/bin/python3", "/usr/local/bin/python3")
 
 
@@ -65,9 +74,14 @@ def ssh_command(host: Host, options: SshOptions, remote: list[str], control: str
         "ConnectTimeout": str(CONNECT_TIMEOUT_S),
         "ServerAliveInterval": "5",
         "ServerAliveCountMax": "3",
+        "LogLevel": "INFO",  # with less, ssh does not say why it fails
+        "VisualHostKey": "no",
+        "AddKeysToAgent": "no",
         "ForwardAgent": "no",
         "ForwardX11": "no",
         "PermitLocalCommand": "no",
+        "RemoteCommand": "none",
+        "Tunnel": "no",
         "ClearAllForwardings": "yes",
         "ControlMaster": "no",  # the agent's frames are the multiplexing: one login a host
         "ControlPath": control or "none",
@@ -111,12 +125,47 @@ class _Cause:
     passing: bool = False
 
 
+_GUARD = "case $- in *i*) ;; *) return ;; esac"  # of bash and zsh
 CAUSES: tuple[_Cause, ...] = (
     _Cause(
         "no room for the agent",
         r"paceline-boot: no room",
         "Its files, about a MiB, can be written neither below ~/.cache nor to a temporary folder "
         "of that user on {name}: df -h ~ /tmp there, and quota -s",
+    ),
+    _Cause(
+        "its start-up file starts another shell",
+        r"paceline-boot: another shell|(?:^|\n)fish: ",  # which reads all its input first
+        "A start-up file of that user on {name} (~/.bashrc, ~/.zshenv, ~/.tcshrc) replaces the "
+        f"shell in every login (exec fish). Put this line above it: {_GUARD}",
+    ),
+    _Cause(
+        "its start-up file reads standard input",
+        r"paceline-boot: input",
+        "A start-up file of that user on {name} (~/.bashrc, ~/.zshenv) runs a command that reads "
+        f"standard input, such as `read` or `ssh`. Put this line above it: {_GUARD}. Or the ssh "
+        "config sets StdinNull: ssh -G {target} | grep -i stdinnull",
+    ),
+    _Cause(
+        "no Python",
+        r"paceline-boot: no Python",
+        "Install Python 3.9 or newer on {name}, or name one: "
+        'python = "/path/to/python" under [hosts.{name}] in paceline.toml',
+    ),
+    _Cause(
+        "not Linux",
+        r"paceline-boot: not Linux",
+        "A job's processes run on Linux only; paceline itself may be typed elsewhere. Name Linux "
+        "hosts: -H n1,n2",
+    ),
+    _Cause(
+        "the ssh config's proxy fails",
+        r"(?:^|\n)(?!kex_exchange|ssh_exchange|Connection |banner exchange)[^\n]{1,300}"
+        r"\n(?:[^\n]{0,300}\n){0,2}?[^\n]{0,100}"
+        r"(?:UNKNOWN port 65535|proxy dialer did not pass back)|stdio forwarding failed",
+        "The login to its jump host, or its ProxyCommand, fails as the words above say. "
+        "ssh -G {name} | grep -i ^proxy (with -F FILE for another config) names the ProxyJump or "
+        "ProxyCommand: try that by hand",
     ),
     _Cause(
         "host key changed",
@@ -132,6 +181,34 @@ CAUSES: tuple[_Cause, ...] = (
         "--accept-new-host-keys to this command once",
     ),
     _Cause(
+        "only old host keys",
+        r"no matching host key type found",
+        "Its sshd offers only key types that ssh no longer takes. Renew its keys (ssh-keygen -A "
+        "on {name}), or allow them in ~/.ssh/config: `Host {name}`, `HostKeyAlgorithms +{offer}`, "
+        "`PubkeyAcceptedAlgorithms +{offer}`",
+    ),
+    _Cause(
+        "no common algorithm",
+        r"Unable to negotiate with|no matching .{1,40} found",
+        "sshd on {name} is much older or newer than this ssh: update the older of the two, or "
+        "allow what it offers in ~/.ssh/config under `Host {name}`: `KexAlgorithms +{offer}` for a "
+        "key exchange method, `Ciphers +{offer}` for a cipher, `MACs +{offer}` for a MAC",
+    ),
+    _Cause(
+        "host key too short",
+        r"Invalid key length",
+        "Renew the keys of its sshd (ssh-keygen -A on {name}), or allow short ones in "
+        "~/.ssh/config: `Host {name}`, `RequiredRSASize 1024`",
+    ),
+    _Cause(
+        "the ssh config is wrong",
+        r"Bad configuration option|terminating, \d+ bad config|Bad owner or permissions on|"
+        r"Can't open user config file|keyword \S+ extra arguments|(?:missing|garbage) .{0,40}"
+        r"argument",
+        "Correct the file and the line that the words above name; if its permissions are the "
+        "matter: chmod 600 FILE",
+    ),
+    _Cause(
         "name not found",
         r"Could not resolve hostname|Name or service not known|nodename nor servname",
         "Check the spelling, or give its address: in ~/.ssh/config, `Host {name}` and "
@@ -139,7 +216,7 @@ CAUSES: tuple[_Cause, ...] = (
     ),
     _Cause(
         "no route",
-        r"No route to host|Network is unreachable",
+        r"No route to host|Network is unreachable|Host is down",
         "The machine is off or not in this network: ping {name}; ip route get ADDRESS",
     ),
     _Cause(
@@ -160,12 +237,83 @@ CAUSES: tuple[_Cause, ...] = (
         "The machine is off, or a firewall drops TCP to its SSH port: nc -vz {name} 22",
     ),
     _Cause(
-        "the ssh config's proxy fails",
-        r"(?:not found|No such file or directory|[Pp]ermission denied|cannot execute)"
-        r"[^\n]{0,200}\n(?:[^\n]{0,300}\n)?[^\n]{0,100}"
-        r"(?:UNKNOWN port 65535|proxy dialer did not pass back)",
-        "Its ProxyCommand or ProxyJump fails as the words above say. Which one it is: "
-        "ssh -G {name} | grep -i ^proxy, with -F FILE for another config",
+        "no job on this host",
+        r"pam_slurm|no active jobs on this node",
+        "Slurm lets you in only while a job of yours runs there: salloc -N 2 (or -w {name}), then "
+        "type this command inside the allocation, with -H slurm or --via slurm",
+    ),
+    _Cause(
+        "account expired",
+        r"account (?:has|is) (?:expired|locked|disabled)|account has been (?:locked|disabled)",
+        "Have the administrator of {name} renew the account: sudo chage -l USER shows the date",
+    ),
+    _Cause(
+        "password expired",
+        r"[Pp]assword (?:has |is )?expired|[Pp]assword change required|change your password",
+        "Log in by hand once and choose a new password: ssh {target}",
+    ),
+    _Cause(
+        "logins are closed",
+        r"System is (?:going down|booting up)|nologin\(5\)|/etc/nologin|[Ll]ogins? (?:is|are) "
+        r"(?:currently |temporarily )?(?:disabled|closed|not (?:allowed|permitted))|"
+        r"nprivileged users are not permitted",
+        "{name} takes no logins now (maintenance, or it starts): wait, or leave it out. If "
+        "it was forgotten, its administrator removes /etc/nologin and /run/nologin",
+    ),
+    _Cause(
+        "too many sessions",
+        r"[Tt]oo many logins for|There were too many logins|Session open refused|"
+        r"mux_client_request_session",
+        "Your user has as many sessions on {name} as are allowed there: end some (who), or raise "
+        "maxlogins (/etc/security/limits.conf) or MaxSessions (sshd_config)",
+    ),
+    _Cause(
+        "this machine is barred",
+        r"Not allowed at this time|Exceeded MaxStartups",
+        "sshd on {name} bars this address for a while after failed logins "
+        "(PerSourcePenalties): wait some minutes, and do not repeat the command before",
+    ),
+    _Cause(
+        "private key is open to others",
+        r"UNPROTECTED PRIVATE KEY FILE|bad permissions",
+        "chmod 600 on the key file named above",
+    ),
+    _Cause(
+        "private key cannot be read",
+        r"Load key .{1,300}: |Identity file \S{1,300} not accessible",
+        "The key file named above is missing or no private key of OpenSSH (a public key, or "
+        "Windows line ends): ssh-keygen -yf FILE must print its public half",
+    ),
+    _Cause(
+        "the ssh agent refuses to sign",
+        r"agent refused operation|signing failed for",
+        "The agent holds the key but may not use it (locked, a token that waits for a touch, an "
+        "expired key): ssh-add -D, then ssh-add KEYFILE; or without it: `IdentityAgent none` for "
+        "{name} in ~/.ssh/config",
+    ),
+    _Cause(
+        "too many keys offered",
+        r"Too many authentication failures",
+        "Name the key: `IdentityFile KEY` and `IdentitiesOnly yes` for {name} in ~/.ssh/config",
+    ),
+    _Cause(
+        "login refused",
+        r"Permission denied",
+        "Put your public key there: ssh-copy-id {target} (and check the user's name). If it is "
+        "there, its folders are open to others: chmod go-w ~ ~/.ssh ~/.ssh/authorized_keys. If the "
+        "key has a passphrase: ssh-add",
+    ),
+    _Cause(
+        "its start-up file needs a terminal",
+        r"not a terminal|Must be connected to a terminal|no tty present",
+        "A start-up file of that user on {name} (~/.bashrc, ~/.zshenv) starts a program for "
+        f"terminals in every login (tmux, screen). Put this line above it: {_GUARD}",
+    ),
+    _Cause(
+        "login shell fails",
+        r"account is currently not available|/sbin/nologin|No such file or directory|"
+        r": restricted|[Ii]nteractive git shell|allows sftp connections only",
+        "The login shell of that user does not run commands: chsh -s /bin/sh USER on {name}",
     ),
     _Cause(
         "too many logins at once",
@@ -179,58 +327,51 @@ CAUSES: tuple[_Cause, ...] = (
         "Its sshd ended the session before an agent answered: journalctl -u ssh on {name}",
         passing=True,
     ),
-    _Cause(
-        "private key is open to others",
-        r"UNPROTECTED PRIVATE KEY FILE|bad permissions",
-        "chmod 600 on the key file named above",
-    ),
-    _Cause(
-        "too many keys offered",
-        r"Too many authentication failures",
-        "Name the key: `IdentityFile KEY` and `IdentitiesOnly yes` for {name} in ~/.ssh/config",
-    ),
-    _Cause(
-        "login refused",
-        r"Permission denied",
-        "Put your public key there: ssh-copy-id {target} (and check the user's name). If it is "
-        "there, its folders are open to others: chmod go-w ~ ~/.ssh ~/.ssh/authorized_keys",
-    ),
-    _Cause(
-        "no Python",
-        r"paceline-boot: no Python",
-        "Install Python 3.9 or newer on {name}, or name one: "
-        'python = "/path/to/python" under [hosts.{name}] in paceline.toml',
-    ),
-    _Cause(
-        "not Linux",
-        r"paceline-boot: not Linux",
-        "A job's processes run on Linux only; paceline itself may be typed elsewhere. Name Linux "
-        "hosts: -H n1,n2",
-    ),
-    _Cause(
-        "login shell fails",
-        r"This account is currently not available|/sbin/nologin|No such file or directory",
-        "The login shell of that user does not run commands: chsh -s /bin/sh USER on {name}",
-    ),
 )
+_OF_SSH_ITSELF = re.compile(
+    r"kex_exchange|ssh_exchange|ssh_dispatch|banner exchange|client_loop|packet_write|Connection |"
+    r"Disconnected from|Timeout, server|Read from|Write failed|Warning: Permanently|\*\* |"
+    r"Pseudo-terminal|Killed by signal"
+)
+"""Lines that tell of a connection's end, or of nothing; others hold the host's reason."""
 
 
-def classify(stderr: str, status: int | None, host: Host) -> Refusal:
+def classify(stderr: str, status: int | None, host: Host, printed: str = "") -> Refusal:
     """What ssh's words mean.
 
     Args:
         stderr: Everything ssh wrote.
         status: Its exit status, ``None`` while unknown.
         host: Whom it was called for.
+        printed: What came on standard output instead of our agent's words.
     """
-    text = clean(stderr)
+    words, shown = clean(stderr), clean(printed)
+    text = "\n".join(part for part in (words, shown) if part)
     for cause in CAUSES:
-        if re.search(cause.pattern, text):
-            remedy = _fill(cause.remedy, host, text)
-            return Refusal(cause.name, _essence(text), remedy, cause.passing)
+        if not re.search(cause.pattern, text):
+            continue
+        reason = [line for line in text.splitlines() if not _OF_SSH_ITSELF.match(line)]
+        if cause.passing and reason:
+            return Refusal(
+                "the host refused",
+                _essence(text),
+                f"{host.name} ended the connection, and the words above say why. If they do not, "
+                f"its log does: journalctl -u ssh there. By hand: ssh -v {_target(host)} true",
+            )
+        remedy = _fill(cause.remedy, host, text)
+        return Refusal(cause.name, _essence(text), remedy, cause.passing)
+    if status not in (None, SSH_FAILED):
+        return Refusal(
+            ANOTHER_COMMAND,
+            f"ssh ended with status {status} before our command ran, and "
+            + (f"printed: {_essence(text)}" if text else "said nothing"),
+            f"A start-up file of that user on {host.name} ends the shell (exit in ~/.bashrc), or "
+            f"its sshd runs another command (ForceCommand, command= in authorized_keys). By hand: "
+            f"ssh {_target(host)} echo reached",
+        )
     return Refusal(
-        "ended without an answer",
-        text or f"ssh ended with status {status} and said nothing",
+        NO_ANSWER,
+        _essence(text) or f"ssh ended with status {status} and said nothing",
         f"Try by hand: ssh -v {_target(host)} true",
     )
 
@@ -245,9 +386,14 @@ def clean(stderr: str) -> str:
 
 def _essence(text: str) -> str:
     lines = [
-        re.sub("^paceline-boot: (not Linux: |no room: )?", "", line) for line in text.splitlines()
+        re.sub("^paceline-boot: (not Linux: |no room: )?", "", line)
+        for line in text.splitlines()
+        if not re.fullmatch("paceline-boot: (another shell|input)", line)
     ]
     return "\n".join(lines if len(lines) <= 12 else [*lines[:4], "…", *lines[-7:]])
+
+
+_OFFER = re.compile(r"Their offer: ([\w@.-]{1,100})")
 
 
 def _fill(remedy: str, host: Host, text: str) -> str:
@@ -258,8 +404,11 @@ def _fill(remedy: str, host: Host, text: str) -> str:
         "target": _target(host),
         "known": shell_text([known.group(1) if known else host.address]),
         "file": f" -f {shell_text([offending[0]])}" if offending else "",
+        "offer": offer.group(1) if (offer := _OFFER.search(text)) else "ALGORITHM",
     }
-    return re.sub(r"\{(name|target|known|file)\}", lambda match: values[match.group(1)], remedy)
+    return re.sub(
+        r"\{(name|target|known|file|offer)\}", lambda match: values[match.group(1)], remedy
+    )
 
 
 def offending_line(text: str) -> tuple[str, int] | None:

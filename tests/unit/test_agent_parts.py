@@ -306,7 +306,7 @@ def test_only_old_things_of_ours_are_forgotten(cache: Path, tmp_path: Path) -> N
 
 
 def test_what_a_killed_agent_left_half_done_goes_at_once(cache: Path) -> None:
-    boot, token = Path("/proc/sys/kernel/random/boot_id").read_text()[:8], "0" * 16
+    boot, token = snapshot._pid_space(), "0" * 16
     nobody = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1
     theirs = f".new-{boot}-{os.getpid()}-{token}"  # being made at this moment
     away = f".new-{'f' * 8}-{nobody}-{token}"  # by another machine that shares the folder

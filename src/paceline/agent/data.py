@@ -112,7 +112,7 @@ def forget_old(max_age_s: float = snapshot.KEPT_S) -> None:
 
 
 def _in_use(folder: Path) -> bool:
-    with open(str(folder / USED), "rb") as file:
+    with open(str(folder / USED), "rb+") as file:  # NFS locks only what is open for writing
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -146,6 +146,11 @@ class Copies:
                 fcntl.flock(used, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._used[key] = used
         return place / inner(name)
+
+    def touch(self) -> None:
+        """Shows that the copies are still used, where locks do not tell."""
+        for used in [*self._used.values()]:
+            os.utime(used)
 
     def page(self, root: str, first: bool) -> Tuple[List[Item], bool]:
         """The next items below ``root``, and whether these were the last."""

@@ -47,6 +47,7 @@ LAST_GRACE_S = 3.0  # at most, between TERM and KILL when the launcher has gone
 TOGETHER = 0.5  # of that for ranks to save what they have together; then one does so alone
 CLEANING_S = 3.0  # at most, for the folders of the job: their disk may hang
 CHUNK = 1 << 16
+FRESH_S = 24 * 3600.0  # between two times at which the agent shows that it uses its folders
 GUARD_KILLED = "its guard (the agent's parent process) was killed"
 Work = Callable[[], None]
 
@@ -97,6 +98,7 @@ class Agent:
         self._lines: Dict[str, "queue.SimpleQueue[Optional[Work]]"] = {}
         self._wake_write = wake_write
         self._words: Optional[int] = None  # of the fork server
+        self._fresh_until = 0.0
         self._leaving_at: Optional[float] = None
         self._alone_at: Optional[float] = None
         self._term = False
@@ -113,8 +115,25 @@ class Agent:
             self._wait_and_handle()
             self.job.tick()
             self._watch_launcher()
+            self._stay_fresh()
         self._close()
         return 0
+
+    def _stay_fresh(self) -> None:
+        """Keeps agents with the same disk from taking a long job's folders for old ones."""
+        if time.monotonic() >= self._fresh_until:
+            self._fresh_until = time.monotonic() + FRESH_S
+            self.in_thread(self._touch_folders)
+
+    def _touch_folders(self) -> None:
+        for folder in [
+            Path(self._package),
+            *self.folders,
+            *map(snapshot.run_folder, self.run_keys),
+        ]:
+            with contextlib.suppress(OSError):
+                os.utime(str(folder))
+        self.copies.touch()
 
     def pass_words(self, words: Tuple[int, int]) -> None:
         """What the fork server writes goes where our own standard error goes at that moment.
@@ -320,7 +339,7 @@ class Agent:
                 self.folders.remove(folder)
             for key, served in self.run_keys.items():
                 with contextlib.suppress(OSError):
-                    snapshot.discard_run_folder(key, only=served)
+                    snapshot.discard_run_folder(key, served, self.identity.hex())
             kept = self.private is not None and any(snapshot.cache_folder().glob("runs/*"))
             if self.private is not None and not kept:
                 snapshot.remove_tree(self.private)

@@ -24,7 +24,7 @@ Message = Dict[str, Any]
 BLOCK = 1 << 20
 KEPT_S = 30 * 24 * 3600.0
 MARK = ".paceline-run"  # in a run's folder: we made it, so we may remove it; holds the key
-SIGN = ".paceline-seen-"  # begins the name of a file by which an agent shows that it writes here
+SIGN = ".paceline-seen-"  # begins the name of a file by which an agent shows that it is here
 OWNER = ".paceline-agent"  # in a job's folder: names the agent that removes it
 OWN = (MARK, inside.INCOMING)
 _KEY = re.compile("[0-9a-f]{24}")
@@ -112,8 +112,24 @@ def run_folder(key: str) -> Path:
     return cache_folder() / "runs" / key
 
 
-def make_run_folder(key: str) -> Path:
-    """The folder of the run, made and marked as ours where it is not there."""
+def make_run_folder(key: str, user: str = "") -> Path:
+    """The folder of the run, made and marked as ours where it is not there.
+
+    Args:
+        key: Of the run.
+        user: Names an agent that uses the folder until it says otherwise: agents of one disk have
+            one folder, and it stays for the others when one of them leaves.
+    """
+    folder = _made_run_folder(key)
+    if user:
+        try:
+            os.close(inside.open_file(str(folder), SIGN + user, os.O_WRONLY | os.O_CREAT))
+        except FileNotFoundError:  # the last other user left at this moment
+            return make_run_folder(key, user)
+    return folder
+
+
+def _made_run_folder(key: str) -> Path:
     folder = run_folder(key)
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not folder.is_symlink() and folder.is_dir():
@@ -132,7 +148,7 @@ def _private_folder(folder: Path) -> Path:
 
     Hosts, and containers of one host, may share a disk: process numbers are not enough.
     """
-    new = folder.with_name(".new-%s-%d-%s" % (_boot(), os.getpid(), secrets.token_hex(8)))
+    new = folder.with_name(".new-%s-%d-%s" % (_pid_space(), os.getpid(), secrets.token_hex(8)))
     new.mkdir(mode=0o700)
     return new
 
@@ -152,11 +168,16 @@ def _publish(new: Path, folder: Path) -> bool:
     return True
 
 
-def _boot() -> str:
-    """Eight digits of this machine's own start: process numbers of two machines may be the same."""
+def _pid_space() -> str:
+    """Eight digits that two processes share only if a process number means the same to both.
+
+    It does not on two machines, before and after a restart, and in two containers.
+    """
+    about = []
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    return "0" * 8
+        about.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        about.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("".join(about).encode()).hexdigest()[:8] if about else "0" * 8
 
 
 def _is_abandoned(path: Path) -> bool:
@@ -164,19 +185,23 @@ def _is_abandoned(path: Path) -> bool:
     if re.fullmatch(r"\.gone-[0-9a-f]{16}", path.name):
         return True
     made = re.fullmatch(r"\.new-([0-9a-f]{8})-([0-9]{1,10})-[0-9a-f]{16}", path.name)
-    return bool(made and made[1] == _boot() and procs.read_stat(int(made[2])) is None)
+    return bool(made and made[1] == _pid_space() and procs.read_stat(int(made[2])) is None)
 
 
-def discard_run_folder(key: str, only: "Optional[Collection[str]]" = None) -> bool:
+def discard_run_folder(key: str, only: "Optional[Collection[str]]" = None, user: str = "") -> bool:
     """Removes the folder of a run if it carries our mark; says whether it did.
 
     Args:
         key: Of the run.
-        only: Leave it where anything but these, and the mark, is in it.
+        only: Leave it where anything but these, and the mark, is in it, or another agent uses it.
+        user: The agent that uses it no more.
     """
     folder = run_folder(key)
     if not _is_marked(folder, key):
         return False
+    if user:
+        with contextlib.suppress(OSError):
+            (folder / (SIGN + user)).unlink()
     if only is not None and not {MARK, *only}.issuperset(os.listdir(str(folder))):
         return False
     remove_tree(folder)
@@ -242,7 +267,7 @@ def forget_old(keep: str, max_age_s: float = KEPT_S) -> None:
             continue
         for path in folder.glob("*"):
             with contextlib.suppress(OSError):
-                if path.is_symlink() or str(path) == keep:
+                if path.is_symlink() or os.path.realpath(str(path)) == os.path.realpath(keep):
                     continue
                 # to look at a mark is to use it, so that comes last
                 old = (_is_abandoned(path) or _newest(path) < before) and is_ours(path)
@@ -333,25 +358,40 @@ _unfinished: Dict[str, Path] = {}  # by their final path, the trees that this pr
 def _copy(cache: inside.Folders, sha256: str, tree: inside.Folders, path: str, mode: int) -> bool:
     """Copies a content from the cache to its place; False, and it is forgotten, when damaged."""
     blob = blob_path(sha256)
-    digest = hashlib.sha256()
     target = tree.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        with contextlib.suppress(FileNotFoundError):
-            source = cache.open(blob, os.O_RDONLY)
-            try:
-                while data := os.read(source, BLOCK):
-                    digest.update(data)
-                    inside.write_all(target, data)
-            finally:
-                os.close(source)
+        found = _copy_content(cache, blob, target)
         os.fchmod(target, mode & 0o777)
     finally:
         os.close(target)
-    if digest.hexdigest() == sha256:
+    if found == sha256:
         return True
-    cache.remove(blob)
+    if found:
+        cache.remove(blob)
     tree.remove(path)
     return False
+
+
+def _copy_content(cache: inside.Folders, blob: str, target: int) -> str:
+    """Copies a content into an open file; its SHA-256, or "" where it is not there any more.
+
+    Another host may put the same content in its place meanwhile: a network disk has then lost the
+    file that we read.
+    """
+    try:
+        source = cache.open(blob, os.O_RDONLY)
+        try:
+            digest = hashlib.sha256()
+            while data := os.read(source, BLOCK):
+                digest.update(data)
+                inside.write_all(target, data)
+            return digest.hexdigest()
+        finally:
+            os.close(source)
+    except OSError as problem:
+        if problem.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+        return ""
 
 
 def store(contents: Iterable[Tuple[str, bytes]]) -> None:
@@ -365,7 +405,8 @@ def store(contents: Iterable[Tuple[str, bytes]]) -> None:
         for sha256, data in contents:
             if hashlib.sha256(data).hexdigest() != sha256:
                 raise ValueError("content does not have the hash %s" % sha256)
-            _store(cache, blob_path(sha256), data)
+            if not _has(sha256, len(data)):  # another agent of this disk may have been faster
+                _store(cache, blob_path(sha256), data)
 
 
 def _store(cache: inside.Folders, path: str, data: bytes) -> None:
@@ -397,7 +438,8 @@ def changed_files(root: str, manifest: Optional[List[Entry]]) -> List[Message]:
         entry = before.get(path)
         same = entry and entry[3] == size and hash_file(Path(root) / path) == entry[1]
         names = path.split("/")
-        if not same and names[0] not in OWN and "__pycache__" not in names:
+        own = names[0] in OWN or names[0].startswith(SIGN)
+        if not same and not own and "__pycache__" not in names:
             found.append({"path": path, "size": size})
     return found
 

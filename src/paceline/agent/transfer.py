@@ -212,7 +212,7 @@ def run_folder(agent: Agent, request: Message, _: bytes) -> None:
                     os.close(inside.open_file(request["path"], sign, os.O_WRONLY | os.O_CREAT))
                     agent.reply(request, shared=True, folder=request["path"])
                     return
-        folder = snapshot.make_run_folder(request["key"])
+        folder = snapshot.make_run_folder(request["key"], agent.identity.hex())
         agent.run_keys.setdefault(request["key"], [])
         agent.reply(request, shared=False, folder=str(folder))
 

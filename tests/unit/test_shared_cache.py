@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from paceline.agent import snapshot
+from paceline.agent import data, snapshot
 
 SOURCE = Path(snapshot.__file__).resolve().parents[2]
 AGENTS = 4
@@ -94,3 +96,108 @@ def test_an_ending_agent_leaves_the_folder_of_its_successor(
     monkeypatch.setattr(snapshot, "_AGENT", "f" * 16)
     snapshot.discard_job_folder(folder)
     assert not folder.exists()
+
+
+# --- copies of data
+
+WHOLE = b"0123456789" * 100
+LAST = {"last": True, "sha256": hashlib.sha256(WHOLE).hexdigest(), "mtime": 1_700_000_000_000_000}
+
+
+@pytest.fixture(params=["locks", "no locks", "locks for one host only"])
+def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the disk knows of locks."""
+
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if request.param != "locks":
+        flock = none if request.param == "no locks" else lambda *_: None
+        monkeypatch.setattr(data.fcntl, "flock", flock)
+    return str(request.param)
+
+
+@pytest.fixture
+def agents(cache: Path) -> Iterator[list[data.Copies]]:
+    """Three that have one disk, and a copy of data on it."""
+    found = [data.Copies(str(number) * 32) for number in range(3)]
+    for copies in found:
+        copies.begin(KEY, "photos")
+    yield found
+    for copies in found:
+        copies.drop()
+
+
+def big(cache: Path) -> bytes:
+    return (cache / "data" / KEY / "files/photos/big").read_bytes()
+
+
+def test_two_launchers_send_a_large_file_to_one_disk(
+    cache: Path, locks: str, agents: list[data.Copies]
+) -> None:
+    """Each agent fills a file of its own; both end as if the other were not there."""
+    for copies in agents[:2]:
+        assert copies.have(KEY, "photos", "big")[0] == 0
+        copies.put(KEY, "photos", "big", {"offset": 0, "last": False}, WHOLE[:600])
+    for copies in agents[:2]:
+        copies.put(KEY, "photos", "big", {"offset": 600, **LAST}, WHOLE[600:])
+        assert big(cache) == WHOLE
+    assert list((cache / "data" / KEY / data.ARRIVING).iterdir()) == []
+
+
+def test_one_of_two_agents_goes_on_with_what_was_left(
+    cache: Path, locks: str, agents: list[data.Copies]
+) -> None:
+    first, *others = agents
+    first.have(KEY, "photos", "big")
+    first.put(KEY, "photos", "big", {"offset": 0, "last": False}, WHOLE[:600])
+    first.drop()
+    assert [copies.have(KEY, "photos", "big")[0] for copies in others] == [600, 0]
+    for offset, copies in zip((600, 0), others, strict=True):
+        copies.put(KEY, "photos", "big", {"offset": offset, **LAST}, WHOLE[offset:])
+        assert big(cache) == WHOLE
+
+
+def test_what_a_killed_agent_has_left_is_used(cache: Path, agents: list[data.Copies]) -> None:
+    """Not while it may live: its file has not changed for a while, and is not locked."""
+    first, second, third = agents
+    first.have(KEY, "photos", "big")
+    first.put(KEY, "photos", "big", {"offset": 0, "last": False}, WHOLE[:600])
+    arriving = cache / "data" / KEY / data.ARRIVING
+    (part,) = arriving.iterdir()
+    (arriving / f"{part.name[:-1]}x").write_bytes(part.read_bytes())  # of one without a process
+    for path in arriving.iterdir():
+        os.utime(path, (0, 0))
+    assert [copies.have(KEY, "photos", "big")[0] for copies in (second, third)] == [600, 0]
+
+
+# --- folders that others use
+
+
+def test_a_run_folder_stays_while_another_agent_uses_it(cache: Path) -> None:
+    folder = snapshot.make_run_folder(KEY, "a" * 32)
+    assert snapshot.make_run_folder(KEY, "b" * 32) == folder
+    assert snapshot.changed_files(str(folder), None) == []
+    assert not snapshot.discard_run_folder(KEY, only=[], user="a" * 32)
+    assert snapshot.discard_run_folder(KEY, only=[], user="b" * 32)
+    snapshot.make_run_folder(KEY, "a" * 32)
+    snapshot.make_run_folder(KEY, "b" * 32)
+    assert snapshot.discard_run_folder(KEY, user="a" * 32)  # the run is over, all is at home
+    assert list((cache / "runs").iterdir()) == []
+
+
+def test_a_process_number_of_another_container_tells_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be dead here and alive there: what is being made there is left alone."""
+    (cache / "runs").mkdir(parents=True)
+    new = snapshot._private_folder(snapshot.run_folder(KEY))
+    nobody = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1
+    dead = new.rename(new.with_name(new.name.replace(f"-{os.getpid()}-", f"-{nobody}-")))
+    readlink = os.readlink
+    with monkeypatch.context() as there:
+        there.setattr(os, "readlink", lambda path: f"{readlink(path)} of another container")
+        snapshot.forget_old(keep="")
+        assert dead.exists()
+    snapshot.forget_old(keep="")
+    assert not dead.exists()

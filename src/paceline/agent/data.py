@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Message = Dict[str, Any]
 Item = List[Any]
 ARRIVING = "arriving"  # below a copy's key: what has not come as a whole; a later run goes on
+ABANDONED_S = 120.0  # without a change: the agent that wrote it was killed
 USED = "used"  # below it: an agent that uses the copy has it locked
 SIGN = "seen-"  # below it: begins the name of a file that shows who sees this disk
 PAGE = 2000  # items in an answer
@@ -243,24 +244,46 @@ def _add(copy: inside.Folders, path: str, data: bytes, mtime: int) -> None:
 
 
 class _Growing:
-    """A file that comes in blocks, and goes on where an earlier agent was cut off."""
+    """A file that comes in blocks, and goes on where an earlier agent was cut off.
+
+    It grows under a name of this agent's own: others may have the same disk, whose locks may hold
+    for one host only.
+    """
 
     def __init__(self, key: str, path: str) -> None:
         self._root, self._path = str(home(key)), path
-        self._part = "%s/%s" % (ARRIVING, hashlib.sha256(path.encode(errors="replace")).hexdigest())
-        flags = os.O_RDWR | os.O_CREAT
-        self._file: Optional[int] = inside.open_file(self._root, self._part, flags)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # another agent's, or a disk without locks: one of our own
-            os.close(self._file)
-            self._part = "%s/%s" % (ARRIVING, secrets.token_hex(8))
-            self._file = inside.open_file(self._root, self._part, flags)
+        name = hashlib.sha256(path.encode(errors="replace")).hexdigest()
+        self._left = "%s/%s" % (ARRIVING, name)
+        self._part = "%s-%s" % (self._left, secrets.token_hex(8))
+        self._file: Optional[int] = _locked(self._root, self._part)
+        self._take_over(name)
         self.digest = hashlib.sha256()
         self.size = 0
         while data := os.read(self._file, snapshot.BLOCK):
             self.digest.update(data)
             self.size += len(data)
+
+    def _take_over(self, name: str) -> None:
+        """Goes on with what an earlier agent has left, or was killed over, if it is there."""
+        assert self._file is not None
+        now = os.fstat(self._file).st_mtime  # by the disk's own clock
+        for left in sorted(os.listdir(os.path.join(self._root, ARRIVING))):
+            path = "%s/%s" % (ARRIVING, left)
+            if not left.startswith(name) or path == self._part:
+                continue
+            with contextlib.suppress(OSError):  # in use, or another agent was faster
+                if path == self._left or self._is_abandoned(path, now):
+                    inside.rename(self._root, path, self._part, durable=False)
+                    os.close(self._file)
+                    self._file = _locked(self._root, self._part)
+                    return
+
+    def _is_abandoned(self, path: str, now: float) -> bool:
+        file = _locked(self._root, path, os.O_RDWR)
+        try:
+            return now - os.fstat(file).st_mtime > ABANDONED_S
+        finally:
+            os.close(file)
 
     def add(self, offset: int, data: bytes) -> None:
         assert self._file is not None
@@ -277,16 +300,36 @@ class _Growing:
     def finish(self, sha256: str, mtime: int) -> None:
         assert self._file is not None
         if self.digest.hexdigest() != sha256:
-            os.ftruncate(self._file, 0)
+            self.size = 0
             raise ValueError("content does not have the hash %s" % sha256)
         os.utime(self._file, ns=(mtime * 1000, mtime * 1000))
         inside.rename(self._root, self._part, self._path, durable=False)
+        self._part = ""
         self.close()
 
     def close(self) -> None:
+        """Lets go of it; what has come is left for a later agent."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
+            with contextlib.suppress(OSError):
+                if self._part and self.size:
+                    inside.rename(self._root, self._part, self._left, durable=False)
+                elif self._part:
+                    os.unlink(os.path.join(self._root, self._part))
+
+
+def _locked(root: str, path: str, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+    """Opens a file and takes its lock; a disk may have none. OSError where another one holds it."""
+    file = inside.open_file(root, path, flags)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise
+    except OSError:
+        pass
+    return file
 
 
 # --- operations: what a launcher can ask about copies of data ------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def keep(run: Path, found: Conclusion) -> None:
         if isinstance(one, dict) and not str(one.get("check", "")).startswith("explain/")
     ]
     both = [*kept, *(finding.to_json() for finding in to_findings(found))]
-    new = file.with_name(f".{file.name}-{os.getpid()}")
+    new = file.with_name(f".{file.name}-{secrets.token_hex(8)}")
     with contextlib.suppress(OSError):  # a run on a full or foreign disk can still be explained
         with new.open("x", encoding="utf-8") as out:
             json.dump({**said, "findings": both}, out, indent=2)

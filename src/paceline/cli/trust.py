@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -151,7 +152,7 @@ def remember(path: Path, toml: Mapping[str, Any], trusted: bool = True) -> None:
     file, place = trust_file(), f" {path.resolve()}"
     kept = [line for line in _trusted() if not line.endswith(place)]
     lines = [*kept, _record(path, toml)] if trusted else kept
-    fresh = file.with_name(f".{file.name}.{os.getpid()}")
+    fresh = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         text = "".join(f"{line}\n" for line in lines)

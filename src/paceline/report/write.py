@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import time
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def write(page: Page, out: Path) -> None:
     Raises:
         SettingError: It cannot be written there.
     """
-    new = out.with_name(f".{out.name}-{os.getpid()}")
+    new = out.with_name(f".{out.name}-{secrets.token_hex(8)}")
     try:
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         with os.fdopen(fd, "w", encoding="utf-8") as file:

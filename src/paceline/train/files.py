@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import sys
 import time
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
         durable: Waits until it is on the disk, before and after the renaming.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         _write_and_replace(temporary, path, content, durable=durable)
     except FileNotFoundError:  # between the end of its lock and the renaming it looked left behind

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import time
@@ -372,7 +373,7 @@ class Lock:
 
     def _now(self) -> float:
         """By the clock that heartbeats are set by, which need not be this host's."""
-        probe = self._path.with_name(f"{_LOOK}0-{os.getpid()}")
+        probe = self._path.with_name(f"{_LOOK}0-{secrets.token_hex(8)}")
         try:
             probe.touch()
             try:

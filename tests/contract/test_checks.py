@@ -133,6 +133,12 @@ def test_refused_hosts_do_not_silence_the_others() -> None:
     assert [f for f in found if f.check == "torch" and f.outcome == "pass"]
 
 
+def test_one_machine_under_two_names_is_not_told_to_take_another_name() -> None:
+    scene = changed(healthy(), {})
+    twins = replace(scene, facts={**scene.facts, "n2": scene.facts["n1"]})
+    assert [f.outcome for f in load("names").judge(twins)] == ["pass"]
+
+
 def test_a_scene_survives_json() -> None:
     scene = changed(healthy(), {})
     assert Scene.from_json(json.loads(json.dumps(scene.to_json()))) == scene

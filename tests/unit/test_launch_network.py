@@ -107,6 +107,22 @@ def test_an_interface_that_all_share_the_address_of_is_refused() -> None:
         network.candidates([N1, N2], {"n1": bridge, "n2": bridge}, "docker0")
 
 
+def test_one_machine_under_two_names_is_refused() -> None:
+    machine = {
+        **facts(link("eth0", address("10.0.0.1"))),
+        "boot_id": "b",
+        "name": {"hostname": "n1"},
+    }
+    hosts = [Host("n1"), Host("10.0.0.1")]
+    with pytest.raises(NodeError, match=r"n1 and 10\.0\.0\.1 are one machine") as caught:
+        network.candidates(hosts, {host.name: machine for host in hosts}, None)
+    assert "n1 slots=2" in caught.value.remedy
+    container = {**machine, "name": {"hostname": "c1"}}
+    network.candidates(hosts, {"n1": machine, "10.0.0.1": container}, None)
+    given = [Host("n1", job_address="10.0.0.1"), Host("m", job_address="10.0.0.1")]
+    network.candidates(given, {host.name: machine for host in given}, None)
+
+
 def decide(found: dict[str, list[Candidate]], tried: dict[str, list[dict[str, Any]]]) -> Any:
     return network.decide([N1, N2], found, tried)
 

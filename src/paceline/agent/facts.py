@@ -282,6 +282,7 @@ def disk_facts(path: str) -> Facts:
         "total": usage.total,
         "free": usage.free,
         "writable": os.access(str(folder), os.W_OK),
+        "noexec": bool(os.statvfs(str(folder)).f_flag & os.ST_NOEXEC),
     }
 
 
@@ -305,18 +306,21 @@ def user_facts() -> Facts:
 _TOLD = re.compile(
     r"(NCCL|GLOO|TP|UCX|FI|I_MPI|OMP|TORCH|CCL)_[A-Z_]+|(CUDA|HIP|ROCR)_VISIBLE_DEVICES"
     r"|ZE_AFFINITY_MASK|ZE_FLAT_DEVICE_HIERARCHY|ONEAPI_DEVICE_SELECTOR"
+    r"|PYTHON(HOME|PATH|USERBASE|NOUSERSITE|SAFEPATH|WARNINGS|OPTIMIZE)"
+    r"|LD_(LIBRARY_PATH|PRELOAD|AUDIT)"
 )
 
 
 def environment_facts() -> Facts:
-    """Variables of the login that change how jobs communicate; no others are told."""
+    """Variables of the login that change how jobs communicate or what they load; no others."""
     return {name: value for name, value in os.environ.items() if _TOLD.fullmatch(name)}
 
 
 def disks_facts() -> Facts:
-    """The disks that every job writes to: the agent's cache, /tmp and /dev/shm."""
+    """Where every job writes: the agent's cache, temporary files, /dev/shm."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    shm, temporary = "/dev/shm", "/tmp"  # noqa: S108 - their room is the fact
+    temporary = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - its room is the fact
+    shm = "/dev/shm"  # noqa: S108
     return {"cache": disk_facts(cache), "tmp": disk_facts(temporary), "shm": disk_facts(shm)}
 
 

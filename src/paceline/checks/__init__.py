@@ -14,6 +14,7 @@ from paceline.checks.check import LEVELS, Check, Level
 CHECKS: dict[str, tuple[str, Level]] = {
     "login": ("paceline.checks.login", "facts"),
     "interpreter": ("paceline.checks.interpreter", "facts"),
+    "environment": ("paceline.checks.environment", "facts"),
     "torch": ("paceline.checks.torch", "facts"),
     "disk": ("paceline.checks.disk", "facts"),
     "ports": ("paceline.checks.ports", "quick"),

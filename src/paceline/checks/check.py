@@ -32,6 +32,7 @@ class Wishes:
         master_port: The rendezvous port asked for; 0 for any.
         data: Paths that must hold the same on every host.
         shared: Folders that must be the very same one on every host.
+        settled: Variables that the job sets or hides itself, whatever the login says.
     """
 
     pythons: Mapping[str, str] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class Wishes:
     master_port: int = 0
     data: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+    settled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class Scene:
     def from_json(cls, data: Mapping[str, Any]) -> Scene:
         """What :meth:`to_json` gave; parts may be missing."""
         wishes = dict(data.get("wishes", {}))
-        for name in ("data", "shared"):
+        for name in ("data", "shared", "settled"):
             wishes[name] = tuple(wishes.get(name, ()))
         rest = {
             k: data[k]

@@ -2,8 +2,8 @@
 
 Looks at: the work folder, the home folder's cache, /tmp and /dev/shm of every host.
 Fails when: one of them has less than 50 MiB or cannot be written to, or a work folder that was
-named for a host is not there. Warns below 1 GiB (64 MiB
-for /dev/shm).
+named for a host is not there. Warns below 1 GiB, and when /dev/shm is full, which only some jobs
+use; that it is small is another check's finding.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from paceline.spec.finding import Finding
 
 NOTHING = 50 << 20
 LITTLE = 1 << 30
+SHM = "/dev/shm"  # noqa: S108 - looked at, not written to
 
 
 async def probe(probing: Probing) -> dict[str, Any]:
@@ -33,8 +34,7 @@ def judge(scene: Scene) -> list[Finding]:
     for name in scene.names:
         for path, disk in _places(scene, name).items():
             known = scene.facts[name].get("disks") or {}
-            cache = path == (known.get("cache") or {}).get("path")
-            found += _place(name, path, disk, cache)
+            found += _place(name, path, disk, known)
     return found or [passed("disk", scene.names, "room in work folder, cache and /tmp")]
 
 
@@ -64,32 +64,42 @@ def _places(scene: Scene, name: str) -> dict[str, Mapping[str, Any]]:
     return {disk["path"]: disk for disk in [*asked, *known.values()] if "free" in disk}
 
 
-def _place(name: str, path: str, disk: Mapping[str, Any], cache: bool) -> list[Finding]:
+def _place(name: str, path: str, disk: Mapping[str, Any],
+           known: Mapping[str, Mapping[str, Any]]) -> list[Finding]:  # fmt: skip
     free, total = disk["free"], disk["total"]
-    elsewhere = "" if not cache else (
-        "\n(or set XDG_CACHE_HOME in your login there to a folder that can be written to)"
-    )  # fmt: skip
+    variables = {"cache": "XDG_CACHE_HOME", "tmp": "TMPDIR"}
+    elsewhere = "".join(
+        f"\n(or set {variable} in your login there to a folder that can be written to)"
+        for use, variable in variables.items()
+        if path == (known.get(use) or {}).get("path")
+    )
     remedy = f"On {name}: free some space (du -xsh {path}/* | sort -h), or work on another disk"
+    if path.startswith(SHM):
+        return _shared_memory(name, path, free, total)
     if not disk["writable"]:
+        grant = "chmod 1777" if path == (known.get("tmp") or {}).get("path") else "chown $USER"
         return [
             failed(
                 "disk",
                 [name],
                 f"{path} on {name} cannot be written to",
-                f"On {name}: sudo chown $USER {path} (or remount it: "
-                f"sudo mount -o remount,rw {path}){elsewhere}",
+                f"On {name}: sudo {grant} {path} (or remount it: sudo mount -o remount,rw {path})"
+                f"{elsewhere}",
             )
         ]
+    if total < NOTHING:
+        message = f"the disk at {path} on {name} is too small: it has {size(total)} in all"
+        return [failed("disk", [name], message, f"Work on another disk{elsewhere}")]
     if free < NOTHING:
         return [
             failed(
                 "disk",
                 [name],
                 f"the disk at {path} on {name} is full: {size(free)} of {size(total)} free",
-                remedy,
+                remedy + elsewhere,
             )
         ]
-    if free < min(LITTLE, total // 10) and not path.startswith("/dev/shm"):  # noqa: S108
+    if free < min(LITTLE, total // 10):
         return [
             warned(
                 "disk",
@@ -99,6 +109,15 @@ def _place(name: str, path: str, disk: Mapping[str, Any], cache: bool) -> list[F
             )
         ]
     return []
+
+
+def _shared_memory(name: str, path: str, free: int, total: int) -> list[Finding]:
+    """Data loaders with workers and NCCL need it; other jobs do without."""
+    if free >= NOTHING or total < NOTHING:
+        return []
+    message = f"{path} on {name} is full: {size(free)} of {size(total)} free"
+    remedy = f"On {name}: ls -l {path}, and remove what processes that ended have left there"
+    return [warned("disk", [name], message, remedy)]
 
 
 check = Check("disk", "Disk", "facts", judge, probe)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.checks.check import Check, Scene, listed, passed, warned
+from paceline.remote.network import same_machine
 from paceline.setup import lines as hosts_file
 from paceline.spec.finding import Finding
 
@@ -120,6 +121,7 @@ def _add_line(scene: Scene, name: str) -> str:
 def _same_names(scene: Scene) -> list[Finding]:
     own = {name: scene.facts[name]["name"]["hostname"] for name in scene.names}
     repeated = [word for word, times in Counter(own.values()).items() if times > 1]
+    machines = {name: scene.facts[name] for name in scene.names}
     return [
         warned(
             "names",
@@ -130,7 +132,13 @@ def _same_names(scene: Scene) -> list[Finding]:
             f"(on {listed([name for name in own if own[name] == word][1:])})",
         )
         for word in repeated
+        if not _is_one_machine([machines[name] for name in own if own[name] == word])
     ]
+
+
+def _is_one_machine(facts: list[Mapping[str, Any]]) -> bool:
+    """The check of the ports says so: another name for it would not help."""
+    return any(same_machine(facts[0], other) for other in facts[1:])
 
 
 check = Check("names", "Own names", "facts", judge)

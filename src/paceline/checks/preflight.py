@@ -76,6 +76,7 @@ def wishes_of(job: Job, hosts: Sequence[Host]) -> Wishes:
         needs_torch=job.needs_torch,
         interface=job.interface.value,
         master_port=job.master_port.value,
+        settled=(*job.environment.all(), *job.environment.unset),
     )
 
 

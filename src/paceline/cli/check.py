@@ -134,7 +134,7 @@ def environment_of(job: Job, scene: Scene) -> dict[str, dict[str, str]]:
     """By host, what ``run`` sets there: the same function makes the plan."""
     from paceline.launch import decide
 
-    if not scene.networks:
+    if not scene.networks or scene.refusals:  # a run would have other nodes
         return {}
     head = scene.networks[scene.names[0]].address
     found = {}

@@ -63,6 +63,7 @@ def candidates(
         interface: The interface asked for on all hosts; a host's own setting goes before it.
     """
     own = {host.name: _addresses(host, facts[host.name]) for host in hosts}
+    _refuse_twins(hosts, facts, own)
     count = Counter(c.address for found in own.values() for c in found)
     notes = []
     for address, times in count.items():
@@ -76,6 +77,44 @@ def candidates(
         unique = [c for c in own[host.name] if count[c.address] == 1]
         kept[host.name] = _restricted(host, unique, own[host.name], interface)
     return kept, notes
+
+
+def same_machine(facts: Facts, others: Facts) -> bool:
+    """Whether two hosts are one machine: one running kernel, one name, the same addresses.
+
+    Containers on one machine differ in name or address; those that share its network do not, and
+    cannot be told from it by anything that a job could use.
+    """
+    identity = _identity(facts)
+    return identity is not None and identity == _identity(others)
+
+
+def _identity(facts: Facts) -> tuple[str, str, frozenset[str]] | None:
+    """Kernel, name and addresses; ``None`` where the kernel is not known."""
+    if not facts.get("boot_id"):
+        return None
+    links = facts.get("interfaces") or []
+    addresses = frozenset(a["address"] for link in links for a in link["addresses"])
+    return str(facts["boot_id"]), facts["name"]["hostname"], addresses
+
+
+def _refuse_twins(
+    hosts: Sequence[Host], facts: Mapping[str, Facts], own: Mapping[str, Sequence[Candidate]]
+) -> None:
+    """NodeError when two hosts are one machine, unless each was given an address for the job."""
+    machines: dict[tuple[str, str, frozenset[str]], Host] = {}
+    for host in hosts:
+        identity = _identity(facts[host.name])
+        first = machines.setdefault(identity, host) if identity is not None else host
+        if first is host or (host.job_address and first.job_address):
+            continue
+        has = ", ".join(f"{c.address} on {c.interface}" for c in own[host.name])
+        raise NodeError(
+            f"{first.name} and {host.name} are one machine",
+            found=f"both are {facts[host.name]['name']['hostname']}"
+            + (f", which has the address {has}" if has else ""),
+            remedy=f"Name it once, with the number of its processes: {first.name} slots=2",
+        )
 
 
 def _addresses(host: Host, facts: Facts) -> list[Candidate]:

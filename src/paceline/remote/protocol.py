@@ -72,7 +72,7 @@ _ADDRESS = record(interface=SMALL, address=address, prefix=whole(0, 128), family
                   scope=SMALL, usable=flag)  # fmt: skip
 _LINK = record(name=SMALL, kind=SMALL, state=SMALL, mtu=whole(0, 1 << 31),
                speed=whole(-LARGEST), addresses=each(_ADDRESS, 10_000))  # fmt: skip
-_DISK = record({"total": SIZE, "free": SIZE, "writable": flag}, path=text())
+_DISK = record({"total": SIZE, "free": SIZE, "writable": flag, "noexec": flag}, path=text())
 _PYTHON = record(executable=maybe(text()), version=SMALL)
 _TORCH = record({"cuda": maybe(SMALL), "hip": maybe(SMALL)}, version=maybe(SMALL))
 _NAME = record(hostname=SMALL, resolves_to=maybe(each(address, 1000)),

@@ -253,3 +253,24 @@ def test_parquet_whose_columns_are_named_as_in_tars(tmp_path: Path) -> None:
     assert said["label"] == one["cls"]
     assert "--skip-damaged has no effect" in said["skipped"]
     assert "png (bytes) and cls (a number)" in said["unfit"]
+
+
+def test_what_operating_systems_leave_is_no_class_and_no_image(tmp_path: Path) -> None:
+    for name, red in (("cat", 200), ("dog", 20)):
+        for number in range(6):
+            path = tmp_path / name / f"{number}.png"
+            path.parent.mkdir(exist_ok=True)
+            Image.new("RGB", (20, 20), (red, number, 60)).save(path)
+    clean = read(tmp_path)
+    apple_double = b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X"
+    litter = ["cat/._0.png", "__MACOSX/cat/._0.png", "dog/.ipynb_checkpoints/1-checkpoint.png",
+              ".DS_Store", "dog/Thumbs.db", "@eaDir/0.png/SYNOPHOTO_THUMB_M.jpg"]  # fmt: skip
+    for name in litter:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(apple_double)
+    data = read(tmp_path)
+    assert data.classes == ("cat", "dog")
+    assert data.fingerprint == clean.fingerprint
+    assert (clean.ignored, data.ignored) == (0, len(litter))
+    assert photos.image_files(tmp_path / "cat") == [tmp_path / f"cat/{n}.png" for n in range(6)]

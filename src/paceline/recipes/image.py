@@ -40,6 +40,11 @@ def train_image(options: ImageOptions) -> None:
     fast = options.fast and options.dtype != "float64" and large
     with common.join("image", options) as session:
         session.agree("the data set", data.fingerprint)
+        if data.ignored:
+            session.say(
+                f"{data.ignored} hidden or system files in {options.data} are ignored "
+                "(._*, __MACOSX, Thumbs.db and the like)"
+            )
         common.agree_format(session, options, fast)
 
         normalise = wants.normalise(data.shape[0]) or normalisation(

@@ -24,6 +24,8 @@ from paceline.recipes.data.photos import (
     SUFFIXES,
     cut_out,
     decode,
+    image_files,
+    is_litter,
     opened,
     side_by_side,
     unreadable,
@@ -119,7 +121,10 @@ def read(folder: Path, request: Request) -> ImageData:
         name: Files(paths, labels, size, request.crop) for name, (paths, labels) in listed.items()
     }
     marks = _fingerprint(folder, listed)
-    return ImageData(request.source, classes, (3, size, size), splits, marks, how)
+    ignored = sum(
+        is_litter(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
+    )
+    return ImageData(request.source, classes, (3, size, size), splits, marks, how, ignored)
 
 
 Listed = tuple[list[Path], Labels]
@@ -132,7 +137,9 @@ def _split_folder(folder: Path, split: str) -> Path | None:
 def _class_folders(folder: Path) -> tuple[str, ...]:
     try:
         names = sorted(
-            path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."
+            path.name
+            for path in folder.iterdir()
+            if path.is_dir() and not is_litter(Path(path.name))
         )
     except OSError as error:
         raise DataError(f"{folder} cannot be read", found=str(error)) from None
@@ -158,7 +165,7 @@ def _listed(folder: Path, classes: tuple[str, ...]) -> Listed:
 
 
 def _images(folder: Path) -> list[Path]:
-    images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    images = image_files(folder)
     if not images:
         raise DataError(
             f"the class folder {folder} holds no images",

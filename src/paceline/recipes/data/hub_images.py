@@ -84,7 +84,11 @@ class Rows:
 
 def matches(folder: Path) -> bool:
     """True for a data set that was saved to disk, or a folder of parquet files."""
-    return is_saved(folder) or any(folder.glob("*.parquet")) or any(folder.glob("data/*.parquet"))
+    return (
+        is_saved(folder)
+        or any(folder.glob("[!.]*.parquet"))
+        or any(folder.glob("data/[!.]*.parquet"))
+    )
 
 
 def read(folder: Path | str, request: Request) -> ImageData:

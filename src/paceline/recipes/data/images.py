@@ -135,6 +135,7 @@ class ImageData:
         splits: Always ``train``; the held-out parts are ``val`` and ``test``, at least one.
         fingerprint: Hash over content and split; equal exactly when both are.
         split: How the parts came about, for the record.
+        ignored: Number of files that operating systems left in the folder (``._*``, ``__MACOSX``).
     """
 
     source: str
@@ -143,6 +144,7 @@ class ImageData:
     splits: dict[str, Split]
     fingerprint: str
     split: dict[str, str | int | float]
+    ignored: int = 0
 
     @property
     def held_out(self) -> str:

@@ -138,6 +138,30 @@ def _pixels(image: Image.Image) -> Pixels:
     return pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
+_LITTER = frozenset(
+    {"__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini", "@eadir", "$recycle.bin"}
+    | {"system volume information", "lost+found"}
+)
+
+
+def is_litter(path: Path) -> bool:
+    """Whether operating systems or editors left it: hidden, ``__MACOSX``, ``Thumbs.db``, …
+
+    Args:
+        path: Relative to the data's folder; what lies in such a folder is litter, too.
+    """
+    return any(name.startswith(".") or name.lower() in _LITTER for name in path.parts)
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images below a folder, in the order of their names, without litter."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in SUFFIXES and not is_litter(path.relative_to(folder))
+    )
+
+
 SKIP = "replace or remove the file, or --skip-damaged"
 
 

@@ -49,11 +49,11 @@ def found(folder: Path) -> dict[str, tuple[Path, str]]:
     parts: dict[str, tuple[Path, str]] = {}
     for split, names in SPLIT_NAMES.items():
         for name in names:
-            if any((folder / name).glob("*.tar")):
+            if any((folder / name).glob("[!.]*.tar")):
                 parts[split] = folder / name, "*.tar"
             elif any(folder.glob(f"{name}[-_.]*.tar")):
                 parts[split] = folder, f"{name}[-_.]*.tar"
-    if "train" not in parts and not parts and any(folder.glob("*.tar")):
+    if "train" not in parts and not parts and any(folder.glob("[!.]*.tar")):
         return {"train": (folder, "*.tar")}
     return parts if "train" in parts else {}
 

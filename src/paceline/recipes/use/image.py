@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline import train
 from paceline.recipes.data.images import Part, Request, load
-from paceline.recipes.data.photos import SUFFIXES, decode
+from paceline.recipes.data.photos import SUFFIXES, decode, image_files
 from paceline.recipes.image import evaluate
 from paceline.recipes.networks import rebuilt_images
 from paceline.recipes.pictures import Normalisation, Pictures, fitted
@@ -206,7 +206,7 @@ def _files(names: Iterable[str]) -> Iterator[Path]:
         if not path.is_dir():
             yield path
             continue
-        found = sorted(one for one in path.rglob("*") if one.suffix.lower() in SUFFIXES)
+        found = image_files(path)
         if not found:
             raise DataError(f"{path} holds no images", remedy=", ".join(sorted(SUFFIXES)))
         yield from found

@@ -197,6 +197,14 @@ def _nothing_is_left() -> Iterator[None]:
         time.sleep(0.05)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Names the tests that lacked a part: what is skipped otherwise passes unseen."""
+    for report in terminalreporter.stats.get("skipped", ()):
+        if isinstance(report.longrepr, tuple) and "not run: " in report.longrepr[2]:
+            reason = report.longrepr[2].partition("not run: ")[2]
+            terminalreporter.write_line(f"not run: {report.nodeid}: {reason}")
+
+
 class LabFactory(Protocol):
     """Brings a lab up that lives as long as the module's tests."""
 

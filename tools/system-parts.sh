@@ -53,7 +53,7 @@ into() {
   "$python" -m pip install -q --no-deps --upgrade --target "$folder" "$@" && echo "$*" >"$folder/.made"
 }
 
-# Without a way to their repository the tests run a script of ours that meets as theirs does.
+# Without a way to their repository their tests say that they were not run.
 other_scripts() {
   # shellcheck disable=SC2086
   set -- $scripts
@@ -69,7 +69,7 @@ other_script() {
   echo "fetching $2 at $3 into $folder"
   { git init -q "$folder.part" && git -C "$folder.part" fetch -q --depth 1 "$2" "$3" &&
     git -C "$folder.part" checkout -q FETCH_HEAD -- "$4" LICENSE && mv "$folder.part" "$folder"; } \
-    2>/dev/null || { rm -rf "$folder.part"; echo "not fetched (no way to $2): its test runs our own" >&2; }
+    2>/dev/null || { rm -rf "$folder.part"; echo "not fetched (no way to $2): its tests will not run" >&2; }
 }
 
 if [ "${1:-lab}" = all ]; then

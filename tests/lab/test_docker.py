@@ -15,7 +15,7 @@ import pytest
 from dockerlab import IMAGE, ROOT, Docker, docker_on, python_mounts, write_image_with
 from every_transport import EveryTransport
 from launches import SOURCE, TEST_LIMIT_S, Site, eventually
-from transports import PARTS, Transport, mpiexec, site_in
+from transports import PARTS, Transport, fetched, mpiexec, site_in
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -237,16 +237,29 @@ def test_the_demo_of_intels_containers_in_a_set(
     cluster: tuple[Site, Docker], docker: Docker, sets: Callable[..., Path]
 ) -> None:
     """``conda run -n pytorch 'source $(python …)/env/setvars.sh && mpirun … python …'`` there."""
-    site = cluster[0]
+    run_intels_demo_in_a_set(cluster[0], docker, sets, fetched(intels_demo.PUBLISHED))
+
+
+def test_our_stand_in_for_the_demo_of_intels_containers_in_a_set(
+    cluster: tuple[Site, Docker], docker: Docker, sets: Callable[..., Path]
+) -> None:
+    run_intels_demo_in_a_set(cluster[0], docker, sets, intels_demo.STAND_IN)
+
+
+def run_intels_demo_in_a_set(
+    site: Site, docker: Docker, sets: Callable[..., Path], script: Path
+) -> None:
     n1, n2 = site.lab.address("n1"), site.lab.address("n2")
-    conda = write_conda(docker.folder / "conda-set", f"export PYTHONPATH={intels_demo.LIBRARIES}")
+    conda = write_conda(
+        docker.folder / f"conda-{script.parent.name}", f"export PYTHONPATH={intels_demo.LIBRARIES}"
+    )
     seen = {sys.prefix, sys.base_prefix, str(PARTS), str(intels_demo.HERE)} - {"/usr"}
     mounts = [f"--mount={one}:{one}:ro" for one in sorted(seen)]
     folder = sets(
         "intel", f"--launcher={n1}", f"--worker=w2={n2}", *mounts, f"--mount={conda}:{CONDA}:ro",
         "--activate=/workload/activate.sh", command=("python", *intels_demo.WORDS),
     )  # fmt: skip
-    intels_demo.put_into(folder / "workload")
+    intels_demo.put_into(folder / "workload", script)
     (folder / "workload" / "activate.sh").write_text(
         f"source {CONDA}/bin/activate pytorch\n"
         'source $(python -c "import oneccl_bindings_for_pytorch as torch_ccl;'

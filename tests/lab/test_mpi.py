@@ -13,7 +13,7 @@ import intels_demo
 import pytest
 from every_transport import EveryTransport
 from launches import SOURCE, TEST_LIMIT_S, Site, eventually
-from transports import Transport, mpiexec, site_in, sniffed
+from transports import Transport, fetched, mpiexec, site_in, sniffed
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -168,8 +168,16 @@ def test_two_mpis_mixed(site: Site) -> None:
 
 def test_the_demo_of_intels_containers(transport: Transport) -> None:
     """Unmodified: it reads PMI_RANK and MPI_LOCALRANKID. Behind oneCCL's name is gloo here."""
+    run_intels_demo(transport, fetched(intels_demo.PUBLISHED))
+
+
+def test_our_stand_in_for_the_demo_of_intels_containers(transport: Transport) -> None:
+    run_intels_demo(transport, intels_demo.STAND_IN)
+
+
+def run_intels_demo(transport: Transport, script: Path) -> None:
     project = transport.site.project
-    intels_demo.put_into(project)
+    intels_demo.put_into(project, script)
     env = ["--env", f"PYTHONPATH={intels_demo.LIBRARIES}", "--backend", "ccl"]
     ended = transport.run("-p", "1", *env, *intels_demo.WORDS)
     assert ended.code == 0, ended.err

@@ -49,6 +49,13 @@ def missing(why: str) -> None:
     pytest.skip(f"{why}: tools/system-parts.sh all")
 
 
+def fetched(script: Path) -> Path:
+    """A script that others have published; without it the test counts as not run."""
+    if not script.exists():
+        pytest.skip(f"not run: {script} could not be fetched (tools/system-parts.sh all)")
+    return script
+
+
 @dataclass
 class Transport:
     """What starts two nodes of a lab, typed on its first host.

@@ -27,7 +27,6 @@ def run(folder: Path, how: str, processes: str, *options: str) -> str:
     [
         ("ddp", "ranks"),
         ("ddp", "spawned"),
-        ("ddp, long evaluation", "ranks"),
         ("fsdp", "ranks"),
         ("own", "ranks"),
         ("average at the end", "ranks"),
@@ -64,3 +63,32 @@ def test_a_program_is_not_judged(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "paceline", "run", "-p", "2", "--no-python", "hostname"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert "the ranks exchanged" not in done.stderr
+
+
+LONG_EVALUATION = """
+import os, torch, torch.distributed as dist
+from paceline.agent.gradient_watch import GradientWatch, SOURCE
+reading, writing = os.pipe()
+watch = GradientWatch(os.getpid(), writing, SOURCE)
+watch.install()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters())
+model(torch.ones(4, 2)).sum().backward()
+dist.all_reduce(model.weight.grad)
+optimizer.step()
+for _ in range(2100):  # more than torch's recorder keeps
+    dist.all_reduce(torch.ones(1))
+watch.tell()
+os.set_blocking(reading, False)
+try:
+    print(os.read(reading, 1000))
+except BlockingIOError:
+    print("silent")
+"""
+
+
+def test_an_exchange_is_remembered_through_a_long_evaluation() -> None:
+    argv = [sys.executable, "-c", LONG_EVALUATION]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "silent\n"

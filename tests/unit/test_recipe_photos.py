@@ -232,7 +232,9 @@ print(json.dumps({
 
 def test_parquet_whose_columns_are_named_as_in_tars(tmp_path: Path) -> None:
     """What ``ShardedDataset`` reads of such folders, the recipes read as well."""
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    why = "not run: pyarrow is not installed"
+    arrow = pytest.importorskip("pyarrow", reason=why)
+    parquet = pytest.importorskip("pyarrow.parquet", reason=why)
     packed, folders = [*samples(20)], [tmp_path / "photos", tmp_path / "texts"]
     texts = {"txt": [f"text {number}" for number in range(9)], "cls": [0, 1, 2] * 3}
     photo = {name: [one[name] for one in packed] for name in ("png", "cls")}

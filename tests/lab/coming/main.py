@@ -1,7 +1,8 @@
 """Meets as pytorch/examples' imagenet/main.py does, without its data, models and torchvision.
 
 The same options with the same defaults, the multicast address and nccl included, so that a command
-line that lacks one fails here, too. It spawns two ranks a node, as on a machine with two GPUs.
+line that lacks one fails here, too. It spawns two ranks a node, as on a machine with two GPUs, and
+trains, as that does on CPUs, without wrapping the model.
 """
 
 import argparse
@@ -21,6 +22,11 @@ def worker(local: int, options: argparse.Namespace) -> None:
     dist.init_process_group(
         options.dist_backend, init_method=options.dist_url, world_size=options.world_size, rank=rank
     )
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
     total = torch.ones(1)
     dist.all_reduce(total)
     os.write(1, b"spawned %d of %d\n" % (rank, total))  # one call: ranks share a pipe

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import SOURCE, Site, project_at
+from launches import SOURCE, TEST_LIMIT_S, Site, eventually, project_at
 
 pytestmark = pytest.mark.lab
 
@@ -31,6 +34,13 @@ def kept(site: Site) -> list[str]:
                   for path in (cache / folder).glob("*"))  # fmt: skip
 
 
+def typed(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "paceline", *words, "--ssh-config", str(site.lab.ssh_config)]
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    return subprocess.run(argv, cwd=site.project, env=env, capture_output=True, text=True,
+                          timeout=TEST_LIMIT_S, check=False)  # fmt: skip
+
+
 def test_shipped_code_runs_start_after_start(site: Site) -> None:
     for _ in range(4):
         ended = site.run("--no-torch", "end.py", "write")
@@ -47,7 +57,40 @@ def test_a_training_starts_again_after_a_failure(site: Site) -> None:
     assert kept(site) == []
 
 
+def test_data_come_once_for_all_hosts(site: Site, tmp_path: Path) -> None:
+    photos = tmp_path / "photos"
+    (photos / "cats").mkdir(parents=True)
+    for number in range(20):
+        (photos / "cats" / f"{number}.png").write_bytes(b"%d" % number)
+    (photos / "big.tar").write_bytes(bytes(3 << 20))
+    (tmp_path / "see.py").write_text(
+        "import os, pathlib\nroot = pathlib.Path(os.environ['PACELINE_DATA_DIR'])\n"
+        "print(sum(path.stat().st_size for path in root.rglob('*') if path.is_file()))\n"
+    )
+    for sent in (True, False):
+        ended = site.run("--no-torch", "--data", str(photos), "see.py", cwd=tmp_path)
+        assert ended.code == 0, ended.err
+        assert [ended.lines(rank) for rank in range(3)] == [[str((3 << 20) + 30)]] * 3
+        assert ("sending data: 0 of 4 MiB" in ended.err) == sent
+    assert kept(site) == []
+
+
+def test_a_detached_run_comes_home(site: Site) -> None:
+    left = site.run("--detach", "--no-torch", "end.py", "write")
+    assert left.code == 0, left.err
+    home = typed(site, "attach", str(left.directory))
+    assert home.returncode == 0, home.stderr
+    result = json.loads((left.directory / "result.json").read_text())
+    assert result["exit_code"] == 0
+    for rank, host in enumerate(site.lab.names):
+        assert list((left.directory / "files" / host).glob("*.txt")) == [
+            left.directory / "files" / host / f"result-{rank}.txt"
+        ]
+    assert eventually(lambda: kept(site) == [])
+    assert list((site.lab.home("n1") / ".cache/paceline/detached").iterdir()) == []
+
+
 def test_the_check_ships_its_package(site: Site) -> None:
-    done = subprocess.run(site.argv(verb="check"), cwd=site.project, capture_output=True,
-                          env={**os.environ, "PYTHONPATH": str(SOURCE)}, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+    done = typed(site, "check", "-H", str(site.lab.hostfile))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert kept(site) == []

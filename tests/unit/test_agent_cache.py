@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,35 @@ def test_a_sound_cache_is_used(folder: Path, own: Callable[[int], Path], user: i
     assert boot(base, folder, user) == "have"
     assert boot(base, folder, user) == "have"  # with what Python compiled, too
     assert list((folder / "tmp").iterdir()) == []
+
+
+def test_what_another_agent_compiles_at_this_moment_is_no_damage(
+    folder: Path, own: Callable[[int], Path]
+) -> None:
+    """Agents of several hosts with one home directory start at the same time."""
+    base = own(os.getuid())
+    code = cache_of(base)
+    subprocess.run([PYTHON, "-m", "compileall", "-q", str(code)], check=True)
+    (compiled,) = (code / "paceline_agent/__pycache__").glob("server.*.pyc")
+    compiled.with_name(f"{compiled.name}.139876543210").write_bytes(compiled.read_bytes()[:900])
+    before = code.stat().st_ino
+    assert boot(base, folder, os.getuid()) == "have"
+    assert code.stat().st_ino == before
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_agents_that_start_at_once_fill_one_cache(
+    folder: Path, own: Callable[[int], Path], broken: bool
+) -> None:
+    base = folder / "cache"
+    if broken:
+        base = own(os.getuid())
+        truncate(cache_of(base))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda _: boot(base, folder, os.getuid()), range(6)))
+    assert [path.name for path in cache_of(base).parent.iterdir()] == [agent_code().digest]
+    assert list((folder / "tmp").iterdir()) == []  # where it is kept if it cannot be in the cache
+    assert boot(base, folder, os.getuid()) == "have"
 
 
 @pytest.mark.parametrize("harm", [truncate, change, add_module, add_binary, remove_one, empty,

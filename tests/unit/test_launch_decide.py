@@ -12,7 +12,7 @@ import pytest
 
 from paceline.launch import decide, view
 from paceline.launch.decide import Found, Place, Supplies
-from paceline.launch.entry import entry_argv
+from paceline.launch.entry import entry_argv, local_rank_flag
 from paceline.launch.prepare import Request, names_of
 from paceline.recipes.data import on_this_host
 from paceline.remote.network import NodeNetwork
@@ -387,6 +387,10 @@ def test_what_differs_between_hosts_is_said() -> None:
     [
         (Entry("script", "t.py", ("x",)), ["/py", "t.py", "x"]),
         (Entry("module", "a.b", ("x",)), ["/py", "-m", "a.b", "x"]),
+        (
+            Entry("script", "t.py", ("x",), local_rank_flag="--local_rank"),
+            ["/py", "t.py", "--local_rank=LOCAL_RANK", "x"],
+        ),
         (Entry("binary", "hostname"), ["hostname"]),
     ],
 )
@@ -565,3 +569,21 @@ def test_ranks_are_told_the_names_of_all_hosts(
     hosts, there = (tuple(map(Host, text.split())) for text in (described, came))
     request = Request(job(), hosts, cast(Transport, None), among=tuple(among.split()))
     assert names_of(request, there) == tuple(names.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        ('parser.add_argument("--local_rank")', "--local_rank"),
+        ('parser.add_argument("--local-rank")', "--local-rank"),
+        ('parser.add_argument("--local-rank", "--local_rank")', "--local_rank"),
+        ("", "--local_rank"),
+    ],
+)
+def test_the_option_for_the_local_rank_is_spelt_as_in_the_script(
+    text: str, flag: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert local_rank_flag(str(script)) == flag
+    assert local_rank_flag("a.module") == "--local_rank"

@@ -40,8 +40,9 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int,
     """Makes this fork the rank ``rank``; returns what is left to do.
 
     Args:
-        request: ``entry`` ({"kind", "target", "args"}), ``workdir``, ``env`` of the node, ``login``
-            (what the login brought: ``env``, ``umask``; the server may be of an earlier one).
+        request: ``entry`` ({"kind", "target", "args"}, perhaps "local_rank_flag"), ``workdir``,
+            ``env`` of the node, ``login`` (what the login brought: ``env``, ``umask``; the server
+            may be of an earlier one).
         rank: ``local_rank``, ``env``, ``cpus`` (may be empty).
         out, err, events: Write ends of the rank's pipes.
         control: Read end of the pipe by which the rank is told.
@@ -126,7 +127,7 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.HELD)  # it is a rank now
         os.chdir(workdir)
         if entry["kind"] == "binary":
-            return _execute([entry["target"], *entry["args"]])
+            return _execute([entry["target"], *_arguments(entry)])
         if entry["kind"] == "function":
             from .call import Call  # here, for scripts need none of it
 
@@ -152,6 +153,11 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
     return 0
 
 
+def _arguments(entry: Message) -> List[str]:
+    flag = entry.get("local_rank_flag")
+    return ["%s=%s" % (flag, os.environ["LOCAL_RANK"])] * bool(flag) + list(entry["args"])
+
+
 def _execute(argv: List[str]) -> int:
     """Becomes the program; what it is told in ``os.environ`` goes along."""
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
@@ -164,7 +170,7 @@ def _execute(argv: List[str]) -> int:
 
 
 def _run_python(entry: Message, call: Any = None) -> None:
-    target, args = entry["target"], entry["args"]
+    target, args = entry["target"], _arguments(entry)
     master.follow_plan(_source(entry) if call is None else call.source)
     _forget_agent()
     _fresh_randomness()

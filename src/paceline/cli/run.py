@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -11,7 +12,7 @@ from paceline.cli.flags import NO_TORCH
 from paceline.cli.launch import job_of, launch, launch_options, prepare
 from paceline.cli.sources import as_settings
 from paceline.cli.verb import Verb
-from paceline.launch.entry import entry_of, opens_store, preload_of
+from paceline.launch.entry import entry_of, local_rank_flag, opens_store, preload_of
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Data
 
@@ -29,19 +30,26 @@ from paceline.spec.job import Data
     help="A folder of data that hosts get where they lack it: only what"
     " changed is sent. Ranks find it as $PACELINE_DATA_DIR, or as an argument.",
 )
+@click.option(
+    "--pass-local-rank",
+    is_flag=True,
+    help="Also pass --local_rank=N, as DeepSpeed does.",
+)
 @click.option("--any-world", is_flag=True, help="Accept a world other than the planned one.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: bool,
             no_python: bool, no_torch: bool, any_world: bool, data: Path | None,
-            **_: object) -> None:  # fmt: skip
+            pass_local_rank: bool, **_: object) -> None:  # fmt: skip
     """Run SCRIPT with ARGS on every host, as torchrun would, with one command typed here.
 
     Options for paceline stand before SCRIPT; all that follows it goes to the script untouched.
     """
     cluster, via = prepare(ctx)
     entry = entry_of(script, args, module=module, no_python=no_python)
+    if pass_local_rank:
+        entry = replace(entry, local_rank_flag=local_rank_flag(script))
     torch = not (no_torch or no_python)
     asked = {"--any-world": any_world, "--backend": ctx.params["backend"]}
     for flag in (flag for flag, value in asked.items() if value and not torch):

@@ -41,6 +41,7 @@ REFUSED_FLAGS = {
     "--run-path": "Leave it out, and give the path of the script",
     "--virtual-local-rank": "Leave it out: LOCAL_RANK counts the ranks of a node",
     "--use-env": "Leave it out: LOCAL_RANK stands in the environment",
+    "--use_env": "Leave it out: LOCAL_RANK stands in the environment",
 }
 STORES = ("c10d", "static")  # torch's own store: the one that there is
 

@@ -30,14 +30,30 @@ def entry_of(script: str, args: tuple[str, ...], *, module: bool = False,
     return Entry("script", script, args)
 
 
-def entry_argv(entry: Entry, python: str) -> list[str]:
+def local_rank_flag(script: str) -> str:
+    """How a script spells the option for its local rank, by its text.
+
+    ``torch.distributed.launch`` passes ``--local-rank``, its older versions and DeepSpeed
+    ``--local_rank``.
+    """
+    try:
+        text = Path(script).read_bytes()
+    except OSError:
+        return "--local_rank"
+    return "--local-rank" if b"--local-rank" in text and b"--local_rank" not in text else (
+        "--local_rank"
+    )  # fmt: skip
+
+
+def entry_argv(entry: Entry, python: str, local_rank: int | str = "LOCAL_RANK") -> list[str]:
     """The command that a rank amounts to."""
+    flag = [f"{entry.local_rank_flag}={local_rank}"] if entry.local_rank_flag else []
     if entry.kind == "binary":
-        return [entry.target, *entry.args]
+        return [entry.target, *flag, *entry.args]
     if entry.kind == "function":
         return [python, entry.target]
-    flag = ["-m"] if entry.kind == "module" else []
-    return [python, *flag, entry.target, *entry.args]
+    module = ["-m"] if entry.kind == "module" else []
+    return [python, *module, entry.target, *flag, *entry.args]
 
 
 def opens_store(entry: Entry) -> bool:

@@ -26,7 +26,8 @@ def rank_command(plan: Plan, node: NodePlan, rank: RankPlan) -> list[str]:
     env |= {k: v for k, v in plan.rank_env(node, rank).items() if k not in _NOT_BY_HAND}
     binding = ["taskset", "-c", ",".join(map(str, rank.cpus))] if rank.cpus else []
     assignments = [f"{name}={value}" for name, value in env.items()]
-    return ["env", "-C", node.workdir, *assignments, *binding, *entry_argv(node.entry, node.python)]
+    command = entry_argv(node.entry, node.python, rank.local_rank)
+    return ["env", "-C", node.workdir, *assignments, *binding, *command]
 
 
 def describe(plan: Plan) -> str:

@@ -43,12 +43,15 @@ class Entry:
         target: Path, module name, name of the function, or program name.
         args: Its arguments, as typed; of a function, folders from which modules are imported.
         sha256: Of a function: hash of the file that it travels in, in hexadecimal.
+        local_rank_flag: Option by which each rank is also given its local rank, before the other
+            arguments; empty for none.
     """
 
     kind: EntryKind
     target: str
     args: tuple[str, ...] = ()
     sha256: str = ""
+    local_rank_flag: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,7 +203,9 @@ class Plan:
 
 def entry_json(entry: Entry) -> dict[str, Any]:
     """An entry in ``plan.json``, and on the wire."""
-    said = {"kind": entry.kind, "target": entry.target, "args": list(entry.args)}
+    said: dict[str, Any] = {"kind": entry.kind, "target": entry.target, "args": list(entry.args)}
+    if entry.local_rank_flag:
+        said["local_rank_flag"] = entry.local_rank_flag
     return {**said, "sha256": entry.sha256} if entry.kind == "function" else said
 
 

@@ -86,6 +86,10 @@ def test_any_order(site: Site, order: tuple[str, str]) -> None:
     places = [done["n1"].said(rank)["place"] for rank in range(4)]
     assert [place["PACELINE_HOST"] for place in places] == ["n1", "n1", "n2", "n2"]
     assert done["n2"].out == ""
+    assert done["n2"].err.splitlines() == [
+        "paceline: joined n1 as node 1 of 2; output is shown there",
+        "paceline: the job finished; its logs are on n1",
+    ]
 
 
 def test_interrupted_on_the_other_node(site: Site) -> None:

@@ -171,14 +171,26 @@ def serve(endpoint: Endpoint, words: Sequence[str], python: str) -> int:
         status = caller.dial(list(addresses), endpoint.key, mine, deadline)
     except (OSError, caller.Refused) as error:
         raise not_met(endpoint, str(error)) from None
+    _say(f"joined {endpoint.host} as {_place(endpoint)}; output is shown there")
     with status:
         agent = _start_agent(endpoint, addresses, about)
         try:
-            return _wait(status, agent, lambda: caller.dial(
+            exit_code = _wait(status, agent, lambda: caller.dial(
                 list(addresses), endpoint.key, mine, time.monotonic()
             ))  # fmt: skip
         finally:
             _end(agent)
+    ended = f"failed with exit status {exit_code}" if exit_code else "finished"
+    _say(f"the job {ended}; its logs are on {endpoint.host}")
+    return exit_code
+
+
+def _place(endpoint: Endpoint) -> str:
+    """This node's rank among the nodes, which of several the first node chooses."""
+    place = 1 if endpoint.nodes == 2 else endpoint.place
+    return (
+        f"one of {endpoint.nodes} nodes" if place is None else f"node {place} of {endpoint.nodes}"
+    )
 
 
 def not_met(endpoint: Endpoint, why: str) -> ConnectError:

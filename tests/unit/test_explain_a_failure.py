@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from paceline.explain.rules import killed
 from paceline.spec.errors import SettingError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result
+from paceline.spec.job import Entry, Job
+
+JOB = Job("train", Entry("script", "train.py"), "/", "python3")
 
 
 def test_a_slow_rule_does_not_hold_the_end(
@@ -43,11 +47,12 @@ def test_ctrl_c_in_the_explanation_leaves_the_exit_status_to_us(
 
 def test_a_refusal_is_explained_where_it_belongs(tmp_path: Path) -> None:
     """Into the run directory, without secrets; and not into that of another run."""
+    job = replace(JOB, report=False)
 
     def refused() -> None:
         with (
             pytest.raises(SettingError),
-            launch.explained(tmp_path, ["hunter2-hunter2"]),
+            launch.refusals_recorded(job, tmp_path, ["hunter2-hunter2"], is_fresh=False),
         ):
             raise SettingError("no hunter2-hunter2 here", remedy="look elsewhere")
 
@@ -60,6 +65,22 @@ def test_a_refusal_is_explained_where_it_belongs(tmp_path: Path) -> None:
     (found,) = json.loads(findings.read_text())["findings"]
     assert found["check"] == "explain/not-started"
     assert found["message"] == "no [secret] here"
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_refused_start_leaves_no_folder_that_nobody_named(tmp_path: Path, planned: bool) -> None:
+    run_dir = tmp_path / "runs" / "train-1"
+    run_dir.mkdir(parents=True)
+    (run_dir / "hosts.json").touch()
+    if planned:  # it failed later, and its logs may say why
+        (run_dir / "plan.json").touch()
+    with (
+        pytest.raises(SettingError),
+        launch.refusals_recorded(replace(JOB, report=False), run_dir, [], is_fresh=True),
+    ):
+        raise SettingError("no such interface")
+    assert (run_dir / "findings.json").exists() == planned
+    assert (tmp_path / "runs").exists() == planned
 
 
 def test_the_explanation_needs_no_file_of_the_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -30,7 +31,7 @@ from paceline.spec.events import Event
 from paceline.spec.failure import HERE, Failure, Result
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Job
-from paceline.spec.rundir import DEBUG, DEFAULT_PARENT, FORECAST, REPORT
+from paceline.spec.rundir import DEBUG, DEFAULT_PARENT, FORECAST, PLAN, REPORT
 from paceline.spec.settings import TOML_NAME, Setting, Source
 from paceline.spec.terminal import for_reader, wrapped
 
@@ -253,7 +254,8 @@ def launch(
     screen = Screen(ctx.params["show"], look=ctx.params["screen"])
     return carry_out(job, cluster, via.transport, screen, run_dir=run_dir, parent=parent,
                      package=package, inspect=inspect, after=after,
-                     keep_warm_s=ctx.params["keep_warm"])  # fmt: skip
+                     keep_warm_s=ctx.params["keep_warm"],
+                     is_fresh=ctx.params["run_dir"] is None)  # fmt: skip
 
 
 def carry_out(
@@ -269,6 +271,7 @@ def carry_out(
     after: Callable[[Path], None] | None = None,
     keep_warm_s: float = 0.0,
     left: Left | None = None,
+    is_fresh: bool = False,
 ) -> int:
     """Runs a job and says how it ended; its exit status.
 
@@ -276,13 +279,14 @@ def carry_out(
         job, cluster, transport, screen, run_dir, parent, package, inspect, keep_warm_s, left: As
             ``run_job`` takes them.
         after: Called with the run directory once the job has ended well.
+        is_fresh: Nobody named the run directory: it goes again if there is not even a plan.
     """
     from paceline.launch.launcher import run_job, secrets_of
     from paceline.schedulers.submission import typed_for
 
     secrets = secrets_of(job, cluster)
     with told(job, run_dir.absolute(), secrets, screen) as end:
-        with reported(job, run_dir), explained(run_dir, secrets):
+        with refusals_recorded(job, run_dir, secrets, is_fresh=is_fresh):
             outcome = run_job(job, cluster, transport, screen, run_dir=run_dir, parent=parent,
                               package=package, inspect=inspect, keep_warm_s=keep_warm_s,
                               left=left)  # fmt: skip
@@ -397,17 +401,25 @@ def show_plan(job: Job, cluster: Cluster, transport: Transport, *, as_json: bool
 
 
 @contextlib.contextmanager
-def explained(run_dir: Path, secrets: Sequence[str]) -> Iterator[None]:
-    """Writes down why a job could not be started; the error itself is shown by others."""
+def refusals_recorded(job: Job, run_dir: Path, secrets: Sequence[str], *,
+                      is_fresh: bool) -> Iterator[None]:  # fmt: skip
+    """Writes down why a job could not be started, with a page; the error is shown by others."""
     from paceline.rundir.directory import Redactor
     from paceline.rundir.ownership import read_owner
 
     try:
         yield
     except PacelineError as error:
-        if read_owner(run_dir) is None:  # else it is in use by another run
-            told = Redactor(secrets).text(error.render())
-            explain_run(run_dir, Result(error.exit_code, error=told), (), shown=False)
+        if read_owner(run_dir) is not None:  # it is in use by another run
+            raise
+        if is_fresh and not (run_dir / PLAN).exists():
+            shutil.rmtree(run_dir, ignore_errors=True)
+            with contextlib.suppress(OSError):  # other runs are in it
+                run_dir.parent.rmdir()
+        else:
+            text = Redactor(secrets).text(error.render())
+            explain_run(run_dir, Result(error.exit_code, error=text), (), shown=False)
+            report_run(job, run_dir)
         raise
 
 
@@ -429,16 +441,6 @@ def explain_run(run_dir: Path, result: Result, events: tuple[Event, ...],
             text = f"paceline: to look for the cause: paceline explain {short(run_dir)}"
         if shown and text:
             say(for_reader(text, sys.stderr), err=True)
-
-
-@contextlib.contextmanager
-def reported(job: Job, run_dir: Path) -> Iterator[None]:
-    """Writes the page of a run also when it could not be started."""
-    try:
-        yield
-    except PacelineError:
-        report_run(job, run_dir)
-        raise
 
 
 def report_run(job: Job, run_dir: Path) -> None:

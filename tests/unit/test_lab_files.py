@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from pathlib import Path
 
 from lab_plans import plan
 
 from paceline.hosts.lab import Layout
-from paceline.lab import engine, files, host, network
+from paceline.lab import engine, enter, files, host, network
 from paceline.lab.processes import Process, of_host, parse_connected, parse_listeners
 
 LAYOUT = Layout(Path("/tmp/paceline-lab-0/test"))
@@ -139,3 +141,16 @@ def test_kind_of_file_system() -> None:
     line = "36 35 0:42 / /small rw shared:1 - tmpfs tmpfs rw\n"
     assert engine.kind_of(os.makedev(0, 42), line) == "tmpfs"
     assert engine.kind_of(os.makedev(0, 43), line) == "unknown"
+
+
+def test_a_signal_for_a_command_that_has_just_ended_is_no_error() -> None:
+    """``timeout`` signals the process that it started, and then its whole group."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        enter._pass_signals(ended.pid)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number in (*enter._PASSED_ON, *enter._FROM_TERMINAL):
+            signal.signal(number, handlers[number])

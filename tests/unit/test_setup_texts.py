@@ -7,9 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.cli import setup
 from paceline.remote.openssh import SshOptions
 from paceline.setup import keys, lines, login
 from paceline.setup.journal import Journal, take_back, without_lines, write_file
@@ -205,3 +207,12 @@ def test_nothing_to_do_is_said_only_where_it_is_so(capsys: pytest.CaptureFixture
     assert "nothing to do" not in refused
     assert "nothing can be done yet for n9: see above" in refused
     assert "to do, but for n9:\n  a step\n" in said([lost], ["a step"])
+
+
+def test_mounts_take_an_owner_for_cifs_and_say_what_kind_is() -> None:
+    words = ["--kind", "cifs", "--server", "nas", "--path", "data", "--at", "/mnt", "--user", "me"]
+    done = CliRunner().invoke(setup.mounts, [*words, "--uid", "1000", "--gid", "0"])
+    assert ",uid=1000,gid=0," in done.output
+    done = CliRunner().invoke(setup.mounts, ["--kind", "nfs", *words[2:8], "--uid", "1000"])
+    assert "are for cifs" in str(done.exception)
+    assert "Kind of server" in CliRunner().invoke(setup.mounts, ["--help"]).output

@@ -11,6 +11,7 @@ command dies with this process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -151,7 +152,8 @@ def _environment() -> dict[str, str]:
 
 def _pass_signals(child: int) -> None:
     def forward(number: int, _frame: FrameType | None) -> None:
-        os.kill(child, number)
+        with contextlib.suppress(ProcessLookupError):  # timeout(1) signals twice: it may be gone
+            os.kill(child, number)
 
     for number in _PASSED_ON:
         signal.signal(number, forward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,17 @@ from paceline.bench.bandwidth import (
     sizes,
     text,
 )
-from paceline.bench.ways import Place, Ways, partner, slot_rate, turns, verdict, wires
+from paceline.bench.ways import (
+    Pair,
+    Place,
+    Ways,
+    partner,
+    settled_rates,
+    slot_rate,
+    turns,
+    verdict,
+    wires,
+)
 from paceline.cli.bench_collectives import Found, conclusion, hosts_of, judge, limits
 from paceline.report.heatmap import svg
 from paceline.spec.errors import SettingError
@@ -162,6 +173,30 @@ def test_the_slow_host_or_way_is_named(found: Ways, said: list[str]) -> None:
     for words, start in zip(told, said, strict=True):
         assert words.startswith(start)
     assert Ways.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(("second", "slow"), [(0.9e9, 0), (0.2e9, 1)])
+def test_a_way_counts_as_slow_only_when_it_stays_slow(second: float, slow: int) -> None:
+    """A busy host slows one short measurement of a sound way."""
+    asked: list[Collection[Pair] | None] = []
+
+    def measure(pairs: Collection[Pair] | None) -> dict[Pair, float]:
+        asked.append(pairs)
+        if pairs is None:
+            return {("n1", "n2"): 0.3e9, ("n2", "n1"): 1e9}
+        return {("n1", "n2"): second, ("n2", "n1"): 0.1e9}
+
+    rates = settled_rates(measure, 2)
+    assert rates["n2", "n1"] == 1e9
+    assert asked[:2] == [None, [("n1", "n2")]]
+    assert len(verdict(Ways((), rates))) == slow
+
+
+def test_more_than_the_rate_of_tcp_is_no_share_of_it() -> None:
+    rows = (row("all_reduce", 3_000_000, "float", "sum", 0, 2, 1.0, 0),)
+    found = Found(rows, {"ranks": 2, "nodes": 2, "backend": "gloo"}, {("n1", "n2"): 50e6})
+    assert "%" not in conclusion(found, [])
+    assert "more than TCP reached" in conclusion(found, [])
 
 
 def test_what_tcp_has_said_already_is_not_said_again() -> None:

@@ -8,10 +8,12 @@ copies its own memory at half the others' pace; else a way is.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
+Pair: TypeAlias = tuple[Any, Any]  # from, to: names of hosts, or their numbers
+MOST_REPEATS = 3
 SLOW_SHARE = 0.5  # of what is usual
 ENCODED = {
     2.5: 0.8,
@@ -86,6 +88,36 @@ def turns(nodes: int) -> int:
     return 0 if nodes < 2 else nodes - 1 + nodes % 2
 
 
+def settled_rates(measure: Callable[[Collection[Pair] | None], Mapping[Pair, float]],
+                  most_repeats: int = MOST_REPEATS) -> dict[Pair, float]:  # fmt: skip
+    """The best rate of each way; one that looks slow is measured again, for a host may be busy.
+
+    Args:
+        measure: Measures these ways once, or all of them.
+        most_repeats: How often slow ways are measured again.
+    """
+    rates = dict(measure(None))
+    for _ in range(most_repeats):
+        slow = slow_pairs(rates)
+        if not slow:
+            break
+        for pair, rate in measure(slow).items():
+            rates[pair] = max(rate, rates.get(pair, 0.0))
+    return rates
+
+
+def slow_pairs(rates: Mapping[Pair, float]) -> list[Pair]:
+    """The ways between hosts that carry less than half of what is usual."""
+    between = {pair: rate for pair, rate in rates.items() if pair[0] != pair[1]}
+    usual = _usual(between)
+    return [pair for pair, rate in between.items() if rate < SLOW_SHARE * usual]
+
+
+def _usual(rates: Mapping[Pair, float]) -> float:
+    """The median, of two ways the better one."""
+    return sorted(rates.values())[len(rates) // 2] if rates else 0.0
+
+
 def verdict(ways: Ways, known: Sequence[str] = ()) -> tuple[str, ...]:
     """The slow hosts and ways, in words.
 
@@ -132,12 +164,12 @@ def _slow_copies(ways: Ways, known: Sequence[str]) -> list[str]:
 
 
 def _slow_ways(ways: Ways, known: Sequence[str]) -> list[str]:
-    rates = ways.between
-    usual = sorted(rates.values())[len(rates) // 2] if rates else 0.0
+    usual = _usual(ways.between)
     return [
-        f"the way {source}→{target} is slow: {shown(rate)}, usual is {shown(usual)}"
-        for (source, target), rate in rates.items()
-        if rate < SLOW_SHARE * usual and not {source, target} & set(known)
+        f"the way {source}→{target} is slow: {shown(ways.rates[source, target])}, "
+        f"usual is {shown(usual)}"
+        for source, target in slow_pairs(ways.rates)
+        if not {source, target} & set(known)
     ]
 
 

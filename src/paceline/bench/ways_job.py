@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline.bench.ways import Place, Ways, partner, turns
+from paceline.bench.ways import Place, Ways, partner, settled_rates, turns
 from paceline.spec import jobenv
 
 COPIED = 32 << 20  # bytes of a copy
@@ -36,14 +37,8 @@ def measure(device: torch.device) -> Ways:
     nodes = [by_node[node] for node in sorted(by_node)]
     names = [told[ranks[0]]["host"] for ranks in nodes]
     places = tuple(_place([told[rank] for rank in ranks]) for ranks in nodes)
-    table = _rates(nodes, device)
-    rates = {
-        (names[one], names[other]): float(table[one, other])
-        for one in range(len(nodes))
-        for other in range(len(nodes))
-        if table[one, other] > 0
-    }
-    return Ways(places, rates)
+    rates = settled_rates(lambda pairs: _rates(nodes, device, pairs))
+    return Ways(places, {(names[one], names[other]): rate for (one, other), rate in rates.items()})
 
 
 def gather(mine: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
@@ -113,22 +108,34 @@ def _place(told: list[dict[str, Any]]) -> Place:
     return Place(first["host"], first["device"], copy, bus, first["slot"])
 
 
-def _rates(nodes: list[list[int]], device: torch.device) -> torch.Tensor:
-    """Bytes a second from node to node; on the diagonal between the first two ranks of one."""
+def _rates(nodes: list[list[int]], device: torch.device,
+           pairs: Collection[tuple[int, int]] | None) -> dict[tuple[int, int], float]:  # fmt: skip
+    """Bytes a second from node to node, known to all ranks; all of them call this.
+
+    Args:
+        nodes: Ranks of each node.
+        device: Where the buffers lie.
+        pairs: Which ways, each with its way back; ``None`` for all, and those between the first two
+            ranks of a node.
+    """
     table = torch.zeros(len(nodes), len(nodes), dtype=torch.float64, device=device)
     me = dist.get_rank()
-    for at, ranks in enumerate(nodes):
+    for at, ranks in enumerate(nodes if pairs is None else ()):
         if len(ranks) > 1 and me in ranks[:2]:
             _both_ways(table, (at, ranks[0]), (at, ranks[1]), device)
     mine = next((at for at, ranks in enumerate(nodes) if ranks[0] == me), None)
     for turn in range(min(turns(len(nodes)), MOST_TURNS)):
         dist.barrier()
         other = None if mine is None else partner(mine, turn, len(nodes))
-        if mine is not None and other is not None:
-            one, two = sorted((mine, other))
+        if mine is None or other is None:
+            continue
+        one, two = sorted((mine, other))
+        if pairs is None or (one, two) in pairs or (two, one) in pairs:
             _both_ways(table, (one, nodes[one][0]), (two, nodes[two][0]), device)
     dist.all_reduce(table)
-    return table.cpu()
+    count = range(len(nodes))
+    rates = {(one, other): float(table[one, other]) for one in count for other in count}
+    return {pair: rate for pair, rate in rates.items() if rate > 0}
 
 
 def _both_ways(table: torch.Tensor, one: tuple[int, int], other: tuple[int, int],

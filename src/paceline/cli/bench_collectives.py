@@ -218,7 +218,10 @@ def measure_links(ctx: click.Context, cluster: Cluster, via: Via) -> Links:
     ssh = SshOptions(ctx.params["ssh_config"], ctx.params["accept_new_host_keys"])
     scene = asyncio.run(_examine(ctx, cluster, ssh))
     pairs = (scene.evidence.get("link") or {}).get("pairs", [])
-    rates = {(p["source"], p["target"]): bits(p) for p in pairs if "bytes" in p}
+    rates: dict[tuple[str, str], float] = {}
+    for pair in (pair for pair in pairs if "bytes" in pair):  # some were measured several times
+        way = (pair["source"], pair["target"])
+        rates[way] = max(bits(pair), rates.get(way, 0.0))
     slow = judge_link(scene) if pairs else []
     words = {host: one.message for one in slow if one.outcome != "pass" for host in one.hosts}
     second = asyncio.run(_second_opinion(scene, ssh, rates)) if rates else None
@@ -328,6 +331,12 @@ def judge(found: Found, min_busbw: float | None, min_share: float | None) -> lis
     return problems
 
 
+_ABOVE_TCP = (
+    ", more than TCP reached alone on the slowest link: that measurement was disturbed, "
+    "or the backend does not use TCP"
+)
+
+
 def conclusion(found: Found, problems: Sequence[str]) -> str:
     """The first line."""
     if problems:
@@ -339,7 +348,8 @@ def conclusion(found: Found, problems: Sequence[str]) -> str:
     if best:
         text += f": all_reduce {best:.3f} GB/s on the bus"
     if best and found.links and int(found.about["ranks"]) == int(found.about["nodes"]):
-        text += f", {bandwidth.share(best, slowest(found)):.0%} of the slowest link's TCP rate"
+        share = bandwidth.share(best, slowest(found))
+        text += f", {share:.0%} of the slowest link's TCP rate" if share <= 1 else _ABOVE_TCP
     return text + "".join(f"; {words}" for words in found.slow)
 
 

@@ -28,6 +28,7 @@ from paceline.agent import (
     probe,
     procs,
     snapshot,
+    survey,
     title,
     vitals,
 )
@@ -641,3 +642,29 @@ def test_a_folder_is_ours_alone(owners: dict[str, int], modes: dict[str, int], a
 
     monkeypatch.setattr(bootstrap.os, "lstat", about)
     assert bootstrap.ours_alone("/home/me") is alone
+
+
+def test_what_a_host_has_of_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher on PATH by its real name, a library of LD_LIBRARY_PATH, wrong variables."""
+    (tmp_path / "mpiexec.hydra").touch(mode=0o755)
+    (tmp_path / "mpiexec").symlink_to("mpiexec.hydra")
+    (tmp_path / "libfabric.so.1").touch()
+    (tmp_path / "intel" / "oneapi").mkdir(parents=True)
+    (tmp_path / "intel" / "oneapi" / "setvars.sh").touch()
+    for name, value in (
+        ("PATH", str(tmp_path)),
+        ("HOME", str(tmp_path)),
+        ("LD_LIBRARY_PATH", str(tmp_path)),
+        ("FI_PROVIDER_PATH", f"{tmp_path}/gone"),
+        ("I_MPI_ROOT", str(tmp_path)),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(survey, "SETVARS", survey.SETVARS[1:])
+    assert survey.mpi() == {
+        "mpiexec": str(tmp_path / "mpiexec.hydra"),
+        "setvars": str(tmp_path / "intel" / "oneapi" / "setvars.sh"),
+        "libfabric": str(tmp_path / "libfabric.so.1"),
+        "missing_folders": {"FI_PROVIDER_PATH": f"{tmp_path}/gone"},
+    }
+    monkeypatch.setenv("PATH", str(tmp_path / "gone"))
+    assert survey.mpi()["mpiexec"] == ""

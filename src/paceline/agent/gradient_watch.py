@@ -204,7 +204,7 @@ def _after_import(callbacks: Dict[str, Callable[[Any], None]]) -> None:
         else:
             missing[name] = callback
     if missing:
-        sys.meta_path.insert(0, _ImportHook(missing))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _ImportHook(missing))
 
 
 def _recorded() -> List[Dict[str, Any]]:

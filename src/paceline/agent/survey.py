@@ -10,6 +10,7 @@ import shutil
 import socket
 import struct
 import subprocess
+import sysconfig
 import threading
 import time
 from pathlib import Path
@@ -352,6 +353,34 @@ def packages() -> Dict[str, str]:
     return found
 
 
+MPI_FOLDERS = ("FI_PROVIDER_PATH", "I_MPI_ROOT", "CCL_ROOT")  # variables
+SETVARS = ("/opt/intel/oneapi/setvars.sh", "~/intel/oneapi/setvars.sh")
+
+
+def mpi() -> Message:
+    """Paths of MPI's launcher, oneAPI's script and libfabric, empty for what is not there."""
+    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    folders += ["/usr/lib/%s" % multiarch, "/usr/lib64", "/usr/lib", "/usr/local/lib"]
+    fabrics = [os.path.join(folder, "libfabric.so.1") for folder in folders if folder]
+    named = {name: os.environ[name] for name in MPI_FOLDERS if os.environ.get(name)}
+    launcher = shutil.which("mpiexec") or shutil.which("mpirun")
+    return {
+        "mpiexec": os.path.realpath(launcher) if launcher else "",
+        "setvars": _first_file([os.path.expanduser(path) for path in SETVARS]),
+        "libfabric": _first_file(fabrics),
+        "missing_folders": {k: v[:1000] for k, v in named.items() if not _has_folder(v)},
+    }
+
+
+def _first_file(paths: List[str]) -> str:
+    return next((path for path in paths if os.path.isfile(path)), "")
+
+
+def _has_folder(paths: str) -> bool:
+    return any(os.path.isdir(path) for path in paths.split(os.pathsep))
+
+
 def execute(request: Message) -> Message:
     """Runs ``argv`` with ``input``; exit status and the last of its output, both streams."""
     done = subprocess.run(
@@ -419,4 +448,5 @@ OPERATIONS: Dict[str, Callable[[Any, Message, bytes], None]] = {
         "vitals", lambda: agent.reply(request, **vitals.counted(request["interfaces"])), request
     ),
     "packages": _answering(lambda request: {"packages": packages()}),
+    "mpi": _answering(lambda request: {"mpi": mpi()}),
 }

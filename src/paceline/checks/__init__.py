@@ -32,6 +32,7 @@ CHECKS: dict[str, tuple[str, Level]] = {
     "memory": ("paceline.checks.memory", "facts"),
     "mtu": ("paceline.checks.mtu", "quick"),
     "packages": ("paceline.checks.packages", "full"),
+    "mpi": ("paceline.checks.mpi", "full"),
     "leftovers": ("paceline.checks.leftovers", "full"),
     "shell": ("paceline.checks.shell", "facts"),
 }

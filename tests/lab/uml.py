@@ -28,17 +28,19 @@ def missing(programs: Sequence[str]) -> str:
     return f"not installed: {', '.join(lacking)}" if lacking else ""
 
 
-def boot(folder: Path, *words: str, memory: str = "1500M", timeout: float = 150) -> dict[str, Any]:
-    """Runs ``shares/inside.py WORDS`` under it; what each trial said.
+def boot(folder: Path, *words: str, program: Path = HERE / "inside.py", memory: str = "1500M",
+         timeout: float = 150) -> dict[str, Any]:  # fmt: skip
+    """Runs a program under it; what each trial said.
 
     Args:
         folder: Empty, for what is made here.
         words: For the program.
+        program: Python's.
         memory: Of the small kernel; it is taken as it is used.
         timeout: Seconds.
     """
     text = (HERE / "boot.sh").read_text()
-    values = {"SOURCE": SOURCE, "PYTHON": sys.executable, "INSIDE": HERE / "inside.py",
+    values = {"SOURCE": SOURCE, "PYTHON": sys.executable, "INSIDE": program,
               "WORDS": " ".join(words)}  # fmt: skip
     for name, value in values.items():
         text = text.replace(f"@{name}@", str(value))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Message = Dict[str, Any]
 ABOUT = "about.json"
 RUN = "run"
+LOG = "supervisor.log"
 FETCHED = "fetched"  # the results are where the run was started
 ENDS_S = 10.0  # for a supervisor whose run is over
 MOST_RUNS = 200
@@ -248,9 +249,14 @@ def _is_over(about: Message) -> bool:
 def _read_from_now(agent: Agent, folder: Path) -> None:
     """As long as this agent lives, and does not say otherwise, the folder stays."""
     if folder.name not in agent.reading:
-        agent.reading[folder.name] = fd = os.open(str(folder), os.O_RDONLY | os.O_DIRECTORY)
-        with contextlib.suppress(OSError):  # a disk without locks
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError):  # there is nothing yet that could be removed
+            agent.reading[folder.name] = fd = _opened_for_locks(folder)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a disk may have none
+
+
+def _opened_for_locks(folder: Path) -> int:
+    """A file of the run that nobody replaces: NFS locks no folders, and nothing open to be read."""
+    return inside.open_file(str(folder), LOG, os.O_RDWR | os.O_CREAT)
 
 
 def let_go(reading: Dict[str, int]) -> None:
@@ -265,15 +271,14 @@ def let_go(reading: Dict[str, int]) -> None:
 
 
 def _is_read(folder: Path) -> bool:
-    fd = os.open(str(folder), os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
+    with contextlib.suppress(OSError):
+        fd = _opened_for_locks(folder)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
     return False
 
 

@@ -206,6 +206,7 @@ def run_folder(agent: Agent, request: Message, _: bytes) -> None:
     def work() -> None:
         if not request.get("own"):
             with contextlib.suppress(OSError):
+                os.listdir(request["path"])  # else a network disk may show new names late
                 token = (Path(request["path"]) / request["token_file"]).read_text()
                 if token == request["token"]:
                     sign = snapshot.SIGN + agent.identity.hex()

@@ -150,6 +150,8 @@ def _make(folder: Path, make: Callable[[Path], None], name: str) -> None:
 def _await(folder: Path) -> None:
     deadline = time.monotonic() + _SECONDS_TO_SEE
     while not folder.exists():
+        with contextlib.suppress(OSError):
+            os.listdir(folder.parent)  # noqa: PTH208 - has a network disk look again
         if time.monotonic() > deadline:
             raise DataError(f"{folder} was made on another node but is not visible here")
         time.sleep(0.1)

@@ -293,3 +293,13 @@ def test_what_was_shown_a_moment_ago_is_not_repeated() -> None:
         screen.note("something else")
     assert not screen.before_eyes("n1", 0)
     screen.close()
+
+
+def test_of_a_progress_bar_only_the_latest_state_is_kept() -> None:
+    lines = Lines()
+    assert lines.feed(b"\rstep 0", 0.0) == [b"step 0"]
+    for step in range(1, 20_000):
+        assert lines.feed(b"\rstep %d" % step, 1.0) == []
+    assert lines.rest() == [b"step 19999"]
+    assert lines.feed(b"step 1\r", 2.0) + lines.feed(b"step 2\r", 3.0) == []
+    assert lines.rest() == [b"step 2"]

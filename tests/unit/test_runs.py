@@ -96,12 +96,23 @@ def test_logs_of_a_host_and_the_last_lines() -> None:
     (folder / "logs" / "n2").mkdir()
     (folder / "logs" / "n1" / "0.log").write_text("a\nb\nc\n")
     (folder / "logs" / "n2" / "1.log").write_text("d\ne")
-    assert call("logs", "--tail", "1").output.splitlines() == ["[n1/0] c"]
-    assert call("logs", "-n", "2").output.splitlines() == ["[n1/0] b", "[n1/0] c", "[n2/1] d"]
-    assert call("logs", "--host", "n2").output.splitlines() == ["[n2/1] d"]
+    assert call("logs", "--tail", "1").output.splitlines() == ["[n1/0] c", "[n2/1] e"]
+    last = ["[n1/0] b", "[n1/0] c", "[n2/1] d", "[n2/1] e"]
+    assert call("logs", "-n", "2").output.splitlines() == last
+    assert call("logs", "--host", "n2").output.splitlines() == last[2:]
     refused = call("logs", "--host", "n3")
     assert isinstance(refused.exception, SettingError)
     assert "n1/0, n2/1" in refused.exception.found
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_progress_bar_is_one_line(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr("paceline.cli.logs.PIECE", size)
+    folder = make("one")
+    bar = "".join(f"\rstep {step}/300" for step in range(300))
+    (folder / "logs" / "n1" / "0.log").write_text(f"begins\n{bar}")
+    assert call("logs").output.splitlines() == ["[n1/0] begins", "[n1/0] step 299/300"]
+    assert call("logs", "--tail", "1").output.splitlines() == ["[n1/0] step 299/300"]
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -110,13 +121,15 @@ def test_the_last_lines_without_reading_all(
 ) -> None:
     monkeypatch.setattr("paceline.cli.logs.PIECE", size)
     path = tmp_path / "log"
-    for text in ("", "a", "a\n", "a\nb", "a\nb\n", "\n\n\n", "a\nb\nc\nd\n"):
-        path.write_text(text)
+    for text in ("", "a", "a\n", "a\nb", "a\nb\n", "\n\n\n", "a\nb\nc\nd\n",
+                 "a\n\rb\rc\nd\r"):  # fmt: skip
+        path.write_bytes(text.encode())
         for count in range(5):
             with path.open("rb") as file:
                 seek_lines(file, count)
-                left = file.read().decode().splitlines()
-            assert left == (text.splitlines()[-count:] if count else [])
+                left = file.read().decode().removesuffix("\n").split("\n")
+            lines = text.removesuffix("\n").split("\n")
+            assert left == (lines[-count:] if count else [""])
 
 
 def test_status_names_a_rank_that_is_slow_now() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import math
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -14,6 +15,7 @@ import click
 from paceline.cli.flags import of_a_left_run
 from paceline.cli.verb import Verb, say
 from paceline.explain.gather import log_files
+from paceline.launch.screen import REDRAW_S, Lines
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
@@ -21,7 +23,7 @@ from paceline.spec.terminal import clean, for_reader
 
 LOOK_EVERY_S = 0.3
 MOST_BACK = 32 << 20  # bytes from the end in which last lines are looked for
-PIECE = 1 << 20  # bytes read at once, and the longest line that is kept whole
+PIECE = 1 << 20  # bytes read at once
 
 
 @click.command("logs", cls=Verb)
@@ -45,22 +47,22 @@ def command(ctx: click.Context, /, rank: int | None, host: str | None, tail: int
     path = meant(ctx, ended=True)
     readers: dict[Path, Reader] = {}
 
-    def show() -> None:
+    def show(*, to_the_end: bool) -> None:
         for file in logs_of(path, rank, host):
             if file not in readers:
-                readers[file] = Reader(file, tail)
-            readers[file].show()
+                readers[file] = Reader(file, tail, follow=follow)
+            readers[file].show(to_the_end=to_the_end)
 
     if follow:
         with kept_up_to_date(path) as is_over:
             over = False
             while not over:
                 over = is_over()
-                show()
+                show(to_the_end=over)
                 time.sleep(0 if over else LOOK_EVERY_S)
     else:
         as_far_as_possible(path)
-        show()
+        show(to_the_end=True)
     if (state := look_at(path)).lost:  # nobody else says why there is no more
         say(for_reader(describe(state), sys.stderr), err=True)
     if not readers and (rank is not None or host is not None):
@@ -90,32 +92,35 @@ def seek_lines(file: IO[bytes], count: int) -> None:
         step = min(PIECE, at)
         at = file.seek(at - step)
         seen = file.read(step) + seen
-    lines = seen.splitlines(keepends=True)
+    lines = io.BytesIO(seen).readlines()  # a progress bar returns the carriage within its line
     file.seek(end - sum(map(len, lines[len(lines) - count :])) if count < len(lines) else at)
 
 
 class Reader:
-    """Shows what is added to one log, whole lines only until the end."""
+    """Shows what is added to one log.
 
-    def __init__(self, path: Path, tail: int | None = None) -> None:
+    Args:
+        path: Of the log.
+        tail: Begins with so many of its last lines; ``None``: at its beginning.
+        follow: Shows now and then how far a progress bar is.
+    """
+
+    def __init__(self, path: Path, tail: int | None = None, *, follow: bool = False) -> None:
         self._label = f"[{path.parent.name}/{path.stem}] "
         self._file = open_regular(path)
-        self._rest = b""
+        self._lines = Lines(REDRAW_S if follow else math.inf)
         if tail is not None:
             seek_lines(self._file, tail)
 
-    def show(self) -> None:
-        colours = sys.stdout.isatty()
-        for line in self._lines():
-            text = line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode(errors="replace")
-            sys.stdout.write(clean(self._label + text, colours) + "\n")
+    def show(self, *, to_the_end: bool) -> None:
+        """Prints what was added since; ``to_the_end`` also a last line that has no end yet."""
+        while data := self._file.read(PIECE):
+            self._print(self._lines.feed(data, time.monotonic()))
+        if to_the_end:
+            self._print(self._lines.rest())
         sys.stdout.flush()
 
-    def _lines(self) -> Iterator[bytes]:
-        """What was added since, line by line; a line that never ends in pieces of it."""
-        while data := self._file.read(PIECE):
-            *whole, self._rest = (self._rest + data).split(b"\n")
-            yield from whole
-            if len(self._rest) > PIECE:
-                yield self._rest
-                self._rest = b""
+    def _print(self, lines: list[bytes]) -> None:
+        for line in lines:
+            text = clean(self._label + line.decode(errors="replace"), sys.stdout.isatty())
+            sys.stdout.write(text + "\n")

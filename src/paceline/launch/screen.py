@@ -45,9 +45,14 @@ _ERROR = "paceline: "  # how an error of ours begins; its parts follow, indented
 
 
 class Lines:
-    """Cuts one stream of a rank into lines."""
+    """Cuts one stream of a rank into lines.
 
-    def __init__(self) -> None:
+    Args:
+        redraw_s: Least time between two states of a line that returns the carriage.
+    """
+
+    def __init__(self, redraw_s: float = REDRAW_S) -> None:
+        self._redraw_s = redraw_s
         self._partial = b""
         self._redrawn = float("-inf")
 
@@ -55,14 +60,18 @@ class Lines:
         """The lines that are now whole, without their ends.
 
         A line rewritten by carriage returns (another program's progress bar) is given at most
-        every ``REDRAW_S`` seconds, in its latest state.
+        every ``redraw_s`` seconds, in its latest state.
         """
         *lines, self._partial = (self._partial + data).split(b"\n")
-        found = [line.rsplit(b"\r", 1)[-1] for line in (part.rstrip(b"\r") for part in lines)]
-        if b"\r" in self._partial and now - self._redrawn > REDRAW_S:
-            self._redrawn = now
-            found.append(self._partial.rstrip(b"\r").rsplit(b"\r", 1)[-1])
-            self._partial = b""
+        found = [_latest_state(line) for line in lines]
+        if b"\r" in self._partial:
+            state = _latest_state(self._partial)
+            if now - self._redrawn > self._redraw_s:
+                self._redrawn = now
+                found.append(state)
+                self._partial = b""
+            else:  # former states are never shown
+                self._partial = b"\r" + state + b"\r" * self._partial.endswith(b"\r")
         if len(self._partial) > MAX_PARTIAL:
             found.append(self._partial)
             self._partial = b""
@@ -70,8 +79,13 @@ class Lines:
 
     def rest(self) -> list[bytes]:
         """What was written without an end of line."""
-        rest, self._partial = self._partial, b""
+        rest, self._partial = _latest_state(self._partial), b""
         return [rest] if rest else []
+
+
+def _latest_state(line: bytes) -> bytes:
+    """What a line shows on a terminal, where each carriage return begins it anew."""
+    return line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
 
 
 class Screen:

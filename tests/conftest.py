@@ -56,8 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # ssh has it run a lab's ProxyCommand. bash would read the start-up files of whoever runs the
     # tests, as its input is a socket, and pyenv's leaves a lock behind when a test kills it.
     os.environ["SHELL"] = "/bin/sh"
-    # nohup has it ignored, and what is started inherits that: tests of closed terminals would wait
+    # nohup ignores SIGHUP, a script's background SIGINT and SIGQUIT, and what is started inherits
+    # that: tests that send them would wait
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("PACELINE_OPT_REPORT", "no")  # only its own tests are worth its time
     if not hasattr(config, "workerinput"):
         return

@@ -149,7 +149,7 @@ def test_the_machine_that_started_a_run_dies_and_another_looks_at_it_and_ends_it
     assert "n2 since" in cut_off
     assert "which cannot be asked now" in cut_off
     site.lab.heal()
-    assert "runs/one: ended, exit status 143" in mine.typed("status")
+    assert "runs/one: stopped, exit status 143" in mine.typed("status")
     assert "stopped by SIGTERM" in mine.typed("explain")
     assert not left_on(site, "n2")
     assert site.leftovers() == ""
@@ -170,7 +170,7 @@ def test_a_recipe_trains_to_its_end_without_the_machine_that_started_it(
     assert about["ended"] > struck
     assert site.leftovers() == ""
     site.lab.heal()
-    assert "ended, exit status 0" in mine.typed("status")
+    assert "finished, exit status 0" in mine.typed("status")
     assert "test accuracy" in mine.typed("runs")
     for desk in (mine, other):
         run = desk.path / "runs/two"

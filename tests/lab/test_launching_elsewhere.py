@@ -112,7 +112,7 @@ def test_a_run_with_logs_status_and_explanation(mac: Elsewhere) -> None:
     run = mac.paceline("run", "--run-dir", "well", "--no-torch", "tell.py", "a b")
     assert run.code == 0, run.err
     assert [run.said(rank)["argv"][-1] for rank in (0, 1)] == 2 * [b"a b".hex()]
-    assert "ended, exit status 0" in mac.paceline("status", "well", hosts=False).out
+    assert "finished, exit status 0" in mac.paceline("status", "well", hosts=False).out
     logs = mac.paceline("logs", "well", hosts=False)
     assert logs.code == 0
     assert logs.out.count('"argv"') == 2

@@ -8,7 +8,6 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -315,15 +314,6 @@ def test_a_run_in_a_thread_takes_no_signals() -> None:
     assert found == [[]]
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """SIGINT is not ignored, as it is where a shell has started the tests in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_signals_beside_a_running_loop_reach_the_run() -> None:
     async def listening() -> list[int]:
         with interrupts.Interrupts(lambda: None) as heard:
@@ -339,7 +329,6 @@ def test_signals_beside_a_running_loop_reach_the_run() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_a_signal_before_the_run_listens_ends_it() -> None:
     async def waiting() -> None:
         signal.raise_signal(signal.SIGINT)

@@ -101,7 +101,7 @@ def test_the_table_keeps_within_the_terminal(width: int) -> None:
         ({}, "running", None),
         ({"alive": None}, "running", None),
         ({"alive": False}, "lost", None),
-        ({"alive": False, "ended": 5.0, "exit_code": 0}, "ended", 0),
+        ({"alive": False, "ended": 5.0, "exit_code": 0}, "finished", 0),
         ({"alive": False, "ended": 5.0, "exit_code": 3}, "failed", 3),
         ({"ended": 5.0, "exit_code": 143, "result": '{"exit_code": 143, "interrupted": 15}'},
          "stopped", 143),

@@ -64,11 +64,11 @@ def test_a_run_of_a_measurement_counts_too() -> None:
 def test_without_any_the_newest_is_looked_at_but_none_is_stopped() -> None:
     make("old", age=100)
     make("new", code=3)
-    assert "runs/new: ended, exit status 3" in call("status").output
+    assert "runs/new: failed, exit status 3" in call("status").output
     stopped = call("stop")
     assert stopped.exit_code == 0
     assert "no run below runs/ is running" in stopped.output
-    assert "runs/old: ended already" in call("stop", "old").output
+    assert "runs/old: finished already" in call("stop", "old").output
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "stop"])
@@ -85,7 +85,7 @@ def test_the_run_may_be_named_in_the_settings() -> None:
     make("one")
     make("two", age=100, code=7)
     Path("paceline.toml").write_text('[run]\nrun-dir = "runs/two"\n')
-    assert "runs/two: ended, exit status 7" in call("status").output
+    assert "runs/two: failed, exit status 7" in call("status").output
     assert "runs/one" in call("status", "one").output
     refused = call("status", "one", "--run-dir", "runs/two")
     assert isinstance(refused.exception, SettingError)
@@ -192,7 +192,7 @@ def test_the_end_of_a_wait_of_days_is_told_with_its_date() -> None:
 def test_status_rounds_figures_for_people() -> None:
     at = time.mktime((2026, 11, 26, 12, 3, 44, 0, 0, -1))
     last = {"step": 12, "time": at, "loss": 0.2478179237433748}
-    said = describe(runs.RunState(Path("runs/a"), "ended", 0, last=last))
+    said = describe(runs.RunState(Path("runs/a"), "finished", 0, last=last))
     assert "last record (12:03:44): step 12, loss 0.247818" in said.splitlines()[-1]
 
 

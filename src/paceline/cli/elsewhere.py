@@ -26,7 +26,7 @@ import click
 from paceline.agent import control
 from paceline.cli.launch import read_cluster
 from paceline.cli.lost import ends_in_s
-from paceline.cli.runs import current_run, end, look_at, named_run
+from paceline.cli.runs import current_run, end, end_word, look_at, named_run
 from paceline.cli.sources import setting
 from paceline.cli.verb import say
 from paceline.cli.via import ssh_of
@@ -39,6 +39,7 @@ from paceline.rundir.ownership import detached_of, owner_alive, owner_here, read
 from paceline.spec.command import shell_text
 from paceline.spec.detached import DETACHED, About, Detached
 from paceline.spec.errors import ConnectError, NodeError, PacelineError, SettingError
+from paceline.spec.failure import Result
 from paceline.spec.hosts import Host
 from paceline.spec.rundir import DEFAULT_PARENT
 from paceline.spec.settings import Source
@@ -513,9 +514,11 @@ class Left:
 
     @property
     def word(self) -> str:
-        """``running``, ``ended`` or ``lost``."""
+        """``running``, ``lost``, or how it ended (:func:`end_word`)."""
         if self.about.ended is not None or (self.alive is False and self.result):
-            return "ended"
+            said = records.parsed(self.result)
+            result = Result.from_json(said if isinstance(said, dict) else {})
+            return end_word(result, None if self.about.ended is None else self.about.exit_code)
         return "lost" if self.alive is False else "running"
 
     @property

@@ -19,7 +19,7 @@ from paceline.cli.flags import (
     with_settings,
 )
 from paceline.cli.launch import read_cluster
-from paceline.cli.runs import RunState, is_run, look_at
+from paceline.cli.runs import is_run, look_at
 from paceline.cli.verb import Verb, say
 from paceline.cli.via import ssh_of
 from paceline.remote.openssh import SshOptions
@@ -28,7 +28,6 @@ from paceline.rundir.ownership import detached_of
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
 from paceline.spec.detached import DETACHED, Detached
-from paceline.spec.failure import UNKNOWN, Result
 from paceline.spec.figures import roughly
 from paceline.spec.hosts import Host
 from paceline.spec.rundir import DEFAULT_PARENT
@@ -53,8 +52,8 @@ class Row:
 
     Attributes:
         run: Its folder below runs/, or its name on the host where it was left.
-        state: ``running``, ``waiting`` (for nodes), ``ended``, ``failed``, ``stopped``, ``lost``,
-            or a scheduler's word.
+        state: ``running``, ``waiting`` (for nodes), ``finished``, ``failed``, ``stopped``,
+            ``lost``, ``ended`` (how is not known), or a scheduler's word.
         exit_code: Once it has ended.
         started: In seconds since 1970; 0: not known.
         hosts: Their names.
@@ -189,7 +188,7 @@ def _of_folder(path: Path, left: Mapping[str, Left]) -> Row:
     away, plan = state.away, records.read_object(path / names.PLAN) or {}
     if away is not None and away.run_id in left:
         return replace(of_left(left[away.run_id]), run=path.name, here=True)
-    result = Result.from_json(records.read_object(path / names.RESULT) or {})
+    word = "waiting" if state.waits else state.word
     nodes = plan.get("nodes")
     hosts = [records.words(one.get("host"), 255) for one in nodes if isinstance(one, dict)] if (
         isinstance(nodes, list)) else []  # fmt: skip
@@ -197,7 +196,7 @@ def _of_folder(path: Path, left: Mapping[str, Left]) -> Row:
     step, steps = _steps(records.read_object(path / names.RANKS) or {}, recorded)
     known = Detached.read(records.read_object(path / DETACHED) or {})
     return Row(
-        path.name, _word(state, result), state.exit_code, _started(path), tuple(hosts), step, steps,
+        path.name, word, state.exit_code, _started(path), tuple(hosts), step, steps,
         best_of(recorded), _command(plan), "" if known is None else known.run_id,
         "" if away is None else away.host,
     )  # fmt: skip
@@ -212,11 +211,7 @@ def _recorded(path: Path) -> list[dict[str, Any]]:
 def of_left(left: Left) -> Row:
     """A run that was left on a host."""
     about, word = left.about, left.word
-    said = records.parsed(left.result)
-    result = Result.from_json(said if isinstance(said, dict) else {})
     code = about.exit_code if about.ended is not None else None
-    if word == "ended":
-        word = _how(result, code)
     lines = (records.parsed(line) for line in left.metrics.splitlines())
     recorded = [line for line in lines if isinstance(line, dict)]
     where = records.parsed(left.where)
@@ -226,22 +221,6 @@ def of_left(left: Left) -> Row:
     typed = shell_text(about.command) if about.command else ""
     return Row(left.name, word, code, about.started, about.hosts, step, steps, best_of(recorded),
                typed, about.run_id, left.host.name, here=False)  # fmt: skip
-
-
-def _word(state: RunState, result: Result) -> str:
-    if state.waits:
-        return "waiting"
-    if state.word != "ended":
-        return state.word
-    return _how(result, state.exit_code)
-
-
-def _how(result: Result, code: int | None) -> str:
-    if result.interrupted is not None:
-        return "stopped"
-    if code not in (None, 0) or result.failure is not None or result.error:
-        return "failed"
-    return "ended" if code == 0 or result.exit_code == UNKNOWN else "failed"
 
 
 def _started(path: Path) -> float:

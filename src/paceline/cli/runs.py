@@ -46,6 +46,7 @@ from paceline.spec.terminal import clean, for_reader
 LAST_BYTES = 64 << 10  # of metrics.jsonl, to find the last record
 LOOK_EVERY_S = 0.2  # while a run is being stopped
 PATIENCE_S = 30.0
+END_WORDS = ("finished", "stopped", "failed", "ended")
 FRESH_S = 10.0  # of a batch, which may wait in its queue once more: it is written each second
 SILENT_S = 5.0  # of a rank that is told of: others say where they are each second
 _NAMED = 4  # ranks in a line
@@ -58,8 +59,8 @@ class RunState:
 
     Attributes:
         path: Its directory.
-        word: ``running``, ``ended``, ``lost`` (its launcher died without a word), or the
-            scheduler's own word for a batch.
+        word: ``running``, ``lost`` (its launcher died without a word), a word of
+            :func:`end_word`, or the scheduler's own word for a batch.
         exit_code: Once it has ended.
         owner: Launcher's host, pid and start, while it runs.
         away: Where it goes on without the command that started it; ``None`` when all is here.
@@ -91,7 +92,7 @@ class RunState:
 
     @property
     def over(self) -> bool:
-        return self.exit_code is not None or self.word in ("lost", "ended")
+        return self.exit_code is not None or self.word in ("lost", *END_WORDS)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -230,10 +231,19 @@ def look_at(path: Path) -> RunState:
         return _going_on(RunState(path, "running", None, None, job, "", last, away=away))
     if said is not None:
         code = result.exit_code if result.exit_code != UNKNOWN else None
-        return RunState(path, "ended", code, None, job, text, last)
+        return RunState(path, end_word(result, code), code, None, job, text, last)
     if owner or lost(path):
         return RunState(path, "lost", None, None, job, "", last, lost=lost_run(path))
     return RunState(path, "not started", None, None, job, "", last)
+
+
+def end_word(result: Result, exit_code: int | None) -> str:
+    """How a run ended, in one of :data:`END_WORDS`; ``ended`` if nothing says how."""
+    if result.interrupted is not None:
+        return "stopped"
+    if exit_code or result.failure is not None or result.error:
+        return "failed"
+    return "ended" if exit_code is None else "finished"
 
 
 def _going_on(state: RunState, fresh_s: float = math.inf) -> RunState:
@@ -427,7 +437,8 @@ def stop(ctx: click.Context, /, now: bool, **_: object) -> None:
         if time.monotonic() > deadline:
             raise NodeError(f"{path} has not ended within {PATIENCE_S:.0f} s", remedy="--now")
         time.sleep(LOOK_EVERY_S)
-    say(clean(f"{path}: stopped"), err=True)
+    over = look_at(path)  # it may have finished by itself just before
+    say(clean(f"{path}: {'stopped' if over.job is not None else over.word}"), err=True)
 
 
 def end(state: RunState, now: bool) -> None:

@@ -1,0 +1,136 @@
+"""Whatever interrupts a session, at whatever moment: it saves and says how to resume."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from terminals import Terminal, on_terminal
+
+SCRIPT = Path(__file__).with_name("interrupted.py")
+PACELINE = [sys.executable, "-m", "paceline"]
+PATIENCE_S = 120.0
+
+Interrupt = Callable[[Terminal, Path], None]
+
+
+def signals_launcher(number: signal.Signals) -> Interrupt:
+    return lambda terminal, _: terminal.program.send_signal(number)
+
+
+def signals_all(number: signal.Signals) -> Interrupt:
+    """Signals launcher, agent, fork server, ranks and data workers, as schedulers do."""
+
+    def send(terminal: Terminal, run: Path) -> None:
+        processes = [psutil.Process(terminal.program.pid)]
+        processes += processes[0].children(recursive=True)
+        for rank in ranks_of(run):  # a warm agent is no child of the launcher
+            guard = rank.parents()[2]
+            processes += [guard, *guard.children(recursive=True)]
+        for pid in {process.pid for process in processes}:
+            os.kill(pid, number)
+
+    return send
+
+
+def types_ctrl_c(terminal: Terminal, _: Path) -> None:
+    terminal.types(b"\x03")
+
+
+def closes_terminal(terminal: Terminal, _: Path) -> None:
+    """The kernel tells only the foreground group: that of the launcher."""
+    os.killpg(os.tcgetpgrp(terminal.descriptor), signal.SIGHUP)
+
+
+def stops(_: Terminal, run: Path) -> None:
+    subprocess.run([*PACELINE, "stop", str(run)], check=True, capture_output=True)
+
+
+INTERRUPTS: dict[str, tuple[Interrupt, int]] = {  # with the exit status
+    "SIGINT": (signals_launcher(signal.SIGINT), 130),
+    "SIGTERM": (signals_launcher(signal.SIGTERM), 143),
+    "SIGUSR1": (signals_launcher(signal.SIGUSR1), 138),
+    "Ctrl-C": (types_ctrl_c, 130),
+    "closed terminal": (closes_terminal, 129),
+    "paceline stop": (stops, 143),
+    "SIGTERM to all": (signals_all(signal.SIGTERM), 143),
+    "SIGUSR1 to all": (signals_all(signal.SIGUSR1), 138),
+}
+
+
+def ranks_of(run: Path) -> list[psutil.Process]:
+    """The rank processes of a run of this machine."""
+    events = (run / "events.jsonl").read_text()
+    return [
+        psutil.Process(int(pid)) for pid in re.findall(r'"rank started".*?"pid": ?(\d+)', events)
+    ]
+
+
+def wait_for(path: Path, terminal: Terminal) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline, terminal.said.decode()
+        assert terminal.program.poll() is None or path.exists(), terminal.said.decode()
+        terminal.reads(b"nothing that is ever said", 0.05)
+
+
+def interrupted(name: str, moment: str, folder: Path, guards: set[psutil.Process]) -> str:
+    """Interrupts one training at one moment; what is wrong with its end, empty if nothing is.
+
+    Args:
+        name: Of the interrupt.
+        moment: See ``interrupted.py``.
+        folder: For the run; made here.
+        guards: Gets that of the agent, which serves the next training, too.
+    """
+    interrupt, expected_status = INTERRUPTS[name]
+    run, ready = folder / "run", folder / "ready"
+    folder.mkdir()
+    ranks = "2" if moment == "collective" else "1"
+    argv = [*PACELINE, "run", "--screen", "lines", "-p", ranks, "--keep-warm", "5m"]
+    argv += ["--grace", str(PATIENCE_S), "--run-dir", str(run), str(SCRIPT), moment, "fork"]
+    with on_terminal([*argv, str(ready)], cwd=folder, columns=500) as terminal:
+        wait_for(ready, terminal)
+        processes = [process for rank in ranks_of(run) for process in rank.children(recursive=True)]
+        assert len(processes) >= 2 * int(ranks), "the data workers do not run"
+        guards.update(rank.parents()[2] for rank in ranks_of(run))
+        interrupt(terminal, run)
+        status = terminal.ends()
+        shown = terminal.said.decode()
+    saved = max((int(path.name) for path in run.glob("checkpoints/[0-9]*")), default=-1)
+    left = [process.pid for process in processes if process.is_running()]
+    if status != expected_status:
+        return f"status {status} instead of {expected_status}: {shown}"
+    if "to resume: " not in shown:
+        return f"does not say how to resume: {shown}"
+    if saved < int(ready.read_text()):
+        return f"interrupted after step {ready.read_text()}, saved {saved}"
+    return f"left {left}" if left else ""
+
+
+@pytest.fixture
+def guards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[psutil.Process]]:
+    """Those of warm agents, which are ended after the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found: set[psutil.Process] = set()
+    yield found
+    for guard in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            guard.terminate()
+
+
+@pytest.mark.parametrize("moment", ["step", "evaluation", "checkpoint", "epoch-end", "collective"])
+def test_every_interrupt_saves(moment: str, tmp_path: Path, guards: set[psutil.Process]) -> None:
+    """One fork server serves all trainings of a moment, which saves most of their time."""
+    wrong = {name: interrupted(name, moment, tmp_path / name, guards) for name in INTERRUPTS}
+    assert not {name: problem for name, problem in wrong.items() if problem}

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,3 +135,47 @@ def test_every_interrupt_saves(moment: str, tmp_path: Path, guards: set[psutil.P
     """One fork server serves all trainings of a moment, which saves most of their time."""
     wrong = {name: interrupted(name, moment, tmp_path / name, guards) for name in INTERRUPTS}
     assert not {name: problem for name, problem in wrong.items() if problem}
+
+
+HANDLER_AND_WORKER = """
+    import multiprocessing, signal, sys, time
+    worker = multiprocessing.Process(target=time.sleep, args=(600,))
+    worker.start()
+    def save(*_):
+        time.sleep(1)
+        print("saved, the worker runs:", worker.is_alive())
+        worker.kill()
+        sys.exit()
+    signal.signal(signal.SIGTERM, save)
+    print("ready", flush=True)
+    worker.join()
+"""
+SAVING = "trap 'sleep 2; echo saved by the child; exit' TERM; echo ready; sleep 600 & wait"
+NO_HANDLER = f"""
+    import subprocess
+    subprocess.run(["sh", "-c", "{SAVING}"])
+"""
+PROGRAM = f"""
+    trap 'echo trapped' TERM
+    sh -c "{SAVING}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "saved"),
+    [
+        ("", HANDLER_AND_WORKER, "saved, the worker runs: True"),
+        ("", NO_HANDLER, "saved by the child"),
+        ("--no-python bash", PROGRAM, "saved by the child"),
+    ],
+)
+def test_without_a_session(tmp_path: Path, options: str, text: str, saved: str) -> None:
+    """Its own handler, or that of a child, has the time to save, and the workers to save with."""
+    (tmp_path / "script").write_text(textwrap.dedent(text))
+    argv = [*PACELINE, "run", "--no-torch", "--screen", "lines", "--grace", str(PATIENCE_S)]
+    argv += ["--run-dir", "run", *options.split(), "script"]
+    with on_terminal(argv, cwd=tmp_path) as terminal:
+        assert terminal.reads(b"ready", PATIENCE_S), terminal.said.decode()
+        terminal.types(b"\x03")
+        assert terminal.ends() == 130
+    assert saved in terminal.said.decode()

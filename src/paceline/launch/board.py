@@ -564,8 +564,6 @@ def _told(event: Event) -> tuple[str, bool]:
         return f"started again, for the {_ordinal(event['attempt'] + 1)} time", False
     if event.kind == "connection restored":
         return f"the connection to {event.host} is back", False
-    if event.kind == "resumed":
-        return f"resumed after step {event['step']}", False
     if event.kind == "hang over":
         return "the job continues", False
     return "", False

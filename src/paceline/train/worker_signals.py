@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import signal
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -33,6 +35,9 @@ def protect_data_workers() -> None:
         if loader.num_workers == 0:
             return start_iterator(loader)
         own_init = loader.worker_init_fn
+        context: Any = loader.multiprocessing_context or multiprocessing
+        if context.get_start_method() != "fork":
+            resource_tracker.ensure_running()  # or it would be now, and unblock signals
         # Inherited by fork and by exec: so nothing ends a worker before its handlers are set.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         loader.worker_init_fn = _WorkerInit(own_init, mask)

@@ -1,0 +1,128 @@
+"""Data workers and the signals that every process of a job gets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.train.worker_signals import protect_data_workers
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Pids(Dataset[int]):
+    """The process that made each sample; one sample may be slow, and catch what ends it."""
+
+    def __init__(self, slow: int = -1) -> None:
+        self._slow = slow
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        if index == self._slow:
+            time.sleep(600)
+        return os.getpid()
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Iterator[None]:
+    before = DataLoader._get_iterator
+    yield
+    DataLoader._get_iterator = before  # type: ignore[method-assign]
+
+
+def of_script(worker: int) -> None:
+    """A script's own handler for its workers."""
+    signal.signal(signal.SIGUSR2, lambda *_: os._exit(3))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_outlive_signals_to_all(method: str) -> None:
+    """In a process of its own: those that start workers in these ways stay until it ends."""
+    subprocess.run([sys.executable, __file__, method], check=True, timeout=120)
+
+
+def outlive_signals(method: str, *, persistent: bool) -> None:
+    """Signals a worker before and after it has begun, and lets its loader end it."""
+    loader = DataLoader(
+        Pids(), 1, num_workers=1, multiprocessing_context=method, persistent_workers=persistent
+    )
+    batches = iter(loader)
+    for number in SIGNALS:  # before the worker has begun, perhaps
+        os.kill(batches._workers[0].pid, number)  # type: ignore[attr-defined]
+    pids = set()
+    for batch in batches:
+        pids.add(int(batch))
+        for number in SIGNALS:
+            os.kill(int(batch), number)
+    assert len(pids) == 1
+    assert pids != {os.getpid()}
+    loader._iterator = batches = None  # type: ignore[assignment]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids.pop(), 0)
+
+
+def test_the_scripts_own_handlers_are_set_later() -> None:
+    protect_data_workers()
+    loader = DataLoader(Pids(), 1, num_workers=1, worker_init_fn=of_script)
+    batches = iter(loader)
+    os.kill(int(next(batches)), signal.SIGUSR2)
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(batches)
+    assert loader.worker_init_fn is of_script
+    assert signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_a_worker_that_is_stuck_ends_with_its_process() -> None:
+    """At once, not before the agent kills it, and without an error of torch's."""
+    script = Path(__file__)
+    code = (
+        f"import sys; sys.path.insert(0, {str(script.parent)!r})\n"
+        f"from {script.stem} import *\n"
+        "protect_data_workers()\n"
+        "batches = iter(DataLoader(Pids(slow=1), 1, num_workers=1))\n"
+        "print(int(next(batches)))\n"
+        "sys.stdout.flush()\n"
+        "raise ValueError('of the script')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "ValueError: of the script" in done.stderr
+    assert "DataLoader worker" not in done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
+
+
+def test_programs_of_a_worker_can_be_ended() -> None:
+    protect_data_workers()
+    loader = DataLoader(Programs(), 1, num_workers=1)
+    assert {int(status) for status in loader} == {-signal.SIGTERM}
+
+
+class Programs(Dataset[int]):
+    """The status of a program that was asked to end."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        with subprocess.Popen(["sleep", "600"]) as program:
+            program.terminate()
+        return program.returncode
+
+
+if __name__ == "__main__":
+    protect_data_workers()
+    protect_data_workers()
+    outlive_signals(sys.argv[1], persistent=True)
+    if sys.argv[1] == "fork":
+        outlive_signals(sys.argv[1], persistent=False)

@@ -118,6 +118,17 @@ def test_a_signal_lets_ranks_save(site: Site, signum: int, code: int) -> None:
     assert ended.out.count("saved") == 2
 
 
+def test_a_signal_to_the_connections_too_lets_ranks_save(site: Site) -> None:
+    """So do schedulers: they signal every process of the launcher's host that is the job's."""
+    with waiting(site, "save", options=(*OPTIONS, *LONG_GRACE)) as launch:
+        launcher = psutil.Process(launch.process.pid)
+        for process in [*launcher.children(recursive=True), launcher]:
+            process.terminate()
+        ended = launch.end()
+    assert ended.code == 143
+    assert ended.out.count("saved") == 2, ended.err
+
+
 def test_twice_means_now(site: Site) -> None:
     with waiting(site, "ignore", options=(*OPTIONS, *LONG_GRACE)) as launch:
         launch.signal(signal.SIGINT)

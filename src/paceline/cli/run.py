@@ -33,7 +33,8 @@ from paceline.spec.job import Data
 @click.option(
     "--pass-local-rank",
     is_flag=True,
-    help="Also pass --local_rank=N, as DeepSpeed does.",
+    help="Give SCRIPT its local rank as --local_rank=N (or --local-rank=N, as it spells it), as"
+    " DeepSpeed and torch.distributed.launch do.",
 )
 @click.option("--any-world", is_flag=True, help="Accept a world other than the planned one.")
 @click.argument("script")

@@ -154,6 +154,25 @@ def test_a_driver_that_fails_is_named_with_its_host(three: Lab) -> None:
     assert "nvidia-smi on n3 fails: Failed to initialize NVML" in worst(said)["message"]
 
 
+def test_a_login_that_breaks_python_is_told_at_once(three: Lab) -> None:
+    with start_up_file(three, "n2", "export PYTHONHOME=/opt/none\n"):
+        code, said = check(three, "--quick")
+    assert code == 1
+    assert "PYTHONHOME=/opt/none is set on n2" in worst(said)["message"]
+
+
+def test_a_small_shared_memory_is_called_small(three: Lab) -> None:
+    three.exec("n3", ["mount", "-o", "remount,size=1m", "/dev/shm"], check=True)
+    try:
+        code, said = check(three, "--quick")
+    finally:
+        three.exec("n3", ["mount", "-o", "remount,size=50%", "/dev/shm"], check=True)
+    assert code == 0
+    assert [one["message"] for one in said["findings"] if one["outcome"] != "pass"] == [
+        "/dev/shm on n3 has 1.0 MiB: too little for data loaders and NCCL"
+    ]
+
+
 def test_a_login_without_a_path_is_well(three: Lab) -> None:
     """Start-up files that leave early or spoil PATH do not matter: nothing is looked for there."""
     with start_up_file(three, "n2", "export PATH=/nowhere\nreturn\n"):

@@ -299,16 +299,67 @@ def test_noisy_start_up_files_do_no_harm(together: Site, noise: str) -> None:
     assert "start-up files of n2" in ended.err
 
 
-def test_a_start_up_file_that_ends_the_shell_is_named(together: Site) -> None:
+NO_LOGIN = {
+    "exit 3": ["status 3", "exit in ~/.bashrc"],
+    "exec sh": ["starts another shell", "case $- in"],
+    "read -r a; read -r b": ["reads standard input", "case $- in"],
+    "echo This host is for file transfer only; exit 0": ["for file transfer only", "ForceCommand"],
+    "export PYTHONHOME=/opt/none": ["PYTHONHOME=/opt/none is set on n2", "--unset PYTHONHOME"],
+}
+
+
+@pytest.mark.parametrize("line", NO_LOGIN)
+def test_a_start_up_file_that_keeps_python_from_starting_is_named(
+    together: Site, line: str
+) -> None:
     start_up = together.lab.home("n2") / ".bashrc"
-    start_up.write_text("exit 3\n")
+    start_up.write_text(line + "\n")
     try:
         ended = together.run("--no-torch", "tell.py")
     finally:
         start_up.unlink()
     assert ended.code == 1
-    assert "n2" in ended.err
+    for words in ("n2", *NO_LOGIN[line]):
+        assert words in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_a_start_up_file_may_read_one_line(together: Site) -> None:
+    start_up = together.lab.home("n2") / ".bashrc"
+    start_up.write_text("read -r answer\n")
+    try:
+        ended = together.run("--no-torch", "tell.py")
+    finally:
+        start_up.unlink()
+    assert ended.code == 0, ended.err
+
+
+def test_settings_of_the_ssh_config_for_people_do_not_matter(
+    together: Site, tmp_path: Path
+) -> None:
+    for_people = """Host *
+  RemoteCommand tmux new -A -s main
+  RequestTTY force
+  LocalForward 22 localhost:22
+  ExitOnForwardFailure yes
+  PermitLocalCommand yes
+  LocalCommand false
+  ControlMaster auto
+  ControlPath /nonexistent/%C
+  LogLevel QUIET
+  VisualHostKey yes
+"""
+    config = tmp_path / "config"
+    config.write_text(for_people + together.lab.ssh_config.read_text())
+    ended = together.run("--ssh-config", str(config), "--no-torch", "tell.py")
+    assert ended.code == 0, ended.err
+
+
+def test_one_machine_under_two_names(together: Site) -> None:
+    ended = together.run("--no-torch", "tell.py", hosts=f"n1,{together.lab.address('n1')}")
+    assert ended.code == 1
+    assert "are one machine" in ended.err
+    assert "n1 slots=2" in ended.err
 
 
 def test_other_login_shells() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import signal
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -102,6 +104,15 @@ def test_the_documentation_names_every_dialect() -> None:
         assert name in (command.help or "")
 
 
+@pytest.fixture
+def interrupt() -> Iterator[None]:
+    """The handler of SIGINT, which the program takes away at its end."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupt")
 @pytest.mark.parametrize(
     "line",
     ["run train.py", "hosts n1,n2", "explain x.log", "check", "train minimal", "runs", "lab up"],
@@ -117,3 +128,14 @@ def test_a_removed_current_folder_is_an_error_of_its_own(
         main(line.split())
     assert ended.value.code == 2
     assert "the current folder was removed" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("interrupt")
+def test_a_machine_without_ssh_is_told_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["check", "-H", "n1.invalid,n2.invalid", "--quick", "--plain"])
+    assert "ssh is not installed on this machine" in capsys.readouterr().err

@@ -93,8 +93,6 @@ def test_loading(tmp_path: Path) -> None:
         ("10.0.0.1 10.0.0.2", "10.0.0.2"),
         ("10.0.0.1 fd00:0::2", "fd00:0::2"),
         ("127.0.0.1 n9", "127.0.0.1"),
-        ("127.0.1.1 10.0.0.2", "10.0.0.2"),
-        ("localhost n2", "n2"),
         ("n2.example.org n2.example.com", None),
         ("a b", None),
     ],
@@ -103,6 +101,14 @@ def test_who_am_i(hosts: str, me: str | None) -> None:
     cluster = Cluster(tuple(map(Host, hosts.split())))
     addresses = ["127.0.0.1", "127.0.1.1", "::1", "10.0.0.2", "fd00::2"]
     assert find_me(cluster, ["n2", "localhost"], addresses) == me
+
+
+@pytest.mark.parametrize("hosts", ["127.0.1.1 10.0.0.2", "localhost n2", "n2 127.0.0.1 n3"])
+def test_this_machine_under_two_names_is_refused(hosts: str) -> None:
+    cluster = Cluster(tuple(map(Host, hosts.split())))
+    with pytest.raises(HostsError, match="both this machine") as caught:
+        find_me(cluster, ["n2", "localhost"], ["127.0.0.1", "127.0.1.1", "10.0.0.2"])
+    assert "slots=2" in caught.value.remedy
 
 
 def test_who_am_i_by_full_name() -> None:

@@ -16,7 +16,7 @@ import click
 
 import paceline
 from paceline.cli.verb import Registered, Registry
-from paceline.spec.errors import PacelineError, SettingError
+from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.terminal import for_reader
 
 # verb → (module of its command, one line for --help)
@@ -102,8 +102,8 @@ def main(argv: list[str] | None = None) -> None:
         program.main(args=argv, prog_name="paceline")
     except PacelineError as error:
         _refuse(error)
-    except FileNotFoundError:
-        if (error := _removed_folder()) is None:
+    except FileNotFoundError as missing:
+        if (error := _explained(missing)) is None:
             raise
         _refuse(error)
     finally:  # all is said; a further Ctrl-C while the interpreter ends shall not change the status
@@ -116,8 +116,15 @@ def _refuse(error: PacelineError) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-def _removed_folder() -> PacelineError | None:
-    """The error if this process stands in a folder that was removed; else ``None``."""
+def _explained(missing: FileNotFoundError) -> PacelineError | None:
+    """The error if there is no ssh, or if the current folder was removed; else ``None``."""
+    if missing.filename == "ssh":
+        return ConnectError(
+            "ssh is not installed on this machine",
+            found=f"no program ssh in PATH={os.environ.get('PATH', '')}",
+            remedy="Install OpenSSH's client: sudo apt install openssh-client "
+            "(dnf install openssh-clients)",
+        )
     try:
         os.getcwd()  # noqa: PTH109 - pathlib's calls this one
     except FileNotFoundError:

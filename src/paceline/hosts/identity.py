@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from paceline.hosts.address import canonical
+from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
 
 _STANDARD = (None, 22)
@@ -20,6 +21,8 @@ def find_me(cluster: Cluster, names: Collection[str], addresses: Collection[str]
     addresses of this machine never identify it: every machine has them. Of several hosts at
     one address only the one on the standard port can be this machine.
 
+    HostsError when a loopback name stands beside another name of this machine.
+
     Args:
         cluster: The hosts as described.
         names: Host names of this machine, short or full.
@@ -29,13 +32,21 @@ def find_me(cluster: Cluster, names: Collection[str], addresses: Collection[str]
     called = {canonical(name) for name in names if not _is_loopback(name)}
     hosts = [host for host in cluster.hosts if not _behind_port(host, cluster)]
     short = [host for host in hosts if _same_but_domain(host, called)]
+    loopback = [host for host in hosts if _is_loopback(host.address) and host.port in _STANDARD]
     tests = (
         [host for host in hosts if _spellings(host) & mine],
         [host for host in hosts if _spellings(host) & called],
         short if len(short) == 1 else [],
-        [host for host in hosts if _is_loopback(host.address) and host.port in _STANDARD],
+        loopback,
     )
-    return next((matches[0].name for matches in tests if matches), None)
+    me = next((matches[0] for matches in tests if matches), None)
+    if me is not None and loopback and me not in loopback:
+        raise HostsError(
+            f"{me.name} and {loopback[0].name} are both this machine",
+            found=cluster.source,
+            remedy=f"Name it once, with the number of its processes: {me.name} slots=2",
+        )
+    return me.name if me is not None else None
 
 
 def _behind_port(host: Host, cluster: Cluster) -> bool:

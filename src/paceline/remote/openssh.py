@@ -301,7 +301,8 @@ CAUSES: tuple[_Cause, ...] = (
         r"Permission denied",
         "Put your public key there: ssh-copy-id {target} (and check the user's name). If it is "
         "there, its folders are open to others: chmod go-w ~ ~/.ssh ~/.ssh/authorized_keys. If the "
-        "key has a passphrase: ssh-add",
+        "key has a passphrase: ssh-add. If no key works: the login shell may be missing there "
+        "(getent passwd USER)",
     ),
     _Cause(
         "its start-up file needs a terminal",

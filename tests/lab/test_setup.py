@@ -219,20 +219,24 @@ def make_wheel(folder: Path) -> None:
             wheel.writestr(name, text)
 
 
-def test_an_environment_from_wheels_shipped_to_hosts_without_an_index(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared_home", [False, True])
+def test_an_environment_from_wheels_shipped_to_hosts_without_an_index(
+    tmp_path: Path, shared_home: bool
+) -> None:
     """The hosts have no way out and do not see the launcher's wheels."""
+    made = 1 if shared_home else 2
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     make_wheel(wheels)
     wanted = tmp_path / "requirements.txt"
     wanted.write_text("tiny-part==1.0\n")
     env = {**os.environ, "PYTHONPATH": str(SOURCE), "PIP_FIND_LINKS": str(wheels)}
-    with Lab(LabOptions(hosts=2)) as lab:
+    with Lab(LabOptions(hosts=2, shared_home=shared_home)) as lab:
         argv = [sys.executable, "-m", "paceline", "setup", "env", "-H", str(lab.hostfile)]
         argv += ["--ssh-config", str(lab.ssh_config), "--requirements", str(wanted)]
         argv += ["--python", sys.executable, "--folder", "~/env"]
         for name in lab.names:  # pip would try for a quarter of a minute
-            (lab.home(name) / ".config" / "pip").mkdir(parents=True)
+            (lab.home(name) / ".config" / "pip").mkdir(parents=True, exist_ok=True)
             (lab.home(name) / ".config" / "pip" / "pip.conf").write_text("[global]\nretries = 0\n")
 
         def make(*words: str) -> tuple[int, str]:
@@ -240,10 +244,12 @@ def test_an_environment_from_wheels_shipped_to_hosts_without_an_index(tmp_path: 
                                   cwd=tmp_path, timeout=TEST_LIMIT_S)  # fmt: skip
             return done.returncode, done.stdout + done.stderr
 
-        code, said = make()
-        assert (code, "add --offline, which ships the wheels" in said) == (1, True), said
+        if not shared_home:
+            code, said = make()
+            assert (code, "add --offline, which ships the wheels" in said) == (1, True), said
         code, said = make("--offline", "--activate", "export HOOK=ran")
-        assert (code, said.count("made from shipped wheels")) == (0, 2), said
+        assert (code, said.count("made from shipped wheels")) == (0, made), said
+        assert ("n2: ~/env is on the same disk as that of n1" in said) == shared_home
         script = "import os, sys, tiny_part; print(tiny_part.WORD, os.environ['HOOK'], sys.prefix)"
         for name in lab.names:
             home = lab.home_inside()
@@ -252,4 +258,4 @@ def test_an_environment_from_wheels_shipped_to_hosts_without_an_index(tmp_path: 
             )
             assert told.stdout.split() == ["shipped", "ran", f"{home}/env"], told.stderr
         code, said = make("--offline", "--activate", "export HOOK=ran")
-        assert (code, said.count("is up to date")) == (0, 2), said
+        assert (code, said.count("is up to date")) == (0, made), said

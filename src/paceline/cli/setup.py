@@ -393,7 +393,12 @@ async def _environments(hosts: Sequence[Host], ssh: SshOptions, wanted: Any,
 
     channels = await connect_all(hosts, [wanted.python] * len(hosts), ssh)
     try:
-        work = [_environment(channel, wanted, wheels) for channel in channels]
+        makers = await environments.one_per_disk(channels, wanted)
+        for channel, maker in zip(channels, makers, strict=True):
+            if channel is not maker:
+                say(f"{channel.host.name}: {wanted.folder} is on the same disk as that of"
+                    f" {maker.host.name}")  # fmt: skip
+        work = [_environment(maker, wanted, wheels) for maker in dict.fromkeys(makers)]
         failed = [error for error in await asyncio.gather(*work) if error is not None]
     finally:
         await asyncio.gather(*(channel.close(5.0) for channel in channels))

@@ -55,6 +55,37 @@ def wrapper(folder: str, activate: str) -> str:
     return f'#!/bin/sh\n{activate} >/dev/null || exit 1\nexec {python} "$@"\n'
 
 
+async def one_per_disk(channels: Sequence[Channel], wanted: Wanted) -> list[Channel]:
+    """For each node, the first one that has the environment's folder on the same disk.
+
+    Hosts that share their home directory must not make one environment at the same time.
+
+    Raises:
+        NodeError: A node cannot write beside the folder.
+    """
+    marks = [f"{_folder_on(channel, wanted)}.{channel.identity}" for channel in channels]
+    make_mark = ["/bin/sh", "-c", 'mkdir -p "${0%/*}" && : > "$0"']
+    remove_mark = ["/bin/sh", "-c", 'rm -f "$0"']
+    try:
+        await asyncio.gather(*(
+            _execute(channel, [*make_mark, mark])
+            for channel, mark in zip(channels, marks, strict=True)
+        ))  # fmt: skip
+        looks = await asyncio.gather(*(c.request("look", paths=marks) for c in channels))
+    finally:
+        await asyncio.gather(*(
+            _execute(channel, [*remove_mark, mark], check=False)
+            for channel, mark in zip(channels, marks, strict=True)
+        ), return_exceptions=True)  # fmt: skip
+    seen = [[path["exists"] for path in look["paths"]] for look in looks]
+    return [channels[row.index(True)] if True in row else channel
+            for row, channel in zip(seen, channels, strict=True)]  # fmt: skip
+
+
+def _folder_on(channel: Channel, wanted: Wanted) -> str:
+    return wanted.folder.replace("~", str(channel.facts["user"]["home"]), 1).rstrip("/")
+
+
 async def make(channel: Channel, wanted: Wanted, wheels: Path | None) -> str:
     """Makes the environment on one node, unless it is there; says what was done.
 
@@ -67,7 +98,7 @@ async def make(channel: Channel, wanted: Wanted, wheels: Path | None) -> str:
         NodeError: A step failed there; its last lines are told.
     """
     name = channel.host.name
-    folder = wanted.folder.replace("~", str(channel.facts["user"]["home"]), 1)
+    folder = _folder_on(channel, wanted)
     stamp = await _execute(channel, ["cat", f"{folder}/{STAMP}"], check=False)
     if stamp["output"].strip() == wanted.digest:
         return f"{name}: {folder} is up to date"

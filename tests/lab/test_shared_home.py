@@ -94,3 +94,9 @@ def test_the_check_ships_its_package(site: Site) -> None:
     done = typed(site, "check", "-H", str(site.lab.hostfile))
     assert done.returncode == 0, done.stdout + done.stderr
     assert kept(site) == []
+
+
+def test_each_host_has_a_worker_sshd_of_its_own(site: Site) -> None:
+    for word, expected in (("start", "sshd listens on port 12345"), ("stop", "sshd stopped")):
+        done = typed(site, "setup", "sshd", word, "-H", str(site.lab.hostfile))
+        assert (done.returncode, done.stdout.count(expected)) == (0, 3), done.stdout + done.stderr

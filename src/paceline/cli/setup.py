@@ -305,7 +305,7 @@ async def take_all_back(hosts: Sequence[Host], ssh: SshOptions, journal: Journal
     "--folder",
     type=click.Path(path_type=Path),
     help="Where its files are.",
-    show_default="~/.local/state/paceline/sshd",
+    show_default="~/.local/state/paceline/sshd/HOST",
 )
 @click.pass_context
 def sshd(ctx: click.Context, /, action: str, port: int, address: str, folder: Path | None,

@@ -21,7 +21,7 @@ DEFAULT_PORT = 12345
 
 def default_folder() -> Path:
     base = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
-    return Path(base) / "paceline" / "sshd"
+    return Path(base) / "paceline" / "sshd" / socket.gethostname()  # hosts may share it
 
 
 def key_file(folder: Path) -> Path:

@@ -61,8 +61,9 @@ def starts(lab, home: Path, folder: Path, verb: str, times: int) -> str:
         right = verb != "run" or ranks == list(range(len(lab.names)))
         left = list(left_in(cache))
         good += done.returncode == 0 and right and not left
+        print(f"{verb}: {good} of {number + 1} good, {seconds[-1]:.1f} s", flush=True)
         if done.returncode or not right or left:
-            print(f"{verb} {number}: {done.returncode} {left}\n{done.stdout}{done.stderr}")
+            print(f"{done.returncode} {left}\n{done.stdout}{done.stderr}", flush=True)
         shutil.rmtree(folder.parent / f"run{number}", ignore_errors=True)
     median = sorted(seconds)[len(seconds) // 2]
     return f"{len(lab.names)} | `{verb}` | {good} of {times} | {median:.1f}"

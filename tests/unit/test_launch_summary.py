@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.launch.summary import RunOutcome, report_success
+from paceline.launch.summary import RunOutcome, is_resumable, report_failure, report_success
 from paceline.spec.events import Event
 from paceline.spec.failure import Result
 
@@ -41,3 +41,21 @@ def test_of_several_attempts_the_last_counts() -> None:
 
 def test_where_nothing_was_told_it_is_the_number_that_was_planned() -> None:
     assert said() == "3 ranks"
+
+
+def test_an_interrupted_run_says_from_where_it_can_go_on() -> None:
+    def last_words(*events: Event) -> list[str]:
+        result = Result(130, interrupted=2)
+        outcome = RunOutcome(
+            Path("/run"), result, events, {}, 1.0, resumable=is_resumable(result, events),
+            command=("paceline", "run", "a.py"),
+        )  # fmt: skip
+        return report_failure(outcome).splitlines()[1:]
+
+    made = Event("checkpoint", "n1", 0, fields={"step": 1200})
+    resume = "to resume: paceline run --run-dir /run a.py"
+    assert last_words() == []
+    assert last_words(made, Event("stopped", "n1", 0, fields={"saved": 1230})) == [resume]
+    killed = "  it had no time to save: the last checkpoint is of step 1,200"
+    assert last_words(made) == [killed, resume]
+    assert not is_resumable(Result(1), [made])

@@ -20,7 +20,7 @@ from paceline.cli.verb import say
 from paceline.launch.board import Board
 from paceline.launch.keys import Keys
 from paceline.launch.screen import Screen
-from paceline.launch.summary import RunOutcome, report_failure, report_success
+from paceline.launch.summary import RunOutcome, is_resumable, report_failure, report_success
 from paceline.rundir import records
 from paceline.rundir.directory import short
 from paceline.spec import rundir as names
@@ -295,7 +295,7 @@ def tell_end(path: Path, command: tuple[str, ...] = ()) -> int:
     whole = path.absolute()
     outcome = RunOutcome(
         whole, result, events, {}, records.number(said.get("seconds")), {},
-        bool(command) and any(event.resumable for event in events),
+        bool(command) and is_resumable(result, events),
         records.whole(plan.get("world_size")) or 0, homes(events), command=command,
     )  # fmt: skip
     code = 1 if result.exit_code == UNKNOWN else result.exit_code

@@ -26,7 +26,7 @@ from paceline.launch.prepare import Inspect, Package, Request, make_plan
 from paceline.launch.recorder import Recorder
 from paceline.launch.restart import Restarts
 from paceline.launch.screen import Screen
-from paceline.launch.summary import RunOutcome
+from paceline.launch.summary import RunOutcome, is_resumable
 from paceline.launch.supply import begin, fork_servers_up, send_copies, warm_up
 from paceline.remote.transport import Transport
 from paceline.rundir.directory import RunDirectory, fresh_path, short
@@ -702,7 +702,7 @@ def _to_the_end(request: Request, screen: Screen, directory: RunDirectory,
         failure.host, failure.rank)  # fmt: skip
     return RunOutcome(
         directory.path, result, recorder.events, recorder.metrics, seconds,
-        directory.begins, recorder.resumable,
+        directory.begins, is_resumable(result, recorder.events),
         launcher.plan.world_size if launcher.plan else 0, tuple(screen.homes), told,
     )  # fmt: skip
 

@@ -80,7 +80,6 @@ class Recorder:
         self._end: deque[Mapping[str, Any]] = deque(maxlen=MOST_EVENTS)
         self.called: Callable[[], Mapping[str, str]] = dict  # hosts on their way back, and how
         self.waits: Callable[[], Waiting | None] = lambda: None  # whether the job waits for nodes
-        self.resumable = False  # the training was stopped, and there is a checkpoint
 
     @property
     def shown_path(self) -> str:
@@ -149,8 +148,6 @@ class Recorder:
             self._screen.say(event["text"], event.rank)
             line = event["text"].encode(errors="replace") + b"\n"
             self._directory.append_bytes(_log(event), line)
-        elif event.resumable:
-            self.resumable = True
         if (written := event.written) is not None:
             self.event(event.kind, event.host, event.rank, **written)
         elif event.kind in ("heartbeat", "pace", "progress"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def report_failure(outcome: RunOutcome) -> str:
     if result.failure is None:
         if result.interrupted is not None:
             text = f"paceline: stopped by {signal_name(result.interrupted)}: {short(outcome.path)}"
-            return "\n".join([text, *_to_resume(outcome)])
+            return "\n".join([text, *_last_checkpoint(outcome), *_to_resume(outcome)])
         return ""
     failure = result.failure
     lines = [f"paceline: failed first: {failure.describe()}"]
@@ -117,6 +117,25 @@ def report_failure(outcome: RunOutcome) -> str:
         lines.append(f"  {result.others} other {noun} failed after it")
     lines.append(f"  logs: {short(outcome.path / names.LOGS)}")
     return "\n".join([*lines, *_to_resume(outcome)])
+
+
+def _last_checkpoint(outcome: RunOutcome) -> list[str]:
+    """Says where an interrupted training can be resumed that had no time to save."""
+    if not outcome.resumable or any(event.resumable for event in outcome.events):
+        return []
+    step = _saved_steps(outcome.events)[-1]
+    return [f"  it had no time to save: the last checkpoint is of step {step:,}"]
+
+
+def is_resumable(result: Result, events: Iterable[Event]) -> bool:
+    """Whether a training was asked to stop, and there is a checkpoint of it."""
+    events = [*events]
+    interrupted = result.interrupted is not None
+    return any(event.resumable for event in events) or (interrupted and bool(_saved_steps(events)))
+
+
+def _saved_steps(events: Iterable[Event]) -> list[int]:
+    return [event["step"] for event in events if event.kind in ("checkpoint", "resumed")]
 
 
 def _to_resume(outcome: RunOutcome) -> list[str]:

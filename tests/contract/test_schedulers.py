@@ -238,6 +238,7 @@ ELSEWHERE = {
     "cli/__init__.py": "the same",
     "spec/terminal.py": "commands that people paste",
     "explain/": "what programs write into logs",
+    "remote/openssh.py": "words with which a compute node refuses a login",
 }
 
 

@@ -36,6 +36,21 @@ NO_ANSWER, ANOTHER_COMMAND = "ended without an answer", "another command ran"
 FALLBACK_PYTHONS = ("python3", "/usr/bin/python3", "/usr/local/bin/python3")
 
 
+FOR_PROGRAMS = {
+    "LogLevel": "INFO",  # with less, ssh does not say why it fails
+    "VisualHostKey": "no",
+    "AddKeysToAgent": "no",
+    "ForwardAgent": "no",
+    "ForwardX11": "no",
+    "PermitLocalCommand": "no",
+    "RemoteCommand": "none",
+    "RequestTTY": "no",
+    "Tunnel": "no",
+    "ClearAllForwardings": "yes",
+}
+"""Settings of a login that no person types; the user's ssh config may say otherwise for people."""
+
+
 def agent_command(python: str) -> list[str]:
     """Starts the agent with ``python``, or with any Python there is, to say what is wrong."""
     return ["/bin/sh", "-c", _FIND_PYTHON, "paceline", python, *FALLBACK_PYTHONS]
@@ -74,18 +89,9 @@ def ssh_command(host: Host, options: SshOptions, remote: list[str], control: str
         "ConnectTimeout": str(CONNECT_TIMEOUT_S),
         "ServerAliveInterval": "5",
         "ServerAliveCountMax": "3",
-        "LogLevel": "INFO",  # with less, ssh does not say why it fails
-        "VisualHostKey": "no",
-        "AddKeysToAgent": "no",
-        "ForwardAgent": "no",
-        "ForwardX11": "no",
-        "PermitLocalCommand": "no",
-        "RemoteCommand": "none",
-        "Tunnel": "no",
-        "ClearAllForwardings": "yes",
+        **FOR_PROGRAMS,
         "ControlMaster": "no",  # the agent's frames are the multiplexing: one login a host
         "ControlPath": control or "none",
-        "RequestTTY": "no",
         **more,
     }
     argv = ["ssh", *(["-F", str(options.config)] if options.config else [])]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from paceline.agent.caller import KEY
 from paceline.remote.network import allow_from
-from paceline.remote.openssh import SSH_FAILED, Refusal, SshOptions, classify
+from paceline.remote.openssh import FOR_PROGRAMS, SSH_FAILED, Refusal, SshOptions, classify
 from paceline.remote.transport import Transport
 from paceline.rendezvous.endpoint import usable_addresses
 from paceline.rendezvous.started import Start, StartedTransport, said_by
@@ -213,6 +213,7 @@ def ssh_config(hosts: Sequence[Host], ssh: SshOptions) -> str:
         "    BatchMode yes",
         f"    StrictHostKeyChecking {checking}",
         "    ConnectTimeout 5",
+        *(f"    {name} {value}" for name, value in FOR_PROGRAMS.items()),
     ]
     config = ssh.config.absolute() if ssh.config else "~/.ssh/config"
     return "\n".join([*lines, *common, f"    Include {_quoted(str(config))}"]) + "\n"

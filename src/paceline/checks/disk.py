@@ -87,7 +87,7 @@ def _place(name: str, path: str, disk: Mapping[str, Any],
                 f"{elsewhere}",
             )
         ]
-    if total < NOTHING:
+    if total < NOTHING and free > total // 2:
         message = f"the disk at {path} on {name} is too small: it has {size(total)} in all"
         return [failed("disk", [name], message, f"Work on another disk{elsewhere}")]
     if free < NOTHING:

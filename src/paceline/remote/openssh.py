@@ -195,7 +195,8 @@ CAUSES: tuple[_Cause, ...] = (
     ),
     _Cause(
         "no common algorithm",
-        r"Unable to negotiate with|no matching .{1,40} found",
+        r"Unable to negotiate with|no matching .{1,40} found|"
+        r"ssh_dispatch_run_fatal.{1,200}error in libcrypto",
         "sshd on {name} is much older or newer than this ssh: update the older of the two, or "
         "allow what it offers in ~/.ssh/config under `Host {name}`: `KexAlgorithms +{offer}` for a "
         "key exchange method, `Ciphers +{offer}` for a cipher, `MACs +{offer}` for a MAC",
@@ -208,9 +209,8 @@ CAUSES: tuple[_Cause, ...] = (
     ),
     _Cause(
         "the ssh config is wrong",
-        r"Bad configuration option|terminating, \d+ bad config|Bad owner or permissions on|"
-        r"Can't open user config file|keyword \S+ extra arguments|(?:missing|garbage) .{0,40}"
-        r"argument",
+        r"(?:config|command-line)\S{0,100} line \d+: |Bad configuration option|"
+        r"Bad owner or permissions on|Can't open user config file|Bad port '",
         "Correct the file and the line that the words above name; if its permissions are the "
         "matter: chmod 600 FILE",
     ),
@@ -250,7 +250,7 @@ CAUSES: tuple[_Cause, ...] = (
     ),
     _Cause(
         "account expired",
-        r"account (?:has|is) (?:expired|locked|disabled)|account has been (?:locked|disabled)",
+        r"[Aa]ccount (?:(?:has|is|was) )?(?:been )?(?:expired|locked|disabled)",
         "Have the administrator of {name} renew the account: sudo chage -l USER shows the date",
     ),
     _Cause(
@@ -260,7 +260,7 @@ CAUSES: tuple[_Cause, ...] = (
     ),
     _Cause(
         "logins are closed",
-        r"System is (?:going down|booting up)|nologin\(5\)|/etc/nologin|[Ll]ogins? (?:is|are) "
+        r"System (?:is )?(?:going down|booting up)|nologin\(5\)|/etc/nologin|[Ll]ogins? (?:is|are) "
         r"(?:currently |temporarily )?(?:disabled|closed|not (?:allowed|permitted))|"
         r"nprivileged users are not permitted",
         "{name} takes no logins now (maintenance, or it starts): wait, or leave it out. If "
@@ -298,17 +298,48 @@ CAUSES: tuple[_Cause, ...] = (
         "{name} in ~/.ssh/config",
     ),
     _Cause(
+        "key type not accepted",
+        r"no mutual signature|not in PubkeyAccepted",
+        "Its sshd is too old for this kind of key. Make another one (ssh-keygen -t ed25519) and "
+        "put it there (ssh-copy-id {target}), or set `PubkeyAcceptedAlgorithms +ssh-rsa` for "
+        "{name} in ~/.ssh/config",
+    ),
+    _Cause(
+        "certificate expired",
+        r"[Cc]ertificate (?:invalid|(?:has |is )?expired)",
+        "Get a new certificate as your site says; ssh-keygen -Lf KEY-cert.pub shows its dates",
+    ),
+    _Cause(
         "too many keys offered",
         r"Too many authentication failures",
         "Name the key: `IdentityFile KEY` and `IdentitiesOnly yes` for {name} in ~/.ssh/config",
     ),
     _Cause(
+        "a password or a code is asked for",
+        r"Permission denied \((?:password|keyboard-interactive)"
+        r"(?:,(?:password|keyboard-interactive))*\)",
+        "sshd on {name} wants what only a person can type. Have it accept a key alone, or start "
+        "the job from inside: in an allocation of the batch system, or with --rdzv on each node",
+    ),
+    _Cause(
         "login refused",
-        r"Permission denied",
+        r"Permission denied(?: \(|,|\.)|No more authentication methods",
         "Put your public key there: ssh-copy-id {target} (and check the user's name). If it is "
         "there, its folders are open to others: chmod go-w ~ ~/.ssh ~/.ssh/authorized_keys. If the "
         "key has a passphrase: ssh-add. If no key works: the login shell may be missing there "
         "(getent passwd USER)",
+    ),
+    _Cause(
+        "no room for a process",
+        r"request failed on channel|fork: .{0,60}(?:temporarily unavailable|Cannot allocate)",
+        "Your user has as many processes on {name} as are allowed, or its memory is full: "
+        "ps -u $USER | wc -l and ulimit -u there, free -h",
+    ),
+    _Cause(
+        "its home folder is missing",
+        r"Could not chdir to home directory",
+        "The home of that user on {name} does not exist or is closed to it: ls -ld ~ there "
+        "(a file system that is not mounted?)",
     ),
     _Cause(
         "its start-up file needs a terminal",
@@ -330,7 +361,8 @@ CAUSES: tuple[_Cause, ...] = (
     ),
     _Cause(
         "the session ended",
-        r"Connection to .{1,300} closed by remote host|Broken pipe",
+        r"Connection to .{1,300} closed by remote host|Broken pipe|"
+        r"Received disconnect from|Disconnected from",
         "Its sshd ended the session before an agent answered: journalctl -u ssh on {name}",
         passing=True,
     ),

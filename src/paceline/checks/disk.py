@@ -9,6 +9,7 @@ use; that it is small is another check's finding.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from paceline.checks.check import Check, Probing, Scene, every, failed, passed, size, warned
@@ -20,13 +21,21 @@ SHM = "/dev/shm"  # noqa: S108 - looked at, not written to
 
 
 async def probe(probing: Probing) -> dict[str, Any]:
-    """The work folders; the other places came with the login."""
+    """The work folders and data where they exist; the other places came with the login.
+
+    For a folder that does not exist an agent looks at its nearest parent. Nothing is written
+    there: code and data are sent to the cache.
+    """
     names = list(probing.channels)
     paths = [[probing.scene.wishes.workdirs[name], *probing.scene.wishes.data] for name in names]
     answers = await every(
         [probing.ask(name, "disk", paths=own) for name, own in zip(names, paths, strict=True)]
     )
-    return {name: answer["disks"] for name, answer in zip(names, answers, strict=True)}
+    return {
+        name: [disk for path, disk in zip(own, answer["disks"], strict=True)
+               if Path(path) == Path(disk["path"])]
+        for name, own, answer in zip(names, paths, answers, strict=True)
+    }  # fmt: skip
 
 
 def judge(scene: Scene) -> list[Finding]:

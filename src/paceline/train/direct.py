@@ -75,7 +75,9 @@ def own_address() -> str:
     """
     if named := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
         addresses = psutil.net_if_addrs().get(named, [])
-        for family in (socket.AF_INET, socket.AF_INET6):
+        families = (socket.AF_INET, socket.AF_INET6)
+        is_ipv6_job = ":" in os.environ.get("MASTER_ADDR", "")  # other hosts may have no IPv4
+        for family in reversed(families) if is_ipv6_job else families:
             for one in addresses:
                 if one.family == family and "%" not in one.address:  # none of the link's own
                     return str(one.address)

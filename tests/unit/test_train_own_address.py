@@ -1,0 +1,28 @@
+"""Which of its addresses a rank offers to the others."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from paceline.train import direct
+
+FOUR, SIX = "10.78.0.11", "fd77::11"
+ADDRESSES = [
+    SimpleNamespace(family=socket.AF_INET, address=FOUR),
+    SimpleNamespace(family=socket.AF_INET6, address="fe80::1%eth0"),
+    SimpleNamespace(family=socket.AF_INET6, address=SIX),
+]
+
+
+@pytest.mark.parametrize(("master", "expected"), [("10.78.0.12", FOUR), ("fd77::12", SIX)])
+def test_the_address_is_of_the_family_that_the_job_talks(
+    master: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": ADDRESSES})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv("MASTER_ADDR", master)
+    assert direct.own_address() == expected

@@ -1,5 +1,5 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
-.PHONY: help demo test pythons lint format env system clean
+.PHONY: help demo test matrix pythons lint format env system clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 help:
 	@echo "make demo     environment, then train the bundled digits on a two-host virtual cluster"
 	@echo "make test     environment and system parts, then all tests"
+	@echo "make matrix   users' journeys in every environment of the matrix; ONLY=17 in one of them"
 	@echo "make pythons  the unit tests under every Python from 3.10 on that is here"
 	@echo "make lint     ruff, mypy, import-linter"
 	@echo "make clean    remove the environment and caches"
@@ -35,8 +36,12 @@ test: PARTS = all
 test: env system
 	@status=0; \
 	$(BIN)/python tools/second_look.py -n auto --dist worksteal tests/unit tests/contract || status=1; \
-	$(BIN)/python tools/second_look.py -n 5 --durations 20 --dist loadfile --no-loadscope-reorder tests/package tests/train tests/lab || status=1; \
+	$(BIN)/python tools/second_look.py -n 5 --durations 20 --dist loadfile --no-loadscope-reorder tests/package tests/train tests/lab tests/matrix || status=1; \
 	exit $$status
+
+matrix: PARTS = all
+matrix: env system
+	@$(BIN)/python bench/matrix/matrix.py $(if $(ONLY),--only $(ONLY))
 
 pythons: env
 	@$(BIN)/python tools/pythons.py

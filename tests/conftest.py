@@ -24,6 +24,7 @@ from paceline.lab import Lab, LabOptions
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "PACELINE_TEST_SESSION"  # carried by every process that a test starts, and its children
 LONGEST = (  # files of labs, by the CPU seconds that they take, and those that wait long
+    "test_matrix",
     "test_documents_run", "test_hangs", "test_mpi", "test_slurm", "test_elastic", "test_interrupts",
     "test_attribution", "test_coming_from", "test_explain", "test_losses", "test_check",
     "test_by_hand", "test_recovery", "test_come_back", "test_minimal_recipes", "test_soak",

@@ -5,7 +5,7 @@
 set -eu
 
 lab="openssh-client:ssh openssh-server:/usr/sbin/sshd iproute2:ip iptables:iptables nftables:nft util-linux:nsenter procps:ps"
-tests="e2fsprogs:mkfs.ext4 samba:smbd samba-common-bin:smbpasswd cifs-utils:mount.cifs user-mode-linux:linux.uml gcc:gcc libc6-dev:/usr/include/stdio.h git:git dataset-fashion-mnist:/usr/share/datasets/fashion-mnist tmux:tmux openssl:openssl zsh:zsh fish:fish chromium:chromium"
+tests="e2fsprogs:mkfs.ext4 samba:smbd samba-common-bin:smbpasswd cifs-utils:mount.cifs user-mode-linux:linux.uml gcc:gcc libc6-dev:/usr/include/stdio.h git:git dataset-fashion-mnist:/usr/share/datasets/fashion-mnist tmux:tmux openssl:openssl zsh:zsh fish:fish tcsh:tcsh dash:dash chromium:chromium"
 # schedulers and containers: only their programs are used, started by the tests in virtual hosts
 launchers="mpich:mpiexec.hydra openmpi-bin:mpiexec.openmpi slurm-wlm:/usr/sbin/slurmctld munge:/usr/sbin/munged docker.io:/usr/sbin/dockerd"
 # what comes from PyPI and must not get into the environment that is tested

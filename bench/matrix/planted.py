@@ -1,0 +1,227 @@
+"""Plants faults in a copy of the package: each makes some environment of the matrix fail.
+
+    python bench/matrix/planted.py [NAME …] [--out FILE]
+
+A fault is what a developer who knows one kind of site only may write. It is tried in the
+environments that have the value it does not expect, until one fails. Needs what
+``bench/matrix/matrix.py`` needs; the faults are text that is replaced in ``src/paceline``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests" / "matrix"
+sys.path.insert(0, str(TESTS))
+from environments import Environment, select  # noqa: E402
+
+MOST_TRIED = 4  # environments a fault
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is planted: ``new`` in the place of ``old``, and the values that it does not expect."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    unexpected: tuple[tuple[str, str], ...]
+
+    def plant(self, package: Path) -> None:
+        """Raises ValueError if the text to replace is not there (any more)."""
+        file = package / self.file
+        text = file.read_text()
+        if self.old not in text:
+            raise ValueError(f"{self.name}: {self.file} has no {self.old!r}")
+        file.write_text(text.replace(self.old, self.new))
+
+    def concerns(self, environment: Environment) -> bool:
+        values = environment.values()
+        return environment.is_usable and any(value in values for value in self.unexpected)
+
+
+_ENTRY, _MAIN = "agent/entry.py", "    role, *args ="
+
+
+def _at_start(statement: str) -> tuple[str, str, str]:
+    """Every process of an agent begins with it."""
+    return _ENTRY, _MAIN, f"    {statement}\n{_MAIN}"
+
+
+FAULTS = (
+    Fault(
+        "agents share a temporary path",
+        "agent/snapshot.py",
+        "    new.mkdir(mode=0o700)\n",
+        '    new = folder.with_name(".new-" + folder.name)\n'
+        "    shutil.rmtree(str(new), ignore_errors=True)\n"
+        "    new.mkdir(mode=0o700)\n",
+        (("home", "shared"), ("home", "moved")),
+    ),
+    Fault(
+        "one agent for each /tmp",
+        *_at_start(
+            "import fcntl; main.lock = open('/tmp/paceline.lock', 'a');"
+            " fcntl.flock(main.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)"
+            " if 'forkserver' not in sys.argv and 'guard' not in sys.argv else None"
+        ),
+        (("tmp", "shared"),),
+    ),
+    Fault(
+        "the login shell is bash",
+        "remote/openssh.py",
+        '"--", host.address, *([shell_text(remote)]',
+        '"--", host.address, *(["[[ -n $HOME ]] && " + shell_text(remote)]',
+        (("shell", "dash"), ("shell", "tcsh")),
+    ),
+    Fault(
+        "start-up files print little",
+        "agent/frames.py",
+        "        self.noise += data[-self._keep :]\n",
+        "        self.noise += data[-self._keep :]\n        assert len(self.noise) < 4096\n",
+        (("startup", "prints"),),
+    ),
+    Fault(
+        "nothing reads the agent's input before it",
+        "remote/openssh.py",
+        '''GUARD_LINE = b\'''',
+        '''GUARD_LINE = b"" and b\'''',
+        (("startup", "reads"),),
+    ),
+    Fault(
+        "programs can be run in /tmp",
+        "remote/openssh.py",
+        '''    'for p in "$@"; do if command''',
+        '''    'cp /bin/sh /tmp/paceline-$$ && /tmp/paceline-$$ -c true || exit 9; '
+    'for p in "$@"; do if command''',
+        (("tmp", "noexec"),),
+    ),
+    Fault(
+        "users have the same name everywhere",
+        "remote/openssh.py",
+        'argv += ["-l", host.user] if host.user else []',
+        'import getpass; argv += ["-l", host.user or getpass.getuser()]',
+        (("user", "different"), ("user", "ordinary")),
+    ),
+    Fault(
+        "homes have the same path everywhere",
+        "agent/snapshot.py",
+        'str(Path("~/.cache").expanduser())',
+        '"/run/home/%s/.cache" % __import__("getpass").getuser()',
+        (("home", "moved"),),
+    ),
+    Fault(
+        "the umask is 022",
+        "agent/snapshot.py",
+        "mkdir(mode=0o700)",
+        "mkdir(mode=0o777)",
+        (("umask", "000"),),
+    ),
+    Fault(
+        "hosts have IPv4 addresses",
+        "remote/network.py",
+        "for family in (4, 6):",
+        "for family in (4,):",
+        (("network", "ipv6"), ("network", "mixed")),
+    ),
+    Fault(
+        "hosts know each other by name",
+        "agent/rank.py",
+        "    original = distributed.init_process_group\n",
+        "    original = distributed.init_process_group\n"
+        "    __import__('socket').getaddrinfo(os.environ['PACELINE_HOST'], 1)\n",
+        (("names", "unknown"),),
+    ),
+    Fault(
+        "interpreters have the same path everywhere",
+        "remote/openssh.py",
+        '_FIND_PYTHON, "paceline", python,',
+        '_FIND_PYTHON, "paceline", __import__("sys").executable,',
+        (("python", "different"),),
+    ),
+    Fault(
+        "there is room in /dev/shm",
+        *_at_start("open('/dev/shm/paceline-%d' % os.getpid(), 'wb').write(bytes(1 << 20))"),
+        (("shm", "small"),),
+    ),
+    Fault(
+        "there is room in the home",
+        *_at_start(
+            "open(os.path.expanduser('~/.paceline-%d' % os.getpid()), 'wb').write(bytes(128 << 20))"
+        ),
+        (("quota", "small"),),
+    ),
+    Fault(
+        "there is a second CPU",
+        *_at_start("1 // (len(os.sched_getaffinity(0)) - 1)"),
+        (("cpus", "one"),),
+    ),
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="faults (parts of their names); default: all")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    selection = dict(enumerate(select(), 1))
+    lines = [f"# Planted faults, {datetime.date.today()}", "", platform.platform(), ""]
+    lines += ["| fault | environments tried | found in | by journey |", "|---|---|---|---|"]
+    unnoticed = 0
+    for fault in FAULTS:
+        if options.names and not any(name in fault.name for name in options.names):
+            continue
+        tried, number, journey = attempt(fault, selection)
+        unnoticed += not number
+        lines.append(f"| {fault.name} | {tried} | {number or 'none'} | {journey} |")
+        print(lines[-1], flush=True)
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+    return int(unnoticed > 0)
+
+
+def attempt(fault: Fault, selection: dict[int, Environment]) -> tuple[int, int, str]:
+    """How many environments were tried, and the number and first journey of the one that fails."""
+    concerned = [number for number in selection if fault.concerns(selection[number])]
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        Path(folder).chmod(0o755)
+        package = Path(folder, "paceline")
+        shutil.copytree(ROOT / "src" / "paceline", package, ignore=shutil.ignore_patterns("*.pyc"))
+        fault.plant(package)
+        for tried, number in enumerate(concerned[:MOST_TRIED], 1):
+            if journey := first_failure(number, folder):
+                return tried, number, journey
+    return min(len(concerned), MOST_TRIED), 0, "none"
+
+
+def first_failure(number: int, source: str) -> str:
+    """The first journey that fails in an environment with the package in ``source``."""
+    argv = [sys.executable, "-m", "pytest", "-n", "1", "-q", str(TESTS / "test_matrix.py")]
+    variables = {
+        **os.environ, "CI": "true", "PACELINE_MATRIX": f"#{number}",
+        "PACELINE_MATRIX_SOURCE": source, "PACELINE_MATRIX_FIRST": "1",
+    }  # fmt: skip
+    ended = subprocess.run(argv, cwd=ROOT, env=variables, capture_output=True, text=True)
+    found = re.search(r"^failed journey: (\w+): .*", ended.stdout, re.MULTILINE)
+    if ended.returncode and not found:
+        raise RuntimeError(ended.stdout)
+    if found is None:
+        return ""
+    print(f"  environment {number}: {found[0]}", flush=True)
+    return found[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

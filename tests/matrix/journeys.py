@@ -1,0 +1,129 @@
+"""What users do on every site, each as a function that asserts what they rely on.
+
+A journey takes a :class:`~sites.Site` and leaves the hosts idle; the last one loses a host.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from sites import DATA, DEADLINE_S, HOSTS, Command, Site, until
+
+RESULT = {rank: f"result of {rank}\n" * 1000 for rank in range(len(HOSTS))}
+
+
+def check(site: Site) -> None:
+    """``check`` finds no fault: it exits with 0 and starts its trial everywhere."""
+    command = site.run("check")
+    assert command.status == 0, "check finds fault with hosts on which everything works"
+
+
+def run_plain(site: Site) -> None:
+    """A plain script gets its data, is seen from its first to its last line, and its results."""
+    words = ("--run-dir", "runs/plain", "--no-torch", "--data", str(site.folder / "data"))
+    command = site.run("run", *words, "plain.py")
+    succeeded(command)
+    sizes = sorted(len(text) for text in DATA.values())
+    for rank, host in enumerate(HOSTS):
+        said = labelled(command, host, rank)
+        python = Path(site.lab.plan.host(host).python).parents[1]
+        assert said == [f"data {sizes}", f"python {python}", f"rank {rank} of 2", f"wrote {rank}"]
+    results_are_home(site, "plain")
+    nobody_else_can_write(site)
+
+
+def interrupt_and_resume(site: Site) -> None:
+    """Ctrl-C saves and says how to resume; the same command then does the steps that are left."""
+    words = ("--run-dir", "runs/training", "--env", "STEP_S=0.1", "training.py", "20")
+    with site.start("run", *words) as command:
+        command.wait_for("] step 3\n", times=len(HOSTS))
+        command.interrupt()
+        command.wait()
+    assert command.status == 130, "Ctrl-C did not end the run as Ctrl-C does"
+    assert "to resume:" in command.err
+    resumed = site.run("run", *words)
+    succeeded(resumed)
+    (saved,) = map(int, re.findall(r"^resumed after step (\d+) ", resumed.out, re.MULTILINE))
+    assert saved - max(steps(command, 0)) in (0, 1), "a step that was done is lost"
+    for rank in range(len(HOSTS)):
+        assert steps(resumed, rank) == list(range(saved + 1, 21)), f"after step {saved}"
+    assert (site.project / "runs/training/model").is_dir(), "the model is not home"
+
+
+def detach_and_attach(site: Site) -> None:
+    """A detached run goes on by itself; ``attach`` shows it to its end and brings its results."""
+    words = ("--run-dir", "runs/left", "--detach", "--no-torch", "plain.py", "2")
+    succeeded(site.run("run", *words))
+    attached = site.run("attach", "--lines", "runs/left", hosts=False)
+    succeeded(attached)
+    results_are_home(site, "left")
+
+
+def lose_host(site: Site) -> None:
+    """With ``--nnodes 1:2`` a training outlives a host that loses its power."""
+    words = ("--run-dir", "runs/lost", "--nnodes", "1:2", "--env", "STEP_S=0.1")
+    with site.start("run", *words, "training.py", "20") as command:
+        command.wait_for("] step 3\n", times=len(HOSTS))
+        site.lab.fault("power-off", "n2")
+        command.wait()
+    succeeded(command)
+    assert steps(command, 0) == list(range(1, 21))
+    assert "n2" in command.err, "nothing says which host was lost"
+
+
+JOURNEYS: tuple[Callable[[Site], None], ...] = (
+    check, run_plain, interrupt_and_resume, detach_and_attach, lose_host,
+)  # fmt: skip
+
+
+def is_refused(site: Site) -> None:
+    """A login that can run no command is refused at once, with what is at fault."""
+    command = site.run("run", "--no-torch", "plain.py")
+    assert command.status not in (0, None)
+    assert "start-up file" in command.err
+    assert "Traceback" not in command.err
+
+
+# --- what they have in common
+
+
+def succeeded(command: Command) -> None:
+    assert command.status == 0, f"it ended with status {command.status}"
+
+
+def labelled(command: Command, host: str, rank: int) -> list[str]:
+    """What a rank wrote on standard output, without its label."""
+    found = re.findall(rf"^\[{host}/{rank}\] (.*)$", command.out, re.MULTILINE)
+    return [str(line) for line in found]
+
+
+def steps(command: Command, rank: int) -> list[int]:
+    found = re.findall(rf"^\[\w+/{rank}\] step (\d+)$", command.out, re.MULTILINE)
+    return [int(step) for step in found]
+
+
+def nobody_else_can_write(site: Site) -> None:
+    """Nobody else can change what Paceline keeps on the hosts, whatever the umask.
+
+    Files in a folder that others cannot enter may have any mode.
+    """
+    for host in HOSTS:
+        login = site.login(host)
+        cache = f"{login.cache or f'{login.home}/.cache'}/paceline"
+        closed = ["-type", "d", "!", "-perm", "/011", "-prune"]
+        argv = ["find", cache, *closed, "-o", "!", "-type", "l", "-perm", "/022", "-print"]
+        found = site.lab.exec(host, argv, timeout=DEADLINE_S).stdout
+        assert not found, f"others can write to these on {host}:\n{found}"
+
+
+def results_are_home(site: Site, run: str) -> None:
+    """What every rank wrote is with the launcher: where it wrote it, or below the run."""
+    for rank, host in enumerate(HOSTS):
+        name = f"out-{rank}/result.txt"
+        places = (site.project / "runs" / run / "files" / host / name, site.project / name)
+        until(lambda places=places: any(place.exists() for place in places))  # type: ignore[misc]
+        (place, *_) = [place for place in places if place.exists()]
+        assert place.read_text() == RESULT[rank], f"{place} is damaged"
+        place.unlink()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -25,7 +25,8 @@ from paceline.train.pace import counted
 class Batch:
     """One rank's part of a global batch; unpacks like the tuple that the data set makes.
 
-    Where it makes dictionaries, ``batch["name"]`` and ``model(**batch)`` work.
+    Where it makes dictionaries, ``batch["name"]`` and ``model(**batch)`` work. Where a sample is a
+    single tensor, a loop gets the tensor itself, as from torch's DataLoader.
 
     Attributes:
         data: What the data set made, on the session's device.
@@ -58,6 +59,16 @@ class Batch:
         """Names in a dictionary."""
         names: Iterable[str] = self.data[0].keys()
         return names
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """Names and values in a dictionary."""
+        items: Iterable[tuple[str, Any]] = self.data[0].items()
+        return items
+
+    def filled(self, data: Any) -> tuple[Batch, Batch]:
+        """The batch with its data, and what a loop gets of it."""
+        whole = replace(self, data=data if isinstance(data, tuple) else (data,))
+        return whole, whole if isinstance(data, (tuple, Mapping)) else cast(Batch, data)
 
     def counted(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The tensors without stand-ins: for metrics that take whole batches."""
@@ -280,7 +291,7 @@ class Loader:
             if progress.finished:
                 self._fetch.close()
 
-    def _step(self, batches: Iterator[tuple[Batch, tuple[Any, ...]]]) -> Iterator[Batch]:
+    def _step(self, batches: Iterator[tuple[Batch, Any]]) -> Iterator[Batch]:
         """All pieces of one global batch, as long as the ranks among which it is divided."""
         start, last = self._progress.offset, False
         self.begins()
@@ -289,11 +300,11 @@ class Loader:
             empty, data = next(batches)
             self.waited += time.perf_counter() - before
             self.arrived()
-            batch, last = replace(empty, data=data), empty.last
+            (batch, given), last = empty.filled(data), empty.last
             self._given, self._progress.stand_in = batch, not batch.count
             self._most = max(self._most, batch.count)
             with nullcontext() if last else self._unsynced():
-                yield batch
+                yield given
             if self.outdated:
                 return
         if self._progress.offset == start:
@@ -463,7 +474,7 @@ class Shard:
             for empty, data in made:
                 self._progress.stand_in = not empty.count
                 self._look_up()
-                yield replace(empty, data=data)
+                yield empty.filled(data)[1]
 
     def _wanted(
         self, left: Spans, whole: int, there: Sequence[int], by: Shares | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,6 +30,13 @@ class Means:
 
     def __getitem__(self, name: str) -> float:
         return self.sums[name] / self._samples(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values())
+
+    def keys(self) -> Iterable[str]:
+        """Names of the values, so that ``session.log("test", **means)`` works."""
+        return self.values().keys()
 
     def _samples(self, name: str) -> int:
         return self.counts.get(name, self.count if name in self.sums else 0)

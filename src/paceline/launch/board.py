@@ -212,6 +212,7 @@ class Board:
         last: The last values of the same.
         news: What happened, the latest last.
         saved: The step of the last checkpoint.
+        keeps_checkpoints: The script makes some, and one more when it is asked to.
         attempt: Number of the start, from 0.
     """
 
@@ -226,6 +227,7 @@ class Board:
         self.last: dict[str, float] = {}
         self.news: deque[News] = deque(maxlen=MOST_NEWS)
         self.saved: int | None = None
+        self.keeps_checkpoints = False
         self.attempt = 0
         self._over = False  # the attempt: ranks that start now are those of the next
         self._members: list[int] = []  # of the present group, in the order of their ranks in it
@@ -327,6 +329,8 @@ class Board:
             self.hang = str(event["text"] or "")
         elif event.kind == "hang over":
             self.hang = ""
+        elif event.kind == "keeps checkpoints":
+            self.keeps_checkpoints = True
         elif event.kind == "checkpoint" and event["step"] is not None:
             self.saved = event["step"]
 

@@ -33,6 +33,7 @@ PAGE = 10  # lines by which a text is moved
 STEPS_S = 120.0  # over which the time that is left is told
 LEAST_COLUMNS, LEAST_LINES = 60, 16
 
+SAVE_KEY = "s   save a checkpoint now"
 # no line is wider than the narrowest screen
 HELP = """\
  up, down, or a rank's number   its log      a   all logs
@@ -278,7 +279,8 @@ class Live:
         if not self._keys.open:
             return "Ctrl-C stops the run (keys need standard input to be this terminal)"
         leave = "d leave  " if self._leave is not None else ""
-        return f"up/down rank's log  a all  s save  t stacks  x stop  {leave}q lines  ? help"
+        save = "s save  " if self._board.keeps_checkpoints else ""
+        return f"up/down rank's log  a all  {save}t stacks  x stop  {leave}q lines  ? help"
 
     # --- keys -------------------------------------------------------------------------------
 
@@ -310,7 +312,7 @@ class Live:
         return {
             "a": self._choose_all,
             "escape": self._choose_all,
-            "s": lambda: self._ask("save", "asked for a checkpoint"),
+            "s": self._save,
             "t": lambda: self._ask("stacks", "asked every rank where it stands"),
             "x": self._ask_to_stop,
             "d": self._detach,
@@ -350,8 +352,15 @@ class Live:
         elif self._typed:
             self._say(f"rank {self._typed} (Enter, or more digits)")
 
+    def _save(self) -> None:
+        if self._board.keeps_checkpoints:
+            self._ask("save", "asked for a checkpoint")
+        else:
+            self._say("the script has not called session.checkpoints: nothing to save")
+
     def _help(self) -> None:
-        self._open("help", HELP)
+        saves = self._board.keeps_checkpoints
+        self._open("help", HELP if saves else HELP.replace(SAVE_KEY, " " * len(SAVE_KEY)))
 
     def _open(self, title: str, text: str) -> None:
         """Shows a text in place of the log."""

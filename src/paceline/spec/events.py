@@ -176,9 +176,7 @@ KINDS: dict[str, Kind] = {
     "prepared": _kind("rank", may="parameters"),
     "resumed": _kind("rank", may="step source"),
     "communication": _kind("rank", may="step text"),  # another way is taken, or would help
-    "keeps checkpoints": _kind(
-        "rank", may="keep", written=False
-    ),  # and makes one when it is asked to
+    "keeps checkpoints": _kind("rank", may="keep"),  # and makes one when it is asked to
     "saving": _kind("rank", may="step"),  # the checkpoint that was asked for; told by rank 0
     "checkpoint": _kind("rank", may="step megabytes seconds"),
     "checkpoint copied": _kind("rank", may="step megabytes seconds hosts"),  # which have it now

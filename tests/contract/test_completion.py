@@ -70,7 +70,7 @@ def values(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
-        ("paceline tr", ["train", "translate", "trust"]),
+        ("paceline tr", ["train", "trust", "translate"]),
         ("paceline bench ", ["collectives", "scaling"]),
         ("paceline lab h", ["heal"]),
         ("paceline run --nproc", ["--nproc-per-node"]),

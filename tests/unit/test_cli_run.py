@@ -129,6 +129,10 @@ def test_help_names_every_verb_without_importing_it() -> None:
     text = CliRunner().invoke(program, ["--help"]).output
     for verb in ("run", "train", "hosts", "lab"):
         assert f"\n  {verb} " in text
+    titles = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles == [
+        "Run:", "Watch a run:", "Understand:", "Prepare:", "Recipes and trained models:", "Options:",
+    ]  # fmt: skip
 
 
 def test_help_of_run_says_where_options_stand() -> None:

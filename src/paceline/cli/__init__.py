@@ -1,6 +1,6 @@
 """The command line: its verbs, each imported when it is called.
 
-A new verb is one module with a ``command`` and one line in ``VERBS``. Verbs that answer one
+A new verb is one module with a ``command`` and one line in ``GROUPS``. Verbs that answer one
 question share a module, in which each has its own name.
 """
 
@@ -17,44 +17,69 @@ import click
 import paceline
 from paceline.cli.verb import Registered, Registry
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
+from paceline.spec.helptext import Row, Section
 from paceline.spec.terminal import for_reader
 
-# verb → (module of its command, one line for --help)
-VERBS: Registry = {
-    "run": ("paceline.cli.run", "Run a script, module or program on every host."),
-    "train": ("paceline.cli.train", "Train a model with a built-in recipe."),
-    "evaluate": ("paceline.cli.use:evaluate", "Evaluate a trained model."),
-    "predict": ("paceline.cli.use:predict", "Classify images or texts with a trained model."),
-    "translate": ("paceline.cli.use:translate", "Translate with a trained model."),
-    "export": ("paceline.cli.use:export", "Write a trained model for other programs."),
-    "benchmark": ("paceline.cli.use:benchmark", "Latency and throughput of a trained model."),
-    "quantize": ("paceline.cli.use:quantize", "Write a trained model in 8 bits, for CPUs."),
-    "list": ("paceline.cli.recipe:listing", "Recipes, models and data sets by name."),
-    "recipe": ("paceline.cli.recipe", "Show or copy a built-in recipe's script."),
-    "warm": ("paceline.cli.warm", "Keep hosts ready, so that commands start at once."),
-    "check": ("paceline.cli.check", "Find what would go wrong on the hosts, before it does."),
-    "forecast": ("paceline.cli.forecast", "Say how long a training takes on more hosts."),
-    "explain": ("paceline.cli.explain", "Say what went wrong in a run, or in any log."),
-    "report": ("paceline.cli.report", "Draw what happened in a run, or compare runs: one page."),
-    "bench": ("paceline.cli.bench", "Measure how a job speeds up, and other things."),
-    "runs": ("paceline.cli.overview", "List all runs, here and on hosts."),
-    "status": ("paceline.cli.runs:status", "Say what has become of a run."),
-    "logs": ("paceline.cli.logs", "Print or follow the logs of a run."),
-    "attach": ("paceline.cli.attach", "Look at a run that goes on, from any terminal."),
-    "stop": ("paceline.cli.runs:stop", "End a run from any terminal."),
-    "env": ("paceline.cli.env", "The place that mpirun, mpiexec or a scheduler gave this process."),
-    "setup": ("paceline.cli.setup", "Prepare the hosts: keys, host keys, sshd, environment."),
-    "trust": ("paceline.cli.trust", "Let paceline.toml of this folder name programs."),
-    "hosts": ("paceline.cli.hosts", "Show the hosts that a host file or list names."),
-    "completion": ("paceline.cli.completion", "Have bash, zsh or fish complete commands at TAB."),
-    "lab": ("paceline.cli.lab", "A virtual cluster on this machine, with faults on demand."),
+# title → verb → (module of its command, one line for --help)
+GROUPS: dict[str, Registry] = {
+    "Run": {
+        "run": ("paceline.cli.run", "Run a script, module or program on every host."),
+        "train": ("paceline.cli.train", "Train a model with a built-in recipe."),
+    },
+    "Watch a run": {
+        "runs": ("paceline.cli.overview", "List all runs, here and on hosts."),
+        "status": ("paceline.cli.runs:status", "Say what has become of a run."),
+        "logs": ("paceline.cli.logs", "Print or follow the logs of a run."),
+        "attach": ("paceline.cli.attach", "Look at a run that goes on, from any terminal."),
+        "stop": ("paceline.cli.runs:stop", "End a run from any terminal."),
+    },
+    "Understand": {
+        "explain": ("paceline.cli.explain", "Say what went wrong in a run, or in any log."),
+        "report": (
+            "paceline.cli.report",
+            "Show what happened in a run, or compare runs.",
+        ),
+        "forecast": ("paceline.cli.forecast", "Say how long a training takes on more hosts."),
+        "bench": ("paceline.cli.bench", "Measure how a job speeds up, and other things."),
+    },
+    "Prepare": {
+        "check": ("paceline.cli.check", "Find what would go wrong on the hosts, before it does."),
+        "hosts": ("paceline.cli.hosts", "Show the hosts that a host file or list names."),
+        "setup": ("paceline.cli.setup", "Prepare the hosts: keys, host keys, sshd, environment."),
+        "warm": ("paceline.cli.warm", "Keep hosts ready, so that commands start at once."),
+        "trust": ("paceline.cli.trust", "Let paceline.toml of this folder name programs."),
+        "env": (
+            "paceline.cli.env",
+            "The place that a scheduler or MPI gave this process.",
+        ),
+        "completion": (
+            "paceline.cli.completion",
+            "Let bash, zsh or fish complete commands.",
+        ),
+        "lab": ("paceline.cli.lab", "A virtual cluster on this machine, with faults."),
+    },
+    "Recipes and trained models": {
+        "list": ("paceline.cli.recipe:listing", "Recipes, models and data sets by name."),
+        "recipe": ("paceline.cli.recipe", "Show or copy a built-in recipe's script."),
+        "evaluate": ("paceline.cli.use:evaluate", "Evaluate a trained model."),
+        "predict": ("paceline.cli.use:predict", "Classify images or texts with a trained model."),
+        "translate": ("paceline.cli.use:translate", "Translate with a trained model."),
+        "export": ("paceline.cli.use:export", "Write a trained model for other programs."),
+        "benchmark": ("paceline.cli.use:benchmark", "Latency and throughput of a trained model."),
+        "quantize": ("paceline.cli.use:quantize", "Write a trained model in 8 bits, for CPUs."),
+    },
 }
+VERBS: Registry = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 
 
 class Verbs(Registered):
     """All verbs."""
 
     registry = VERBS
+
+    def sections(self, ctx: click.Context) -> list[Section]:
+        return [(title, [Row(name, line) for name, (_, line) in group.items()])
+                for title, group in GROUPS.items()]  # fmt: skip
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         """Ctrl-C has the same status before a verb runs, where click would say 1."""

@@ -135,7 +135,7 @@ class VerbGroup(Verb, click.Group):
         """The verbs at TAB, as in the help; a registry's without importing them."""
         from click.shell_completion import CompletionItem
 
-        ((_, rows),) = self.sections(ctx)
+        rows = [row for _, section in self.sections(ctx) for row in section]
         found = [CompletionItem(row.left, help=row.text) for row in rows
                  if row.left.startswith(incomplete)]  # fmt: skip
         return found or click.Command.shell_complete(self, ctx, incomplete)

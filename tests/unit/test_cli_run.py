@@ -131,7 +131,8 @@ def test_help_names_every_verb_without_importing_it() -> None:
         assert f"\n  {verb} " in text
     titles = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]
     assert titles == [
-        "Run:", "Watch a run:", "Understand:", "Prepare:", "Recipes and trained models:", "Options:",
+        "Run:", "Watch a run:", "Understand:", "Prepare:", "Recipes and trained models:",
+        "Options:",
     ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import pytest
 import ranks
 
 from paceline.spec.errors import SettingError
+from paceline.spec.rundir import frozen_file
 from paceline.train.checkpoints import copies, receiver
 from paceline.train.checkpoints.copies import PART, Copied, _Peer, _Sender, asked, leads, rest
 from paceline.train.checkpoints.format import MANIFEST, Entry, Manifest, write_chunks
@@ -27,10 +29,16 @@ from paceline.train.files import sha256
 KEY = b"k" * 32
 
 
-def make(store: Store, step: int, size: int = 700_000, *, best: bool = False) -> str:
-    """A checkpoint of several pieces, one empty file and one in a folder."""
+def make(
+    store: Store, step: int, size: int = 700_000, *, best: bool = False, frozen: int = 0
+) -> str:
+    """A checkpoint of several pieces, one empty file and one in a folder; and frozen weights."""
     made = store.temporary(step)
     entries = {}
+    if frozen:
+        content = b"f" * frozen
+        name = frozen_file(hashlib.sha256(content).hexdigest())
+        entries[name] = Entry(*write_chunks(made / name, iter([content])))
     for name, length in (("weights.safetensors", size), ("a/b", 3), ("empty", 0)):
         (made / name).parent.mkdir(exist_ok=True)
         content = bytes([step % 256]) * length
@@ -77,6 +85,23 @@ def test_a_copy_is_whole_and_pruned_as_the_original(
     assert json.loads((root / "best.json").read_text())["checkpoint"] == "20"
     assert sha256(root / "40/a/b") == sha256(writer.root / "40/a/b")
     assert offer(taker, writer, "40") == 0  # it has that
+
+
+def test_frozen_weights_travel_once(tmp_path: Path, writer: Store, taker: Receiver) -> None:
+    """Also where a copy is cut off and goes on; and they outlive the checkpoint they came with."""
+    root, size = tmp_path / "taker", 6 * receiver.PIECE
+    assert offer(taker, writer, make(writer, 10, frozen=size)) == 700_003 + size
+    (first,) = (root / "10").glob("frozen-*")
+    name = make(writer, 20, frozen=size)
+    for _ in range(2):
+        cut_off(taker, writer, name, 2)
+    assert offer(taker, writer, name) < 700_003
+    assert (root / "20" / first.name).samefile(first)
+    assert intact(root) == ["20", "10"]
+    for step in (30, 40):
+        assert offer(taker, writer, make(writer, step, frozen=size)) == 700_003
+    assert intact(root) == ["40", "30"]
+    assert offer(taker, writer, make(writer, 50, frozen=size + 1)) == 700_003 + size + 1
 
 
 def test_strangers_are_told_nothing_and_change_nothing(

@@ -384,6 +384,27 @@ def test_checkpoints_come_as_they_are_made(tmp_path: Path) -> None:
     home.close()
 
 
+def test_frozen_weights_come_once(tmp_path: Path) -> None:
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    made, ours = there / "checkpoints", home.path / "checkpoints"
+    frozen = {"frozen-0123456789abcdef.safetensors": content("frozen", 3 * BLOCK)}
+    fill(made, steps(10))
+    fill(made / "10", frozen)
+
+    async def work(served: Served) -> None:
+        follow = checkpoints_of(served, home, there)
+        await follow.sync()
+        fill(made, steps(20))
+        (name,) = frozen
+        (made / "20" / name).hardlink_to(made / "10" / name)
+        await follow.sync()
+        assert below(ours) == below(made)
+        assert (ours / "20" / name).samefile(ours / "10" / name)
+
+    run(work)
+    home.close()
+
+
 def test_what_the_next_first_node_never_had_stays_here(tmp_path: Path) -> None:
     """The best, say, which was copied to another node than the one that has rank 0 now."""
     home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"

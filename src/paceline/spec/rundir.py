@@ -125,6 +125,19 @@ def pointed(path: Path) -> str:
     return ""
 
 
+def frozen_file(sha256: str) -> str:
+    """The file of a checkpoint that holds weights which are not trained, named by its content."""
+    return f"frozen-{sha256[:16]}.safetensors"
+
+
+def is_frozen_file(name: str) -> bool:
+    """Whether the file of this name in one checkpoint serves for the same name in another."""
+    return _FROZEN.fullmatch(name) is not None
+
+
+_FROZEN = re.compile(r"frozen-[0-9a-f]{16}\.safetensors")
+
+
 def unfinished(folder: Path) -> Path | None:
     """The checkpoint to use of a run without a finished model: the best, else the newest."""
     complete, root = checkpoints(folder), folder / CHECKPOINTS

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from paceline.spec import rundir
 from paceline.spec.errors import DataError, NodeError
+from paceline.spec.rundir import is_frozen_file
 from paceline.train import files
 from paceline.train.checkpoints.format import (
+    MANIFEST,
     OPTIMIZER,
     OPTIMIZER_SHARDS,
     STATE,
@@ -28,6 +30,7 @@ from paceline.train.checkpoints.format import (
     WEIGHTS,
     Damaged,
     read_manifest,
+    whole_weights,
 )
 
 _AVERAGES = "training.average.tensors."
@@ -136,6 +139,11 @@ def _of_checkpoint(path: Path) -> dict[str, Any]:
 def load_weights(folder: Path, module: torch.nn.Module) -> None:
     """Loads a run's weights into a module of the same shape and precision.
 
+    Args:
+        folder: Of the run, of which the model counts, else the best or newest checkpoint; or of a
+            checkpoint.
+        module: Gets the weights.
+
     Raises:
         DataError: The file is missing, damaged or does not fit the module.
     """
@@ -150,9 +158,10 @@ def saved_state(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         DataError: The file is missing or damaged.
     """
     path = folder / rundir.WEIGHTS
-    config, found = load_config(folder), rundir.unfinished(folder)
+    found = folder if (folder / MANIFEST).is_file() else rundir.unfinished(folder)
     if not (folder / rundir.MODEL_CONFIG).is_file() and found is not None:
         return found, _checkpointed(found)
+    config = load_config(folder)
     try:
         content = path.read_bytes()
         if files.sha256(path) != config.get("sha256"):
@@ -167,19 +176,27 @@ def saved_state(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 
 
 def _checkpointed(path: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint whose files were compared with its manifest.
+    """The weights of a checkpoint, after its files were compared with its manifest.
 
     Averaged ones where the run has an average, as it evaluates and saves them itself.
     """
     try:
+        read_manifest(path).verify(path)
         if (path / WEIGHTS).is_file():
-            return load_file(path / WEIGHTS) | _averages(path)
+            return _weights(path) | _averages(path)
         from paceline.train.checkpoints import shards
 
         averages = _named(shards.whole(path / OPTIMIZER_SHARDS))
         return shards.whole(path / WEIGHT_SHARDS) | _averages(path) | averages
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except (Damaged, OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
         raise DataError(f"{path} cannot be loaded", found=str(error)) from None
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    """The state of a model that is not sharded, with its frozen and tied weights."""
+    tied = json.loads((path / STATE).read_text(encoding="utf-8")).get("tied", {})
+    names = [WEIGHTS, *(name for name in read_manifest(path).files if is_frozen_file(name))]
+    return whole_weights({name: load_file(path / name) for name in names}, tied)
 
 
 def _averages(path: Path) -> dict[str, Tensor]:

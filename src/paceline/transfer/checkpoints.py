@@ -22,6 +22,7 @@ from paceline.spec.rundir import (
     CHECKPOINTS,
     WRITER,
     Version,
+    is_frozen_file,
     pointed,
     surplus,
     version_of,
@@ -201,8 +202,23 @@ class CheckpointFetcher:
     async def _bring(self, name: str, files: Sizes) -> None:
         arriving = self._target / f".{name}.arriving.tmp"
         await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
-        await self._fetch({f"{name}/{file}": size for file, size in files.items()}, arriving)
+        shared = await asyncio.to_thread(self._link_shared, files, arriving / name)
+        coming = {f"{name}/{file}": size for file, size in files.items() if file not in shared}
+        await self._fetch(coming, arriving)
         await asyncio.to_thread(self._place, arriving.name, name)
+
+    def _link_shared(self, files: Sizes, into: Path) -> set[str]:
+        """The files that an earlier checkpoint here has, too, which are linked: frozen weights."""
+        linked = set()
+        for file in filter(is_frozen_file, files):
+            for path in self._target.glob(f"*/{file}"):
+                if version_of(path.parent.name) and path.lstat().st_size == files[file]:
+                    with contextlib.suppress(OSError):  # a disk without hard links
+                        into.mkdir(parents=True, exist_ok=True)
+                        os.link(path, into / file, follow_symlinks=False)
+                        linked.add(file)
+                        break
+        return linked
 
     async def _fetch(self, files: Sizes, target: Path) -> None:
         root = f"{self._folder}/{CHECKPOINTS}"

@@ -3,8 +3,8 @@
 ``member.py SECONDS [WAY [SLOT]]``: to the end of them, or until a file ``over`` is there; of that
 slot something special: ``fails`` raises once, ``dies`` is killed once, ``orphan`` kills its agent,
 ``bereft`` raises soon after another is lost, ``unable`` says that it cannot recover, ``late`` is a
-newcomer that takes its time, ``short`` one that fails. After ``dies`` and ``orphan`` it is over when
-all are together again.
+newcomer that takes its time, ``short`` one that fails. After ``dies`` and ``orphan`` it is over
+when all are together again.
 """
 
 import json

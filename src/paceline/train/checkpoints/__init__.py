@@ -2,13 +2,15 @@
 
 A checkpoint is a folder ``checkpoints/STEP`` (``STEP.TOKEN`` of later writers) with
 
-=====================  ==================================================================
-weights.safetensors    the model's state by name
-optimizer.safetensors  tensors of the optimizer, the schedule and the scaler
-random.safetensors     states of every rank's random generators
-state.json             position in the data, schedule, everything else that is no tensor
-manifest.json          size and hash of each of these files, and of itself
-=====================  ==================================================================
+========================  ===============================================================
+weights.safetensors       the model's state by name; of tied weights the first name only
+frozen-HASH.safetensors   parameters that are not trained: a hard link to the same file of the
+                          checkpoint before, where there are links, as long as none changes
+optimizer.safetensors     tensors of the optimizer, the schedule and the scaler
+random.safetensors        states of every rank's random generators
+state.json                position in the data, schedule, everything else that is no tensor
+manifest.json             size and hash of each of these files, and of itself
+========================  ===============================================================
 
 Where every rank holds shards and sees the folder, ``weights/RANK.safetensors`` and
 ``optimizer/RANK.safetensors`` hold each rank's own.

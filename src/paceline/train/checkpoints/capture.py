@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from paceline.train import parallel
 from paceline.train.checkpoints.format import (
+    FROZEN,
     OPTIMIZER,
     OPTIMIZER_SHARDS,
     RANDOM,
@@ -36,6 +37,7 @@ from paceline.train.checkpoints.format import (
     of_rank,
     pack,
     size_of,
+    ties,
 )
 from paceline.train.comms import Comms
 from paceline.train.insync import Proof
@@ -134,7 +136,9 @@ def capture(
             tensors = {OPTIMIZER: same, **drawn, **tensors}
     else:
         weights = dict(parallel.whole_state(models.module))
-        tensors, headers = {WEIGHTS: weights, OPTIMIZER: rest, **drawn}, {}
+        state["tied"] = ties(weights)
+        tensors = {**_split(models.module, weights, state["tied"]), OPTIMIZER: rest, **drawn}
+        headers = {}
     parameters = (name for name, _ in models.module.named_parameters())
     moments = filter(_LATER.match, rest)
     about = {"time": time.strftime("%FT%T%z"), "ranks": comms.world.size, "host": comms.world.host}
@@ -146,6 +150,17 @@ def capture(
         {**about, "best": True} if best else about,
         headers,
     )
+
+
+def _split(module: nn.Module, weights: Mapping[str, Tensor], tied: Mapping[str, str]) -> Files:
+    """The weights by file and name: each once, and apart those that are not trained."""
+    frozen = {name for name, one in module.named_parameters() if not one.requires_grad}
+    once = {name: one for name, one in weights.items() if name not in tied}
+    files = {
+        WEIGHTS: {name: one for name, one in once.items() if name not in frozen},
+        FROZEN: {name: one for name, one in once.items() if name in frozen},
+    }
+    return files if files[FROZEN] else {WEIGHTS: once}
 
 
 def described(

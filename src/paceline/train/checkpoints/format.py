@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.spec.rundir import is_frozen_file
 from paceline.train import files
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 WEIGHTS = "weights.safetensors"
+FROZEN = "frozen.safetensors"  # while it is made; then it has a name by its content
 OPTIMIZER = "optimizer.safetensors"
 RANDOM = "random.safetensors"
 # Folders with one file for each rank, where the ranks write what they hold:
@@ -173,6 +175,34 @@ def _problem(one: Manifest) -> str:
 def size_of(tensors: Mapping[str, Tensor]) -> int:
     """Bytes of the tensors' content."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def content_of(tensors: Mapping[str, Tensor]) -> tuple[str, int]:
+    """SHA-256 and size of the file that :func:`write_tensors` would make."""
+    digest, size = hashlib.sha256(), 0
+    for chunk in _chunks(tensors, {}):
+        digest.update(chunk)
+        size += len(chunk)
+    return digest.hexdigest(), size
+
+
+def ties(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names whose tensor is that of an earlier name, which is the value: tied weights."""
+    first: dict[tuple[object, ...], str] = {}
+    found = {}
+    for name, tensor in state.items():
+        if tensor.numel():
+            place = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            if (other := first.setdefault(place, name)) != name:
+                found[name] = other
+    return found
+
+
+def whole_weights(tensors: Files, tied: Mapping[str, str]) -> dict[str, Tensor]:
+    """A model's state by name from a checkpoint's files, frozen and tied weights included."""
+    parts = [tensors[WEIGHTS], *(tensors[name] for name in tensors if is_frozen_file(name))]
+    weights = {name: tensor for part in parts for name, tensor in part.items()}
+    return weights | {name: weights[other] for name, other in tied.items()}
 
 
 def write_tensors(

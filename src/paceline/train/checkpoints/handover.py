@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.spec.errors import JobError, PacelineError, SettingError
 from paceline.train import parallel
 from paceline.train.checkpoints.capture import Training, described
-from paceline.train.checkpoints.format import pack, unpack
+from paceline.train.checkpoints.format import pack, ties, unpack
 from paceline.train.checkpoints.resume import stand
 from paceline.train.comms import Comms
 from paceline.train.device import seed_all
@@ -110,9 +110,9 @@ def give_models(models: Models, comms: Comms, source: int, takers: Collection[in
     with models.own_weights(), models.as_counted(rank == source) as known:
         if rank == source and known:
             packed = pack(dict(models.state(alone=True)), tensors, "training")
-            weights = parallel.whole_state(models.module)
-            tensors |= {f"weights.{name}": one.detach() for name, one in weights.items()}
-            header = json.dumps({"training": packed, "tensors": _shapes(tensors)})
+            once, tied = _once(parallel.whole_state(models.module))
+            tensors |= once
+            header = json.dumps({"training": packed, "tensors": _shapes(tensors), "tied": tied})
         said = json.loads(comms.text_of(source, header, _HEADER))
         if not said:
             raise JobError(
@@ -126,7 +126,7 @@ def give_models(models: Models, comms: Comms, source: int, takers: Collection[in
         sent = comms.text_of(source, digest)
         comms.together(lambda: _intact(digest, sent, source) if rank in takers else None)
         if rank in takers:
-            parallel.load_whole_state(models.module, _weights(tensors))
+            parallel.load_whole_state(models.module, _weights(tensors, said["tied"]))
             models.load_state(unpack(said["training"], tensors), alone=True)
 
 
@@ -143,8 +143,15 @@ def _own(training: Training, extras: dict[str, Any]) -> tuple[dict[str, Any], di
     """This rank's state as JSON, and its tensors by name; they are the training's own."""
     state, rest = described(training, training.models.state(alone=True), extras)
     models = training.models
-    weights = {**parallel.whole_state(models.module), **models.met()}
-    return state, {**{f"weights.{name}": one.detach() for name, one in weights.items()}, **rest}
+    once, tied = _once({**parallel.whole_state(models.module), **models.met()})
+    return {**state, "tied": tied}, {**once, **rest}
+
+
+def _once(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The weights as they travel, each tensor once, and which names share one."""
+    tied = ties(weights)
+    once = {f"weights.{name}": one.detach() for name, one in weights.items() if name not in tied}
+    return once, tied
 
 
 def _header(
@@ -165,11 +172,12 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _weights(tensors: dict[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
     prefix = "weights."
-    return {
+    found = {
         name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)
     }
+    return found | {name: found[other] for name, other in tied.items()}
 
 
 def _check(training: Training, said: dict[str, Any]) -> None:
@@ -275,7 +283,7 @@ def _take(training: Training, said: dict[str, Any], tensors: dict[str, Tensor]) 
     """Makes what came this rank's state."""
     state, models, done = said["state"], training.models, training.progress
     try:
-        parallel.load_whole_state(models.module, _weights(tensors))
+        parallel.load_whole_state(models.module, _weights(tensors, state["tied"]))
         models.load_state(models.known(unpack(state["training"], tensors)), alone=True)
         for name, kept in unpack(state["extras"], tensors).items():
             if name in training.extras:

@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.spec.rundir import version_of
+from paceline.spec.rundir import is_frozen_file, version_of
 from paceline.train import files
-from paceline.train.checkpoints.format import MANIFEST, Damaged, Manifest, parse_manifest
+from paceline.train.checkpoints.format import MANIFEST, Damaged, Entry, Manifest, parse_manifest
 from paceline.train.checkpoints.store import Fenced, Store
 
 PIECE = 1 << 18  # bytes after which the writer waits for a sign
@@ -193,7 +193,10 @@ class Receiver:
         made = self._root / f".{name}{_PART}"
         self._clear(but=made)
         have = _begun(made, raw, manifest)
-        needed = sum(entry.bytes for entry in manifest.files.values()) - sum(have.values())
+        shared = _shared(store, made, manifest)
+        coming = {name: entry for name, entry in manifest.files.items() if name not in shared}
+        have = {name: size for name, size in have.items() if name in coming}
+        needed = sum(entry.bytes for entry in coming.values()) - sum(have.values())
         free = shutil.disk_usage(self._root).free
         if free < needed + SPARE:
             shutil.rmtree(made, ignore_errors=True)
@@ -204,8 +207,10 @@ class Receiver:
             raise Refused(f"the disk of {self._root} is too full: {room}")
         goes_on = False
         try:
-            talk.say(send=True, have=have)
-            _write(talk, made, manifest, have, lambda: self._open)
+            talk.say(send=True, have=have, shared=[*shared])
+            _write(talk, made, coming, have, lambda: self._open)
+            for name, path in shared.items():
+                path.rename(made / name)
             (made / _OFFER).rename(made / MANIFEST)
             store.stand()
             store.place(made, version, best=manifest.about.get("best") is True)
@@ -239,17 +244,30 @@ def _begun(made: Path, raw: bytes, manifest: Manifest) -> dict[str, int]:
     return {}
 
 
+def _shared(store: Store, made: Path, manifest: Manifest) -> dict[str, Path]:
+    """Frozen weights that an earlier checkpoint here has, too: links to them, by file.
+
+    Under another name until all has come, for what is half there is cut and written to.
+    """
+    found = {}
+    for name, entry in manifest.files.items():
+        path = made / f".{name}"
+        if is_frozen_file(name) and (path.exists() or store.link(name, entry, path)):
+            found[name] = path
+    return found
+
+
 def _said(problem: BaseException) -> str:
     if isinstance(problem, OSError) and problem.strerror:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror
     return str(getattr(problem, "message", problem))[:300] or type(problem).__name__
 
 
-def _write(talk: Talk, folder: Path, manifest: Manifest, have: Mapping[str, int],
+def _write(talk: Talk, folder: Path, coming: Mapping[str, Entry], have: Mapping[str, int],
            wanted: Callable[[], bool]) -> None:  # fmt: skip
     """The files' contents as they come; with each piece the writer gets a sign."""
     try:
-        for name, entry in sorted(manifest.files.items()):
+        for name, entry in sorted(coming.items()):
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             digest, left = hashlib.sha256(), entry.bytes - have.get(name, 0)
@@ -274,7 +292,7 @@ def _write(talk: Talk, folder: Path, manifest: Manifest, have: Mapping[str, int]
                 raise Refused(f"{name} did not arrive as it was written (its hash differs)")
             if entry.bytes:
                 talk.connection.sendall(GOOD)
-        for parent in {(folder / name).parent for name in manifest.files}:
+        for parent in {(folder / name).parent for name in coming}:
             files.sync_folder(parent)
     except (OSError, Refused):
         with contextlib.suppress(OSError):
@@ -319,6 +337,8 @@ def send(
         if not answer.get("send"):
             return 0
         for there, size, file in contents:
+            if there in answer.get("shared", ()):
+                continue
             begun_at = int(answer.get("have", {}).get(there, 0))
             left = size - file.seek(min(max(begun_at, 0), size))
             sent += left

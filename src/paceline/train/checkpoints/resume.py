@@ -28,6 +28,7 @@ from paceline.train.checkpoints.format import (
     pack,
     read_manifest,
     unpack,
+    whole_weights,
 )
 from paceline.train.checkpoints.store import WANTS, Found, Store
 from paceline.train.comms import Comms
@@ -215,6 +216,9 @@ def _checked(state: Any) -> dict[str, Any]:
     for name, kind in _FIELDS.items():
         if type(state.get(name)) is not kind:
             raise ValueError(f"{STATE} says nothing usable of {name}")
+    tied = state.get("tied", {})  # checkpoints of earlier versions hold each name
+    if type(tied) is not dict or not all(isinstance(other, str) for other in tied.values()):
+        raise ValueError(f"{STATE} says nothing usable of tied weights")
     for name in ("step", "epoch", "offset", "evaluated"):
         value = state["progress"].get(name, 0 if name == "evaluated" else None)
         if type(value) is not int or not 0 <= value < 1 << 63:
@@ -287,7 +291,8 @@ def restore(loaded: Loaded, training: Training, comms: Comms) -> None:
 def _restore(loaded: Loaded, training: Training, comms: Comms) -> None:
     state, rest, models = loaded.state, loaded.tensors[OPTIMIZER], training.models
     if loaded.shards is None:
-        parallel.load_whole_state(models.module, loaded.tensors[WEIGHTS])
+        weights = whole_weights(loaded.tensors, state.get("tied", {}))
+        parallel.load_whole_state(models.module, weights)
         models.load_state(unpack(state["training"], rest))
     else:  # each rank reads what it is to hold, whoever has written it
         from paceline.train.checkpoints import shards

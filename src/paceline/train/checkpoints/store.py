@@ -38,7 +38,13 @@ from paceline.spec.rundir import (
     version_of,
 )
 from paceline.train import files
-from paceline.train.checkpoints.format import MANIFEST, Damaged, Manifest, read_manifest
+from paceline.train.checkpoints.format import (
+    MANIFEST,
+    Damaged,
+    Entry,
+    Manifest,
+    read_manifest,
+)
 
 WANTS = ("auto", "never", "latest", "best")
 """What may be asked for besides a step and a folder."""
@@ -123,6 +129,19 @@ class Store:
         named = pointed(self.root / BEST)
         said = [o for o in found if o.path.name == named or o.manifest.about.get("best") is True]
         return max(said, key=lambda one: one.version, default=None)
+
+    def holder(self, name: str, entry: Entry) -> Path | None:
+        """This very file in an earlier checkpoint, by its manifest."""
+        holders = (one for one in self.found()[0] if one.manifest.files.get(name) == entry)
+        return next((one.path / name for one in holders), None)
+
+    def link(self, name: str, entry: Entry, target: Path) -> bool:
+        """Makes ``target`` a hard link to this file of an earlier checkpoint, if it can."""
+        if (path := self.holder(name, entry)) is not None:
+            with contextlib.suppress(OSError):  # pruned meanwhile, or a disk without links
+                os.link(path, target)
+                return True
+        return False
 
     # -- who writes ----------------------------------------------------------------------
 

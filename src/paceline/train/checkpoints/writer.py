@@ -17,13 +17,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paceline.spec.rundir import frozen_file
 from paceline.train import files
 from paceline.train.checkpoints.capture import Copier, Snapshot
 from paceline.train.checkpoints.format import (
+    FROZEN,
     STATE,
     Entry,
     Files,
     Manifest,
+    content_of,
+    size_of,
     write_chunks,
     write_tensors,
 )
@@ -96,10 +100,11 @@ class Writer:
 
     def _work(self, snapshot: Snapshot, finish: Callable[[], Files], part: Part | None) -> None:
         started, problem, fenced = time.monotonic(), "", False
+        self._shared = 0  # bytes that an earlier checkpoint has
         try:
             tensors = finish()
             if part is not None and part.rank:
-                contribute(part, lambda: _write_files(snapshot, tensors, part.folder))
+                contribute(part, lambda: self._write_files(snapshot, tensors, part.folder))
             else:
                 self._write(snapshot, tensors, part)
         except Fenced as error:
@@ -107,13 +112,16 @@ class Writer:
         except Exception as error:  # whatever it is, it ends no training
             problem = str(error) or type(error).__name__
         seconds = time.monotonic() - started
-        self.outcomes.put(Outcome(snapshot.step, seconds, snapshot.bytes, problem, fenced))
+        written = snapshot.bytes - self._shared
+        self.outcomes.put(Outcome(snapshot.step, seconds, written, problem, fenced))
 
     def _write(self, snapshot: Snapshot, tensors: Files, part: Part | None) -> None:
         """Writes what is this process's, waits for other ranks' parts, and publishes."""
-        folder = part.folder if part else self.prepare(snapshot.step, snapshot.bytes)
+        tensors, frozen = _named_by_content(tensors)
+        shared = sum(e.bytes for name, e in frozen.items() if self._store.holder(name, e))
+        folder = part.folder if part else self.prepare(snapshot.step, snapshot.bytes - shared)
         try:
-            entries = _write_files(snapshot, tensors, folder)
+            entries = self._write_files(snapshot, tensors, folder, frozen)
             entries[STATE] = Entry(*write_chunks(folder / STATE, iter([snapshot.state])))
             if part is not None:
                 entries |= collect(part, self._given_up)
@@ -125,6 +133,21 @@ class Writer:
             shutil.rmtree(folder, ignore_errors=True)
         self._published()
         self._store.prune(self._keep)
+
+    def _write_files(self, snapshot: Snapshot, tensors: Files, folder: Path,
+                     frozen: Mapping[str, Entry] = {}) -> dict[str, Entry]:  # fmt: skip
+        """Writes the files, but for those of ``frozen`` that an earlier checkpoint has, too."""
+        entries = {}
+        for name, content in tensors.items():
+            path = folder / name
+            path.parent.mkdir(exist_ok=True)
+            if name in frozen and self._store.link(name, frozen[name], path):
+                entries[name], self._shared = frozen[name], size_of(content)
+            else:
+                entries[name] = Entry(*write_tensors(path, content, snapshot.headers.get(name)))
+        for parent in {(folder / name).parent for name in tensors} - {folder}:
+            files.sync_folder(parent)
+        return entries
 
     def prepare(self, step: int, needed: int) -> Path:
         """An empty folder for a checkpoint of ``needed`` bytes.
@@ -146,15 +169,16 @@ class Writer:
         self._given_up.set()
 
 
-def _write_files(snapshot: Snapshot, tensors: Files, folder: Path) -> dict[str, Entry]:
-    entries = {}
-    for name, content in tensors.items():
-        path = folder / name
-        path.parent.mkdir(exist_ok=True)
-        entries[name] = Entry(*write_tensors(path, content, snapshot.headers.get(name)))
-    for parent in {(folder / name).parent for name in tensors} - {folder}:
-        files.sync_folder(parent)
-    return entries
+def _named_by_content(tensors: Files) -> tuple[Files, dict[str, Entry]]:
+    """The files with the frozen weights' one named by its content, and what that one will be.
+
+    The content decides whether they have changed: not every change of a tensor leaves a trace.
+    """
+    if FROZEN not in tensors:
+        return tensors, {}
+    entry = Entry(*content_of(tensors[FROZEN]))
+    name = frozen_file(entry.sha256)
+    return {name if file == FROZEN else file: one for file, one in tensors.items()}, {name: entry}
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from paceline.lab import Lab, LabOptions
 
 LONGEST_S = 70.0  # that is waited for a further step
 AFTER_S = 3.0  # for which steps are watched once they come again
-TOLD = re.compile(r"trained on after (\d+\.\d) s")
+TOLD = re.compile(r"went on .*? after (\d+\.\d) s")
 LEFT_OUT = re.compile(r": (\S+) is left out")
 
 

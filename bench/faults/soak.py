@@ -350,7 +350,7 @@ def blame(event: Mapping[str, object]) -> str:
     text = str(event.get("text", ""))
     if event.get("event") == "recovery":
         lost, _, after = text.partition(": ")
-        return lost if "trained on after" in after or "left out" in after else ""
+        return lost if "Training went on" in after or "left out" in after else ""
     return text if event.get("event") == "hang" else ""
 
 

@@ -170,3 +170,16 @@ def test_words_of_several_patterns_may_share_a_name() -> None:
     match = rule.match(from_log("[n1/0] two 7\n"))
     assert match is not None
     assert match.cause == "rank 0 on n1 7"
+
+
+def test_an_option_of_ours_behind_the_script_is_put_where_it_belongs() -> None:
+    from paceline.cli.run import command
+    from paceline.explain.rules.wrong_arguments import OURS, match
+
+    assert {flag for option in command.params for flag in option.opts} >= OURS
+    log = Log.of("n1", 0, "usage: x\ntrain.py: error: unrecognized arguments: -H a,b\n")
+    found = match(Evidence((log,)))
+    assert found is not None
+    assert found.remedy == "-H is an option of paceline: paceline run -H a,b train.py"
+    log = Log.of("n1", 0, "train.py: error: unrecognized arguments: --learning_rate 1\n")
+    assert match(Evidence((log,))) is None

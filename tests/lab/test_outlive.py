@@ -123,7 +123,7 @@ def test_a_host_loses_power_and_comes_back(site: Site, undisturbed: Path) -> Non
 
     def power() -> None:
         site.lab.fault("power-off", "n1")
-        assert eventually(lambda: "trained on after" in launch.err), launch.err
+        assert eventually(lambda: "Training went on" in launch.err), launch.err
         before = launch.out.count("[n2/1] step ")
         assert eventually(lambda: launch.out.count("[n2/1] step ") > before + 3), launch.err
         site.lab.heal()
@@ -138,7 +138,7 @@ def test_a_host_that_is_deaf_to_another_is_left_out(site: Site) -> None:
     """And those two go on that hear each other; the launcher hears all of them."""
     with training(site) as launch:
         site.lab.fault("deaf", "n3", "n2")
-        assert eventually(lambda: "the other 2 trained on after" in launch.err), launch.err
+        assert eventually(lambda: "went on with the other 2 ranks" in launch.err), launch.err
         launch.signal(signal.SIGINT)
         ended = launch.end()
     assert "n3 and n2 do not hear each other (paceline check tries each direction)" in ended.err

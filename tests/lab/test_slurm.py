@@ -96,7 +96,7 @@ def test_a_killed_agent_comes_back_into_the_training(inside: Transport) -> None:
         struck.unlink()
         _, err = child.communicate(timeout=TEST_LIMIT_S)
     assert child.returncode == 0, err
-    assert "n2 was lost (the connection to n2 ended: the agent was killed by SIGKILL)" in err
+    assert "lost n2: the connection to n2 ended: the agent was killed by SIGKILL" in err
     assert largest_difference(where, alone.directory) < 1e-10
 
 
@@ -382,7 +382,7 @@ def test_a_node_lost_while_running(batch: Transport, slurm: Slurm) -> None:
         assert re.search(r"resumed after step [1-9]", out), out
         assert (where / "logs" / "n2" / "1.log").exists()
     else:
-        assert re.search(r"n3 was lost .*the other rank trained on", out), out
+        assert re.search(r"lost n3: .*Training went on with the other rank", out), out
     assert largest_difference(where, reference(batch.site)) < 1e-10
     batch.site.lab.heal()
     slurm.start("n3")

@@ -78,7 +78,7 @@ def test_ends_losses_and_a_new_start() -> None:
     assert board.hosts["n3"].state == "lost"
     assert [one.text for one in board.news] == [
         "rank 1 on n2: ValueError: no", "rank 1 on n2 ended with exit status 1",
-        "n3 was lost: no word from n3 for 6.5 s",
+        "lost n3: no word from n3 for 6.5 s",
     ]  # fmt: skip
     told(board, "ended", attempt=0, exit_code=1)
     assert len(board.ranks) == 3  # shown until the next start

@@ -48,7 +48,7 @@ def trained(hosts: int = 2, each: int = 1, slow: int | None = None) -> Board:
     told(board, "progress", "n1", 0, step=100, steps=400, epoch=2, epochs=8, loss=0.3,
          samples_per_s=812.0)  # fmt: skip
     if slow is not None:
-        text = f"rank {slow} on n{slow // each + 1} holds the others up by 0.3 s a step"
+        text = f"rank {slow} on n{slow // each + 1} slows the others down by 0.3 s a step"
         told(board, "straggler", "n1", 0, straggler=slow, cause="cpu", part=0.31, text=text)
     for host, time in itertools.product(range(hosts), (1.0, 2.0)):
         links = {"eth0": [int(time * 1e8), int(time * 2e8)]}
@@ -96,8 +96,8 @@ def test_who_is_slow_and_who_is_gone_can_be_read_without_colours() -> None:
     assert slow.count("·") < usual.count("·")
     (lost,) = [row for row in rows if row.startswith(" !   2 n3    lost")]
     assert re.search(r"its host was lost at \d\d:\d\d:\d\d$", lost)
-    assert any(row.startswith("! ") and "rank 1 on n2 holds the others up" in row for row in rows)
-    assert any(row.startswith("! ") and "n3 was lost: no word" in row for row in rows)
+    assert any(row.startswith("! ") and "rank 1 on n2 slows the others down" in row for row in rows)
+    assert any(row.startswith("! ") and "lost n3: no word" in row for row in rows)
 
 
 def test_the_time_that_is_left_is_told_whole_where_there_is_little_room() -> None:
@@ -135,7 +135,7 @@ def test_signs_are_told_that_are_there() -> None:
 
 def test_a_rank_that_was_slow_for_a_while_takes_one_line() -> None:
     board = trained(2)
-    text = "rank 1 on n2 holds the others up by 0.3 s a step"
+    text = "rank 1 on n2 slows the others down by 0.3 s a step"
     for _ in range(5):
         told(board, "straggler", "n1", 0, straggler=1, its_host="n2", part=0.3, text=text)
         told(board, "straggler over", "n1", 0, straggler=1, its_host="n2", text="it keeps up")

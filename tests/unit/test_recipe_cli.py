@@ -71,7 +71,7 @@ def test_copying(tmp_path: Path) -> None:
     assert "train_text(options: TextOptions)" in target.read_text()
     again = CliRunner().invoke(recipe_command.command, ["copy", "text", str(target)])
     assert isinstance(again.exception, SettingError)
-    with pytest.raises(SettingError, match="did you mean recipe translation"):
+    with pytest.raises(SettingError, match="Did you mean translation"):
         recipe_command.script("translatoin")
 
 

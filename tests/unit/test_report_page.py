@@ -63,7 +63,7 @@ def made(folder: Path, *, slow: bool = False, lost: bool = False, failed: bool =
     told += [event(6, "prepared", rank, parameters=1000) for rank in ranks]
     told += [event(20, "checkpoint", 0, step=50, megabytes=1.0, seconds=0.1)]
     if slow:
-        text = "rank 1 on n2 holds the others up by 0.050 s a step, 40% of the time: its CPU"
+        text = "rank 1 on n2 slows the others down by 0.050 s a step, 40% of the time: its CPU"
         told += [event(15, "straggler", 0, straggler=1, its_host="n2", cause="cpu", seconds=0.05,
                        part=0.4, text=text),
                  event(30, "straggler over", 0, straggler=1, its_host="n2",
@@ -72,7 +72,7 @@ def made(folder: Path, *, slow: bool = False, lost: bool = False, failed: bool =
         told += [
             {**event(12, "lost"), "host": "n2", "why": "switched off"},
             event(12, "regroup", generation=1, members=[0], planned=False),
-            event(12.2, "recovery", text="n2 was lost: the other rank trained on", seconds=0.2),
+            event(12.2, "recovery", text="lost n2: switched off. Training went on", seconds=0.2),
             event(18, "rank started", 1, pid=10),
             event(19, "regrouped", 1, generation=2, step=40, seconds=0.1),
             event(19, "recovery", text="rank 1 on n2 is back after 7.0 s", seconds=7.0),
@@ -125,7 +125,7 @@ def made(folder: Path, *, slow: bool = False, lost: bool = False, failed: bool =
     }))  # fmt: skip
     (folder / names.FINDINGS).write_text(json.dumps({
         "findings": [{"check": "explain/exception", "outcome": "fail", "hosts": ["n2"],
-                      "message": "rank 1 raised", "remedy": "mend it"}] if failed else [],
+                      "message": "rank 1 on n2 has a bug", "remedy": "mend it"}] if failed else [],
         "links": [{"from": "n1", "to": "n2", "bits_per_s": 9e8},
                   {"from": "n2", "to": "n1", "bits_per_s": 2e8}],
     }))  # fmt: skip
@@ -212,7 +212,7 @@ def test_a_start_without_a_lost_host_is_no_loss_of_the_others(tmp_path: Path) ->
     assert [mark.what for mark in first.marks] == ["failed"]
     assert [mark.what for mark in second.marks] == ["lost"]
     assert [(round(one.at - run.line.moments[0].at), one.text) for one in run.line.moments] == [
-        (0, "n2 was lost: switched off"),
+        (0, "lost n2: switched off"),
         (2, "all ranks were started again (attempt 2)"),
         (26, "rank 0 on n1: ValueError: boom"),
     ]
@@ -296,7 +296,8 @@ def test_numbers_stand_under_their_titles() -> None:
 
 def test_who_failed_first_stands_above_all(tmp_path: Path) -> None:
     said = visible(text_of(made(tmp_path / "run", failed=True)))
-    assert "Failed after 40 s: rank 1 on n2: ValueError: boom" in said
+    assert "Failed after 40 s: rank 1 on n2 has a bug" in said
+    assert "Failed first: rank 1 on n2: ValueError: boom" in said
     assert "Rank 1 on n2 failed" in said
     assert "Rank 0 on n1" not in said  # it only ended after it
     assert said.index("mend it") < said.index("All ranks over time")
@@ -458,12 +459,12 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
                 browser.ask("document.querySelectorAll('.picture[aria-label]').length") == pictures
             )
         browser.show(page, 1280)
-        assert "slow: holds the others up" in browser.ask(
+        assert "slow: slows the others down" in browser.ask(
             "document.querySelector('#p0').textContent"
         )
         browser.ask("document.querySelector('#p0').focus()")
         browser.press("ArrowRight")
-        assert "n2 was lost" in browser.ask("document.querySelector('#r0').textContent")
+        assert "lost n2" in browser.ask("document.querySelector('#r0').textContent")
         assert "rank 1 on n2" in browser.ask("document.querySelector('#p0').textContent")
         for width in (390, 1280):  # of the map of hosts: nothing outside, no words over others
             browser.show(page, width)

@@ -271,7 +271,7 @@ def test_what_takes_a_cpu_is_told_from_a_quota_only_where_that_is_seen() -> None
     assert unseen is not None
     assert (seen.cause, unseen.cause) == ("cpu", "cpu")
     assert "quota" not in seen.detail
-    assert "or for a quota, which is not seen there" in unseen.detail
+    assert "a CPU quota could do the same" in unseen.detail
 
 
 @pytest.mark.parametrize(("ranks", "dropped"), [(2, [1]), (4, [2, 3])])

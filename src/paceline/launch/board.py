@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 from paceline.spec.events import PARTS, Event
@@ -229,6 +230,7 @@ class Board:
         self.saved: int | None = None
         self.keeps_checkpoints = False
         self.attempt = 0
+        self._lost: set[str] = set()  # hosts without which the ranks do not go on yet
         self._over = False  # the attempt: ranks that start now are those of the next
         self._members: list[int] = []  # of the present group, in the order of their ranks in it
         self._shares: list[int] = []  # of the global batch
@@ -246,7 +248,7 @@ class Board:
         if event.rank is not None:
             self._of_rank(event, event.rank, now)
         self._of_job(event)
-        if (news := _news(event)) is not None:
+        if (news := self._news(event)) is not None:
             last = self.news[-1] if self.news else None
             if last is not None and _says_again(news, last):
                 self.news.pop()
@@ -254,11 +256,29 @@ class Board:
                 news = self._held_up(event, news)
             self.news.append(news)
 
+    def _news(self, event: Event) -> News | None:
+        """What is to be said of an event: not that ranks ended which were stopped for its cause."""
+        text, is_bad = _told(event)
+        stopped = event.kind == "rank ended" and event["signal"] in (SIGTERM, SIGKILL)
+        if not text or (stopped and self._lost):
+            return None
+        if event.kind == "started":
+            if self._lost:
+                left = [name for name in self.hosts if name not in self._lost]
+                with_ = f"{left[0]} alone" if len(left) == 1 else ", ".join(left[:4])
+                text += f"; stopped all ranks to go on with {with_}"
+            self._lost.clear()
+        elif event.kind == "lost":
+            self._lost.add(event.host)
+        elif event.kind == "recovery":  # the others go on without it
+            self._lost.clear()
+        return News(event.time, text.split("\n", 1)[0], is_bad)
+
     def _held_up(self, event: Event, news: News) -> News:
         """One line in place of two, of a rank that was slow for a while."""
         who = place(str(event["its_host"] or ""), event["straggler"])
         for told in reversed(self.news):
-            if told.text.startswith(f"{who} holds the others up"):
+            if told.text.startswith(f"{who} slows the others down"):
                 self.news.remove(told)
                 long = lasting(event.time - told.time)
                 return News(event.time, f"{who} held the others up for {long}; it keeps up again")
@@ -528,16 +548,10 @@ def _end(event: Event, rank: RankState) -> tuple[str, str]:
     return "ended", ""
 
 
-def _news(event: Event) -> News | None:
-    """The line that tells of an event; ``None`` of what is usual."""
-    text, bad = _told(event)
-    return News(event.time, text.split("\n", 1)[0], bad) if text else None
-
-
 def _says_again(news: News, last: News) -> bool:
     """Whether a line tells all of the one before: what was lost, and that the others go on."""
     what = last.text.split(":", 1)[0]
-    return last.bad and not news.bad and what.endswith(" was lost") and news.text.startswith(what)
+    return last.bad and not news.bad and what.startswith("lost ") and news.text.startswith(what)
 
 
 def _told(event: Event) -> tuple[str, bool]:
@@ -555,7 +569,7 @@ def _told(event: Event) -> tuple[str, bool]:
     ):
         return said, True
     if event.kind == "lost":
-        return f"{event.host} was lost: {event['why'] or ''}".rstrip(": "), True
+        return f"lost {event.host}: {event['why'] or ''}".rstrip(": "), True
     if event.kind == "exception":
         return f"{who}: {event['type']}: {event['message']}", True
     if event.kind == "rank ended" and event["signal"]:
@@ -565,7 +579,8 @@ def _told(event: Event) -> tuple[str, bool]:
     if event.kind == "rank frozen":
         return f"{who} is held up ({event['how']})", True
     if event.kind == "started" and event["attempt"]:
-        return f"started again, for the {_ordinal(event['attempt'] + 1)} time", False
+        number = event["attempt"] + 1
+        return f"{ {2: 'second', 3: 'third'}.get(number) or f'{number}th' } start", False
     if event.kind == "connection restored":
         return f"the connection to {event.host} is back", False
     if event.kind == "hang over":
@@ -576,9 +591,3 @@ def _told(event: Event) -> tuple[str, bool]:
 def time_of(seconds: float) -> str:
     """The time of day of a moment since 1970."""
     return time.strftime("%H:%M:%S", time.localtime(seconds))
-
-
-def _ordinal(number: int) -> str:
-    endings = {1: "st", 2: "nd", 3: "rd"}
-    ending = "th" if 10 < number % 100 < 14 else endings.get(number % 10, "th")
-    return f"{number}{ending}"

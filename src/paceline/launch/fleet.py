@@ -502,7 +502,7 @@ def why_silent(name: str, seconds: float, *, broken: bool) -> str:
     if broken:
         return (f"the connection to {name} ended, and no other could be made for {seconds:.1f} s "
                 "(its agent was ended, or the host is cut off)")  # fmt: skip
-    return f"no word from {name} for {seconds:.1f} s (switched off, unplugged or frozen)"
+    return f"silent for {seconds:.1f} s (switched off, unplugged or frozen)"
 
 
 def why_ended(name: str, stderr: str) -> str:

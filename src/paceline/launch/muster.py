@@ -194,7 +194,7 @@ class Muster:
     def ways_back(self) -> dict[str, str]:
         """By host that is called: what stands in its way, in words that follow its name."""
         return {
-            name: "it is back, and gets ready" if call.channel is not None
+            name: "back, getting ready" if call.channel is not None
             else "dialled again" + (f": {call.why}" if call.why else "")
             for name, call in self._calls.items()
         }  # fmt: skip

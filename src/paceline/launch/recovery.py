@@ -563,17 +563,18 @@ class Recoveries:
         if isinstance(news, Recovered):
             who = tuple(map(place, news.hosts, news.slots))
             why = "; ".join(lost_words(failure) for failure in news.losses) or "was lost"
-            others = "the other rank" if news.others == 1 else f"the other {news.others}"
+            others = "the other rank" if news.others == 1 else f"the other {news.others} ranks"
             if not news.others:  # each was lost once, and given the state of one that was not
                 others = "those that came for them"
             if news.last:
                 do = "saves and stops" if news.others == 1 else "save and stop"
-                self._say(f"{why}: after {news.seconds:.1f} s {others} {do}", news.seconds)
+                self._say(f"{why}. After {news.seconds:.1f} s {others} {do}", news.seconds)
                 return
             self.done.append(Recovery(who, why, round(news.seconds, 3)))
             for node in self._fleet.nodes:
                 node.outlived = node.outlived or (node.lost and node.name in news.hosts)
-            text = f"{why}: {others} trained on after {news.seconds:.1f} s, no step is done again"
+            went_on = f"Training went on with {others} after {news.seconds:.1f} s"
+            text = f"{why}. {went_on}; no step was lost"
             self._say(text, news.seconds)
         elif isinstance(news, Joined):
             names = [self._who(slot) for slot in news.slots]
@@ -636,7 +637,7 @@ def lost_words(failure: Failure) -> str:
         verb = "was " if failure.headline.startswith("killed") else ""
         return f"{failure.where} {verb}{failure.headline}"
     if failure.kind in ("lost", "agent", "lease"):
-        return f"{failure.host} was lost ({failure.headline})"
+        return f"lost {failure.host}: {failure.headline}"
     return failure.describe()
 
 

@@ -5,6 +5,7 @@ This registry is torch-free: the launcher lists recipes and refuses options with
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -13,7 +14,7 @@ from typing import Any
 from paceline.recipes.argv import known, parse, to_argv, typed_in
 from paceline.recipes.effect import settled
 from paceline.recipes.options import ImageOptions, Options, TextOptions, TranslationOptions
-from paceline.spec.errors import DataError
+from paceline.spec.errors import DataError, SettingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,13 @@ def recipe(name: str) -> Recipe:
     Raises:
         SettingError: Unknown name; the nearest one is suggested.
     """
-    known("recipe", name, RECIPES)
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, 1)
+        raise SettingError(
+            f'there is no recipe "{name}"',
+            found=f"there are {', '.join(RECIPES)}",
+            remedy=f"Did you mean {near[0]}?" if near else "For your own script: paceline run FILE",
+        )
     return RECIPES[name]
 
 

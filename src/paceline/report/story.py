@@ -141,7 +141,7 @@ def outcome_of(run: Run) -> tuple[Mood, str]:
         first = result.failure
         how = "Stopped" if result.interrupted else "Failed"
         others = f"; {counted(result.others, 'other')} failed after it" if result.others else ""
-        return "bad", f"{how} after {took}: {first.describe()}{others}."
+        return "bad", f"{how} after {took}: {_cause(record) or first.describe()}{others}."
     if result.interrupted is not None:
         saved = _saved(run.last("stopped"))
         at = f" at step {last_step(run)}" if last_step(run) else ""
@@ -155,6 +155,13 @@ def outcome_of(run: Run) -> tuple[Mood, str]:
     steps = f" trained {last:,} step{'s' * (last != 1)}" if last else ""
     text = f"Finished: {size}{steps} in {took}"
     return "good", text + _afterwards(run) + "."
+
+
+def _cause(record: Record) -> str:
+    """What ``explain`` has found, in its words; the raw error stands below it."""
+    causes = (one for one in record.findings if one.get("outcome") == "fail"
+              and words(one.get("check"), 100).startswith("explain/"))  # fmt: skip
+    return next((words(one.get("message")).rstrip(".") for one in causes), "")
 
 
 def _saved(stopped: Event | None) -> str:
@@ -404,6 +411,8 @@ def _findings(run: Run) -> Iterator[Part]:
         checks = f" ({counted(len(well), 'check')} passed)" if well else ""
         apart = "Apart from what is told above, nothing" if run.line.moments else "Nothing"
         yield Words(f"{apart} was found wrong{checks}.")
+    if result.failure is not None and _cause(run.record):
+        yield Words(f"Failed first: {result.failure.describe()}", "small")
     if result.failure is not None and result.failure.traceback:
         yield Words(
             result.failure.traceback,

@@ -346,7 +346,7 @@ class _Scene:
         if event.kind == "straggler" and who is not None:
             track = self._track(who, event["its_host"] or "")
             track.release(at)
-            track.held, track.held_since = event["text"] or "it holds the others up", at
+            track.held, track.held_since = event["text"] or "it slows the others down", at
 
     def finish(self) -> None:
         for track in self.tracks.values():
@@ -463,7 +463,7 @@ def _moments(events: Sequence[Event], began: float,
             outlived = any(0 <= when - event.time < 60 and event.host in text
                            for when, text in told)  # fmt: skip
             if not outlived and index != failure:
-                yield Moment(at, f"{event.host} was lost: {event['why']}", "bad")
+                yield Moment(at, f"lost {event.host}: {event['why']}", "bad")
         elif event.kind == "started" and event["attempt"]:
             yield Moment(
                 at, f"all ranks were started again (attempt {event['attempt'] + 1})", "good"
@@ -481,7 +481,7 @@ def _moments(events: Sequence[Event], began: float,
         elif event.kind == "straggler":
             ends = next((one.time for one in over if one.time > event.time), None)
             long = "" if ends is None else f", for {lasting(ends - event.time)}"
-            yield Moment(at, str(event["text"] or "a rank holds the others up") + long, "slow")
+            yield Moment(at, str(event["text"] or "a rank slows the others down") + long, "slow")
         elif event.kind == "hang":
             yield Moment(at, str(event["text"] or event.kind), "slow")
         elif event.kind == "hang over":

@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline.spec import balance
 from paceline.spec.errors import SettingError
+from paceline.spec.figures import lasting
 from paceline.train import parallel
 from paceline.train.balance import (
     OFFERED,
@@ -251,11 +252,15 @@ class Division:
             return
         self._offered, self._controller = True, None
         before, after = advice.whole
+        shares = advice.shares
+        fast, slow = (
+            self._hosts[shares.index(one)] for one in (max(shares), min(filter(None, shares)))
+        )
+        what = f"{fast} is faster than {slow}" if fast != slow else "some ranks are faster"
         self._journal.say(
-            f"the ranks are not equally fast: shares by speed ({self._said(advice.shares)}) would"
-            f" make a step up to {before / after:.1f} times as fast, {before:.3f} s to"
-            f" {after:.3f} s where all of a rank's time follows its samples"
-            ' (--balance auto; in a script session.loader(…, balance="auto"))'
+            f"{what}. Giving {self._said(shares)} of the {sum(shares)} samples of a batch could"
+            f" shorten a step from {lasting(before)} to {lasting(after)}:"
+            ' session.loader(…, balance="auto"), or --balance auto of a recipe'
         )
 
     def _name(self, advice: Advice, dropped: bool) -> None:

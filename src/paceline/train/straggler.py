@@ -34,7 +34,7 @@ _AT = {name: number for number, name in enumerate(PARTS)}
 
 CAUSES = {
     "quota": "its CPU quota throttles it",
-    "cpu": "other programs take its CPU",
+    "cpu": "other programs use its CPUs",
     "stolen": "the hypervisor takes its host's CPUs",
     "swap": "its memory is swapped out",
     "hot": "its CPU is slowed down because of its heat",
@@ -70,8 +70,8 @@ class Straggler:
         """For people, who know it by this name."""
         why = CAUSES[self.cause] + (f" ({self.detail})" if self.detail else "")
         return (
-            f"{who} holds the others up by {lasting(self.seconds)} a step"
-            f" ({self.part:.0%} of it): {why}"
+            f"{who} slows the others down by {lasting(self.seconds)} a step"
+            f" ({self.part:.0%}): {why}"
         )
 
     def summed(self, who: str) -> str:
@@ -281,8 +281,8 @@ def _cause(slow: _Slow, looks: Sequence[Look], facts: Tensor | None, steps: int)
         return "quota", f"{1e3 * off:.0f} ms a step"
     if (queued := more("queued")) >= need:
         unseen = facts is not None and facts[rank, VITALS.index("throttled")].isnan()
-        or_so = ", or for a quota, which is not seen there" if unseen else ""
-        return "cpu", f"it waits {1e3 * queued:.0f} ms a step for one{or_so}"
+        or_so = "; a CPU quota could do the same, and cannot be seen there" if unseen else ""
+        return "cpu", f"it waits {1e3 * queued:.0f} ms a step for a free one{or_so}"
     if (stolen := more("stolen")) >= need:
         return "stolen", f"{1e3 * stolen:.0f} ms a step"
     if more("faults") >= 1 and more("swapped") > 0:

@@ -262,7 +262,7 @@ function timeline(picture, look, width, place) {
       var shape = rectangle(params, api, one.value[0], one.value[1], one.value[2], -0.08, 1.08);
       if (!shape) return null;
       var children = [{type: 'rect', shape: shape, style: {fill: 'none', stroke: look.dark ? '#ffffff' : '#000000', lineWidth: 2.5}}];
-      var text = shape.width > 170 ? 'slow: holds the others up' : 'slow';
+      var text = shape.width > 170 ? 'slow: slows the others down' : 'slow';
       if (shape.width > 36) {
         children.push({type: 'text', style: {x: shape.x + shape.width / 2, y: shape.y + shape.height / 2, text: text, align: 'center',
           verticalAlign: 'middle', fill: look.dark ? '#000000' : '#ffffff', backgroundColor: look.dark ? '#ffffff' : '#000000',
@@ -515,7 +515,7 @@ function legend(picture, place, look) {
     });
     if (slow) entry(swatch(function (box) {
       svg('rect', {x: 1, y: 1, width: 22, height: 10, fill: 'none', stroke: look.ink, 'stroke-width': 2}, box);
-    }), 'slow: it holds the others up');
+    }), 'slow: it slows the others down');
     if (marks.checkpoint) entry(swatch(function (box) {
       svg('path', {d: 'M8 11 L16 11 L12 1 Z', fill: look.dark ? '#4cc38a' : '#00563f'}, box);
     }), 'checkpoint written');

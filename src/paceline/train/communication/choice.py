@@ -277,28 +277,21 @@ class Communication:
     def _advice(self, moving: float, whole: float) -> str:
         """What other ways would give, where communication costs so much of a step."""
         ranks, count = self._comms.world.size, self._exchange.elements
-        so_much = f"communication takes {moving / whole:.0%} of a step of {lasting(whole)}"
+        so_much = f"{moving / whole:.0%} of each {lasting(whole)} step goes into sending gradients"
         if count < coded.LEAST:  # it would be sent as it is
             why = "its messages are short, and fewer bytes would not help"
             return f"{so_much}: {why}; a larger batch has fewer of them"
         line = Line(None, self._comms.world.rank, ranks, width=self._exchange.nbytes / count)
-        sent = {
-            way: METHODS[way](line).sent(count, ranks) for way in ("exact", "fp16", "int8", "int4")
-        }
-        others = ", ".join(
-            f"{way} {lasting(whole - moving * (1 - one / sent['exact']))}"
-            for way, one in sent.items()
-            if way != "exact"
-        )
+        sent = {way: METHODS[way](line).sent(count, ranks) for way in ("exact", "int8")}
+        shorter = lasting(whole - moving * (1 - sent["int8"] / sent["exact"]))
         said = (
-            f"{so_much}; --communication would make it at best: {others}"
-            " (auto measures and chooses; in a script session.prepare(…, communication='auto'))"
+            f'{so_much}. session.prepare(…, communication="int8") would make a step about {shorter}'
+            ' at best, "auto" measures and chooses (--communication auto of a recipe)'
         )
         if self.forgone():
             said += (
-                ". By --overlap late (in a script overlap='late') gradients travel beside the next"
-                " forward pass, too; with --max-restarts the job then starts again when a rank is"
-                " lost"
+                '. With overlap="late" (--overlap late of a recipe) gradients travel during the'
+                " next forward pass, too; a lost rank then needs --max-restarts"
             )
         return said
 

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from paceline.recipes import image, parse_options, pretrained, published
 from paceline.recipes.common import cpu_flags
 from paceline.recipes.data import hub
-from paceline.recipes.data.hub import WAITS, fetched
+from paceline.recipes.data.hub import fetched
 from paceline.recipes.networks import MODELS, backbone
 from paceline.recipes.options import IMAGE_PRESETS, ImageOptions
 from paceline.recipes.pictures import augmented, inputs
@@ -286,45 +286,6 @@ def test_preprocessing_of_timm() -> None:
         "image_std": [0.2, 0.2, 0.2],
     }
     assert pretrained.of_timm({"model_type": "vit"}) == {}
-
-
-class Refused(Exception):
-    """Like the libraries' own: the answer's status is on the response."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"{status} from the hub")
-        self.response = type("Response", (), {"status_code": status})()
-
-
-@pytest.mark.parametrize(
-    ("status", "tries", "remedy"),
-    [(429, 4, "wait some minutes"), (503, 4, "check the id"), (404, 1, "check the id"),
-     (401, 1, "HF_TOKEN"), (407, 1, "HTTPS_PROXY")],
-)  # fmt: skip
-def test_a_refusal_is_explained(status: int, tries: int, remedy: str) -> None:
-    waited: list[float] = []
-    asked = 0
-
-    def get() -> None:
-        nonlocal asked
-        asked += 1
-        raise Refused(status)
-
-    with pytest.raises(DataError, match=remedy) as error:
-        fetched("--data x/y", get, waited.append)
-    assert "--data x/y could not be loaded" in str(error.value)
-    assert (asked, waited) == (tries, list(WAITS[: tries - 1]))
-
-
-def test_a_refusal_for_the_moment_is_no_failure() -> None:
-    answers = iter([Refused(429), None])
-
-    def get() -> str:
-        if error := next(answers):
-            raise error
-        return "it"
-
-    assert fetched("it", get, lambda _: None) == "it"
 
 
 def test_offline_says_that_it_is_not_there(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]

@@ -127,20 +127,19 @@ def test_existing_keys_are_used_and_dsa_never(tmp_path: Path) -> None:
     assert "dsa" not in keys.KINDS
 
 
-def test_a_key_with_a_passphrase_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_with_a_passphrase_is_left_alone(tmp_path: Path) -> None:
     """It is refused with its remedy, and ``--key`` asks for another one that is to be made."""
     mine, other = tmp_path / "id_rsa", tmp_path / "id_paceline"
-    mine.write_text("private")
-    refused = subprocess.CompletedProcess([], 255, "", "incorrect passphrase supplied")
-    monkeypatch.setattr(keys, "_run", lambda _: refused)
+    make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "a passphrase", "-f", str(mine)]
+    subprocess.run(make, check=True, stdin=subprocess.DEVNULL)
+    before = mine.read_bytes()
+    mine.with_suffix(".pub").unlink()  # only the private half could say it
     with pytest.raises(SettingError, match="without its passphrase") as caught:
         keys.choose(None, [mine], [], tmp_path)
     assert f"ssh-add {mine}" in caught.value.render()
     found = keys.choose(other, [mine], [], tmp_path)
     assert (found.private, found.exists) == (other, False)
-    assert mine.read_text() == "private"
+    assert mine.read_bytes() == before
 
 
 def test_only_the_asking_login_may_ask() -> None:

@@ -197,6 +197,8 @@ def explained(what: str, error: Exception) -> DataError:
 def _remedy(status: int, names: set[str]) -> str:
     if status == 429:
         return "the hub limits how often one may ask: wait some minutes, or log in (HF_TOKEN)"
+    if status >= 500:
+        return "the hub has a fault at the moment: try again in some minutes"
     if status in (401, 403):
         return "log in with an account that may read it: HF_TOKEN=…, and accept its terms"
     if status == 404 or names & {"RepositoryNotFoundError", "DatasetNotFoundError"}:

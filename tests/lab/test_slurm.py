@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from transports import (
     site_in,
     sniffed,
 )
+
+from terminals import on_terminal
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -202,25 +205,49 @@ DOCUMENTS_BATCH = """#!/bin/bash
 #SBATCH --gpus=v100:4
 
 cd {project}
-time {python} -m paceline run --run-dir {runs} --no-torch tell.py --ddp --epochs 5
+time {python} -m paceline run --run-dir {runs} train.py --ddp --epochs 5
 """
+PYTHON = f"env PYTHONPATH={SOURCE} OMP_NUM_THREADS=1 {sys.executable}"
+
+
+def guides_project(site: Site) -> Path:
+    """A folder with a script that trains with torch and has the guide's options."""
+    folder = site.project / "guide"
+    folder.mkdir(exist_ok=True)
+    shutil.copy(Path(__file__).with_name("coming") / "train.py", folder)
+    return folder
 
 
 def test_the_documents_own_batch(site: Site, slurm: Slurm) -> None:
     """Its directives and the line that submits it; only the line with the helper is ours."""
-    script, directory = site.project / "train.sh", site.fresh()
-    python = f"env PYTHONPATH={SOURCE} {sys.executable}"
-    script.write_text(DOCUMENTS_BATCH.format(project=site.project, python=python, runs=directory))
-    line = "sbatch -N2 --cpus-per-task=16 --mem=32GB --gpus=v100:4 --output=output.txt train.sh"
-    site.lab.exec(
-        "n1", line.split(), env=slurm.env, cwd=site.project, timeout=PATIENCE_S, check=True
+    project, directory = guides_project(site), site.fresh()
+    (project / "train.sh").write_text(
+        DOCUMENTS_BATCH.format(project=project, python=PYTHON, runs=directory)
     )
-    output = site.project / "output.txt"
+    line = "sbatch -N2 --cpus-per-task=16 --mem=32GB --gpus=v100:4 --output=output.txt train.sh"
+    site.lab.exec("n1", line.split(), env=slurm.env, cwd=project, timeout=PATIENCE_S, check=True)
+    output = project / "output.txt"
     assert eventually(lambda: "real\t" in text_of(output)), text_of(output)
     assert json.loads((directory / "result.json").read_text())["exit_code"] == 0
     plan = json.loads((directory / "plan.json").read_text())
     assert plan["world_size"] == 4
     assert len(plan["nodes"]) == 2
+    assert [f"trained as {rank} of 4" in text_of(output) for rank in range(4)] == [True] * 4
+
+
+def test_training_in_a_shell_of_srun(site: Site, slurm: Slurm) -> None:
+    """``srun … --gpus=v100:2 --pty bash`` on a terminal, and the guide's command in that shell."""
+    project = guides_project(site)
+    words = "srun -N1 --nodelist=n1 --cpus-per-task=16 --mem=32GB --gpus=v100:2 --time=1:00:00"
+    argv = site.lab.command("n1", [*words.split(), "--pty", "bash", "--norc"])
+    env = {**site.lab.environment("n1"), **slurm.env, "PWD": str(project)}
+    with on_terminal(argv, project, columns=200, **env) as terminal:
+        command = f"cd {project}; {PYTHON} -m paceline run --run-dir {site.fresh()} train.py --ddp"
+        terminal.types(f"{command}; echo status $?; exit\n".encode())
+        assert terminal.reads(b"status 0", TEST_LIMIT_S), terminal.said[-3000:]
+        assert b"trained as 0 of 2" in terminal.said
+        assert b"trained as 1 of 2" in terminal.said
+        assert terminal.ends() == 0
 
 
 def test_the_four_rungs_in_one_batch(site: Site, slurm: Slurm) -> None:

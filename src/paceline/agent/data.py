@@ -9,6 +9,7 @@ at the end, as :data:`OPERATIONS`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .server import Agent
 
 Message = Dict[str, Any]
+_Passed = Tuple[Tuple[int, int], ...]
 Item = List[Any]
 ARRIVING = "arriving"  # below a copy's key: what has not come as a whole; a later run goes on
 ABANDONED_S = 120.0  # without a change: the agent that wrote it was killed
@@ -31,6 +33,7 @@ USED = "used"  # below it: an agent that uses the copy has it locked
 SIGN = "seen-"  # below it: begins the name of a file that shows who sees this disk
 PAGE = 2000  # items in an answer
 LISTING = "listing"  # a line of work: see Agent.in_line
+MOST_DEPTH = 2 * inside.MOST_DEPTH  # as of the code: see transfer/tree.py
 MARKED = 1000  # entries of a folder that tell whether it is the same one
 
 
@@ -62,26 +65,26 @@ def marks(path: str) -> List[str]:
 
 def walk(root: str) -> Iterator[Item]:
     """Items of all files, through links, in the order of :func:`order`; none without a folder."""
-    if os.path.isdir(root):
-        yield from _walk(root, "", ())
-
-
-def _walk(folder: str, above: str, passed: Sequence[Tuple[int, int]]) -> Iterator[Item]:
-    about = os.stat(folder)
-    here = (about.st_dev, about.st_ino)
-    if here in passed:  # a link to a folder above
-        return
-    with os.scandir(folder) as found:
-        entries = sorted(found, key=lambda entry: entry.name)
-    folders = []
-    for entry in entries:
-        if entry.is_dir():
-            folders.append(entry)
-        elif entry.is_file():
-            about = entry.stat()
-            yield [above + entry.name, about.st_size, about.st_mtime_ns // 1000]
-    for entry in folders:
-        yield from _walk(entry.path, "%s%s/" % (above, entry.name), (*passed, here))
+    waiting = [("", ())] if os.path.isdir(root) else []  # type: List[Tuple[str, _Passed]]
+    while waiting:
+        above, passed = waiting.pop()
+        if len(passed) > MOST_DEPTH:
+            words = "folders are nested more than %d deep" % MOST_DEPTH
+            raise OSError(errno.ENAMETOOLONG, words, os.path.join(root, above)[:200])
+        about = os.stat(os.path.join(root, above))
+        here = (about.st_dev, about.st_ino)
+        if here in passed:  # a link to a folder above
+            continue
+        with os.scandir(os.path.join(root, above)) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+        folders = []
+        for entry in entries:
+            if entry.is_dir():
+                folders.append(("%s%s/" % (above, entry.name), (*passed, here)))
+            elif entry.is_file():
+                about = entry.stat()
+                yield [above + entry.name, about.st_size, about.st_mtime_ns // 1000]
+        waiting += reversed(folders)
 
 
 def order(path: str) -> List[Tuple[int, str]]:

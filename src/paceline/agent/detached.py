@@ -158,17 +158,17 @@ def run_changes(agent: Agent, request: Message, _: bytes) -> None:
 
 def _files(root: Path) -> Iterator[Tuple[str, str, int]]:
     """Path, mark and size of what the launcher writes there; the mark changes with the file."""
-    for above, folders, names in os.walk(str(root)):
-        top = above == str(root)
+    for above, folders, names in inside.walk(str(root)):
+        top = not above
         folders[:] = [one for one in folders if not (top and (one in _LATER or one[0] == "."))]
         for name in names:
-            path = os.path.join(above, name)
+            path = os.path.join(str(root), above, name)
             with contextlib.suppress(OSError, UnicodeEncodeError):
                 stat = os.lstat(path)
                 name.encode()
                 if (top and name[0] == ".") or not os.path.isfile(path) or os.path.islink(path):
                     continue
-                yield os.path.relpath(path, str(root)), "%x.%x" % (
+                yield os.path.join(above, name), "%x.%x" % (
                     stat.st_ino, stat.st_mtime_ns), stat.st_size  # fmt: skip
 
 

@@ -13,12 +13,81 @@ import os
 import secrets
 import shutil
 import stat
+import subprocess
 import time
-from typing import Dict, List
+import unicodedata
+from typing import Dict, Iterator, List, Tuple
 
 INCOMING = ".paceline-incoming"  # below the folder: what has not come as a whole yet
 MOST_CHARACTERS = 4096
+MOST_DEPTH = 64  # names on the path of a file that comes from another machine
+MOST_BYTES = 255  # of one name: what file systems take
 READERS_S = 2.0
+
+
+def folded(name: str) -> str:
+    """A name as a file system may compare it: without case and without invisible characters."""
+    plain = unicodedata.normalize("NFKC", name).casefold()
+    return "".join(one for one in plain if unicodedata.category(one) != "Cf")
+
+
+def why_refused(path: str) -> str:
+    """Why a file that another machine or a rank names is not made here; empty if it may be.
+
+    Git runs programs that a repository's configuration names. Every repository has a file HEAD,
+    also one without ``.git`` (a bare one).
+    """
+    try:
+        parts = parts_of(path)
+    except ValueError as problem:
+        return str(problem)
+    if len(parts) > MOST_DEPTH:
+        return "more than %d folders deep" % MOST_DEPTH
+    try:
+        if any(len(os.fsencode(part)) > MOST_BYTES for part in parts):
+            return "a name of more than %d bytes" % MOST_BYTES
+    except UnicodeEncodeError:
+        return "a name that no file can have"
+    if any(unicodedata.category(one) in ("Cc", "Zl", "Zp") for one in path):
+        return "a control character in its name"
+    if any(folded(part).rstrip(". ") == ".git" for part in parts) or folded(parts[-1]) == "head":
+        return "part of a git repository"
+    return ""
+
+
+def walk(root: str) -> Iterator[Tuple[str, List[str], List[str]]]:
+    """As ``os.walk`` from the top, but with relative folders ("" first) and at any depth.
+
+    No link to a folder is followed; it counts as a folder. What cannot be listed is empty. Folders
+    that are removed from the second list are not entered.
+    """
+    waiting = [""]
+    while waiting:
+        above = waiting.pop()
+        folders, files = [], []  # type: Tuple[List[str], List[str]]
+        with contextlib.suppress(OSError), os.scandir(os.path.join(root, above)) as entries:
+            for entry in entries:
+                (folders if _is_folder(entry) else files).append(entry.name)
+        yield above, folders, files
+        for name in reversed(folders):
+            inner = os.path.join(above, name)
+            if not os.path.islink(os.path.join(root, inner)):
+                waiting.append(inner)
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads in circles
+        return False
+
+
+def remove_all(folder: str) -> None:
+    """Removes a folder with all that is in it, at any depth; what cannot be removed stays."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except RecursionError:
+        subprocess.run(["rm", "-rf", "--", folder], check=False, stderr=subprocess.DEVNULL)
 
 
 def parts_of(path: str) -> List[str]:
@@ -213,7 +282,7 @@ def remove(root: str, path: str) -> None:
     rename(root, path, aside)
     whole = os.path.join(root, aside)
     if stat.S_ISDIR(os.lstat(whole).st_mode):
-        shutil.rmtree(whole, ignore_errors=True)
+        remove_all(whole)
     else:
         os.unlink(whole)
 

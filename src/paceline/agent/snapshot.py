@@ -222,7 +222,7 @@ def remove_tree(folder: Path) -> None:
     aside = folder.with_name(".gone-%s" % secrets.token_hex(8))
     with contextlib.suppress(OSError):
         folder.rename(aside)
-        shutil.rmtree(str(aside), ignore_errors=True)
+        inside.remove_all(str(aside))
 
 
 def job_folder(name: str) -> Path:
@@ -306,9 +306,10 @@ _KEPT: Dict[str, Callable[[Path], bool]] = {
 def _newest(folder: Path) -> float:
     """When anything in a folder was last changed or used."""
     times = [folder.lstat().st_mtime]
-    for path in folder.rglob("*"):
-        about = path.lstat()
-        times.append(max(about.st_mtime, about.st_atime))
+    for above, folders, files in inside.walk(str(folder)):
+        for name in (*folders, *files):
+            about = (folder / above / name).lstat()
+            times.append(max(about.st_mtime, about.st_atime))
     return max(times)
 
 
@@ -445,9 +446,9 @@ def changed_files(root: str, manifest: Optional[List[Entry]]) -> List[Message]:
 
 
 def _walk(root: Path) -> Iterator[Tuple[str, int]]:
-    for folder, _, names in os.walk(str(root)):
+    for folder, _, names in inside.walk(str(root)):
         for name in sorted(names):
-            path = Path(folder) / name
+            path = root / folder / name
             with contextlib.suppress(OSError):
                 if path.is_file() and not path.is_symlink():
                     yield path.relative_to(root).as_posix(), path.stat().st_size

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
-from . import facts, probe, procs, snapshot, vitals, warm
+from . import facts, inside, probe, procs, snapshot, vitals, warm
 
 Message = Dict[str, Any]
 BLOCK = 1 << 18
@@ -252,9 +252,9 @@ def _entries(root: Path) -> Iterator[Tuple[str, int]]:
     if root.is_file():
         yield "", root.stat().st_size
         return
-    for folder, _, names in os.walk(str(root)):
+    for folder, _, names in inside.walk(str(root)):
         for name in names:
-            file = Path(folder) / name
+            file = root / folder / name
             with contextlib.suppress(OSError):
                 yield file.relative_to(root).as_posix(), file.stat().st_size
 

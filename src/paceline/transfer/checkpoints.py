@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 from collections.abc import Awaitable, Collection, Iterable
 from pathlib import Path
@@ -78,9 +77,9 @@ async def _sizes_on(channel: Channel, folder: str) -> Sizes:
 def sizes_below(folder: Path) -> Sizes:
     """As :func:`_sizes_on` tells of a node, the files of a folder here; no link counts."""
     found = {}
-    for above, _, names in os.walk(folder):
-        for path in (Path(above) / name for name in names):
-            relative = path.relative_to(folder).as_posix()
+    for above, _, names in inside.walk(str(folder)):
+        for relative in (f"{above}/{name}" if above else name for name in names):
+            path = folder / relative
             if _counts(relative) and path.is_file() and not path.is_symlink():
                 found[relative] = path.stat().st_size
     return found

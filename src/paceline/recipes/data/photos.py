@@ -155,11 +155,14 @@ def is_litter(path: Path) -> bool:
 
 def image_files(folder: Path) -> list[Path]:
     """The images below a folder, in the order of their names, without litter."""
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in SUFFIXES and not is_litter(path.relative_to(folder))
-    )
+    try:
+        return sorted(
+            path
+            for path in folder.rglob("*")
+            if path.suffix.lower() in SUFFIXES and not is_litter(path.relative_to(folder))
+        )
+    except RecursionError:
+        raise DataError(f"{folder} holds folders that are nested too deep") from None
 
 
 SKIP = "replace or remove the file, or --skip-damaged"

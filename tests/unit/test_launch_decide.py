@@ -19,7 +19,7 @@ from paceline.remote.network import NodeNetwork
 from paceline.remote.transport import Transport
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
-from paceline.spec.job import Data, Entry, Environment, Job
+from paceline.spec.job import Data, Entry, Environment, Input, Job
 from paceline.spec.launched import MPI_DIALECTS
 from paceline.spec.plan import Copy, Plan
 from paceline.spec.settings import Setting, Source
@@ -429,6 +429,28 @@ def test_other_code_is_sent_to_a_known_place(code: dict[str, Any]) -> None:
     assert (sent.how, sent.workdir) == ("shipped", "/c/paceline/jobs/run1-676b8bb8/code/sub")
     assert sent.copies == (Copy("code", "/w", "/c/paceline/jobs/run1-676b8bb8/code"),)
     assert placed(None, ship=asked("always")) == sent
+
+
+def test_links_out_of_what_is_sent_are_followed_only_when_asked() -> None:
+    tree = Tree(TREE.root, TREE.manifest, outward={"a.py": "/home/u/key"})
+    data = DataPlace(COPY, False, missing=[["a", 1, 2]], outward={"a": "/home/u/key"})
+    assert placed(SAME, supplies=Supplies(tree)).how == "verified equal"
+    for send in (lambda **more: placed(OTHER, supplies=Supplies(tree), **more),
+                 lambda **more: with_data(data, **more)):  # fmt: skip
+        with pytest.raises(SettingError, match="lead out of it") as refused:
+            send()
+        assert "-> /home/u/key" in refused.value.found
+        assert send(follow_links=True).copies
+    (note,) = decide.link_notes(job(follow_links=True), Supplies(tree), [])
+    assert "/w/a.py -> /home/u/key" in note
+
+
+def test_links_among_files_that_the_user_named_are_followed() -> None:
+    tree = Tree(Path("/t"), [["a.csv", "00", 0o644, 1]], outward={"a.csv": "/data/a.csv"})
+    supplies = Supplies(TREE, inputs={"/t": tree})
+    assert placed(SAME, supplies=supplies, inputs=(Input("/t", named=True),)).copies
+    with pytest.raises(SettingError, match="lead out of it"):
+        placed(SAME, supplies=supplies, inputs=(Input("/t"),))
 
 
 PHOTOS = Data("/w/photos", ("/w/photos", "./photos"))

@@ -117,6 +117,6 @@ def test_what_hosts_need_of_starting_weights(tmp_path: Path) -> None:
     (run / "model").mkdir()
     (run / "model" / "config.json").write_text("{}")
     assert weights_input(str(run))[1] == (Input(str(run), ("model",)),)
-    assert weights_input(str(file))[1] == (Input(str(tmp_path), ("w.safetensors",)),)
+    assert weights_input(str(file))[1] == (Input(str(tmp_path), ("w.safetensors",), named=True),)
     assert weights_input("imagenet") == ("imagenet", ())
     assert weights_input("") == ("", ())

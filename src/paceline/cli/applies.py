@@ -120,6 +120,8 @@ OPTIONS: dict[str, Applies] = {
     "backend": Applies(),
     "ship": Applies(chosen=True, verbs=frozenset({"run"}) | _SEVERAL,
                     hint="Only code of yours, for hosts other than this machine, is shipped"),
+    "follow_links": Applies(chosen=True, verbs=_JOBS | _SEVERAL,
+                            hint="No folder of this machine is sent"),
     "bind": Applies(),
     "debug": Applies(verbs=_JOBS | {"collectives"}, hint="It would slow what is measured"),
     "lease": Applies(),

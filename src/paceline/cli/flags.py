@@ -212,6 +212,8 @@ LAUNCH = [
                  help="Refuse to start where torch lacks this backend."),
     click.option("--ship", type=click.Choice(["auto", "always", "never"]), default="auto",
                  help="Copy the code to the hosts; auto: where it is missing or different."),
+    click.option("--follow-links", is_flag=True, help="Also send what links in the code or the data"
+                 " lead to outside of that folder."),
     click.option("--bind", type=click.Choice(["auto", "none"]), default="auto",
                  help="auto gives each rank whole cores of its own, near its GPU."),
     click.option("--lease", type=Seconds(2.0), default=10.0, metavar="SECONDS",

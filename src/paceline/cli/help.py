@@ -18,7 +18,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "run_dir", "name", "plan_only", "verbose", "as_json", "env", "unset", "activate", "show",
         "pass_local_rank",
         "screen", "check_level", "max_restarts", "restart_window", "hang_timeout", "debug",
-        "ship", "lease", "grace", "keep_warm", "notify", "report", "detach", "keep",
+        "ship", "follow_links", "lease", "grace", "keep_warm", "notify", "report", "detach", "keep",
         "supervisor", "keep_results",
     ),
     "The same command typed on each node": (

@@ -151,6 +151,7 @@ def job_of(ctx: click.Context, entry: Entry, name: str, **more: Any) -> Job:
         master_port=setting(ctx, "master_port"),
         backend=ctx.params["backend"],
         ship=setting(ctx, "ship"),
+        follow_links=ctx.params["follow_links"],
         bind=setting(ctx, "bind"),
         debug=setting(ctx, "debug"),
         lease_s=setting(ctx, "lease"),

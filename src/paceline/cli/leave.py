@@ -21,7 +21,7 @@ from paceline.remote.transport import Transport
 from paceline.schedulers.container import ContainerTransport
 from paceline.spec.command import shell_text
 from paceline.spec.hosts import Cluster
-from paceline.spec.job import Input, Job
+from paceline.spec.job import Job
 
 
 def leave_run(ctx: click.Context, job: Job, cluster: Cluster, transport: Transport,
@@ -74,7 +74,10 @@ def lasting(job: Job, run_dir: Path) -> Job:
             (kept / link.name).unlink(missing_ok=True)
             (kept / link.name).symlink_to(link.readlink())
         args = tuple(f"{kept}" if arg == one.path else arg for arg in job.entry.args)
-        inputs = tuple(Input(f"{kept}") if each is one else each for each in job.inputs)
+        inputs = tuple(
+            dataclasses.replace(each, path=f"{kept}") if each is one else each
+            for each in job.inputs
+        )
         job = dataclasses.replace(
             job, entry=dataclasses.replace(job.entry, args=args), inputs=inputs
         )

@@ -174,7 +174,7 @@ def weights_input(weights: str) -> tuple[str, tuple[Input, ...]]:
     """A run or a file of weights that is here by its whole path, and what hosts need of it."""
     path = Path(weights).expanduser().absolute()
     if path.is_file():
-        return str(path), (Input(str(path.parent), (path.name,)),)
+        return str(path), (Input(str(path.parent), (path.name,), named=True),)
     if weights and path.is_dir():
         return str(path), (Input(str(path), used(path)),)
     return weights, ()
@@ -204,7 +204,7 @@ def with_data(job: Job, folder: str) -> Job:
     if not folder:
         return job
     entry = dataclasses.replace(job.entry, args=(*job.entry.args, "--data-dir", folder))
-    return dataclasses.replace(job, entry=entry, inputs=(*job.inputs, Input(folder)))
+    return dataclasses.replace(job, entry=entry, inputs=(*job.inputs, Input(folder, named=True)))
 
 
 OF_HOSTS: dict[str, Callable[[str], object]] = {"balance": weights_of, "micro_batch": limits_of}

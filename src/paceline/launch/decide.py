@@ -23,6 +23,7 @@ from paceline.spec.plan import Copy, NodePlan, Plan, RankPlan
 from paceline.spec.settings import TOML_NAME, Setting, Source
 from paceline.transfer.data import DataPlace, Folder
 from paceline.transfer.files import job_folder
+from paceline.transfer.links import refuse_outward
 from paceline.transfer.tree import Tree, entry_at, relocate
 
 Facts = Mapping[str, Any]
@@ -367,7 +368,12 @@ def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
         dialects=(launched.ONECCL,) if job.backend in ONECCL_BACKENDS else (),
         spares=waiting,
         typed={"command": job.typed, "folder": job.workdir, "paceline": paceline.__version__},
-        notes=(*notes, *slot_notes(job, hosts), *gpu_notes(hosts, [one.facts for one in found])),
+        notes=(
+            *notes,
+            *link_notes(job, supplies, found),
+            *slot_notes(job, hosts),
+            *gpu_notes(hosts, [one.facts for one in found]),
+        ),
     )
 
 
@@ -466,6 +472,7 @@ def place_on(job: Job, found: Found, supplies: Supplies, run_id: str) -> Place:
         here = code_root(host, tree)
         how = _how_placed(job, host, here, found.code)
         if how == "shipped":
+            _demand_within(job, tree)
             target = copy_target(found.facts, job_folder(run_id, host.name), "code")
             copies.append(Copy("code", str(tree.root), target))
             here = copies[0].target
@@ -480,6 +487,8 @@ def place_on(job: Job, found: Found, supplies: Supplies, run_id: str) -> Place:
         workdir = str(found.facts["user"]["home"])  # a program runs there as well
     for number, path in enumerate(supplies.inputs):
         name = f"input{number}"
+        if path not in {one.path for one in job.inputs if one.named}:
+            _demand_within(job, supplies.inputs[path])
         target = copy_target(found.facts, job_folder(run_id, host.name), name)
         copies.append(Copy(name, path, target))
     entry = with_inputs(entry, copies)
@@ -488,8 +497,33 @@ def place_on(job: Job, found: Found, supplies: Supplies, run_id: str) -> Place:
     if job.data is not None and found.data is not None and not found.data.in_place:
         if job.ship.value == "never" and (found.data.missing or found.data.gone):
             raise other_data(job.data.path, host, found.data)
+        if not job.follow_links:
+            refuse_outward(Path(job.data.path), found.data.outward)
         copies.append(Copy("data", job.data.path, data))
     return Place(how, workdir, entry, tuple(copies), data)
+
+
+def _demand_within(job: Job, tree: Tree) -> None:
+    """SettingError where sending the tree would follow links out of it, and may not."""
+    if not job.follow_links:
+        refuse_outward(tree.root, tree.outward)
+
+
+def link_notes(job: Job, supplies: Supplies, found: Sequence[Found]) -> list[str]:
+    """What is sent although only links in the folders to be sent lead there."""
+    if not job.follow_links:
+        return []
+    trees = [*filter(None, [supplies.code]), *supplies.inputs.values()]
+    links = {
+        f"{tree.root}/{path}": target for tree in trees for path, target in tree.outward.items()
+    }
+    if job.data is not None:
+        places = [one.data for one in found if one.data is not None]
+        links |= {f"{job.data.path}/{path}": target
+                  for place in places for path, target in place.outward.items()}  # fmt: skip
+    shown = ", ".join(f"{path} -> {target}" for path, target in [*links.items()][:5])
+    more = f" and {len(links) - 5} more" if len(links) > 5 else ""
+    return [f"--follow-links: content from outside of the folders: {shown}{more}"] if links else []
 
 
 def data_env(job: Job, place: Place) -> dict[str, Setting[str]]:

@@ -61,6 +61,7 @@ from paceline.spec.settings import Source
 from paceline.transfer import data
 from paceline.transfer.data import Folder
 from paceline.transfer.files import send_tree
+from paceline.transfer.links import refuse_outward
 from paceline.transfer.results import Fetcher
 from paceline.transfer.tree import Manifest, Tree, read_parts
 
@@ -262,6 +263,9 @@ class _Start:
         for called, tree in trees.items():
             if tree is None:
                 continue
+            named = {one.path for one in self._leaving.job.inputs if one.named}
+            if not self._leaving.job.follow_links and str(tree.root) not in named:
+                refuse_outward(tree.root, tree.outward)
             about[called] = {"root": str(tree.root), "manifest": tree.manifest, "in": called}
             if called == "package":
                 about[called]["in"] = "control"
@@ -284,6 +288,8 @@ class _Start:
         if ship == "never" and (place.missing or place.gone):
             raise decide.other_data(str(folder.root), self._host, place)
         if not place.in_place:
+            if not self._leaving.job.follow_links:
+                refuse_outward(folder.root, place.outward)
             done = 0
 
             def sent(count: int) -> None:

@@ -42,7 +42,9 @@ class Local(Scheduler):
     """For a job that stays at home."""
 
     name, title = "local", "This machine"
-    starting = (NOW | LEAVE | {"check_level", "keep_warm"}) - {"ship", "fastest", "keep_results"}
+    starting = (NOW | LEAVE | {"check_level", "keep_warm"}) - {
+        "ship", "follow_links", "fastest", "keep_results",
+    }  # fmt: skip
     direct = True
     fixed = "there is one node, this machine"
 

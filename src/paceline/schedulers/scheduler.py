@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from paceline.spec.hosts import Host
 
 # Options of the command line that a scheduler understands, by their parameters' names.
-NOW = frozenset({"hosts", "fastest", "ship", "as_json", "verbose"})  # of those that start nodes now
+NOW = frozenset({  # of those that start nodes now
+    "hosts", "fastest", "ship", "follow_links", "as_json", "verbose",
+})  # fmt: skip
 LOGIN = frozenset({"ssh_config", "accept_new_host_keys"})  # where SSH is used, by us or by it
 LEAVE = frozenset({"detach", "keep", "supervisor", "keep_results"})  # for runs that are left
 SCRIPT = frozenset({  # of those that take a script
-    "ship", "time_limit", "partition", "account", "mem", "gres", "gpus", "gpus_per_node", "array",
-    "sbatch_arg", "setup_command",
+    "ship", "follow_links", "time_limit", "partition", "account", "mem", "gres", "gpus",
+    "gpus_per_node", "array", "sbatch_arg", "setup_command",
 })  # fmt: skip
 
 

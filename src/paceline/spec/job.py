@@ -107,10 +107,12 @@ class Input:
     Attributes:
         path: The folder; arguments that are equal to it become its path on the node.
         parts: Files and folders inside it that are needed, by relative path; empty for all.
+        named: Its files are those that the user named: links among them may lead anywhere.
     """
 
     path: str
     parts: tuple[str, ...] = ()
+    named: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,7 @@ class Job:
         ship: Whether the code is copied to the nodes.
         inputs: Further folders that are shipped to nodes other than this machine.
         data: A folder of data that nodes get where they do not have it.
+        follow_links: Files are sent that only links in the folders to be sent lead to.
         bind: Whether ranks get CPUs of their own.
         debug: The libraries under the job shall tell what they do.
         any_world: Accept a world other than the planned one.
@@ -194,6 +197,7 @@ class Job:
     ship: Setting[Ship] = Setting("auto")
     inputs: tuple[Input, ...] = ()
     data: Data | None = None
+    follow_links: bool = False
     bind: Setting[Bind] = Setting("auto")
     debug: Setting[bool] = Setting(False)
     any_world: bool = False

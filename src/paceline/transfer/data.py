@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from paceline.remote.channel import AgentRefusal, Channel
 from paceline.spec.errors import NodeError
 from paceline.spec.helptext import counted
 from paceline.transfer.files import SMALL, SMALLEST, Window, is_out_of_space
+from paceline.transfer.links import OutwardLinks
 
 Item = Sequence[Any]  # path, size, mtime in microseconds
 PIECE = 2000  # items in a message
@@ -61,6 +62,13 @@ class Folder:
             if self._items is None:
                 self._items = [*there.walk(str(self.place))]
             return self._items
+
+    def outward(self, items: Iterable[Item]) -> dict[str, str]:
+        """Of these, by path, where files lie that only links in the folder lead to. Blocking."""
+        if self.place != self.root:  # a copy has no links
+            return {}
+        links = OutwardLinks(self.root)
+        return {item[0]: target for item in items if (target := links.target(item[0]))}
 
     def hashes(self, paths: Iterable[str]) -> list[str]:
         """SHA-256 of files. Blocking; OSError where one cannot be read."""
@@ -136,6 +144,7 @@ class DataPlace:
         sign: A file by which others that see this disk are told.
         missing, same, gone: What has to be sent, given its time, and removed.
         free: Bytes on the disk of the copy.
+        outward: Of what has to be sent, where files lie that only links in the folder lead to.
     """
 
     folder: str
@@ -145,6 +154,7 @@ class DataPlace:
     same: list[Item] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
     free: int = 0
+    outward: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -178,7 +188,9 @@ async def look(channel: Channel, folder: Folder, always: bool = False) -> DataPl
     changed = await _different(channel, folder, copy, found.doubtful)
     same = [item for item in found.doubtful if item[0] not in changed]
     missing = [*found.missing, *(item for item in found.doubtful if item[0] in changed)]
-    return DataPlace(copy, False, str(answer["sign"]), missing, same, found.gone, answer["free"])
+    outward = await asyncio.to_thread(folder.outward, missing)
+    sign, free = str(answer["sign"]), answer["free"]
+    return DataPlace(copy, False, sign, missing, same, found.gone, free, outward)
 
 
 async def _compare(

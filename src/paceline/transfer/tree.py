@@ -6,19 +6,21 @@ import contextlib
 import functools
 import hashlib
 import os
-import subprocess
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from paceline.agent import snapshot
+from paceline.agent import inside, snapshot
 from paceline.agent.snapshot import hash_file
 from paceline.spec.errors import SettingError
 from paceline.spec.helptext import counted
 from paceline.spec.job import Entry, Job
 from paceline.spec.rundir import WEIGHTS, is_ours, is_run
+from paceline.transfer.git import run_git, top_of
+from paceline.transfer.links import OutwardLinks
 
+MAX_DEPTH = 2 * inside.MOST_DEPTH  # also with what runs bring home somewhere in the folder
 MAX_FILES = 5000
 MAX_BYTES = 256 * 1024 * 1024
 _SKIPPED = {"__pycache__", "node_modules", "runs", "wandb", "mlruns", "site-packages"}
@@ -38,12 +40,14 @@ class Tree:
         manifest: Its files with their hashes, sorted by path.
         copy: Where its files lie here, when the launching machine is another one.
         kept: By path, where a file lies that stays as it was when it was hashed.
+        outward: By path, where a file lies that only a link in the folder leads to.
     """
 
     root: Path
     manifest: Manifest
     copy: Path | None = None
     kept: Mapping[str, Path] = field(default_factory=dict)
+    outward: Mapping[str, str] = field(default_factory=dict)
 
     def file(self, path: str) -> Path:
         """Where a file of it lies here."""
@@ -117,17 +121,8 @@ def script_path(entry: Entry, workdir: str) -> Path:
 
 
 def folder_root(folder: Path) -> Path:
-    top = _git(folder, "rev-parse", "--show-toplevel")
-    return Path(top.removesuffix("\n")) if top else folder
-
-
-def _git(folder: Path, *args: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *args], capture_output=True, check=False)
-    except OSError:
-        return None
-    # file names are bytes, and need not be text
-    return os.fsdecode(done.stdout) if done.returncode == 0 else None
+    """The top of the git work tree that holds a folder, else the folder."""
+    return top_of(folder) or folder
 
 
 def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
@@ -139,6 +134,7 @@ def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
     sensibly shipped at every start.
     """
     files = sorted(path for path in files_of(root) if _is_within(path, parts))
+    _demand_depth(root, files)
     sizes = {path: _stat(f"{root}/{path}").st_size for path in files}
     if len(files) > MAX_FILES or sum(sizes.values()) > MAX_BYTES:
         raise _too_large(root, sizes)
@@ -148,6 +144,7 @@ def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
 def read_parts(root: Path, parts: Sequence[str]) -> Tree:
     """Hashes those files and folders below ``root``, all if none are named."""
     files = {path for part in parts or (".",) for path in _below(root, part)}
+    _demand_depth(root, files)
     return _hashed(root, sorted(files))
 
 
@@ -155,11 +152,22 @@ def _below(root: Path, part: str) -> Iterator[str]:
     """Relative paths, ``/``-separated, of a file, or all plain files of a folder."""
     if (root / part).is_file():
         yield part
-    for folder, _, names in os.walk(root / part):
-        here = Path(folder).relative_to(root)
+    for folder, _, names in inside.walk(str(root / part)):
         for name in names:
-            if (root / here / name).is_file():
-                yield (here / name).as_posix()
+            path = os.path.normpath(f"{part}/{folder}/{name}")
+            if (root / path).is_file():
+                yield path
+
+
+def _demand_depth(root: Path, files: Iterable[str]) -> None:
+    """SettingError for a file that lies too deep to be shipped."""
+    for path in files:
+        if path.count("/") >= MAX_DEPTH:
+            raise SettingError(
+                f"{root} holds folders that are nested more than {MAX_DEPTH} deep",
+                found=f"{path[:100]}…, {path.count('/')} folders deep",
+                remedy="Remove them, or keep them out by .gitignore",
+            )
 
 
 def _is_within(path: str, parts: Sequence[str]) -> bool:
@@ -167,7 +175,9 @@ def _is_within(path: str, parts: Sequence[str]) -> bool:
 
 
 def _hashed(root: Path, files: Sequence[str]) -> Tree:
-    return Tree(root, [_entry(root, path) for path in files])
+    links = OutwardLinks(root)
+    outward = {path: target for path in files if (target := links.target(path))}
+    return Tree(root, [_entry(root, path) for path in files], outward=outward)
 
 
 def _entry(root: Path, path: str) -> list[object]:
@@ -178,18 +188,11 @@ def _entry(root: Path, path: str) -> list[object]:
 
 def files_of(root: Path) -> Iterator[str]:
     """Relative paths, ``/``-separated, of plain files that no run has left."""
-
-    @functools.cache
-    def runs_above(folder: str) -> tuple[str, ...]:
-        """The run directories among a folder and those that it lies in."""
-        if not folder:
-            return ()
-        above = runs_above(folder.rpartition("/")[0])
-        return (*above, folder) if _true_of(is_run, root / folder) else above
-
+    holds_run = functools.cache(lambda folder: _true_of(is_run, root / folder))
     for name in _plain(root):
-        runs = runs_above(name.rpartition("/")[0])
-        if not any(_of_a_run(name.removeprefix(f"{run}/")) for run in runs):
+        parts = name.split("/")
+        above = ("/".join(parts[:depth]) for depth in range(1, len(parts)))
+        if not any(_of_a_run(name.removeprefix(f"{run}/")) for run in above if holds_run(run)):
             yield name
 
 
@@ -199,18 +202,17 @@ def _of_a_run(path: str) -> bool:
 
 
 def _plain(root: Path) -> Iterator[str]:
-    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    listed = run_git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listed is not None:
         for name in dict.fromkeys(filter(None, listed.split("\0"))):
             if _is_file(f"{root}/{name}"):
                 yield name
         return
-    for folder, folders, names in os.walk(root):
-        here = Path(folder)
-        folders[:] = [name for name in folders if not _skip(here / name)]
+    for folder, folders, names in inside.walk(str(root)):
+        folders[:] = [name for name in folders if not _skip(root / folder / name)]
         for name in names:
-            if _true_of(Path.is_file, here / name):
-                yield (here / name).relative_to(root).as_posix()
+            if _true_of(Path.is_file, root / folder / name):
+                yield f"{folder}/{name}" if folder else name
 
 
 def _skip(folder: Path) -> bool:

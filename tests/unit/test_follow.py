@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import socket
@@ -150,9 +151,11 @@ def test_several_followers_of_one_folder_do_no_harm(cache: Path, tmp_path: Path)
 
 def test_everything_is_here_after_the_end_and_can_go_there(cache: Path, tmp_path: Path) -> None:
     remote, path = there(cache, pid=1 << 22, ended=9.0, exit_code=0), home(tmp_path)
+    weights = {"sha256": hashlib.sha256(b"c" * 300).hexdigest(), "bytes": 300}
+    manifest = json.dumps({"step": 10, "files": {"weights": weights}})
     fill(remote, {"result.json": '{"exit_code": 0}', "model/config.json": "{}", "big": "b" * 5000,
           "model/model.safetensors": "w" * 5000, "files/n1/out.txt": "o",
-          "checkpoints/10/weights": "c" * 300, "checkpoints/10/manifest.json": "{}",
+          "checkpoints/10/weights": "c" * 300, "checkpoints/10/manifest.json": manifest,
           "checkpoints/latest.json": "{}", "checkpoints/writer.json": "{}"})  # fmt: skip
 
     async def work(follower: Follower, _: Served) -> None:

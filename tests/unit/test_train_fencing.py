@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,18 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from paceline.spec.errors import SettingError
 from paceline.spec.rundir import (
     BEST,
     LATEST,
+    MOST_STEP,
+    MOST_TOKEN,
     checkpoint_name,
     checkpoints,
+    is_like_checkpoint,
     pointed,
     unfinished,
     version_of,
@@ -27,13 +34,13 @@ from paceline.train.checkpoints.store import Fenced, Store
 KEEP = 2
 
 
-def make(store: Store, step: int, best: bool = False) -> None:
+def make(store: Store, step: int, best: bool = False, keep: int = KEEP) -> None:
     """A checkpoint as the writer makes one, and the pruning after it."""
     made = store.temporary(step)
     content = f"{store.token} {step}".encode()
     entry = Entry(*write_chunks(made / "weights.safetensors", iter([content])))
     store.publish(made, Manifest(step, {"weights.safetensors": entry}, {"best": best}))
-    store.prune(KEEP)
+    store.prune(keep)
 
 
 def names(root: Path) -> list[str]:
@@ -185,6 +192,54 @@ def test_names() -> None:
     assert version_of("120.3") == (3, 120)
     for name in ("", ".5", "5.", "5.0", "5.1", "5.02", "a", "5.a", "-5", "5.2.3", "٥", "9" * 20):
         assert version_of(name) is None, name
+
+
+@given(st.integers(1, MOST_TOKEN), st.integers(0, MOST_STEP))
+def test_what_a_writer_names_its_readers_find(token: int, step: int) -> None:
+    name = checkpoint_name((token, step))
+    assert version_of(name) == (token, step)
+    assert not is_like_checkpoint(name)
+
+
+@given(st.from_regex(r"[0-9]{1,25}(\.[0-9]{1,25})?", fullmatch=True))
+def test_a_name_is_that_of_its_version_or_of_none(name: str) -> None:
+    version = version_of(name)
+    assert is_like_checkpoint(name) if version is None else checkpoint_name(version) == name
+
+
+@pytest.mark.parametrize("name", ["9999999999999999999.999999999", "5.999999999",
+                                  "5.1000000000", "1000000000000000"])  # fmt: skip
+def test_a_number_that_no_run_reaches_is_passed_over_and_named(tmp_path: Path, name: str) -> None:
+    """In a folder from somebody else. The next writer's checkpoints are found, and pruned."""
+    make(Store(tmp_path), 10)
+    shutil.copytree(tmp_path / "10", tmp_path / name)
+    (tmp_path / ".token-9999999999").touch()
+    store = Store(tmp_path)
+    store.claim(0, "")
+    assert store.token == 2
+    for step in (20, 30):
+        make(store, step)
+    assert [one.path.name for one in store.found()[0]] == ["30.2", "20.2"]
+    (passed_over,) = store.found()[1]
+    assert passed_over.startswith(f"{tmp_path / name}: ")
+
+
+def test_after_the_last_number_of_a_writer_nobody_begins(tmp_path: Path) -> None:
+    (tmp_path / f"5.{MOST_TOKEN}").mkdir()
+    with pytest.raises(SettingError, match="no later one can follow"):
+        Store(tmp_path).claim(0, "")
+
+
+def test_pruning_counts_only_checkpoints_that_are_whole(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for step in (5, 10, 20, 30, 40):
+        make(store, step, keep=0)
+    for step in (5, 30, 40):
+        (tmp_path / str(step) / "weights.safetensors").unlink()
+    store.prune(2)
+    assert {one.step for one in store.found()[0]} == {10, 20, 30, 40}
+    make(store, 50)
+    assert {one.step for one in store.found()[0]} == {20, 30, 40, 50}
 
 
 def test_what_is_used_of_a_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import os
 import random
 import threading
@@ -74,9 +75,15 @@ FILES = {"a.py": content("a", 100), "empty": b"", "b/even": content("b", 4 * BLO
 
 
 def steps(*names: int) -> dict[str, bytes]:
-    sizes = {"weights": 3 * BLOCK, "state": 40, "manifest.json": 9}
-    return {f"{step}/{file}": content(f"{step}{file}", size)
-            for step in names for file, size in sizes.items()}  # fmt: skip
+    found = {}
+    for step in names:
+        files = {file: content(f"{step}{file}", size)
+                 for file, size in (("weights", 3 * BLOCK), ("state", 40))}  # fmt: skip
+        listed = {file: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+                  for file, data in files.items()}  # fmt: skip
+        files["manifest.json"] = json.dumps({"step": step, "files": listed}).encode()
+        found |= {f"{step}/{file}": data for file, data in files.items()}
+    return found
 
 
 # --- whole transfers
@@ -479,9 +486,56 @@ def test_the_other_checkpoints_come_when_one_cannot_be_read(
 
 
 def test_a_node_without_newer_checkpoints_removes_none_here() -> None:
-    assert checkpoints.outdated(["10", "20", "9"], ["20", "30"]) == ["10", "9"]
-    assert checkpoints.outdated(["10", "20"], []) == []
-    assert checkpoints.outdated(["40"], ["20"]) == []
+    assert checkpoints.outdated(["10", "20", "9"], ["20", "30"], ["30"]) == ["10", "9"]
+    assert checkpoints.outdated(["10", "20", "9"], ["20", "30"], []) == []
+    assert checkpoints.outdated(["10", "20"], [], []) == []
+    assert checkpoints.outdated(["40"], ["20"], ["20"]) == []
+
+
+PLANTED = {
+    "a name that no run writes": {"9999999999999999999.999999999/manifest.json": b"{}"},
+    "no manifest": {"900.7/manifest.json": b"{}"},
+    "a manifest of another": {"900.7/manifest.json": steps(10)["10/manifest.json"]},
+    "a manifest of nothing": {"900.7/manifest.json": b'{"step": 900, "files": {}}'},
+    "other content": {"900.7/manifest.json": steps(900)["900/manifest.json"],
+                      "900.7/weights": b"x", "900.7/state": b"x"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_is_no_checkpoint_takes_the_place_of_none(
+    tmp_path: Path, planted: str, keep: int
+) -> None:
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    fill(home.path / "checkpoints", steps(10, 20, 30))
+    fill(there / "checkpoints", {**PLANTED[planted], "30/weights": b"other", ".git/config": b"x"})
+    noted: list[str] = []
+
+    async def work(served: Served) -> None:
+        for _ in range(2):
+            await CheckpointFetcher(served.node.channel, str(there), home.path, Fetcher(home.path),
+                                    keep=keep, note=noted.append).sync()  # fmt: skip
+
+    run(work)
+    assert below(home.path / "checkpoints") == steps(10, 20, 30)
+    assert not [*(home.path / "checkpoints").glob(".*.tmp")]
+    assert any("checkpoint 30 of" in note for note in noted)
+    home.close()
+
+
+def test_no_fewer_checkpoints_stay_here_than_the_script_keeps(tmp_path: Path) -> None:
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    fill(home.path / "checkpoints", steps(10, 20, 30))
+    fill(there / "checkpoints", steps(900))
+
+    async def work(served: Served) -> None:
+        await CheckpointFetcher(served.node.channel, str(there), home.path, Fetcher(home.path),
+                                keep=2).sync()  # fmt: skip
+
+    run(work)
+    assert below(home.path / "checkpoints") == steps(30, 900)
+    home.close()
 
 
 def test_checkpoints_are_sent_as_a_whole(tmp_path: Path, cache: Path) -> None:

@@ -54,7 +54,7 @@ class Results:
         followed, self.first = self.first is not None, first
         self._checkpoints = None if first.shared_run_dir else CheckpointFetcher(
             first.channel, first.run_folder, self._directory.path, self._fetcher,
-            followed=followed, keep=self._keep,
+            followed=followed, keep=self._keep, note=self._note,
         )  # fmt: skip
 
     def heard(self, node: Node, event: Event) -> None:

@@ -28,6 +28,7 @@ WEIGHTS = "model/model.safetensors"
 MODEL_CONFIG = "model/config.json"
 WRITER = "writer.json"  # inside checkpoints/: who writes there; it never leaves its disk
 CHECKPOINTS = "checkpoints"  # checkpoints/STEP/: weights, state, manifest with hashes
+MANIFEST = "manifest.json"  # inside each: its files with their hashes
 LATEST, BEST = "latest.json", "best.json"  # beside them, for people: which is which
 MEASURED = "steps.json"  # the few steps of a run of `paceline forecast`
 FORECAST = "forecast.json"  # what was forecast for the run, beside what came
@@ -88,13 +89,20 @@ Whoever begins to write into a folder of checkpoints gets a token that is larger
 So what a new writer makes is newer than what a former one has left, or leaves late, at any step.
 """
 
-_NAMED = re.compile(r"([0-9]{1,19})(?:\.([1-9][0-9]{0,8}))?")
+_NAMED = re.compile(r"(0|[1-9][0-9]{0,14})(?:\.([1-9][0-9]{0,5}))?")
+_LIKE_ONE = re.compile(r"[0-9]+(\.[0-9]+)?", re.ASCII)
 _FIRST = 1  # the token of a folder's first writer
+MOST_TOKEN, MOST_STEP = 10**6 - 1, 10**15 - 1  # more starts and steps than any run has
 
 
 def checkpoint_name(version: Version) -> str:
-    """The name of a checkpoint's folder: ``STEP`` of the first writer, ``STEP.TOKEN`` of others."""
+    """The name of a checkpoint's folder: ``STEP`` of the first writer, ``STEP.TOKEN`` of others.
+
+    ValueError for numbers that :func:`version_of` would not read again.
+    """
     token, step = version
+    if not (0 <= step <= MOST_STEP and token <= MOST_TOKEN):
+        raise ValueError(f"no checkpoint has step {step} of writer {token}")
     return str(step) if token <= _FIRST else f"{step}.{token}"
 
 
@@ -104,6 +112,11 @@ def version_of(name: str) -> Version | None:
     if found is None or found[2] == str(_FIRST):
         return None
     return int(found[2] or _FIRST), int(found[1])
+
+
+def is_like_checkpoint(name: str) -> bool:
+    """Whether a folder is named like a checkpoint, and is none: no run writes such numbers."""
+    return version_of(name) is None and _LIKE_ONE.fullmatch(name) is not None
 
 
 def surplus(
@@ -149,7 +162,7 @@ def checkpoints(folder: Path) -> list[Path]:
     """A run's complete checkpoints by their manifests, which are not looked into; newest first."""
     with contextlib.suppress(OSError):
         found = [(version_of(one.name), one) for one in (folder / CHECKPOINTS).iterdir()]
-        complete = [(v, one) for v, one in found if v and (one / "manifest.json").is_file()]
+        complete = [(v, one) for v, one in found if v and (one / MANIFEST).is_file()]
         return [one for _, one in sorted(complete, reverse=True)]
     return []
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Awaitable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from paceline.agent import inside
+from paceline.agent.snapshot import hash_file
 from paceline.remote.channel import AgentRefusal, Channel
+from paceline.rundir import records
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import PacelineError
 from paceline.spec.rundir import (
     BEST,
     CHECKPOINTS,
-    WRITER,
+    LATEST,
+    MANIFEST,
     Version,
     is_frozen_file,
     pointed,
@@ -71,7 +74,8 @@ async def _sizes_on(channel: Channel, folder: str) -> Sizes:
     """The finished checkpoints' files on the node, and the pointers beside them."""
     root = f"{folder}/{CHECKPOINTS}"
     answer = await channel.request("list_results", root=root, manifest=None)
-    return {f["path"]: f["size"] for f in answer["files"] if _counts(f["path"])}
+    return {f["path"]: f["size"] for f in answer["files"]
+            if _counts(f["path"]) and not inside.why_refused(f["path"])}  # fmt: skip
 
 
 def sizes_below(folder: Path) -> Sizes:
@@ -89,7 +93,7 @@ def _counts(path: str) -> bool:
     """Files of checkpoints that were published, and pointers to them."""
     first, inner, _ = path.partition("/")
     if not inner:
-        return first != WRITER and not first.startswith(".")
+        return first in (LATEST, BEST)
     return version_of(first) is not None
 
 
@@ -114,10 +118,28 @@ def _lies_within(some: Sizes, all_of_them: Sizes) -> bool:
     return some.items() <= all_of_them.items()
 
 
-def outdated(here: Iterable[str], there: Collection[str]) -> list[str]:
-    """Checkpoints that the node has removed: it has a newer one."""
-    newest = max(map(_version, there), default=_NONE)
+def outdated(here: Iterable[str], there: Collection[str], verified: Collection[str]) -> list[str]:
+    """Checkpoints that the node has removed, older than one that was verified here."""
+    newest = max(map(_version, verified), default=_NONE)
     return [name for name in here if name not in there and _version(name) < newest]
+
+
+def damage_of(folder: Path, name: str, hashes: Mapping[str, str]) -> str:
+    """What is wrong with a checkpoint that came; empty for nothing.
+
+    Args:
+        folder: Where it is.
+        name: Its own.
+        hashes: SHA-256 of the files that came.
+    """
+    manifest = records.read_object(folder / MANIFEST) or {}
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not files or manifest.get("step") != _version(name)[1]:
+        return "it has no manifest that fits its name"
+    for file, entry in files.items():
+        if not isinstance(entry, dict) or hashes.get(file, "") != entry.get("sha256"):
+            return f"{file:.100} is not the file that its manifest describes"
+    return ""
 
 
 async def _refusal_of(work: Awaitable[None]) -> AgentRefusal | None:
@@ -138,11 +160,15 @@ class CheckpointFetcher:
         fetcher: Receives the files.
         followed: Another node had rank 0 before: what this one never had stays here, too.
         keep: As many as the script wants to stay, besides the best; 0: not known, or all.
+        note: Tells the user.
     """
 
     def __init__(self, channel: Channel, folder: str, run: Path, fetcher: Fetcher, *,
-                 followed: bool = False, keep: int = 0) -> None:  # fmt: skip
+                 followed: bool = False, keep: int = 0,
+                 note: Callable[[str], None] = lambda text: None) -> None:  # fmt: skip
         self.keep = keep
+        self._note, self._noted = note, set[str]()
+        self._verified = set[str]()  # names of what came whole
         self._channel, self._folder = channel, folder
         self._run = str(run)
         self._target = run / CHECKPOINTS
@@ -187,12 +213,14 @@ class CheckpointFetcher:
             *[await _refusal_of(self._bring(name, files)) for name, files in new],
             await _refusal_of(self._fetch(pointers, self._target)),
         ]
-        gone = outdated(known, made)
-        if self._followed:
+        gone = outdated(known, made, self._verified)
+        if self.keep:
             here = by_name(await asyncio.to_thread(sizes_below, self._target))
             best = version_of(pointed(self._target / BEST))
             over = surplus([*filter(None, map(version_of, here))], self.keep, {best})
-            gone = [name for name in gone if name in self._listed or version_of(name) in over]
+            gone = [name for name in gone if version_of(name) in over]
+        elif self._followed:
+            gone = [name for name in gone if name in self._listed]
         self._listed |= made.keys()
         await asyncio.to_thread(self._drop, gone)
         for refusal in filter(None, refused):
@@ -201,27 +229,36 @@ class CheckpointFetcher:
     async def _bring(self, name: str, files: Sizes) -> None:
         arriving = self._target / f".{name}.arriving.tmp"
         await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
-        shared = await asyncio.to_thread(self._link_shared, files, arriving / name)
-        coming = {f"{name}/{file}": size for file, size in files.items() if file not in shared}
-        await self._fetch(coming, arriving)
+        hashes = await asyncio.to_thread(self._link_shared, files, arriving / name)
+        coming = {f"{name}/{file}": size for file, size in files.items() if file not in hashes}
+        arrived = await self._fetch(coming, arriving)
+        hashes |= {path.partition("/")[2]: sha256 for path, sha256 in arrived.items()}
+        if problem := await asyncio.to_thread(damage_of, arriving / name, name, hashes):
+            await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
+            if name not in self._noted:
+                self._noted.add(name)
+                where = f"checkpoint {name} of {self._channel.host.name}"
+                self._note(f"paceline: {where} is damaged and was left there: {problem}")
+            return
         await asyncio.to_thread(self._place, arriving.name, name)
+        self._verified.add(name)
 
-    def _link_shared(self, files: Sizes, into: Path) -> set[str]:
-        """The files that an earlier checkpoint here has, too, which are linked: frozen weights."""
-        linked = set()
+    def _link_shared(self, files: Sizes, into: Path) -> dict[str, str]:
+        """Links the frozen weights that an earlier checkpoint here has; returns their SHA-256."""
+        linked = {}
         for file in filter(is_frozen_file, files):
             for path in self._target.glob(f"*/{file}"):
                 if version_of(path.parent.name) and path.lstat().st_size == files[file]:
                     with contextlib.suppress(OSError):  # a disk without hard links
                         into.mkdir(parents=True, exist_ok=True)
                         os.link(path, into / file, follow_symlinks=False)
-                        linked.add(file)
+                        linked[file] = hash_file(into / file)
                         break
         return linked
 
-    async def _fetch(self, files: Sizes, target: Path) -> None:
+    async def _fetch(self, files: Sizes, target: Path) -> dict[str, str]:
         root = f"{self._folder}/{CHECKPOINTS}"
-        await self._fetcher.fetch_files(self._channel, root, files, target)
+        return await self._fetcher.fetch_files(self._channel, root, files, target)
 
     def _place(self, arriving: str, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -52,18 +52,21 @@ class Fetcher:
         return list(files)
 
     async def fetch_files(self, channel: Channel, root: str, files: Mapping[str, int],
-                          target: Path) -> None:  # fmt: skip
-        """Brings these files below ``root``, by their sizes in bytes."""
+                          target: Path) -> dict[str, str]:  # fmt: skip
+        """Brings these files below ``root``, by their sizes in bytes; returns their SHA-256."""
+        hashes = {}
         below = target.relative_to(self._directory).as_posix()
         for path, size in files.items():
             name = path if below == "." else f"{below}/{path}"
             try:
                 arriving = await asyncio.to_thread(Arriving, str(self._directory), name)
                 await fetch_file(channel, root, path, size, arriving)
+                hashes[path] = arriving.sha256
             except OSError as problem:
                 if isinstance(problem, ConnectionError):
                     raise
                 raise self._cannot_write(channel, root, problem) from None
+        return hashes
 
     def _cannot_write(self, channel: Channel, root: str, problem: OSError) -> NodeError:
         return NodeError(

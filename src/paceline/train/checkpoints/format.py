@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ Files = dict[str, dict[str, Tensor]]
 """Tensors by file name and by their name in the file."""
 
 _MANIFEST_FORMAT = 1
+_FILE = re.compile(r"(\w[\w.-]{0,99}/){0,3}\w[\w.-]{0,99}\.(json|safetensors)", re.ASCII)
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -161,10 +163,9 @@ def _problem(one: Manifest) -> str:
     if not isinstance(one.about, dict):
         return "it says nothing about the run"
     for name, entry in one.files.items():
-        path = PurePosixPath(name)
-        if "\0" in name or not path.parts or path.is_absolute() or ".." in path.parts:
+        if not _FILE.fullmatch(name):
             return f"{name!r:.100} is no file of a checkpoint"
-        if type(entry.bytes) is not int or not isinstance(entry.sha256, str):
+        if type(entry.bytes) is not int or entry.bytes < 0 or not isinstance(entry.sha256, str):
             return f"{name!r:.100} has no size and hash"
     return ""
 

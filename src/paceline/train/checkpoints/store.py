@@ -30,9 +30,11 @@ from paceline.spec.rundir import (
     BEST,
     CHECKPOINTS,
     LATEST,
+    MOST_TOKEN,
     WRITER,
     Version,
     checkpoint_name,
+    is_like_checkpoint,
     pointed,
     surplus,
     version_of,
@@ -56,6 +58,7 @@ WATCH_SECONDS = 6.0  # for a heartbeat of one whose launcher is known to be gone
 
 _LOOK = ".look-"  # and a writer's token and process: a name that is there for a moment
 _CLAIM = ".token-"  # and a writer's token: the name of a file that says who has it
+_CLAIMED = re.compile(re.escape(_CLAIM) + r"([1-9][0-9]{0,5})")
 _MAKING = re.compile(r"\.[0-9]+\.([0-9]+)\.([0-9]+)\.tmp")  # step, token, process
 
 
@@ -73,6 +76,14 @@ class Found:
     @property
     def step(self) -> int:
         return self.manifest.step
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its files are there with their sizes; their content is not looked at."""
+        with contextlib.suppress(OSError):
+            files = self.manifest.files.items()
+            return all((self.path / name).stat().st_size == one.bytes for name, one in files)
+        return False
 
     @property
     def version(self) -> Version:
@@ -97,6 +108,9 @@ class Store:
         """Checkpoints, newest first, and what was passed over with the reason."""
         good, bad = [], []
         for path in self._folders():
+            if is_like_checkpoint(path.name):
+                bad.append(f"{path}: no run makes a checkpoint of that number")
+                continue
             try:
                 good.append(Found(path, read_manifest(path)))
             except Damaged as problem:
@@ -105,7 +119,11 @@ class Store:
 
     def _folders(self) -> list[Path]:
         with contextlib.suppress(OSError):
-            return [one for one in self.root.iterdir() if version_of(one.name) and one.is_dir()]
+            return [
+                one
+                for one in self.root.iterdir()
+                if (version_of(one.name) or is_like_checkpoint(one.name)) and one.is_dir()
+            ]
         return []
 
     def wanted(self, want: str) -> tuple[list[Found], list[str]]:
@@ -160,11 +178,17 @@ class Store:
 
         Raises:
             OSError: The disk takes no more names.
+            SettingError: There is no larger one.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         token = max(above, self.newest_token())
         while True:
             token += 1
+            if token > MOST_TOKEN:
+                raise SettingError(
+                    f"{self.root} has checkpoints of writer {token - 1}: no later one can follow",
+                    remedy="Move what no run of yours has made out of the folder",
+                )
             mine = self.root / f"{_CLAIM}{token}"
             with contextlib.suppress(FileExistsError):  # another one has come first
                 descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -254,8 +278,12 @@ class Store:
         best = self.best(found)
         if best is not None:  # a former writer may have noted its own, late
             self.point(BEST, best.version)
-        versions = [one.version for one in found]
-        for version in surplus(versions, keep, {best.version if best else None}):
+        whole = [one.version for one in found if one.is_whole]
+        newest = sorted(whole, reverse=True)[:keep]
+        over = surplus(whole, keep, {best.version if best else None})
+        if len(newest) == keep:  # else what is not whole may be all that somebody has
+            over += [o.version for o in found if not o.is_whole and o.version < newest[-1]]
+        for version in over:
             if version[0] > self.token:  # somebody else's now
                 continue
             # Under this name it is no checkpoint any more, however far the removal comes.
@@ -288,8 +316,8 @@ def _token_of(name: str) -> int:
     version = version_of(name)
     if version is not None:
         return version[0]
-    claimed = name.removeprefix(_CLAIM)
-    return int(claimed) if claimed != name and version_of(claimed) else 0
+    claimed = _CLAIMED.fullmatch(name)
+    return int(claimed[1]) if claimed else 0
 
 
 def _at(path: Path) -> tuple[list[Found], list[str]]:

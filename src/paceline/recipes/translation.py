@@ -40,7 +40,9 @@ from paceline.recipes.tokens import (
 )
 from paceline.recipes.transformer import Search, Shape, Transformer, decode
 from paceline.spec import rundir
+from paceline.spec.shapes import LONG_TEXT, each, row, text, whole
 from paceline.train import Best, files
+from paceline.train.comms import checked
 
 SOURCE_TOKENIZER, TARGET_TOKENIZER = "tokenizer-source.json", "tokenizer-target.json"
 OUTPUTS = "translations.jsonl"
@@ -171,7 +173,8 @@ def translate(
         mine += zip(numbers, tokenizer.decode(found), strict=True)
     network.train()
     parts = session.comms.texts(json.dumps(mine))
-    everything = dict(pair for part in parts for pair in json.loads(part))
+    shape = each(row(whole(0, len(rows) - 1), text(LONG_TEXT)), len(rows))
+    everything = dict(pair for part in checked(parts, shape) for pair in part)
     return [everything[number] for number in range(len(rows))]
 
 

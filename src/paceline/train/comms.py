@@ -8,6 +8,7 @@ what one of them had got of it.
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from paceline.spec import errors
 from paceline.spec.errors import JobError, PacelineError
+from paceline.spec.shapes import Shape, Untrue
 from paceline.train import little, waits
 from paceline.train.world import World
 
@@ -33,6 +35,7 @@ _PIECE = 1 << 20  # bytes of a message of a chain, at most
 _MANY = 64  # of them: the last rank has all when the first could, and a few pieces later
 _UNDER_WAY = 4  # messages
 _LARGEST = 1 << 28  # bytes of a message that is sent at once
+_LONGEST = 1 << 28  # bytes of a text
 
 
 class Mender(Protocol):
@@ -217,12 +220,12 @@ class Comms:
         texts = [_length_and_first(row) for row in firsts]
         more = max(length - len(first) for length, first in texts)
         if not more:  # nearly always: that saves a round trip
-            return [first.decode() for _, first in texts]
+            return [first.decode(errors="replace") for _, first in texts]
         rest = torch.zeros(more, dtype=torch.uint8)
         content = content[FIRST - _LENGTH :]
         rest[: len(content)] = _bytes(content)
         return [
-            (first + bytes(row[: length - len(first)].tolist())).decode()
+            (first + bytes(row[: length - len(first)].tolist())).decode(errors="replace")
             for (length, first), row in zip(texts, self._rows(rest), strict=True)
         ]
 
@@ -419,7 +422,29 @@ def _first_of(content: bytes, size: int = FIRST) -> Tensor:
 def _length_and_first(message: Tensor) -> tuple[int, bytes]:
     said = bytes(message.tolist())
     length = int.from_bytes(said[:_LENGTH], "little")
+    if length > _LONGEST:
+        raise JobError(f"a rank announced a text of {length} bytes: more than any rank sends")
     return length, said[_LENGTH : _LENGTH + length]
+
+
+def checked(texts: Sequence[str], shape: Shape) -> list[Any]:
+    """The JSON values that ranks have sent, by rank; ``None`` for an empty text.
+
+    JobError names the first rank whose value has not this shape.
+    """
+    values = []
+    for rank, text in enumerate(texts):
+        try:
+            value = json.loads(text) if text else None
+            shape(value, "its message")
+        except (ValueError, RecursionError, Untrue) as problem:
+            raise JobError(
+                f"rank {rank} sent what no rank of this program sends",
+                found=f"{problem}"[:300],
+                remedy="give every node the same files",
+            ) from None
+        values.append(value)
+    return values
 
 
 def _over_gloo(comms: Comms) -> bool:

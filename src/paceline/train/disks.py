@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import time
@@ -22,6 +23,8 @@ from paceline.spec.errors import DataError
 from paceline.train.comms import Comms
 
 PATIENCE = timedelta(hours=6)
+_MARK = re.compile(r"\.paceline-[0-9a-f]{16}")
+_SEEN = re.compile(r"\.seen-[0-9a-f]{16}")
 _SECONDS_TO_SEE = 30.0  # a network disk may show a new name late
 
 
@@ -118,7 +121,8 @@ def _makers(comms: Comms, parent: Path) -> tuple[list[str], str, set[str]]:
         parent.mkdir(parents=True, exist_ok=True)
         (parent / mine).touch()
     try:
-        names = comms.texts(mine)
+        # a name of another rank is joined to a path, and removed if that rank is lost
+        names = [name if _MARK.fullmatch(name) else "" for name in comms.texts(mine)]
         seen = [name for name in names if leads and name and (parent / name).exists()]
         first = comms.texts(seen[0] if seen else "")
     finally:
@@ -173,13 +177,14 @@ def who_sees(comms: Comms, folder: Path, owner: int = 0) -> list[bool]:
     mine = comms.world.rank == owner
     name = f".seen-{secrets.token_hex(8)}"
     mark = Path(comms.texts(str(folder.resolve() / name) if mine else "")[owner])
+    known = _SEEN.fullmatch(mark.name) is not None
     try:
         if mine:
             with contextlib.suppress(OSError):  # nobody sees a mark in a read-only folder
                 mark.touch()
         comms.barrier()
         seen = comms.rows(
-            torch.tensor([int(os.access(mark, os.F_OK))])
+            torch.tensor([int(known and os.access(mark, os.F_OK))])
         )  # also where it is forbidden
         return [bool(one) for one in seen[:, 0]]
     finally:

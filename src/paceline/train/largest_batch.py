@@ -22,8 +22,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.spec.errors import SettingError
+from paceline.spec.shapes import row, text, whole
 from paceline.train import files, parallel
 from paceline.train.balance import by_host
+from paceline.train.comms import checked
 from paceline.train.loader import Loader
 from paceline.train.lr_range import Compute
 from paceline.train.order import stated
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 TABLE = "batch-trials.csv"
 _PART = 0.8  # of the free memory
 _NEAR = 16  # parts of the largest batch that may be missing
+_FITS = row(text(), whole(), whole(), text())  # host, samples that fit, of how many, in what
 _FULL = ("out of memory", "alloc", "could not create a memory", "could not create a primitive")
 
 
@@ -157,17 +160,17 @@ def fit_batch(
     loader.same_limit = session.comms.alone
     world = session.world
     said = session.comms.texts(json.dumps([world.host, found, share, memory]))
-    ranks = [(number, *json.loads(one)) for number, one in enumerate(said)]
+    ranks = [(number, *one) for number, one in enumerate(checked(said, _FITS))]
     if none := next((one for one in ranks if not one[2]), None):
         raise SettingError(
             f"not even one sample can be computed by rank {none[0]} on {none[1]}",
             found=none[4],
             remedy="a smaller model or shorter samples, or leave this host out of the job",
         )
-    loader.fits = [(host, fit if fit < whole else 0) for _, host, fit, whole, _ in ranks]
+    loader.fits = [(host, fit if fit < wanted else 0) for _, host, fit, wanted, _ in ranks]
     hosts: dict[str, list[str]] = {}
-    for _, host, fit, whole, _ in ranks:
-        part = f"{fit} of {whole}" if fit < whole else f"all {whole}"
+    for _, host, fit, wanted, _ in ranks:
+        part = f"{fit} of {wanted}" if fit < wanted else f"all {wanted}"
         hosts.setdefault(host, []).append(part)
     some = [f"{host} {', '.join(dict.fromkeys(parts))}" for host, parts in hosts.items()]
     more = f" and {len(some) - 12} more hosts" if len(some) > 12 else ""

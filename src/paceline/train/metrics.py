@@ -10,6 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.spec.shapes import each, row, text
+from paceline.train.comms import checked
+
+_NAMES = row(each(text()), each(text()))  # all of a rank's, and those not given for all samples
+
 Reduce = Callable[[Tensor], Tensor]
 """Sums a float64 vector over all ranks."""
 
@@ -144,7 +149,7 @@ class Meter:
         seldom = [one for one in order
                   if len(self._kept[one]) < self._added or one in self._others]  # fmt: skip
         if some_absent or self._some_absent():
-            said = [json.loads(text) for text in self._texts(json.dumps([order, seldom]))]
+            said = checked(self._texts(json.dumps([order, seldom])), _NAMES)
             order, seldom = (sorted({one for some in said for one in some[n]}) for n in (0, 1))
         sums = [self._sum(name) for name in order]
         counts = [self._number(sum(map(len, self._kept.get(name, ())))) for name in seldom]

@@ -59,8 +59,9 @@ from torch.distributed.constants import default_pg_timeout
 from paceline.spec import jobenv
 from paceline.spec.errors import JobError
 from paceline.spec.failure import ECHO, silent_peer
+from paceline.spec.shapes import each, form, maybe, row, whole
 from paceline.train import direct, gloo, waits
-from paceline.train.comms import Comms
+from paceline.train.comms import Comms, checked
 from paceline.train.stop import wait_for_idle_workers
 from paceline.train.world import World
 
@@ -77,6 +78,15 @@ _AT_LAST_S = 10.0  # after which no look is needed: a thread of gloo's may never
 _QUIET_LOOKS, _QUIET_S = 10, 0.1  # seconds between looks, after which what is left is quieted
 _STUCK_S = 3.0  # idle in a collective whose connections are cut; cutting frees in milliseconds
 _IDLE = 0.03  # share of a CPU below which a process does not compute, on a busy machine neither
+
+
+def _any(value: object, where: str) -> None:
+    """What the operation gave, which its caller looks at."""
+
+
+# of a tensor its shape and type, else the result itself
+_TYPE = r"(|bool|bfloat16|u?int(8|16|32|64)|float(16|32|64)|complex(64|128))"
+_RESULT = row(maybe(each(whole(), 64)), form(_TYPE, "a type"), _any)
 
 
 class At(IntEnum):
@@ -1082,8 +1092,8 @@ def _passed_on(comms: Comms, source: int, result: Any) -> Any:
     if isinstance(result, Tensor):
         shape, kind = list(result.shape), str(result.dtype).removeprefix("torch.")
     plain = None if isinstance(result, Tensor) else result
-    said = json.loads(comms.texts(json.dumps([shape, kind, plain]) if mine else "")[source])
-    shape, kind, plain = said
+    texts = comms.texts(json.dumps([shape, kind, plain]) if mine else "")
+    shape, kind, plain = checked(texts, maybe(_RESULT))[source] or (None, "", None)
     if shape is None:
         return plain
     tensor = result if mine else torch.empty(shape, dtype=getattr(torch, kind))

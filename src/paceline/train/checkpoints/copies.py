@@ -21,10 +21,11 @@ from typing import Any
 
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
+from paceline.spec.shapes import form, maybe, record, row, text, whole
 from paceline.train.checkpoints.format import Damaged
 from paceline.train.checkpoints.receiver import Receiver, Refused, Talk, send
 from paceline.train.checkpoints.store import Store
-from paceline.train.comms import Comms
+from paceline.train.comms import Comms, checked
 from paceline.train.direct import own_address
 from paceline.train.disks import who_sees
 
@@ -34,6 +35,8 @@ to a training that does nothing but send."""
 
 _LONGEST_REST_S = 5.0
 _CONNECT_S = 5.0
+_MEETING = record(host=text(), wanted=maybe(whole()), key=form("([0-9a-f]{64})?", "a key"))
+_PLACE = maybe(row(text(), whole(1, 65535)))
 
 
 def asked(copies: int | None) -> int | None:
@@ -114,12 +117,12 @@ class Copies:
         """
         self._sends_to([], 0)  # before the others hear no more of it
         rank = self._comms.world.rank
-        mine: dict[str, Any] = {"host": self._comms.world.host}
+        mine: dict[str, Any] = {"host": self._comms.world.host, "wanted": None, "key": ""}
         if rank == 0:  # its word counts
             key = self._key or secrets.token_bytes(32)
             mine |= {"wanted": self._wanted, "key": key.hex()}
-        said = [json.loads(one) for one in self._comms.texts(json.dumps(mine))]
-        hosts, wanted = [str(one["host"]) for one in said], said[0]["wanted"]
+        said = checked(self._comms.texts(json.dumps(mine)), _MEETING)
+        hosts, wanted = [one["host"] for one in said], said[0]["wanted"]
         if len(set(hosts)) == 1 or wanted == 0:
             self._sends_to([], 0)
             return "there is no other host" if wanted and not rank else ""
@@ -127,13 +130,12 @@ class Copies:
         sees = who_sees(self._comms, self._store.root)
         self.own_disk = len(sees) == len(hosts) and not sees[rank]
         takers = leads(hosts, sees) if len(sees) == len(hosts) else []
-        places = self._comms.texts(json.dumps(self._open() if rank in takers else None))
+        place = self._open() if rank in takers else None
+        places = checked(self._comms.texts(json.dumps(place)), _PLACE)
         if not len(places) == len(sees) == len(hosts):
             return ""  # a rank was lost meanwhile: all will meet again
         found = [
-            _Peer(hosts[one], (str(place[0]), int(place[1])))
-            for one in takers
-            if (place := json.loads(places[one]))
+            _Peer(hosts[one], (place[0], place[1])) for one in takers if (place := places[one])
         ]
         self._sends_to(found if rank == 0 else [], 1 if wanted is None else wanted)
         if rank or not wanted or len(takers) >= wanted:

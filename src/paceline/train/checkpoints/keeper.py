@@ -18,6 +18,7 @@ import torch
 
 from paceline.spec import jobenv, rundir
 from paceline.spec.errors import SettingError
+from paceline.spec.shapes import LONG_TEXT, maybe, row, text, whole
 from paceline.train import parallel
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpoints.capture import Snapshot, Training, capture
@@ -25,10 +26,11 @@ from paceline.train.checkpoints.copies import Copied, Copies, asked, figures
 from paceline.train.checkpoints.resume import Loaded, check_identity, load, restore
 from paceline.train.checkpoints.store import Fenced, Lock, Store
 from paceline.train.checkpoints.writer import Outcome, Part, Writer
-from paceline.train.comms import Comms
+from paceline.train.comms import Comms, checked
 from paceline.train.disks import folder_of_all, who_sees
 from paceline.train.stop import Door, Notice, Poll, Quietly, Stopped
 
+_KNOWN = row(maybe(whole()), text(LONG_TEXT))  # the newest step that is saved; what went wrong
 HURRY_SECONDS = 3.0  # for a copy, when the training was asked to stop
 
 
@@ -325,8 +327,8 @@ class Keeper:
         asked = next((rank for rank, text in enumerate(reasons) if text), None)
         why = "request" if asked is None else reasons[asked]
         step, home = self._training.progress.step, os.environ.get(jobenv.HOME_DIR)
-        known = self._comms.texts(json.dumps([self._good, self._full]))[0]
-        good, problem = json.loads(known)
+        known = self._comms.texts(json.dumps([self._good, self._full]))
+        good, problem = checked(known, _KNOWN)[0]
         if self._saved_step < 0:  # a rank was lost meanwhile, which may have been writing it
             self.save()
             self._stop()
@@ -404,9 +406,10 @@ class Keeper:
                 made = str(self._writer.prepare(snapshot.step, needed).resolve())
             except OSError as error:
                 self._writer.outcomes.put(Outcome(snapshot.step, 0.0, needed, str(error)))
-        folder = self._comms.texts(made)[0]
-        if folder:
-            self._writer.begin(snapshot, Part(Path(folder), world.rank, world.size))
+        folder = Path(self._comms.texts(made)[0])
+        if folder.name:
+            self._store.demand_own(folder)
+            self._writer.begin(snapshot, Part(folder, world.rank, world.size))
 
     def report(self) -> None:
         """Tells how the saves, and the copies, since the last time ended."""

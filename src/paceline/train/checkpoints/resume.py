@@ -13,10 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.spec.errors import DataError, PacelineError, SettingError
+from paceline.spec.errors import DataError, JobError, PacelineError, SettingError
+from paceline.spec.shapes import LONG_TEXT, each, maybe, one_of, record, row, table, text, whole
 from paceline.train import parallel
 from paceline.train.checkpoints.capture import Training, set_generators, shards_of
 from paceline.train.checkpoints.format import (
+    DTYPES,
     OPTIMIZER,
     OPTIMIZER_SHARDS,
     RANDOM,
@@ -31,11 +33,21 @@ from paceline.train.checkpoints.format import (
     whole_weights,
 )
 from paceline.train.checkpoints.store import WANTS, Found, Store
-from paceline.train.comms import Comms
+from paceline.train.comms import Comms, checked
 from paceline.train.device import seed_all
 from paceline.train.disks import folder_of_all
 
 _NOTHING = (-1, -1)  # the version of what a rank without an offer has
+
+
+def _any(value: Any, where: str) -> None:
+    """What is looked at elsewhere."""
+
+
+# what the rank that has the checkpoint tells the others
+_HEAD = record(problem=text(LONG_TEXT), state=_any, source=text(), host=text())
+_TENSOR = row(one_of(*(str(one).removeprefix("torch.") for one in DTYPES)), each(whole(), 64))
+_SHAPES = table(table(_TENSOR, text(LONG_TEXT)))
 
 
 @dataclass(frozen=True)
@@ -148,9 +160,14 @@ def _read(
         except Damaged as damage:
             problem = f"{offer.path}: {damage}"
     said = {"problem": problem, "state": state, "source": source, "host": comms.world.host}
-    head = json.loads(comms.texts(json.dumps(said) if offer is not None else "")[owner])
-    if head["problem"]:
+    heads = comms.texts(json.dumps(said) if offer is not None else "")
+    head = checked(heads, maybe(_HEAD))[owner]
+    if head is None or head["problem"]:
         return None, problem
+    try:
+        _checked(head["state"])
+    except ValueError as wrong:
+        raise JobError(f"rank {owner} sent no state of a training", found=str(wrong)) from None
     shared = _share(comms, owner, tensors)
     where = f"{head['source']} on {head['host']}"
     return Loaded(head["state"]["progress"]["step"], head["state"], shared, where, seen), ""
@@ -237,7 +254,7 @@ def _share(comms: Comms, owner: int, tensors: Files) -> Files:
         }
         for file, content in tensors.items()
     }
-    head = json.loads(comms.texts(json.dumps(shapes))[owner])
+    head = checked(comms.texts(json.dumps(shapes)), _SHAPES)[owner]
     if comms.world.rank != owner:
         tensors = {
             file: {

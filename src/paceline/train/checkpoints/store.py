@@ -239,6 +239,13 @@ class Store:
         path.mkdir(parents=True)
         return path
 
+    def demand_own(self, folder: Path) -> None:
+        """JobError unless a folder that a rank names is one to make a checkpoint here."""
+        with contextlib.suppress(OSError):
+            if _MAKING.fullmatch(folder.name) and folder.parent.samefile(self.root):
+                return
+        raise JobError(f"{folder} is no place for a checkpoint in {self.root}, and rank 0 named it")
+
     def publish(self, made: Path, one: Manifest) -> Path:
         """Turns a finished folder into the checkpoint of its step, at once or not at all.
 

@@ -1,0 +1,140 @@
+"""What other ranks send: nothing of it is a path, a size or a type before it was looked at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from paceline.spec.errors import JobError
+from paceline.spec.shapes import row, text, whole
+from paceline.train import comms as ranks
+from paceline.train import disks
+from paceline.train.checkpoints import resume
+from paceline.train.checkpoints.store import Store
+from paceline.train.comms import Comms, checked
+from paceline.train.recovery import _passed_on
+
+
+class Said:
+    """Two ranks, of which the other one says what a test has it say."""
+
+    alone = joining = False
+    mender = None
+
+    def __init__(self, *other: str, rank: int = 0) -> None:
+        self.world = SimpleNamespace(rank=rank, size=2, local_rank=0, host="n1")
+        self._other = [*other]
+
+    def texts(self, mine: str) -> list[str]:
+        said = [mine, self._other.pop(0)]
+        return said if self.world.rank == 0 else said[::-1]
+
+    def together(self, act: Any) -> Any:
+        return act()
+
+    def rows(self, vector: torch.Tensor) -> torch.Tensor:
+        return torch.stack([vector, vector])
+
+    def barrier(self) -> None:
+        pass
+
+    def spread(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        pass
+
+
+def said(*other: str, rank: int = 0) -> Comms:
+    return cast(Comms, Said(*other, rank=rank))
+
+
+@pytest.mark.parametrize("name", ["{}", "../thesis", ".paceline-../thesis", ".paceline-1/../../x"])
+def test_a_name_of_another_rank_removes_nothing(tmp_path: Path, name: str) -> None:
+    """It calls its mark so; then it is lost, and what it left half made is removed."""
+    thesis = tmp_path / "thesis"
+    thesis.write_text("mine")
+    (tmp_path / ".cache.x.tmp").mkdir()
+    name, former = name.replace("{}", str(thesis)), list[str]()
+    for _ in range(2):
+        comms = said(name, "", "")
+        disks._made_by_some(comms, tmp_path / "data" / "cache", lambda folder: None, former)
+    assert thesis.read_text() == "mine"
+    assert former == [one for one in former if disks._MARK.fullmatch(one)]
+    assert not any(name in one for one in former)
+
+
+def test_another_ranks_file_is_not_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "secret").touch()
+    comms = said(str(tmp_path / "secret"), rank=1)
+    assert disks.who_sees(comms, tmp_path, owner=0) == [False, False]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/tmp",
+        "{}/run/checkpoints",
+        "{}/run/checkpoints/10",
+        "{}/run/checkpoints/../.10.1.7.tmp",
+        "{}/.10.1.7.tmp",
+    ],
+)
+def test_shards_are_written_where_checkpoints_are_made(tmp_path: Path, name: str) -> None:
+    store = Store(tmp_path / "run" / "checkpoints")
+    made = store.temporary(10)
+    (tmp_path / ".10.1.7.tmp").mkdir()
+    (tmp_path / "run" / ".10.1.7.tmp").mkdir()
+    store.demand_own(made)
+    with pytest.raises(JobError, match="is no place for a checkpoint"):
+        store.demand_own(Path(name.format(tmp_path)))
+
+
+@pytest.mark.parametrize("message", [
+    "[", "{}", "null", '["a"]', "[1, 2]", '["a", -1]', '["a", 1e400]', "[" * 100_000,
+    '["a", ' + "9" * 4000 + "]",
+])  # fmt: skip
+def test_a_message_of_another_shape_names_its_rank(message: str) -> None:
+    with pytest.raises(JobError, match="rank 1 sent what no rank of this program sends"):
+        checked(['["n1", 3]', message], row(text(), whole()))
+
+
+@pytest.mark.parametrize("length", [1 << 40, (1 << 64) - 1])
+def test_a_text_of_any_length_takes_no_memory(length: int) -> None:
+    announced = torch.tensor([*length.to_bytes(8, "little"), *bytes(504)], dtype=torch.uint8)
+    with pytest.raises(JobError, match="announced a text of"):
+        ranks._length_and_first(announced)
+
+
+@pytest.mark.parametrize("result", [[[1 << 70], "float32", None], [[2], "nn", None],
+                                    [[2], "load", None], [[-2], "float32", None], ["x", "", 0],
+                                    [[2], "__class__", None], []])  # fmt: skip
+def test_a_result_of_another_rank_is_a_tensor_or_plain(result: Any) -> None:
+    with pytest.raises(JobError, match="sent what no rank of this program sends"):
+        _passed_on(said(json.dumps(result)), 1, None)
+
+
+@pytest.mark.parametrize("shapes", [{"f": {"t": ["load", [2]]}}, {"f": {"t": ["float32", [-1]]}},
+                                    {"f": {"t": ["float32"]}}, {"f": 3}, [1]])  # fmt: skip
+def test_a_checkpoint_of_another_rank_is_made_of_tensors(shapes: Any) -> None:
+    with pytest.raises(JobError, match="rank 1 sent"):
+        resume._share(said(json.dumps(shapes)), 1, {})
+
+
+@pytest.mark.parametrize("head", [
+    [], {"problem": "", "state": {}, "source": "s"},
+    {"problem": "", "state": {"progress": {"step": "x"}}, "source": "s", "host": "h"},
+])  # fmt: skip
+def test_a_state_of_another_rank_is_one(head: Any) -> None:
+    with pytest.raises(JobError, match="rank 1 sent"):
+        resume._read(said(json.dumps(head)), 1, None, sharded=False)
+
+
+def test_marks_that_ranks_make_are_such_names(tmp_path: Path) -> None:
+    names, mine, makers = disks._makers(said("", ""), tmp_path)
+    assert disks._MARK.fullmatch(mine)
+    assert (names, makers) == ([mine, ""], {mine})
+    assert not [*tmp_path.iterdir()]

@@ -23,10 +23,9 @@ from typing import Any, Protocol
 
 import click
 
-from paceline.agent import control
 from paceline.cli.launch import read_cluster
 from paceline.cli.lost import ends_in_s
-from paceline.cli.runs import current_run, end, end_word, look_at, named_run
+from paceline.cli.runs import asked, current_run, end, end_word, look_at, named_run
 from paceline.cli.sources import setting
 from paceline.cli.verb import say
 from paceline.cli.via import ssh_of
@@ -101,8 +100,7 @@ class Here:
                 remedy=f"Type this there: ssh {owner.get('host')}",
             )
         try:
-            run_id = str(owner.get("run_id", ""))
-            return understood(await asyncio.to_thread(control.ask, run_id, wish))
+            return understood(await asyncio.to_thread(asked, self.path, owner, wish))
         except (TimeoutError, ValueError) as problem:
             raise NodeError("the launcher gave no answer", found=str(problem)) from None
 

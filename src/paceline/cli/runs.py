@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shlex
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import click
 
+from paceline.agent import control
 from paceline.cli.flags import of_a_left_run
 from paceline.cli.lost import Lost, lost_run
 from paceline.cli.lost import lines as lost_lines
@@ -27,12 +29,13 @@ from paceline.rundir.directory import short
 from paceline.rundir.ownership import (
     detached_of,
     ended_since,
+    is_launcher,
     lost,
     owner_alive,
     owner_here,
     read_owner,
 )
-from paceline.schedulers.submission import BATCH_FILE, Submitted, found_in
+from paceline.schedulers.submission import BATCH_FILE, Submitted, demand_own, found_in
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED, Detached
 from paceline.spec.errors import NodeError, PacelineError, SettingError
@@ -442,8 +445,12 @@ def stop(ctx: click.Context, /, now: bool, **_: object) -> None:
 
 
 def end(state: RunState, now: bool) -> None:
-    """Tells the scheduler, or the launcher by its recorded identity."""
+    """Tells the scheduler, or the launcher.
+
+    What stands in the folder only says whom to ask: it may have come from anybody.
+    """
     if state.job is not None:
+        demand_own(state.path, state.job)
         state.job.cancel(kill=now)
         return
     owner = state.owner or {}
@@ -452,5 +459,34 @@ def end(state: RunState, now: bool) -> None:
             f"the launcher of {state.path} runs on {owner.get('host')}",
             remedy=f"Type this there: ssh {owner.get('host')}",
         )
+    with contextlib.suppress(OSError, ValueError):
+        answer = asked(state.path, owner, {"do": "stop", "now": now})
+        if answer is not None and "error" not in answer:
+            return
+    if not is_launcher(state.path, owner):
+        raise NodeError(
+            f"process {owner['pid']} is not the launcher of {state.path}: it is left alone",
+            found=f"{state.path / names.OWNER} names it; no launcher answers for this folder",
+            remedy=f"If no run goes on there: rm {shlex.quote(str(state.path / names.OWNER))}",
+        )
     for _ in range(2 if now else 1):
-        this_machine.send(int(owner["pid"]), owner.get("start", 0), signal.SIGTERM)
+        this_machine.send(int(owner["pid"]), owner["start"], signal.SIGTERM)
+
+
+def asked(path: Path, owner: Mapping[str, Any], wish: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the launcher of this very folder answers; ``None``: none listens.
+
+    Its socket is found by the run's id, and a folder may hold the id of another run.
+
+    Raises:
+        TimeoutError, ValueError: It listens, and gives no answer.
+    """
+    run_id = str(owner.get("run_id", ""))
+    if not control.RUN_ID.fullmatch(run_id):
+        return None
+    answer = control.ask(run_id, {"do": "state"}) or {}
+    state = answer.get("state")
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(state, dict) and path.samefile(str(state.get("run_dir", ""))):
+            return control.ask(run_id, dict(wish))
+    return None

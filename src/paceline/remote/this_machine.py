@@ -93,6 +93,17 @@ def started(pid: int) -> float | None:
         return None
 
 
+def has_open(pid: int, file: Path) -> bool:
+    """Whether a process of this user has the file of exactly this name open."""
+    import psutil
+
+    name = str(file.parent.resolve() / file.name)  # a link may lead to any file
+    try:
+        return any(one.path == name for one in psutil.Process(pid).open_files())
+    except (OSError, psutil.Error):
+        return False
+
+
 def started_by(leader: int) -> list[tuple[int, float]]:
     """The processes of a session, and those below its leader, each with when it began."""
     if Path("/proc/self/stat").exists():

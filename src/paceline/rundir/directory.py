@@ -16,6 +16,7 @@ from typing import IO, Any
 from paceline.agent import inside, snapshot
 from paceline.remote import this_machine
 from paceline.rundir.ownership import owner_alive, owner_here, read_owner
+from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
 from paceline.spec.errors import NodeError, SettingError
@@ -111,6 +112,8 @@ class RunDirectory:
         }
         self.write_json(names.OWNER, mark)
         inside.write_file(str(self.path), names.PROBE, self.token.encode())
+        # by which others know that we are its launcher: see ownership.is_launcher
+        self._mark = open_regular(self.path / names.PROBE)
         with contextlib.suppress(OSError):  # a disk that is full by now is told of at once
             room = os.urandom(ROOM_BYTES)  # which no file system makes smaller
             inside.write_file(str(self.path), names.ROOM, room, durable=False)
@@ -223,6 +226,7 @@ class RunDirectory:
         for file in self._files.values():
             file.close()
         self._files.clear()
+        self._mark.close()
         shutil.rmtree(self.path / inside.INCOMING, ignore_errors=True)
         for name in (names.OWNER, names.PROBE, names.ROOM):
             with contextlib.suppress(OSError):

@@ -42,6 +42,17 @@ def owner_here(owner: dict[str, Any]) -> bool:
     return owner.get("host") == socket.gethostname()
 
 
+def is_launcher(path: Path, owner: dict[str, Any]) -> bool:
+    """Whether the process that a folder names is the launcher that runs in it.
+
+    Anybody may have written the number of any process into a folder: only its launcher holds the
+    folder's mark open.
+    """
+    if not owner_here(owner) or "start" not in owner or not owner_alive(owner):
+        return False
+    return this_machine.has_open(int(owner["pid"]), path / names.PROBE)
+
+
 def detached_of(path: Path) -> Detached | None:
     """Where the run of a folder goes on, or has ended and not come home; ``None`` where it is here.
 

@@ -14,7 +14,9 @@ import json
 import os
 import secrets
 import stat
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from paceline.agent import inside
 from paceline.remote import this_machine
@@ -31,7 +33,7 @@ def write(path: Path, detached: Detached) -> None:
 
     NodeError where it cannot be written, SettingError where there can be no key.
     """
-    said = {**detached.to_json(), SEAL: _seal(detached, made_key())}
+    said = {**detached.to_json(), SEAL: _seal(detached.to_json(), made_key())}
     try:
         inside.write_file(str(path), DETACHED, json.dumps(said, indent=2).encode() + b"\n")
     except OSError as error:
@@ -55,11 +57,31 @@ def is_own(path: Path) -> bool:
     detached, seal, key = Detached.read(said), said.get(SEAL), _key()
     if detached is None or key is None or not isinstance(seal, str):
         return False
-    return hmac.compare_digest(seal.encode(errors="replace"), _seal(detached, key).encode())
+    return _fits(seal, detached.to_json(), key)
 
 
-def _seal(detached: Detached, key: bytes) -> str:
-    text = json.dumps(detached.to_json(), sort_keys=True)
+def seal_of(record: Mapping[str, Any], path: Path) -> str:
+    """The seal of a record in a run's folder, which holds for that folder alone.
+
+    SettingError where there can be no key.
+    """
+    return _seal({**record, "folder": str(path.resolve())}, made_key())
+
+
+def has_seal(record: Mapping[str, Any], path: Path) -> bool:
+    """Whether this user wrote a record of a run's folder: its field ``seal`` is :func:`seal_of`."""
+    key, seal = _key(), record.get(SEAL)
+    said = {name: value for name, value in record.items() if name != SEAL}
+    sealed = {**said, "folder": str(path.resolve())}
+    return key is not None and isinstance(seal, str) and _fits(seal, sealed, key)
+
+
+def _fits(seal: str, said: Mapping[str, Any], key: bytes) -> bool:
+    return hmac.compare_digest(seal.encode(errors="replace"), _seal(said, key).encode())
+
+
+def _seal(said: Mapping[str, Any], key: bytes) -> str:
+    text = json.dumps(said, sort_keys=True)
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 

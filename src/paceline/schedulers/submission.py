@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -12,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from paceline.rundir import records
+from paceline.rundir import records, way_back
 from paceline.schedulers import SCHEDULERS, load
 from paceline.schedulers.scheduler import JobState, Scheduler
-from paceline.spec.errors import ConnectError
+from paceline.spec.errors import ConnectError, SettingError
 
 # Scheduler and job id, by which status, logs and stop find the job; and the command that was typed.
 BATCH_FILE = "batch.json"
@@ -70,6 +71,8 @@ def hand_in(scheduler: Scheduler, text: str, directory: Path, array: bool = Fals
     job = scheduler.submit(script)
     output = scheduler.output.replace("{job}", job)
     record = {"scheduler": scheduler.name, "job": job, "output": output, "typed": typed}
+    with contextlib.suppress(SettingError):  # without a seal the job is there all the same
+        record[way_back.SEAL] = way_back.seal_of(record, directory)
     (directory / BATCH_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
     return Submitted(scheduler, job, () if array else (directory / output,))
 
@@ -94,6 +97,19 @@ def found_in(directory: Path) -> Submitted | None:
     scheduler = load(str(name))
     known = scheduler.follows() and re.fullmatch(scheduler.job_id, job)
     return Submitted(scheduler, job) if known else None
+
+
+def demand_own(directory: Path, job: Submitted) -> None:
+    """SettingError unless this user handed in the job whose id is in a run's folder.
+
+    The folder may come from anybody, and name any job of this user.
+    """
+    if not way_back.has_seal(records.read_object(directory / BATCH_FILE) or {}, directory):
+        raise SettingError(
+            f"{directory / BATCH_FILE} was not written by you for this folder: {job.title} is left"
+            " alone",
+            remedy=f"If it is this run's, end it by {job.scheduler.title}'s own command",
+        )
 
 
 async def follow(job: Submitted, note: Callable[[str], None], cancel: bool = True) -> int:

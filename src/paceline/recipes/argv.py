@@ -198,7 +198,9 @@ def recorded(kind: type[O], path: Path) -> O:
         if unknown := sorted(set(values) - known_names):
             raise ValueError(f"unknown options: {', '.join(unknown)}")
         return kind(**{name: _as_now(value, hints[name]) for name, value in values.items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+    ) as error:  # fmt: skip
         raise SettingError(
             f"--like {path}: no options of an earlier run",
             found=f"{type(error).__name__}: {error}",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -338,6 +339,10 @@ def read_weights(source: str) -> dict[str, Tensor]:
             from safetensors.torch import load_file
 
             return load_file(path)
+        if zipfile.is_zipfile(path):  # torch packs nothing
+            with zipfile.ZipFile(path) as packed:
+                if sum(one.file_size for one in packed.infolist()) > path.stat().st_size:
+                    raise ValueError("it announces more than it holds")
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged files raise anything
         raise DataError(

@@ -208,6 +208,6 @@ def _trained(runs: Path) -> Iterator[Pretrained]:
 def _content(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -13,6 +13,13 @@ from paceline.train.order import Ids
 
 MOST_BYTES = 256 << 20
 """Of the groups of rows that a process keeps beyond those that it needs at a time."""
+MOST_ROWS = 1000
+"""For each byte of a file: a small one may announce any number."""
+MOST_OF_GROUP = 1 << 30
+"""Bytes of a group of rows in memory, or as many times the size of its file as ``MOST_TIMES``: in
+a dictionary a long text counts for little, however many rows have it."""
+MOST_TIMES = 50
+_PARTS = 32  # of a group, that are unpacked one after the other
 
 
 def scan(path: Path) -> Ids:
@@ -33,6 +40,13 @@ def scan(path: Path) -> Ids:
             found=f"{error} ({path.stat().st_size:,} bytes)",
             remedy="copy it again; what it was made from is whole",
         ) from None
+    size = path.stat().st_size
+    if sum(sizes) > MOST_ROWS * size:
+        raise DataError(
+            f"the shard {path} cannot be used",
+            found=f"it announces {sum(sizes):,} rows in {size:,} bytes",
+            remedy="copy it again; what it was made from is whole",
+        )
     rows = np.full((sum(sizes), 3), -1, dtype=np.int64)
     rows[:, 0] = np.repeat(np.arange(len(sizes)), sizes)
     rows[:, 1] = np.concatenate([np.arange(size) for size in sizes] or [np.zeros(0)])
@@ -60,13 +74,31 @@ class Groups:
         if (path, group) in self._kept:
             self._kept.move_to_end((path, group))
         else:
-            with _library().ParquetFile(path) as file:
-                table = file.read_row_group(group)
+            table = _read(path, group)
             self._kept[path, group] = table
             self._bytes += table.nbytes
         while self._bytes > MOST_BYTES and len(self._kept) > self._least:
             self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return self._kept[path, group]
+
+
+def _read(path: Path, group: int) -> Any:
+    import pyarrow
+
+    most = max(MOST_OF_GROUP, MOST_TIMES * path.stat().st_size)
+    parts, size = [], 0
+    with _library().ParquetFile(path) as file:
+        count = max(1, file.metadata.row_group(group).num_rows // _PARTS)
+        for part in file.iter_batches(batch_size=count, row_groups=[group]):
+            parts.append(part)
+            size += part.nbytes
+            if size > most:
+                raise DataError(
+                    f"rows of the shard {path} need more memory than they may",
+                    found=f"group {group} stands for more than {most >> 20} MiB",
+                    remedy="write it again with fewer rows in a group (row_group_size)",
+                )
+        return pyarrow.Table.from_batches(parts, file.schema_arrow)
 
 
 def _library() -> Any:

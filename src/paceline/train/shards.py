@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import secrets
 import tarfile
@@ -179,6 +180,14 @@ def _as_it_is(part: Any) -> Any:
 
 
 def _array(part: bytes) -> Any:
+    stream = io.BytesIO(part)
+    version = np.lib.format.read_magic(stream)
+    header = np.lib.format.read_array_header_1_0 if version == (1, 0) else (
+        np.lib.format.read_array_header_2_0
+    )  # fmt: skip
+    shape, _, dtype = header(stream)
+    if math.prod(shape) * dtype.itemsize > len(part) - stream.tell():
+        raise ValueError(f"an array of shape {shape} in {len(part)} bytes")
     return np.load(io.BytesIO(part), allow_pickle=False)
 
 

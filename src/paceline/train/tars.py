@@ -45,6 +45,8 @@ def scan(path: Path) -> Ids:
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
+                if member.size < 0 or member.issparse():  # which may stand for any size
+                    raise ValueError(f"{member.name} is a sparse file, or of no size")
                 last, end = member.name, -(-(member.offset_data + member.size) // _BLOCK) * _BLOCK
                 named = _NAME.fullmatch(member.name)
                 if member.isdir() or named is None:
@@ -68,10 +70,10 @@ def scan(path: Path) -> Ids:
                     raise ValueError(
                         f"no header and no end of the archive at byte {place:,} of {size:,}"
                     )
-    except (OSError, ValueError, tarfile.TarError) as error:
+    except (OSError, ValueError, MemoryError, RecursionError, tarfile.TarError) as error:
         raise DataError(
             f"the shard {path} cannot be used" + (f": member {last}" if last else ""),
-            found=f"{error} ({size:,} bytes)",
+            found=f"{error or type(error).__name__} ({size:,} bytes)",
             remedy="unpack it (gunzip): samples are read at their places"
             if _is_compressed(path)
             else _DAMAGED,
@@ -129,6 +131,8 @@ def _members(block: bytes) -> Iterator[tuple[str, bytes]]:
             yield from _extended(block)
             return
         start = place + _BLOCK
+        if header.size < 0:
+            raise ValueError(f"{header.name} is of no size")
         yield header.name, block[start : start + header.size]
         place = start + -(-header.size // _BLOCK) * _BLOCK
 
@@ -136,6 +140,8 @@ def _members(block: bytes) -> Iterator[tuple[str, bytes]]:
 def _extended(block: bytes) -> Iterator[tuple[str, bytes]]:
     with tarfile.open(fileobj=io.BytesIO(block), mode="r:") as tar:
         for member in tar:
+            if member.issparse() or not 0 <= member.size <= len(block):
+                raise ValueError(f"{member.name} is a sparse file, or larger than its sample")
             if file := tar.extractfile(member):
                 yield member.name, file.read()
 

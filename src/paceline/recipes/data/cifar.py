@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ _CLASSES = (
 )
 _PIXELS = 3 * 32 * 32
 _RECORD = 1 + _PIXELS
-_MOST_BYTES = 256 << 20  # a batch has 31 MB
+_MOST_BYTES = 256 << 20  # of a file, and of what it stands for; a batch has 31 MB
 _FINE, _FINE_NAMES = b"fine_labels", b"fine_label_names"
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 
@@ -63,7 +64,7 @@ def read(folder: Path, request: Request) -> ImageData:
 def _names(meta: Path) -> tuple[str, ...]:
     """The hundred classes, as the data set's own file has them."""
     try:
-        names = _Plain(io.BytesIO(meta.read_bytes()), encoding="bytes").load()[_FINE_NAMES]
+        names = _unpickled(meta.read_bytes())[_FINE_NAMES]
         return tuple(name.decode() for name in names)
     except Exception as error:  # a damaged pickle may raise anything
         raise DataError(
@@ -101,9 +102,7 @@ def _binary(path: Path, content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.i
 
 def _pickled(path: Path, content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     try:
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"more than the {_MOST_BYTES >> 20} MiB that a batch may have")
-        batch = _Plain(io.BytesIO(content), encoding="bytes").load()
+        batch = _unpickled(content)
         rows, labels = batch[b"data"], batch[_FINE if _FINE in batch else b"labels"]
         if type(labels) is not list or not all(type(one) is int for one in labels):
             raise ValueError("the labels are no list of numbers")
@@ -139,6 +138,8 @@ class _Stub:
     __slots__ = ("arguments", "state")
 
     def __init__(self, *arguments: Any) -> None:
+        if len(arguments) > _MOST_ARGUMENTS:
+            raise ValueError(f"{len(arguments)} arguments for one of numpy's constructors")
         self.arguments = arguments
         self.state: Any = None
 
@@ -146,6 +147,7 @@ class _Stub:
         self.state = state
 
 
+_MOST_ARGUMENTS = 4
 _STUBS = frozenset(
     (
         ("numpy.core.multiarray", "_reconstruct"),
@@ -159,12 +161,60 @@ _STUBS = frozenset(
 class _Plain(pickle._Unpickler):
     """Unpickles numbers, texts, lists and dictionaries; arrays come as their description.
 
-    Written in Python, unlike the ordinary one: no word of the file is an index into memory.
+    Written in Python, unlike the ordinary one: no word of the file is an index into memory. Only
+    those that NumPy's pickles have: others take memory for sizes that they announce.
     """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, encoding="bytes")
+        self._left = _MOST_BYTES  # bytes that texts may become
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _STUBS:
             return lambda *arguments: _Stub(*arguments)
         if (module, name) == ("_codecs", "encode"):
-            return lambda text, encoding: text.encode(encoding)
+            return self._encoded
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no image batch needs")
+
+    def _encoded(self, text: str, encoding: str) -> bytes:
+        self._left -= len(text)
+        if encoding not in ("latin1", "latin-1") or self._left < 0:
+            raise ValueError("texts that are no bytes of an image batch")
+        return text.encode("latin-1")
+
+    def _set(self, act: Callable[[_Plain], None], keys: list[Any]) -> None:
+        # the hash of a tuple of tuples takes twice as long for each two bytes
+        if not all(type(key) in (bytes, str, int) for key in keys):
+            raise ValueError("a dictionary whose keys are no texts")
+        act(self)
+
+    def _build(self) -> None:
+        if type(self.stack[-2]) is not _Stub:
+            raise ValueError("a state of what has none")
+        _ALL[pickle.BUILD[0]](self)
+
+
+_ALL: dict[int, Callable[[_Plain], None]] = pickle._Unpickler.dispatch
+_OPCODES = (
+    "PROTO FRAME STOP MARK POP POP_MARK EMPTY_LIST LIST APPEND APPENDS EMPTY_TUPLE TUPLE TUPLE1"
+    " TUPLE2 TUPLE3 NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 STRING BINSTRING"
+    " SHORT_BINSTRING BINBYTES SHORT_BINBYTES UNICODE BINUNICODE SHORT_BINUNICODE GLOBAL"
+    " STACK_GLOBAL REDUCE PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET EMPTY_DICT"
+)
+_Plain.dispatch = {
+    **{code: _ALL[code] for code in (getattr(pickle, name)[0] for name in _OPCODES.split())},
+    pickle.SETITEM[0]: lambda it: it._set(_ALL[pickle.SETITEM[0]], [it.stack[-2]]),
+    pickle.SETITEMS[0]: lambda it: it._set(_ALL[pickle.SETITEMS[0]], it.stack[::2]),
+    pickle.DICT[0]: lambda it: it._set(_ALL[pickle.DICT[0]], it.stack[::2]),
+    pickle.BUILD[0]: _Plain._build,
+}
+
+
+def _unpickled(content: bytes) -> Any:
+    """What a pickle of numbers, texts, lists, dictionaries and arrays describes."""
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"more than the {_MOST_BYTES >> 20} MiB that a batch may have")
+    try:
+        return _Plain(io.BytesIO(content)).load()
+    except KeyError as unknown:
+        raise ValueError(f"a word that no image batch has: {unknown}") from None

@@ -103,7 +103,13 @@ def _unpacked(path: Path, raw: bytes) -> bytes:
         # A small file may unpack to any size; a whole one has what its header says.
         head = unpack.decompress(raw, _HEADER)
         sizes = np.frombuffer(head, ">u4", len(head) // 4)[1:][: head[3] if len(head) > 3 else 0]
-        rest = min(math.prod(sizes.tolist()) + _HEADER, _MOST_BYTES)
+        rest = math.prod(sizes.tolist()) + _HEADER
+        if rest > _MOST_BYTES:
+            raise DataError(
+                f"{path} announces {rest:,} bytes",
+                found=f"{len(raw):,} bytes, packed; at most {_MOST_BYTES:,} are read",
+                remedy="get the file again",
+            )
         return head + unpack.decompress(unpack.unconsumed_tail, rest)
     except zlib.error as error:
         raise DataError(

@@ -174,7 +174,7 @@ def _json_lines(path: Path, request: PairRequest) -> list[Pair]:
     for number, line in enumerate(_lines(path), 1):
         try:
             rows.append(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path} line {number} is no JSON", found=str(error)) from None
     return _from_rows(_some(path, rows), request)
 

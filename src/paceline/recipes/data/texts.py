@@ -44,6 +44,7 @@ _TEXTS = (
     "txt",
 )
 _MOST_CLASSES = 1000
+_MOST_DIGITS = 20  # of a label that is a number
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def _json_lines(path: Path, text: str) -> list[Any]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path} line {number} is no JSON", found=str(error)) from None
         if not isinstance(row, dict):
             raise DataError(f"{path} line {number} is no JSON object", found=line[:80])
@@ -206,7 +207,7 @@ def _table(path: Path, text: str, request: TextRequest) -> list[Any]:
     """Lists of cells, or dictionaries where the file has a header that is of use."""
     usual = "\t" if path.suffix == ".tsv" else ","
     delimiter = {"": usual, "\\t": "\t"}.get(request.delimiter, request.delimiter)
-    rows = [row for row in csv.reader(text.splitlines(True), delimiter=delimiter) if any(row)]
+    rows = rows_of(path, text.splitlines(True), delimiter)
     if not rows:
         return []
     header = [cell.strip() for cell in rows[0]]
@@ -214,6 +215,19 @@ def _table(path: Path, text: str, request: TextRequest) -> list[Any]:
     if any(request.columns) or (lower & {*_LABELS} and lower & {*_TEXTS}):
         return [dict(zip(header, row, strict=False)) for row in rows[1:]]
     return rows
+
+
+def rows_of(path: Path, lines: Iterable[str], delimiter: str) -> list[list[str]]:
+    """The rows of a table that are not empty. DataError where it cannot be read."""
+    table = csv.reader(lines, delimiter=delimiter)
+    try:
+        return [row for row in table if any(row)]
+    except csv.Error as error:
+        raise DataError(
+            f"{path} line {table.line_num} cannot be read as a table",
+            found=f"{error}",
+            remedy="look for a quotation mark that is not closed; longer texts: a .jsonl file",
+        ) from None
 
 
 def _picked(name: str, rows: Iterable[Mapping[str, Any]], asked: tuple[str, str]) -> list[Row]:
@@ -271,7 +285,7 @@ def _labels(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _is_number(label: str) -> bool:
-    return label.lstrip("-").isdecimal()
+    return label.lstrip("-").isdecimal() and len(label) < _MOST_DIGITS
 
 
 def _class_names(name: str, labels: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from torch.utils.data import TensorDataset
 from paceline import train
 
 DIGITS = Path(train.__file__).parents[1] / "recipes/data/digits"
+MOST_BYTES = 1 << 30  # a small packed file may stand for any size
 BATCH = 64  # samples of one step over all processes: the result is the same at any number of them
 
 
@@ -32,7 +33,8 @@ def read(folder: Path, part: str) -> TensorDataset:
     """Images ``[n, 1, height, width]``, as bytes, and labels ``[n]``."""
 
     def array(name: str) -> Tensor:
-        content = bytearray(gzip.decompress((folder / f"{part}-{name}-ubyte.gz").read_bytes()))
+        with gzip.open(folder / f"{part}-{name}-ubyte.gz") as file:
+            content = bytearray(file.read(MOST_BYTES))
         count = content[3]  # of dimensions; their sizes follow, then the bytes
         sizes = [int.from_bytes(content[n : n + 4], "big") for n in range(4, 4 + 4 * count, 4)]
         return torch.frombuffer(content, dtype=torch.uint8, offset=4 + 4 * count).view(sizes)

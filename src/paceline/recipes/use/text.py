@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline import train
 from paceline.recipes.data import HubSource
-from paceline.recipes.data.texts import TextRequest, load_texts
+from paceline.recipes.data.texts import TextRequest, load_texts, rows_of
 from paceline.recipes.networks import rebuilt_texts
 from paceline.recipes.text import Texts, evaluate
 from paceline.recipes.tokens import Encoding, padded_ids, saved_encoding
@@ -177,7 +176,7 @@ def _column(path: Path, column: str) -> Iterator[str]:
     """The texts of a table: of the named column, else of ``text``, else of the only or second."""
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = [row for row in csv.reader(file, delimiter=delimiter) if any(row)]
+        rows = rows_of(path, file, delimiter)
     if not rows:
         raise DataError(f"{path} is empty")
     name = column or "text"

@@ -509,5 +509,6 @@ def _owner(descriptor: int) -> Owner | None:
     try:
         said: Any = json.loads(os.pread(descriptor, 4096, 0))
         return Owner(**said)
-    except (ValueError, TypeError, OSError):  # a share of SMB lets nobody read a locked file
+    # a share of SMB lets nobody read a locked file
+    except (ValueError, TypeError, OSError, RecursionError):
         return None

@@ -195,7 +195,7 @@ def unpack(came: Tensor, codes: int, message: Tensor) -> None:
         whole[:] = room[_HEAD : _HEAD + len(whole)]
         return
     try:
-        found = zlib.decompress(room[_HEAD : _HEAD + packed].data, -15, codes)
+        found = zlib.decompressobj(-15).decompress(room[_HEAD : _HEAD + packed].data, codes)
     except zlib.error as error:
         raise RuntimeError(f"a rank's message cannot be read: {error}") from None
     if len(found) != codes:

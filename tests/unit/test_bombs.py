@@ -1,0 +1,258 @@
+"""Small files that announce much: each is refused by name, before memory or time is taken."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import pickle
+import struct
+import tarfile
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.recipes.data import cifar, idx, pairs, texts
+from paceline.recipes.minimal import image as minimal
+from paceline.recipes.pretrained import read_weights
+from paceline.spec.errors import DataError
+from paceline.train import parquet, shards, tars
+from paceline.train.communication import wire
+
+# --- CIFAR's pickles
+
+
+def memo(number: int) -> bytes:
+    return pickle.PUT + b"%d\n" % number
+
+
+def recall(number: int) -> bytes:
+    return pickle.GET + b"%d\n" % number
+
+
+def doubled(depth: int) -> bytes:
+    """A tuple of tuples, whose hash takes 2**depth steps; it lies on the stack."""
+    made = pickle.BININT1 + b"\1" + pickle.TUPLE1 + memo(0)
+    for level in range(depth):
+        made += pickle.POP + recall(level) * 2 + pickle.TUPLE2 + memo(level + 1)
+    return made
+
+
+ENCODE = pickle.GLOBAL + b"_codecs\nencode\n"
+TEXT = pickle.BINUNICODE + struct.pack("<I", 1 << 20) + b"x" * (1 << 20)
+LATIN = pickle.BINUNICODE + struct.pack("<I", 6) + b"latin1"
+PICKLES = {
+    "bytes that are not there": (pickle.BYTEARRAY8 + struct.pack("<Q", 1 << 40), "no image batch"),
+    "a key": (pickle.EMPTY_DICT + doubled(60) + pickle.NONE + pickle.SETITEM, "keys are no texts"),
+    "keys": (pickle.EMPTY_DICT + pickle.MARK + doubled(60) + pickle.NONE + pickle.SETITEMS,
+             "keys are no texts"),
+    "a dictionary": (pickle.MARK + doubled(60) + pickle.NONE + pickle.DICT, "keys are no texts"),
+    "a set": (pickle.EMPTY_SET + pickle.MARK + doubled(60) + pickle.ADDITEMS, "no image batch"),
+    "a frozen set": (pickle.MARK + doubled(60) + pickle.FROZENSET, "no image batch"),
+    "one text many times": (
+        ENCODE + memo(0) + TEXT + LATIN + pickle.TUPLE2 + memo(1)
+        + (recall(0) + recall(1) + pickle.REDUCE) * 300, "no bytes of an image batch"),
+    "another encoding": (ENCODE + TEXT + pickle.BINUNICODE + struct.pack("<I", 8) + b"punycode"
+                         + pickle.TUPLE2 + pickle.REDUCE, "no bytes of an image batch"),
+    "many arguments": (pickle.GLOBAL + b"numpy\nndarray\n" + pickle.MARK + pickle.NONE * 99
+                       + pickle.TUPLE + pickle.REDUCE, "99 arguments"),
+    "a state of a function": (ENCODE + pickle.EMPTY_DICT + pickle.BUILD, "what has none"),
+    "an object": (pickle.GLOBAL + b"os\nsystem\n", "asks for os.system"),
+    "a persistent one": (pickle.PERSID + b"1\n", "no image batch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_a_pickle_stands_for_no_more_than_it_holds(tmp_path: Path, name: str) -> None:
+    content, why = PICKLES[name]
+    content = pickle.PROTO + b"\2" + content + pickle.STOP
+    with pytest.raises(DataError, match="data_batch_1") as refused:
+        cifar._pickled(tmp_path / "data_batch_1", content)
+    assert why in refused.value.found
+    (tmp_path / "meta").write_bytes(content)
+    with pytest.raises(DataError, match="meta"):
+        cifar._names(tmp_path / "meta")
+
+
+@pytest.mark.parametrize("protocol", range(5))
+def test_batches_that_numpy_has_pickled_are_read(tmp_path: Path, protocol: int) -> None:
+    rows = np.arange(2 * 3072, dtype=np.uint8).reshape(2, 3072)
+    content = pickle.dumps({b"data": rows, b"labels": [3, 5], b"names": [b"a"]}, protocol)
+    found, labels = cifar._pickled(tmp_path / "x", content)
+    assert (found == rows).all()
+    assert labels.tolist() == [3, 5]
+
+
+# --- tar
+
+
+def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytearray:
+    made = tarfile.TarInfo(name)
+    made.type = kind
+    block = bytearray(made.tobuf(tarfile.GNU_FORMAT))
+    block[124:136] = tarfile.itn(size, 12, tarfile.GNU_FORMAT)
+    return block
+
+
+def signed(block: bytearray) -> bytes:
+    block[148:156] = b"        "
+    block[148:156] = b"%06o\0 " % sum(block[:512])
+    return bytes(block)
+
+
+def sparse() -> bytes:
+    block = header("x.jpg", 512, tarfile.GNUTYPE_SPARSE)
+    block[386:398], block[398:410] = b"%011o\0" % 0, b"%011o\0" % 512
+    block[483:495] = b"%011o\0" % (6 << 30)
+    return signed(block) + bytes(512)
+
+
+def sparse_of_pax() -> bytes:
+    made = tarfile.TarInfo("GNUSparseFile.0/x.jpg")
+    made.size = 512
+    made.pax_headers = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1",
+                        "GNU.sparse.name": "x.jpg", "GNU.sparse.map": "0,512",
+                        "GNU.sparse.size": str(6 << 30)}  # fmt: skip
+    return made.tobuf(tarfile.PAX_FORMAT) + bytes(512)
+
+
+TARS = {
+    "sparse": sparse(),
+    "sparse, of POSIX": sparse_of_pax(),
+    "of no size": signed(header("x.jpg", -512)) + bytes(512),
+    "longer than the file": signed(header("x.jpg", 1 << 45)) + bytes(512),
+    "a name of any length": signed(header("x", 1 << 45, tarfile.GNUTYPE_LONGNAME)) + bytes(512),
+    "attributes of any length": signed(header("x", 1 << 45, tarfile.XHDTYPE)) + bytes(512),
+    "attributes of attributes": signed(header("x", 0, tarfile.XHDTYPE)) * 3000,
+}
+
+
+@pytest.mark.parametrize("name", TARS)
+def test_a_member_of_a_shard_is_no_longer_than_the_shard(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.tar").write_bytes(TARS[name] + bytes(1024))
+    with pytest.raises(DataError, match=r"a.tar"):
+        tars.scan(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize("name", ["sparse", "sparse, of POSIX", "of no size"])
+def test_a_sample_is_no_longer_than_its_place(name: str) -> None:
+    with pytest.raises(ValueError, match=r"sparse|of no size|larger than its sample"):
+        tars.unpacked(TARS[name])
+
+
+@pytest.mark.parametrize("shape", [(1 << 50,), (1 << 30, 1 << 30), (4,)])
+def test_an_array_is_no_longer_than_its_part(shape: tuple[int, ...]) -> None:
+    stream = io.BytesIO()
+    about = {"descr": "<f8", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(stream, about)
+    with pytest.raises(ValueError, match="an array of shape"):
+        shards.decoded({"npy": stream.getvalue()})
+    stream = io.BytesIO()
+    np.save(stream, np.arange(3))
+    assert shards.decoded({"npy": stream.getvalue()})["npy"].tolist() == [0, 1, 2]
+
+
+# --- parquet
+
+
+def test_a_dictionary_takes_no_more_memory_than_rows_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pa = pytest.importorskip("pyarrow")
+    library = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(parquet, "MOST_OF_GROUP", 1 << 20)
+    words = pa.DictionaryArray.from_arrays(pa.array([0] * 3000, pa.int32()), pa.array(["x" * 9999]))
+    path = tmp_path / "a.parquet"
+    library.write_table(pa.table({"a": words}), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 2000
+    with pytest.raises(DataError, match=r"a.parquet need more memory"):
+        parquet.Groups(1).rows(path, 0, [0])
+    library.write_table(pa.table({"a": list(range(1000)), "b": ["x"] * 1000}), path)
+    assert parquet.Groups(1).rows(path, 0, [5]) == [{"a": 5, "b": "x"}]
+
+
+def test_rows_are_announced_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pa = pytest.importorskip("pyarrow")
+    library = pytest.importorskip("pyarrow.parquet")
+    library.write_table(pa.table({"a": [1] * 100_000}), tmp_path / "a.parquet")
+    assert len(parquet.scan(tmp_path / "a.parquet")) == 100_000
+    monkeypatch.setattr(parquet, "MOST_ROWS", 1)
+    with pytest.raises(DataError, match=r"a.parquet"):
+        parquet.scan(tmp_path / "a.parquet")
+
+
+# --- packed files
+
+
+def test_packed_images_announce_no_more_than_is_read(tmp_path: Path) -> None:
+    raw = gzip.compress(b"\0\0\x08\x03" + struct.pack(">III", 60000, 4000, 4000) + bytes(1 << 20))
+    with pytest.raises(DataError, match=r"x\.gz announces 960,000,000,016 bytes"):
+        idx._unpacked(Path("x.gz"), raw)
+
+
+def test_packed_images_of_the_tutorial_are_read_to_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(minimal, "MOST_BYTES", 100)
+    for name in ("images-idx3", "labels-idx1"):
+        with gzip.open(tmp_path / f"train-{name}-ubyte.gz", "wb") as file:
+            file.write(b"\0\0\x08\x03" + struct.pack(">III", 1, 99, 99) + bytes(99 * 99))
+    with pytest.raises(RuntimeError, match="invalid for input of size 84"):
+        minimal.read(tmp_path, "train")
+
+
+def test_weights_are_not_packed(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1000)}, tmp_path / "a.pt")
+    assert read_weights(str(tmp_path / "a.pt"))["a"].shape == (1000,)
+    with (
+        zipfile.ZipFile(tmp_path / "a.pt") as old,
+        zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+        new.writestr("archive/data/9", bytes(1 << 20))
+    with pytest.raises(DataError, match=r"b.pt") as refused:
+        read_weights(str(tmp_path / "b.pt"))
+    assert "announces more than it holds" in refused.value.found
+
+
+def test_codes_of_another_rank_fill_their_place_and_no_more() -> None:
+    press = zlib.compressobj(9, zlib.DEFLATED, -15)
+    packed = press.compress(bytes(1 << 26)) + press.flush()
+    came = np.frombuffer(struct.pack("<q", len(packed)).ljust(wire._HEAD, b"\0") + packed, np.uint8)
+    message = torch.zeros(1000, dtype=torch.uint8)
+    wire.unpack(torch.from_numpy(came.copy()), 1000, message)
+    assert not message.any()
+
+
+# --- texts
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"text": ' + "[" * 200_000 + "]" * 200_000 + ', "label": 1}\n'),
+        ("a.jsonl", '{"text": "a", "label": ' + "9" * 1_000_000 + "}\n"),
+        ("a.csv", "a," + "x" * 200_000 + "\n"),
+        ("a.csv", '1,"' + "x\n" * 100_000),
+    ],
+)
+def test_texts_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=r"a\.(jsonl|csv) line"):
+        texts.load_texts(texts.TextRequest(texts.HubSource(str(tmp_path / name))))
+
+
+def test_a_label_of_very_many_digits_is_a_word(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"{'9' * 5000},a\n1,b\n" * 20)
+    found = texts.load_texts(texts.TextRequest(texts.HubSource(str(tmp_path / "a.csv"))))
+    assert found.classes == ("1", "9" * 5000)
+
+
+def test_pairs_of_brackets_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("[" * 200_000)
+    with pytest.raises(DataError, match=r"a.jsonl line 1 is no JSON"):
+        pairs._json_lines(tmp_path / "a.jsonl", None)  # type: ignore[arg-type]

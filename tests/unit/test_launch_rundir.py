@@ -34,7 +34,7 @@ def test_a_folder_has_one_owner(tmp_path: Path) -> None:
     assert str(os.getpid()) in caught.value.found
     first.close()
     RunDirectory(tmp_path / "run").close()
-    assert not list((tmp_path / "run").iterdir())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".paceline-brought"]
 
 
 def test_an_owner_that_died_is_followed(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from paceline.launch.collect import Results
 from paceline.launch.fleet import Fleet, Node
 from paceline.launch.supply import send_folder
 from paceline.remote.channel import AgentRefusal
+from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.events import Event
@@ -235,6 +236,7 @@ def test_fetcher_follows_no_link_of_the_run_directory(tmp_path: Path) -> None:
     there, home = fill(tmp_path / "there", FILES), tmp_path / "run"
     (tmp_path / "elsewhere").mkdir()
     home.mkdir()
+    Arrivals(home)  # the folder is the run's own
     (home / "b").symlink_to(tmp_path / "elsewhere")
 
     async def work(served: Served) -> None:

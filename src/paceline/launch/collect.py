@@ -39,7 +39,7 @@ class Results:
         self.first: Node | None = None  # where checkpoints are made
         self._directory = directory
         self._note = note
-        self._fetcher = Fetcher(directory.path)
+        self._fetcher = Fetcher(directory.path, note)
         self._checkpoints: CheckpointFetcher | None = None  # of rank 0, where they have to come
         self._keep = 0  # checkpoints, as the script has it
         self._all_home = False
@@ -163,11 +163,11 @@ class Results:
             await self._checkpoints.finish()
             await self._checkpoints.sync()
             await self._fetcher.fetch(
-                node.channel, node.run_folder, None, target, leave=names.is_ours
+                node.channel, node.run_folder, None, target, leave=names.is_reserved
             )
             self._all_home = True
         for there in [where for who, where in self._elsewhere if who is node]:
-            await self._fetcher.fetch(node.channel, there, None, target, leave=names.is_ours)
+            await self._fetcher.fetch(node.channel, there, None, target, leave=names.is_reserved)
             self._note(
                 f"paceline: the model came home from {there} on {node.name}; remove it there"
             )

@@ -61,6 +61,7 @@ from paceline.spec.settings import Source
 from paceline.transfer import data
 from paceline.transfer.data import Folder
 from paceline.transfer.files import send_tree
+from paceline.transfer.follow import foreign
 from paceline.transfer.links import refuse_outward
 from paceline.transfer.results import Fetcher
 from paceline.transfer.tree import Manifest, Tree, read_parts
@@ -414,10 +415,10 @@ class _Start:
 
     async def _bring_home(self, channel: Channel, directory: RunDirectory, folder: str) -> None:
         """What a run that ended at once has left, as an attached one would have left it here."""
-        ours = {names.OWNER, names.PROBE}
-        await Fetcher(directory.path).fetch(
-            channel, f"{folder}/{RUN}", self._sent, directory.path, leave=ours.__contains__
-        )
+        await Fetcher(directory.path, self._screen.note).fetch(
+            channel, f"{folder}/{RUN}", self._sent, directory.path,
+            leave=lambda path: not foreign(path), supervisor=True,
+        )  # fmt: skip
 
     def _leads_back(self, directory: RunDirectory, folder: str) -> None:
         host, ssh = self._host, self._leaving.ssh

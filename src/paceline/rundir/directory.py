@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from paceline.agent import inside, snapshot
 from paceline.remote import this_machine
+from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.ownership import owner_alive, owner_here, read_owner
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
@@ -49,6 +50,7 @@ class RunDirectory:
             self.path.mkdir(mode=0o700, exist_ok=True)
             self._read_key()
             self._own()
+            Arrivals(self.path)  # nothing else of the run lies there yet
 
     @property
     def key(self) -> str:

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import IO
 
 from paceline.rundir import records, way_back
+from paceline.rundir.arrivals import Arrivals
 from paceline.schedulers import SCHEDULERS, load
 from paceline.schedulers.scheduler import JobState, Scheduler
 from paceline.spec.errors import ConnectError, SettingError
+from paceline.spec.rundir import BATCH
 
 # Scheduler and job id, by which status, logs and stop find the job; and the command that was typed.
-BATCH_FILE = "batch.json"
+BATCH_FILE = BATCH
 LOOK_EVERY_S = 0.5
 
 
@@ -66,6 +68,7 @@ def hand_in(scheduler: Scheduler, text: str, directory: Path, array: bool = Fals
         SettingError: The scheduler refuses it, in its own words.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    Arrivals(directory)  # before anything else lies there: see its _is_own
     script = directory / scheduler.script
     script.write_text(text, encoding="utf-8")
     job = scheduler.submit(script)

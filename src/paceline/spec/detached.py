@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.spec.hosts import Host
+from paceline.spec.rundir import DETACHED as DETACHED
+from paceline.spec.rundir import SCREEN as SCREEN
 
-DETACHED = "detached.json"  # in a run's folder on the launching machine
 ABOUT = "about.json"  # in the run's folder on the supervisor's host
 FOLDERS = "detached"  # of such folders, below the cache of paceline
 RUN = "run"  # in it: the run directory
-SCREEN = "screen.txt"  # in the run directory: what an attached launcher would have shown
 KEPT_S = 7 * 24 * 3600.0  # results that nobody fetches stay for so long by default, in seconds
 
 _RUN_ID = re.compile("[0-9a-f]{6,64}")

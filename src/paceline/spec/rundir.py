@@ -38,16 +38,25 @@ FETCHED = "files"  # files/HOST/: what ranks wrote into shipped copies of the co
 KEY = ".paceline-key"  # names the folder on nodes that do not see it
 RANKS = "ranks.json"  # while it runs: who is where, and who holds the others up
 STACKS = "stacks"  # stacks/TIME.txt: where all ranks stood when somebody asked
+DETACHED = "detached.json"  # where the run goes on without the command that started it
+SCREEN = "screen.txt"  # of such a run: what an attached launcher would have shown
+BATCH = "batch.json"  # of a batch: which job of which scheduler it is
 OWNER = "owner.json"  # who runs in this folder: launcher's host, pid, start time
 ROOM = ".paceline-room"  # while it runs: bytes in which its end finds room on a full disk
 PROBE = ".paceline-probe"  # by which a node finds out whether it sees this very folder
 CALL = "call"  # of a function: it and its arguments, while it runs; pickled
 RETURNED = "returned"  # returned/RANK: what it returned or raised there; pickled
+BROUGHT = ".paceline-brought"  # which files came from nodes, one a line: see rundir/arrivals.py
 DEFAULT_PARENT = "runs"
 
 # Written by the launcher alone, and never taken from a node.
 OURS = {PLAN, EVENTS, METRICS, HOSTS, RESULT, LOGS, DEBUG, OWNER, FINDINGS, CHECKPOINTS,
-        FETCHED, RANKS, STACKS, REPORT, CALL, RETURNED}  # fmt: skip
+        FETCHED, RANKS, STACKS, REPORT, CALL, RETURNED, FORECAST, DETACHED, SCREEN, BATCH,
+        "index.html"}  # fmt: skip
+
+# Written by recipes and by paceline.train, on whichever node has rank 0.
+PRODUCTS = {CONFIG, MEASURED, COLLECTIVES}
+_OF_A_MODEL = (".json", ".safetensors", ".txt", ".model")
 
 
 def is_run(folder: Path) -> bool:
@@ -175,6 +184,12 @@ def used(folder: Path) -> tuple[str, ...]:
     return (MODEL,) if found is None else (MODEL, f"{CHECKPOINTS}/{found.name}", best)
 
 
+def is_product(path: str) -> bool:
+    """Whether a path in the run directory is of a model, or another file that paceline writes."""
+    folder, _, name = path.rpartition("/")
+    return path in PRODUCTS or (folder == MODEL and name.endswith(_OF_A_MODEL))
+
+
 def is_ours(path: str) -> bool:
     """Whether a path in the run directory belongs to the launcher.
 
@@ -184,3 +199,11 @@ def is_ours(path: str) -> bool:
     first = unicodedata.normalize("NFKC", path.split("/")[0]).casefold()
     first = "".join(one for one in first if unicodedata.category(one) != "Cf")
     return first in OURS or first.startswith((".paceline", "events-before-", "metrics-before-"))
+
+
+def is_reserved(path: str) -> bool:
+    """Whether a rank may not write a path in the run directory: ours, and hidden files.
+
+    Programs read hidden files by themselves: .envrc, .netrc, .bashrc.
+    """
+    return is_ours(path) or path.startswith(".")

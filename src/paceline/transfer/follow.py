@@ -24,6 +24,7 @@ from paceline.remote.channel import AgentRefusal, Channel
 from paceline.remote.fanout import connect_all
 from paceline.remote.openssh import SshOptions
 from paceline.rundir import records, way_back
+from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.ownership import HOME, STANDS
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
@@ -36,7 +37,7 @@ WHOLE = 1 << 20  # bytes: larger files that do not grow come at the end
 UNDER_WAY = 8
 SEEN_AGAIN = 256  # bytes before the new ones that must be what is here
 _GROWING = {names.EVENTS, names.METRICS, SCREEN}
-_OURS = {DETACHED, names.OWNER}
+_OURS = {DETACHED, names.OWNER, names.FORECAST, names.BATCH, "index.html"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def grows(path: str) -> bool:
 
 def foreign(path: str) -> bool:
     """Whether a file is to come from the supervisor's host, and not written only here."""
-    top = path.split("/")[0]
+    top = inside.folded(path.split("/")[0])
     return top not in _OURS and not top.startswith(".")
 
 
@@ -86,6 +87,7 @@ class Follower:
     def __init__(self, channel: Channel, run_id: str, path: Path) -> None:
         self.channel, self.run_id, self._path = channel, run_id, path
         self._afresh = True
+        self._arrivals = Arrivals(path)
         self._root = ""
         self._owed: dict[str, tuple[str, int]] = {}  # what did not come: path → mark, size
         self._same: dict[str, str] = {}  # what is here of growing files is theirs: path → inode
@@ -122,7 +124,7 @@ class Follower:
         due = [
             self._bring(path, mark, size)
             for path, (mark, size) in changed.items()
-            if foreign(path) and (grows(path) or size <= WHOLE)
+            if foreign(path) and not inside.why_refused(path) and (grows(path) or size <= WHOLE)
         ]
         await self._all(due)
         ended = about.ended is not None
@@ -171,12 +173,16 @@ class Follower:
 
     def _put(self, path: str, data: bytes) -> None:
         """A whole file: it can be had again, so it need not be on the disk already."""
-        file = inside.Arriving(str(self._path), path, durable=False)
+        direct = names.is_ours(path) and not path.startswith(f"{names.FETCHED}/")
+        place = path if direct else self._arrivals.place(path, self.channel.host.name)
+        file = inside.Arriving(str(self._path), place, durable=False)
         try:
             file.add(0, data)
             file.finish()
         finally:
             file.drop()
+        if not direct:
+            self._arrivals.brought(place)
 
     async def _append(self, path: str, mark: str, size: int) -> None:
         """Brings what was added to a file; all of it where what is here is not its beginning.
@@ -230,7 +236,9 @@ class Follower:
         await self.refresh()
         fetcher = Fetcher(self._path)
         await CheckpointFetcher(self.channel, self._root, self._path, fetcher).sync()
-        await fetcher.fetch(self.channel, self._root, None, self._path, leave=self._leaves)
+        await fetcher.fetch(
+            self.channel, self._root, None, self._path, leave=self._leaves, supervisor=True
+        )
         if self._owed:
             raise NodeError(f"{', '.join(sorted(self._owed)[:5])} did not come as they are there")
         said = records.read_object(self._path / DETACHED) or {}

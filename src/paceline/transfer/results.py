@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from paceline.agent.inside import Arriving
+from paceline.agent.inside import Arriving, why_refused
 from paceline.remote.channel import Channel
+from paceline.rundir.arrivals import Arrivals
 from paceline.spec.errors import NodeError
+from paceline.spec.helptext import counted
+from paceline.spec.rundir import FETCHED, is_ours
 from paceline.transfer.files import fetch_file
 from paceline.transfer.tree import Manifest
 
@@ -20,13 +23,15 @@ class Fetcher:
 
     Args:
         directory: The run directory: no link inside it is followed.
+        note: Tells the user.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, note: Callable[[str], None] = lambda text: None) -> None:
+        self._directory, self._note = directory, note
 
     async def fetch(self, channel: Channel, root: str, manifest: Manifest | None, target: Path,
-                    leave: Callable[[str], bool] = lambda path: False) -> list[str]:  # fmt: skip
+                    leave: Callable[[str], bool] = lambda path: False,
+                    *, supervisor: bool = False) -> list[str]:  # fmt: skip
         """Brings the new and changed files below ``root`` of a node to ``target``.
 
         Args:
@@ -35,12 +40,15 @@ class Fetcher:
             manifest: What was there before the job; ``None`` when nothing was.
             target: Folder here, in the run directory.
             leave: True for paths that stay there.
+            supervisor: The launcher of the run is there: it writes the run's records.
 
         Returns:
-            The paths that came, relative to ``target``.
+            The paths that came, as they are there.
         """
         answer = await channel.request("list_results", root=root, manifest=manifest)
-        files = {str(f["path"]): int(f["size"]) for f in answer["files"] if not leave(f["path"])}
+        listed = {str(f["path"]): int(f["size"]) for f in answer["files"] if not leave(f["path"])}
+        refused = {path: why for path in listed if (why := why_refused(self._below(target, path)))}
+        files = {path: size for path, size in listed.items() if path not in refused}
         total = sum(files.values())
         if total > RESULT_LIMIT:
             raise NodeError(
@@ -48,25 +56,51 @@ class Fetcher:
                 found=f"{total >> 20} MiB in {root}",
                 remedy=f"Copy them by hand: scp -r {channel.host.address}:{root} .",
             )
-        await self.fetch_files(channel, root, files, target)
+        host = channel.host.name
+        if refused:
+            shown = "; ".join(f"{path:.100} ({why})" for path, why in [*refused.items()][:3])
+            self._note(f"paceline: {counted(len(refused), 'file')} stayed on {host}: {shown}")
+        arrivals, moved = Arrivals(self._directory), list[str]()
+        for path, size in files.items():
+            name = self._below(target, path)
+            direct = supervisor and is_ours(name) and not name.startswith(f"{FETCHED}/")
+            place = name if direct else arrivals.place(name, host)
+            await self._fetch_to(channel, root, path, size, place)
+            if not direct:
+                arrivals.brought(place)
+            if place != name:
+                moved.append(f"{name} as {place}")
+        if moved:
+            shown = ", ".join(moved[:3]) + (" …" if len(moved) > 3 else "")
+            self._note(
+                f"paceline: {counted(len(moved), 'file')} of {host} came to another place, for the"
+                f" folder holds more than runs: {shown}"
+            )
         return list(files)
 
     async def fetch_files(self, channel: Channel, root: str, files: Mapping[str, int],
                           target: Path) -> dict[str, str]:  # fmt: skip
         """Brings these files below ``root``, by their sizes in bytes; returns their SHA-256."""
         hashes = {}
-        below = target.relative_to(self._directory).as_posix()
         for path, size in files.items():
-            name = path if below == "." else f"{below}/{path}"
-            try:
-                arriving = await asyncio.to_thread(Arriving, str(self._directory), name)
-                await fetch_file(channel, root, path, size, arriving)
-                hashes[path] = arriving.sha256
-            except OSError as problem:
-                if isinstance(problem, ConnectionError):
-                    raise
-                raise self._cannot_write(channel, root, problem) from None
+            place = self._below(target, path)
+            hashes[path] = await self._fetch_to(channel, root, path, size, place)
         return hashes
+
+    def _below(self, target: Path, path: str) -> str:
+        below = target.relative_to(self._directory).as_posix()
+        return path if below == "." else f"{below}/{path}"
+
+    async def _fetch_to(self, channel: Channel, root: str, path: str, size: int, place: str) -> str:
+        """Brings one file to its place below the run directory; returns its SHA-256."""
+        try:
+            arriving = await asyncio.to_thread(Arriving, str(self._directory), place)
+            await fetch_file(channel, root, path, size, arriving)
+        except OSError as problem:
+            if isinstance(problem, ConnectionError):
+                raise
+            raise self._cannot_write(channel, root, problem) from None
+        return arriving.sha256
 
     def _cannot_write(self, channel: Channel, root: str, problem: OSError) -> NodeError:
         return NodeError(

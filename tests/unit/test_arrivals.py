@@ -1,0 +1,185 @@
+"""What comes home from a node: under which names, and what it replaces."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_transfers import cache, fill, run
+
+from paceline.agent import inside
+from paceline.rundir.arrivals import Arrivals
+from paceline.rundir.directory import RunDirectory
+from paceline.spec import rundir as names
+from paceline.transfer.follow import foreign
+from paceline.transfer.results import Fetcher
+
+__all__ = ["cache"]  # for all tests here
+
+
+PROJECT = {"train.py": b"mine", "torch.py": b"mine too", "config.json": b"mine",
+           "model/net.py": b"mine", "files/n1/old.txt": b"mine", "out/a.png": b"mine"}  # fmt: skip
+
+
+def bring(home: Path, planted: dict[str, bytes], there: Path) -> list[str]:
+    """Has a node list files of its run folder; what the user is told."""
+    noted: list[str] = []
+    fill(there, planted)
+
+    async def work(served: Any) -> None:
+        await Fetcher(home, noted.append).fetch(
+            served.node.channel, str(there), None, home, leave=names.is_reserved
+        )
+
+    run(work)
+    return noted
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    found = {}
+    for above, _, files in inside.walk(str(folder)):
+        for name in files:
+            path = f"{above}/{name}" if above else name
+            if not path.startswith(".paceline"):
+                found[path] = (folder / path).read_bytes()
+    return found
+
+
+def test_a_project_that_is_the_folder_stays_as_it_is(tmp_path: Path) -> None:
+    """And gets no code, nor anything else that a program finds by itself."""
+    home, there = fill(tmp_path / "project", PROJECT), tmp_path / "node"
+    RunDirectory(home).close()
+    planted = {**dict.fromkeys(PROJECT, b"evil"), "sitecustomize.py": b"evil", "x/__init__.py": b"",
+               "conftest.py": b"evil", "out.txt": b"a result", ".envrc": b"evil",
+               "model/model.safetensors": b"weights", "model/x.py": b"evil"}  # fmt: skip
+    noted = bring(home, planted, there)
+    found = content(home)
+    assert {name: found[name] for name in PROJECT} == PROJECT
+    assert {name for name in found if not name.startswith("files/")} == {
+        *(name for name in PROJECT if not name.startswith("files/")), "model/model.safetensors"
+    }  # fmt: skip
+    assert found["files/n1/out.txt"] == b"a result"
+    assert found["files/n1/train.py"] == b"evil"
+    (note,) = noted
+    assert "came to another place" in note
+    bring(home, {"out.txt": b"a newer result", "old.txt": b"evil"}, there)
+    assert content(home)["files/n1/out.txt"] == b"a newer result"
+    assert content(home)["files/n1/old.txt"] == b"mine"
+    assert content(home)["files/n1-2/old.txt"] == b"evil"
+
+
+def test_a_folder_of_runs_gets_what_ranks_wrote(tmp_path: Path) -> None:
+    home, there = tmp_path / "run", tmp_path / "node"
+    RunDirectory(home).close()
+    (home / "notes.txt").write_text("mine")  # by hand, later
+    results = {"out0.txt": b"1", "plots/a.png": b"2", "model/config.json": b"{}", "notes.txt": b""}
+    bring(home, results, there)
+    RunDirectory(home).close()
+    bring(home, {"out0.txt": b"3", "model/config.json": b"[]"}, there)
+    assert content(home) == {
+        "out0.txt": b"3", "plots/a.png": b"2", "model/config.json": b"[]", "notes.txt": b"mine",
+        "files/n1/notes.txt": b"",
+    }  # fmt: skip
+
+
+REPOSITORIES = [".git/config", "a/.git/hooks/pre-commit", ".GIT/config", "a/.g\u200cit/config",
+                "HEAD", "a/b/HEAD", "a/head", ".git"]  # fmt: skip
+NAMES = ["a\nb", "a\x1b[2Jb", "a/\x7f", "x" * 256, "/".join("x" * 65), "a\u2028b", "\ud800"]
+
+
+@pytest.mark.parametrize("name", [*REPOSITORIES, *NAMES])
+def test_such_a_file_is_not_made(name: str) -> None:
+    assert inside.why_refused(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a/b.txt",
+        "é",
+        "/".join("x" * 64),
+        "head/w.pt",
+        "x" * 255,
+        "HEAD.txt",
+        "objects/a",
+        "refs/a",
+        "config",
+        "a git",
+    ],
+)
+def test_such_a_file_is_made(name: str) -> None:
+    assert not inside.why_refused(name)
+
+
+@given(st.text(max_size=300))
+def test_a_name_that_is_not_refused_stays_below_its_folder(name: str) -> None:
+    if not inside.why_refused(name):
+        path = os.path.normpath(os.path.join("/run", name))  # noqa: PTH118
+        assert path.startswith("/run/")
+        assert "\0" not in path
+
+
+def test_a_planted_repository_runs_nothing(tmp_path: Path) -> None:
+    home, there = tmp_path / "run", tmp_path / "node"
+    sign, program = tmp_path / "it ran", tmp_path / "trap"
+    program.write_text(f"#!/bin/sh\ntouch '{sign}'\n")
+    program.chmod(0o755)
+    RunDirectory(home).close()
+    config = f'[core]\n\tbare = false\n\tworktree = .\n\tfsmonitor = "{program}"\n'.encode()
+    bare = {"HEAD": b"ref: refs/heads/main\n", "config": config, "objects/x": b"", "refs/x": b""}
+    inner = {f"out/{name}": data for name, data in bare.items()}
+    noted = bring(home, {**bare, **inner, **{f"a/.git/{k}": v for k, v in bare.items()}}, there)
+    assert "stayed on n1" in noted[0]
+    for folder in (home, home / "out", home / "a"):
+        subprocess.run(["git", "-C", str(folder), "status"], check=False, capture_output=True)
+    assert not sign.exists()
+
+
+def test_a_deep_path_stays_on_its_node(tmp_path: Path) -> None:
+    home, there = tmp_path / "run", tmp_path / "node"
+    RunDirectory(home).close()
+    noted = bring(home, {"/".join("y" * 70): b"", "a": b""}, there)
+    assert content(home) == {"a": b""}
+    assert "more than 64 folders deep" in noted[0]
+
+
+PLANTED = ["detached.json", "forecast.json", "index.html", "result.json", "plan.json",
+           "batch.json", "screen.txt", "owner.json", "report.html", "Detached.JSON", ".envrc",
+           ".paceline-brought", "events-before-x.jsonl", "files/n2/x"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_node_writes_no_record_of_a_run(tmp_path: Path, name: str) -> None:
+    home, there = tmp_path / "run", tmp_path / "node"
+    RunDirectory(home).close()
+    before = content(home)
+    bring(home, {name: b"{}"}, there)
+    assert content(home) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "detached.json",
+        "owner.json",
+        "forecast.json",
+        "index.html",
+        "batch.json",
+        ".envrc",
+        "Detached.json",
+    ],
+)
+def test_a_supervisor_writes_its_own_records_alone(name: str) -> None:
+    assert not foreign(name)
+
+
+@pytest.mark.parametrize("line", ["[", "7", '"a"', '{"own": 3}', "\\xff"])
+def test_a_damaged_record_makes_a_folder_nobodys(tmp_path: Path, line: str) -> None:
+    (tmp_path / names.BROUGHT).write_text(f"{line}\n" * 3)
+    (tmp_path / "mine").touch()
+    assert Arrivals(tmp_path).place("mine", "n1") == "files/n1/mine"
